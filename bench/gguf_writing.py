@@ -15,9 +15,9 @@ TensorInfo = tuple[str, tuple[int, ...], gguf.GGMLQuantizationType]
 """Name, row-major shape and type."""
 
 
-def new_file(path: Path, architecture: str, metadata: Mapping[str, Value]) -> gguf.GGUFWriter:
-    """A writer that has the metadata."""
-    writer = gguf.GGUFWriter(path, architecture)
+def new_file(path: Path, architecture: str, metadata: Mapping[str, Value], *, split: int = 0) -> gguf.GGUFWriter:
+    """A writer that has the metadata; ``split``: so many tensors a file."""
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     for key, value in metadata.items():
         _add(writer, f"{architecture}.{key}", value)
     return writer

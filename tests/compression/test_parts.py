@@ -11,7 +11,6 @@ from lucevisor.compression.parts import (
     PromptPart,
     last_words_end,
     parts_of,
-    question_end,
     roles_of_turns,
 )
 from lucevisor.model.gguf_files import open_model
@@ -77,15 +76,6 @@ def test_a_raw_prompt_is_one_part_unless_it_has_turns(template, texts):
     assert parts_of(rendered, ends, ["user", "user", "user"], texts) == [], "turns that do not match the messages"
 
 
-def test_the_question_ends_before_what_the_template_adds(template, texts):
-    messages = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "Read. " + LONG + "What now?"}]
-    ids, ends, _ = encoded(template, texts, messages)
-    assert len(ids) > question_end(ids, ends, texts)
-    assert texts.decode(ids[: question_end(ids, ends, texts)]).endswith("What now?")
-    raw = texts.encode(LONG + "\n")
-    assert question_end(raw, [], texts) == len(raw)
-
-
 @pytest.mark.parametrize("last", ["What now?", "Why?", LONG + "Tell me, please.\n"])
 @pytest.mark.parametrize(
     "earlier", [[], [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Yes?"}]]
@@ -94,13 +84,6 @@ def test_the_last_words_of_a_chat_end_before_what_the_template_adds(template, te
     ids, _, _ = encoded(template, texts, [*earlier, {"role": "user", "content": last}])
     assert len(ids) > last_words_end(ids, texts)
     assert texts.decode(ids[: last_words_end(ids, texts)]).rstrip().endswith(last.rstrip())
-
-
-def test_the_last_words_of_a_text_without_turns_are_its_last_ones(texts):
-    ids = texts.encode(LONG)
-    assert last_words_end([*ids, *texts.encode("\n\n")], texts) == len(ids) - texts.decode(ids[-1:]).isspace()
-    blank = texts.encode("\n\n")
-    assert last_words_end(blank, texts) == len(blank), "nothing but blanks: they are all there is"
 
 
 @given(

@@ -48,15 +48,6 @@ def test_a_chunk_that_goes_is_no_better_than_one_that_was_chosen_by_its_score(sc
     assert not chosen or not gone or min(chosen) >= max(gone)
 
 
-def test_anchors_take_at_most_half_of_what_head_and_tail_leave():
-    scores = [0.0] * 64 * CHUNK_TOKENS
-    scores[: 16 * CHUNK_TOKENS] = [1.0] * 16 * CHUNK_TOKENS
-    anchors = set(range(32, 60))
-    kept = {at // CHUNK_TOKENS for start, stop in select(scores, 0.25, anchors) for at in range(start, stop)}
-    assert len(kept) == 16
-    assert len(kept & anchors) == 5  # 16 less 4 of the tail and 2 of the head, halved
-
-
 @given(data=st.data(), tokens=st.lists(st.integers(0, 5), max_size=400))
 def test_anchors_are_the_chunks_around_a_repeated_run(data, tokens):
     question = data.draw(st.lists(st.integers(0, 5), max_size=12))

@@ -92,11 +92,6 @@ def test_values_that_are_taken(key, value, result):
     assert type(taken) is type(result) or key == "groups.env"
 
 
-def test_a_path_at_home(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/ann")
-    assert read("cache.dir", "~/slots") == "/home/ann/slots"
-
-
 @pytest.mark.parametrize(
     ("key", "values", "why"),
     [
@@ -124,11 +119,6 @@ def test_a_path_at_home(monkeypatch):
 def test_values_that_are_refused(key, values, why):
     for value in values:
         assert why in refusal(key, value).why, value
-
-
-@pytest.mark.parametrize("host", ["::1", "::", "0.0.0.0", "box-1.example.org", "a_b", "fe80::1%eth0", "x.local."])
-def test_hosts(host):
-    assert read("server.host", host) == host
 
 
 @pytest.mark.parametrize(
@@ -210,15 +200,6 @@ def test_loopback_of_addresses_is_what_the_standard_library_says(address):
     assert is_loopback(str(address)) == (mapped or address).is_loopback
 
 
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [("::ffff:127.0.0.1", True), ("LOCALHOST", True), ("::ffff:10.0.0.1", False), ("box.local", False),
-     ("localhost.example.org", False)],
-)  # fmt: skip
-def test_loopback_of_names(host, loopback):
-    assert is_loopback(host) is loopback
-
-
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.dates(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
@@ -242,11 +223,3 @@ def test_any_value_is_read_or_refused_and_reads_back(value, key):
 def test_weights_read_back_from_text_exactly(weights):
     text = Text(",".join(repr(weight) for weight in weights))
     assert read(SPLIT, text) == WeightedSplit(tuple(weights))
-
-
-@settings(deadline=None)
-@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8))
-def test_contiguous_ranges_are_always_taken(sizes):
-    stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    ranges = tuple(zip([0, *stops], stops, strict=False))
-    assert read(SPLIT, [f"{start}-{stop}" for start, stop in ranges]) == Ranges(ranges)

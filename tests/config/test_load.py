@@ -46,11 +46,6 @@ def test_backends_stand_for_the_only_group_that_has_them(file):
     assert config.placement.split_text() == "0.08,0.46,0.46"
 
 
-def test_groups_keep_the_order_of_the_file(file):
-    text = SMALLEST.replace("left", "zeta").replace("right", "alpha")
-    assert list(load(file(text)).groups) == ["zeta", "alpha"]
-
-
 def test_a_group_named_as_its_backend_wins_over_the_backend(file):
     text = SMALLEST.replace("[groups.left]", "[groups.cpu]").replace("left:0", "cpu:0")
     assert load(file(text)).placement.devices[0] == DeviceRef("cpu", 0)
@@ -157,14 +152,6 @@ def test_the_dictionary_is_json_and_loads_to_an_equal_configuration(file, tmp_pa
     assert sections["engine"]["pages"] == 12
     assert sections["groups"]["left"]["env"] == {"A": "b c"}
     assert sections["recovery"]["restart_limit"] == "2/9s"
-
-
-def test_a_loaded_configuration_cannot_be_changed(file):
-    config = load(file(SMALLEST))
-    with pytest.raises(TypeError):
-        config.groups["third"] = config.groups["left"]
-    with pytest.raises(AttributeError):
-        config.server.port = 1
 
 
 TWO = """
@@ -275,12 +262,6 @@ def test_a_key_is_set_once(file):
 # --- files
 
 
-def test_a_byte_order_mark_is_skipped(file, tmp_path):
-    path = tmp_path / "box.toml"
-    path.write_bytes(b"\xef\xbb\xbf" + file(SMALLEST).read_bytes())
-    assert load(path).groups == load(file(SMALLEST)).groups
-
-
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -300,11 +281,6 @@ def test_files_that_are_no_configuration(tmp_path, content, why):
     error = error_of(path)
     assert why in error.why
     assert error.hint
-
-
-def test_overrides_are_counted(file):
-    with pytest.raises(ConfigError, match=r"^--set: is given 257 times, more than 256"):
-        load(file(SMALLEST), ["server.port=0"] * 257)
 
 
 def test_a_list_and_the_errors_told_are_bounded(file):

@@ -8,7 +8,6 @@ with the metadata of the step that is run, as a GPU's does.
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,13 +15,12 @@ from torch import Tensor
 
 from daemons import graphs as graphs_module
 from daemons.graphs import StepGraphs
-from daemons.kv.batch import Batch, Layout
+from daemons.kv.batch import Batch
 from daemons.models.shard import ShardOutput, SharedOutput
 from daemons.models.stage import LoadedStage
 from daemons.ops.operations import SHORT_SLICE
 from lucevisor.model.values import Space
-from lucevisor.model.workspace import GRAPH_LENGTH, GRAPH_ROWS
-from lucevisor.protocol.steps import PageOut, Slice
+from lucevisor.protocol.steps import PageOut
 from tests.families.golden import FIXTURES, opened
 from tests.families.pipeline import Pipeline, load_stages
 
@@ -181,42 +179,3 @@ def test_sequences_that_pages_left(name):
     [graphs] = all_graphs
     assert keys(graphs) == [(48, 512)]
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
-
-
-def open_layouts(name: str):
-    """A function that makes layouts of slices (sequence, start, tokens) of two long sequences."""
-    golden = opened(name)
-    stages = load_stages(golden.spec)
-    c = Pipeline(golden.spec, stages)
-    for sequence in (0, 1):
-        c.open(sequence)
-        c.run((sequence, (golden.ids * 8)[:400]))
-        c.run((sequence, (golden.ids * 8)[:400]))
-
-    def layout(*slices: tuple[int, int, int], **options) -> Layout:
-        asked = [Slice(sequence, start, (golden.ids * 8)[:n], sample=False) for sequence, start, n in slices]
-        return Layout(asked, stages[0].sequences, golden.spec, **options)
-
-    return layout
-
-
-def test_which_steps_are_padded():
-    layout = open_layouts("qwen35")
-
-    def key(*slices: tuple[int, int, int], **options):
-        found = layout(*slices, **options).padded(GRAPH_ROWS)
-        return None if found is None else found.graph_key
-
-    assert key((0, 50, 40))[:3] == (1, 48, 128)
-    assert key((0, 50, 40)) == key((1, 60, 33)) == key((0, 0, 48))
-    assert key((0, 50, 49)) == (1, 64, 128, 0)
-    assert key((0, 81, 40)) == (1, 48, 256, 0)
-    assert key((0, 50, SHORT_SLICE)) is None  # graph_key has those
-    assert key((0, 50, 40), (1, 50, 40)) is None
-    assert key((0, 50, 40), ranked=[0]) is None
-    assert key((0, 50, 40), bounded=True) is None
-    assert layout((0, 0, 130)).padded(192) is not None
-    assert layout((0, 0, 130)).padded(191) is None
-    [group] = layout((0, 50, 40)).groups
-    assert replace(group, full_starts=[GRAPH_LENGTH - 48]).padded(GRAPH_ROWS) is not None
-    assert replace(group, full_starts=[GRAPH_LENGTH - 47]).padded(GRAPH_ROWS) is None

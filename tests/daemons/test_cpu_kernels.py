@@ -211,11 +211,6 @@ def test_this_cpu_decides_how_many_rows_are_multiplied_in_integers(by_onednn, mo
     assert product.implementation == "tiles, c++ in integers" + " to 32 rows, bfloat16 onednn beyond" * by_onednn
 
 
-def test_no_rows():
-    product = TiledLinear(cpu_kernels(), [packed(BY_NAME["Q4_K"], blocks("Q4_K", 40))], 512)
-    assert product(torch.empty(0, 512, dtype=torch.bfloat16)).shape == (0, 40)
-
-
 @pytest.mark.parametrize(("n_rows", "n_out"), [(3, 300), (40, 300), (300, 40)])
 def test_threads_change_no_number(n_rows, n_out):
     kind, x = BY_NAME["Q5_K"], torch.randn(n_rows, 512)
@@ -236,21 +231,3 @@ def test_a_cpu_or_a_machine_that_cannot_is_told(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(compiler.CpuCompileError, match=r"no C\+\+ compiler: install g\+\+"):
         compiler.load()
-
-
-def test_a_compiler_that_fails_is_told(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\necho 'fatal error: out of luck' >&2\nexit 1\n")
-    broken.chmod(0o700)
-    monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises(compiler.CpuCompileError, match="broken: fatal error: out of luck"):
-        compiler.load()
-    assert not list(tmp_path.glob("lucevisor/*.so"))
-
-
-def test_memory_for_dequantised_rows_stays_the_same():
-    kernels = cpu_kernels()
-    first = kernels.scratch(32, 512)
-    assert kernels.scratch(64, 256).data_ptr() == first.data_ptr()
-    assert kernels.scratch(16, 256).shape == (16, 256)

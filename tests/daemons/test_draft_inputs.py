@@ -21,17 +21,6 @@ def step(step_id: int) -> Step:
     return Step(step_id, 0, [], [Slice(0, step_id, [7], True)])
 
 
-def test_captures_and_tokens_wait_for_their_draft_step() -> None:
-    inputs = DraftInputs(PLAN, [])
-    for i in (1, 2):
-        inputs.store_captures(step(i), 0, torch.full((1, 2), float(i)))
-        inputs.store_tokens(step(i), [Sampled(0, 40 + i)])
-    _, captures, tokens = inputs.pop_step(DraftStep(step(2)))
-    assert (captures[0].tolist(), tokens) == ([[2.0, 2.0]], [[42]])
-    with pytest.raises(StateError, match="no sampled tokens"):
-        inputs.pop_step(DraftStep(step(1)))  # its turn is over
-
-
 def test_captures_outlive_the_next_step_of_their_stage() -> None:
     """It may overwrite the memory that it made them in; those that were taken by then are not copied."""
     inputs, memory = DraftInputs(PLAN, []), torch.ones(1, 2)
@@ -54,19 +43,6 @@ def test_without_draft_steps_only_the_newest_steps_are_kept() -> None:
         inputs.pop_step(DraftStep(step(10 - n)))
     for i in range(11 - n, 11):
         assert inputs.pop_step(DraftStep(step(i)))[2] == [[i]]
-
-
-def test_a_step_that_was_recalled_and_runs_again_is_kept_as_it_ran_last() -> None:
-    """One of its sequences ended meanwhile."""
-    inputs = DraftInputs(PLAN, [])
-    ahead = Step(3, 0, [], [Slice(0, 3, [PENDING], True), Slice(1, 9, [PENDING], True)], depends_on_step=2)
-    inputs.store_slices(ahead, [Slice(0, 3, [8], True), Slice(1, 9, [5], True)])
-    again = Step(3, 0, [], [Slice(1, 9, [5], True)])
-    inputs.store_slices(again, again.slices)
-    inputs.store_captures(again, 0, torch.zeros(1, 2))
-    inputs.store_tokens(again, [Sampled(1, 50)])
-    found, _, tokens = inputs.pop_step(DraftStep(again))
-    assert (found.slices, tokens) == (again.slices, [[50]])
 
 
 class OneDraft:
@@ -95,24 +71,3 @@ def test_pending_drafts_are_those_made_last() -> None:
     assert [s.tokens for s in inputs.with_drafts(verify)[0].slices] == [[7, 30, 30, 30], [8]]
     with pytest.raises(StateError, match="no drafts"):  # they are verified once
         inputs.with_drafts(verify)
-
-
-def test_what_a_stage_computed_alone_is_not_for_the_drafter() -> None:
-    """Its rows refill a prefix slot; the draft step of the same number has none."""
-    inputs = DraftInputs(PLAN, [])
-    inputs.store_captures(step(1), 0, torch.zeros(1, 2))
-    inputs.store_tokens(step(1), [])
-    alone = Step(1, 0, [], [])
-    assert inputs.pop_step(DraftStep(alone)) == (alone, [], [])
-
-
-def test_a_sequence_that_gets_no_draft_is_refused() -> None:
-    class NoDraft(OneDraft):
-        def run(self, *_: object, **__: object) -> list[Drafted]:
-            return [Drafted(0, [], [])]
-
-    inputs = DraftInputs(PLAN, [])
-    inputs.store_captures(step(1), 0, torch.zeros(1, 2))
-    inputs.store_tokens(step(1), [Sampled(0, 41)])
-    with pytest.raises(StateError, match="sequence 0: the drafter made none"):
-        inputs.run(cast(DraftStage, NoDraft()), DraftStep(step(1)))

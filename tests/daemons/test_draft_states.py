@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from daemons.kv.batch import Layout
 from daemons.kv.pools import Pools
 from daemons.kv.sequences import Sequences
 from daemons.ops.delta_rule import apply_updates
+from lucevisor.model.families import open_spec
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, update_width
 from lucevisor.model.values import Dtype, LayerRange, Space, Tier
 from lucevisor.protocol.loading import PoolSizes, StatePlace
@@ -24,7 +27,10 @@ from lucevisor.protocol.steps import (
     UseState,
     ZeroState,
 )
+from tests.daemons.cpu_kernels import needs_cpu_kernels
+from tests.families.pipeline import How, Pipeline, load_stages
 
+DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
 SIZES = PoolSizes(full_pages=0, window_pages=0, states=6, host_states=2, draft_states=5)
 LIVE, OTHER, FREE = 1, 3, 2
 DRAFTS, HOSTS = range(4, 9), range(9, 11)
@@ -127,6 +133,17 @@ def test_a_copy_before_the_verdict_has_the_first_token(n_tokens: int, target: in
     one.check()
 
 
+@pytest.mark.parametrize("what", [Slice(1, 1, [1], True), CloseSequence(1)], ids=["a slice", "the end"])
+def test_without_a_word_the_first_token_counts(what: Slice | Operation) -> None:
+    one = Verified()
+    if isinstance(what, Slice):
+        one.sequences.commit_states([Slice(3, 0, [1], False), what])
+    else:
+        one.apply(what)
+    one.expect(1)
+    assert torch.equal(one.matrices(), one.wanted)
+
+
 def test_a_rebuilt_stage_has_the_state_already() -> None:
     """Its sequences were computed up to there, and the operation is for the stages that were not lost."""
     one = Verified()
@@ -184,3 +201,25 @@ def test_slices_that_would_write_a_whole_state_there_are_refused(n: int, states:
     with pytest.raises(StateError, match=r"draft's, and may only be|host memory"):
         Layout([Slice(1, 0, [1] * n, True, 0, states)], one.sequences, model())
     Layout([Slice(1, 0, [1] * 3, True, 2, [LIVE, 4, 5])], one.sequences, model())
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("n_accepted", [0, 2, 5])
+def test_a_model_goes_on_with_the_bits_of_single_tokens(n_accepted: int) -> None:
+    """Over two stages, of whose layers one kernel each keeps updates."""
+    spec = open_spec(DEMO)
+    pipelines = [Pipeline(spec, load_stages(spec, (2,), How(Dtype.BFLOAT16, Dtype.BFLOAT16))) for _ in range(2)]
+    tokens = [7, 300, 12, 45, 9, 80, 7, 41]
+    logits = []
+    for pipeline, at_once in zip(pipelines, (True, False), strict=True):
+        pipeline.open(0)
+        pipeline.run((0, [5, 6, 9]))
+        if at_once:
+            pipeline.verify((0, tokens[:6], 5))
+            pipeline.accept(0, 5, n_accepted)
+        else:
+            for token in tokens[: n_accepted + 1]:
+                pipeline.run((0, [token]))
+        logits.append([pipeline.run((0, [token])) for token in (3, 8)])
+    for found, wanted in zip(*logits, strict=True):
+        assert torch.equal(found, wanted)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
+from daemons.errors import StateError
 from daemons.inbox import Inbox, StepCancelled
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import ArenaPlan
@@ -26,6 +26,8 @@ from lucevisor.protocol.steps import (
 )
 from lucevisor.protocol.transport import BlockingLink
 
+MASKED = [Slice(0, 9, [1], True, masked=True), Slice(1, 4, [1, 2, 3], True, n_drafts=2, masked=True)]
+
 
 class Ends:
     """Both ends of a link, and an arena mapped twice: the stage before rings, the daemon waits."""
@@ -41,6 +43,9 @@ class Ends:
         self.arena = Arena.attach(os.dup(self.before.fd), plan, os.dup(self.before.bells.wake_fd))
         self.inbox = Inbox(self.daemon)
         self.inbox.spin_s = spin_s
+
+    def send(self, message: Message, rows: bytes = b"") -> None:
+        self.supervisor.send(message, payload=[rows])
 
     def await_rows(self, region: int, step_id: int) -> float:
         return self.inbox.await_rows(self.arena.bells, region, step_id)
@@ -59,19 +64,6 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     one.daemon.close()
     one.arena.close()
     one.before.close()
-
-
-def test_rows_that_are_there_are_not_waited_for(ends: Ends) -> None:
-    ends.before.bells.ring(2, 7)
-    time.sleep(0.05)
-    began = time.monotonic()
-    assert ends.await_rows(2, 7) <= time.monotonic() - began, "of the hop only what was waited for counts"
-
-
-def test_the_bell_ends_the_wait(ends: Ends) -> None:
-    timer = ends.later(ends.before.bells.ring, 1, 7)
-    assert 0 <= ends.await_rows(1, 7) < 5
-    timer.join()
 
 
 def test_bells_of_other_steps_and_regions_do_not(ends: Ends) -> None:
@@ -149,3 +141,45 @@ def test_what_the_draft_stage_shall_do_is_seen_before_its_turn(ends: Ends) -> No
     assert [ends.inbox.receive().message for _ in range(3)] == [behind, Step(8, 0), DraftStep(Step(8, 0))]  # type: ignore[union-attr]
     ends.supervisor.close()
     assert ends.inbox.draft_step(9) is None
+
+
+# ---- masks
+
+
+def test_masks_come_before_or_after_their_step_and_other_frames_keep_their_order(ends: Ends) -> None:
+    ends.send(Masks(2, 1, 2), b"ab")
+    ends.send(Step(1, 0))
+    ends.send(Step(2, 1))
+    ends.send(Step(3, 0))
+    ends.send(Masks(1, 4, 1), b"wxyz")
+    first = ends.inbox.receive()
+    assert first is not None
+    assert first.message == Step(1, 0)
+    found = ends.inbox.wait_for_masks(1, MASKED)
+    assert found is not None
+    assert found.tolist() == [[ord(c)] for c in "wxyz"]
+    assert [frame.message.step_id for _ in range(2) if (frame := ends.inbox.receive())] == [2, 3]  # type: ignore[union-attr]
+    assert ends.inbox.wait_for_masks(2, MASKED[:1]).tolist() == [[ord("a"), ord("b")]]  # type: ignore[union-attr]
+
+
+def test_a_step_waits_for_masks_that_are_being_made(ends: Ends) -> None:
+    timer = threading.Timer(0.05, lambda: ends.send(Masks(1, 1, 1), b"a"))
+    timer.start()
+    assert ends.inbox.wait_for_masks(1, MASKED[:1]) is not None
+    timer.join()
+
+
+@pytest.mark.parametrize("message", [Reset(4), Shutdown()], ids=lambda m: type(m).__name__)
+def test_a_reset_or_shutdown_ends_the_wait_for_masks_and_is_read_next(ends: Ends, message: Message) -> None:
+    ends.send(message)
+    assert ends.inbox.wait_for_masks(1, MASKED) is None
+    frame = ends.inbox.receive()
+    assert frame is not None
+    assert frame.message == message
+
+
+@pytest.mark.parametrize(("message", "rows"), [(Masks(1, 3, 1), b"abc"), (Masks(1, 4, 2), b"abcd")], ids=str)
+def test_masks_for_other_rows_are_a_broken_contract(ends: Ends, message: Masks, rows: bytes) -> None:
+    ends.send(message, rows)
+    with pytest.raises(StateError, match="for 4 rows"):
+        ends.inbox.wait_for_masks(1, MASKED)

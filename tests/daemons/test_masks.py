@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemons.errors import StateError
-from daemons.inbox import Inbox
 from daemons.masks import apply_masks
 from daemons.sampling import Sampler
-from lucevisor.protocol.messages import Message, Role, Shutdown
-from lucevisor.protocol.states import LinkState
-from lucevisor.protocol.steps import Masks, Reset, SamplingParams, Slice, Step
-from lucevisor.protocol.transport import BlockingLink
+from lucevisor.protocol.steps import SamplingParams, Slice
 
 CPU = torch.device("cpu")
 MASKED = [Slice(0, 9, [1], True, masked=True), Slice(1, 4, [1, 2, 3], True, n_drafts=2, masked=True)]
@@ -90,71 +81,3 @@ def test_reported_log_probabilities_are_the_models_own() -> None:
     assert told.token == 2
     assert told.logprob == pytest.approx(torch.log_softmax(logits, -1)[0, 2].item())
     assert told.top[0][0] == 0
-
-
-class Ends:
-    """Both ends of a link."""
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        self.supervisor = BlockingLink(ours, role=Role.SUPERVISOR)
-        self.daemon = BlockingLink(theirs)
-        for link in (self.supervisor, self.daemon):
-            link._connection.state = LinkState.READY
-        self.inbox = Inbox(self.daemon)
-
-    def send(self, message: Message, rows: bytes = b"") -> None:
-        self.supervisor.send(message, payload=[rows])
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    one = Ends()
-    yield one
-    one.supervisor.close()
-    one.daemon.close()
-
-
-def test_masks_come_before_or_after_their_step_and_other_frames_keep_their_order(ends: Ends) -> None:
-    ends.send(Masks(2, 1, 2), b"ab")
-    ends.send(Step(1, 0))
-    ends.send(Step(2, 1))
-    ends.send(Step(3, 0))
-    ends.send(Masks(1, 4, 1), b"wxyz")
-    first = ends.inbox.receive()
-    assert first is not None
-    assert first.message == Step(1, 0)
-    found = ends.inbox.wait_for_masks(1, MASKED)
-    assert found is not None
-    assert found.tolist() == [[ord(c)] for c in "wxyz"]
-    assert [frame.message.step_id for _ in range(2) if (frame := ends.inbox.receive())] == [2, 3]  # type: ignore[union-attr]
-    assert ends.inbox.wait_for_masks(2, MASKED[:1]).tolist() == [[ord("a"), ord("b")]]  # type: ignore[union-attr]
-
-
-def test_a_step_waits_for_masks_that_are_being_made(ends: Ends) -> None:
-    timer = threading.Timer(0.05, lambda: ends.send(Masks(1, 1, 1), b"a"))
-    timer.start()
-    assert ends.inbox.wait_for_masks(1, MASKED[:1]) is not None
-    timer.join()
-
-
-@pytest.mark.parametrize("message", [Reset(4), Shutdown()], ids=lambda m: type(m).__name__)
-def test_a_reset_or_shutdown_ends_the_wait_and_is_read_next(ends: Ends, message: Message) -> None:
-    ends.send(message)
-    assert ends.inbox.wait_for_masks(1, MASKED) is None
-    frame = ends.inbox.receive()
-    assert frame is not None
-    assert frame.message == message
-
-
-def test_the_end_of_the_link_ends_the_wait(ends: Ends) -> None:
-    ends.supervisor.close()
-    assert ends.inbox.wait_for_masks(1, MASKED) is None
-    assert ends.inbox.receive() is None
-
-
-@pytest.mark.parametrize(("message", "rows"), [(Masks(1, 3, 1), b"abc"), (Masks(1, 4, 2), b"abcd")], ids=str)
-def test_masks_for_other_rows_are_a_broken_contract(ends: Ends, message: Masks, rows: bytes) -> None:
-    ends.send(message, rows)
-    with pytest.raises(StateError, match="for 4 rows"):
-        ends.inbox.wait_for_masks(1, MASKED)

@@ -15,13 +15,11 @@ from hypothesis import strategies as st
 from daemons.device import CPU
 from daemons.models.loader import Rows, WeightLoader
 from daemons.ops.selection import KernelSelector
-from lucevisor.model.families import open_spec
 from lucevisor.model.gguf_files import GgufFiles, open_model
-from lucevisor.model.quant_types import BY_NAME, CPU_INT4, CPU_INT8, NATIVE, REPACKED, WeightFormat, format_bytes
+from lucevisor.model.quant_types import CPU_INT4, CPU_INT8, NATIVE, WeightFormat, format_bytes
 from lucevisor.model.values import Backend, Dtype
 from lucevisor.model.weight_layout import TensorLayout, TensorRole, tensor_format
-from tests.daemons.tiny_models import Tiny, random_blocks, write
-from tests.families.pipeline import load_stages
+from tests.daemons.tiny_models import random_blocks
 from tests.numerics import BFLOAT16, Narrow, narrow_error, product_error
 
 CONVERTED = ["IQ2_XXS", "IQ3_S", "TQ1_0", "TQ2_0"]
@@ -80,22 +78,6 @@ def assert_float32(found: torch.Tensor, x: torch.Tensor, matrix: np.ndarray) -> 
     assert bool(((found.double() - x.double() @ w.double().T).abs() <= product_error(x, w)).all())
 
 
-@pytest.mark.parametrize("backend", [Backend.CPU, Backend.CUDA])
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_type_in_float32_is_the_product_with_the_reference_numbers(model, kind, backend):
-    files, numbers = model.files, model.numbers
-    name = f"{kind}.weight"
-    weights = weights_of(files, [name], backend, Dtype.FLOAT32)
-    product = weights.linear(name)
-    x = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
-    assert_float32(product(x), x, numbers[name])
-    blocks = backend is Backend.CUDA and kind in NATIVE
-    fmt = (WeightFormat.PACKED if kind in REPACKED else WeightFormat.BLOCKS) if blocks else WeightFormat.FLOAT32
-    assert weights._layouts[name, TensorRole.MATRIX].format is fmt
-    assert weights.n_bytes == product.n_bytes == (files.tensors[name].n_bytes if blocks else N * K * 4)
-    assert bool(weights.converted) == (kind in CONVERTED)
-
-
 @pytest.mark.parametrize("kind", sorted(NATIVE))
 def test_bfloat16_forms_on_the_cpu_stay_near(model, kind):
     files, numbers = model.files, model.numbers
@@ -146,13 +128,3 @@ def test_stacks_of_experts_of_every_type(model, kinds, backend):
         assert_float32(experts.linear(e)(x), x, wanted[e])
     some = experts.dequantised(torch.tensor([2, 0, 2]), torch.float32)
     np.testing.assert_array_equal(some.numpy(), wanted[[2, 0, 2]])
-
-
-@pytest.mark.parametrize("kind", ["IQ2_XXS", "TQ1_0"])
-def test_a_converted_type_is_told_with_its_bytes(tmp_path, kind):
-    spec = open_spec(write(tmp_path / "m.gguf", Tiny(), [kind]))
-    (warning,) = load_stages(spec)[0].warnings
-    tensors = [t for t in spec.files.tensors.values() if t.kind is BY_NAME[kind]]
-    n_file = sum(t.n_bytes for t in tensors)
-    n_device = sum(int(np.prod(t.shape)) * 4 for t in tensors)
-    assert warning == f"{kind} tensors are not kept as stored: {n_file} bytes in the file take {n_device} bytes on cpu"

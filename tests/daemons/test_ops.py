@@ -58,12 +58,6 @@ def test_rms_norm(rows):
     assert half.dtype == torch.bfloat16
 
 
-def test_rms_norm_of_a_small_vector_feels_eps():
-    x = torch.full((1, 4), 1e-4)
-    norm = RmsNorm(torch.ones(4), 4, 1e-6)
-    assert bound(norm, x).worst(norm(x), x / math.sqrt(1e-8 + 1e-6)) <= 1
-
-
 def test_rope_turns_pairs_half_a_rotary_part_apart():
     rope = plain_rope(8, 10000.0, torch.device("cpu"))
     x = torch.randn(3, 2, 12)
@@ -201,12 +195,6 @@ def test_the_reference_bounds_its_scores(monkeypatch):
     allowed = bound(lambda q, k, v: reference(q, k, v, mask, scale=1.0), q, k, v)
     monkeypatch.setattr("daemons.ops.attention.SCORE_ELEMENTS", 2 * 4 * 9 * 2)
     assert allowed.worst(reference(q, k, v, mask, scale=1.0), whole) <= 1
-
-
-def test_a_decode_row_without_a_mask_sees_everything():
-    q, k, v = torch.randn(1, 1, 4, 8), torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2, 8)
-    allowed = bound(lambda q, k, v: reference(q, k, v, None, scale=1.0), q, k, v)
-    assert allowed.worst(attention(q, k, v, None, scale=1.0)) <= 1
 
 
 # ---- delta rule

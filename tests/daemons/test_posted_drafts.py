@@ -19,16 +19,14 @@ from lucevisor.model.values import Backend
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.steps import (
     PENDING,
-    CancelPending,
     DraftStep,
     Operation,
-    PendingCancelled,
     Slice,
     Step,
     StepResult,
     UseState,
 )
-from tests.daemons.test_queued_steps import GREEDY, N_REGIONS, LateEvent, TwoStages, opening, two_stages, wait_until
+from tests.daemons.test_queued_steps import GREEDY, N_REGIONS, LateEvent, TwoStages, opening, two_stages
 from tests.daemons.test_run_ahead import BACKENDS, Daemon
 from tests.families.golden import opened
 from tests.model.drafter_files import MTP
@@ -172,17 +170,3 @@ def test_tokens_and_drafts_are_those_of_steps_that_wait(
     assert seen.reported == [[]] * (ROUNDS + 1)
     started_with = [[token for own in drafts.values() for token in own] for drafts in unseen.drafts[:-1]]
     assert unseen.reported == [[], *started_with]
-
-
-def test_a_step_whose_drafts_have_not_come_is_given_back() -> None:
-    golden = opened("qwen35")
-    with two_stages(golden.spec, Backend.CPU, 0.0) as both:
-        both.post(
-            Step(1, 1, opening(golden.spec, 0, GREEDY), [Slice(0, 0, golden.ids[:5], True, num_draft_tokens=N)]), 0
-        )
-        assert isinstance(both.answer(0), StepResult)
-        states = [0, 8, 9, 10]
-        both.post(Step(2, 2, [], [Slice(0, 5, [7, *[PENDING] * N], True, N, states)], drafts_of=1), 0)
-        wait_until(lambda: ("step", 2) in both.reporters[0].phases)
-        both.links[0].send(CancelPending(0))
-        assert both.answer(0) == PendingCancelled(0, [2], True)

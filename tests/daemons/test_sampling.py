@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from daemons.draws import draw, draw_key
 from daemons.sampling import Sampler, adjust
 from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams, Scored, Slice
-from tests.numerics import UNIT
 
 CPU = torch.device("cpu")
 
@@ -106,19 +105,6 @@ def test_penalties_know_prompt_and_output_however_they_arrive(n_history: int, si
     adjust(sampler.states[4], x)
     expected = [1.0, 4 / 2 - 0.5 - 0.25, -1 * 2 - 0.5 - 2 * 0.25, 3.0, 0.0, 2 / 2]
     assert x[0].tolist() == expected  # float32 holds all of them
-
-
-def test_repetition_penalty_is_that_of_transformers() -> None:
-    transformers = pytest.importorskip("transformers")
-    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(2))
-    seen = torch.tensor([[3, 7, 7, 11]])
-    expected = transformers.RepetitionPenaltyLogitsProcessor(1.7)(seen, logits.clone())
-    sampler = Sampler(50, CPU)
-    sampler.open(0, SamplingParams(repetition_penalty=1.7), history=seen[0].tolist())
-    got = logits.clone()
-    adjust(sampler.states[0], got)
-    # each side rounds the penalty and one operation
-    assert bool(((got.double() - expected.double()).abs() <= 4 * UNIT * expected.double().abs()).all())
 
 
 def test_bias_decides_and_banned_ids_never_appear() -> None:

@@ -20,7 +20,7 @@ def order(file: Path, spans: list[Span], n_rows: int, dtype: Dtype = Dtype.FLOAT
     return Check([str(file)], 0, dtype, [], Measure(spans, dtype, n_rows, threads=1))
 
 
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDEN.glob("*/model.gguf")))
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "gemma4_e2b", "laguna"])
 def test_each_kind_of_layer_is_timed(name):
     [file] = (GOLDEN / name).glob("*.gguf")
     spec = open_spec(file)

@@ -9,12 +9,10 @@ import msgspec
 import pytest
 import torch
 
-from bench import make_gguf
 from daemons import tuning
 from daemons.check import run_check
 from daemons.device import CPU
 from daemons.models.loader import WeightLoader
-from daemons.ops import handovers
 from daemons.ops.cpu.compiler import CpuCompileError
 from daemons.ops.cpu.library import cpu_kernels
 from daemons.ops.cpu.linear import TiledLinear
@@ -136,48 +134,3 @@ def test_a_damaged_or_foreign_file_changes_nothing_and_is_told(damage):
     assert found == Handovers()
     assert str(path) in ignored
     assert "lucevisor bench --tune" in ignored
-
-
-def test_limits_of_another_version_are_not_found(monkeypatch):
-    write(conditions(CPU, torch.bfloat16), GOOD)
-    monkeypatch.setattr(handovers, "_source", lambda: "other")
-    assert read(conditions(CPU, torch.bfloat16)) == (Handovers(), "")
-
-
-@needs_cpu_kernels
-def test_an_ignored_file_is_a_warning_of_the_load_and_limits_are_built_in():
-    here = conditions(CPU, torch.bfloat16)
-    write(here, GOOD).write_bytes(b"?")
-    selector = KernelSelector(CPU, torch.bfloat16)
-    assert selector.handovers.limit("Q4_K", "tiled rows", 32) == 32
-    assert any("is ignored" in warning for warning in selector.warnings)
-
-
-class RowGemv:
-    """In place of CUDA C++: it says that it has kernels for up to 16 rows."""
-
-    def prepare(self, *_):
-        return 16
-
-
-def test_limits_of_a_gpu_lie_between_cuda_and_triton_and_dequantised_products(tmp_path, monkeypatch):
-    """Which implementation each measurement asks for, with Triton's on the cpu and nothing run."""
-    pytest.importorskip("triton")
-    file = tmp_path / "experts.gguf"
-    make_gguf.write(file, make_gguf.SHAPES["tiny-qwen3.6-35b-a3b"]())
-    spec, asked = open_spec(file), []
-
-    def time(work, x, device):
-        product, limit = (cell.cell_contents for cell in work.__closure__ if not callable(cell.cell_contents)), len(x)
-        asked.append((limit, *sorted(map(str, product))))
-        return float(limit > 8 and "-1" not in asked[-1])  # the first is slower beyond 8
-
-    selector = KernelSelector(CPU, torch.float16, kernels=True, limits=Handovers())
-    selector._row_gemv = RowGemv()
-    monkeypatch.setattr(tuning, "_time", time)
-    found = {}
-    for layout in tuning._largest(spec, Backend.CUDA, Dtype.FLOAT16):
-        found[layout.kind.name, len(layout.shape)] = dict(tuning._of_matrix(spec, layout, selector))
-    assert found["Q4_K", 2] == {"cuda rows": 8, "triton rows": 16}
-    assert found["Q4_K", 3] == {"cuda pairs": 8}
-    assert max(row[0] for row in asked) == 16

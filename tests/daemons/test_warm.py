@@ -6,21 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from daemons.kv.batch import Batch
 from daemons.models.stage import LoadedStage
 from daemons.ops.page_sums import TorchPageSums
-from daemons.runner import ModelRunner
 from daemons.warm import STEP_TOKENS, warm_up, warm_up_draft
 from lucevisor.model.families import open_spec
-from lucevisor.model.values import Backend, Dtype, LayerRange, Space
-from lucevisor.protocol.loading import DraftKind, Load, ShardPlan, StagePlan
-from lucevisor.protocol.messages import Progress
+from lucevisor.model.values import Space
+from lucevisor.protocol.loading import DraftKind
 from tests.drafters.drafted import DraftedPipeline, golden, load_draft, wanted_trace
 from tests.families.golden import FIXTURES, opened
-from tests.families.pipeline import How, Pipeline, load_stages, pools_of
+from tests.families.pipeline import How, Pipeline, load_stages
 from tests.model.drafter_files import MTP, TARGET, UPSTREAM
-
-DEMO = Path(__file__).parents[2] / "etc" / "demo"
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -79,64 +74,3 @@ def test_a_warm_drafter_drafts_the_golden_trace(name: str, model: Path, path: Pa
     pipeline = DraftedPipeline(target, load_stages(target, captures=draft.spec.captures), draft)
     wanted = wanted_trace(name)
     assert pipeline.trace(golden(name)["input_ids"].tolist()[:40], 64, n)[: len(wanted)] == wanted
-
-
-class ReporterSpy:
-    """Records the phases and events reported."""
-
-    def __init__(self) -> None:
-        self.phases: list[str] = []
-        self.events: list[str] = []
-
-    def progress(self, progress: Progress) -> None:
-        self.phases.append(progress.phase)
-
-    def log(self, level: str, event: str, **fields: object) -> None:
-        self.events.append(event)
-
-
-@pytest.mark.parametrize("captures", [True, False])
-def test_a_daemon_warms_up_what_it_captures(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    golden = opened(FIXTURES[0])
-    assert golden.spec.files is not None
-    whole = [ShardPlan(0, LayerRange(0, golden.spec.n_layers))]
-    files = [str(path) for path in golden.spec.files.paths]
-    load = Load(
-        files,
-        Dtype.FLOAT32,
-        Dtype.FLOAT32,
-        [StagePlan(0, whole, None, None, embedding=True, output=True)],
-        [],
-        pools_of(golden.spec),
-        4,
-        64,
-        max_drafts=2,
-    )
-    if captures:  # as a stage on a GPU or in half precision has
-        made = LoadedStage.__init__
-
-        def recorded(self, *arguments):
-            made(self, *arguments)
-            self.graphs = [Plain(self)]
-
-        monkeypatch.setattr(LoadedStage, "__init__", recorded)
-    reporter = ReporterSpy()
-    runner, loaded = ModelRunner.load(load, Backend.CPU, [], reporter)
-    assert ("warm up" in reporter.phases) == captures
-    assert ("verify slices are recorded" in reporter.events) == captures
-    assert loaded.seconds > 0
-    assert not runner.stages[0].sequences.by_id
-
-
-class Plain:
-    """Runs a shard's step without recording it."""
-
-    cold = False
-
-    def __init__(self, stage: LoadedStage) -> None:
-        [self.shard] = stage.shards
-        self.chunk_rows = 0
-
-    def run(self, rows, layout, tables, await_rows):
-        await_rows()
-        return self.shard.run(rows, Batch(layout, tables, layout.on(self.shard.device)))

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import gguf
 import numpy as np
 
+from bench.gguf_writing import finish, new_file
+from tests.families.shapes import Model, kind_of
+from tests.model import qwen35_file
 
-@dataclass(frozen=True)
-class Tiny:
-    """Shapes of a qwen35 file whose rows are whole 256-blocks, so that every quant type fits."""
-
-    n_layers: int = 4
-    embedding: int = 256
-    feed_forward: int = 256
-    n_heads: int = 4
-    n_kv_heads: int = 2
-    head_dim: int = 64
-    n_rotary: int = 16
-    n_key: int = 2
-    n_value: int = 4
-    dim: int = 64
-    vocabulary: int = 320
-    tied: bool = True
-    interval: int = 2
-
+Tiny = partial(qwen35_file.Shape, n_layers=4, feed_forward=256, vocabulary=320, tied=True, interval=2)
+"""Shapes of a qwen35 file whose rows are whole 256-blocks, so that every quant type fits."""
 
 # offsets of the float16 scales inside a block: random bytes there would be NaN or 60000
 _SCALES = {
@@ -69,90 +56,56 @@ def random_blocks(rng: np.random.Generator, kind: str, rows: int, columns: int, 
     return raw.reshape(rows, -1)
 
 
-def tensors(t: Tiny) -> dict[str, tuple[int, ...]]:
-    """Names and row-major shapes of all tensors."""
-    e, f, d = t.embedding, t.feed_forward, t.head_dim
-    channels = (2 * t.n_key + t.n_value) * t.dim
-    out: dict[str, tuple[int, ...]] = {"token_embd.weight": (t.vocabulary, e), "output_norm.weight": (e,)}
-    if not t.tied:
-        out["output.weight"] = (t.vocabulary, e)
-    for i in range(t.n_layers):
-        b = f"blk.{i}."
-        out |= {b + "attn_norm.weight": (e,), b + "post_attention_norm.weight": (e,)}
-        if (i + 1) % t.interval:
-            out |= {
-                b + "attn_qkv.weight": (channels, e),
-                b + "attn_gate.weight": (t.n_value * t.dim, e),
-                b + "ssm_beta.weight": (t.n_value, e),
-                b + "ssm_alpha.weight": (t.n_value, e),
-                b + "ssm_a": (t.n_value,),
-                b + "ssm_dt.bias": (t.n_value,),
-                b + "ssm_conv1d.weight": (channels, 4),
-                b + "ssm_norm.weight": (t.dim,),
-                b + "ssm_out.weight": (e, t.n_value * t.dim),
-            }
-        else:
-            out |= {
-                b + "attn_q.weight": (2 * t.n_heads * d, e),
-                b + "attn_k.weight": (t.n_kv_heads * d, e),
-                b + "attn_v.weight": (t.n_kv_heads * d, e),
-                b + "attn_output.weight": (e, t.n_heads * d),
-                b + "attn_q_norm.weight": (d,),
-                b + "attn_k_norm.weight": (d,),
-            }
-        out |= {b + "ffn_gate.weight": (f, e), b + "ffn_up.weight": (f, e), b + "ffn_down.weight": (e, f)}
-    return out
+def write(path: Path, shape: qwen35_file.Shape, kinds: list[str], **how: int) -> Path:
+    """Write a qwen35 file; ``how`` as in write_data."""
+    model = Model(shape.architecture, qwen35_file.metadata(shape), qwen35_file.tensors(shape))
+    return write_data(path, model, kinds, **how)  # type: ignore[arg-type]
 
 
-def write(path: Path, t: Tiny, kinds: list[str], *, expand: bool = False, seed: int = 0, split: int = 0) -> Path:
-    """Write a qwen35 file whose matrices take ``kinds`` in turn.  ``expand``: the same numbers, stored as F32;
+def write_data(
+    path: Path, model: Model, kinds: list[str], *, expand: bool = False, seed: int = 0, split: int = 0
+) -> Path:
+    """Write ``model`` with random numbers; its matrices take ``kinds`` in turn.  ``expand``: the same numbers in F32;
     ``split``: so many tensors a file, named ``-00001-of-0000N``.
     """
     rng = np.random.default_rng(seed)
-    w = gguf.GGUFWriter(path, "qwen35", split_max_tensors=split)
-    numbers = {
-        "block_count": t.n_layers, "context_length": 4096, "embedding_length": t.embedding,
-        "feed_forward_length": t.feed_forward, "attention.head_count": t.n_heads,
-        "attention.head_count_kv": t.n_kv_heads, "attention.key_length": t.head_dim,
-        "attention.value_length": t.head_dim, "rope.dimension_count": t.n_rotary,
-        "full_attention_interval": t.interval, "ssm.conv_kernel": 4, "ssm.state_size": t.dim,
-        "ssm.group_count": t.n_key, "ssm.time_step_rank": t.n_value, "ssm.inner_size": t.n_value * t.dim,
-    }  # fmt: skip
-    for key, number in numbers.items():
-        w.add_uint32(f"qwen35.{key}", number)
-    w.add_float32("qwen35.attention.layer_norm_rms_epsilon", 1e-6)
-    w.add_float32("qwen35.rope.freq_base", 10000.0)
+    writer = new_file(path, model.architecture, model.metadata, split=split)
     turn = 0
-    for name, shape in tensors(t).items():
-        if len(shape) == 1 or "conv1d" in name:
-            x = rng.normal(0, 0.1, shape).astype(np.float32)
-            if name.endswith("norm.weight"):
-                x += 1
-            elif name.endswith("ssm_a"):
-                x = -np.abs(x) - 0.1
-            w.add_tensor(name, x)
+    for name, shape in model.tensors.items():
+        if kind_of(name, shape, "Q8_0") is gguf.GGMLQuantizationType.F32 or "conv1d" in name:
+            writer.add_tensor(name, _vector(name, shape, rng))
             continue
-        kind = kinds[turn % len(kinds)]
-        turn += 1
-        _add_matrix(w, name, shape, kind, rng, expand)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
+        kind = "BF16" if name == "per_layer_model_proj.weight" else kinds[turn % len(kinds)]
+        turn += kind != "BF16"
+        _add_matrix(writer, name, shape, (kind, expand), rng)
+    finish(writer)
     return path
 
 
+def _vector(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    x = rng.normal(0.0, 0.1, shape).astype(np.float32)
+    if name == "rope_freqs.weight":
+        x = np.where(np.arange(shape[0]) < shape[0] // 4, 1.0, 1e30).astype(np.float32)
+    elif "norm" in name or name.endswith("scale.weight") or name.endswith(".scale"):
+        x += 1.0
+    elif name.endswith("ssm_a"):
+        x = -np.abs(x) - np.float32(0.1)
+    return x
+
+
 def _add_matrix(
-    w: gguf.GGUFWriter, name: str, shape: tuple[int, ...], kind: str, rng: np.random.Generator, expand: bool
+    writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], form: tuple[str, bool], rng: np.random.Generator
 ) -> None:
+    kind, expand = form
     quant = gguf.GGMLQuantizationType[kind]
-    if kind in _SCALES:
-        raw = random_blocks(rng, kind, *shape)
+    n_rows = int(np.prod(shape[:-1]))
+    if kind in ("F32", "F16", "BF16"):
+        x = rng.normal(0.0, 0.06, (n_rows, shape[-1])).astype(np.float32)
+        raw = gguf.quants.quantize(x, quant)
     else:
-        x = rng.normal(0, 0.05, shape).astype(np.float32)
-        raw = x if kind == "F32" else gguf.quants.quantize(x, quant)
+        raw = random_blocks(rng, kind, n_rows, shape[-1], 0.06)
     if expand:
-        x = raw if kind == "F32" else gguf.quants.dequantize(raw, quant).astype(np.float32)
-        w.add_tensor(name, np.ascontiguousarray(x.reshape(shape)))
+        numbers = gguf.quants.dequantize(raw, quant).astype(np.float32)
+        writer.add_tensor(name, np.ascontiguousarray(numbers.reshape(shape)))
     else:
-        w.add_tensor(name, raw, raw_dtype=None if kind == "F32" else quant)
+        writer.add_tensor(name, raw.reshape(*shape[:-1], -1), raw_dtype=quant)

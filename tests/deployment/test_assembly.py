@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lucevisor.engine.request import NotReady, RequestError
-from lucevisor.protocol.steps import StepResult
-from tests.deployment.daemon_groups import Groups, frame
+from tests.deployment.daemon_groups import Groups
 from tests.engine.toy_engine import events_of, request, told
 
 STOPPED = RequestError(
@@ -21,20 +20,6 @@ def serving(*homes: str) -> Groups:
     groups.work()
     assert groups.engine.ready
     return groups
-
-
-@pytest.mark.parametrize("order", [("left", "right"), ("right", "left")])
-def test_a_pipeline_is_there_when_every_daemon_has_answered_its_reset(order: tuple[str, str]) -> None:
-    groups = Groups(["left", "right"])
-    groups.ready(order[0])
-    assert not groups.processes[order[0]].inbox  # no reset before all are ready
-    groups.ready(order[1])
-    for group in reversed(order):
-        assert not groups.assembly.complete
-        groups.answer(group)
-    assert groups.assembly.complete
-    assert groups.engine.ready
-    assert groups.changes == 1
 
 
 async def test_a_loss_ends_running_requests_and_names_the_group_and_the_queue_goes_on() -> None:
@@ -73,21 +58,6 @@ def test_a_step_that_cannot_be_sent_ends_its_request_before_supervision_hears_of
     groups.ready("left")
     groups.work()
     assert groups.assembly.complete
-    assert groups.engine.ready
-
-
-@pytest.mark.parametrize(("group", "stage"), [("left", 0), ("right", 1)])
-def test_a_daemon_that_answers_for_the_stage_of_another_is_named_by_its_own(group: str, stage: int) -> None:
-    groups = serving()
-    handle = groups.engine.submit(request("a"))
-    groups.assembly.on_frame(group, frame(StepResult(1, 1 - stage)))
-    assert [(f.stage, f.code) for f in groups.failures] == [(stage, "protocol_error")]
-    assert f"group {group} answered for stage {1 - stage}" in groups.failures[0].message
-    assert handle.finished is not None
-    assert not groups.engine.ready
-    groups.lost(group)  # what supervision does about it
-    groups.ready(group)
-    groups.work()
     assert groups.engine.ready
 
 

@@ -34,11 +34,6 @@ def bare_python(tmp_path):
     return script
 
 
-def test_the_demo_is_fine():
-    config = load(DEMO)
-    check_before_start(config, open_model(config))
-
-
 @pytest.mark.parametrize(
     ("overrides", "key", "hint"),
     [

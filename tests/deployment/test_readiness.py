@@ -18,12 +18,6 @@ def ready_after(start_s: float, *groups: str) -> Readiness:
 BOTH = {"left": None, "right": None}
 
 
-def test_a_first_start_is_not_known() -> None:
-    found = Readiness()
-    found.changed("left", State.STARTING, 0.0)
-    assert found.wait_s({"left": None}, 5.0) is None
-
-
 def test_a_start_takes_as_long_as_the_last_one() -> None:
     found = ready_after(30.0, "left", "right")
     assert found.wait_s(BOTH, 40.0) == 0.0
@@ -32,13 +26,6 @@ def test_a_start_takes_as_long_as_the_last_one() -> None:
     found.changed("left", State.LOADING, 105.0)
     assert found.wait_s(BOTH, 120.0) == 10.0
     assert found.wait_s(BOTH, 500.0) == MIN_WAIT_S
-
-
-def test_a_back_off_comes_on_top() -> None:
-    found = ready_after(10.0, "left")
-    found.changed("left", State.BACKOFF, 100.0)
-    assert found.wait_s({"left": 0.5}, 100.0) == 10.5
-    assert found.wait_s({"left": None}, 120.0) == 10.0
 
 
 def test_a_failed_group_is_waited_for_until_its_next_try_and_unknown_without_one() -> None:

@@ -64,17 +64,6 @@ def test_messages_cover_a_window_and_the_last_one_has_all_that_ask(n, most, n_qu
     assert steps[-1][1] - steps[-1][0] >= min(n, n_query)
 
 
-async def test_two_windows_are_scored_one_after_the_other() -> None:
-    stage, daemon = made()
-    tasks = [await begun(stage, list(range(250))), await begun(stage, list(range(300, 350)))]
-    assert stage.work_in_progress == "window 1 at 0"
-    for _ in range(4):
-        daemon.answer()
-        await asyncio.sleep(0.001)
-    assert [await task for task in tasks] == [list(range(250)), list(range(300, 350))]
-    assert stage.work_in_progress == ""
-
-
 async def test_a_lost_daemon_fails_what_waits_and_a_new_one_goes_on() -> None:
     stage, daemon = made()
     tasks = [await begun(stage, [1] * 50), await begun(stage, [2] * 50)]

@@ -25,7 +25,7 @@ from lucevisor.model.values import Dtype, Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import SamplingParams
 from tests.engine.test_freezer import freeze
-from tests.engine.test_speculation_outputs import Play, Scenario, lookups
+from tests.engine.test_outputs import Play, Scenario, lookups
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, check_answers, events_of, limits, request, told
 from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint
 from tests.engine.toy_transfers import ToyTransfers

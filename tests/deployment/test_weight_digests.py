@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lucevisor.deployment import weight_digests
-from lucevisor.deployment.weight_digests import DigestsStopped, FileChangedError, HashProgress, digest_tensors
+from lucevisor.deployment.weight_digests import FileChangedError, digest_tensors
 from lucevisor.model.families import open_spec
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.gguf_files import open_model, part_paths
@@ -111,39 +111,7 @@ def test_a_file_that_changes_meanwhile_has_no_digests(tmp_path: Path) -> None:
         digest_tensors(files)
 
 
-def test_hashing_can_be_stopped(tmp_path: Path) -> None:
-    files = open_spec(write(tmp_path / "m.gguf")).files
-    with pytest.raises(DigestsStopped):
-        digest_tensors(files, HashProgress(1, stop=True))
-
-
 # ---- what is kept
-
-
-@pytest.fixture
-def kept(tmp_path: Path) -> tuple[Path, tuple, dict[str, str]]:
-    files = open_spec(write(tmp_path / "m.gguf")).files
-    digests = digest_tensors(files)
-    weight_digests.write_digests(tmp_path / "cache", files.identities, digests)
-    return tmp_path / "cache", files.identities, digests
-
-
-def test_digests_come_back(kept) -> None:
-    directory, identities, digests = kept
-    assert weight_digests.read_digests(directory, identities, digests) == digests
-    assert [p.name for p in directory.iterdir()] == [weight_digests.digests_path(directory, identities).name]
-
-
-@pytest.mark.parametrize("what", ["device", "inode", "n_bytes", "mtime_ns", "ctime_ns", "header"])
-def test_another_identity_is_another_file(kept, what: str) -> None:
-    import msgspec
-
-    directory, (identity,), digests = kept
-    value = getattr(identity, what)
-    other = msgspec.structs.replace(identity, **{what: value + 1 if isinstance(value, int) else "0" * 64})
-    assert weight_digests.read_digests(directory, (other,), digests) is None
-    weight_digests.digests_path(directory, (identity,)).rename(weight_digests.digests_path(directory, (other,)))
-    assert weight_digests.read_digests(directory, (other,), digests) is None
 
 
 @settings(max_examples=150, deadline=None)

@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.deployment import weight_digests
 from lucevisor.deployment.weights import ModelWeights, WeightsChangedError
 from lucevisor.errors import LucevisorError
 from lucevisor.model.gguf_files import open_model, part_paths
 from tests.deployment.test_weight_digests import flip, settled
 from tests.model.test_fingerprint import write
-
-S = 1_000_000_000
 
 
 @pytest.fixture
@@ -44,14 +41,6 @@ def change(path: Path, how: str) -> None:
 
 def opened(path: Path) -> ModelWeights:
     return ModelWeights(open_model(part_paths(path)), path.parent / "cache")
-
-
-async def test_the_same_file_is_admitted_before_it_is_hashed(model: Path) -> None:
-    weights = opened(model)
-    await weights.wait_until_stable()
-    identities = await weights.admit()
-    assert weights.admitted(identities)
-    assert identities == open_model([model]).identities
 
 
 @pytest.mark.parametrize("how", ["touched", "linked", "copied over", "written alike"])
@@ -92,15 +81,3 @@ async def test_digests_are_free_the_second_time_and_not_of_another_state(model: 
     await third.wait_until_stable()
     assert await third.digests() != found
     assert third.progress().startswith("100 %")
-
-
-@pytest.mark.parametrize(("tick_s", "kept"), [(0.0, True), (3600.0, False)])
-async def test_digests_of_a_file_written_a_moment_ago_are_not_kept(
-    model: Path, monkeypatch: pytest.MonkeyPatch, tick_s: float, kept: bool
-) -> None:
-    """Another write within the same tick of the kernel's clock would leave no trace."""
-    monkeypatch.setattr("lucevisor.deployment.weights.TICK_S", tick_s)
-    monkeypatch.setattr("lucevisor.deployment.weights.COARSE_TICK_S", tick_s)
-    found = await opened(model).digests()
-    again = weight_digests.read_digests(model.parent / "cache", open_model([model]).identities, found)
-    assert again == (found if kept else None)

@@ -17,9 +17,8 @@ from daemons.draft.dflash import Dflash
 from daemons.draft.stage import DraftJob, DraftStage
 from daemons.draft.vocabulary import FEW_TOKENS, DraftVocabulary, copy_rows
 from daemons.ops.selection import KernelSelector
-from daemons.weights.packed import PackedWeights, empty_packed, repack, unpack
-from lucevisor.model.drafters.draft_vocabulary import DRAFT_VOCABULARY
-from lucevisor.model.quant_types import BY_NAME, REPACKED, WeightFormat
+from daemons.weights.packed import PackedWeights, repack, unpack
+from lucevisor.model.quant_types import BY_NAME, REPACKED
 from lucevisor.model.values import Backend, Dtype, Space
 from lucevisor.protocol.steps import Drafted, OpenSequence, SamplingParams, SetPages, Slice, Step
 from tests.drafters.drafted import DraftedPipeline, draft_batch
@@ -88,18 +87,6 @@ def test_it_has_the_tokens_that_were_used_last(batches: list[tuple[list[int], bo
 
 
 # ---- sizes
-
-
-@pytest.mark.parametrize("kind", sorted(REPACKED))
-def test_it_takes_what_is_planned(kind: str) -> None:
-    columns = 256 if BY_NAME[kind].block_elements == 256 else 288
-    whole = empty_packed(BY_NAME[kind], 65536, columns, CPU)
-    v = DraftVocabulary(whole, columns, DRAFT_VOCABULARY.rows(65536), KernelSelector(CPU, torch.float32, kernels=True))
-    shape = (65536, columns)
-    assert v.n_bytes == DRAFT_VOCABULARY.n_bytes(BY_NAME[kind], shape, WeightFormat.PACKED)
-    assert v.n_bytes == v.packed.nbytes + 16384 * 8
-    assert DRAFT_VOCABULARY.n_bytes(BY_NAME[kind], shape, WeightFormat.BLOCKS) == 0
-    assert str(v) == "16,384 of 65,536 tokens"
 
 
 @pytest.fixture(params=KINDS)
@@ -188,16 +175,6 @@ def test_a_token_is_drafted_once_it_was_seen(packed: Packed) -> None:
     assert set(before.tokens) <= {*IDS[-15:], NEWEST}
     assert drafted(part, 1, between=matter).tokens == wanted.tokens
     assert {*matter, IDS[-1], NEWEST} <= set(part.draft_vocabulary.ids.tolist())
-
-
-def test_tokens_of_waiting_rows_are_seen(packed: Packed) -> None:
-    part = packed.draft(FEW)
-    drafted(part)
-    for i, token in enumerate((250, 251)):
-        slices = [Slice(0, len(IDS) + i, [token], True)]
-        assert part.run(Step(2 + i, 0, [], slices), [torch.zeros(1, width_of(part))], [[252]]) == []
-    assert part._deferred.n_rows == 2
-    assert {250, 251, 252} <= set(see(part, []))
 
 
 def test_the_model_says_what_it_says_without_drafts(packed: Packed) -> None:

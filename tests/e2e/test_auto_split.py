@@ -94,16 +94,6 @@ async def test_the_first_start_measures_and_the_next_remembers(cache, config, tm
     assert [d["layers"] for d in shown["devices"]] == [[d.layers.start, d.layers.stop] for d in first.devices]
 
 
-_requests: dict[str, Any] = {}
-
-
-async def request_for_once(loaded: Config) -> Any:
-    """The request and the spec; the groups are asked once for all cases, which differ in their files only."""
-    if not _requests:
-        _requests["it"] = (await request_for(loaded), open_model(loaded).spec)
-    return _requests["it"]
-
-
 async def test_a_group_that_cannot_measure_leaves_the_split_to_memory(cache, config, tmp_path, capsys):
     loaded = load(config)
     found, _ = await inventory(loaded)
@@ -118,5 +108,5 @@ async def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(config, tmp_p
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    keep((await request_for_once(load(config)))[0], (3.0, 1.0))
+    keep(await request_for(load(config)), (3.0, 1.0))
     assert "speeds not saved" in capsys.readouterr().out

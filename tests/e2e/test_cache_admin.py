@@ -10,25 +10,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.e2e.asking import chat
 from tests.e2e.process import DEMO, Cli, wait_until
 
 RULES = " ".join(f"Rule {i}: answer in one sentence and name the module." for i in range(40))
-
-
-def chat(status: dict[str, Any], turns: list[str]) -> tuple[str, int, int]:
-    """Answer, tokens of the prompt, and how many of them were cached."""
-    messages = [{"role": "system", "content": RULES}]
-    for i, text in enumerate(turns):
-        messages.append({"role": ("user", "assistant")[i % 2], "content": text})
-    body = {"messages": messages, "temperature": 0, "max_tokens": 8, "enable_thinking": False}
-    request = urllib.request.Request(
-        f"{status['url']}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=30) as reply:
-        answer = json.load(reply)
-    usage = answer["usage"]
-    n_cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return answer["choices"][0]["message"]["content"], usage["prompt_tokens"], n_cached
 
 
 def metrics(status: dict[str, Any]) -> dict[tuple[str, ...], float]:
@@ -51,7 +36,7 @@ def test_a_conversation_goes_on_after_a_restart_and_the_operator_sees_how(cli: C
     before = metrics(status)
     assert before["snapshot_bytes_total", "save"] == before["snapshot_failures_total", "disk_full"] == 0
     turns = ["What does os.path.join do?"]
-    answer, n_prompt, n_cached = chat(status, turns)
+    answer, n_prompt, n_cached = chat(status["url"], RULES, turns)
     assert (n_prompt > 300, n_cached) == (True, 0)
     turns += [answer, "And os.path.split?"]
 
@@ -71,7 +56,7 @@ def test_a_conversation_goes_on_after_a_restart_and_the_operator_sees_how(cli: C
 
     status = cli.start(DEMO, *overrides)
     assert status["cache"]["snapshots"] == len(files(cli, "--dir", str(directory))) > 0
-    _, n_prompt, n_cached = chat(status, turns)
+    _, n_prompt, n_cached = chat(status["url"], RULES, turns)
     assert n_cached > 300
     after = metrics(status)
     assert after["cached_prompt_tokens_total", "disk"] == n_cached

@@ -18,11 +18,11 @@ from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.model.families import open_spec
 from lucevisor.supervision.states import State
+from tests.e2e.asking import post
 from tests.e2e.process import Cli
 from tests.e2e.service import GOLDEN, generate, running, write_config
 
 PROMPT = [7 * i % 250 + 5 for i in range(150)]
-REFUSED = r"model\.gguf changed since the supervisor started.*`lucevisor stop`, then `lucevisor start`"
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def change(model: Path, how: str) -> None:
-    """Cut the file in the middle, zero its second half (in place or by a new file of the same name), or change one byte
+    """Cut the file in the middle, zero its second half, or change one byte
     of a tensor; with the old times as far as a user can set them.
     """
     before, data = model.stat(), model.read_bytes()
@@ -41,8 +41,6 @@ def change(model: Path, how: str) -> None:
         os.truncate(model, len(data) // 2)
     elif how == "overwritten":
         shutil.copyfile(other, model)
-    elif how == "replaced":
-        os.replace(other, model)
     elif how == "same bytes":
         os.replace(shutil.copy(model, other), model)
     else:
@@ -85,14 +83,11 @@ dir = "{}"
 """
 
 
-@pytest.mark.parametrize("how", ["cut", "one byte"])
-async def test_changed_before_a_daemon_loads_again(model: Path, tmp_path: Path, how: str) -> None:
+async def test_cut_before_a_daemon_loads_again(model: Path, tmp_path: Path) -> None:
     async with running(two_groups(tmp_path, model, CACHE.format(tmp_path / "snapshots")), tmp_path) as service:
-        change(model, how)
-        with pytest.raises(Exception, match="the file is truncated" if how == "cut" else REFUSED) as caught:
+        change(model, "cut")
+        with pytest.raises(Exception, match="the file is truncated"):
             await AdminOperations(service).restart("right", now=True)
-        if how != "replaced":
-            assert "tensor '" in str(caught.value)
         assert service.groups["right"].state is State.FAILED
         assert service.groups["left"].state is State.READY
 
@@ -137,13 +132,9 @@ def test_an_operator_sees_why_and_what_to_do(cli: Cli, model: Path, tmp_path: Pa
         urllib.request.urlopen(f"{url}/ready", timeout=10)
     assert caught.value.code == 503
     assert "changed since the supervisor started" in caught.value.read().decode()
-    request = urllib.request.Request(
-        f"{url}/v1/completions", b'{"prompt": [5, 6], "max_tokens": 1}', {"content-type": "application/json"}
-    )
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=10)
-    assert caught.value.code == 503
-    assert "changed since the supervisor started" in caught.value.read().decode()
+    code, refused = post(f"{url}/v1/completions", {"prompt": [5, 6], "max_tokens": 1}, 10)
+    assert code == 503
+    assert "changed since the supervisor started" in str(refused)
     cli.run("stop", "--name", "t")
     assert cli.start(config)["state"] == "ready"
     cli.run("stop", "--name", "t")

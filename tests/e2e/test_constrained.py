@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import re
-import urllib.request
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -13,6 +12,8 @@ import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
+
+from tests.e2e.asking import post
 
 QUESTION = [{"role": "user", "content": "What does os.path.join do? Answer as JSON."}]
 
@@ -50,23 +51,6 @@ def test_parse_gives_an_object_of_the_class(client: openai.OpenAI) -> None:
     )
     assert answer.choices[0].finish_reason == "stop"
     assert isinstance(answer.choices[0].message.parsed, Answer)
-
-
-def test_a_json_object_is_one(client: openai.OpenAI) -> None:
-    # The model may think first; a short one keeps the test short.
-    answer = ask(
-        client,
-        response_format={"type": "json_object"},
-        seed=0,
-        max_tokens=400,
-        extra_body={"enable_thinking": False, "guided_json": None},
-        logit_bias={"92": 20.0},
-    )
-    text = answer.choices[0].message.content
-    if answer.choices[0].finish_reason == "stop":
-        assert isinstance(json.loads(text), dict)
-    else:
-        assert text.startswith("{")
 
 
 def test_streams_and_choices_beside_plain_requests(client: openai.OpenAI) -> None:
@@ -136,21 +120,6 @@ def test_a_required_or_named_tool_is_called(client: openai.OpenAI) -> None:
     assert [name for name, _ in arguments_of(ask(client, tool_choice=named, **more))] == ["get_weather"]
 
 
-def test_parsed_tools_are_instances_of_their_class(client: openai.OpenAI) -> None:
-    model = client.models.list().data[0].id
-    answer = client.chat.completions.parse(
-        model=model,
-        messages=QUESTION,
-        tools=[openai.pydantic_function_tool(Answer)],
-        tool_choice="required",
-        parallel_tool_calls=False,
-        max_tokens=300,
-        seed=2,
-    )
-    [call] = answer.choices[0].message.tool_calls or []
-    assert isinstance(call.function.parsed_arguments, Answer)
-
-
 def test_reasoning_is_free_and_the_answer_has_its_form(client: openai.OpenAI) -> None:
     answer = ask(
         client,
@@ -163,17 +132,6 @@ def test_reasoning_is_free_and_the_answer_has_its_form(client: openai.OpenAI) ->
     assert json.loads(message.content) in ("yes", "no")
     assert message.reasoning_content
     assert answer.choices[0].finish_reason == "stop"
-
-
-def test_a_form_leaves_room_for_tools(client: openai.OpenAI) -> None:
-    """Beside response_format the model may call a tool; whatever it does has one of the two forms."""
-    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}, "strict": True}}
-    for seed in range(1):
-        answer = ask(client, tools=[weather(strict=True)], response_format=format, seed=seed, temperature=1.5)
-        if answer.choices[0].finish_reason == "tool_calls":
-            arguments_of(answer)
-        else:
-            assert json.loads(answer.choices[0].message.content) in ("yes", "no")
 
 
 def test_the_other_apis_constrain_too(client: openai.OpenAI, endpoint: str) -> None:
@@ -197,11 +155,7 @@ def test_the_other_apis_constrain_too(client: openai.OpenAI, endpoint: str) -> N
         "tools": [{"name": "get_weather", "input_schema": weather(strict=True)["function"]["parameters"]}],
         "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
     }
-    request = urllib.request.Request(
-        f"{endpoint}/messages", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request) as reply:
-        told = json.load(reply)
+    _, told = post(f"{endpoint}/messages", body)
     [block] = [block for block in told["content"] if block["type"] == "tool_use"]
     assert told["stop_reason"] == "tool_use"
     jsonschema.validate(block["input"], weather(strict=True)["function"]["parameters"])

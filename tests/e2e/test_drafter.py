@@ -19,7 +19,6 @@ from lucevisor.app.status import LoadProgress, status
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.steps import SamplingParams
 from lucevisor.supervision.states import State
 from tests.combinations import slow
 from tests.e2e.process import DEMO, Cli
@@ -81,37 +80,24 @@ def n_steps(service: Service) -> int:
 
 
 @pytest.mark.parametrize(
-    ("model", "fixture", "draft", "n_most"),
+    ("model", "fixture", "draft"),
     [
-        (TARGET, "dflash", f'path = "{DFLASH}"', 30),
-        (TARGET, "dflash", f'path = "{DFLASH}"\ndevice = "left:0"', 30),
-        (TARGET, "dflash", f'path = "{DFLASH}"\ndevice = "aside:0"', 30),
-        (TARGET, "dflash2", f'kind = "dflash"\npath = "{DFLASH2}"', 30),
-        (MTP, "qwen35_mtp_draft", "", 30),
+        (TARGET, "dflash", f'path = "{DFLASH}"'),
+        (TARGET, "dflash", f'path = "{DFLASH}"\ndevice = "left:0"'),
+        (TARGET, "dflash", f'path = "{DFLASH}"\ndevice = "aside:0"'),
+        (TARGET, "dflash2", f'kind = "dflash"\npath = "{DFLASH2}"'),
+        (MTP, "qwen35_mtp_draft", ""),
     ],
 )
 async def test_a_drafter_anywhere_gives_the_golden_tokens(
-    tmp_path: Path, model: Path, fixture: str, draft: str, n_most: int
+    tmp_path: Path, model: Path, fixture: str, draft: str
 ) -> None:
     prompt, wanted = trace(fixture)
     async with running(two_groups(tmp_path, model, draft), tmp_path) as service:
-        if "off" not in draft:
-            await drafting(service)
+        await drafting(service)
         before = n_steps(service)
         assert await generate(service, prompt, N) == wanted
-        assert n_steps(service) - before <= n_most
-
-
-async def test_sampled_tokens_are_those_of_plain_decoding(tmp_path: Path) -> None:
-    prompt, _ = trace("dflash")
-    sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=7, repetition_penalty=1.1)
-    found = []
-    for draft in ('kind = "off"', f'path = "{DFLASH}"'):
-        async with running(two_groups(tmp_path, TARGET, draft), tmp_path) as service:
-            if "off" not in draft:
-                await drafting(service)
-            found.append(await generate(service, prompt, 40, sampling))
-    assert found[0] == found[1]
+        assert n_steps(service) - before <= 30
 
 
 # ---- a drafter that is lost, restarted, changed or never there
@@ -196,19 +182,6 @@ async def test_a_changed_drafter_file_is_not_loaded_and_serving_goes_on(tmp_path
         change_one_byte(drafter)  # back
         await AdminOperations(service).restart(device[:-2], now=False)
         assert await generate(service, prompt, N) == wanted
-
-
-async def test_a_drafter_that_does_not_fit_is_left_out_or_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lucevisor.placement.planner.why_left_out", lambda *_: "host is 1.00 GiB short")
-    prompt, wanted = trace("dflash")
-    config = two_groups(tmp_path, TARGET, f'path = "{DFLASH}"\ndevice = "aside:0"')
-    async with running(config, tmp_path) as service:
-        assert await generate(service, prompt, N) == wanted
-        await until(lambda: service.groups["aside"].state is State.FAILED)
-        assert service.state == "ready"
-        shown = draft_of(service)
-        assert (shown["kind"], shown["state"]) == ("lookup", "detached")
-        assert "left out: host is 1.00 GiB short" in shown["reason"]
 
 
 # ---- snapshots

@@ -22,20 +22,12 @@ from gguf import GGUFReader
 
 from tests.combinations import slow
 from tests.daemon_forks import Forker
+from tests.e2e.asking import post
 from tests.e2e.process import DEMO, Cli, alive, wait_until
 from tests.e2e.promised_status import Status
 from tests.e2e.service import GOLDEN, write_config
 
 QUESTION = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0, "max_tokens": 24}
-
-
-def post(url: str, body: dict[str, Any], timeout_s: float = 30.0) -> tuple[int, dict[str, Any]]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as e:
-        return e.code, json.load(e)
 
 
 def answer(status: dict[str, Any], **more: Any) -> str:

@@ -1,4 +1,4 @@
-"""Restarts and kills in a row leave a supervisor as it was: descriptors, threads, children, memory."""
+"""Restarts, kills and moved layers in a row leave a supervisor as it was: descriptors, threads, children, memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import psutil
 import pytest
 
 from lucevisor.cli.admin_client import AdminClient
-from tests.combinations import slow
+from tests.e2e.asking import complete, tokens_of
 from tests.e2e.process import DEMO, Cli, wait_until
-from tests.e2e.test_systemd import complete, post
 
 WARM = 2
 GROUPS = ("left", "right")
@@ -31,11 +30,15 @@ class Watched:
         self.status = cli.start(DEMO, "recovery.restart_limit=9999/60s", "engine.dtype=float32", limits=BRISK)
         self.process = psutil.Process(self.status["pid"])
         self.url = str(self.status["url"])
-        self.prompt = post(f"{self.url}/tokenize", {"content": "import os\n"})["tokens"]
+        self.prompt = tokens_of(self.url, "import os\n")
         self.right = complete(self.url, self.prompt)[0]
 
     def restart(self, group: str) -> None:
         AdminClient(self.cli.socket()).call("POST", "/restart", {"groups": [group], "now": True}, timeout_s=60)
+
+    def move(self, group: str) -> None:
+        split = "3,1" if group == "left" else "1,1"
+        self.cli.run("reload", "--set", f"placement.target_layer_split={split}")
 
     def kill(self, group: str) -> None:
         pid = pid_of(self.cli.status(), group)
@@ -61,18 +64,19 @@ class Watched:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("n", [2, slow(200)])
-def test_restarts_and_kills_leave_nothing(cli: Cli, n: int) -> None:
+def test_restarts_kills_and_moves_leave_nothing(cli: Cli) -> None:
+    n = 100
     watched = Watched(cli)
     for i in range(WARM):
         watched.kill(GROUPS[i % 2])
         watched.restart(GROUPS[i % 2])
+        watched.move(GROUPS[i % 2])
     before, rss = watched.held(), watched.process.memory_info().rss
-    for what in (watched.restart, watched.kill):
+    for what in (watched.restart, watched.kill, watched.move):
         for i in range(n):
             what(GROUPS[i % 2])
     assert complete(watched.url, watched.prompt)[0] == watched.right
     wait_until(lambda: not watched.grow_table(before), 60, "connections close behind their answers")
     growth = watched.process.memory_info().rss - rss
-    assert growth < 2**20 * (8 + n / 20), f"{growth / n / 2:.0f} bytes each"
+    assert growth < 2**20 * (8 + n / 20), f"{growth / n / 3:.0f} bytes each"
     cli.stop()

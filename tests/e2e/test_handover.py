@@ -17,8 +17,8 @@ import pytest
 
 from lucevisor.cli.admin_client import AdminClient
 from tests.app.test_systemd import Manager
+from tests.e2e.asking import RULES, complete, tokens_of
 from tests.e2e.process import DEMO, Cli, alive, wait_until
-from tests.e2e.test_systemd import RULES, complete, post
 
 N_CLIENTS = 4
 PAUSE_S = 0.2
@@ -130,7 +130,7 @@ def test_a_killed_supervisor_leaves_nothing_and_the_next_goes_on_warm(cli: Cli, 
     cache = (*EXACT, f"cache.dir={tmp_path / 'cache'}", "cache.min_tokens=64")
     status = cli.start(DEMO, *cache)
     url = status["url"]
-    asked = post(f"{url}/tokenize", {"content": RULES})["tokens"]
+    asked = tokens_of(url, RULES)
     answer, _ = complete(url, asked)
     right, _ = complete(url, asked + answer)
     wait_until(lambda: cli.status()["cache"]["saved"] >= 1, 20, "a file was saved")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,10 +12,8 @@ from torch import Tensor
 
 from lucevisor.app.compression import make_page_scorer
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.engine.pipeline import Pipeline
 from lucevisor.kv.residency import Residency
 from lucevisor.model.families import open_spec
-from lucevisor.protocol.steps import Step
 from tests.combinations import slow
 from tests.e2e.conversations import DEMO
 from tests.e2e.service import GOLDEN, generate, generate_all, running, write_config
@@ -199,44 +197,3 @@ async def test_a_small_model_chooses_the_pages_of_a_prompt(tmp_path: Path) -> No
         wanted.append(int(rows[-1].argmax()))
         rows = texts.run(a=wanted[-1:])
     assert (found, len(said)) == (wanted, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-async def test_two_requests_of_100k_tokens_share_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both get the tokens of their own slices with the pages masked that these leave out, and neither waits for the
-    other to end.
-    """
-    golden, n_prompt, n_answer = opened("qwen35"), 100_000, 48
-    prompts = [tokens_at(i * 7, n_prompt, golden.spec.vocabulary) for i in range(2)]
-    config = write_config(tmp_path, GOLDEN / "qwen35" / "model.gguf", {"left": 1, "right": 1}, ["0-4", "4-8"])
-    overrides = ["engine.dtype=float32", "engine.max_context=100100", "kvflash.pool_tokens=8192", "draft.kind=off"]
-    lengths: dict[int, list[int]] = {}  # of the slices of each sequence
-    turns: list[int] = []  # whose slices came one after the other
-
-    def submit(pipeline: Pipeline, step: Step, **more: object) -> None:
-        for piece in step.slices:
-            lengths.setdefault(piece.sequence, []).append(len(piece.tokens))
-            turns.append(piece.sequence)
-        planned(pipeline, step, **more)
-
-    planned = Pipeline.submit
-    monkeypatch.setattr(Pipeline, "submit", submit)
-    async with running(config, tmp_path, overrides) as service:
-        assert service.placement is not None
-        assert service.placement.pool_pages == 128
-        answers = await asyncio.gather(*(generate(service, prompt, n_answer) for prompt in prompts))
-    stages = load_stages(golden.spec, (), How(pages=140))
-    for slices, prompt, answer in zip((lengths[s] for s in sorted(lengths)), prompts, answers, strict=True):
-        texts, wanted, at = Texts(golden.spec, stages, Residency(128)), list[int](), 0
-        text = [*prompt, *answer]
-        for n in slices:
-            rows = texts.run(a=text[at : at + n])
-            at += n
-            if at >= n_prompt:
-                wanted.append(int(rows[-1].argmax()))
-        assert wanted == answer
-    first, last = {s: turns.index(s) for s in lengths}, {s: len(turns) - turns[::-1].index(s) for s in lengths}
-    assert max(first.values()) < 0.1 * len(turns)
-    both = turns[max(first.values()) : min(last.values())]
-    assert max(len([*run]) for _, run in groupby(both)) <= 8

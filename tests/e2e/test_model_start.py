@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.asking import post
 from tests.e2e.process import DEMO, Cli
 
 MODEL = DEMO.parent / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
@@ -18,14 +17,8 @@ def test_a_model_is_served_without_a_configuration_file(cli: Cli, tmp_path: Path
     said = cli.run("start", str(MODEL), "--daemon", "--name", "t", "--set", "server.port=0", timeout_s=200).stderr
     assert "on all devices that this machine has" in said
     body = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0}
-    request = urllib.request.Request(
-        cli.status()["url"] + "/v1/chat/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        text = json.load(answer)["choices"][0]["message"]["content"]
-    assert "Join one or more path segments" in text
+    _, answer = post(cli.status()["url"] + "/v1/chat/completions", body, 120)
+    assert "Join one or more path segments" in answer["choices"][0]["message"]["content"]
     cli.run("reload")  # reads the file that was written
     cli.stop()
     printed = cli.run("init", str(MODEL)).stdout

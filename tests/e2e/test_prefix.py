@@ -4,16 +4,15 @@ computed.
 
 from __future__ import annotations
 
-import json
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lucevisor.model.families import open_spec
 from tests.combinations import slow
-from tests.e2e.conversations import ANSWER, DEMO, MODELS, Told, converse
+from tests.e2e.asking import chat
+from tests.e2e.conversations import DEMO, MODELS, converse
 from tests.e2e.process import DEMO as DEMO_CONFIG
 from tests.e2e.process import Cli
 from tests.e2e.service import running, write_config
@@ -34,63 +33,6 @@ states = "{}"
 """
 PLAIN = 'kind = "off"'
 """Without drafts every token is computed once: tests count them."""
-
-
-async def arms(model: Path, directory: Path, n_conversations: int, states: str = "device") -> tuple[Told, Told, Told]:
-    """Cache off; on and cold; on and warm, in the same process.  ``states``: where checkpoints lie."""
-    spec = open_spec(model)
-    groups, ranges = {"a": 1, "b": 1}, [f"0-{spec.n_layers // 2}", f"{spec.n_layers // 2}-{spec.n_layers}"]
-    if "laguna" in str(model) or "gemma4" in str(model):
-        groups, ranges = {"a": 1}, [f"0-{spec.n_layers}"]
-
-    def config(n_slots: int) -> Path:
-        return write_config(directory, model, groups, ranges, CONFIG.format(n_slots, states, PLAIN))
-
-    async with running(config(0), directory) as service:
-        off = await converse(service, spec.vocabulary, n_conversations)
-    async with running(config(300), directory) as service:
-        cold = await converse(service, spec.vocabulary, n_conversations)
-        warm = await converse(service, spec.vocabulary, n_conversations)
-        assert service.engine is not None
-        statistics = service.engine.statistics()
-        assert all(use.used == use.evictable for use in statistics.pages.values())
-        assert statistics.cache.tokens["memory"] == sum(cold.cached) + sum(warm.cached)
-        if states == "host":
-            assert service.placement is not None
-            pools = service.placement.pools
-            assert (pools.device_states, pools.host_states) == (4, 301)
-            found = [slot.state for slot in service.engine.prefixes.slots]
-            assert found
-            assert min(found) >= 4
-    return off, cold, warm
-
-
-def check(off: Told, cold: Told, warm: Told) -> None:
-    assert off.answers == cold.answers == warm.answers
-    assert set(off.cached) == {0}
-    for arm in (off, cold, warm):
-        generated = len(arm.answers) * (ANSWER - 1)  # the last token of an answer is not computed
-        assert arm.n_computed == sum(arm.prompts) - sum(arm.cached) + generated
-    for i, n in enumerate(cold.prompts):
-        if i % 3:  # behind the answer before it: all that is known but for the last drawn token
-            assert cold.cached[i] == cold.prompts[i - 1] + ANSWER - 1
-        elif i >= 6:  # behind the system prompt, which an earlier conversation had
-            assert cold.cached[i] == (130, 150)[i // 3 % 2]
-        # the very same prompt was there: behind its last turn, or at a page that ends in what opens the answer
-        assert n - 2 <= warm.cached[i] < n
-    assert warm.n_computed < cold.n_computed < off.n_computed
-
-
-@pytest.mark.parametrize(
-    ("name", "states"),
-    [
-        slow("demo", "device"),
-        ("qwen35", "device"),
-        slow("qwen35", "host"),
-    ],
-)
-async def test_cache_off_cold_and_warm_give_the_same_tokens(name: str, states: str, tmp_path: Path) -> None:
-    check(*await arms(MODELS[name], tmp_path, 3, states))
 
 
 @pytest.mark.parametrize(
@@ -121,28 +63,14 @@ async def test_drafts_change_neither_answers_nor_what_is_remembered(
 RULES = " ".join(f"Rule {i}: answer in one sentence and name the module." for i in range(30))
 
 
-def chat(status: dict[str, Any], hour: int, turns: list[str]) -> tuple[str, dict[str, Any]]:
-    """Ask the next turn of a conversation whose system prompt tells the time."""
-    messages = [{"role": "system", "content": f"Current time: {hour}:00\n{RULES}"}]
-    for i, text in enumerate(turns):
-        messages.append({"role": ("user", "assistant")[i % 2], "content": text})
-    body = {"messages": messages, "temperature": 0, "max_tokens": 8, "enable_thinking": False}
-    request = urllib.request.Request(
-        f"{status['url']}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=30) as reply:
-        answer = json.load(reply)
-    return answer["choices"][0]["message"]["content"], answer["usage"]
-
-
 def test_an_agent_that_tells_the_time_is_answered_from_memory_and_everybody_is_told(cli: Cli) -> None:
     status = cli.start(DEMO_CONFIG, "engine.dtype=float32", "cache.normalise=fix")
     turns = ["What does os.path.join do?"]
     cached, prompts = [], []
     for hour in (9, 10, 11):
-        answer, usage = chat(status, hour, turns)
-        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
-        prompts.append(usage["prompt_tokens"])
+        answer, n_prompt, n_cached = chat(status["url"], f"Current time: {hour}:00\n{RULES}", turns)
+        cached.append(n_cached)
+        prompts.append(n_prompt)
         turns += [answer, "And os.path.split?"]
     assert cached[0] == 0
     assert all(n > 0.9 * before for n, before in zip(cached[1:], prompts, strict=False))
@@ -160,5 +88,5 @@ def test_an_agent_that_tells_the_time_is_answered_from_memory_and_everybody_is_t
     assert 'lucevisor_pages{space="full",where="cached"}' in text
     cli.run("restart", "left")  # its successor takes over what it held
     assert cli.status()["cache"]["prefix_slots"] == now["cache"]["prefix_slots"]
-    assert chat(status, 12, turns[:1])[1]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert chat(status["url"], f"Current time: 12:00\n{RULES}", turns[:1])[2] > 0
     cli.stop()

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import random
 import signal
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,13 +21,11 @@ from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import FinishedEvent, NotReady
-from lucevisor.engine.scheduler import Scheduler
-from lucevisor.engine.spec_decode.controller import SpecDecodeController
 from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams
 from lucevisor.supervision.policy import SupervisionLimits
 from tests.combinations import slow
 from tests.e2e.service import generate, generate_all
-from tests.e2e.test_speculation import CASES, WIDTH, Case, config_of, prompts_of
+from tests.e2e.test_speculation import CASES, Case, config_of, prompts_of
 
 N_STREAMS = 8
 N_TOKENS = 30
@@ -149,37 +145,6 @@ async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, 
         assert now.recovery.n_sequences >= 1
         assert now.recovery.n_rebuilt > now.recovery.n_tokens  # nearly always by the lost stages alone
         assert now.running == now.queued == 0
-
-
-@pytest.mark.parametrize(("name", "n_groups", "place"), [slow("mtp", 3, "tail"), ("dflash2", 2, "alone")])
-async def test_kills_while_steps_run_ahead_beside_a_drafter_change_no_token(
-    tmp_path: Path, name: str, n_groups: int, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The drafter is asked now and then; in between decodes run ahead of their tokens."""
-    asked, num_draft_tokens = itertools.count(), 0
-    monkeypatch.setattr(SpecDecodeController, "num_draft_tokens", lambda *_: WIDTH if next(asked) % 40 < 4 else 0)
-    choose = Scheduler.choose_ahead
-
-    def count(scheduler: Scheduler, records: Any) -> Any:
-        nonlocal num_draft_tokens
-        chosen = choose(scheduler, records)
-        num_draft_tokens += len(chosen) * scheduler.drafting.attached
-        return chosen
-
-    monkeypatch.setattr(Scheduler, "choose_ahead", count)
-    async with serving(CASES[name], tmp_path, n_groups, place) as service:
-        samplings = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.95, seed=11))
-        streams = Streams(service, prompts_of(CASES[name], 5), samplings, n_streams=3, n_tokens=60)
-        await streams.learn()
-        async with streams.running():
-            await kills(streams, random.Random(n_groups))
-        assert streams.wrong == []
-        assert service.engine is not None
-        now = service.engine.statistics()
-        assert now.recovery.n_sequences >= 1
-        assert now.recovery.n_rebuilt > now.recovery.n_tokens
-        assert now.drafts.total.n_accepted
-        assert num_draft_tokens > now.drafts.total.n_verify
 
 
 GEMMA = Case(CASES["gemma4_e2b-random"].model, "off")

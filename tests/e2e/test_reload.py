@@ -6,14 +6,11 @@ Oracle: the same service before the first move, in float32, as in test_recovery.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from lucevisor.config import Config, RestartLimit, load
@@ -25,10 +22,8 @@ from lucevisor.deployment.state_memory import StateMemory
 from lucevisor.errors import ConfigErrors, LucevisorError
 from lucevisor.placement.result import Infeasible, Placement
 from tests.combinations import slow
-from tests.e2e.service import generate
 from tests.e2e.test_recovery import PLAIN, Streams, serving
 from tests.e2e.test_speculation import CASES, Case, prompts_of
-from tests.supervision.real_groups import open_descriptors, zombies
 
 GEMMA = Case(CASES["gemma4_e2b-random"].model, "off")
 GROUP = '[groups.{}]\nbackend = "cpu"\nthreads = 1\n'
@@ -146,34 +141,3 @@ async def test_where_both_do_not_fit_requests_wait_for_the_weights(
 async def fails(memory: StateMemory, *_: object) -> None:
     memory.close()
     raise LucevisorError("the memory is gone")
-
-
-def figures() -> tuple[int, int, int]:
-    """Descriptors, threads and zombies of this process; not the threads of the event loop's executor, which starts
-    another whenever all are busy, up to four more than there are cores.
-    """
-    workers = sum(thread.name.startswith(("asyncio_", "ThreadPoolExecutor-")) for thread in threading.enumerate())
-    return open_descriptors(), len(os.listdir("/proc/self/task")) - workers, zombies()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-async def test_200_moves_in_a_row_leave_nothing(tmp_path: Path) -> None:
-    async with serving(PLAIN, tmp_path, 2) as service:
-        prompt = prompts_of(PLAIN, 1)[0]
-        right = await generate(service, prompt, 8)
-        process = psutil.Process()
-        for i in range(200):
-            devices, split = SPLITS[i % len(SPLITS)]
-            await AdminOperations(service).reload(changed(service, devices, split))
-            assert await generate(service, prompt, 8) == right
-            if i == 39:
-                before, memory = figures(), process.memory_info().rss
-            elif i == 199:
-                after, grown = figures(), process.memory_info().rss - memory
-        print(f"{before} after 40 moves, {after} after 200; {grown / 1e6:.1f} MB more")
-        assert after[0] <= before[0]
-        assert after[1] <= before[1] + 1
-        assert after[2] == 0
-        assert grown < 20e6
-        assert len(service._deployments) == 1

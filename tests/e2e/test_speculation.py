@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import itertools
 import json
 import os
 import random
@@ -23,12 +22,9 @@ import pytest
 
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
-from lucevisor.engine.spec_decode.controller import SpecDecodeController
-from lucevisor.engine.step import ScheduledSlice
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.protocol.steps import SamplingParams
-from tests.combinations import slow
 from tests.e2e.conversations import DEMO
 from tests.e2e.drafters import write_random_assistant, write_random_dflash
 from tests.e2e.service import DATA, GOLDEN, generate_all, running, write_config
@@ -207,24 +203,6 @@ SHORT = [
 @pytest.mark.parametrize(("name", "n_groups", "place"), SHORT)
 async def test_output_is_that_of_plain_decoding(name: str, n_groups: int, place: str, tmp_path: Path) -> None:
     await check(CASES[name], tmp_path, n_groups, place, n_prompts=4, n=24, n_again=12)
-
-
-@pytest.mark.parametrize(
-    ("name", "n_groups", "place"),
-    [("mtp", 2, "tail"), slow("dflash2", 3, "alone")],
-)
-async def test_a_drafter_that_is_idle_most_of_the_time_changes_nothing(
-    name: str, n_groups: int, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In between steps run ahead of their tokens: those of the drafter, too."""
-    asked, ahead = itertools.count(), []
-    monkeypatch.setattr(SpecDecodeController, "num_draft_tokens", lambda *_: WIDTH if next(asked) % 40 < 10 else 0)
-    schedule = ScheduledSlice.schedule
-    monkeypatch.setattr(
-        ScheduledSlice, "schedule", lambda one, *args: ahead.append(one.runs_ahead) or schedule(one, *args)
-    )
-    await check(CASES[name], tmp_path, n_groups, place, n_prompts=4, n=24, n_again=12)
-    assert any(ahead)  # how many depends on what else runs here
 
 
 @pytest.mark.slow

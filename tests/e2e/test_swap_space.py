@@ -17,7 +17,7 @@ from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.protocol.steps import SamplingParams
 from tests.combinations import slow
-from tests.e2e.service import GOLDEN, generate, running, write_config
+from tests.e2e.service import generate, running
 from tests.e2e.test_speculation import CASES, Case, config_of
 
 N_TOKENS = 120
@@ -59,17 +59,6 @@ async def test_preempted_requests_go_on_where_they_were(tmp_path: Path, case: Ca
         assert service.swap.n_bytes == 0, "nobody waits any more"
 
 
-@pytest.mark.slow
-async def test_without_room_in_host_memory_they_compute_again(tmp_path: Path) -> None:
-    few = [*FEW, "engine.swap_space=1KiB"]
-    async with running(config_of(PLAIN, tmp_path, 1, "tail"), tmp_path, few) as service:
-        right = await one_by_one(service)
-        assert await all_at_once(service) == right
-        assert service.engine is not None
-        now = service.engine.statistics()
-        assert now.preemptions > now.swapped == 0
-
-
 async def test_layers_that_move_and_a_daemon_that_dies_meanwhile_change_no_token(tmp_path: Path) -> None:
     overrides = [*FEW, "recovery.spares=1", "recovery.restart_limit=99/60s"]
     async with running(config_of(PLAIN, tmp_path, 2, "tail"), tmp_path, overrides) as service:
@@ -87,17 +76,3 @@ async def test_layers_that_move_and_a_daemon_that_dies_meanwhile_change_no_token
                 os.kill(service.groups["b"].pid or 0, signal.SIGKILL)
             assert await asked == right, how
             assert service.swap.n_bytes == 0
-
-
-@pytest.mark.slow
-async def test_pages_that_kv_flash_ranks_come_back_where_they_were(tmp_path: Path) -> None:
-    """The second request has pages in host memory when the first one takes its pages."""
-    extra = '[kvflash]\npool_tokens = 512\npolicy = "qk"\n'
-    config = write_config(tmp_path, GOLDEN / "qwen35" / "model.gguf", {"a": 1, "b": 1}, ["0-4", "4-8"], extra)
-    few = ["engine.dtype=float32", "engine.max_context=900", "engine.pages=13", "engine.max_sequences=2"]
-    asked = [([(k * i + 3) % 250 + 1 for i in range(n)], 250) for k, n in ((7, 230), (11, 600))]
-    async with running(config, tmp_path, [*few, "cache.min_tokens=64"]) as service:
-        right = [await generate(service, *one) for one in asked]
-        assert await asyncio.gather(*(generate(service, *one) for one in asked)) == right
-        assert service.engine is not None
-        assert service.engine.statistics().swapped == 1

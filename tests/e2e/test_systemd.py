@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import sys
-import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.app.test_systemd import Manager
+from tests.e2e.asking import RULES, complete, tokens_of
 from tests.e2e.process import DEMO, Cli, alive, wait_until
-
-RULES = "\n".join(f"import module_{i}  # rule {i}" for i in range(60))
-
-
-def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        answer: dict[str, Any] = json.load(reply)
-    return answer
-
-
-def complete(url: str, prompt: list[int]) -> tuple[list[int], int]:
-    """Ids of 16 more tokens, and how many of the prompt were cached."""
-    body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    answer = post(f"{url}/v1/completions", body)
-    return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 @pytest.mark.slow
@@ -49,7 +31,7 @@ def test_a_service_of_systemd_starts_serves_stops_and_goes_on_warm(cli: Cli, tmp
         wait_until(lambda: "READY=1" in manager.read(), 60, "READY=1")
         status = cli.status()
         assert (status["url"], status["pid"]) == (url, process.pid)
-        asked = post(f"{url}/tokenize", {"content": RULES})["tokens"]
+        asked = tokens_of(url, RULES)
         answer, n_cached = complete(url, asked)
         assert n_cached == 0
         asked += answer

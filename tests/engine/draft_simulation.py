@@ -84,14 +84,6 @@ class Simulation:
             self.requests.append(RequestDrafts())
             self._ready_at.append(self._now)
 
-    def replace(self, chances: Sequence[float]) -> None:
-        """The requests end, and as many others begin."""
-        n, self.chances = len(self.requests), chances
-        self.requests, self._ready_at = [], []
-        self._drafts.clear()
-        self._done.clear()
-        self.join(n)
-
     def decode(self, n_tokens: int) -> Run:
         """Until every request has on average so many tokens more."""
         run, began_at = Run(), self._now

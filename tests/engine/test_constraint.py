@@ -19,7 +19,7 @@ from lucevisor.engine.request import FinishedEvent, RequestError, TokenEvent
 from lucevisor.engine.step import ScheduledSlice, StepPlan
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Step
-from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
+from tests.engine.toy_engine import ToyEngine, events_of, limits, request, told
 from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint
 
 
@@ -77,15 +77,6 @@ def test_drafts_that_end_too_early_are_no_drafts(least: int, valid: int) -> None
     assert allowed == [i >= least for i in range(4)]
 
 
-async def test_a_prompt_in_chunks_is_masked_where_it_samples() -> None:
-    engine = toy()
-    handle = engine.engine.submit(request("a", range(200), n=3, constraint=ToyConstraint(1)))
-    engine.run()
-    assert told(await events_of(handle))[0] == engine.alone(request("a", range(200), n=3, constraint=ToyConstraint(1)))
-    for step in engine.steps:
-        assert all(piece.masked == piece.sample for piece in step.step.slices)
-
-
 async def test_a_constraint_that_fails_ends_its_request_with_the_reason() -> None:
     engine = toy()
     failing = engine.engine.submit(request("a", n=20, constraint=ToyConstraint(1, fails_at=5)))
@@ -102,21 +93,6 @@ async def test_a_constraint_that_fails_ends_its_request_with_the_reason() -> Non
         assert told(await events_of(handle))[0] == engine.alone(one)
     assert not engine.failures
     assert all(use.used == use.evictable for use in engine.engine.statistics().pages.values())
-
-
-async def test_a_lost_pipeline_leaves_constraints_where_the_output_is() -> None:
-    """The next pipeline computes the same tokens again; the constraint takes none of them twice."""
-    engine = ToyEngine(limits(), n_stages=1, hold_s=60.0)
-    engine.attach()
-    one = request("a", n=30, constraint=ToyConstraint(4))
-    handle = engine.engine.submit(one)
-    for _ in range(12):
-        engine.work(0)
-    engine.engine.detach(LOST)
-    engine.attach()
-    engine.run()
-    ids, finished = told(await events_of(handle))
-    assert (ids, finished.reason) == (engine.alone(one), "length")
 
 
 @pytest.mark.parametrize("wrong", [1, 2, 0])

@@ -16,7 +16,7 @@ from lucevisor.kv.page_pool import PageUse
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import PendingCancelled, StepResult
 from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
-from tests.engine.toy_pipeline import ToyModel, mix, toy_row
+from tests.engine.toy_pipeline import mix, toy_row
 
 NO_PAYLOAD = memoryview(b"")
 
@@ -43,18 +43,6 @@ async def test_a_request_streams_its_tokens_and_ends() -> None:
 
 async def collect(handle: object) -> list[object]:
     return [event async for event in handle]  # type: ignore[attr-defined]
-
-
-async def test_many_at_once_give_the_same_tokens_as_one_by_one() -> None:
-    requests = [request(f"r{i}", range(i, 40 + 9 * i), n=30) for i in range(8)]
-    together = ready(n_stages=2, max_sequences=8, max_step_tokens=200, pools=PoolSizes(40, 0, 8))
-    handles = [together.engine.submit(one) for one in requests]
-    together.run()
-    for one, handle in zip(requests, handles, strict=True):
-        single = ready(n_stages=2, max_sequences=8, max_step_tokens=200, pools=PoolSizes(40, 0, 8))
-        alone = single.engine.submit(one)
-        single.run()
-        assert await events_of(alone) == await events_of(handle)
 
 
 def test_before_a_pipeline_is_there_requests_are_refused_with_the_reason() -> None:
@@ -126,42 +114,6 @@ async def test_a_lost_shard_ends_running_requests_and_the_queue_goes_on_later() 
     assert told(await events_of(waiting))[0] == toy.alone(request("b"))
 
 
-async def test_when_no_pipeline_will_come_the_queue_ends_as_well_until_an_operator_restarts() -> None:
-    toy = ready(max_sequences=1, pools=PoolSizes(16, 0, 1))
-    handles = [toy.engine.submit(request(name)) for name in "ab"]
-    toy.engine.detach(LOST, permanent=True)
-    for handle in handles:
-        assert (await events_of(handle))[-1].error == LOST  # type: ignore[union-attr]
-    with pytest.raises(NotReady, match="group left was killed"):
-        toy.engine.submit(request("c"))
-    toy.attach()
-    again = toy.engine.submit(request("c"))
-    toy.run()
-    assert told(await events_of(again))[0] == toy.alone(request("c"))
-
-
-async def test_a_dead_link_found_while_sending_ends_requests_in_order() -> None:
-    toy = ready()
-    handle = toy.engine.submit(request("a", n=50))
-    toy.work(0)
-    toy.links[0].dead = True
-    toy.work(0)  # its token arrives, the next step cannot be sent
-    events = await events_of(handle)
-    assert [type(e) for e in events] == [TokenEvent, TokenEvent, FinishedEvent]
-    assert [f.code for f in toy.failures] == ["shard_lost"]
-    assert not toy.engine.ready
-
-
-async def test_a_dead_link_found_by_submit_still_ends_the_request() -> None:
-    toy = ready()
-    toy.links[0].dead = True
-    handle = toy.engine.submit(request("a"))
-    [finished] = await events_of(handle)
-    assert isinstance(finished, FinishedEvent)
-    assert finished.error is not None
-    assert finished.error.code == "shard_lost"
-
-
 async def test_a_wrong_result_of_the_last_stage_ends_the_pipeline() -> None:
     toy = ready(n_stages=2)
     handle = toy.engine.submit(request("a"))
@@ -211,32 +163,6 @@ def test_a_request_that_is_over_is_forgotten() -> None:
     gc.collect()
     assert handle() is None
     toy.engine.submit(request("a"))  # and its id is free
-
-
-def test_a_second_pipeline_is_refused() -> None:
-    toy = ready()
-    with pytest.raises(RuntimeError, match="attached already"):
-        toy.attach()
-
-
-async def test_the_next_pipeline_may_have_another_number_of_stages() -> None:
-    toy = ready(n_stages=3, max_sequences=2, pools=PoolSizes(16, 0, 2))
-    toy.engine.submit(request("lost", range(100), n=20))
-    toy.work(0)
-    waiting = [request(name, range(i, 90), n=15) for i, name in enumerate("abc")]
-    handles = [toy.engine.submit(one) for one in waiting]
-    toy.lose()
-    for n_stages in (1, 2):
-        toy.model = ToyModel(n_stages, toy.limits.spaces, None)
-        toy.attach()
-        handles += [toy.engine.submit(one := request(f"more{n_stages}", range(80), n=9))]
-        waiting += [one]
-        toy.run()
-        for one, handle in zip(waiting, handles, strict=True):
-            if handle.finished is not None and handle.finished.error is None:
-                assert told(await events_of(handle))[0] == toy.alone(one)
-        waiting, handles = [], []
-        toy.lose()
 
 
 async def test_drain_takes_no_more_and_waits_for_what_it_has() -> None:

@@ -4,60 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StepInFlight
-from lucevisor.protocol.connection import Connection
+from lucevisor.engine.pipeline import Pipeline, PipelineResult, StepInFlight
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import POSTED
-from lucevisor.protocol.messages import Role
-from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import (
     PENDING,
-    CancelPending,
     CloseSequence,
     DraftStep,
-    PendingCancelled,
     Sampled,
     Slice,
     Step,
     StepResult,
 )
+from tests.engine.pipeline_wires import Bench, Wire
 
 
-class Wire:
-    """A link that decodes what it is given: ``sent`` holds (stage, the message)."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[int, Step | DraftStep | CancelPending]] = []
-        self.error: Exception | None = None
-        self._connection = Connection(Role.DAEMON)
-        self._connection.state = LinkState.READY
-
-    def send(self, message: bytes | CancelPending, /) -> None:
-        if self.error is not None:
-            raise self.error
-        if isinstance(message, CancelPending):
-            self.sent.append((message.stage, message))
-            return
-        self._connection.receive(message)
-        for frame in self._connection.events():
-            assert isinstance(frame.message, Step | DraftStep)
-            step = frame.message.step if isinstance(frame.message, DraftStep) else frame.message
-            assert frame.request_id == step.step_id
-            self.sent.append((frame.flags, frame.message))
-
-
-class Bench:
+class DraftBench(Bench):
     """Two stages on a wire each; the drafter beside the last one, or on wire 2."""
 
     def __init__(self, *, with_output: bool, has_doorbells: bool = False) -> None:
-        self.now = 0.0
-        self.wires = [Wire(), Wire(), Wire()]
-        self.results: list[PipelineResult] = []
-        self.failures: list[PipelineFailure] = []
+        super().__init__([0, 1], has_doorbells=has_doorbells)
+        self.wires.append(Wire())
         self.log: list[str] = []
-        self.pipeline = Pipeline(
-            self.wires[:2], self._result, self.failures.append, clock=lambda: self.now, has_doorbells=has_doorbells
-        )
         self.pipeline.drafts.on_drafted = lambda result: self.log.append(f"drafts {result.step_id}")
         self.pipeline.drafts.on_lost = lambda failure: self.log.append(failure.message)
         self.drafter = self.wires[1 if with_output else 2]
@@ -66,9 +34,9 @@ class Bench:
     def attach(self) -> None:
         self.pipeline.drafts.attach(self.drafter, with_output=self.with_output)
 
-    def _result(self, result: PipelineResult) -> None:
+    def on_result(self, result: PipelineResult) -> None:
+        super().on_result(result)
         self.log.append(f"result {result.step.step_id}")
-        self.results.append(result)
 
 
 def step(step_id: int) -> Step:
@@ -79,7 +47,7 @@ SAMPLED = [Sampled(4, 42), Sampled(2, 9), Sampled(2, 10)]
 
 
 def test_in_the_output_stages_daemon_a_step_goes_to_the_drafter_right_behind_the_last_stage() -> None:
-    bench = Bench(with_output=True)
+    bench = DraftBench(with_output=True)
     bench.attach()
     bench.pipeline.submit(step(1))
     assert bench.drafter.sent == []
@@ -91,7 +59,7 @@ def test_in_the_output_stages_daemon_a_step_goes_to_the_drafter_right_behind_the
 
 
 def test_in_another_daemon_it_gets_a_step_with_the_tokens_once_they_are_known_and_before_anybody_else() -> None:
-    bench = Bench(with_output=False)
+    bench = DraftBench(with_output=False)
     bench.attach()
     bench.pipeline.submit(step(1))
     bench.pipeline.receive(StepResult(1, 0))
@@ -121,7 +89,7 @@ def ahead(step_id: int, depends_on_step: int) -> Step:
 
 
 def test_a_draft_stage_gets_posted_steps_and_those_that_run_ahead_together_with_the_output_stage() -> None:
-    bench = Bench(with_output=True, has_doorbells=True)
+    bench = DraftBench(with_output=True, has_doorbells=True)
     bench.attach()
     steps = [Step(1, 0, [], [Slice(2, 1, [7], True)]), ahead(2, 1)]
     for one in steps:
@@ -135,63 +103,8 @@ def test_a_draft_stage_gets_posted_steps_and_those_that_run_ahead_together_with_
     assert bench.log == ["result 1", "result 2", "drafts 1", "drafts 2"]
 
 
-def test_in_another_daemon_it_gets_steps_of_several_micro_batches_with_the_tokens_each_started_from() -> None:
-    bench = Bench(with_output=False, has_doorbells=True)
-    bench.attach()
-    for step_id, sequence in ((1, 4), (2, 9)):
-        bench.pipeline.submit(Step(step_id, 0, [], [Slice(sequence, 1, [7], True)]))
-    for step_id, sequence in ((3, 4), (4, 9)):
-        bench.pipeline.submit(Step(step_id, 0, [], [Slice(sequence, 2, [PENDING], True)], depends_on_step=step_id - 2))
-    for step_id, sequence in ((1, 4), (2, 9), (3, 4), (4, 9)):
-        started = [Sampled(sequence, 38 + step_id)] if step_id > 2 else []
-        bench.pipeline.receive(StepResult(step_id, 0, started))
-        bench.pipeline.receive(StepResult(step_id, 1, [Sampled(sequence, 40 + step_id)]))
-    sent = [message for _, message in bench.drafter.sent if isinstance(message, DraftStep)]
-    found = [(message.step.slices[0].sequence, message.step.slices[0].tokens, message.tokens) for message in sent]
-    assert found == [(4, [7], [[41]]), (9, [7], [[42]]), (4, [41], [[43]]), (9, [42], [[44]])]
-
-
-def test_steps_that_the_output_stage_gives_back_come_to_both_again() -> None:
-    bench = Bench(with_output=True, has_doorbells=True)
-    bench.attach()
-    for step_id in (1, 2, 3):
-        bench.pipeline.submit(step(step_id))
-    bench.pipeline.receive(StepResult(1, 0))
-    bench.pipeline.lose([0])
-    bench.pipeline.receive(StepResult(1, 1, SAMPLED))
-    bench.pipeline.receive(PendingCancelled(1, [2, 3], operated=True))
-    assert not bench.pipeline.settled  # the drafter is at step 1
-    bench.pipeline.receive(StepResult(1, 2))
-    assert bench.pipeline.settled
-    del bench.drafter.sent[:]
-    bench.pipeline.restore({0: bench.wires[2]}, {})  # type: ignore[dict-item]
-    for step_id in (2, 3):
-        bench.pipeline.receive(StepResult(step_id, 0))
-        assert bench.drafter.sent[-2:] == [(1, step(step_id)), (2, DraftStep(step(step_id)))]
-        bench.pipeline.receive(StepResult(step_id, 1, SAMPLED))
-        bench.pipeline.receive(StepResult(step_id, 2))
-    assert bench.log == ["result 1", "drafts 1", "result 2", "drafts 2", "result 3", "drafts 3"]
-    assert not bench.failures
-
-
-def test_drafts_that_are_heard_before_a_stage_in_front_wait_for_the_end_of_their_step() -> None:
-    bench = Bench(with_output=True, has_doorbells=True)
-    bench.attach()
-    for step_id in (1, 2):
-        bench.pipeline.submit(step(step_id))
-    bench.pipeline.receive(StepResult(1, 1, SAMPLED))
-    bench.pipeline.receive(StepResult(1, 2))
-    assert bench.log == []
-    bench.pipeline.receive(StepResult(1, 0))
-    assert bench.log == ["result 1", "drafts 1"]
-    bench.pipeline.receive(StepResult(2, 1, SAMPLED))
-    bench.pipeline.receive(StepResult(2, 2))
-    bench.pipeline.lose([0])  # it had rung for step 2, so it has done it
-    assert bench.log[2:] == ["result 2", "drafts 2"]
-
-
 def test_the_watchdog_does_not_see_drafts_behind_a_step_that_waits_for_its_rows() -> None:
-    bench = Bench(with_output=True, has_doorbells=True)
+    bench = DraftBench(with_output=True, has_doorbells=True)
     bench.attach()
     bench.pipeline.submit(step(1))
     bench.now = 2.0
@@ -201,7 +114,7 @@ def test_the_watchdog_does_not_see_drafts_behind_a_step_that_waits_for_its_rows(
 
 @pytest.mark.parametrize("with_output", [True, False])
 def test_a_draft_stage_gets_only_steps_submitted_while_it_is_attached(*, with_output: bool) -> None:
-    bench = Bench(with_output=with_output)
+    bench = DraftBench(with_output=with_output)
     bench.pipeline.submit(step(1))
     bench.attach()
     bench.pipeline.submit(step(2), opening=[CloseSequence(5)])
@@ -220,7 +133,7 @@ def test_a_draft_stage_gets_only_steps_submitted_while_it_is_attached(*, with_ou
 
 @pytest.mark.parametrize("with_output", [True, False])
 def test_while_it_rests_a_draft_stage_gets_nothing_but_what_closes_or_opens_its_sequences(*, with_output: bool) -> None:
-    bench = Bench(with_output=with_output)
+    bench = DraftBench(with_output=with_output)
     bench.attach()
     bench.pipeline.submit(step(1))
     bench.pipeline.drafts.suspended = True
@@ -238,7 +151,7 @@ def test_while_it_rests_a_draft_stage_gets_nothing_but_what_closes_or_opens_its_
 
 @pytest.mark.parametrize("error", [LinkClosed("group draft", "link", "wait"), BrokenPipeError("gone")])
 def test_a_dead_drafter_is_lost_and_the_pipeline_goes_on(error: Exception) -> None:
-    bench = Bench(with_output=False)
+    bench = DraftBench(with_output=False)
     bench.attach()
     bench.drafter.error = error
     bench.pipeline.submit(step(1))
@@ -255,7 +168,7 @@ def test_a_dead_drafter_is_lost_and_the_pipeline_goes_on(error: Exception) -> No
 
 
 def test_a_drafter_that_answers_out_of_order_is_lost() -> None:
-    bench = Bench(with_output=False)
+    bench = DraftBench(with_output=False)
     bench.attach()
     bench.pipeline.receive(StepResult(1, 2))
     assert bench.log == ["the draft stage answered step 1 while no step was due"]
@@ -269,24 +182,9 @@ def test_a_drafter_that_answers_out_of_order_is_lost() -> None:
     assert not bench.failures
 
 
-def test_answers_of_a_drafter_that_is_not_attached_are_dropped() -> None:
-    """It may have worked for an earlier pipeline."""
-    bench = Bench(with_output=False)
-    bench.pipeline.submit(step(1))
-    bench.pipeline.receive(StepResult(1, 2))
-    assert (bench.log, bench.failures, len(bench.pipeline.in_flight)) == ([], [], 1)
-
-
-def test_there_is_one_drafter_at_a_time() -> None:
-    bench = Bench(with_output=True)
-    bench.attach()
-    with pytest.raises(RuntimeError, match="attached already"):
-        bench.attach()
-
-
 @pytest.mark.parametrize("with_output", [True, False])
 def test_the_watchdog_sees_the_step_that_the_drafter_works_on(*, with_output: bool) -> None:
-    bench = Bench(with_output=with_output)
+    bench = DraftBench(with_output=with_output)
     bench.attach()
     bench.pipeline.submit(step(1))
     bench.now = 1.0

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from lucevisor.engine import validation
-from lucevisor.engine.drafting import Drafting
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.request import FinishedEvent
 from lucevisor.engine.scheduler import Scheduler
@@ -30,11 +29,8 @@ from lucevisor.protocol.steps import (
     Drafted,
     OpenSequence,
     Sampled,
-    SetPages,
     Slice,
     StepResult,
-    UseState,
-    ZeroState,
 )
 from tests.engine.scheduler_steps import plans
 from tests.engine.toy_engine import HYBRID, ToyEngine, limits, request
@@ -112,31 +108,6 @@ def test_a_sequence_waits_for_its_drafts_and_goes_on_without_when_the_drafter_is
     assert bench.plan().step.slices[0].num_draft_tokens == 0
 
 
-def test_drafts_that_came_are_verified_though_the_drafter_is_gone() -> None:
-    bench = Bench(speculating())
-    bench.submit("a")
-    first = bench.plan()
-    bench.answer(first)
-    bench.draft(first)
-    bench.scheduler.detach_drafter()
-    assert bench.plan().step.slices == [Slice(0, 3, [7, 9, 9, 9, 9], True, 4)]
-
-
-# ---- what a result makes possible, and what is learned of it
-
-
-def test_drafts_of_a_lone_request_whose_step_is_in_flight_make_no_other_possible() -> None:
-    for names, overlaps, expected in (("a", False, False), ("ab", False, True), ("a", True, True)):
-        bench = Bench(speculating(), with_output=not overlaps)
-        bench.submit(*names)
-        first = bench.plan()
-        bench.answer(first)
-        if not overlaps:  # else it waits for them
-            bench.plan()
-        assert bench.draft(first) is expected
-        assert bool(plans(bench.scheduler)) is overlaps
-
-
 # ---- drafts that are verified before they are known
 
 
@@ -172,32 +143,6 @@ def test_of_several_stages_the_first_is_told_drafts_by_the_last() -> None:
     assert bench.plan().step.drafts_of == verify.step.step_id
 
 
-def test_the_first_of_several_stages_waits_for_drafts_of_one_step() -> None:
-    bench = Bench(speculating(), 2)
-    bench.scheduler.attach(2, has_doorbells=True)
-    bench.submit("a")
-    first = bench.plan()
-    bench.submit("b", "c")
-    second = bench.plan()
-    bench.answer(first)
-    bench.answer(second)
-    verify = plans(bench.scheduler)  # micro-batches of two, but for that
-    assert [[s.sequence for s in plan.step.slices] for plan in verify] == [[0], [1, 2]]
-    assert [plan.step.drafts_of for plan in verify] == [first.step.step_id, second.step.step_id]
-
-
-def test_a_step_that_asks_for_no_drafts_learns_those_that_it_verifies() -> None:
-    bench = Bench(speculating(), 2)
-    bench.scheduler.attach(2, has_doorbells=True)
-    bench.submit("a", n=3)
-    first = bench.plan()
-    bench.answer(first)
-    [verify] = plans(bench.scheduler)
-    assert verify.step.slices == [Slice(0, 3, [7, PENDING], True, 1)]
-    bench.draft(first)
-    assert bench.scheduler.in_flight[0].parts[0].slice.tokens == [7, 9]
-
-
 def test_a_prompt_does_not_wait_at_the_first_stage_for_the_drafts_of_others() -> None:
     bench = Bench(speculating(pools=PoolSizes(40, 0, 0)), 2)
     bench.scheduler.attach(2, has_doorbells=True)
@@ -223,47 +168,6 @@ def test_others_wait_for_what_their_drafter_says(why: str) -> None:
     following = bench.plan().step.slices
     assert not any(piece.drafts_pend for piece in following)
     assert all(piece.n_drafts for piece in following if piece.sequence == 0)
-
-
-def test_a_verdict_on_drafts_that_nobody_told_counts() -> None:
-    bench = Bench(speculating())
-    bench.submit("a")
-    first = bench.plan()
-    bench.answer(first)
-    verify = bench.plan()
-    bench.scheduler.detach_drafter()
-    sampled = [Sampled(0, token) for token in (5, 6, 7)]
-    bench.scheduler.apply(StepResult(verify.step.step_id, 0, sampled), 0.0)
-    assert bench.live("a").n_computed == 6
-    assert next(iter(bench.scheduler.running)).tokens[-3:] == [5, 6, 7]
-    too_many = [Sampled(0, 7)] * 6
-    bench = Bench(speculating())
-    bench.submit("a")
-    first = bench.plan()
-    bench.answer(first)
-    verify = bench.plan()
-    with pytest.raises(WrongResult):
-        bench.scheduler.apply(StepResult(verify.step.step_id, 0, too_many), 0.0)
-
-
-def test_a_drafter_attached_later_opens_what_runs_and_has_nothing_of_it() -> None:
-    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 4, draft_states=5)))
-    bench.scheduler.detach_drafter()
-    bench.submit("a", "b")
-    bench.answer(bench.plan())
-    bench.answer(bench.plan())
-    bench.scheduler.cancel("a", 0.0)
-    bench.scheduler.attach_drafter(with_output=True)
-    opening, step = plans(bench.scheduler)
-    assert (opening.step.operations, opening.step.slices) == ([CloseSequence(0)], [])
-    live = bench.live("b")
-    pages = live.table.held(Space.FULL)
-    sampling = request("b").sampling
-    assert opening.opening == [
-        OpenSequence(1, live.state, sampling), ZeroState(live.state), SetPages(1, Space.FULL, 0, pages)
-    ]  # fmt: skip
-    assert step.opening is None
-    assert [(s.draft_from, s.num_draft_tokens) for s in step.step.slices] == [(64, 0)]  # nothing to attend to
 
 
 def test_a_drafter_is_asked_again_once_a_page_of_its_own_epoch_has_tokens() -> None:
@@ -343,26 +247,6 @@ def test_suspensions_double_while_the_drafter_is_resumed_in_vain() -> None:
     assert not suspension.is_due(idle=True), "the one before resumed it in vain"
 
 
-@pytest.mark.parametrize("used", [True, False])
-def test_a_used_drafter_drafts_for_the_next_request_that_comes_alone(
-    used: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Bench(speculating())
-    drafting = bench.scheduler.drafting
-    monkeypatch.setattr(SpecDecodeController, "num_draft_tokens", lambda *_: 2)
-    if used:
-        bench.submit("b", n=4)
-        plan = bench.plan()
-        bench.answer(plan)
-        bench.draft(plan)
-        bench.scheduler.cancel("b", 0.0)
-    bench.scheduler._operations += drafting.suspend([])
-    bench.submit("a", n=40)
-    slices = [piece for plan in plans(bench.scheduler) for piece in plan.step.slices]
-    assert drafting.suspended != used
-    assert any(piece.num_draft_tokens for piece in slices) == used
-
-
 def test_state_of_a_suspended_drafter_is_not_kept_over_a_restart() -> None:
     bench = Bench(speculating())
     bench.scheduler.drafting.suspend([])
@@ -370,15 +254,6 @@ def test_state_of_a_suspended_drafter_is_not_kept_over_a_restart() -> None:
     bench.scheduler.attach_drafter(with_output=True, restored=True)
     assert bench.scheduler.pools[Space.FULL].epoch == 2  # another than that before
     assert not bench.scheduler.drafting.suspended
-
-
-def test_without_a_drafter_in_the_limits_none_can_be_attached_and_there_is_one_at_most() -> None:
-    scheduler = Scheduler(limits())
-    with pytest.raises(ValueError, match="no region"):
-        scheduler.attach_drafter(with_output=True)
-    bench = Bench(speculating())
-    with pytest.raises(RuntimeError, match="attached already"):
-        bench.scheduler.attach_drafter(with_output=True)
 
 
 # ---- what the draft stage answers
@@ -447,27 +322,6 @@ def test_drafts_are_cut_to_the_pages_there_are() -> None:
     assert bench.scheduler.preemption.n_preempted == 0
 
 
-def looked_up(names: str, n: int, bounds: EngineLimits) -> list[tuple[str, list[int]]]:
-    """The first decodes of requests of 61 tokens whose next tokens, 7 and on, occurred before: (name, tokens)."""
-    bench = Bench(bounds)
-    bench.scheduler.detach_drafter()
-    for name in names:
-        bench.scheduler.submit(request(name, [1, 2, 3, 7, 5, 6, 8, 4, *range(40, 90), 1, 2, 3], n), 0.0)
-    for plan in plans(bench.scheduler):
-        bench.answer(plan)
-    plan = bench.plan()
-    return [(name, s.tokens) for name, s in zip(plan.request_ids, plan.step.slices, strict=True)]
-
-
-def test_looked_up_drafts_are_cut_to_the_pages_there_are() -> None:
-    found = looked_up("ab", 50, speculating(lookup=True, pools=PoolSizes(3, 0, 0)))
-    assert found == [("a", [7, 5, 6, 8, 4]), ("b", [7, 5, 6])]  # the third page is a's
-
-
-def test_looked_up_drafts_end_before_the_last_token() -> None:
-    assert looked_up("a", 4, speculating(lookup=True)) == [("a", [7, 5, 6])]
-
-
 def test_a_request_that_needs_a_page_gets_one_that_is_kept_for_drafts_before_any_is_preempted() -> None:
     bench = Bench(speculating(2, pools=PoolSizes(3, 0, 0)))
     bench.submit("a", n_prompt=62)
@@ -482,40 +336,6 @@ def test_a_request_that_needs_a_page_gets_one_that_is_kept_for_drafts_before_any
     assert bench.scheduler.preemption.n_preempted == 0
 
 
-def test_pages_of_drafts_under_verification_are_kept() -> None:
-    bench = Bench(speculating())
-    bench.submit("a", n_prompt=62)
-    first = bench.plan()
-    bench.answer(first)
-    bench.draft(first)
-    verify = bench.plan()
-    assert not bench.scheduler.running.release_ahead()
-    bench.answer(verify)
-    assert bench.scheduler.running.release_ahead()
-    assert len(bench.live("a").table.held(Space.FULL)) == 1
-
-
-def test_every_draft_of_a_recurrent_model_takes_an_id_until_the_verdict() -> None:
-    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 5, host_states=1, draft_states=5)))
-    states, drafts = bench.scheduler.pools[Space.RECURRENT], bench.scheduler.pools.draft_states
-    bench.submit("a")
-    first = bench.plan()
-    bench.answer(first)
-    bench.draft(first)
-    verify = bench.plan()
-    [piece] = verify.step.slices
-    assert (piece.states, states.n_used, drafts.n_used) == ([0, 4, 5, 6, 7], 1, 4)
-    bench.answer(verify, n_accepted=2)
-    assert (drafts.n_used, bench.live("a").state) == (0, 0)
-    bench.draft(verify)
-    following = bench.plan()
-    assert following.step.operations[0] == UseState(0, 5)
-    assert following.step.slices[0].states[0] == 0  # where the state after two drafts is made
-    bench.answer(following)  # nothing accepted
-    bench.draft(following, n=0)
-    assert bench.plan().step.operations[0] == UseState(0, 0)  # which is to be made, too
-
-
 def test_few_ids_are_shared_so_that_slices_stay_equal() -> None:
     bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 7, draft_states=4)))
     bench.submit("a", "b", "c")
@@ -523,35 +343,6 @@ def test_few_ids_are_shared_so_that_slices_stay_equal() -> None:
     bench.answer(first)
     bench.draft(first)
     assert [s.n_drafts for s in bench.plan().step.slices] == [1, 1, 1]
-
-
-def test_drafts_take_no_state_that_a_prompt_needs_for_its_checkpoint() -> None:
-    cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1)
-    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 4, draft_states=4), prefix=cached))
-    bench.submit("a", n_prompt=10)
-    first = bench.plan()
-    bench.answer(first)
-    bench.submit("b", n_prompt=200)
-    bench.draft(first)
-    step = plans(bench.scheduler)[0]
-    n_free = bench.scheduler.pools[Space.RECURRENT].n_free
-    assert [s.n_drafts for s in step.step.slices if s.n_drafts] == [4]
-    assert n_free == 2
-
-
-def test_a_cancelled_request_returns_the_ids_of_drafts_under_verification() -> None:
-    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 4, draft_states=5)))
-    pools = bench.scheduler.pools
-    bench.submit("a")
-    first = bench.plan()
-    bench.answer(first)
-    bench.draft(first)
-    verify = bench.plan()
-    assert pools.draft_states.n_used == 4
-    bench.scheduler.cancel("a", 0.0)
-    assert (pools[Space.RECURRENT].n_used, pools.draft_states.n_used) == (0, 0)
-    bench.answer(verify, n_accepted=3)
-    assert (pools[Space.RECURRENT].n_used, pools.draft_states.n_used) == (0, 0)
 
 
 # ---- epochs
@@ -571,49 +362,7 @@ def test_restored_pages_have_the_drafters_state_only_if_the_file_had_it() -> Non
         assert (piece.start, piece.draft_from) == (64, expected)
 
 
-def test_a_copied_page_keeps_its_epoch() -> None:
-    cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1)
-    bench = Bench(speculating(prefix=cached, spaces=HYBRID, pools=PoolSizes(16, 0, 4, draft_states=5)))
-    bench.submit("a", n_prompt=80, n=2)
-    while bench.scheduler.n_running or bench.scheduler.n_queued:
-        for plan in plans(bench.scheduler):
-            bench.answer(plan)
-            bench.draft(plan)
-    bench.scheduler.detach_drafter()
-    bench.scheduler.attach_drafter(with_output=True)
-    prompt = [ord("a"), *range(79), 7, 8]
-    bench.scheduler.submit(request("b", prompt, 2), 0.0)
-    pieces = [piece for plan in plans(bench.scheduler) for piece in plan.step.slices]
-    assert [(piece.start, piece.draft_from) for piece in pieces] == [(81, 128)]
-
-
 # ---- order and overlap
-
-
-def test_with_the_output_stage_a_micro_batch_is_drafted_before_the_next_one_is_verified(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The daemon does one after the other, so those that are ready wait and go together."""
-    monkeypatch.setattr(Drafting, "verifies_placeholders", False)
-    bench = Bench(speculating())
-    bench.submit("a")
-    first = bench.plan()
-    bench.answer(first)
-    bench.draft(first)
-    verify = bench.plan()
-    bench.submit("b")
-    prompt = bench.plan()
-    bench.answer(verify)
-    bench.answer(prompt)
-    bench.draft(verify, n=0)
-    together = plans(bench.scheduler)
-    assert [plan.request_ids for plan in together] == [("a",)]  # b's drafts are not made yet, nor in the way
-    bench.draft(prompt)
-    assert plans(bench.scheduler) == []
-    bench.answer(together[0])
-    assert plans(bench.scheduler) == []  # a's are being made
-    bench.draft(together[0])
-    assert bench.plan().request_ids == ("a", "b")
 
 
 def test_drafting_of_one_micro_batch_overlaps_the_verification_of_another() -> None:
@@ -633,21 +382,6 @@ def test_drafting_of_one_micro_batch_overlaps_the_verification_of_another() -> N
     assert plans(bench.scheduler) == []
     bench.draft(two)
     assert bench.plan().request_ids == ("b",)
-
-
-def test_a_step_keeps_its_region_until_the_draft_stage_has_read_it() -> None:
-    bench = Bench(speculating(prefill_chunk=64, max_context=1024), n_stages=1)
-    bench.submit("a", n_prompt=600)
-    sent = plans(bench.scheduler)
-    assert len(sent) == 2  # as many as without a drafter
-    for plan in sent:
-        bench.answer(plan)
-    more = plans(bench.scheduler)
-    assert [plan.step.region for plan in sent + more] == [1, 2, 3, 0]  # the fourth and last region
-    bench.answer(more[0])
-    assert plans(bench.scheduler) == []
-    bench.draft(sent[0])
-    assert [plan.step.region for plan in plans(bench.scheduler)] == [1]
 
 
 def test_a_flush_waits_for_the_drafter() -> None:
@@ -747,22 +481,9 @@ def test_what_followed_the_same_tokens_before_is_verified_in_place_of_the_drafte
     assert piece.tokens == [7, 5, 6, 8, 1]
 
 
-class TwoEach(SpecDecodeController):
-    """Two drafts for every slice."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-
-    def num_draft_tokens(self, own: RequestDrafts, n_decoding: int) -> int:
-        return 2
-
-    def num_verify_tokens(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
-        return 2
-
-
 def test_a_request_that_ends_does_not_make_the_slices_of_a_step_unequal() -> None:
     bench = adaptive_bench()
-    bench.scheduler.drafting.speculation = TwoEach()
+    bench.scheduler.drafting.speculation = Recorder()
     bench.submit("a", n=3)
     bench.submit("b", "c")
     prompts = bench.plan()

@@ -87,26 +87,6 @@ class Bench(ToyEngine):
         return [(s.start, len(s.tokens), s.n_drafts) for result in self.steps for s in result.step.slices]
 
 
-def test_a_rejected_draft_lowers_what_is_scheduled_and_not_what_is_computed() -> None:
-    bench = Bench(speculating())
-    one = request("a", range(10), n=6)
-    right = bench.right(one)
-    wrong = (right[3] + 1) % VOCABULARY
-    bench.submit(one, [[right[1], right[2], wrong, 5]])
-    bench.target()
-    assert (bench.live.n_computed, bench.live.n_scheduled, bench.live.waiting_for_step) == (10, 10, 1)
-    assert not bench.daemons[0].inbox  # it waits for its drafts
-    bench.draft()
-    assert bench.daemons[0].inbox[0][1].slices == [
-        Slice(0, 10, [right[0], right[1], right[2], wrong, 5], True, 4, num_draft_tokens=3)
-    ]
-    assert (bench.live.n_computed, bench.live.n_scheduled) == (11, 15)
-    bench.target()
-    assert (bench.live.n_computed, bench.live.n_scheduled) == (13, 13)
-    bench.run()
-    assert bench.slices == [(0, 10, 0), (10, 5, 4), (13, 1, 0), (14, 1, 0)]
-
-
 def test_accepted_drafts_save_steps_and_none_is_asked_or_verified_behind_the_last_token() -> None:
     bench = Bench(speculating())
     one = request("a", range(10), n=9)
@@ -118,14 +98,6 @@ def test_accepted_drafts_save_steps_and_none_is_asked_or_verified_behind_the_las
         bench.work(0)
     assert bench.slices == [(0, 10, 0), (10, 5, 4), (15, 1, 0), (16, 1, 0), (17, 1, 0)]
     assert [*asked.values()] == [7, 6, 1, 0, 0]
-
-
-def test_a_verify_slice_may_cross_the_end_of_a_chunk() -> None:
-    bench = Bench(speculating())
-    one = request("a", range(60), n=9)
-    bench.submit(one, [bench.right(one)[1:8]])
-    bench.run()
-    assert bench.slices == [(0, 60, 0), (60, 8, 7)]
 
 
 @pytest.mark.parametrize("drawn", [[9], [5, 6], [5, 9, 6, 7]], ids=["wrong", "wrong then more", "too many"])
@@ -162,26 +134,5 @@ def test_a_request_that_ends_in_the_middle_of_its_drafts_is_remembered_up_to_the
     handle = bench.engine._handles["b"]
     bench.run()
     assert (10 + at + 1, 2, 0) in bench.slices  # computed from the slot's end on
-    tokens = [event.token for event in handle._events if not isinstance(event, FinishedEvent)]
-    assert tokens == bench.right(two)
-
-
-@pytest.mark.parametrize("when", ["verified", "drafted"])
-def test_a_request_cancelled_with_drafts_under_way_is_remembered_without_them(when: str) -> None:
-    bench = Bench(speculating(spaces=HYBRID, prefix=CACHED, pools=PoolSizes(16, 0, 8, draft_states=12)))
-    one = request("a", range(10), n=9)
-    bench.submit(one, [[1, 2, 3]])
-    bench.target()
-    if when == "verified":
-        bench.draft()
-    bench.engine._handles["a"].cancel()
-    first = bench.right(one)[0]
-    remembered = [*range(10), first] if when == "verified" else [*range(10)]
-    assert list(max(bench.engine.prefixes.slots, key=lambda s: s.n_tokens).tokens) == remembered
-    bench.run()
-    two = request("b", (*range(10), first, 1, 2, 3, 4), n=5)
-    bench.submit(two)
-    handle = bench.engine._handles["b"]
-    bench.run()
     tokens = [event.token for event in handle._events if not isinstance(event, FinishedEvent)]
     assert tokens == bench.right(two)

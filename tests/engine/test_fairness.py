@@ -80,27 +80,6 @@ def test_four_short_clients_beside_two_long_prompts(name: str) -> None:
     assert long >= 0.85
 
 
-IRREGULAR: dict[str, dict[str, object]] = {
-    "jitter": {"jitter": 0.1},
-    "slow tail": {"jitter": 0.1, "shares": (1.0, 1.1)},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        pytest.param(name, how, marks=() if (name[:6], how) == ("a core", "slow tail") else pytest.mark.slow)
-        for name in MACHINES
-        for how in IRREGULAR
-    ],
-)
-def test_the_same_on_machines_less_regular(name: str, how: str) -> None:
-    """Where the tail is slower than the head, chunks must not pile up before it."""
-    first, long = four_beside_two(180, **MACHINES[name], **IRREGULAR[how])
-    assert first <= 3.0
-    assert long >= 0.85
-
-
 GPUS = {"kernels limit": gpu_rows_s, "launching limits": h200_rows_s}
 
 
@@ -126,19 +105,6 @@ def test_long_prompts_after_short_ones_get_whole_chunks(n_stages: int) -> None:
         return pipeline.first_token_s("long")
 
     assert long_s(after_short=True) == pytest.approx(long_s(after_short=False))
-
-
-def test_a_flood_of_short_prompts_leaves_a_long_one_its_share() -> None:
-    pipeline = TimedPipeline()
-    pipeline.submit("long", LONG, 1)
-    for i in range(6):
-        pipeline.client(f"short{i}", 120, 1, 0.0, 0.01 * i)
-    pipeline.run(until=60)
-    trace = pipeline.traces["long"]
-    assert trace.ended_at is not None
-    n_chunks = -(-LONG // 64)
-    longest_s = pipeline.overhead_s + (256 + 120) * pipeline.token_s
-    assert trace.ended_at <= n_chunks * (2 * MAX_SKIPPED_STEPS + 1) * longest_s
 
 
 # ---- nobody starves
@@ -203,19 +169,6 @@ def test_later_requests_take_a_bounded_amount_of_work_before_an_earlier_one(
         assert sum(passed) < (MAX_OVERTAKEN_SIZES + 1) * trace.n_prompt + PAGE_TOKENS
 
 
-def test_a_stream_of_short_prompts_does_not_keep_a_long_one_out() -> None:
-    pipeline = TimedPipeline(demo_limits(max_sequences=2, pools=PoolSizes(1024, 0, 2)))
-    for i in range(6):
-        pipeline.client(f"short{i}", 60, 4000, 0.0, 0.001 * i, n_answer=4)
-    pipeline.at(1.0, lambda: pipeline.submit("long", 1000, 4000, n_answer=1))
-    pipeline.run(until=60)
-    trace = pipeline.traces["long"]
-    assert trace.started_at is not None
-    later = [s for s in pipeline.traces.values() if s.submitted_at > 1.0 and (s.started_at or 1e9) < trace.started_at]
-    assert len(later) > 10  # it is passed
-    assert sum(max(PAGE_TOKENS, s.n_prompt) for s in later) < 3 * 1000 + PAGE_TOKENS  # within its bound
-
-
 # ---- sequences
 
 
@@ -250,15 +203,6 @@ def test_short_requests_beside_200_long_ones_do_not_wait_for_a_sequence() -> Non
         long_only.client(f"long{i}", 120, 400, 0.1, 0.01 * i)
     long_only.run(until=40)
     assert n_decoded(pipeline, "long") > 0.75 * n_decoded(long_only, "long")
-
-
-def test_a_queue_that_400_long_clients_keep_full_takes_short_requests() -> None:
-    pipeline = slotted()
-    alone_s, beside_s = short_beside(pipeline, 400, 0.2)  # they ignore Retry-After
-    assert pipeline.refused[""] > 1000
-    n_asked = sum(name.startswith("short") for name in pipeline.traces)
-    assert len(pipeline.first_token_s("short")) >= n_asked - 4  # none of them was refused; some are under way
-    assert beside_s <= max(3 * alone_s, 0.5)
 
 
 def test_a_flood_of_short_requests_leaves_a_long_one_half_of_its_service() -> None:

@@ -12,7 +12,7 @@ from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import ResidencyPolicy
 from lucevisor.protocol.loading import PoolSizes
-from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
+from tests.engine.test_outputs import Play, Scenario, lookups, scenarios
 from tests.engine.toy_engine import ALL_SPACES, ToyEngine, check_answers, events_of, limits, request, told
 
 SLOTS = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
@@ -93,28 +93,6 @@ async def test_sequences_with_pages_paged_out_are_kept(n_stages: int, policy: Re
         assert answers[0] == toy.alone(asked)
 
 
-async def test_what_is_decided_meanwhile_is_done_by_the_new_daemon_too() -> None:
-    """A request that is cancelled becomes a prefix slot, whose state is copied to host memory."""
-    toy = ready(2, pools=PoolSizes(24, 0, 8, host_states=4), prefix=SLOTS, max_sequences=2)
-    ended, one = request("a", range(190), n=50), request("b", range(50, 100), n=20)
-    handles = [toy.engine.submit(ended), toy.engine.submit(one)]
-    for i in range(24):
-        toy.work(i)
-    frozen = await freeze(toy)
-    handles[0].cancel()
-    assert toy.crash(1)
-    tokens = [*ended.prompt, *told(await events_of(handles[0]))[0]]
-    toy.come_back(frozen)
-    more = request("c", [*tokens, *range(70)], n=5)
-    handles.append(toy.engine.submit(more))
-    toy.run()
-    assert toy.engine.statistics().recovery.n_kept == frozen.n_tokens
-    for asked, handle in zip((one, more), handles[1:], strict=True):
-        assert told(await events_of(handle))[0] == toy.alone(asked)
-    assert handles[2].finished is not None
-    assert handles[2].finished.usage.cached_tokens == len(tokens) - 1
-
-
 @pytest.mark.parametrize("kept", [True, False])
 async def test_all_daemons_are_replaced_and_a_lost_one_is_rebuilt_behind_it(kept: bool) -> None:
     """What was frozen before does not count any more; the journal of the new pipeline has what came after it."""
@@ -143,22 +121,6 @@ async def test_all_daemons_are_replaced_and_a_lost_one_is_rebuilt_behind_it(kept
         assert told(await events_of(handle))[0] == toy.alone(one)
 
 
-async def test_daemons_without_the_state_get_nothing_of_what_was_decided_over_it() -> None:
-    """The only request is cancelled while all daemons are replaced, and prefix slots are left, whose bytes are gone."""
-    toy = ready(2, prefix=SLOTS, pools=PoolSizes(24, 0, 16))
-    handle = toy.engine.submit(request("a", range(190), n=40))
-    for i in range(30):
-        toy.work(i)
-    await freeze(toy)
-    handle.cancel()
-    toy.move(None)
-    again = request("b", range(190), n=10)
-    handle = toy.engine.submit(again)
-    toy.run()
-    tokens, finished = told(await events_of(handle))
-    assert (tokens, finished.usage.cached_tokens) == (toy.alone(again), 0)
-
-
 async def test_frozen_state_is_of_no_use_after_steps_without_slices() -> None:
     """Another stage is lost and back before the one that is restarted goes: what ended since must stay closed."""
     toy = ready(3)
@@ -182,21 +144,6 @@ async def test_frozen_state_is_of_no_use_after_steps_without_slices() -> None:
     assert told(await events_of(handle))[0] == toy.alone(one)
 
 
-async def test_a_freeze_that_is_over_changes_nothing() -> None:
-    toy = ready(2)
-    one = request("a", range(190), n=20)
-    handle = toy.engine.submit(one)
-    for i in range(8):
-        toy.work(i)
-    await freeze(toy)
-    assert not toy.engine.ready
-    toy.engine.freezer.thaw()
-    toy.engine.freezer.thaw()
-    assert toy.engine.ready
-    toy.run()
-    assert told(await events_of(handle))[0] == toy.alone(one)
-
-
 async def test_frozen_state_is_of_no_use_after_another_loss() -> None:
     toy = ready(3)
     one = request("a", range(190), n=20)
@@ -212,21 +159,6 @@ async def test_frozen_state_is_of_no_use_after_another_loss() -> None:
     counts = toy.engine.statistics().recovery
     assert counts.n_kept == 0
     assert counts.n_rebuilt > 0
-
-
-async def test_a_single_stage_that_cannot_take_over_computes_again() -> None:
-    toy = ready(1, journal_pages=0)
-    one = request("a", range(190), n=20)
-    handle = toy.engine.submit(one)
-    for i in range(5):
-        toy.work(i)
-    await freeze(toy)
-    assert toy.crash(0)
-    toy.come_back(None)
-    assert toy.n_given_up == 1
-    toy.attach()
-    toy.run()
-    assert told(await events_of(handle))[0] == toy.alone(one)
 
 
 async def test_a_pipeline_that_is_lost_meanwhile_freezes_nothing() -> None:

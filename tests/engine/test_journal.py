@@ -11,8 +11,6 @@ from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import CopyPage, Slice, Step
 from tests.engine.toy_pipeline import ToyRows
 
-N_STEPS = 100
-
 
 class Bench:
     """A journal over one boundary; rows are numbers."""

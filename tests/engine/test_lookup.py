@@ -42,15 +42,6 @@ def indexed(tokens: Sequence[int]) -> NgramLookup:
     return lookup
 
 
-def test_the_ids_of_the_comparison_do_not_share_buckets() -> None:
-    ids = range(ALPHABET)
-    text = [token for a in ids for b in ids for c in ids for token in (a, b, c, 9)]
-    lookup = indexed(text)
-    for at in range(2, len(text), 4):
-        older = lookup._older[at]
-        assert older < 0 or text[older - 2 : older + 1] == text[at - 2 : at + 1]
-
-
 @given(st.lists(st.integers(0, ALPHABET - 1), max_size=120))
 def test_matches_are_those_of_a_naive_search(tokens: list[int]) -> None:
     assert indexed(tokens).match() == naive(tokens)

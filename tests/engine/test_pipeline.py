@@ -5,45 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StepInFlight
-from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LinkClosed
-from lucevisor.protocol.messages import Role
-from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
-
-
-class Wire:
-    """A link that decodes what it is given: ``sent`` holds (stage, step id, the step)."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[int, int, Step]] = []
-        self.error: Exception | None = None
-        self._connection = Connection(Role.DAEMON)
-        self._connection.state = LinkState.READY
-
-    def send(self, message: bytes, /) -> None:
-        if self.error is not None:
-            raise self.error
-        self._connection.receive(message)
-        for frame in self._connection.events():
-            assert isinstance(frame.message, Step)
-            self.sent.append((frame.flags, frame.request_id, frame.message))
-
-
-class Bench:
-    """A pipeline over wires, with a clock set by hand."""
-
-    def __init__(self, homes: list[int]) -> None:
-        self.now = 0.0
-        self.wires = [Wire() for _ in range(max(homes) + 1)]
-        self.results: list[PipelineResult] = []
-        self.failures: list[PipelineFailure] = []
-        self.pipeline = Pipeline(
-            [self.wires[home] for home in homes], self.results.append, self.failures.append, clock=lambda: self.now
-        )
-
-    def ids(self, wire: int) -> list[tuple[int, int]]:
-        return [(stage, step_id) for stage, step_id, _ in self.wires[wire].sent]
+from tests.engine.pipeline_wires import Bench
 
 
 def step(step_id: int) -> Step:
@@ -53,37 +17,17 @@ def step(step_id: int) -> Step:
 def test_a_step_goes_from_stage_to_stage_and_all_answers_come_out() -> None:
     bench = Bench([0, 1])
     bench.pipeline.submit(step(9))
-    assert bench.wires[0].sent == [(0, 9, step(9))]
+    assert bench.wires[0].sent == [(0, step(9))]
     assert bench.wires[1].sent == []
     payloads = [memoryview(b"head"), memoryview(b"tail")]
     results = [StepResult(9, 0, compute_s=0.5), StepResult(9, 1, [Sampled(4, 42)])]
     bench.now = 2.0
     bench.pipeline.receive(results[0], payloads[0])
-    assert bench.wires[1].sent == [(1, 9, step(9))]
+    assert bench.wires[1].sent == [(1, step(9))]
     bench.now = 5.0
     bench.pipeline.receive(results[1], payloads[1])
     assert bench.results == [PipelineResult(step(9), tuple(results), tuple(payloads), (0.0,), 5.0)]
     assert len(bench.pipeline.in_flight) == 0
-
-
-def test_several_steps_are_under_way_at_once() -> None:
-    bench = Bench([0, 1])
-    for i in (1, 2, 3):
-        bench.pipeline.submit(step(i))
-    bench.pipeline.receive(StepResult(1, 0))
-    bench.pipeline.receive(StepResult(2, 0))
-    assert bench.ids(1) == [(1, 1), (1, 2)]
-    assert len(bench.pipeline.in_flight) == 3
-    bench.pipeline.receive(StepResult(1, 1))
-    assert [r.step.step_id for r in bench.results] == [1]
-
-
-def test_one_daemon_may_run_several_stages() -> None:
-    bench = Bench([0, 1, 0])
-    bench.pipeline.submit(step(1))
-    bench.pipeline.receive(StepResult(1, 0))
-    bench.pipeline.receive(StepResult(1, 1))
-    assert bench.ids(0) == [(0, 1), (2, 1)]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +49,7 @@ def test_an_answer_out_of_order_ends_the_pipeline(wrong: StepResult, words: str)
     bench.pipeline.receive(StepResult(1, 0))  # nothing comes after the failure
     bench.pipeline.submit(step(3))
     bench.pipeline.close()
-    assert (len(bench.failures), bench.results, bench.ids(1)) == (1, [], [])
+    assert (len(bench.failures), bench.results, bench.wires[1].ids) == (1, [], [])
     assert len(bench.pipeline.in_flight) == 0
 
 
@@ -120,12 +64,6 @@ def test_a_dead_link_ends_the_pipeline_without_an_exception(error: Exception, st
     assert "step 1 could not be sent" in bench.failures[0].message
 
 
-def test_a_step_that_is_no_message_is_our_own_failure() -> None:
-    bench = Bench([0])
-    bench.pipeline.submit(Step(1, 0, [], [Slice(0, 0, [1 << 70], True)]))
-    assert [f.code for f in bench.failures] == ["protocol_error"]
-
-
 def test_a_failure_is_passed_on_once_with_the_stage_it_is_blamed_on() -> None:
     bench = Bench([0, 1])
     bench.pipeline.submit(step(1))
@@ -133,31 +71,6 @@ def test_a_failure_is_passed_on_once_with_the_stage_it_is_blamed_on() -> None:
         bench.pipeline.fail(1, "protocol_error", reason)
     assert bench.failures == [PipelineFailure(1, "protocol_error", "it answered for a stage of another group")]
     assert len(bench.pipeline.in_flight) == 0
-
-
-@pytest.mark.parametrize("first", [0, 1, 2])
-def test_a_step_may_start_at_any_stage(first: int) -> None:
-    bench = Bench([0, 1, 2])
-    bench.pipeline.submit(step(7), first_stage=first)
-    bench.now = 1.0
-    for stage in range(first, 3):
-        bench.pipeline.receive(StepResult(7, stage))
-    assert [bench.ids(wire) for wire in range(3)] == [[(s, 7)] * (s >= first) for s in range(3)]
-    [result] = bench.results
-    assert [answer.stage for answer in result.results] == list(range(first, 3))
-    assert (len(result.hops_s), result.seconds) == (2 - first, 1.0)
-
-
-def test_a_step_that_starts_later_keeps_its_place_among_those_that_come_from_before() -> None:
-    bench = Bench([0, 1])
-    bench.pipeline.submit(step(1))
-    bench.pipeline.submit(step(2), first_stage=1)
-    bench.pipeline.receive(StepResult(1, 0))
-    assert bench.ids(1) == [(1, 2), (1, 1)]
-    bench.pipeline.receive(StepResult(2, 1))
-    bench.pipeline.receive(StepResult(1, 1))
-    assert [r.step.step_id for r in bench.results] == [2, 1]
-    assert bench.failures == []
 
 
 def test_only_answers_of_the_first_stage_say_that_it_is_free() -> None:
@@ -169,14 +82,6 @@ def test_only_answers_of_the_first_stage_say_that_it_is_free() -> None:
     bench.pipeline.submit(step(2))
     bench.pipeline.receive(StepResult(2, 0))
     assert free == [2]
-
-
-@pytest.mark.parametrize("first", [-1, 2])
-def test_a_step_cannot_start_where_no_stage_is(first: int) -> None:
-    bench = Bench([0, 1])
-    with pytest.raises(ValueError, match=f"no stage {first}: the pipeline has 2"):
-        bench.pipeline.submit(step(1), first_stage=first)
-    assert len(bench.pipeline.in_flight) == 0
 
 
 def test_the_oldest_step_is_the_one_a_daemon_has_worked_on_for_longest() -> None:
@@ -208,47 +113,6 @@ def test_a_daemon_of_two_stages_is_not_late_while_it_answers_for_the_other() -> 
     assert bench.pipeline.oldest_in_flight(10.0) == StepInFlight(1, 1, 1.0)
 
 
-def test_a_hop_is_timed_from_the_answer_to_the_step_sent_on() -> None:
-    bench = Bench([0, 1])
-    times = iter([0.0, 1.0, 1.5, 4.0])
-    pipeline = Pipeline(bench.wires, bench.results.append, bench.failures.append, clock=lambda: next(times))
-    pipeline.submit(step(1))
-    pipeline.receive(StepResult(1, 0))
-    pipeline.receive(StepResult(1, 1))
-    assert bench.results[0].hops_s == (0.5,)
-    assert bench.results[0].seconds == 4.0
-
-
-def test_a_pipeline_has_stages() -> None:
-    with pytest.raises(ValueError, match="at least one stage"):
-        Pipeline([], print, print)
-
-
-@pytest.mark.parametrize("dead", [0, 1, 2])
-def test_a_link_that_dies_while_steps_are_at_every_stage(dead: int) -> None:
-    """It is found when the next step is sent to it; what the other stages answer after that is too late."""
-    bench = Bench([0, 1, 2])
-    for i in (1, 2, 3):
-        bench.pipeline.submit(step(i))
-    bench.pipeline.receive(StepResult(1, 0))
-    bench.pipeline.receive(StepResult(2, 0))
-    bench.pipeline.receive(StepResult(1, 1))  # now step 3 is at stage 0, 2 at 1 and 1 at 2
-    bench.wires[dead].error = LinkClosed("end of file", "link", "wait")
-    assert bench.failures == []
-    last = [lambda: bench.pipeline.submit(step(4)), lambda: bench.pipeline.receive(StepResult(3, 0)),
-            lambda: bench.pipeline.receive(StepResult(2, 1))]  # fmt: skip
-    last[dead]()
-    assert [(f.stage, f.code) for f in bench.failures] == [(dead, "shard_lost")]
-    sent = [len(wire.sent) for wire in bench.wires]
-    for late in (StepResult(1, 2), StepResult(2, 1), StepResult(3, 0)):
-        bench.pipeline.receive(late)
-    bench.pipeline.fail(1, "protocol_error", "too late")
-    bench.pipeline.submit(step(5))
-    assert (len(bench.failures), bench.results, len(bench.pipeline.in_flight)) == (1, [], 0)
-    assert [len(wire.sent) for wire in bench.wires] == sent
-    assert bench.pipeline.oldest_in_flight(100.0) is None
-
-
 def test_a_dead_link_does_not_hold_up_steps_that_are_past_it() -> None:
     bench = Bench([0, 1])
     bench.pipeline.submit(step(1))
@@ -259,30 +123,6 @@ def test_a_dead_link_does_not_hold_up_steps_that_are_past_it() -> None:
     assert bench.failures == []
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_the_same_answer_twice_ends_the_pipeline_at_the_stage_that_gave_it(stage: int) -> None:
-    bench = Bench([0, 1, 2])
-    bench.pipeline.submit(step(1))
-    for s in range(stage + 1):
-        bench.pipeline.receive(StepResult(1, s))
-    bench.pipeline.receive(StepResult(1, stage))
-    assert [(f.stage, f.code) for f in bench.failures] == [(stage, "protocol_error")]
-    assert len(bench.results) == (stage == 2)  # what the tail answered first was handed out
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_an_answer_to_a_later_step_ends_the_pipeline_at_every_stage(stage: int) -> None:
-    bench = Bench([0, 1, 2])
-    for i in (1, 2):
-        bench.pipeline.submit(step(i))
-        for s in range(stage):
-            bench.pipeline.receive(StepResult(i, s))
-    bench.pipeline.receive(StepResult(2, stage))
-    [failure] = bench.failures
-    assert (failure.stage, bench.results) == (stage, [])
-    assert f"stage {stage} answered step 2 while step 1 was due" in failure.message
-
-
 def test_after_close_neither_answers_nor_failures_are_told() -> None:
     bench = Bench([0, 1])
     bench.pipeline.submit(step(1))
@@ -291,7 +131,7 @@ def test_after_close_neither_answers_nor_failures_are_told() -> None:
     bench.pipeline.receive(StepResult(9, 7))
     bench.pipeline.fail(0, "protocol_error", "too late")
     bench.pipeline.submit(step(2))
-    assert (bench.results, bench.failures, bench.ids(0), bench.ids(1)) == ([], [], [(0, 1)], [])
+    assert (bench.results, bench.failures, bench.wires[0].ids, bench.wires[1].ids) == ([], [], [(0, 1)], [])
 
 
 def test_who_takes_a_result_may_close_the_pipeline_or_send_the_next_step() -> None:
@@ -311,4 +151,4 @@ def test_who_takes_a_result_may_close_the_pipeline_or_send_the_next_step() -> No
         pipeline.submit(step(i))
     for i in (1, 2, 3):
         pipeline.receive(StepResult(i, 0))
-    assert (taken, bench.failures, bench.ids(0)) == ([1, 2], [], [(0, 1), (0, 2), (0, 3)])
+    assert (taken, bench.failures, bench.wires[0].ids) == ([1, 2], [], [(0, 1), (0, 2), (0, 3)])

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from lucevisor.engine.request import (
-    FinishedEvent,
-    RequestError,
     TokenEvent,
 )
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.step import StepPlan
 from lucevisor.kv.page_pool import PageUse
-from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
-    PENDING,
     OpenSequence,
-    SetPages,
 )
-from tests.engine.scheduler_steps import answer, plans, shape
+from tests.engine.scheduler_steps import answer, plans
 from tests.engine.toy_engine import ALL_SPACES, limits, request
-
-ERROR = RequestError("shard_lost", "group left was killed; send the request again")
 
 
 def test_the_shortest_starts_first_and_one_without_room_is_not_overtaken_by_longer_ones() -> None:
@@ -35,16 +28,6 @@ def test_the_shortest_starts_first_and_one_without_room_is_not_overtaken_by_long
         scheduler.apply(answer(found.pop(0)), 0.0)
         found += plans(scheduler)
     assert order == ["c", "b", "a", "d"]
-
-
-def test_pages_promised_to_a_prompt_under_way_are_not_given_to_another() -> None:
-    scheduler = Scheduler(limits(pools=PoolSizes(6, 0, 4)))
-    scheduler.submit(request("a", range(256)), 0.0)
-    [first, *_] = plans(scheduler)
-    assert shape(first) == [("a", 0, 64, False)]
-    scheduler.submit(request("b", range(128)), 0.0)  # 6 - 4 promised - 1 to grow by < 2
-    scheduler.apply(answer(first), 0.0)
-    assert [p.request_ids for p in plans(scheduler)] == [("a",)]
 
 
 def test_the_youngest_gives_its_pages_to_an_older_one_and_goes_on_later() -> None:
@@ -75,28 +58,6 @@ def test_the_youngest_gives_its_pages_to_an_older_one_and_goes_on_later() -> Non
     assert scheduler.preemption.n_preempted == 1
 
 
-def test_a_preempted_request_carries_all_its_tokens_again() -> None:
-    scheduler = Scheduler(limits(max_sequences=2, pools=PoolSizes(4, 0, 2)))
-    for name in "ab":
-        scheduler.submit(request(name, range(62), n=90), 0.0)
-    carried: dict[str, list[int]] = {"a": [], "b": []}
-    token = 0
-    while not scheduler.idle:
-        for p in plans(scheduler):
-            opened = {o.sequence for o in p.step.operations if isinstance(o, OpenSequence)}
-            for name, s in zip(p.request_ids, p.step.slices, strict=True):
-                if s.sequence in opened:
-                    assert s.start == 0
-                    carried[name] = []
-                assert s.start == len(carried[name])
-                carried[name] += [token] if s.tokens == [PENDING] else s.tokens
-            token += 1
-            scheduler.apply(answer(p, token), 0.0)
-    assert scheduler.preemption.n_preempted == 1
-    assert len(carried["b"]) == 62 + 89  # the last token is never computed
-    assert carried["b"][62:] == sorted(set(carried["b"][62:]))
-
-
 def preempted(stop_ids: frozenset[int] = frozenset(), waiting: str = "") -> tuple[Scheduler, list[StepPlan]]:
     """a has just taken a page of b while a token of b was under way: steps of b and of a are in flight."""
     scheduler = Scheduler(limits(max_sequences=2, pools=PoolSizes(4, 0, 2)), n_stages=2)
@@ -113,27 +74,11 @@ def preempted(stop_ids: frozenset[int] = frozenset(), waiting: str = "") -> tupl
     return scheduler, flight
 
 
-def test_a_token_under_way_at_preemption_is_kept() -> None:
-    scheduler, flight = preempted()
-    assert scheduler.apply(answer(flight.pop(0), 13), 0.0) == [("b", TokenEvent(13))]
-    scheduler.cancel("a", 0.0)
-    [first, second] = plans(scheduler)
-    assert [s.sample for p in (first, second) for s in p.step.slices] == [False, True]
-    again = first.step.slices[0].tokens + second.step.slices[0].tokens
-    assert again == [*range(30), *[7] * (len(again) - 31), 13]
-
-
 def test_a_preempted_request_waits_for_its_token_under_way() -> None:
     scheduler, flight = preempted()
     scheduler.cancel("a", 0.0)  # all pages are free, but the token of b would be drawn twice
     assert plans(scheduler) == []
     scheduler.apply(answer(flight.pop(0)), 0.0)
-    assert [p.request_ids for p in plans(scheduler)] == [("b",), ("b",)]
-
-
-def test_a_preempted_request_goes_on_after_the_shards_were_lost() -> None:
-    scheduler, _ = preempted()
-    assert [name for name, _ in scheduler.lose_all(ERROR, 0.0, lambda _: False)] == ["a"]
     assert [p.request_ids for p in plans(scheduler)] == [("b",), ("b",)]
 
 
@@ -147,15 +92,6 @@ def test_a_preempted_request_goes_before_those_that_wait() -> None:
     assert opened == [request("b").sampling, request("c").sampling]
 
 
-def test_a_stop_id_under_way_at_preemption_ends_the_request() -> None:
-    scheduler, flight = preempted(frozenset({13}))
-    [(name, finished)] = scheduler.apply(answer(flight.pop(0), 13), 0.0)
-    assert name == "b"
-    assert isinstance(finished, FinishedEvent)
-    assert finished.reason == "stop"
-    assert (scheduler.n_running, scheduler.n_queued) == (1, 0)
-
-
 def test_window_pages_of_the_past_are_given_back_while_decoding() -> None:
     bounds = limits(spaces=ALL_SPACES, window_tokens=64, pools=PoolSizes(16, 3, 4))
     scheduler = Scheduler(bounds)
@@ -167,13 +103,3 @@ def test_window_pages_of_the_past_are_given_back_while_decoding() -> None:
             scheduler.apply(answer(p), 0.0)
     assert most == 2
     assert {use.used for use in scheduler.pools.usage().values()} == {0}
-
-
-def test_a_model_without_recurrent_layers_has_no_state() -> None:
-    scheduler = Scheduler(limits(spaces=frozenset({Space.FULL}), pools=PoolSizes(16, 0, 0)))
-    scheduler.submit(request("a"), 0.0)
-    [plan] = plans(scheduler)
-    assert plan.step.operations == [
-        OpenSequence(0, NO_STATE, request("a").sampling, n_prompt=len(request("a").prompt)),
-        SetPages(0, Space.FULL, 0, [0]),
-    ]

@@ -13,8 +13,8 @@ from lucevisor.protocol.steps import (
     Sampled,
     StepResult,
 )
-from tests.engine.prefix_scheduler import run, run_one, slices, warm
-from tests.engine.toy_engine import LOST, request
+from tests.engine.prefix_scheduler import run_one, slices, warm
+from tests.engine.toy_engine import request
 
 
 def test_slots_give_way_before_a_request_waits_or_is_preempted() -> None:
@@ -36,31 +36,6 @@ def test_a_lone_request_may_take_everything_even_from_what_it_started_with() -> 
         assert scheduler.preemption.n_preempted == 0
         assert slices(plans, "b")[0][0] >= 64
         assert slices(plans, "b")[-1][1] == 255  # 256 positions, of which the last token is never computed
-
-
-def test_a_lone_request_waits_for_pages_that_a_snapshot_holds() -> None:
-    scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=PoolSizes(4, 0, 3)))
-    run_one(scheduler, request("a", range(65), n=1))
-    [slot] = [s for s in scheduler.reuse.index.slots if s.n_tokens == 65]
-    scheduler.reuse.index.pin(slot)
-    scheduler.submit(request("b", [*range(65), 5, 5], n=400), 0.0)
-    n_steps = len(run(scheduler))
-    assert (scheduler.n_running, scheduler.preemption.n_preempted) == (1, 0)
-    assert n_steps > 60
-    scheduler.reuse.index.unpin(slot)
-    assert run(scheduler)
-    assert scheduler.idle
-
-
-def test_lost_shards_forget_everything() -> None:
-    scheduler = Scheduler(warm())
-    run_one(scheduler, request("a", range(200), n=1))
-    scheduler.submit(request("b", range(200), n=50), 0.0)
-    scheduler.next_plan(0.0)
-    scheduler.lose_all(LOST, 0.0, lambda _: False)
-    assert scheduler.reuse.index.slots == []
-    assert {use.used for use in scheduler.pools.usage().values()} == {0}
-    assert slices(run_one(scheduler, request("c", range(200), n=1)), "c")[0][0] == 0
 
 
 def test_what_is_told_of_cached_tokens() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,13 +9,11 @@ import pytest
 from lucevisor.engine.prefix_reuse import find_checkpoints
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import WantedRows
-from lucevisor.engine.step import StepPlan
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
-    CloseSequence,
     CopyPage,
     CopyState,
     OpenSequence,
@@ -96,31 +93,12 @@ def test_a_prompt_that_goes_on_starts_behind_what_is_remembered() -> None:
     assert slices([first, *rest], "b") == [(80, 128), (128, 180)]
 
 
-def test_a_slot_at_the_end_of_a_page_is_shared_without_a_copy() -> None:
-    scheduler = Scheduler(warm(spaces=FULL))
-    run_one(scheduler, request("a", range(128), n=1))
-    one = request("b", [*range(128), 1, 2], n=1)
-    [plan] = run_one(scheduler, one)
-    closed, opened, shared, fresh = plan.step.operations
-    assert isinstance(closed, CloseSequence)
-    assert opened == OpenSequence(0, -1, one.sampling, n_prompt=130)  # nothing is penalised: the tail needs no history
-    assert shared.pages == [0, 1]
-    assert fresh.first == 2
-
-
 def test_an_attention_model_reuses_any_page_and_a_hybrid_only_checkpoints() -> None:
     for spaces, start in ((FULL, 192), (HYBRID, 0)):
         scheduler = Scheduler(warm(spaces=spaces, prefix=replace(ON, checkpoint_pages=0)))
         run_one(scheduler, request("a", range(300), n=1))
         plans = run_one(scheduler, request("b", [*range(200), 9, 9, 9], n=1))
         assert slices(plans, "b")[0][0] == start
-
-
-def test_an_equal_prompt_computes_at_least_its_last_token() -> None:
-    scheduler = Scheduler(warm(spaces=FULL))
-    one = request("a", range(128), n=1)
-    run_one(scheduler, one)
-    assert slices(run_one(scheduler, one), "a") == [(64, 128)]
 
 
 def test_where_prompts_part_a_checkpoint_is_left_for_the_next_one() -> None:
@@ -156,23 +134,6 @@ def test_the_states_of_an_ended_sequence_become_the_slot_without_a_copy() -> Non
 
 IN_HOST = PoolSizes(64, 64, 2 + 3, 3)
 """States 0 and 1 on the devices, 2 to 4 in host memory."""
-
-
-def copies(plans: Sequence[StepPlan]) -> list[tuple[int, int]]:
-    return [(o.source, o.target) for plan in plans for o in plan.step.operations if isinstance(o, CopyState)]
-
-
-def test_the_end_of_a_request_is_copied_to_host_memory_before_its_state_goes_to_another() -> None:
-    scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=PoolSizes(64, 0, 1 + 3, 3)))
-    plans = run_one(scheduler, request("a", range(70), n=3))
-    assert copies(plans) == [(0, 1)]  # behind the prompt
-    assert scheduler.pools.usage()[Space.RECURRENT] == PageUse(2, 4, evictable=2)  # another behind the answer
-    [first, *rest] = run_one(scheduler, request("b", [*range(70), 7, 7, 3], n=1))
-    names = [type(o).__name__ for o in first.step.operations]
-    assert names.index("CopyState") < names.index("CloseSequence") < names.index("OpenSequence")
-    assert copies([first]) == [(0, 2), (2, 0)]  # the end of a, from which b starts
-    assert slices([first, *rest], "b")[0] == (72, 73)
-    assert scheduler.reuse.counts.tokens["memory"] == 72
 
 
 def test_a_request_never_costs_a_slot_whose_state_it_cannot_have() -> None:
@@ -248,24 +209,6 @@ def test_prompts_that_begin_alike_wait_for_the_first_and_compute_nothing_twice()
     assert plans[0].request_ids == ("other",)  # nobody else is kept waiting
     assert [slices(plans, f"r{i}")[0][0] for i in range(4)] == [0, 300, 300, 300]
     assert sum(plan.step.n_tokens for plan in plans) == 300 + 4 + 10
-
-
-def test_requests_that_waited_go_on_when_the_first_is_cancelled() -> None:
-    scheduler = Scheduler(warm(prefill_chunk=64, max_step_tokens=128))
-    for name in "ab":
-        scheduler.submit(request(name, [*range(300), ord(name)], n=1, turn_boundaries=(300,)), 0.0)
-    plan = scheduler.next_plan(0.0)
-    assert plan is not None
-    assert plan.request_ids == ("a",)
-    scheduler.cancel("a", 0.0)
-    following = scheduler.next_plan(0.0)
-    assert following is not None
-    assert following.request_ids == ("b",)
-    assert following.step.slices[0].start == 64  # what the cancelled one had planned is not lost
-    scheduler.apply(StepResult(plan.step.step_id, 0), 0.0)
-    scheduler.apply(StepResult(following.step.step_id, 0), 0.0)
-    run(scheduler)
-    assert scheduler.idle
 
 
 def test_nobody_waits_for_a_place_that_was_passed_and_not_remembered() -> None:

@@ -9,9 +9,8 @@ from hypothesis import event, given, settings
 
 from lucevisor.engine.recovery import Pauses
 from lucevisor.engine.request import NotReady, RequestError
-from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
-from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
+from tests.engine.test_outputs import Play, Scenario, lookups, scenarios
 from tests.engine.toy_engine import LOST, ToyEngine, check_answers, events_of, limits, request, told
 
 N_LOSSES = 4  # in a row
@@ -63,14 +62,6 @@ async def test_pauses_in_a_row_are_one_to_a_client() -> None:
     assert after.longest_pause_s == 7.0
 
 
-async def test_an_engine_that_was_never_served_holds_nothing() -> None:
-    toy = ToyEngine(limits(), hold_s=60.0)
-    toy.engine.detach(LOST)
-    assert not toy.engine.holding
-    with pytest.raises(NotReady):
-        toy.engine.submit(request("a"))
-
-
 @pytest.mark.parametrize("error", [LOST, RequestError("shutting_down", "the server stops")])
 async def test_a_loss_for_good_ends_what_is_held(error: RequestError) -> None:
     toy = ready(max_sequences=1)
@@ -84,19 +75,6 @@ async def test_a_loss_for_good_ends_what_is_held(error: RequestError) -> None:
         toy.engine.submit(request("c"))
     toy.attach()
     assert toy.engine.statistics().recovery.pauses["loss"].n == 0  # nobody waited to its end
-
-
-async def test_a_held_request_may_be_cancelled() -> None:
-    toy = ready()
-    handle = toy.engine.submit(request("a"))
-    toy.work(0)
-    toy.lose()
-    handle.cancel()
-    assert handle.finished is not None
-    assert handle.finished.reason == "cancelled"
-    toy.attach()
-    toy.run()
-    assert toy.engine.statistics().pages[str(Space.FULL)].used == 0
 
 
 async def test_what_may_kill_a_daemon_is_not_tried_for_ever() -> None:

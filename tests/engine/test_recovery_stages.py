@@ -19,7 +19,7 @@ from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Drafted
 from tests.combinations import combinations
-from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
+from tests.engine.test_outputs import Play, Scenario, lookups, scenarios
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, check_answers, events_of, limits, request, told
 from tests.engine.toy_pipeline import VOCABULARY
 
@@ -230,26 +230,6 @@ async def test_slots_that_running_sequences_begin_with_come_back(
         assert told(await events_of(its))[0] == toy.alone(each)
     cached = [its.finished.usage.cached_tokens for its in handles if its.finished is not None]
     assert cached == [64, 150]
-
-
-async def test_the_slot_a_sequence_started_from_comes_back_with_its_last_page() -> None:
-    prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
-    toy = ready(2, prefix=prefix, pools=PoolSizes(30, 0, 16))
-    toy.engine.submit(request("a", range(190), n=3, turn_boundaries=(150,)))
-    toy.run()
-    one = request("b", [*range(150), *range(60)], n=40)
-    handle = toy.engine.submit(one)
-    for i in range(20):
-        toy.work(i)
-    assert toy.crash(1)
-    toy.come_back()
-    more = request("c", [*range(150), 7, 8], n=10)
-    other = toy.engine.submit(more)
-    toy.run()
-    assert (toy.n_rebuilt, toy.n_given_up) == (1, 0)
-    assert told(await events_of(handle))[0] == toy.alone(one)
-    tokens, finished = told(await events_of(other))
-    assert (tokens, finished.usage.cached_tokens) == (toy.alone(more), 150)
 
 
 @combinations(lost=[(0,), (1,), (2,), (0, 1)], window=[12, 70])

@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from lucevisor.engine.request import TRANSITIONS, ContextOverflow, NotReady, QueueFull, RequestState, SubmitError
-from lucevisor.errors import LucevisorError
-
-
-def test_every_state_has_a_row_and_only_the_ends_are_final() -> None:
-    assert set(TRANSITIONS) == set(RequestState)
-    finals = {state for state, following in TRANSITIONS.items() if not following}
-    assert finals == {RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED}
-    reached = {RequestState.QUEUED}
-    while (more := reached | {t for s in reached for t in TRANSITIONS[s]}) != reached:
-        reached = more
-    assert reached == set(RequestState)
+from lucevisor.engine.request import ContextOverflow
 
 
 def test_a_prompt_too_long_for_the_context_is_told_what_to_do() -> None:
@@ -30,10 +17,3 @@ def test_a_prompt_too_long_for_the_pages_names_the_pages() -> None:
     assert error.limit_tokens == 640
     for part in ("page pool holds 640 tokens", "at most 639 tokens", "engine.pages"):
         assert part in error.message
-
-
-@pytest.mark.parametrize("error", [QueueFull(7, 2, 14, 3), NotReady("group left is away")])
-def test_refusals_are_our_own_errors_with_a_code(error: SubmitError) -> None:
-    assert isinstance(error, LucevisorError)
-    assert error.code in ("queue_full", "not_ready")
-    assert str(error) == error.message

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from lucevisor.engine.limits import SpeculationSettings
-from lucevisor.engine.request import FinishedEvent, TokenEvent
+from lucevisor.engine.request import FinishedEvent
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.spec_decode.controller import RequestDrafts, SpecDecodeController
 from lucevisor.engine.step import StepPlan
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import PENDING, CloseSequence, Drafted, SamplingParams, StepResult
+from lucevisor.protocol.steps import PENDING, Drafted, SamplingParams, StepResult
 from tests.engine.prefix_scheduler import warm
 from tests.engine.scheduler_steps import answer, decoding, plans
 from tests.engine.toy_engine import limits, request
@@ -24,31 +24,6 @@ from tests.engine.toy_pipeline import ToyConstraint
 def tokens(scheduler: Scheduler) -> list[list[list[int]]]:
     """The tokens of the slices of each step that can be sent now."""
     return [[piece.tokens for piece in plan.step.slices] for plan in plans(scheduler)]
-
-
-def test_one_step_runs_ahead() -> None:
-    scheduler = decoding(limits(pools=PoolSizes(16, 0, 4)), "ab")
-    running, ahead = plans(scheduler)
-    assert [s.tokens for s in running.step.slices] == [[7], [7]]
-    assert [(s.start, s.tokens) for s in ahead.step.slices] == [(4, [PENDING]), (4, [PENDING])]
-    assert scheduler.apply(answer(running, 5), 0.0) == [("a", TokenEvent(5)), ("b", TokenEvent(5))]
-    assert tokens(scheduler) == [[[PENDING], [PENDING]]]
-    assert scheduler.apply(answer(ahead, 6), 0.0) == [("a", TokenEvent(6)), ("b", TokenEvent(6))]
-
-
-def test_a_request_ends_with_the_last_of_its_tokens_while_others_run_ahead() -> None:
-    scheduler = Scheduler(limits(pools=PoolSizes(16, 0, 4)))
-    for name, n in (("a", 3), ("b", 9)):
-        scheduler.submit(request(name, n=n), 0.0)
-    told = {"a": 0, "b": 0}
-    carried = {"a": 0, "b": 0}
-    while not scheduler.idle:
-        for plan in plans(scheduler):
-            for name in plan.request_ids:
-                carried[name] += 1
-            for name, event in scheduler.apply(answer(plan), 0.0):
-                told[name] += isinstance(event, TokenEvent)
-    assert told == carried == {"a": 3, "b": 9}  # no step for nothing
 
 
 @pytest.mark.parametrize(
@@ -154,19 +129,6 @@ def test_a_request_that_stops_leaves_all_it_computed_in_the_cache() -> None:
     assert [(s.start, s.tokens) for s in plan.step.slices] == [(132, [50])]
 
 
-def test_the_prompt_of_a_request_cancelled_while_it_ran_ahead_stays_cached() -> None:
-    """Its state is behind a token that nobody knows."""
-    scheduler, [running, ahead] = running_ahead()
-    [(_, event)] = scheduler.cancel("a", 0.0)
-    assert isinstance(event, FinishedEvent)
-    for plan in (running, ahead):
-        assert scheduler.apply(answer(plan, 9), 0.0) == []
-    assert isinstance(scheduler.flush_step(0.0).step.operations[-1], CloseSequence)
-    scheduler.submit(request("b", [*range(130), 7, 9, 50], n=1), 0.0)
-    [plan] = plans(scheduler)
-    assert plan.step.slices[0].start == 128
-
-
 DRAFTER = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=97)
 
 
@@ -196,30 +158,6 @@ def test_a_drafter_that_is_not_asked_does_not_end_the_run(*, with_output: bool, 
             assert [s.tokens for plan in found for s in plan.step.slices] == [[PENDING]] * len(found[0].step.slices)
 
 
-def test_a_step_ahead_asks_for_drafts_and_is_the_last_of_the_run() -> None:
-    scheduler = Scheduler(limits(pools=PoolSizes(16, 0, 4, draft_states=8), speculation=DRAFTER))
-    scheduler.attach_drafter(with_output=True)
-    asked = scheduler.drafting.speculation = Asked(3)
-    scheduler.submit(request("a", n=6), 0.0)
-    [prompt] = plans(scheduler)
-    scheduler.apply(answer(prompt, 5), 0.0)
-    asked.turns = [0, 3]
-    running, ahead = plans(scheduler)
-    assert [s.num_draft_tokens for plan in (running, ahead) for s in plan.step.slices] == [
-        0,
-        2,
-    ]  # two more, then its last token
-    for plan in (running, ahead):
-        assert tokens(scheduler) == []
-        scheduler.apply(answer(plan, 5), 0.0)
-    assert tokens(scheduler) == [[[5, PENDING, PENDING]]]
-    for plan in (prompt, running):
-        scheduler.drafting.on_drafts(StepResult(plan.step.step_id, 1))
-    scheduler.drafting.on_drafts(StepResult(ahead.step.step_id, 1, drafts=[Drafted(0, [8, 9])]))
-    [verify] = scheduler.in_flight
-    assert verify.parts[0].slice.tokens == [5, 8, 9]
-
-
 class Asked(SpecDecodeController):
     """Asks for as many drafts as ``turns`` say, then for none, and verifies all."""
 
@@ -232,13 +170,3 @@ class Asked(SpecDecodeController):
 
     def num_verify_tokens(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
         return max(len(drafted.tokens) for _, drafted in drafts)
-
-
-def test_drafts_that_the_text_itself_offers_end_the_run() -> None:
-    settings = SpeculationSettings(max_drafts=3, lookup=True, fixed=True, n_vocabulary=97)
-    scheduler = Scheduler(limits(pools=PoolSizes(16, 0, 4, draft_states=8), speculation=settings))
-    scheduler.submit(request("a", [1, 2, 3, 4, 5, 6, 1, 2, 3], n=50), 0.0)
-    [prompt] = plans(scheduler)
-    scheduler.apply(answer(prompt, 4), 0.0)
-    found = plans(scheduler)
-    assert [piece.tokens for plan in found for piece in plan.step.slices] == [[4, 5, 6, 1]]

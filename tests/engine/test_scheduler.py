@@ -9,7 +9,6 @@ from lucevisor.engine.request import (
     FinishedEvent,
     GenerationRequest,
     InvalidRequest,
-    RequestError,
     TokenEvent,
     Usage,
 )
@@ -30,9 +29,6 @@ from lucevisor.protocol.steps import (
 )
 from tests.engine.scheduler_steps import answer, decoding, plans, shape
 from tests.engine.toy_engine import limits, request
-
-ERROR = RequestError("shard_lost", "group left was killed; send the request again")
-
 
 # ---- filling a step
 
@@ -160,34 +156,6 @@ def test_decodes_are_dealt_into_as_many_micro_batches_as_there_are_stages(n_stag
     assert max(served.values()) - min(served.values()) <= 1
 
 
-def test_micro_batches_that_were_uneven_become_even() -> None:
-    scheduler = decoding(limits(max_sequences=5, pools=PoolSizes(64, 0, 5)), "a", n=100, n_stages=2)
-    flight = plans(scheduler)
-    for name in "bcde":
-        scheduler.submit(request(name, n=100), 0.0)
-    sizes = []
-    for _ in range(12):
-        flight += plans(scheduler)
-        sizes.append([sum(s.sample for s in p.step.slices) for p in flight])
-        scheduler.apply(answer(flight.pop(0)), 0.0)
-    assert sorted(sizes[-1]) == [2, 3]
-
-
-def test_requests_that_waited_longest_go_first() -> None:
-    scheduler = decoding(limits(max_sequences=5, pools=PoolSizes(64, 0, 5)), "ab", n_stages=2)
-    flight = plans(scheduler)
-    for name in "cde":
-        scheduler.submit(request(name), 0.0)
-    flight += plans(scheduler)
-    assert [p.request_ids for p in flight] == [("a",), ("b",), ("c", "d", "e")]
-    for _ in range(3):  # a and b go on as one micro-batch each while c, d, e get their first token
-        scheduler.apply(answer(flight.pop(0)), 0.0)
-        flight += plans(scheduler)
-    assert [p.request_ids for p in flight] == [("a",), ("b",)]
-    scheduler.apply(answer(flight.pop(0)), 0.0)
-    assert [p.request_ids for p in plans(scheduler)] == [("c", "d", "e")]
-
-
 def test_rows_that_come_back_have_a_step_of_their_own() -> None:
     scheduler = decoding(limits(), "a")
     scheduler.submit(request("rows", range(100), n=1), 0.0, WantedRows(hidden=True, rows=40))
@@ -217,18 +185,6 @@ def test_what_can_never_be_served_is_refused_at_once() -> None:
     assert scheduler.n_queued == 1
 
 
-def test_the_longest_prompt_that_fits_gets_one_token() -> None:
-    scheduler = Scheduler(limits(pools=PoolSizes(3, 0, 4)))
-    scheduler.submit(request("a", range(191), n=1000), 0.0)
-    events = []
-    while not scheduler.idle:
-        for p in plans(scheduler):
-            events += scheduler.apply(answer(p), 0.0)
-    assert [type(e) for _, e in events] == [TokenEvent, FinishedEvent]
-    assert isinstance(events[1][1], FinishedEvent)
-    assert events[1][1].reason == "length"
-
-
 def test_a_stop_id_ends_a_request_is_counted_and_is_no_token_event() -> None:
     scheduler = Scheduler(limits())
     scheduler.submit(request("a", stop_ids=frozenset({9})), 1.0)
@@ -243,15 +199,6 @@ def test_a_stop_id_ends_a_request_is_counted_and_is_no_token_event() -> None:
     timings = finished.timings
     assert (timings.queue_s, timings.prefill_s, timings.decode_s) == (2.0, 1.0, 6.0)
     assert scheduler.idle
-
-
-def test_log_probabilities_are_passed_on() -> None:
-    scheduler = Scheduler(limits())
-    scheduler.submit(request("a"), 0.0)
-    [plan] = plans(scheduler)
-    sampled = Sampled(0, 5, -0.5, [(5, -0.5), (6, -1.5)])
-    [(_, event)] = scheduler.apply(StepResult(plan.step.step_id, 0, [sampled]), 0.0)
-    assert event == TokenEvent(5, -0.5, ((5, -0.5), (6, -1.5)))
 
 
 def test_cancel_frees_everything_at_once_and_late_tokens_are_dropped() -> None:
@@ -274,44 +221,6 @@ def test_cancel_frees_everything_at_once_and_late_tokens_are_dropped() -> None:
     assert scheduler.cancel("a", 2.0) == []
 
 
-def test_a_queued_request_is_cancelled_without_a_step() -> None:
-    scheduler = Scheduler(limits(max_sequences=1, pools=PoolSizes(16, 0, 1)))
-    for name in "ab":
-        scheduler.submit(request(name), 0.0)
-    [plan] = plans(scheduler)
-    [(_, finished)] = scheduler.cancel("b", 5.0)
-    assert isinstance(finished, FinishedEvent)
-    assert finished.timings.queue_s == 5.0
-    assert scheduler.n_queued == 0
-    scheduler.cancel("a", 5.0)
-    assert not scheduler.idle  # its step is still under way
-    scheduler.apply(answer(plan), 5.0)
-    assert scheduler.idle
-
-
-def test_lost_shards_end_running_requests_and_keep_queued_ones() -> None:
-    scheduler = Scheduler(limits(max_sequences=2, pools=PoolSizes(16, 0, 2)))
-    for name in "abc":
-        scheduler.submit(request(name), 0.0)
-    plans(scheduler)
-    events = scheduler.lose_all(ERROR, 1.0, lambda _: False)
-    assert [name for name, _ in events] == ["a", "b"]
-    for _, finished in events:
-        assert isinstance(finished, FinishedEvent)
-        assert (finished.reason, finished.error) == ("error", ERROR)
-    assert (scheduler.n_running, scheduler.n_queued, scheduler.n_in_flight) == (0, 1, 0)
-    [plan] = plans(scheduler)
-    assert plan.step.operations == [  # nothing of the lost sequences is closed in shards that start empty
-        OpenSequence(0, 0, request("c").sampling, n_prompt=len(request("c").prompt)),
-        ZeroState(0),
-        SetPages(0, Space.FULL, 0, [0]),
-    ]
-    scheduler.apply(answer(plan), 1.0)
-    assert [name for name, _ in scheduler.fail(scheduler.queued, ERROR, 1.0)] == []
-    scheduler.submit(request("d"), 1.0)
-    assert [name for name, _ in scheduler.fail(scheduler.queued, ERROR, 1.0)] == ["d"]
-
-
 @pytest.mark.parametrize(
     ("result", "words"),
     [
@@ -328,11 +237,6 @@ def test_a_result_that_does_not_fit_its_step_is_refused_and_changes_nothing(resu
     with pytest.raises(WrongResult, match=words):
         scheduler.apply(result, 0.0)
     assert scheduler.apply(answer(plan, 2), 0.0) == [("a", TokenEvent(2))]
-
-
-def test_a_result_without_a_step_is_refused() -> None:
-    with pytest.raises(WrongResult, match="in flight is none"):
-        Scheduler(limits()).apply(StepResult(1, 0), 0.0)
 
 
 def test_nothing_is_admitted_while_admission_is_off() -> None:

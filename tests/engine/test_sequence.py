@@ -27,11 +27,6 @@ def test_chunks_end_at_the_same_places_wherever_one_begins(n_prompt: int, chunk:
         assert one.next_stop(start, chunk) == next(stop for stop in whole if stop > start)
 
 
-def test_rows_that_come_back_make_chunks_shorter() -> None:
-    assert record(100, WantedRows(hidden=True, rows=10)).next_stop(0, 64) == 10
-    assert record(100, WantedRows(hidden=True, rows=1000)).next_stop(0, 64) == 64
-
-
 def test_a_change_that_is_not_in_the_table_is_refused() -> None:
     one = record(3)
     with pytest.raises(InvalidTransition, match="request r: queued -> decode"):

@@ -86,31 +86,6 @@ def test_drafting_turns_itself_off_and_on_again(name: str) -> None:
     assert simulation.decode(1000).rate > 0.92 * best_rate(simulation)  # one run: acceptance varies by 2 %
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_a_request_with_other_text_gets_its_own_width(name: str) -> None:
-    simulation = simulate(name, GOOD)
-    simulation.decode(500)
-    simulation.replace(BAD)
-    simulation.decode(60)
-    assert simulation.decode(100).widths.count(0) > 80
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_streams_that_join_are_followed(name: str) -> None:
-    """1 to 16 requests: rows cost more and more, so each gets fewer drafts."""
-    simulation = warm(simulate(name, GOOD, 0))
-    shares, widths = [], []
-    for _ in range(16):
-        simulation.join(1)
-        simulation.decode(150)
-        run = simulation.decode(150)
-        shares.append(run.rate / best_rate(simulation))
-        widths.append(sum(run.widths) / len(run.widths))
-    assert sum(shares) / len(shares) > 0.94
-    assert min(shares) > 0.8
-    assert widths[-1] < 0.6 * widths[0]
-
-
 @combinations(row_share=[0.015, 0.5], draft_s=[0.006, 0.012], n=[1, 4])
 def test_a_drafter_beside_the_stages_works_while_they_do_where_that_pays(
     n: int, draft_s: float, row_share: float

@@ -39,14 +39,6 @@ def leak_a_page(scheduler: Scheduler) -> None:
     scheduler.pools[Space.FULL].allocate(1)
 
 
-def leak_a_window_page(scheduler: Scheduler) -> None:
-    scheduler.pools[Space.WINDOW].allocate(1)
-
-
-def leak_a_state(scheduler: Scheduler) -> None:
-    scheduler.pools[Space.RECURRENT].allocate(1)
-
-
 def leak_a_sequence(scheduler: Scheduler) -> None:
     scheduler.running.sequence_ids.allocate(1)
 
@@ -83,8 +75,6 @@ def free_a_page_twice(scheduler: Scheduler) -> None:
     ("leak", "words"),
     [
         (leak_a_page, r"space full: id \d+ counts 1 owners, known are 0 \(none\)"),
-        (leak_a_window_page, r"space window: id \d+ counts 1 owners, known are 0"),
-        (leak_a_state, r"space recurrent: id \d+ counts 1 owners, known are 0"),
         (leak_a_sequence, "sequences: id 0 counts 1 owners, known are 0"),
         (share_a_page_once_more, r"space full: id \d+ counts 2 owners, known are 1 \(the prefix index\)"),
         (forget_that_a_page_is_cached, r"counts 0 owners, known are 1 \(the prefix index\)"),
@@ -135,20 +125,7 @@ def test_a_request_that_nobody_finishes_is_found() -> None:
         validation.check(scheduler)
 
 
-def test_a_long_list_of_problems_is_cut() -> None:
-    error = AccountingError([f"problem {i}" for i in range(50)])
-    assert len(error.problems) == 50
-    assert "problem 19; and 30 more" in str(error)
-
-
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("yes", True), ("0", False), ("", False)])
 def test_the_environment_switches_it_on(value: str, on: bool) -> None:
     assert validation.enabled({"LUCEVISOR_VALIDATE": value}) == on
     assert not validation.enabled({})
-
-
-def test_validation_is_off_unless_asked_for() -> None:
-    toy = used()
-    toy.engine._settings = type(toy.engine._settings)(max_queue=1)
-    leak_a_page(toy.engine.scheduler)
-    toy.engine.proceed()

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import gguf
-import numpy as np
 
-from bench.gguf_writing import Value, finish, finish_with_hole, new_file
-from tests.daemons.tiny_models import random_blocks
+from bench.gguf_writing import Value, finish_with_hole, new_file
 
 
 @dataclass(frozen=True)
@@ -297,50 +295,3 @@ def write(
     infos = [(name, shape, kind_of(name, shape, kind)) for name, shape in model.tensors.items() if name != without]
     finish_with_hole(path, writer, infos)
     return path
-
-
-def write_data(path: Path, model: Model, kinds: list[str], *, expand: bool = False, seed: int = 0) -> Path:
-    """Write ``model`` with random numbers; its matrices take ``kinds`` in turn.  ``expand``: the same numbers in
-    F32.
-    """
-    rng = np.random.default_rng(seed)
-    writer = new_file(path, model.architecture, model.metadata)
-    turn = 0
-    for name, shape in model.tensors.items():
-        if kind_of(name, shape, "Q8_0") is gguf.GGMLQuantizationType.F32 or "conv1d" in name:
-            writer.add_tensor(name, _vector(name, shape, rng))
-            continue
-        kind = "BF16" if name == "per_layer_model_proj.weight" else kinds[turn % len(kinds)]
-        turn += kind != "BF16"
-        _add_matrix(writer, name, shape, (kind, expand), rng)
-    finish(writer)
-    return path
-
-
-def _vector(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    x = rng.normal(0.0, 0.1, shape).astype(np.float32)
-    if name == "rope_freqs.weight":
-        x = np.where(np.arange(shape[0]) < shape[0] // 4, 1.0, 1e30).astype(np.float32)
-    elif "norm" in name or name.endswith("scale.weight") or name.endswith(".scale"):
-        x += 1.0
-    elif name.endswith("ssm_a"):
-        x = -np.abs(x) - np.float32(0.1)
-    return x
-
-
-def _add_matrix(
-    writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], form: tuple[str, bool], rng: np.random.Generator
-) -> None:
-    kind, expand = form
-    quant = gguf.GGMLQuantizationType[kind]
-    n_rows = int(np.prod(shape[:-1]))
-    if kind in ("F32", "F16", "BF16"):
-        x = rng.normal(0.0, 0.06, (n_rows, shape[-1])).astype(np.float32)
-        raw = gguf.quants.quantize(x, quant)
-    else:
-        raw = random_blocks(rng, kind, n_rows, shape[-1], 0.06)
-    if expand:
-        numbers = gguf.quants.dequantize(raw, quant).astype(np.float32)
-        writer.add_tensor(name, np.ascontiguousarray(numbers.reshape(shape)))
-    else:
-        writer.add_tensor(name, raw.reshape(*shape[:-1], -1), raw_dtype=quant)

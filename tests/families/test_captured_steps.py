@@ -17,8 +17,9 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.steps import Slice, Step
 from tests.daemons.cpu_kernels import needs_cpu_kernels
+from tests.daemons.tiny_models import write_data
 from tests.families.pipeline import How, Pipeline, load_stages
-from tests.families.shapes import Model, write_data
+from tests.families.shapes import Model
 from tests.families.test_weight_formats import MODELS
 
 pytestmark = needs_cpu_kernels
@@ -131,11 +132,6 @@ def test_a_recalled_step_changes_nothing(tmp_path: Path) -> None:
                     stage.forward(Step(2, 0, [], [Slice(0, c.texts[0].length, [7], True)]), None, await_rows=recalled)
         found.append(torch.cat(rows))
     assert torch.equal(*found)
-
-
-def test_float32_is_not_captured(tmp_path: Path) -> None:
-    [stage] = load_stages(spec_of("qwen3", tmp_path), (), How(Dtype.FLOAT32, Dtype.FLOAT32))
-    assert stage.graphs == [None]
 
 
 def test_graphs_are_captured_again_when_a_table_moves(tmp_path: Path) -> None:

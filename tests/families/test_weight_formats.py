@@ -22,6 +22,7 @@ from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import TensorLayout, TensorRole, shard_layouts
 from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Check
+from tests.daemons.tiny_models import write_data
 from tests.families.pipeline import Pipeline, load_stages, pools_of
 from tests.families.rounding import Formats, bounds, explained, middle_error
 from tests.families.shapes import (
@@ -29,7 +30,6 @@ from tests.families.shapes import (
     SMALL_GEMMA4_INPUTS,
     SMALL_LAGUNA,
     Model,
-    write_data,
 )
 from tests.model import qwen35_file
 
@@ -105,10 +105,6 @@ def logits(spec: ModelSpec, stages: list[LoadedStage]) -> Tensor:
     c = Pipeline(spec, stages)
     c.open(0)
     return torch.cat((c.run((0, IDS[:70])), c.run_in_chunks(0, IDS[70:], 1)))
-
-
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize(("name", "mix"), each_once(["k", "all"]))

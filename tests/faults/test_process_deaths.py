@@ -71,20 +71,6 @@ async def test_killed_in_the_middle_of_a_frame_the_link_is_dead_and_the_group_re
         await until(lambda: len(owner.frames) == 1)
 
 
-async def test_the_death_of_one_daemon_is_seen_while_its_sibling_lives(tmp_path):
-    staging = stage_tiny(tmp_path)
-    async with tiny_group(staging) as (left, owner), tiny_group(staging, name="right") as (right, _):
-        await left.start()
-        await ready(left)
-        await right.start()  # spawned while the supervisor holds left's sockets: it must inherit none
-        await ready(right)
-        began = time.monotonic()
-        os.kill(left.pid, signal.SIGKILL)
-        await until(lambda: owner.news == ["ready", "lost"])
-        assert time.monotonic() - began < 8.0  # no heartbeat had to be missed
-        assert right.state is State.READY
-
-
 def test_no_daemon_outlives_a_killed_supervisor(tmp_path):
     """By the kernel (deaf, and deep in a load), and without its help by the end of file on link or pulse."""
     behaviours = ["", "deaf", "sleep at load", "no deathsig", "no deathsig, sleep at load"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import signal
 import time
 
@@ -14,9 +13,7 @@ from lucevisor.supervision.child import Launch, spawn
 from lucevisor.supervision.events import ProcessSignal
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import (
-    Owner,
     brisk,
-    descriptors_left,
     exists,
     ready,
     tiny_group,
@@ -84,14 +81,6 @@ async def test_a_deaf_daemon_is_killed_at_the_deadline_and_a_second_stop_shorten
         assert time.monotonic() - began < 20.0
 
 
-async def test_a_mebibyte_on_stdout_does_not_block_the_daemon(tmp_path):
-    async with tiny_group(tmp_path, "flood") as (group, _):
-        await group.start()  # it writes before its hello: a pipe that nobody reads would hold it for ever
-        await ready(group)
-        assert len(group.output["stdout"]) == 400
-        assert set(group.output["stdout"]) == {"x" * 1023}
-
-
 async def test_a_signal_after_the_reap_hits_nobody(tmp_path):
     ended: asyncio.Future = asyncio.get_running_loop().create_future()
     child = spawn(lambda _: Launch(("/bin/true",), {}, tmp_path), lambda *_: None, ended.set_result)
@@ -115,27 +104,3 @@ async def test_an_exit_status_that_somebody_else_took_is_no_hang(tmp_path):
             await group.stop()
         finally:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def test_spawning_outside_the_main_thread_is_refused(tmp_path):
-    async def attempt():
-        with pytest.raises(RuntimeError, match="main thread"):
-            await asyncio.to_thread(spawn, lambda _: Launch(("/bin/true",), {}, tmp_path), print, print)
-
-    asyncio.run(attempt())
-
-
-async def test_a_lack_longer_than_the_restart_limit_ends_in_ready_and_not_in_failed(tmp_path):
-    limits = brisk(lack_pause_s=0.02, n_restarts=2)
-    owner = Owner()
-    async with tiny_group(tmp_path, owner=owner, limits=limits) as (group, _):
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with descriptors_left(3):
-            await group.start()
-            await until(lambda: owner.states.count(State.BACKOFF) >= 10)
-        assert State.FAILED not in owner.states
-        await ready(group)
-        assert resource.prlimit(group.pid, resource.RLIMIT_NOFILE)[0] == min(soft, 4096)
-        os.kill(group.pid, signal.SIGKILL)
-        await until(lambda: group.restarts == 1)
-        await ready(group)

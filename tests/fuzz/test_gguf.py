@@ -7,11 +7,9 @@ from __future__ import annotations
 import random
 import struct
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from lucevisor.model.families import open_spec
 from lucevisor.model.gguf_header import GgufError, parse
 from lucevisor.text import template_language
 from lucevisor.text.template import ChatTemplate, TemplateError
@@ -21,7 +19,6 @@ from tests.fuzz.steady import amounts, mutated, run
 from tests.model import gguf_bytes as raw
 from tests.text.vocabularies import CONTROL, byte_metadata, demo_metadata
 
-GOLDEN = sorted((Path(__file__).parents[1] / "data" / "golden").glob("*/model.gguf"))
 TEMPLATE = "tokenizer.chat_template"
 PIECES = (
     *(
@@ -187,37 +184,3 @@ def short(monkeypatch):
 def test_tokenizers_and_templates(n, short):
     outcomes = run("texts", n, text_case, growth_kib=48 << 10)
     assert {"GgufError", "TokenizerError", "TemplateError", "a prompt"} <= outcomes.keys()
-
-
-@cache
-def heads() -> list[tuple[bytes, int]]:
-    """Heads of real files of every family, and the files' sizes."""
-    files = [path.read_bytes() for path in GOLDEN]
-    return [(data[: parse(memoryview(data), "model.gguf").data_offset], len(data)) for data in files]
-
-
-def file_case(rng: random.Random, path: Path) -> str:
-    """A real file with a damaged head, cut or not, through the door that the product uses."""
-    head, n_bytes = rng.choice(heads())
-    path.write_bytes(mutated(rng, head))
-    n_bytes = rng.randrange(n_bytes) if rng.random() < 0.1 else n_bytes
-    with path.open("r+b") as file:
-        file.truncate(n_bytes)
-    try:
-        spec = open_spec(path)
-    except GgufError as error:
-        told, where = str(error), error.where
-    else:
-        assert spec.n_layers >= 1
-        assert spec.files is not None
-        assert all(t.offset + t.n_bytes <= n_bytes for t in spec.files.tensors.values())
-        return "a model"
-    assert told.startswith(f"{path}: ")
-    assert len(told.encode()) < 1000 + len(str(path))
-    return where.split()[0]
-
-
-@pytest.mark.parametrize("n", amounts(150, 40_000))
-def test_files_of_every_family(n: int, tmp_path: Path) -> None:
-    outcomes = run("files", n, lambda rng: file_case(rng, tmp_path / "model.gguf"), growth_kib=48 << 10)
-    assert {"a model", "metadata", "tensor"} <= outcomes.keys()

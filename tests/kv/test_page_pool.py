@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from typing import ClassVar
 
@@ -76,66 +75,6 @@ TestOffsetMachine = OffsetMachine.TestCase
 TestOffsetMachine.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
 TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
-
-
-def test_20000_random_operations_leak_nothing() -> None:
-    rng = random.Random(7)
-    allocator = PageAllocator(200)
-    held: list[int] = []  # one entry a reference
-    for _ in range(20_000):
-        action = rng.random()
-        if action < 0.45:
-            n = rng.randrange(12)
-            pages = allocator.allocate(n)
-            assert (pages is None) == (n > 200 - len(set(held)))
-            assert not set(pages or []) & set(held)
-            held += pages or []
-        elif action < 0.6 and held:
-            pages = rng.sample(held, min(len(held), 4))
-            allocator.retain(pages)
-            held += pages
-        else:
-            rng.shuffle(held)
-            n = rng.randrange(16)
-            allocator.release(held[:n])
-            del held[:n]
-        assert allocator.n_used == len(set(held))
-    allocator.release(held)
-    assert (allocator.n_used, allocator.n_free) == (0, 200)
-
-
-def test_same_calls_give_the_same_ids_lowest_first() -> None:
-    allocator = PageAllocator(6)
-    assert allocator.allocate(4) == [0, 1, 2, 3]
-    allocator.release([2, 0])
-    assert allocator.allocate(3) == [0, 2, 4]
-
-
-def test_allocate_takes_all_or_nothing() -> None:
-    allocator = PageAllocator(3)
-    assert allocator.allocate(4) is None
-    assert allocator.n_free == 3
-    assert allocator.allocate(0) == []
-
-
-@pytest.mark.parametrize("pages", [[1], [0, 0], [-1], [3]])
-def test_double_free_names_the_id_and_changes_nothing(pages: list[int]) -> None:
-    allocator = PageAllocator(3, "space full")
-    allocator.allocate(1)
-    with pytest.raises(PageError, match=rf"space full: id {pages[-1]} "):
-        allocator.release(pages)
-    assert allocator.n_used == 1
-    allocator.release([0])
-
-
-def test_a_shared_page_is_free_after_its_last_owner() -> None:
-    allocator = PageAllocator(2)
-    allocator.allocate(1)
-    allocator.retain([0])
-    allocator.release([0])
-    assert allocator.n_used == 1
-    allocator.release([0])
-    assert allocator.n_used == 0
 
 
 def test_bad_sizes_are_refused() -> None:

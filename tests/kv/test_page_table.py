@@ -19,27 +19,6 @@ def make(full: int, window: int, window_tokens: int | None) -> tuple[PagePools, 
     return pools, PageTable(pools, window_tokens)
 
 
-def test_a_table_grows_by_the_pages_a_slice_begins() -> None:
-    pools, table = make(4, 0, None)
-    assert table.grow(0, 1) == [Growth(Space.FULL, 0, [0])]
-    assert table.grow(1, 64) == []
-    assert table.grow(64, 129) == [Growth(Space.FULL, 1, [1, 2])]
-    assert table.grow(129, 300) is None
-    assert table.held(Space.FULL) == [0, 1, 2]
-    table.release()
-    assert pools[Space.FULL].n_used == 0
-    assert table.grow(0, 64) == [Growth(Space.FULL, 0, [0])]
-
-
-@given(st.integers(1, 200), st.integers(1, 300), st.integers(0, 6))
-def test_the_page_of_an_entry_is_the_one_that_the_table_has_there(window: int, n_tokens: int, entry: int) -> None:
-    _, table = make(8, 8, window)
-    table.grow(0, n_tokens)
-    table.grow(n_tokens, n_tokens + 1)  # may release window pages
-    for space in (Space.FULL, Space.WINDOW):
-        assert table.page(space, entry) == next(iter(table.entries(space, entry, entry + 1)), None)
-
-
 def test_a_table_with_pages_in_host_memory_names_none() -> None:
     pools = PagePools([Space.FULL], PoolSizes(8, 0, 0, host_pages=8))
     table = ResidentPageTable(pools, None, Residency(6))
@@ -48,12 +27,6 @@ def test_a_table_with_pages_in_host_memory_names_none() -> None:
     table.grow(6 * PAGE_TOKENS, 7 * PAGE_TOKENS)
     assert table.n_out == 1
     assert table.page(Space.FULL, 5) is None
-
-
-def test_nothing_is_taken_from_one_space_when_another_is_short() -> None:
-    pools, table = make(4, 1, 64)
-    assert table.grow(0, 100) is None
-    assert (pools[Space.FULL].n_used, pools[Space.WINDOW].n_used) == (0, 0)
 
 
 def test_window_pages_are_released_with_the_last_token_that_sees_them() -> None:

@@ -10,7 +10,7 @@ from lucevisor.kv.page_pool import PageError, PagePools, PageUse
 from lucevisor.kv.page_table import PageTable
 from lucevisor.kv.prefix_cache import PrefixIndex, PrefixSettings
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot, SlotSource
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 
 UNIT_BYTES = {Space.FULL: 10, Space.WINDOW: 10, Space.RECURRENT: 100}
@@ -91,15 +91,6 @@ def test_a_slot_is_worth_what_no_other_slot_saves() -> None:
         assert other.alive
 
 
-def test_shared_pages_survive_the_eviction_of_one_slot() -> None:
-    maker = Maker(max_slots=2)
-    short = maker.slot(text(0, 640))
-    maker.slot([*text(0, 640), *text(5, 100)])
-    maker.slot(text(1, 100))
-    assert maker.evicted == [short]  # its pages are in the other one
-    assert maker.index.match(text(0, 640)).position == 576
-
-
 def test_a_slot_that_frees_a_needed_id_is_evicted_first() -> None:
     maker = Maker(recurrent=True)
     live = PageTable(maker.pools, None)
@@ -118,19 +109,6 @@ def test_a_slot_that_frees_a_needed_id_is_evicted_first() -> None:
     assert maker.evicted == [young, old]
     live.release()
     assert maker.pools.usage() == {Space.FULL: PageUse(0, 100), Space.RECURRENT: PageUse(0, 8)}
-
-
-def test_bytes_count_ids_that_only_slots_own() -> None:
-    maker = Maker(recurrent=True)
-    maker.slot(text(0, 130))
-    assert maker.index.evictor.n_bytes == 3 * 10 + 100
-    maker.slot([*text(0, 130), *text(1, 10)])  # a page and a state of its own
-    assert maker.index.evictor.n_bytes == 4 * 10 + 200
-    sequence = PageTable(maker.pools, None)
-    sequence.adopt(maker.index.match([*text(0, 130), 10**9]).full, 0, ())
-    assert maker.index.evictor.n_bytes == 2 * 10 + 200
-    sequence.release()
-    assert maker.index.evictor.n_bytes == 4 * 10 + 200
 
 
 def test_memory_limits_slots_and_a_larger_state_disables_them() -> None:
@@ -172,21 +150,6 @@ def test_a_slot_pinned_by_the_hook_is_evicted_on_unpin_unless_used_again() -> No
         assert maker.evicted == []
 
 
-def test_publishing_an_equal_slot_returns_the_first() -> None:
-    maker = Maker()
-    slot = maker.slot(text(0, 100))
-    assert maker.slot(text(0, 100)) is slot
-    assert maker.made == [slot]
-    assert maker.pools.usage()[Space.FULL] == PageUse(2, 100, evictable=2)
-
-
-def test_short_prefixes_are_not_cached() -> None:
-    maker = Maker(min_tokens=100)
-    assert maker.slot(text(0, 99)) is None
-    assert maker.slot(text(0, 100)) is not None
-    assert maker.pools.usage()[Space.FULL].used == 2
-
-
 def test_a_prefix_without_its_window_is_not_cached() -> None:
     maker = Maker(window=64)
     table = PageTable(maker.pools, 64)
@@ -198,19 +161,6 @@ def test_a_prefix_without_its_window_is_not_cached() -> None:
     assert maker.pools.usage()[Space.WINDOW] == PageUse(2, 100, evictable=2)  # positions 238 and later
     assert maker.index.match(text(0, 300)).position == 256  # sees 193 and later, and page 3 is held
     assert maker.index.match(text(0, 256)).position == 0
-
-
-def test_window_models_resume_where_the_window_is_complete() -> None:
-    maker = Maker(window=64)
-    slot = maker.slot(text(0, 320))  # sees 257 and later: page 4
-    longer = maker.slot([*text(0, 320), *text(1, 10)])
-    assert maker.index.match([*text(0, 300), 10**9, 10**9]).position == 0
-    assert maker.index.match([*text(0, 320), 10**9]).slot is slot
-    assert maker.index.drop(slot)
-    # the window page of entry 4 is still there for the longer one, which sees 267 and later
-    assert maker.index.match([*text(0, 320), 10**9]).position == 320
-    assert maker.index.drop(longer)
-    assert maker.index.match([*text(0, 320), 10**9]).position == 0
 
 
 def test_adopting_twice_or_something_else_is_refused() -> None:
@@ -226,15 +176,6 @@ def test_adopting_twice_or_something_else_is_refused() -> None:
         Space.RECURRENT: PageUse(1, 8, evictable=1),
     }
     assert maker.index.match([*text(0, 100), 10**9]).from_disk
-
-
-def test_reserve_fails_without_enough_ids() -> None:
-    maker = Maker(recurrent=True)
-    pinned = maker.slot(text(0, 64))
-    maker.index.pin(pinned)
-    assert maker.index.reserve(99 * PAGE_TOKENS + 1) is None
-    assert maker.index.reserve(99 * PAGE_TOKENS) is not None
-    assert Maker(max_slots=0).index.reserve(64) is None
 
 
 def test_cache_and_uncache_check_ownership() -> None:
@@ -256,21 +197,3 @@ def test_cache_and_uncache_check_ownership() -> None:
     allocator.uncache([0])
     allocator.release([0])
     assert (allocator.n_used, allocator.n_evictable) == (0, 0)
-
-
-def test_a_table_that_starts_with_shared_pages_grows_and_slides_from_there() -> None:
-    pools = PagePools([Space.FULL, Space.WINDOW], PoolSizes(8, 8, 0))
-    first = PageTable(pools, 100)
-    first.grow(0, 200)
-    second = PageTable(pools, 100)
-    second.adopt(first.held(Space.FULL)[:3], 1, first.held(Space.WINDOW)[1:3])
-    assert second.entries(Space.WINDOW, 0, 2) == [1]
-    assert second.entries(Space.FULL, 2, 4) == [2]
-    [full, window] = second.grow(192, 200)
-    assert (full.first, window.first) == (3, 3)
-    assert set(full.pages).isdisjoint(first.held(Space.FULL))
-    second.grow(320, 321)  # sees 221 and later
-    assert second.held(Space.WINDOW)[0] not in first.held(Space.WINDOW)
-    first.release()
-    second.release()
-    assert {use.used for use in pools.usage().values()} == {0}

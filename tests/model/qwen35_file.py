@@ -32,6 +32,7 @@ class Shape:
     context: int = 4096
     mix: Literal["q4_k_m", "iq4_xs", "q8_0", "f32"] = "q4_k_m"
     mtp: bool = False  # an MTP head behind the last layer
+    interval: int = 4  # of layers with attention
     n_experts: int = 0
     n_used: int = 0
 
@@ -72,20 +73,6 @@ QWEN36_35B_A3B = Shape(
     n_experts=256,
     n_used=8,
 )
-QWEN35_08B = Shape(
-    n_layers=24,
-    embedding=1024,
-    feed_forward=3584,
-    n_heads=8,
-    n_kv_heads=2,
-    head_dim=256,
-    key_heads=16,
-    value_heads=16,
-    delta_dim=128,
-    vocabulary=248320,
-    context=262144,
-    tied=True,
-)
 
 
 def tensors(s: Shape) -> dict[str, tuple[int, ...]]:
@@ -101,7 +88,7 @@ def tensors(s: Shape) -> dict[str, tuple[int, ...]]:
         if i == s.n_layers:
             out |= {f"{b}nextn.{norm}.weight": (e,) for norm in ("enorm", "hnorm", "shared_head_norm")}
             out[b + "nextn.eh_proj.weight"] = (e, 2 * e)
-        if (i + 1) % 4 == 0 or i == s.n_layers:
+        if (i + 1) % s.interval == 0 or i == s.n_layers:
             out |= {
                 b + "attn_q.weight": (2 * s.n_heads * s.head_dim, e),
                 b + "attn_k.weight": (s.n_kv_heads * s.head_dim, e),
@@ -190,7 +177,7 @@ def metadata(s: Shape) -> dict[str, int | float]:
             "ssm.group_count": s.key_heads,
             "ssm.time_step_rank": s.value_heads,
             "ssm.inner_size": s.value_heads * s.delta_dim,
-            "full_attention_interval": 4,
+            "full_attention_interval": s.interval,
         }
     )
 

@@ -3,14 +3,15 @@
 from dataclasses import replace
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 
+from bench.gguf_writing import finish, new_file
 from lucevisor.deployment.weight_digests import digest_tensors
 from lucevisor.model import fingerprint as module
 from lucevisor.model.families import open_spec
-from tests.daemons.tiny_models import Tiny, tensors
+from tests.daemons.tiny_models import Tiny
+from tests.model import qwen35_file
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 
@@ -21,34 +22,20 @@ def fingerprint(spec, options=None):
 
 def write(path, *, reverse=False, scale=1.0, metadata=(), kind=None, parts=0, unused=""):
     """A small qwen35 file; every difference is asked for."""
-    t = Tiny(n_layers=2)
+    shape = Tiny(n_layers=2)
     rng = np.random.default_rng(0)
-    w = gguf.GGUFWriter(path, "qwen35", split_max_tensors=parts)
-    numbers = {
-        "block_count": 2, "context_length": 64, "embedding_length": t.embedding, "feed_forward_length": t.feed_forward,
-        "attention.head_count": t.n_heads, "attention.head_count_kv": t.n_kv_heads,
-        "attention.key_length": t.head_dim, "attention.value_length": t.head_dim, "rope.dimension_count": t.n_rotary,
-        "full_attention_interval": 2, "ssm.conv_kernel": 4, "ssm.state_size": t.dim, "ssm.group_count": t.n_key,
-        "ssm.time_step_rank": t.n_value, "ssm.inner_size": t.n_value * t.dim,
-    }  # fmt: skip
-    for key, number in numbers.items():
-        w.add_uint32(f"qwen35.{key}", number)
-    w.add_float32("qwen35.attention.layer_norm_rms_epsilon", 1e-6)
-    w.add_float32("qwen35.rope.freq_base", 10000.0)
+    w = new_file(path, "qwen35", qwen35_file.metadata(shape), split=parts)
     w.add_array("tokenizer.ggml.tokens", ["a", "b", "ü"])
     for key, value in metadata:
         w.add_string(key, value)
-    arrays = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in tensors(t).items()}
+    arrays = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in qwen35_file.tensors(shape).items()}
     arrays["blk.1.ffn_down.weight"] *= np.float32(scale)
     if unused:
         arrays[unused] = rng.normal(0, 0.1, (3, 40)).astype(np.float32)
     for name in reversed(arrays) if reverse else arrays:
         x = arrays[name]
         w.add_tensor(name, x.astype(np.float16) if kind == name else x)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
+    finish(w)
     return sorted(path.parent.glob(path.stem + "*.gguf"))[0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 import tracemalloc
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.model.gguf_header import MAX_HEADER_BYTES, GgufError, GgufHeader, parse
+from lucevisor.model.gguf_header import GgufError, GgufHeader, parse
 from lucevisor.model.quant_types import BY_NAME, TYPES
 from tests.model import gguf_bytes as raw
 
@@ -213,12 +212,6 @@ def test_errors_name_the_cause(case):
     assert reason in caught.value.reason
 
 
-def test_a_hostile_key_does_not_flood_the_message():
-    with pytest.raises(GgufError) as caught:
-        parse(memoryview(raw.header([raw.text("k" * 60000) + struct.pack("<I", 99)], [])), "bad.gguf")
-    assert len(str(caught.value)) < 1000
-
-
 # ---- whatever the bytes are
 
 
@@ -265,12 +258,6 @@ def test_a_damaged_header_gives_gguferror_or_a_header(data):
     parse_anything(data)
 
 
-@settings(max_examples=300, deadline=None)
-@given(data=st.binary(max_size=200))
-def test_random_bytes_behind_the_magic(data):
-    parse_anything(b"GGUF" + struct.pack("<I", 3) + data)
-
-
 N_LARGE = 20_000
 LARGE = {
     "flags": raw.header([raw.array("k", raw.BOOL, [True] * N_LARGE * 8)], []),
@@ -287,14 +274,6 @@ LARGE = {
 @pytest.mark.parametrize("case", LARGE)
 def test_memory_stays_a_small_multiple_of_the_header(case):
     parse_anything(LARGE[case])
-
-
-def test_a_sparse_file_of_a_terabyte_costs_nothing(tmp_path):
-    path = tmp_path / "sparse.gguf"
-    path.write_bytes(raw.header([raw.text("k") + struct.pack("<IIQ", raw.ARRAY, raw.U8, 1 << 38)], []))
-    os.truncate(path, 1 << 40)
-    with pytest.raises(GgufError, match=f"of the {MAX_HEADER_BYTES} allowed for a header"):
-        read(path)
 
 
 def test_the_total_of_array_values_is_bounded():

@@ -53,11 +53,3 @@ def new_link(**options):
 
 def open_fds():
     return len(os.listdir("/proc/self/fd"))
-
-
-def read_all(sock):
-    data = b""
-    sock.settimeout(30)
-    while piece := sock.recv(1 << 20):
-        data += piece
-    return data

@@ -2,19 +2,18 @@
 
 import asyncio
 import os
-import threading
 
 import pytest
 
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.codec import encode
-from lucevisor.protocol.errors import LinkClosed, LinkOverflow
+from lucevisor.protocol.errors import LinkOverflow
 from lucevisor.protocol.loading import ArenaPlan
 from lucevisor.protocol.messages import Check, Shutdown
 from lucevisor.protocol.states import LinkState
-from lucevisor.protocol.steps import Slice, Step, StepResult
+from lucevisor.protocol.steps import Slice, Step
 from lucevisor.protocol.transport import BlockingLink
-from tests.protocol.asyncio_links import RESULT, RESULT_BYTES, STEP, new_link, open_fds
+from tests.protocol.asyncio_links import STEP, new_link, open_fds
 
 
 def test_frames_for_a_slow_reader_are_queued_in_order(run):
@@ -78,21 +77,6 @@ def test_one_frame_over_the_queue_limit_may_wait(run):
     run(main())
 
 
-def test_death_with_queued_frames(run):
-    async def main():
-        link, seen, theirs = new_link()
-        for _ in range(200):
-            link.send(encode(Step(1, 0, slices=[Slice(1, 0, list(range(2000)), False)])))
-        assert link.queued_bytes > 0
-        theirs.sendall(RESULT_BYTES)
-        theirs.close()
-        assert isinstance(await seen.closed(), LinkClosed)
-        assert [f.message for f in seen.frames] == [RESULT]
-        assert link.queued_bytes == 0
-
-    run(main())
-
-
 def test_descriptors_are_sent_now_or_queued(run):
     """With a full socket they are duplicated: the caller may close its own at once."""
 
@@ -132,23 +116,5 @@ def test_descriptors_are_sent_now_or_queued(run):
         await seen.closed()
         daemon.close()
         assert open_fds() == before - 3  # both ends and the epoll descriptor
-
-    run(main())
-
-
-def test_a_long_payload_arrives_complete(run):
-    async def main():
-        _, seen, theirs = new_link()
-        rows = os.urandom(9_000_000)
-        daemon = BlockingLink(theirs)
-        daemon._connection.state = LinkState.READY
-        result = StepResult(1, 0, segments=[("rows", [len(rows) // 4])])
-        thread = threading.Thread(target=daemon.send, args=(result,), kwargs={"payload": [rows]})
-        thread.start()
-        await seen.until(lambda: seen.frames)
-        assert seen.frames[0].payload == rows
-        thread.join(5)
-        daemon.close()
-        await seen.closed()
 
     run(main())

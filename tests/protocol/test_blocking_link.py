@@ -13,7 +13,7 @@ from lucevisor.model.values import Dtype
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LinkClosed, RemoteProtocolError
 from lucevisor.protocol.loading import ArenaPlan
-from lucevisor.protocol.messages import Channel, Check, Failed, Role
+from lucevisor.protocol.messages import Channel, Check, Role
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Reset, Slice, Step, StepResult
 from lucevisor.protocol.transport import BlockingLink
@@ -76,33 +76,6 @@ def test_peer_gone_at_every_byte_of_header_metadata_and_payload(unread):
         link.close()
 
 
-def test_frames_are_received_after_a_failed_send(raw):
-    """The link is written to before its end of file was read: frames that had arrived are not lost."""
-    peer, link = raw
-    peer.sendall(encode(Reset(1)) + encode(Reset(2)))
-    peer.close()
-    with pytest.raises(LinkClosed, match="Broken pipe"):
-        link.send(StepResult(1, 0))
-    with pytest.raises(LinkClosed, match="Broken pipe"):
-        link.send(StepResult(1, 0))
-    tokens = [link.receive().message.token for _ in range(2)]
-    assert tokens == [1, 2]
-    assert link.receive() is None
-
-
-def test_damage_ends_receiving_but_not_sending(raw):
-    peer, link = raw
-    peer.sendall(encode(Reset(1)) + b"X" * 40)
-    frame = link.receive()
-    assert frame is not None
-    for _ in range(2):
-        with pytest.raises(RemoteProtocolError, match="found b'XXXX'") as caught:
-            link.receive()
-    assert "link of left" in caught.value.where
-    link.send(Failed("link", "link of left", str(caught.value), "restart"))
-    assert b"restart" in peer.recv(1000)
-
-
 def test_full_socket_buffers_block_and_lose_nothing(pair):
     supervisor, daemon = pair
     n, rows = 300, os.urandom(40_000)
@@ -118,19 +91,6 @@ def test_full_socket_buffers_block_and_lose_nothing(pair):
         assert frame.payload == rows + rows[:100]
     thread.join(5)
     assert not thread.is_alive()
-
-
-def test_a_payload_of_many_megabytes_in_many_parts(pair):
-    supervisor, daemon = pair
-    parts = [os.urandom(10_000) for _ in range(1500)]  # more than one sendmsg takes
-    segments = [("rows", [len(b"".join(parts)) // 4])]
-    thread = threading.Thread(
-        target=daemon.send, args=(StepResult(1, 0, segments=segments),), kwargs={"payload": parts}
-    )
-    thread.start()
-    frame = supervisor.receive()
-    thread.join(5)
-    assert frame.payload == b"".join(parts)
 
 
 def test_threads_that_send_at_once_do_not_mix_frames():
@@ -265,18 +225,6 @@ def test_held_frames_go_with_the_next_one_in_order(pair):
     daemon.send(StepResult(3, 1))
     assert not daemon.holds
     assert messages(supervisor, 3) == [StepResult(1, 2), StepResult(2, 2), StepResult(3, 1)]
-
-
-def test_held_frames_go_before_descriptors(pair, tmp_path):
-    """Descriptors come with the first byte of a write: that must be one of the frame that names them."""
-    supervisor, daemon = pair
-    with open(tmp_path / "file", "w") as file:
-        supervisor.hold(Step(1, 1))
-        supervisor.send(Check([], 0, Dtype.FLOAT32, [ArenaPlan(0, 64, 1)]), fds=[file.fileno()])
-    first, second = daemon.receive(), daemon.receive()
-    assert (len(first.fds), len(second.fds)) == (0, 1)
-    for fd in second.fds:
-        os.close(fd)
 
 
 def test_held_frames_are_written_before_the_link_waits(pair):

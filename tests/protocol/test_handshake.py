@@ -92,23 +92,6 @@ def test_each_problem_comes_with_its_fix(changes, what, advice):
     assert advice in found[0]
 
 
-def test_all_problems_are_reported_at_once():
-    found = problems(source_hash="x", python="3.9.1", torch="1.13.1", packages={}, devices=[])
-    assert len(found) == 7  # hash, python, three packages, torch, no device
-    assert "sees no GPU: rocminfo must list it" in found[-1]
-
-
-def test_devices_of_another_backend_are_not_checked():
-    assert len(problems(backend=Backend.CPU, devices=[])) == 1
-    assert len(problems(torch="", backend=Backend.CPU, devices=[])) == 1
-
-
-def test_advice_for_devices_depends_on_the_backend():
-    cuda = Expected("left", Backend.CUDA, HELLO.source_hash, [3])
-    assert "left:3 is not visible" in problems(cuda, backend=Backend.CUDA)[0]
-    assert "CUDA_VISIBLE_DEVICES, of the environment or in [groups.left] env" in problems(cuda, backend=Backend.CUDA)[0]
-
-
 def test_a_cpu_group_has_every_index():
     """Each is a shard of its own on the host."""
     cpu = Expected("left", Backend.CPU, HELLO.source_hash, [0, 1, 7])

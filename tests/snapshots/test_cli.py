@@ -2,9 +2,6 @@
 
 import json
 import os
-import shutil
-import threading
-import time
 
 import click
 import pytest
@@ -13,12 +10,9 @@ from click.testing import CliRunner
 
 from lucevisor.cli import cli
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, NotRunningError
-from lucevisor.snapshots import disk
-from lucevisor.snapshots import maintenance as operations
 from lucevisor.snapshots.maintenance import check_directory
-from lucevisor.snapshots.policy import LOCK_FILE
 from tests.snapshots.snapshot_bytes import rewritten
-from tests.snapshots.snapshot_parts import made_model, made_slot, made_store, names, restore, save
+from tests.snapshots.snapshot_parts import made_model, made_slot, made_store, names, save
 
 
 def run(*args):
@@ -57,21 +51,6 @@ def test_ls(two):
     assert found[1]["fingerprint"] == "ab" * 32
 
 
-def test_ls_of_a_configuration(two):
-    directory, _ = two
-    config = directory.parent / "c.toml"
-    config.write_text(
-        f'[model]\npath = "m.gguf"\n[groups.left]\nbackend = "cpu"\n[placement]\ntarget_devices = ["left:0"]\n'
-        f'[cache]\ndir = "{directory}"\ndisk = "1GiB"\n'
-    )
-    assert "18.0 KiB of 1.0 GiB" in run("ls", "-c", config)[1]
-    config.write_text(config.read_text().replace(f'dir = "{directory}"', 'dir = ""'))
-    with pytest.raises(click.UsageError, match=r"sets no cache\.dir"):
-        run("ls", "-c", config)
-    with pytest.raises(click.UsageError, match="give one of them"):
-        run("ls", "-c", config, "--name", "t")
-
-
 def test_without_a_directory_a_supervisor_is_asked(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     for command in (["ls"], ["verify"], ["prune"], ["rm", "--all"]):
@@ -98,51 +77,6 @@ def test_verify(two):
     assert names(directory) == sorted([new.file, old.file + ".refused", "notes.txt"])
     with pytest.raises(LucevisorError, match="is not a snapshot in"):
         run("verify", "--dir", directory, "notes.txt")
-
-
-def spoil(path):
-    with open(path, "r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"?")
-
-
-def until_waiting(thread):
-    """Until ``thread`` has the lock file open, which this thread has locked."""
-    while sum(os.path.exists(fd) and os.readlink(fd).endswith(LOCK_FILE) for fd in fds()) < 2:
-        assert thread.is_alive()
-        time.sleep(0.01)
-
-
-def fds():
-    return [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-
-
-@pytest.mark.parametrize("meanwhile", ["removed", "saved anew", "set aside by another"])
-def test_verify_while_the_directory_changes(two, meanwhile):
-    """Between the checksums and the rename others had the directory: what is there now is not what was checked."""
-    directory, (old, new) = two
-    good = shutil.copy(directory / old.file, directory.parent / "good")
-    spoil(directory / old.file)
-    answers = []
-
-    def verify():
-        answers.append(operations.verify(directory, old.file, set_aside=True))
-
-    thread = threading.Thread(target=verify)
-    with disk.locked(directory):  # it finds the damage and waits here
-        thread.start()
-        until_waiting(thread)
-        if meanwhile == "saved anew":
-            os.replace(good, directory / old.file)
-        elif meanwhile == "removed":
-            (directory / old.file).unlink()
-        else:
-            (directory / old.file).rename(directory / (old.file + ".refused"))
-    thread.join(10)
-    assert [(a["set_aside"], a["gone"]) for a in answers] == [("", False)]
-    assert answers[0]["problem"]
-    left = {"removed": [], "saved anew": [old.file], "set aside by another": [old.file + ".refused"]}[meanwhile]
-    assert names(directory) == sorted([*left, new.file, "notes.txt"])
 
 
 def test_snapshots_of_an_earlier_version_are_reported_and_left_alone(two):
@@ -205,15 +139,6 @@ def test_a_file_that_is_being_written_is_left_alone(tmp_path):
         run("rm", "--dir", tmp_path, "--all")
     assert names(tmp_path) == [writing.path.name]
     store.abort(writing, "end")
-    store.close()
-
-
-def test_a_damaged_header_is_shown(two):
-    directory, (old, new) = two
-    (directory / old.file).write_bytes(b"hello" * 100)
-    assert "damaged (header length: " in run("ls", "--dir", directory)[1]
-    store = made_store(directory, made_model("Made 1B", "cd"))
-    assert restore(store, new)
     store.close()
 
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Dtype
-from lucevisor.snapshots.file_format import SlotRecord, lay_out, pack_tokens
-from lucevisor.snapshots.index import SnapshotIndex, common_tokens
+from lucevisor.snapshots.file_format import SlotRecord, lay_out
+from lucevisor.snapshots.index import SnapshotIndex
 from lucevisor.snapshots.policy import FileSizes, SnapshotEntry
 from tests.snapshots.snapshot_parts import FULL_ONLY, LAYERS, made_model
 
@@ -17,13 +17,6 @@ MODEL = made_model(layers=FULL_ONLY)
 def entry(tokens, used_s, file):
     snapshot = lay_out(MODEL, SlotRecord(list(tokens), 0.0))
     return SnapshotEntry(file, snapshot, snapshot.file_bytes, used_s)
-
-
-@given(a=st.lists(st.integers(0, 2), max_size=90), b=st.lists(st.integers(0, 2), max_size=90), n=st.integers(0, 3000))
-def test_common_tokens(a, b, n):
-    a, b = [1] * n + a, [1] * n + b
-    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    assert common_tokens(pack_tokens(a), pack_tokens(b)) == expected
 
 
 TEXT = st.lists(st.integers(0, 1), min_size=1, max_size=12)

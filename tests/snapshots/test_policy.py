@@ -22,9 +22,8 @@ from lucevisor.snapshots.policy import (
     read_name,
     reject_save_reason,
 )
-from tests.snapshots.snapshot_parts import FULL_ONLY, made_model, made_slot
+from tests.snapshots.snapshot_parts import made_model, made_slot
 
-MODEL = made_model(layers=FULL_ONLY)
 NAME = "lucevisor-0123456789abcdef-0123456789abcdef"
 
 

@@ -77,26 +77,6 @@ def test_checksums_are_those_of_the_reference(tmp_path):
     store.close()
 
 
-def test_no_match_for_less_than_a_slot_with_a_recurrent_state(store):
-    save(store)
-    assert store.find(made_slot().tokens, 39) is None
-    assert store.find(made_slot(start=1).tokens, 40) is None
-    with pytest.raises(ValueError, match="used whole"):
-        store.open_for_restore(store.entries[0], 39)
-
-
-def test_a_slot_of_full_attention_is_used_in_part(tmp_path):
-    store = made_store(tmp_path, made_model(layers=FULL_ONLY))
-    entry = save(store)
-    match = store.find([*made_slot().tokens[:30], 1, 2, 3], 100)
-    assert match.n_tokens == 30
-    reading = store.open_for_restore(entry, 30)
-    assert len(reading.tokens) == 30
-    assert reading.n_bytes(reading.tensors(LayerRange(0, 1))) == 30 * 2 * 2 * 6 * 4
-    store.close_snapshot(reading)
-    store.close()
-
-
 def test_the_least_recently_used_go_first(tmp_path):
     now = [1000.0]
     store = made_store(tmp_path, clock=lambda: now[0])
@@ -126,17 +106,6 @@ def test_the_budget_holds_after_every_save_for_all_models(tmp_path):
     assert names(tmp_path) == sorted([old[1].file, old[2].file, new.file])
     store.close()
     other.close()
-
-
-def test_an_aborted_save_leaves_nothing(store):
-    kept = save(store)
-    writing = store.begin(made_slot(start=1))
-    assert len(names(store.directory)) == 2
-    with capture_logs() as logs:
-        store.abort(writing, "group left was lost")
-        store.abort(writing, "again")
-    assert [(line["event"], line["reason"]) for line in logs] == [("snapshot not saved", "group left was lost")]
-    assert names(store.directory) == [kept.file]
 
 
 def test_too_few_bytes_from_the_daemons_are_a_failed_save(store):
@@ -288,6 +257,3 @@ def test_many_threads_save_prune_and_scan_at_once(tmp_path):
         store.close()
     assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= 4 * size
     assert not [n for n in names(tmp_path) if not n.endswith(".safetensors")]
-
-
-# ---- the directory itself

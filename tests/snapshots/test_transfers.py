@@ -3,8 +3,6 @@
 import asyncio
 from dataclasses import dataclass, field
 
-import pytest
-
 from lucevisor.model.values import LayerRange
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.messages import KIND_OF, Restored, Saved, SlotPlace, SnapshotTensor, TransferFailed
@@ -97,13 +95,6 @@ async def test_a_lost_daemon_ends_its_transfers():
     assert (await made.save(File(), PLACE, ["left"])).problem == "group left could not be asked: it is away"
 
 
-async def test_another_number_of_bytes_is_a_failure():
-    made, _ = shards("left")
-    end = made.save(File(), PLACE)
-    say(made, "left", Saved(1, 9, 0.1))
-    assert (await end).problem == "group left moved 9 bytes of 10"
-
-
 async def test_snapshots_are_refused_while_state_is_moved():
     made, _ = shards("left")
     end = made.save(File(), PLACE)
@@ -119,9 +110,3 @@ async def test_snapshots_are_refused_while_state_is_moved():
     assert (await own).problem == ""
     made.resume()
     assert not made.save(File(), PLACE).done()
-
-
-async def test_a_transfer_names_a_group():
-    made, _ = shards("left")
-    with pytest.raises(ValueError, match="name at least one"):
-        made.save(File(), PLACE, [])

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import lucevisor
@@ -160,19 +157,6 @@ def runs(pid: int) -> bool:
 def open_descriptors() -> int:
     """Descriptors in use, without those that garbage of other tests still holds."""
     return len(_descriptors())
-
-
-@contextmanager
-def descriptors_left(n: int) -> Iterator[None]:
-    """Let this process open ``n`` more descriptors: the limit is one of numbers, of which some below may be free."""
-    used = _descriptors()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = (number for number in itertools.count() if number not in used)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, n, None)), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def _descriptors() -> set[int]:

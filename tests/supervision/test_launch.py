@@ -18,10 +18,8 @@ from lucevisor.supervision.child import (
     LINES_PER_SECOND,
     LONGEST_LINE,
     N_KEPT,
-    Handles,
     OutputLines,
     environment,
-    launch,
 )
 from lucevisor.supervision.launcher import stage_packages
 
@@ -73,15 +71,6 @@ def test_threads_reach_a_cpu_group_and_the_configuration_wins(tmp_path):
     own = env_of(tmp_path, threads=3, backend="cpu", env={"OMP_NUM_THREADS": "2", "PYTHONPATH": "/mine"})
     assert own["OMP_NUM_THREADS"] == "2"
     assert own["PYTHONPATH"] == str(tmp_path)  # a daemon that imports another lucevisor would be refused anyway
-
-
-def test_arguments_come_back_from_the_daemons_own_parser(tmp_path):
-    from daemons.options import Options, parse
-
-    group = GroupConfig(name="left side", backend="cpu", cores=(0, 1))
-    started = launch(group, 2, tmp_path, {}, "/usr/bin/python3", Handles(7, 9, 4711))
-    assert started.argv[:6] == ("/usr/bin/python3", "-u", "-X", "faulthandler", "-m", "daemons")
-    assert parse(started.argv[6:]) == Options("left side", "cpu", 7, 9, 4711, 2, (0, 1))
 
 
 def test_staging_shows_daemons_and_what_they_share_and_nothing_else(tmp_path):

@@ -12,35 +12,6 @@ from lucevisor.supervision.states import State
 from tests.supervision.driven_machine import LIMITS, DrivenMachine, of, signals
 
 
-def test_a_start_goes_through_hello_and_loaded_to_ready():
-    driven = DrivenMachine()
-    assert of(ev.Spawn, driven.send(ev.StartRequested())) == [ev.Spawn(1)]
-    driven.send(ev.Spawned(1, 4711))
-    assert driven.due == {Timer.HELLO: 160.0}
-    assert ev.SendLoad(1) in driven.send(ev.HelloReceived(1))
-    assert driven.state is State.LOADING
-    driven.send(ev.LoadSent(1))
-    said = driven.send(ev.LoadedReceived(1))
-    assert said[-1] == ev.AnnounceReady(1)
-    assert ev.Publish(State.READY, "loaded") in said
-    assert driven.machine.pid == 4711
-    assert driven.machine.restarts == 0
-    assert set(driven.due) == {Timer.PULSE}
-
-
-def test_progress_moves_the_stall_deadline_and_silence_ends_the_load():
-    driven = DrivenMachine().to(State.LOADING)
-    driven.send(ev.LoadSent(1))
-    driven.now += 100.0
-    driven.send(ev.ProgressReceived(1))
-    assert driven.due[Timer.LOAD] == driven.now + LIMITS.load_stall_s
-    assert driven.fire(Timer.LOAD) == [
-        ev.StartTimer(Timer.LOAD, LIMITS.recheck_s)
-    ]  # the supervisor may be the late one
-    assert signals(driven.fire(Timer.LOAD)) == [ProcessSignal.STACKS]
-    assert driven.machine.reason == "no load progress in 120 s"
-
-
 def test_while_nothing_is_sent_to_load_the_pulse_alone_is_watched():
     """What to load may depend on groups that take minutes to come up."""
     driven = DrivenMachine().to(State.LOADING)
@@ -50,23 +21,6 @@ def test_while_nothing_is_sent_to_load_the_pulse_alone_is_watched():
         assert set(driven.due) == {Timer.PULSE}
     driven.send(ev.LoadSent(1))
     assert driven.due[Timer.LOAD] == driven.now + LIMITS.load_stall_s
-
-
-def test_the_cause_of_the_last_failure_is_kept_until_ready_again():
-    driven = DrivenMachine().to(State.READY)
-    driven.send(ev.Exited(1, signal=11))
-    cause = "process 1001 was killed by signal 11 (SIGSEGV)"
-    assert driven.machine.reason == cause
-    said = driven.fire(Timer.BACKOFF)
-    assert of(ev.Publish, said) == [ev.Publish(State.STARTING, f"restarting after: {cause}")]
-    driven.to(State.LOADING, 2)
-    assert driven.machine.reason == f"restarting after: {cause}"
-    driven.send(ev.Exited(2, code=1, hint="no memory"))
-    driven.fire(Timer.BACKOFF)
-    assert driven.machine.reason == "restarting after: process 1002 exited with code 1: no memory"
-    driven.to(State.READY, 3)
-    assert driven.machine.reason == "loaded"
-    assert driven.machine.failure == ""
 
 
 def test_a_heartbeat_between_the_two_looks_saves_the_daemon():
@@ -88,26 +42,6 @@ def test_during_a_load_an_idle_heartbeat_does_not_shorten_the_limit():
     assert driven.due[Timer.PULSE] == driven.now + LIMITS.busy_heartbeat_s
 
 
-def test_a_missed_pulse_dumps_stacks_then_kills_then_restarts():
-    driven = DrivenMachine().to(State.READY)
-    driven.fire(Timer.PULSE)
-    said = driven.fire(Timer.PULSE)
-    assert signals(said) == [ProcessSignal.STACKS]
-    assert [lost.child for lost in of(ev.AnnounceLost, said)] == [1]
-    assert signals(driven.fire(Timer.ESCALATION)) == [ProcessSignal.KILL]
-    said = driven.send(ev.Exited(1, signal=9))
-    assert driven.state is State.BACKOFF
-    assert "no heartbeat" in driven.machine.reason  # why we killed it, not that we did
-    assert of(ev.Spawn, driven.fire(Timer.BACKOFF)) == [ev.Spawn(2)]
-    assert driven.machine.restarts == 1
-
-
-def test_an_overdue_step_is_a_hang():
-    driven = DrivenMachine().to(State.READY)
-    assert signals(driven.send(ev.Overdue(1, "step 17", 31.5))) == [ProcessSignal.STACKS]
-    assert driven.machine.reason == "step 17 gave no result in 31.5 s"
-
-
 def test_a_crash_is_explained_by_the_exit_that_follows_the_closed_link():
     driven = DrivenMachine().to(State.READY)
     said = driven.send(ev.LinkLost(1, "end of file"))
@@ -123,31 +57,6 @@ def test_a_daemon_that_closes_its_link_and_lives_on_is_killed():
     assert signals(driven.fire(Timer.ESCALATION)) == [ProcessSignal.KILL]
     driven.send(ev.Exited(1, signal=9))
     assert driven.machine.reason == "end of file"
-    assert driven.state is State.BACKOFF
-
-
-def test_the_message_of_a_failed_daemon_outlives_its_exit():
-    driven = DrivenMachine().to(State.LOADING)
-    driven.send(ev.Failure(1, "load failed at cpu:0: tensor blk.0.attn_q.weight is missing", exiting=True))
-    driven.send(ev.LinkLost(1, "end of file"))
-    driven.send(ev.Exited(1, code=1, hint="Traceback"))
-    assert driven.machine.reason == "load failed at cpu:0: tensor blk.0.attn_q.weight is missing"
-
-
-def test_the_restart_limit_ends_in_failed_and_restart_clears_it():
-    driven = DrivenMachine().to(State.READY)
-    for child in (1, 2):
-        driven.send(ev.Exited(child, signal=11))
-        assert driven.state is State.BACKOFF
-        driven.fire(Timer.BACKOFF)
-        driven.to(State.READY, child + 1)
-    driven.send(ev.Exited(3, signal=11))
-    assert driven.state is State.FAILED
-    assert driven.machine.reason == "process 1003 was killed by signal 11 (SIGSEGV); restart limit 2/60s reached"
-    assert of(ev.Refuse, driven.send(ev.StartRequested()))
-    assert of(ev.Spawn, driven.send(ev.RestartRequested(4.0))) == [ev.Spawn(4)]
-    driven.to(State.READY, 4)
-    driven.send(ev.Exited(4, signal=11))
     assert driven.state is State.BACKOFF
 
 
@@ -246,14 +155,6 @@ def test_a_lack_of_the_supervisor_is_a_pause_and_never_counts():
     assert (driven.state, driven.machine.short_of_resources) == (State.BACKOFF, False)
     driven.fire(Timer.BACKOFF)
     assert driven.machine.restarts == 1
-
-
-def test_a_refused_hello_is_terminated_and_not_retried():
-    driven = DrivenMachine().to(State.STARTING)
-    assert signals(driven.send(ev.Failure(1, "protocol 2, not 1", configuration=True))) == [ProcessSignal.TERMINATE]
-    driven.send(ev.Exited(1, code=0))
-    assert driven.state is State.FAILED
-    assert driven.machine.reason == "protocol 2, not 1"
 
 
 def test_messages_out_of_turn_end_the_daemon():

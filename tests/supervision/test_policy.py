@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from lucevisor.supervision.policy import RestartPolicy, SupervisionLimits
 
 
@@ -34,14 +31,3 @@ def test_what_has_served_is_replaced_at_once_four_times_in_a_row():
         now += ready_s
         delays.append(policy.delay_s(now))
     assert delays == [0.0, 0.0, 0.0, 0.0, 4.0, 0.0, 0.5]
-
-
-@given(rng=st.floats(0.0, 1.0, exclude_max=True), n=st.integers(1, 9))
-def test_jitter_stays_between_half_and_the_whole_step(rng, n):
-    limits = SupervisionLimits(n_restarts=100, n_first_starts=100)
-    policy = RestartPolicy(limits, lambda: rng)
-    delay_s = 0.0
-    for _ in range(n):
-        delay_s = policy.delay_s(0.0) or 0.0
-    step_s = min(limits.backoff_min_s * 2 ** (n - 1), limits.backoff_max_s)
-    assert 0.5 * step_s <= delay_s <= step_s

@@ -116,18 +116,6 @@ def test_a_closed_pulse_is_told_and_what_is_said_later_is_no_error(ends):
     reporter.close()
 
 
-@pytest.mark.parametrize("fields", [{"path": "/data/\udc80.gguf"}, {"n": 2**70}, {"text": "x" * 2**25}])
-def test_a_report_that_is_no_message_does_not_end_the_heartbeats(ends, fields, capfd):
-    reporter, supervisor, lost = ends
-    reporter.log("info", "odd", **fields)
-    reporter.log("info", "plain")
-    reporter.start()
-    assert receive(supervisor, LogLine, 1)[0].event == "plain"
-    assert receive(supervisor, Heartbeat, 2)[1].count == 1
-    assert not lost.is_set()
-    assert "a report cannot be sent" in capfd.readouterr().err
-
-
 def test_without_descriptors_the_heart_beats_on(ends):
     reporter, supervisor, _ = ends
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -137,15 +125,6 @@ def test_without_descriptors_the_heart_beats_on(ends):
         assert [beat.rss_bytes for beat in receive(supervisor, Heartbeat, 2)] == [0, 0]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_close_sends_what_waits(ends):
-    reporter, supervisor, lost = ends
-    reporter.start()
-    reporter.log("error", "last words")
-    reporter.close()
-    assert receive(supervisor, LogLine, 1)[0].event == "last words"
-    assert not lost.is_set()
 
 
 def test_a_muted_pulse_sends_no_heartbeat_and_goes_on_after_it(ends):
