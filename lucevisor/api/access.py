@@ -57,7 +57,6 @@ def _check_key(request: web.Request, keys: ApiKeys, kind: str, also: ApiKeys | N
 
 
 def api_key_of(request: web.Request) -> str:
-    """Return the API key sent with a request, empty if none."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
 
@@ -103,7 +102,6 @@ def _is_loopback(address: str) -> bool:
 
 
 def _host_name(header: str) -> str:
-    """Return the host of a Host header, without the port."""
     header = header.strip().lower()
     if header.startswith("["):
         return header[1:].partition("]")[0]
@@ -161,7 +159,6 @@ def cors_headers(origin: str | None, settings: ApiSettings) -> dict[str, str]:
 
 
 def is_preflight(request: web.Request) -> bool:
-    """Return whether this is a CORS preflight."""
     return (
         request.method == "OPTIONS"
         and "Origin" in request.headers

@@ -66,16 +66,13 @@ class Connections:
         return self._waiting.pop(connection, None) is not None
 
     def is_waiting(self, connection: HttpConnection) -> bool:
-        """Return whether a connection has no request in service."""
         return connection in self._waiting
 
     def forget(self, connection: HttpConnection) -> None:
-        """Remove a connection that has ended; idempotent."""
         self._all.discard(connection)
         self._waiting.pop(connection, None)
 
     def count(self, reason: str) -> None:
-        """Count a connection that the server closed."""
         self.metrics.connections_dropped.labels(reason).inc()
 
     def _check(self) -> None:
@@ -169,7 +166,6 @@ class HttpConnection(web.RequestHandler):
     # ---- callbacks of the middleware and aiohttp
 
     def on_request_start(self) -> None:
-        """Record that a request is in service."""
         self._has_part_of_head = False
         self._pool.serve(self)
 
@@ -234,7 +230,6 @@ class HttpConnection(web.RequestHandler):
         self.force_close()
 
     def abort(self) -> None:
-        """Close without sending buffered data."""
         if self._link is not None:
             self._link.abort()
 

@@ -19,8 +19,9 @@ from lucevisor.api.schemas import GenerationBody, JsonSchemaFormat, ResponseForm
 from lucevisor.errors import show
 from lucevisor.text.grammar import forms
 from lucevisor.text.grammar.forms import Part
-from lucevisor.text.grammar.matcher import Grammar, GrammarError
+from lucevisor.text.grammar.matcher import Grammar
 from lucevisor.text.grammar.rules import Rules
+from lucevisor.text.llguidance_limits import GrammarError
 from lucevisor.text.reasoning import ReasoningTags, after_reasoning
 from lucevisor.text.tools import Function, ToolFormat, Tools
 from lucevisor.text.tools.constraint import MAX_CALLS, calls_in_text, calls_only, freed, functions
@@ -139,7 +140,6 @@ def output_grammar(
 
 
 def _with_calls(rules: Rules, tool_format: ToolFormat, calls: Calls, form: Form | None) -> str:
-    """The answer: calls, calls or a form, or text with calls in it."""
     if not calls.required and form is None:
         return calls_in_text(rules, tool_format, calls.offered)
     only = calls_only(rules, tool_format, calls.offered, n_most=calls.max_calls)

@@ -51,7 +51,6 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's error type."""
         if self.status >= 500:
             return "server_error"
         return _TYPES.get(self.status, "invalid_request_error")

@@ -16,17 +16,16 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
 import msgspec
-import structlog
 from aiohttp import web
 
 from lucevisor.api.app_context import AppContext, Reader, RequestContext
-from lucevisor.api.bodies import AddToBody, prepare, send_parts
+from lucevisor.api.bodies import AddToBody, prepare
 from lucevisor.api.errors import from_request_error, from_submit_error, unavailable
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.output import ChoiceDelta, GenerationFailed, OutputProcessor, UsageTotals
 from lucevisor.api.parameters import seed_of_choice
 from lucevisor.api.prepared import PreparedRequest
-from lucevisor.api.request_context import APP_CONTEXT, IGNORED_BEFORE, METRICS, context_of
+from lucevisor.api.request_context import APP_CONTEXT, METRICS, context_of
 from lucevisor.api.sse import EventFormat, EventStream
 from lucevisor.engine.constraint import Constraint, MinTokens
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestHandle, SubmitError, TokenEvent
@@ -116,7 +115,6 @@ class OpenAiFormatter(ResponseFormatter):
         return [self.response(self.chunk_kind, [], totals)] if self.options.include_usage else []
 
     def prompt_of(self, index: int) -> Sequence[int]:
-        """Return the prompt of a choice."""
         return self.prepared.prompts[index // self.options.n]
 
     def prompt_ids(self, index: int) -> dict[str, object]:
@@ -124,7 +122,6 @@ class OpenAiFormatter(ResponseFormatter):
         return {"prompt_token_ids": list(self.prompt_of(index))} if self.options.token_ids else {}
 
     def chunk(self, index: int, choice: dict[str, object], delta: ChoiceDelta) -> dict[str, object]:
-        """Return the chunk of a delta."""
         chunk: dict[str, object] = {**self._head(self.chunk_kind), "choices": [self.with_ids(choice, [delta])]}
         if self.options.continuous_usage:
             usage = UsageTotals(prompt=len(self.prompt_of(index)), generated=delta.n_tokens)
@@ -159,34 +156,18 @@ class Job:
 
 _QUEUE = 64
 
-IndexedEvent = tuple[int, Event]
-
-
-class MergedEvents:
-    """The merged stream: index of the sequence and its event."""
-
-    def __init__(self, queue: asyncio.Queue[IndexedEvent]) -> None:
-        self._queue = queue
-
-    async def next(self, timeout_s: float) -> IndexedEvent | None:
-        """Return the next event, or None if there is none for `timeout_s`."""
-        if not self._queue.empty():
-            return self._queue.get_nowait()
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._queue.get()
-        except TimeoutError:
-            return None
+Events = asyncio.Queue[tuple[int, Event]]
+"""Events of all sequences, with the index of the sequence."""
 
 
 @asynccontextmanager
-async def merged(handles: Sequence[RequestHandle]) -> AsyncIterator[MergedEvents]:
+async def merged(handles: Sequence[RequestHandle]) -> AsyncIterator[Events]:
     """Read all handles concurrently while the block runs."""
-    queue: asyncio.Queue[IndexedEvent] = asyncio.Queue(_QUEUE)
+    queue: Events = asyncio.Queue(_QUEUE)
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_pump(index, handle, queue)) for index, handle in enumerate(handles)]
-            yield MergedEvents(queue)
+            yield queue
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as errors:
@@ -197,17 +178,13 @@ async def merged(handles: Sequence[RequestHandle]) -> AsyncIterator[MergedEvents
             handle.cancel()
 
 
-async def _pump(index: int, handle: RequestHandle, queue: asyncio.Queue[IndexedEvent]) -> None:
+async def _pump(index: int, handle: RequestHandle, queue: Events) -> None:
     async for event in handle:
         await queue.put((index, event))
 
 
-log = structlog.get_logger("lucevisor.api")
-
 IGNORED_HEADER: Final = "X-Lucevisor-Ignored"
 """Header with the names of the request's parameters that have no effect."""
-_MAX_NAMES: Final = 1024  # of such parameters, after which no new ones are logged
-_HELD_S: Final = 1.0  # seconds between the comments of a stream while its request is held
 _LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as long as this
 _INLINE_RECORDS: Final = 2000  # tokens and log-probabilities that are encoded in a millisecond or two
 
@@ -224,7 +201,7 @@ async def answer(
     """
     prepared = await prepare(request, reader, add_to_body)
     if not isinstance(prepared, PreparedRequest):
-        return await send_parts(request, prepared)
+        return web.Response(body=prepared, content_type="application/json")
     assert formatter is not None
     return await _respond(request, formatter(prepared, request.app[APP_CONTEXT]))
 
@@ -232,7 +209,6 @@ async def answer(
 async def _respond(request: web.Request, formatter: ResponseFormatter) -> web.StreamResponse:
     ctx, context, options = request.app[APP_CONTEXT], context_of(request), formatter.options
     headers = {IGNORED_HEADER: ", ".join(options.ignored)} if options.ignored else {}
-    _log_once(options.ignored, request.app[IGNORED_BEFORE])
     jobs = make_jobs(formatter.prepared, ctx, formatter.response_id)
     await _submit(ctx, jobs, formatter.prompt_param, context)
     run = _Response(jobs, formatter, context, request.app[METRICS])
@@ -240,19 +216,12 @@ async def _respond(request: web.Request, formatter: ResponseFormatter) -> web.St
         async with merged(context.handles) as events:
             if options.stream:
                 stream = context.stream = EventStream(request, headers, formatter)
-                await run.stream(events, stream, ctx)
+                await run.stream(events, stream, ctx.settings.keepalive_s)
                 return stream.response
-            body = await run.full(events, ctx.settings.keepalive_s)
+            body = await run.full(events)
     except GenerationFailed as failure:
         raise from_request_error(failure.error, ctx.retry_after_s()) from None
     return web.Response(body=body, content_type="application/json", headers=headers)
-
-
-def _log_once(names: Sequence[str], before: set[str]) -> None:
-    """Log the parameters that no request gave before."""
-    if len(before) < _MAX_NAMES and (new := set(names) - before):
-        before |= new
-        log.info("parameters without effect were sent", parameters=sorted(new))
 
 
 async def _submit(ctx: AppContext, jobs: Sequence[Job], prompt_param: str, context: RequestContext) -> None:
@@ -293,26 +262,17 @@ class _Response:
         self._n_tokens = [0] * len(jobs)
         self._cut: set[int] = set()  # choices ended by a stop string or tool call; ignore their further tokens
 
-    async def stream(self, events: MergedEvents, stream: EventStream, ctx: AppContext) -> None:
-        """Send each delta as it comes, and comments when there is none for a while.
-
-        A request that is held before its first event gets none sooner than others: its status can still be an error's.
-        """
+    async def stream(self, events: Events, stream: EventStream, keepalive_s: float) -> None:
+        """Send each delta as it comes, and a comment after each `keepalive_s` without one."""
         formatter = self._formatter
         opened = [False] * len(self._jobs)
-        keepalive_s = ctx.settings.keepalive_s
-        silent_s, look_s = 0.0, min(keepalive_s, _HELD_S)
         while self._n_open:
-            item = await events.next(look_s)
-            if item is None:
-                silent_s += look_s
-                held = stream.started and ctx.engine is not None and ctx.engine.holding
-                if held or silent_s >= keepalive_s:
-                    silent_s = 0.0
-                    await stream.comment()
+            try:
+                async with asyncio.timeout(keepalive_s):
+                    index, event = await events.get()
+            except TimeoutError:
+                await stream.comment()
                 continue
-            silent_s = 0.0
-            index, event = item
             deltas = self._read(index, event)
             wire = [] if opened[index] else [*formatter.start(index)]
             opened[index] = True
@@ -322,14 +282,12 @@ class _Response:
         await stream.send(formatter.end(self._totals))
         await stream.finish()
 
-    async def full(self, events: MergedEvents, patience_s: float) -> bytes:
+    async def full(self, events: Events) -> bytes:
         """Gather all deltas; return the body."""
         choices: list[list[ChoiceDelta]] = [[] for _ in self._jobs]
         while self._n_open:
-            item = await events.next(patience_s)
-            if item is not None:
-                index, event = item
-                choices[index] += self._read(index, event)
+            index, event = await events.get()
+            choices[index] += self._read(index, event)
         n_scored = sum(len(job.request.prompt) for job in self._jobs if job.request.score_prompt)
         n_scores = 1 + self._formatter.options.sampling.n_top_logprobs
         if (sum(map(len, choices)) + n_scored) * (1 + n_scores) <= _INLINE_RECORDS:

@@ -33,7 +33,6 @@ class Caller:
 
     @classmethod
     def of_key(cls, text: str, name: str) -> Caller:
-        """Return who has a key."""
         opaque = _opaque(text)
         return cls(opaque, name, opaque)
 
@@ -62,7 +61,6 @@ class ApiKeys:
 
     @property
     def required(self) -> bool:
-        """True if requests need a key."""
         return bool(self._known)
 
     def caller(self, token: str) -> Caller | None:
@@ -76,7 +74,6 @@ class ApiKeys:
 
 
 def _opaque(text: str) -> str:
-    """Return an id from which `text` cannot be recovered."""
     return hmac.digest(_SALT, text.encode("utf-8", "surrogateescape"), "sha256").hex()[:16]
 
 

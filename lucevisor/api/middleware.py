@@ -32,11 +32,12 @@ from lucevisor.api.request_context import (
     ACTIVE,
     APP_CONTEXT,
     METRICS,
-    START_LIMITER,
+    START_TURNS,
     attach,
     context_of,
     has_context,
     request_id_of,
+    take_turn,
 )
 from lucevisor.api.sse import ClientGone
 from lucevisor.errors import show
@@ -60,7 +61,7 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
     connection = request.protocol
     if isinstance(connection, HttpConnection):
         connection.on_request_start()
-    await request.app[START_LIMITER].acquire()
+    await take_turn(request.app[START_TURNS])
     context = RequestContext(
         request_id_of(request),
         time.monotonic(),
@@ -180,7 +181,6 @@ def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
 
 
 def _nearest_path(request: web.Request) -> str:
-    """Return a hint at a path like that of a request."""
     known = [r.canonical for r in request.app.router.resources() if "{" not in r.canonical and r.canonical != "/"]
     asked = request.path[:_MAX_PATH]
     near = [path for path in known if path.endswith(asked) and len(asked) > 1]

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-import msgspec
-
 from lucevisor.api.prepared import GenerationOptions
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, TokenScore
@@ -322,7 +320,6 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def token_score(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, object]:
-    """Return a token, its bytes and its log-probability."""
     raw = list(tokenizer.token_bytes(token_id))
     return {"token": token_text(tokenizer, token_id), "logprob": _finite(logprob), "bytes": raw}
 
@@ -377,12 +374,6 @@ def echoed_logprobs(
     result["token_logprobs"][0] = result["top_logprobs"][0] = None
     of_answer["text_offset"] = [n_echo + offset for offset in of_answer["text_offset"]]
     return {name: result[name] + of_answer[name] for name in result}
-
-
-def encode_items(items: object) -> list[msgspec.Raw]:
-    """Return a list with each item encoded by itself, so that the encoder holds the GIL for short times only."""
-    assert isinstance(items, list)
-    return [msgspec.Raw(msgspec.json.encode(item)) for item in items]
 
 
 def _finite(logprob: float | None) -> float:

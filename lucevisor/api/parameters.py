@@ -131,7 +131,6 @@ _COLDEST = 1e-4
 
 
 def random_seed() -> int:
-    """Return a seed for a request without one."""
     return secrets.randbits(63)
 
 

@@ -101,9 +101,6 @@ def custom_input(arguments: str) -> str:
 STORED_RESPONSES: Final = "stored_responses"
 """Member that the server adds to a body of the Responses API: items of earlier responses, by their ids."""
 
-EncodedResponse = list[bytes]
-"""The body of a response that needs no model, in parts."""
-
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
@@ -118,5 +115,4 @@ class PreparedRequest:
     compressed: tuple[CompressedPrompt, ...] = ()
 
     def with_options(self, **changes: Any) -> PreparedRequest:
-        """Return the request with other options."""
         return replace(self, options=msgspec.structs.replace(self.options, **changes))

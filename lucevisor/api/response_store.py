@@ -59,7 +59,6 @@ class ResponseStore:
                 self._used_bytes -= self._stored.popitem(last=False)[1].n_bytes
 
     def get(self, response_id: str, key_id: str) -> StoredResponse | None:
-        """Return a response of this key, or None."""
         with self._lock:
             response = self._stored.get(response_id)
             if response is None or response.key_id != key_id:

@@ -241,8 +241,6 @@ _PATH: Final = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _UNKNOWN: Final = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING: Final = re.compile(r"^Object missing required field `(?P<name>.*)`$")
 _STEP: Final = re.compile(r"\.([^.\[]+)|\[([^\]]*)\]")  # of such a path: a field or an index
-_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # in JSON, as an escape or as bytes
-_ESCAPED_BYTES: Final = range(0xDC80, 0xDD00)  # what surrogateescape makes of bytes 0x80 to 0xFF
 _TYPE_NAMES: Final = {
     "int": "integer",
     "float": "number",
@@ -272,56 +270,33 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 
 def _refuse_broken_text(raw: bytes) -> None:
     """Raise ApiError 400 naming the value with half of a surrogate pair or bytes that are not UTF-8, if that is all
-    that is wrong with the body.
-
-    Python's JSON parser takes what msgspec refuses with a message about the syntax, or about a byte of some text.
+    that is wrong with the body: msgspec's message is about the syntax then, or about a byte of some text.
     """
-    try:
-        text = _decoded(raw)
-        found = None if text is None else _find_surrogate(json.loads(text), "")
+    try:  # Python takes both: bytes become surrogates
+        path = _broken_text(json.loads(raw.decode("utf-8", "surrogateescape")), "")
     except (ValueError, RecursionError):
         return
-    if found is None:
-        return
-    param, half = found[0].lstrip(".") or "body", ord(found[1])
-    param = param if len(param) <= _MAX_NAME_CHARS else param[:_MAX_NAME_CHARS] + "…"
-    if half in _ESCAPED_BYTES and not _is_text(raw):
-        why = f"is not UTF-8 at its byte 0x{half - _ESCAPED_BYTES[0] + 0x80:02X}; send bodies in UTF-8"
-    else:
-        why = f"holds U+{half:04X}, half of a surrogate pair, which is no character; send both halves, or U+FFFD"
-    raise bad_parameter(param, why)
+    if path is not None:
+        why = "holds bytes that are not UTF-8, or half of a surrogate pair; send UTF-8, and both halves or U+FFFD"
+        raise bad_parameter(_shortened(path.lstrip(".") or "body"), why)
 
 
-def _decoded(raw: bytes) -> str | None:
-    """Return a body with text that no UTF-8 holds: halves of surrogate pairs, and bytes as U+DC80 to U+DCFF."""
-    if not _is_text(raw):
-        return raw.decode("utf-8", "surrogateescape")
-    return raw.decode("utf-8", "surrogatepass") if _SURROGATE.search(raw) else None
-
-
-def _is_text(raw: bytes) -> bool:
-    """Return whether bytes are UTF-8, halves of surrogate pairs included."""
-    try:
-        raw.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _find_surrogate(value: object, path: str) -> tuple[str, str] | None:
-    """Return the path and the first surrogate of the first text that has one; of a key, the path of its object."""
+def _broken_text(value: object, path: str) -> str | None:
+    """Return the path of the first text with a surrogate; of a key, the path of its object."""
     if isinstance(value, str):
-        found = SURROGATES.search(value)
-        return None if found is None else (path, found[0])
+        return path if SURROGATES.search(value) else None
+    inside: Iterable[tuple[str, object]] = ()
     if isinstance(value, list):
         inside = ((f"{path}[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, dict):
-        if found := SURROGATES.search("".join(value)):
-            return path, found[0]
+        if SURROGATES.search("".join(value)):
+            return path
         inside = ((f"{path}.{name}", item) for name, item in value.items())
-    else:
-        return None
-    return next((place for name, item in inside if (place := _find_surrogate(item, name)) is not None), None)
+    return next((place for name, item in inside if (place := _broken_text(item, name)) is not None), None)
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _MAX_NAME_CHARS else name[:_MAX_NAME_CHARS] + "…"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,7 +344,7 @@ def to_record(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = 
             and name not in rules.neutral
             and not (rules.open and (value is None or _is_new(name, known)))
         ):
-            shown = name if len(name) <= _MAX_NAME_CHARS else name[:_MAX_NAME_CHARS] + "…"
+            shown = _shortened(name)
             raise bad_parameter(
                 shown, f"is not a parameter of this endpoint{_nearest(shown, known)}", "unknown_parameter"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 import ssl
@@ -20,13 +21,11 @@ from lucevisor.api.request_context import (
     ACTIVE,
     APP_CONTEXT,
     BUFFERED_BODIES,
-    IGNORED_BEFORE,
     METRICS,
     RESPONSE_STORE,
-    START_LIMITER,
+    START_TURNS,
     ActiveRequests,
     BufferedBodies,
-    LoopLimiter,
 )
 from lucevisor.api.response_store import ResponseStore
 from lucevisor.errors import ConfigError, LucevisorError
@@ -75,14 +74,12 @@ def adopt(sockets: Sequence[socket.socket], host: str, port: int) -> list[socket
 
 
 def url_of(sock: socket.socket, scheme: str = "http") -> str:
-    """Return the URL at which a socket can be asked."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _addresses(host: str) -> list[tuple[int, str]]:
-    """Return families and addresses of `host`.  Raises OSError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return list(dict.fromkeys((int(family), str(address[0])) for family, _, _, _, address in found))
 
@@ -118,9 +115,8 @@ def create_app(ctx: AppContext) -> web.Application:
     app[METRICS] = Metrics(ctx)
     app[ACTIVE] = ActiveRequests()
     app[BUFFERED_BODIES] = BufferedBodies()
-    app[IGNORED_BEFORE] = set()
     app[RESPONSE_STORE] = ResponseStore(ctx.settings.stored_responses, ctx.settings.stored_bytes)
-    app[START_LIMITER] = LoopLimiter(_STARTS_PER_ITERATION)
+    app[START_TURNS] = asyncio.Semaphore(_STARTS_PER_ITERATION)
     app.on_response_prepare.append(set_headers)
     app.on_shutdown.append(_close_preprocessor)
     for route in ROUTES:

@@ -80,7 +80,6 @@ class EventStream:
         return self.response.prepared
 
     async def send(self, events: Sequence[object]) -> None:
-        """Send events with JSON data, in one write; raises ClientGone."""
         if events:
             await self._write(b"".join(map(self._encoded, events)))
 
@@ -90,7 +89,6 @@ class EventStream:
             await self._write(b": waiting\n\n")
 
     async def finish(self) -> None:
-        """End a complete stream."""
         if self._format.style == "data":
             await self._write(b"data: [DONE]\n\n")
         await self._end()

@@ -95,7 +95,6 @@ class CacheOperations:
         return gone
 
     async def remove(self, files: Sequence[str], *, everything: bool) -> list[JsonObject]:
-        """Remove files by name, or all."""
         store = self._store()
         try:
             return await asyncio.to_thread(maintenance.remove, store.directory, files, everything=everything)

@@ -241,7 +241,6 @@ def configure(
 
 
 def set_level(level: str) -> None:
-    """Log from this level on."""
     number = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(number))
 
@@ -271,7 +270,6 @@ def print_line(line: str) -> None:
 
 
 def path() -> Path | None:
-    """Return the file that is logged to."""
     return Path(_file.baseFilename) if _file is not None else None
 
 
@@ -309,7 +307,6 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def record_of(line: str) -> dict[str, Any] | None:
-    """Return the record of a line, or None if it is not one."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -71,13 +71,11 @@ class FamilyCard(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = {}
 
     def stop_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """The tokens that end an answer."""
         ids = (tokenizer.token_id(text) for text in self.stop)
         return frozenset(i for i in ids if i is not None and tokenizer.is_special(i))
 
 
 def card_files() -> list[Path]:
-    """The files of all cards."""
     return sorted((locate("etc") / "model_cards").glob("*.toml"))
 
 

@@ -203,7 +203,11 @@ def run(config: Config, name: str, observer: Display, options: RunOptions) -> Ex
             check_directory(Path(config.cache.dir))
         early.stop_raising()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_run(config, model, run_dir, observer, options, early))
+
+            async def serve() -> ExitCode:  # a Supervisor is made in a running loop
+                return await Supervisor(config, model, run_dir, observer, options).run(early)
+
+            return runner.run(serve())
     except KeyboardInterrupt:  # stopped before there was anything to stop
         return ExitCode.DONE
     finally:
@@ -234,17 +238,6 @@ def _fetching(what: str) -> None:
     """Called when a model file is about to be downloaded, which blocks."""
     log.info("fetching", what=what)
     Notifier().send(STATUS=f"fetching {what}", EXTEND_TIMEOUT_USEC=int(FETCH_S * 1e6))
-
-
-async def _run(
-    config: Config,
-    model: ServedModel,
-    run_dir: RunDirectory,
-    observer: Display,
-    options: RunOptions,
-    early: EarlySignals,
-) -> ExitCode:
-    return await Supervisor(config, model, run_dir, observer, options).run(early)
 
 
 _RELOADED_KEYS: Final = {"log.level", "server.api_keys_file", "server.admin_keys_file", "server.cors_origins"}

@@ -122,7 +122,6 @@ class RunDirectory:
 
     @property
     def lock(self) -> int:
-        """The descriptor that holds the name; only between ``claim`` or ``adopt`` and ``release``."""
         assert self._lock is not None
         return self._lock
 

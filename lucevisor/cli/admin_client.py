@@ -96,7 +96,6 @@ class Watch:
 
     @property
     def on(self) -> bool:
-        """True if standard error is a terminal."""
         return self._live is not None
 
     def show(self, status: dict[str, Any]) -> None:

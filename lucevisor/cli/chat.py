@@ -50,7 +50,6 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def sent(self) -> list[dict[str, Any]]:
-        """Return all messages, the system prompt first."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
 
     def run_command(self, line: str) -> str | None:
@@ -214,7 +213,6 @@ class _Shown:
             self._console.print(self._speed, style="dim")
 
     def add(self, chunk: ChatCompletionChunk) -> None:
-        """Show one more piece of the stream."""
         for choice in chunk.choices:
             thought = getattr(choice.delta, "reasoning_content", None) or ""
             said = choice.delta.content or ""

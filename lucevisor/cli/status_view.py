@@ -27,7 +27,6 @@ SHOWN_POSITIONS = 8
 
 
 def styled_state(state: str) -> Text:
-    """Return a state in its colour."""
     return Text(state, STYLES.get(state, CHANGING))
 
 
@@ -112,7 +111,6 @@ def problem_lines(status: Status) -> Iterator[Text]:
 
 
 def warning_lines(status: Status) -> Iterator[Text]:
-    """Yield what makes a group slower than it could be."""
     for group in status["groups"]:
         for warning in group["warnings"]:
             yield Text.assemble((f"group {group['name']} is slow: ", CHANGING), warning)

@@ -43,7 +43,6 @@ class InfillTokens:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> InfillTokens | None:
-        """Return those of a vocabulary, None if it has none."""
         for names in _NAMES:
             prefix, suffix, middle = map(tokenizer.token_id, names)
             if prefix is not None and suffix is not None and middle is not None:

@@ -83,7 +83,6 @@ class OutputParser:
             self._begin(_ParserState.REASONING, _LINE_ENDS)
 
     def push(self, text: str) -> list[OutputEvent]:
-        """Parse more text; return the events that are certain."""
         self._text += text
         self._n_chars += len(text)
         return self._advance(final=False)
@@ -273,7 +272,6 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Return the text that is safe to emit; "" after a match."""
         if self.matched is not None:
             return ""
         if not self._stops:

@@ -109,7 +109,6 @@ def types(schema: object, definitions: Schema) -> frozenset[str]:
 
 
 def type_names(type_: object) -> frozenset[str]:
-    """Return the types that the keyword ``type`` allows."""
     names = [type_] if isinstance(type_, str) else type_ if isinstance(type_, list) else None
     if names is None:
         return ANY_TYPE
@@ -118,7 +117,6 @@ def type_names(type_: object) -> frozenset[str]:
 
 
 def type_of(value: object) -> str:
-    """Return the type of a JSON value."""
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
@@ -154,7 +152,6 @@ def _conjuncts(schema: Schema, definitions: Schema) -> list[Any]:
 
 
 def _choices(schema: Schema) -> list[list[Any]]:
-    """Lists of schemas of which one holds."""
     return [options for key in ("anyOf", "oneOf") if isinstance(options := schema.get(key), list)]
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from lucevisor.text.llguidance_limits import LIMITS, TRIAL_LIMITS, is_panic
+from lucevisor.text.llguidance_limits import LIMITS, TRIAL_LIMITS, GrammarError, is_panic
 
 _END: Final = 256  # the token behind the 256 bytes
 _TRIED_CHARACTERS: Final = 8
@@ -37,7 +37,7 @@ MAX_PATTERNS: Final = 64
 """Patterns of one object: each is compared with all others, and with all names."""
 
 # Each alternative ends within a bound or at the end of the text, so that reading takes linear time.
-_PART: Final = re.compile(
+PART: Final = re.compile(
     r"""(?P<open>\((?:\?(?:P?<[^>=!]{0,64}>|[a-zA-Z-]{0,9}:|<?[=!])|\?[a-zA-Z-]{1,9}(?=\)))?)
     | (?P<close>\)) | (?P<or>\|) | (?P<none>[\^$])
     | (?:(?P<some>[*?])|(?P<more>\+)|\{(?P<times>\d+)(?:,\d*)?\})\??
@@ -47,7 +47,7 @@ _PART: Final = re.compile(
 )
 
 
-class PatternError(ValueError):
+class PatternError(GrammarError):
     """An expression cannot be compiled; the message says why."""
 
 
@@ -99,7 +99,7 @@ def check_length(expression: str) -> int:
     Raises PatternError for one of which a part matches only very long texts.
     """
     length = Length()
-    for part in _PART.finditer(expression):
+    for part in PART.finditer(expression):
         kind = part.lastgroup
         if kind == "open":
             length.open()

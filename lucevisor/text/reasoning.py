@@ -127,7 +127,6 @@ class ReasoningBudget:
             self._n_taken += 1
 
     def _forced(self, state: _State) -> int | None:
-        """Return the only token that may follow, or None."""
         spent = state.inside and state.left <= 0 and not _within_character(state.tail)
         if state.n_forced < len(self._ending) and (spent or state.n_forced):
             return self._ending[state.n_forced]

@@ -51,7 +51,6 @@ class Scheme:
     added_text: re.Pattern[str] = re.compile(r"\s+")
 
     def normalizer(self) -> normalizers.Normalizer | None:
-        """Return the normaliser of the `tokenizers` library, or None when text is taken as it is."""
         if self.normal is Normal.NFC:
             return normalizers.NFC()
         if self.normal is Normal.METASPACE:

@@ -59,11 +59,9 @@ class RenderedPrompt:
 
     @property
     def text(self) -> str:
-        """The whole prompt."""
         return "".join(segment.text for segment in self.segments)
 
     def ids(self, tokenizer: Tokenizer) -> list[int]:
-        """Return the token ids; as in transformers, with a BOS token only if the template writes it."""
         return tokenizer.encode_segments(self.segments)
 
     def encoded(self, tokenizer: Tokenizer) -> EncodedPrompt:

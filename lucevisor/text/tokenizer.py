@@ -242,7 +242,6 @@ def _is_plain(text: str, kind: int, scheme: Scheme) -> bool:
 
 
 def _build_core(vocabulary: Vocabulary, scheme: Scheme) -> BpeCore:
-    """Build the BPE core, without control tokens."""
     tokens, types = vocabulary.tokens, vocabulary.types
     usable = {
         text: token_id

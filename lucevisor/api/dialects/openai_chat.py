@@ -24,7 +24,6 @@ from lucevisor.api.output import (
     TokenRecord,
     UsageTotals,
     chat_logprobs,
-    encode_items,
 )
 from lucevisor.api.parameters import (
     budget_of,
@@ -281,7 +280,6 @@ def _check_tool(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def custom_names(tools: list[dict[str, Any]]) -> list[str]:
-    """Return the names of the custom tools among checked ones."""
     return [tool["custom"]["name"] for tool in tools if tool["type"] == "custom"]
 
 
@@ -509,7 +507,6 @@ class ChatRequestBuilder:
     unused: list[str] = field(default_factory=list)
 
     def add_message(self, message: dict[str, Any], origin: str) -> None:
-        """Append a message."""
         self.messages.append(message)
         self.origins["messages"].append(origin)
 
@@ -520,7 +517,6 @@ class ChatRequestBuilder:
         self.origins["tools"].append(origin)
 
     def keep_tools(self, names: Collection[object]) -> None:
-        """Drop the tools with other names."""
         kept = [i for i, tool in enumerate(self.tools) if tool["function"]["name"] in names]
         self.tools = [self.tools[i] for i in kept]
         self.origins["tools"] = [self.origins["tools"][i] for i in kept]
@@ -609,8 +605,7 @@ class ChatFormatter(OpenAiFormatter):
     def _logprobs(self, tokens: Sequence[TokenRecord], *, full: bool = False) -> object:
         if not self.options.logprobs or not (full or any(token.content for token in tokens)):
             return None
-        result = chat_logprobs(self.tokenizer, tokens)
-        return {**result, "content": encode_items(result["content"])} if full else result
+        return chat_logprobs(self.tokenizer, tokens)
 
     def _tool_call(self, index: int, call: ToolCallDelta) -> dict[str, object]:
         # Globally unique, as the response id is; clients send it back with the tool's result.

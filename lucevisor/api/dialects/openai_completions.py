@@ -20,7 +20,6 @@ from lucevisor.api.output import (
     UsageTotals,
     completion_logprobs,
     echoed_logprobs,
-    encode_items,
 )
 from lucevisor.api.parameters import (
     check_choices,
@@ -124,7 +123,6 @@ def _check_scores(prompts: list[Prompt], n: int, n_top: int) -> None:
 
 
 def count_prompts(prompt: str | list[str | int | list[int]]) -> int:
-    """Return the number of prompts."""
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
 
 
@@ -238,7 +236,7 @@ class CompletionFormatter(OpenAiFormatter):
             result = echoed_logprobs(self.tokenizer, prompt, delta.prompt_scores, delta.tokens, n_echo)
         else:
             result = completion_logprobs(self.tokenizer, delta.tokens)
-        return result | {"top_logprobs": encode_items(result["top_logprobs"])} if full else result
+        return result
 
 
 def _text(delta: ChoiceDelta) -> str:

@@ -382,7 +382,6 @@ def _stored_turns(value: object) -> _StoredTurns:
 
 
 def previous_not_stored(response_id: str) -> ApiError:
-    """Return the 404 for a previous_response_id."""
     return ApiError(
         404,
         f"previous_response_id: {show(response_id)} is not stored here (expired, or made with another API key); "
@@ -597,7 +596,6 @@ class _ItemEvents:
 
     @property
     def text(self) -> str:
-        """The text that deltas add up to."""
         text: str = (self._part or self._item)[self._field]
         return text
 

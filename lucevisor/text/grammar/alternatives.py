@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, combinations, product
 from typing import Any, Final
 
-from lucevisor.text.grammar.matcher import GrammarError
+from lucevisor.text.llguidance_limits import GrammarError
 from lucevisor.text.parameters import ANY_TYPE, type_names, type_of
 from lucevisor.text.patterns import MAX_FORCED, MAX_PATTERNS, PatternError, checked, matches
 from lucevisor.text.references import Schema, resolved_name
@@ -237,7 +237,6 @@ def _plain(value: Any) -> Any:
 
 
 def _property(schema: Mapping[str, Any], name: str) -> Any:
-    """The schema of one property of an object."""
     properties, patterns = schema.get("properties") or {}, schema.get("patternProperties") or {}
     schemas = [properties[name]] if name in properties else []
     schemas += [value for pattern, value in patterns.items() if matches(pattern, name)]

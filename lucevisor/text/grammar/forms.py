@@ -14,9 +14,9 @@ from typing import Any, Final
 from llguidance import LLMatcher
 
 from lucevisor.text.grammar import gbnf, lark
-from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.schemas import prepared
-from lucevisor.text.patterns import PatternError, check_length
+from lucevisor.text.llguidance_limits import GrammarError
+from lucevisor.text.patterns import check_length
 
 Part = dict[str, Any]
 """One grammar of llguidance's notation: {"lark_grammar": ...} or {"json_schema": ...}."""
@@ -48,16 +48,12 @@ def json_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> Part:
 
 
 def any_object() -> Part:
-    """Any JSON object."""
     return json_schema({"type": "object"})
 
 
 def regex(pattern: str) -> Part:
     """Text that a regular expression (syntax of Rust's crate regex) matches from beginning to end."""
-    try:
-        check_length(_bounded(pattern))
-    except PatternError as error:
-        raise GrammarError(str(error)) from None
+    check_length(_bounded(pattern))
     part: Part = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]
     return part
 

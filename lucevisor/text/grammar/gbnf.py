@@ -12,7 +12,7 @@ import re
 from typing import Final
 
 from lucevisor.text.grammar.lark import check_lengths
-from lucevisor.text.grammar.matcher import GrammarError
+from lucevisor.text.llguidance_limits import GrammarError
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]+")
 _DEFINES: Final = re.compile(r"\s*::=")

@@ -16,8 +16,7 @@ from typing import Final
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from lucevisor.errors import LucevisorError
-from lucevisor.text.llguidance_limits import LIMITS, is_panic
+from lucevisor.text.llguidance_limits import LIMITS, GrammarError, is_panic
 from lucevisor.text.tokenizer import Tokenizer
 
 MAX_CACHED: Final = 32
@@ -30,10 +29,6 @@ _REPLAYS: Final = 8  # of a token, on average: each takes less than the mask bef
 _TOO_MUCH: Final = "it takes too much work"
 _ALL: Final = 0xFF
 _SLOW_S: Final = 0.002  # looking at drafts takes some 10 us
-
-
-class GrammarError(LucevisorError):
-    """A grammar is malformed or takes too much work; the message is llguidance's."""
 
 
 class Matcher:

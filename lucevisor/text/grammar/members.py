@@ -117,22 +117,12 @@ def _with_names(
     return fitting, limited
 
 
-def sequence(
-    rules: Rules,
-    members: Members | None,
-    declared: Callable[[str, Any, str], str | None],
-    undeclared: Callable[[str, Any], str | None],
-    comma: str = "",
-) -> str | None:
-    """Return an expression for the members one after another, with ``comma`` between them; None if there is none.
+class MemberSequence:
+    """Rules for what may follow the members so far, by the next declared one and their number as far as it matters.
 
-    ``declared`` and ``undeclared`` write a member, or return None if its schema allows no value.
+    ``declared`` and ``undeclared`` write a member, or return None if its schema allows no value; ``comma``: between
+    members.
     """
-    return None if members is None else _Sequence(rules, members, declared, undeclared, comma).written()
-
-
-class _Sequence:
-    """Rules for what may follow the members so far, by the next declared one and their number as far as it matters."""
 
     def __init__(
         self,
@@ -140,7 +130,7 @@ class _Sequence:
         members: Members,
         declared: Callable[[str, Any, str], str | None],
         undeclared: Callable[[str, Any], str | None],
-        comma: str,
+        comma: str = "",
     ) -> None:
         self._rules, self._comma = rules, comma
         self._min, self._max = members.min_number, members.max_number
@@ -154,6 +144,7 @@ class _Sequence:
         self._rest: dict[tuple[int, int], str | None] = {}  # by the next declared member, and the number so far
 
     def written(self) -> str | None:
+        """Return an expression for the members one after another; None if there is none."""
         if not self._is_possible:
             return None
         # From the last to the first, so that no recursion is as deep as an object has members.

@@ -20,8 +20,8 @@ from typing import Any, Final
 from lucevisor.errors import show
 from lucevisor.text import patterns
 from lucevisor.text.grammar.alternatives import Alternatives
-from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.references import Flattener, UnresolvedReferenceError, resolved_name, without_endless
+from lucevisor.text.llguidance_limits import GrammarError
+from lucevisor.text.references import Flattener, Place, resolved_name, without_endless
 
 MAX_DEPTH: Final = 80
 """Schemas within one another, references followed: llguidance follows them on its stack."""
@@ -62,10 +62,7 @@ def prepared(schema: Mapping[str, Any], *, lenient: bool) -> Ready:
     is no JSON schema.
     """
     flattener = Flattener(schema, lenient)
-    try:
-        flat = without_endless(flattener.flattened())
-    except UnresolvedReferenceError as unresolved:
-        raise GrammarError(str(unresolved)) from None
+    flat = without_endless(flattener.flattened())
     ready = False if isinstance(flat, bool) else _Preparation(flat, flattener.paths, lenient).prepared()
     error = _compile_error(ready)
     if error and lenient:
@@ -112,27 +109,11 @@ class _Survey:
         return self.declares and not self.is_open and self.min_properties <= len(self.names)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A schema, and a pointer to it in the schema that the client sent."""
-
-    schema: Any
-    path: str
-
-    def child(self, *steps: str | int) -> _Place:
-        """Return what lies under these keys; raises LookupError."""
-        value, path = self.schema, self.path
-        for step in steps:
-            value = value[step]
-            path += "/" + str(step).replace("~", "~0").replace("/", "~1")
-        return _Place(value, path)
-
-
 class _Preparation:
     """Prepares a flattened schema; ``paths``: of its definitions in the schema that the client sent."""
 
     def __init__(self, flat: Mapping[str, Any], paths: Mapping[str, str], lenient: bool) -> None:
-        self.root, self._given_definitions, self._paths = _Place(flat, "#"), flat.get("$defs", {}), paths
+        self.root, self._given_definitions, self._paths = Place(flat, "#"), flat.get("$defs", {}), paths
         self.alternatives = Alternatives(self._given_definitions, strict=False)
         self.lenient = lenient
         self._definitions: dict[str, Ready] = {}
@@ -148,14 +129,14 @@ class _Preparation:
             ready["$defs"] = self._definitions
         return ready
 
-    def target(self, place: _Place) -> _Place:
+    def target(self, place: Place) -> Place:
         """The definition that a schema refers to."""
         name = resolved_name(place.schema)
-        return _Place(self._given_definitions[name], self._paths[name])
+        return Place(self._given_definitions[name], self._paths[name])
 
     # -- one schema
 
-    def value(self, place: _Place, scope: _Scope) -> Ready:
+    def value(self, place: Place, scope: _Scope) -> Ready:
         schema = place.schema
         if isinstance(schema, bool):
             return schema
@@ -169,7 +150,7 @@ class _Preparation:
         finally:
             self._depth -= 1
 
-    def _without_siblings(self, place: _Place, scope: _Scope) -> _Place:
+    def _without_siblings(self, place: Place, scope: _Scope) -> Place:
         """The place, less the keywords beside a reference that go round in a circle."""
         schema = place.schema
         if "$ref" not in schema or resolved_name(schema) not in self._active:
@@ -182,7 +163,7 @@ class _Preparation:
         self._made.append(schema)
         return replace(place, schema=schema)
 
-    def _schema(self, place: _Place, scope: _Scope) -> Ready:
+    def _schema(self, place: Place, scope: _Scope) -> Ready:
         schema: Mapping[str, Any] = place.schema
         kinds = self.kinds(place)
         survey = self.survey(place)
@@ -195,7 +176,7 @@ class _Preparation:
             inner = _Scope(part=True, shared=scope.shared | several)
         return _SchemaWriter(self, place, kinds, inner, closing, composed=composed or scope.part).written()
 
-    def kinds(self, place: _Place) -> frozenset[str]:
+    def kinds(self, place: Place) -> frozenset[str]:
         """The types that a schema's own ``type`` allows."""
         type_ = place.schema.get("type", _ALL_KINDS)
         kinds = [type_] if isinstance(type_, str) else type_
@@ -206,14 +187,14 @@ class _Preparation:
                 raise _malformed(place, "type", f"{show(kind)} is not a type of JSON schema")
         return frozenset("number" if kind == "integer" else kind for kind in kinds)
 
-    def unsupported(self, place: _Place, keyword: str, reason: str = "cannot be enforced") -> None:
+    def unsupported(self, place: Place, keyword: str, reason: str = "cannot be enforced") -> None:
         """Refuse a keyword of a strict schema; the caller drops it otherwise."""
         if not self.lenient:
             raise GrammarError(f"{keyword} at {place.path} {reason}")
 
     # -- references
 
-    def reference(self, place: _Place, scope: _Scope) -> Ready:
+    def reference(self, place: Place, scope: _Scope) -> Ready:
         """The reference to a definition, which is prepared here the first time."""
         target, name = self.target(place), resolved_name(place.schema)
         if isinstance(target.schema, bool):
@@ -229,7 +210,7 @@ class _Preparation:
 
     # -- what composed schemas say of an object
 
-    def survey(self, place: _Place) -> _Survey:
+    def survey(self, place: Place) -> _Survey:
         schema = place.schema
         if not isinstance(schema, Mapping):
             return _Survey(Counter())
@@ -256,7 +237,7 @@ class _Preparation:
         return survey
 
     @staticmethod
-    def _own_survey(place: _Place) -> _Survey:
+    def _own_survey(place: Place) -> _Survey:
         schema = place.schema
         properties, required = schema.get("properties"), schema.get("required")
         survey = _Survey(Counter(list(properties) if isinstance(properties, Mapping) else []))
@@ -294,7 +275,7 @@ def _constraints(schema: Mapping[str, Any]) -> int:
     return sum(key in _CONSTRAINTS for key in schema)
 
 
-def _malformed(place: _Place, keyword: str, reason: str) -> GrammarError:
+def _malformed(place: Place, keyword: str, reason: str) -> GrammarError:
     return GrammarError(f"{keyword} at {place.path} {reason}".lstrip() if keyword else f"{place.path} {reason}")
 
 
@@ -304,7 +285,7 @@ class _SchemaWriter:
     def __init__(
         self,
         preparation: _Preparation,
-        place: _Place,
+        place: Place,
         kinds: frozenset[str],
         scope: _Scope,
         closing: _Survey | None,
@@ -714,7 +695,7 @@ def _both(first: Ready, second: Ready) -> Ready:
     return first if second is True or first is False else {"allOf": [first, second]}
 
 
-def _required_names(places: Sequence[_Place]) -> list[str] | None:
+def _required_names(places: Sequence[Place]) -> list[str] | None:
     """The names that schemas require, if each does nothing but to require one."""
     names = []
     for place in places:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lucevisor.text.grammar.alternatives import Alternatives
-from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.grammar.members import members, sequence
+from lucevisor.text.grammar.members import MemberSequence, members
 from lucevisor.text.grammar.rules import ANYTHING, Rules, quoted
 from lucevisor.text.grammar.schemas import UnsatisfiableError
 from lucevisor.text.grammar.texts import fits_as_text, text_terminal
+from lucevisor.text.llguidance_limits import GrammarError
 from lucevisor.text.parameters import ANY_TYPE
 from lucevisor.text.references import with_definitions
 from lucevisor.text.tools.call import Function
@@ -72,15 +72,15 @@ def bare_parameters(
         value = _value(rules, schema, ending, alternatives, "additionalProperties")
         return None if value is None else f"{undeclared(terminal)} {value}"
 
-    sequences = list[str]()
+    sequences = list[str | None]()
     for objects in alternatives.of(function.schema, "parameters"):
         if "enum" in objects:
             alternatives.refuse("parameters", "enum")
-        written = sequence(rules, members(objects, alternatives, "properties"), of_name, of_names)
-        sequences += [] if written is None else [written]
-    if not sequences:
+        if (allowed := members(objects, alternatives, "properties")) is not None:
+            sequences.append(MemberSequence(rules, allowed, of_name, of_names).written())
+    if not any(sequences):
         raise GrammarError("they allow no arguments, as required properties are forbidden")
-    return f"({' | '.join(sequences)})"
+    return f"({' | '.join(filter(None, sequences))})"
 
 
 def _value(rules: Rules, schema: Any, ending: Ending, alternatives: Alternatives, where: str) -> str | None:
@@ -116,7 +116,6 @@ class _Values:
         self._json = list[dict[str, Any]]()
 
     def add(self, alternative: dict[str, Any]) -> None:
-        """Add an alternative of the schema."""
         kinds = set(alternative["type"])
         if "enum" in alternative:
             for value in alternative["enum"]:

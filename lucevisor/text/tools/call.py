@@ -71,5 +71,4 @@ class ToolFormat(Protocol):
 
 
 def make_call(name: str, arguments: Mapping[str, object]) -> ToolCall:
-    """Return a call with its arguments written as JSON."""
     return ToolCall(name, json_text.write(arguments))

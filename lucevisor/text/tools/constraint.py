@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.rules import Rules
+from lucevisor.text.llguidance_limits import GrammarError
 from lucevisor.text.parameters import Tools, types
-from lucevisor.text.references import Schema, UnresolvedReferenceError, flattened, without_endless
+from lucevisor.text.references import Schema, flattened, without_endless
 from lucevisor.text.tools.call import Function, ToolFormat
 
 MAX_CALLS: Final = 32
@@ -77,9 +77,9 @@ def _call(rules: Rules, tool_format: ToolFormat, function: Function) -> str:
         if isinstance(schema, bool):
             raise GrammarError("no value fits them")
         return tool_format.grammar(rules, replace(function, schema=_of_objects(schema, strict=function.strict)))
-    except (GrammarError, UnresolvedReferenceError) as error:
+    except GrammarError:
         rules.drop(mark)
-        raise GrammarError(str(error)) from None
+        raise
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         rules.drop(mark)
         raise GrammarError(f"they are no JSON schema ({type(error).__name__}: {error})") from None

@@ -49,7 +49,6 @@ class XmlFunction:
         return self.parse(_UNCLOSED.sub(r"\1\n</parameter>", body), tools)
 
     def is_inside_value(self, body: str) -> bool:
-        """Return whether the text ends inside a parameter."""
         start = body.find("<parameter=")
         if start < 0:
             return False
@@ -57,7 +56,6 @@ class XmlFunction:
         return not ends or _opened(body, ends[-1]) is not None
 
     def grammar(self, rules: Rules, function: Function) -> str:
-        """Return an expression for the calls of a function."""
         head, tail = rules.text(f"\n<function={function.name}>\n"), rules.text("</function>")
         names = sorted(Parameters([{"name": "", "parameters": function.schema}], "").names)
         declared = "|".join(re.escape(name).replace("/", "\\/") for name in names)
