@@ -17,9 +17,9 @@ from tests.families.test_weight_formats import with_formats_of
 from tests.model.drafter_files import DFLASH2, MTP, TARGET, UPSTREAM, copy
 
 KINDS = {"dflash": (TARGET, UPSTREAM), "dflash2": (TARGET, DFLASH2), "mtp": (MTP, MTP)}
-FEW = DraftVocabularySizes(mimax_rows=16, multiple=16)
+FEW = DraftVocabularySizes(min_vocabulary=0, max_rows=16, multiple=16)
 """16 of the 288 tokens."""
-MANY = DraftVocabularySizes(mishare=2, multiple=16)
+MANY = DraftVocabularySizes(min_vocabulary=0, share=2, multiple=16)
 """144 of them."""
 
 
