@@ -149,11 +149,6 @@ class PipelineAssembly:
         return self._pipeline is not None and not self._lost
 
     @property
-    def lost_groups(self) -> frozenset[str]:
-        """The groups whose stages the pipeline waits for."""
-        return frozenset(self._lost)
-
-    @property
     def holding(self) -> bool:
         """True while requests wait for daemons."""
         return self._engine.holding
