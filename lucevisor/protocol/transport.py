@@ -115,7 +115,7 @@ class Link:
             self._connection.send_encoded(message)
             buffers: list[bytes | memoryview] = [message]
         else:
-            buffers = self._connection.send(message, request_id, payload=payload, n_fds=len(fds))
+            buffers = self._connection.send(message, request_id, payload=payload)
         if self._queue:
             self._enqueue(buffers, fds)
             return
@@ -330,7 +330,7 @@ class BlockingLink:
                 self._connection.send_encoded(message)
                 buffers: list[bytes | memoryview] = [message]
             else:
-                buffers = self._connection.send(message, request_id, payload=payload, n_fds=len(fds))
+                buffers = self._connection.send(message, request_id, payload=payload)
             if fds:
                 self._write_held()
             self._write_all(buffers, fds)
