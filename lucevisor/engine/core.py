@@ -87,8 +87,6 @@ class Engine:
     """Requests in, events out, over the attached pipeline."""
 
     def __init__(self, limits: EngineLimits, settings: EngineSettings) -> None:
-        if settings.max_queue < 1:
-            raise ValueError(f"max_queue is {settings.max_queue}; every request passes the queue, so give 1 or more")
         self._settings, self._clock = settings, settings.clock
         self.scheduler = Scheduler(limits)
         self.pipeline: Pipeline | None = None
@@ -190,11 +188,8 @@ class Engine:
         """Use a pipeline whose daemons hold no sequences; queued and held requests start.
 
         ``restored``: they have the bytes of what was frozen before ``detach_frozen``, so running requests go on.
-        ``before_steps`` is called with whether they do, before the first step.  Raises RuntimeError when one is
-        attached already.
+        ``before_steps`` is called with whether they do, before the first step.
         """
-        if self.pipeline is not None:
-            raise RuntimeError("a pipeline is attached already; detach it first")
         opening = self._stages.opening if restored else None
         if opening is None and self._stages.opening is not None:  # parted, and the bytes are not there
             self.detach(RequestError("shard_lost", self._unavailable))
@@ -478,12 +473,10 @@ class DrafterAttachment:
         """Draft with the draft stage behind ``link``, whose daemon holds no sequences yet.
 
         ``with_output``: it is the output stage's daemon.  ``restored``: it has the state of the drafter before, and no
-        step was planned since that was detached.  Raises RuntimeError without a pipeline or with a drafter,
-        ValueError if the limits have no room for one.
+        step was planned since that was detached.
         """
         pipeline = self._engine.pipeline
-        if pipeline is None:
-            raise RuntimeError("there is no pipeline to attach a drafter to; attach one first")
+        assert pipeline is not None
         self._engine.scheduler.attach_drafter(with_output=with_output, restored=restored)
         pipeline.drafts.attach(link, with_output=with_output)
         self._engine.proceed()

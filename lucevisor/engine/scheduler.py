@@ -568,8 +568,6 @@ class Scheduler:
     def attach_drafter(self, *, with_output: bool, restored: bool = False) -> None:
         """Ask a drafter from the next step on, fresh or with ``restored`` state; ``with_output``: it runs in the output
         stage's daemon.
-
-        Raises ValueError if the limits have no room for one, RuntimeError if there is one.
         """
         opening = bool(self.running or self._operations)
         self.drafting.attach(with_output=with_output, opening=opening, restored=restored)

@@ -30,12 +30,7 @@ class PageAllocator:
     """
 
     def __init__(self, n_total: int, name: str = "pages", first: int = 0, tier: Tier = Tier.DEVICE) -> None:
-        """Start with every id free.  ``tier``: the memory of all its ids.  ``name`` appears in error messages.
-
-        Raises ValueError if ``n_total`` is negative.
-        """
-        if n_total < 0:
-            raise ValueError(f"{name}: pool size is {n_total}; give 0 or more")
+        """Start with every id free.  ``tier``: the memory of all its ids.  ``name`` appears in error messages."""
         self.name = name
         self.tier = tier
         self._first = first
@@ -85,12 +80,7 @@ class PageAllocator:
         return self._ref_counts[page - self._first]
 
     def allocate(self, n: int) -> list[int] | None:
-        """Take ``n`` free ids with one owner each, or None, taking nothing, if fewer are free.
-
-        Raises ValueError if ``n`` is negative.
-        """
-        if n < 0:
-            raise ValueError(f"{self.name}: cannot allocate {n} ids; ask for 0 or more")
+        """Take ``n`` free ids with one owner each, or None, taking nothing, if fewer are free."""
         if n > len(self._free):
             return None
         taken = [heappop(self._free) for _ in range(n)]
