@@ -19,7 +19,7 @@ from typing import Final
 
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import Entries, Growth, HostMemoryFull, MakeRoom, NoRoom, PagedOut, PageTable, Swap
-from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_host_pages, max_resident_chunk, pages_of
+from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_host_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 FADING: Final = 0.8  # what a score is worth at the next ranking
@@ -36,11 +36,6 @@ class Residency:
     pool_pages: int
     policy: ResidencyPolicy = "lru"
     tau: int = 64
-
-    @property
-    def max_chunk(self) -> int:
-        """Tokens of the longest slice."""
-        return max_resident_chunk(self.pool_pages)
 
     @property
     def keeps_host(self) -> bool:
