@@ -31,7 +31,7 @@ def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
     if not 0 <= layer < model.spec.n_layers:
         raise click.UsageError(f"--layer {layer}: the model has layers 0 to {model.spec.n_layers - 1}")
     devices, _ = asyncio.run(inventory(loaded))
-    placed = plan(model.spec, with_target_devices(loaded, devices), devices, None, model.draft_spec, model.score_spec)
+    placed = plan(model.spec, with_target_devices(loaded, devices), devices, None, model.draft_spec, model.scorer)
     dtype = placed.placement.dtype if isinstance(placed, Infeasible) else placed.dtype
     arena = check_arena()
 

@@ -52,7 +52,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     else:
         request = wanted(model.spec, loaded, found)
         speeds = None if request is None else read(request, model.spec)
-    result = make_plan(model.spec, loaded, found, speeds, model.draft_spec, model.score_spec)
+    result = make_plan(model.spec, loaded, found, speeds, model.draft_spec, model.scorer)
     click.echo(json.dumps(plan_json(result), indent=2) if as_json else text(result, verbose=verbose))
     for notice in loaded.notices:
         click.echo(f"notice: {notice}", err=True)

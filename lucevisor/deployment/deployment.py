@@ -388,7 +388,8 @@ class Deployment:
         placement = await self._placing.wait(group, hello)
         if group not in placement.groups:
             raise LucevisorError(f"it has nothing to run: the drafter is left out: {placement.draft_left_out}")
-        score_files = [] if self._model.scorer is None else [str(path) for path in self._model.scorer.files.paths]
+        scorer = self._model.scorer
+        score_files = [str(path) for path in scorer.files.paths] if scorer is not None and scorer.files else []
         files, draft_files = await self._weights.model_files(), None
         if group == self.draft_group:
             draft_files = await self._draft_files(alone=not placement.stages_of(group))
@@ -416,7 +417,7 @@ class Deployment:
         config, model = with_target_devices(self._config, inventory), self._model
         speeds = await speeds_for(model.spec, model.files, config, inventory)
         config = with_sizes(config, self._sizes)
-        result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.score_spec)
+        result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.scorer)
         self.unfit = why_unfit(result, self._sizes)
         if isinstance(result, Infeasible) or self.unfit:
             raise LucevisorError(self.unfit)
