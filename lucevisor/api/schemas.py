@@ -1,8 +1,4 @@
-"""Schemas of request bodies, and their decoder: any bytes give a record or an ApiError that names the parameter.
-
-No parameter is dropped silently.  Those without effect are in `HARMLESS`, those that would change the answer in
-`REFUSED` with the reason; unknown ones have no effect either, as clients send new ones with every version.
-"""
+"""Schemas of request bodies, and their decoder: any bytes give a record or an ApiError that names the parameter."""
 
 from __future__ import annotations
 
@@ -256,7 +252,6 @@ _type_info = functools.cache(inspect.type_info)
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
-    """Return the body's JSON object; raises ApiError 400."""
     try:
         value = msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
@@ -269,9 +264,7 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 
 
 def _refuse_broken_text(raw: bytes) -> None:
-    """Raise ApiError 400 naming the value with half of a surrogate pair or bytes that are not UTF-8, if that is all
-    that is wrong with the body: msgspec's message is about the syntax then, or about a byte of some text.
-    """
+    """Raise ApiError 400 naming a value that is no UTF-8, as msgspec's message is about the syntax or a byte."""
     try:  # Python takes both: bytes become surrogates
         path = _broken_text(json.loads(raw.decode("utf-8", "surrogateescape")), "")
     except (ValueError, RecursionError):
@@ -359,20 +352,17 @@ def to_record(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = 
 def ignored(
     kind: type[Body], fields: dict[str, Any], rules: ParameterRules = OPENAI, more: Iterable[str] = ()
 ) -> tuple[str, ...]:
-    """Return the names of the parameters that an accepted request gives and that have no effect, and `more` of them, in
-    order: as many as a header holds."""
+    """Return the names of parameters without effect, and `more` of them, in order: as many as a header holds."""
     effective = {*kind.__struct_fields__, *rules.refused, *rules.neutral, *rules.aliases}
     unused = {name for name in fields if fields[name] is not None and name not in effective}
     return tuple(sorted(map(_header_text, unused | {*more}))[:_MAX_NAMES])
 
 
 def _is_new(name: str, known: tuple[str, ...]) -> bool:
-    """Return whether an unknown parameter is none of the known ones misspelt."""
     return not difflib.get_close_matches(name[:_MAX_NAME_CHARS], known, n=1, cutoff=_MISSPELT)
 
 
 def _header_text(name: str) -> str:
-    """Return a name that an HTTP header can hold."""
     shown = name if len(name) <= _MAX_NAME_CHARS else name[:_MAX_NAME_CHARS] + "..."
     return shown.encode("ascii", "backslashreplace").decode() if shown.isprintable() else ascii(shown)
 
@@ -439,7 +429,6 @@ def _fields_at(kind: Any, path: str) -> tuple[str, ...]:
 
 
 def _choices_at(kind: Any, path: str) -> list[Any]:
-    """Return the values that the field at `path` may have, if it is one of a list of values."""
     types: list[Any] = [_type_info(kind)]
     for name, _ in _STEP.findall(path):
         inside: list[Any] = []
@@ -453,7 +442,6 @@ def _choices_at(kind: Any, path: str) -> list[Any]:
 
 
 def _members(types: list[Any]) -> list[Any]:
-    """Return types, and those of which unions among them consist."""
     return [part for item in types for part in (item.types if isinstance(item, inspect.UnionType) else (item,))]
 
 

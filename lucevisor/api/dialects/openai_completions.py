@@ -1,7 +1,4 @@
-"""OpenAI's completions: POST /v1/completions.
-
-Prompts sent as token ids reach the engine unchanged.
-"""
+"""OpenAI's completions.  Prompts sent as token ids reach the engine unchanged."""
 
 from __future__ import annotations
 
@@ -96,8 +93,6 @@ def read_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt; `text` is None if it was sent as token ids."""
-
     ids: list[int]
     text: str | None = None
 
@@ -127,7 +122,6 @@ def count_prompts(prompt: str | list[str | int | list[int]]) -> int:
 
 
 def read_prompts(prompt: str | list[str | int | list[int]], ctx: AppContext) -> list[Prompt]:
-    """Return the prompts: a text, several, a list of ids, or several of those."""
     if isinstance(prompt, str):
         return [_from_text(prompt, "prompt", ctx)]
     if not prompt:
