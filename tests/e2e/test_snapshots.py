@@ -13,13 +13,10 @@ import structlog
 
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
-from lucevisor.snapshots.policy import SnapshotSpeeds, SpeedMeter
 from tests.combinations import slow
 from tests.e2e.conversations import ANSWER, MODELS, Told, ask, converse
 from tests.e2e.service import running
 from tests.e2e.snapshot_service import MIN_TOKENS, PROMPT, Place, snapshots_of, told_of, until
-
-pytestmark = pytest.mark.usefixtures("computing_is_dear")
 
 
 async def converse_and_save(service: Service, vocabulary: int, n: int) -> Told:
@@ -42,8 +39,7 @@ async def four_arms(place: Place, n: int) -> None:
         counts = told_of(service)
         assert service.engine is not None
         tokens = service.engine.statistics().cache.tokens
-        read_bytes = snapshots_of(service).meter.read_bytes
-        assert 0 < read_bytes <= snapshots_of(service).store.statistics.restored_bytes
+        assert snapshots_of(service).store.statistics.restored_bytes > 0
     assert off.answers == cold.answers == warm.answers == again.answers
     assert counts["failed"] == 0
     assert counts["restored"] > 0
@@ -92,19 +88,18 @@ async def test_saved_under_one_split_and_used_under_others(name: str, tmp_path: 
     await across_splits(Place(MODELS[name], tmp_path), 2)
 
 
-async def test_the_log_says_why_a_slot_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SpeedMeter, "speeds", lambda self, seen: SnapshotSpeeds(prefill_tokens_per_s=1e12))
+async def test_the_log_says_why_a_slot_is_not_saved(tmp_path: Path) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG))
     place = Place(MODELS["qwen35"], tmp_path)
     with structlog.testing.capture_logs() as said:
         async with running(place.config(), place.directory) as service:
-            await ask(service, PROMPT, [])
+            answer, _ = await ask(service, PROMPT, [])
+            await until(lambda: bool(place.files()))
+            await ask(service, [*PROMPT, *answer, 7], [])
             await until(lambda: any(line["event"] == "snapshot not worth a file" for line in said))
     [line, *_] = [line for line in said if line["event"] == "snapshot not worth a file"]
     assert line["log_level"] == "debug"
-    assert "computing" in line["reason"]
-    assert "reading them" in line["reason"]
-    assert not place.files()
+    assert "tokens are on disk; a file needs" in line["reason"]
 
 
 async def test_an_evicted_slot_goes_to_disk_and_comes_back(tmp_path: Path) -> None:
