@@ -30,11 +30,8 @@ from lucevisor.text.infill import InfillTokens
 from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
 
 RULES: Final = ParameterRules(
-    harmless={"keep_alive": str | int | float, "truncate": bool, "shift": bool},
     refused=dict.fromkeys(("height", "steps", "width"), NOT_HERE),
     neutral={"images": ([],), "template": ("",)},
-    aliases={},
-    open=True,
 )
 
 _SAME: Final = (
