@@ -5,15 +5,12 @@ computed, and never a wrong token from a file or a daemon that is not what it sh
 from __future__ import annotations
 
 import asyncio
-import logging
 from pathlib import Path
 
 import pytest
-import structlog
 
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
-from lucevisor.snapshots.policy import SnapshotSpeeds, SpeedMeter
 from tests.combinations import slow
 from tests.e2e.conversations import ANSWER, MODELS, Told, ask, converse
 from tests.e2e.service import running
@@ -90,21 +87,6 @@ async def across_splits(place: Place, n: int) -> None:
 @pytest.mark.parametrize("name", ["qwen35", *(slow(name) for name in MODELS if name != "qwen35")])
 async def test_saved_under_one_split_and_used_under_others(name: str, tmp_path: Path) -> None:
     await across_splits(Place(MODELS[name], tmp_path), 2)
-
-
-async def test_the_log_says_why_a_slot_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SpeedMeter, "speeds", lambda self, seen: SnapshotSpeeds(prefill_tokens_per_s=1e12))
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG))
-    place = Place(MODELS["qwen35"], tmp_path)
-    with structlog.testing.capture_logs() as said:
-        async with running(place.config(), place.directory) as service:
-            await ask(service, PROMPT, [])
-            await until(lambda: any(line["event"] == "snapshot not worth a file" for line in said))
-    [line, *_] = [line for line in said if line["event"] == "snapshot not worth a file"]
-    assert line["log_level"] == "debug"
-    assert "computing" in line["reason"]
-    assert "reading them" in line["reason"]
-    assert not place.files()
 
 
 async def test_an_evicted_slot_goes_to_disk_and_comes_back(tmp_path: Path) -> None:
