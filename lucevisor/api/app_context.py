@@ -1,7 +1,4 @@
-"""The objects that all handlers share, filled in by the supervisor.
-
-`engine`, `max_context` and `max_sequences` are set once the placement is known; requests get a 503 until then.
-"""
+"""The objects that all handlers share; `engine` and what the placement decides are set later."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from lucevisor.api.keys import ApiKeys, Caller
-from lucevisor.api.prepared import EncodedResponse, PreparedRequest
+from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.sse import EventStream
 from lucevisor.compression.compressor import Compressor
 from lucevisor.engine.core import Engine
@@ -26,10 +23,7 @@ from lucevisor.text.tokenizer import Tokenizer
 
 @dataclass(slots=True, eq=False)
 class RequestContext:
-    """One request.  Times in seconds, `started_s` and `ended_s` on the monotonic clock, the others from the start.
-
-    `headers` are the client's.
-    """
+    """One request.  Times in seconds, `started_s` and `ended_s` on the monotonic clock, the others from the start."""
 
     request_id: str
     started_s: float
@@ -74,9 +68,7 @@ class BodyReader(Protocol):
 
     def start(self, ctx: AppContext, /) -> None: ...
 
-    async def read(
-        self, reader: Reader, body: Sequence[bytes], ctx: AppContext, /
-    ) -> PreparedRequest | EncodedResponse: ...
+    async def read(self, reader: Reader, body: Sequence[bytes], ctx: AppContext, /) -> PreparedRequest | bytes: ...
 
     async def close(self) -> None: ...
 
@@ -175,24 +167,8 @@ RETRY_AFTER_S: Final = (1, 3600)
 """Bounds of Retry-After."""
 
 
-def _not_known() -> float | None:
-    return None
-
-
-def _no_status() -> dict[str, Any]:
-    return {"groups": []}
-
-
 def _no_restart(group: str, now: bool, /) -> None:
     raise LucevisorError(f"group {group!r} cannot be restarted here")
-
-
-def _no_snapshots() -> SnapshotStore | None:
-    return None
-
-
-def _no_trace(_: RequestContext) -> str:
-    return ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -211,11 +187,11 @@ class AppContext:
     keys: ApiKeys = field(default_factory=ApiKeys)
     admin_keys: ApiKeys = field(default_factory=ApiKeys)  # none: no restarts over HTTP
     settings: ApiSettings = field(default_factory=ApiSettings)
-    ready_in_s: Callable[[], float | None] = _not_known  # None: not known
-    status: Callable[[], Mapping[str, Any]] = _no_status  # the JSON of `lucevisor status --json`
+    ready_in_s: Callable[[], float | None] = lambda: None  # None: not known
+    status: Callable[[], Mapping[str, Any]] = lambda: {"groups": []}  # the JSON of `lucevisor status --json`
     restart: Callable[[str, bool], None] = _no_restart  # begin it; True: do not wait for running requests
-    snapshots: Callable[[], SnapshotStore | None] = _no_snapshots  # None while they are off
-    trace: Callable[[RequestContext], str] = _no_trace  # record a request that has ended; return its trace id
+    snapshots: Callable[[], SnapshotStore | None] = lambda: None  # None while they are off
+    trace: Callable[[RequestContext], str] = lambda _: ""  # record a request that has ended; return its trace id
     log_drops: Callable[[], Mapping[str, int]] = dict  # log records that were not written, by sink
     banned: tuple[int, ...] = ()  # ids never sampled: unused rows of the vocabulary
     engine: Engine | None = None

@@ -1,8 +1,4 @@
-"""Reads and prepares request bodies: short ones on the event loop, long ones in the preprocessing workers.
-
-The event loop processes at most one body of INLINE_BYTES per iteration, and the bytes of all bodies in memory are
-bounded.
-"""
+"""Reads and prepares request bodies: short ones on the event loop, long ones in the preprocessing workers."""
 
 from __future__ import annotations
 
@@ -19,10 +15,9 @@ from lucevisor.api.app_context import ApiSettings, AppContext, Reader
 from lucevisor.api.constraint import compiled, constrains
 from lucevisor.api.errors import ApiError
 from lucevisor.api.parameters import searches_vocabulary
-from lucevisor.api.prepared import EncodedResponse, PreparedRequest
-from lucevisor.api.request_context import APP_CONTEXT, BUFFERED_BODIES, BufferedBodies
+from lucevisor.api.prepared import PreparedRequest
+from lucevisor.api.request_context import APP_CONTEXT, BUFFERED_BODIES, BufferedBodies, take_turn
 from lucevisor.api.schemas import decode_object
-from lucevisor.api.sse import client_errors
 from lucevisor.compression.compressor import Compressor
 from lucevisor.kv.tokens import TokenBuffer
 
@@ -35,7 +30,7 @@ AddToBody = Callable[[list[bytes]], Awaitable[int]]
 
 async def prepare(
     request: web.Request, reader: Reader, add_to_body: AddToBody | None = None
-) -> PreparedRequest | EncodedResponse:
+) -> PreparedRequest | bytes:
     """Return the request prepared from the body, or the response to it; raises ApiError.
 
     `add_to_body` may add to the parts of the body before they are decoded.
@@ -72,16 +67,13 @@ async def _compressed(read: PreparedRequest, compressor: Compressor) -> Prepared
     return replace(read, options=options, prompts=prompts, compressed=tuple(found))
 
 
-async def _read(
-    reader: Reader, body: list[bytes], ctx: AppContext, bodies: BufferedBodies
-) -> PreparedRequest | EncodedResponse:
+async def _read(reader: Reader, body: list[bytes], ctx: AppContext, bodies: BufferedBodies) -> PreparedRequest | bytes:
     """Read a whole body where it belongs: a grammar is compiled in a worker, which may crash or be killed."""
     if sum(map(len, body)) <= INLINE_BYTES:
-        await bodies.limiter.acquire()
+        await take_turn(bodies.turns)
         fields = decode_object(b"".join(body))
         if ctx.preprocessor is None or not (constrains(fields) or searches_vocabulary(fields)):
-            read = reader(fields, ctx)
-            return [read] if isinstance(read, bytes) else read
+            return reader(fields, ctx)
     if ctx.preprocessor is None:
         raise too_large(INLINE_BYTES)
     return await ctx.preprocessor.read(reader, body, ctx)
@@ -115,7 +107,6 @@ async def read_body(request: web.Request, body: list[bytes]) -> None:
 
 
 def too_large(limit_bytes: int) -> ApiError:
-    """Return the 413 for a body of more than `limit_bytes`."""
     return ApiError(413, f"the body is larger than {limit_bytes} bytes; send less", code="request_too_large")
 
 
@@ -134,18 +125,3 @@ def json_response(body: object, status: int = 200) -> web.Response:
         return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
     except UnicodeEncodeError:  # a path that is not UTF-8
         return web.json_response(body, status=status)
-
-
-async def send_parts(request: web.Request, parts: object) -> web.StreamResponse:
-    """Send a response that was prepared in parts; raises ClientGone."""
-    assert isinstance(parts, list)
-    if len(parts) == 1:
-        return web.Response(body=parts[0], content_type="application/json")
-    response = web.StreamResponse(headers={"Content-Type": "application/json"})
-    response.content_length = sum(map(len, parts))
-    with client_errors():
-        await response.prepare(request)
-        for part in parts:
-            await response.write(part)
-        await response.write_eof()
-    return response

@@ -1,8 +1,4 @@
-"""Errors as clients see them: status, type, code and parameter.
-
-Knows the error bodies of OpenAI and Anthropic and the engine's errors, no handler.  Invariant: every message says what
-is wrong and what to do, and no traceback ever leaves the process.
-"""
+"""Errors as clients see them: status, type, code and parameter."""
 
 from __future__ import annotations
 
@@ -51,17 +47,14 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's error type."""
         if self.status >= 500:
             return "server_error"
         return _TYPES.get(self.status, "invalid_request_error")
 
     def body(self) -> dict[str, object]:
-        """Return OpenAI's error body; in a stream it is the data of the last event."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def renamed(self, param: str) -> ApiError:
-        """Return the same error about a parameter by another name."""
         if not self.param:
             return self
         message = self.message
@@ -92,12 +85,10 @@ def bad_parameter(param: str, why: str, code: str = "invalid_value") -> ApiError
 
 
 def head_too_large(max_bytes: int) -> ApiError:
-    """Return the 431 for a request line and fields of more than `max_bytes`."""
     return ApiError(431, f"the head is longer than {max_bytes} bytes; send less", code="head_too_large")
 
 
 def internal_error(request_id: str) -> ApiError:
-    """Return the 500 for a bug; the log has the details under `request_id`."""
     return ApiError(
         500, f"an internal error occurred; see request id {request_id} in the server's log", code="internal_error"
     )

@@ -1,7 +1,6 @@
 """Runs a request: submits one sequence per choice, merges their events and writes the response.
 
-Nothing is sent before the engine has accepted every sequence, and however a response ends, none of its sequences keeps
-running.  Choice i of a prompt differs from choice 0 in its seed only.
+Nothing is sent before the engine has accepted every sequence, and no sequence outlives its response.
 """
 
 from __future__ import annotations
@@ -16,17 +15,16 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
 import msgspec
-import structlog
 from aiohttp import web
 
 from lucevisor.api.app_context import AppContext, Reader, RequestContext
-from lucevisor.api.bodies import AddToBody, prepare, send_parts
+from lucevisor.api.bodies import AddToBody, prepare
 from lucevisor.api.errors import from_request_error, from_submit_error, unavailable
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.output import ChoiceDelta, GenerationFailed, OutputProcessor, UsageTotals
 from lucevisor.api.parameters import seed_of_choice
 from lucevisor.api.prepared import PreparedRequest
-from lucevisor.api.request_context import APP_CONTEXT, IGNORED_BEFORE, METRICS, context_of
+from lucevisor.api.request_context import APP_CONTEXT, METRICS, context_of
 from lucevisor.api.sse import EventFormat, EventStream
 from lucevisor.engine.constraint import Constraint, MinTokens
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestHandle, SubmitError, TokenEvent
@@ -34,7 +32,6 @@ from lucevisor.text.reasoning import ReasoningBudget
 
 
 def make_jobs(prepared: PreparedRequest, ctx: AppContext, response_id: str) -> list[Job]:
-    """Return one job per choice: choice i of prompt p is number n*p + i."""
     options = prepared.options
     jobs = []
     ends = frozenset(options.stop_ids) | (frozenset() if options.ignore_eos else ctx.tokenizer.eos_ids | ctx.stop_ids)
@@ -58,8 +55,7 @@ def make_jobs(prepared: PreparedRequest, ctx: AppContext, response_id: str) -> l
 
 
 def _constraint(prepared: PreparedRequest, ctx: AppContext, room: int, ends: frozenset[int]) -> Constraint | None:
-    """Return what one choice must be: its grammar, its thinking budget with room for an answer, and its minimum length,
-    where it has them."""
+    """Return the constraint of one choice: its grammar, its thinking budget, and its minimum length."""
     options = prepared.options
     matcher = None if prepared.grammar is None else prepared.grammar.matcher()
     inner: Constraint | None = matcher
@@ -74,11 +70,7 @@ def _constraint(prepared: PreparedRequest, ctx: AppContext, room: int, ends: fro
 
 
 class ResponseFormatter(EventFormat, ABC):
-    """Formats the JSON of one response of one endpoint.  `index` is the index of a choice.
-
-    A response is either streamed (start, delta, end, or failure) or full.  `id_prefix`: of the response's id;
-    `prompt_param`: the parameter that held the prompt.
-    """
+    """Formats the JSON of one response, streamed (start, delta, end, or failure) or full.  `index`: of a choice."""
 
     id_prefix: ClassVar[str] = ""
     prompt_param: ClassVar[str] = "messages"
@@ -116,15 +108,12 @@ class OpenAiFormatter(ResponseFormatter):
         return [self.response(self.chunk_kind, [], totals)] if self.options.include_usage else []
 
     def prompt_of(self, index: int) -> Sequence[int]:
-        """Return the prompt of a choice."""
         return self.prepared.prompts[index // self.options.n]
 
     def prompt_ids(self, index: int) -> dict[str, object]:
-        """Return the ids of a choice's prompt, if they were requested."""
         return {"prompt_token_ids": list(self.prompt_of(index))} if self.options.token_ids else {}
 
     def chunk(self, index: int, choice: dict[str, object], delta: ChoiceDelta) -> dict[str, object]:
-        """Return the chunk of a delta."""
         chunk: dict[str, object] = {**self._head(self.chunk_kind), "choices": [self.with_ids(choice, [delta])]}
         if self.options.continuous_usage:
             usage = UsageTotals(prompt=len(self.prompt_of(index)), generated=delta.n_tokens)
@@ -134,7 +123,6 @@ class OpenAiFormatter(ResponseFormatter):
         return chunk
 
     def with_ids(self, choice: dict[str, object], deltas: Sequence[ChoiceDelta]) -> dict[str, object]:
-        """Return a choice with the ids of its tokens, if they were requested."""
         ids = [token_id for delta in deltas for token_id in delta.token_ids]
         return choice | {"token_ids": ids} if self.options.token_ids else choice
 
@@ -159,34 +147,18 @@ class Job:
 
 _QUEUE = 64
 
-IndexedEvent = tuple[int, Event]
-
-
-class MergedEvents:
-    """The merged stream: index of the sequence and its event."""
-
-    def __init__(self, queue: asyncio.Queue[IndexedEvent]) -> None:
-        self._queue = queue
-
-    async def next(self, timeout_s: float) -> IndexedEvent | None:
-        """Return the next event, or None if there is none for `timeout_s`."""
-        if not self._queue.empty():
-            return self._queue.get_nowait()
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._queue.get()
-        except TimeoutError:
-            return None
+Events = asyncio.Queue[tuple[int, Event]]
+"""Events of all sequences, with the index of the sequence."""
 
 
 @asynccontextmanager
-async def merged(handles: Sequence[RequestHandle]) -> AsyncIterator[MergedEvents]:
+async def merged(handles: Sequence[RequestHandle]) -> AsyncIterator[Events]:
     """Read all handles concurrently while the block runs."""
-    queue: asyncio.Queue[IndexedEvent] = asyncio.Queue(_QUEUE)
+    queue: Events = asyncio.Queue(_QUEUE)
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_pump(index, handle, queue)) for index, handle in enumerate(handles)]
-            yield MergedEvents(queue)
+            yield queue
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as errors:
@@ -197,17 +169,13 @@ async def merged(handles: Sequence[RequestHandle]) -> AsyncIterator[MergedEvents
             handle.cancel()
 
 
-async def _pump(index: int, handle: RequestHandle, queue: asyncio.Queue[IndexedEvent]) -> None:
+async def _pump(index: int, handle: RequestHandle, queue: Events) -> None:
     async for event in handle:
         await queue.put((index, event))
 
 
-log = structlog.get_logger("lucevisor.api")
-
 IGNORED_HEADER: Final = "X-Lucevisor-Ignored"
 """Header with the names of the request's parameters that have no effect."""
-_MAX_NAMES: Final = 1024  # of such parameters, after which no new ones are logged
-_HELD_S: Final = 1.0  # seconds between the comments of a stream while its request is held
 _LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as long as this
 _INLINE_RECORDS: Final = 2000  # tokens and log-probabilities that are encoded in a millisecond or two
 
@@ -224,7 +192,7 @@ async def answer(
     """
     prepared = await prepare(request, reader, add_to_body)
     if not isinstance(prepared, PreparedRequest):
-        return await send_parts(request, prepared)
+        return web.Response(body=prepared, content_type="application/json")
     assert formatter is not None
     return await _respond(request, formatter(prepared, request.app[APP_CONTEXT]))
 
@@ -232,7 +200,6 @@ async def answer(
 async def _respond(request: web.Request, formatter: ResponseFormatter) -> web.StreamResponse:
     ctx, context, options = request.app[APP_CONTEXT], context_of(request), formatter.options
     headers = {IGNORED_HEADER: ", ".join(options.ignored)} if options.ignored else {}
-    _log_once(options.ignored, request.app[IGNORED_BEFORE])
     jobs = make_jobs(formatter.prepared, ctx, formatter.response_id)
     await _submit(ctx, jobs, formatter.prompt_param, context)
     run = _Response(jobs, formatter, context, request.app[METRICS])
@@ -240,19 +207,12 @@ async def _respond(request: web.Request, formatter: ResponseFormatter) -> web.St
         async with merged(context.handles) as events:
             if options.stream:
                 stream = context.stream = EventStream(request, headers, formatter)
-                await run.stream(events, stream, ctx)
+                await run.stream(events, stream, ctx.settings.keepalive_s)
                 return stream.response
-            body = await run.full(events, ctx.settings.keepalive_s)
+            body = await run.full(events)
     except GenerationFailed as failure:
         raise from_request_error(failure.error, ctx.retry_after_s()) from None
     return web.Response(body=body, content_type="application/json", headers=headers)
-
-
-def _log_once(names: Sequence[str], before: set[str]) -> None:
-    """Log the parameters that no request gave before."""
-    if len(before) < _MAX_NAMES and (new := set(names) - before):
-        before |= new
-        log.info("parameters without effect were sent", parameters=sorted(new))
 
 
 async def _submit(ctx: AppContext, jobs: Sequence[Job], prompt_param: str, context: RequestContext) -> None:
@@ -275,8 +235,6 @@ async def _submit(ctx: AppContext, jobs: Sequence[Job], prompt_param: str, conte
 
 
 class _Response:
-    """The response to one running request."""
-
     def __init__(
         self,
         jobs: Sequence[Job],
@@ -293,26 +251,17 @@ class _Response:
         self._n_tokens = [0] * len(jobs)
         self._cut: set[int] = set()  # choices ended by a stop string or tool call; ignore their further tokens
 
-    async def stream(self, events: MergedEvents, stream: EventStream, ctx: AppContext) -> None:
-        """Send each delta as it comes, and comments when there is none for a while.
-
-        A request that is held before its first event gets none sooner than others: its status can still be an error's.
-        """
+    async def stream(self, events: Events, stream: EventStream, keepalive_s: float) -> None:
+        """Send each delta as it comes, and a comment after each `keepalive_s` without one."""
         formatter = self._formatter
         opened = [False] * len(self._jobs)
-        keepalive_s = ctx.settings.keepalive_s
-        silent_s, look_s = 0.0, min(keepalive_s, _HELD_S)
         while self._n_open:
-            item = await events.next(look_s)
-            if item is None:
-                silent_s += look_s
-                held = stream.started and ctx.engine is not None and ctx.engine.holding
-                if held or silent_s >= keepalive_s:
-                    silent_s = 0.0
-                    await stream.comment()
+            try:
+                async with asyncio.timeout(keepalive_s):
+                    index, event = await events.get()
+            except TimeoutError:
+                await stream.comment()
                 continue
-            silent_s = 0.0
-            index, event = item
             deltas = self._read(index, event)
             wire = [] if opened[index] else [*formatter.start(index)]
             opened[index] = True
@@ -322,14 +271,12 @@ class _Response:
         await stream.send(formatter.end(self._totals))
         await stream.finish()
 
-    async def full(self, events: MergedEvents, patience_s: float) -> bytes:
+    async def full(self, events: Events) -> bytes:
         """Gather all deltas; return the body."""
         choices: list[list[ChoiceDelta]] = [[] for _ in self._jobs]
         while self._n_open:
-            item = await events.next(patience_s)
-            if item is not None:
-                index, event = item
-                choices[index] += self._read(index, event)
+            index, event = await events.get()
+            choices[index] += self._read(index, event)
         n_scored = sum(len(job.request.prompt) for job in self._jobs if job.request.score_prompt)
         n_scores = 1 + self._formatter.options.sampling.n_top_logprobs
         if (sum(map(len, choices)) + n_scored) * (1 + n_scores) <= _INLINE_RECORDS:

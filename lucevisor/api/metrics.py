@@ -1,12 +1,7 @@
-"""Prometheus metrics: counters and histograms of the HTTP side, and the state of the rest, read at each scrape.
-
-Labels have few values (status codes, stages, spaces, groups, states, names of keys), and docs/metrics.md lists every
-metric.
-"""
+"""Prometheus metrics; what is not counted here is read at each scrape.  docs/metrics.md lists all."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -37,26 +32,28 @@ def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(PREFIX + name, text, value=value)
 
 
-def _gauges(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    family = GaugeMetricFamily(PREFIX + name, text, labels=labels)
-    for label_values, value in values:
-        family.add_metric(label_values, value)
-    return family
+_Values = Iterable[tuple[Sequence[str], float]]
 
 
-def _counters(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    family = CounterMetricFamily(PREFIX + name, text, labels=labels)
-    for label_values, value in values:
-        family.add_metric(label_values, value)
-    return family
+def _gauges(name: str, text: str, labels: Sequence[str], values: _Values) -> Metric:
+    return _filled(GaugeMetricFamily(PREFIX + name, text, labels=labels), values)
+
+
+def _counters(name: str, text: str, labels: Sequence[str], values: _Values) -> Metric:
+    return _filled(CounterMetricFamily(PREFIX + name, text, labels=labels), values)
 
 
 def _summaries(name: str, text: str, label: str, values: Iterable[tuple[str, int, float]]) -> Metric:
     """``values``: label, count and sum."""
-    family = SummaryMetricFamily(PREFIX + name, text, labels=[label])
-    for label_value, n, total in values:
-        family.add_metric([label_value], n, total)
-    return family
+    summed = (([label_value], n, total) for label_value, n, total in values)
+    return _filled(SummaryMetricFamily(PREFIX + name, text, labels=[label]), summed)
+
+
+def _filled(family: Any, values: Iterable[tuple[Any, ...]]) -> Metric:
+    for value in values:
+        family.add_metric(*value)
+    metric: Metric = family
+    return metric
 
 
 class StateCollector(Collector):
@@ -70,7 +67,6 @@ class StateCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
         ctx = self._ctx
         yield from _groups(ctx.status()["groups"])
         drops = [([sink], n) for sink, n in ctx.log_drops().items()]
@@ -85,7 +81,6 @@ class StateCollector(Collector):
 
 
 def _groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
-    """Yield the metrics of the groups of the status."""
     states = [([g["name"], state.value], float(g["state"] == state.value)) for g in groups for state in State]
     yield _gauges("group_state", "1 for the state a backend group is in.", ["group", "state"], states)
     restarts = [([g["name"], reason], n) for g in groups for reason, n in g["restart_reasons"].items()]
@@ -202,7 +197,6 @@ def _snapshots(store: SnapshotStore) -> Iterator[Metric]:
 
 _FIRST_TOKEN_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _REQUEST_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
-_QUALITY: Final = re.compile(r"0(?:\.\d{0,3})?|1(?:\.0{0,3})?", re.ASCII)
 _INTER_TOKEN_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -245,7 +239,6 @@ class Metrics:
         self._registry.register(StateCollector(ctx))
 
     def answered(self, request: RequestContext) -> None:
-        """Count a request that has ended, with its prompt and generated tokens."""
         n_prompt, n_generated, key_name = request.prompt_tokens, request.generated_tokens, request.caller.name
         self.requests.labels(str(request.status)).inc()
         self._prompt_tokens.inc(n_prompt)
@@ -258,23 +251,8 @@ class Metrics:
             self._request.observe(request.ended_s - request.started_s)
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics in the exposition format that an Accept header prefers, and the content type."""
-        if wants_openmetrics(accept):
+        # prometheus_client's own choose_encoder raises on versions that are not numbers.
+        if "application/openmetrics-text" in accept.lower():
             text: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
             return text, openmetrics.CONTENT_TYPE_LATEST
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
-
-
-def wants_openmetrics(accept: str) -> bool:
-    """Return whether an Accept header prefers OpenMetrics to plain text; malformed parts are ignored.
-
-    prometheus_client's own choose_encoder raises on versions that are not numbers and echoes them into the response.
-    """
-    quality = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
-    for media_range in accept.split(","):
-        media_type, *parameters = (part.strip().lower() for part in media_range.split(";"))
-        named = dict(parameter.partition("=")[::2] for parameter in parameters)
-        shown = named.get("q", "1")
-        if media_type in quality and _QUALITY.fullmatch(shown):
-            quality[media_type] = max(quality[media_type], float(shown))
-    return 0 < quality["application/openmetrics-text"] >= quality["text/plain"]

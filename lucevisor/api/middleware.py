@@ -1,8 +1,4 @@
-"""Middleware around every request: request id, access control, errors as JSON, metrics and one log line.
-
-Knows no endpoint.  Invariant: whatever a handler does, the client gets a complete response, a stream whose last event
-is an error, or a closed connection; exactly one log line and one counter record which.
-"""
+"""Middleware around every request: request id, access control, errors as JSON, metrics and one log line."""
 
 from __future__ import annotations
 
@@ -32,11 +28,12 @@ from lucevisor.api.request_context import (
     ACTIVE,
     APP_CONTEXT,
     METRICS,
-    START_LIMITER,
+    START_TURNS,
     attach,
     context_of,
     has_context,
     request_id_of,
+    take_turn,
 )
 from lucevisor.api.sse import ClientGone
 from lucevisor.errors import show
@@ -60,7 +57,7 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
     connection = request.protocol
     if isinstance(connection, HttpConnection):
         connection.on_request_start()
-    await request.app[START_LIMITER].acquire()
+    await take_turn(request.app[START_TURNS])
     context = RequestContext(
         request_id_of(request),
         time.monotonic(),
@@ -163,12 +160,10 @@ async def _fail(request: web.Request, context: RequestContext, failure: ApiError
 
 
 def _is_anthropic(request: web.Request) -> bool:
-    """Return whether a request is to Anthropic's API; its errors and one header have other names."""
     return request.path == "/v1/messages" or request.path.startswith("/v1/messages/")
 
 
 def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
-    """Translate aiohttp's own errors (no route, wrong method)."""
     message, code = _STATUS_MESSAGES.get(error.status, (error.reason, "invalid_request"))
     headers = {}
     if error.status == 404:
@@ -180,7 +175,6 @@ def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
 
 
 def _nearest_path(request: web.Request) -> str:
-    """Return a hint at a path like that of a request."""
     known = [r.canonical for r in request.app.router.resources() if "{" not in r.canonical and r.canonical != "/"]
     asked = request.path[:_MAX_PATH]
     near = [path for path in known if path.endswith(asked) and len(asked) > 1]
@@ -230,7 +224,6 @@ async def set_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 
 async def wait_until_idle(active_count: Callable[[], int], deadline_s: float) -> bool:
-    """Wait until no request is in service, polling every 20 ms; return False if the deadline passes first."""
     end = time.monotonic() + deadline_s
     while active_count():
         if time.monotonic() >= end:

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-import msgspec
-
 from lucevisor.api.prepared import GenerationOptions
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, TokenScore
@@ -41,8 +39,7 @@ class GenerationFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """A token of a delta; `offset` is where its text begins in the choice's text, in characters; `content`: some of it
-    is content."""
+    """A token of a delta; `offset`: where its text begins in the choice's; `content`: some of it is content."""
 
     event: TokenEvent
     offset: int
@@ -68,10 +65,7 @@ class ChoiceDelta:
 
 
 class OutputProcessor:
-    """Reads the events of one sequence.  When `ended` turns true the rest is of no use: cancel the sequence.
-
-    `output_format`: how the model marks reasoning and calls; unused where all text is content.
-    """
+    """Reads the events of one sequence.  When `ended` turns true the rest is of no use: cancel the sequence."""
 
     def __init__(
         self, tokenizer: Tokenizer, options: GenerationOptions, output_format: OutputFormat | None = None
@@ -147,10 +141,7 @@ class OutputProcessor:
         return [ContentDelta(text)] if self._parser is None else self._parser.push(text)
 
     def _shown(self, events: Sequence[OutputEvent], *, last: bool = False) -> list[OutputEvent]:
-        """Return what may be sent of events: nothing behind a stop string in content, or behind the only call allowed.
-
-        `last`: no more content can complete a stop string.
-        """
+        """Return what may be sent: nothing behind a stop string in content, or behind the only call allowed."""
         shown: list[OutputEvent] = []
         for event in events:
             if isinstance(event, ContentDelta):
@@ -174,7 +165,6 @@ class OutputProcessor:
             shown.append(ContentDelta(text))
 
     def _note_section(self, events: Sequence[OutputEvent]) -> None:
-        """Count the token just taken as reasoning or not; one that shows nothing belongs to the section before it."""
         if events:
             self._in_reasoning = isinstance(events[-1], ReasoningDelta)
             if isinstance(events[0], ReasoningDelta):
@@ -251,12 +241,10 @@ class UsageTotals:
         self.timings = choice.timings
 
     def counts(self) -> dict[str, object]:
-        """Return OpenAI's `usage` without details."""
         total = self.prompt + self.generated
         return {"prompt_tokens": self.prompt, "completion_tokens": self.generated, "total_tokens": total}
 
     def usage(self) -> dict[str, object]:
-        """Return OpenAI's `usage`."""
         return {
             **self.counts(),
             "prompt_tokens_details": {"cached_tokens": self.cached},
@@ -322,7 +310,6 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def token_score(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, object]:
-    """Return a token, its bytes and its log-probability."""
     raw = list(tokenizer.token_bytes(token_id))
     return {"token": token_text(tokenizer, token_id), "logprob": _finite(logprob), "bytes": raw}
 
@@ -377,12 +364,6 @@ def echoed_logprobs(
     result["token_logprobs"][0] = result["top_logprobs"][0] = None
     of_answer["text_offset"] = [n_echo + offset for offset in of_answer["text_offset"]]
     return {name: result[name] + of_answer[name] for name in result}
-
-
-def encode_items(items: object) -> list[msgspec.Raw]:
-    """Return a list with each item encoded by itself, so that the encoder holds the GIL for short times only."""
-    assert isinstance(items, list)
-    return [msgspec.Raw(msgspec.json.encode(item)) for item in items]
 
 
 def _finite(logprob: float | None) -> float:

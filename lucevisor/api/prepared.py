@@ -1,7 +1,4 @@
-"""A parsed and validated request, in plain values that can cross process boundaries.
-
-Types only.  Invariant: all work that grows with the input (JSON, validation, chat template, tokens) is done.
-"""
+"""A parsed and validated request, in plain values that can cross process boundaries."""
 
 from __future__ import annotations
 
@@ -101,9 +98,6 @@ def custom_input(arguments: str) -> str:
 STORED_RESPONSES: Final = "stored_responses"
 """Member that the server adds to a body of the Responses API: items of earlier responses, by their ids."""
 
-EncodedResponse = list[bytes]
-"""The body of a response that needs no model, in parts."""
-
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
@@ -118,5 +112,4 @@ class PreparedRequest:
     compressed: tuple[CompressedPrompt, ...] = ()
 
     def with_options(self, **changes: Any) -> PreparedRequest:
-        """Return the request with other options."""
         return replace(self, options=msgspec.structs.replace(self.options, **changes))

@@ -1,12 +1,7 @@
 """Preprocesses long bodies in worker processes, so that no client can block the event loop by holding the GIL.
 
-Decoding 16 MB of JSON holds the GIL for seconds in any thread, and templates, grammars and pre-tokenizers take as long
-as their input demands.  Each worker is one process at the end of a pipe, which prepares one request at a time within
-limits on memory and CPU time.  A request that exceeds them is refused; one whose worker dies of something else (the
-kernel is out of memory, an operator's signal) is tried once more in a fresh worker.
-
-A `ProcessPoolExecutor` would wait for ever for the rest of a result whose worker was killed while it sent it, as the
-executor keeps the writing end of its result pipe open.
+A request that exceeds a worker's limits on memory and CPU time is refused; one whose worker dies of something else is
+tried once more.  A `ProcessPoolExecutor` would wait for ever for a result whose worker was killed while it sent it.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ import resource
 import signal
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
@@ -28,13 +23,12 @@ from typing import Any, Final
 import psutil
 import structlog
 
-from lucevisor.api.app_context import ApiSettings, AppContext, ModelCard, Reader, SamplingDefaults
+from lucevisor.api.app_context import ApiSettings, AppContext, Reader
 from lucevisor.api.errors import ApiError, unavailable
-from lucevisor.api.prepared import EncodedResponse, PreparedRequest
+from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.schemas import decode_object
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.protocol.process import end_with_parent
-from lucevisor.text.preamble import Normalise
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -42,7 +36,6 @@ SHORT_BYTES: Final = 256 * 1024
 """Bodies up to this size have a worker to themselves, so that they do not wait for longer ones."""
 
 _OUT_OF_MEMORY: Final = 75  # exit code
-_PART_BYTES: Final = 256 * 1024  # of a long response, which the server writes part by part
 
 log = structlog.get_logger("lucevisor.api")
 
@@ -65,8 +58,7 @@ class Preprocessor:
         """Start a worker in the background, so that the first body does not wait for it."""
         self._begin(self._warm_up(ctx))
 
-    async def read(self, reader: Reader, body: Sequence[bytes], ctx: AppContext) -> PreparedRequest | EncodedResponse:
-        """Return the request prepared from a body, or the response to it; raises ApiError."""
+    async def read(self, reader: Reader, body: Sequence[bytes], ctx: AppContext) -> PreparedRequest | bytes:
         worker = self._short if sum(map(len, body)) <= SHORT_BYTES else self._long
         if worker.n_waiting >= ctx.settings.max_waiting_bodies:
             raise ApiError(
@@ -84,7 +76,6 @@ class Preprocessor:
         return await asyncio.shield(self._begin(self._read(worker, reader, body, ctx)))
 
     async def close(self) -> None:
-        """Kill the workers.  Requests that they have or that wait for them get a 503."""
         self._closed = True
         for worker in (self._short, self._long):
             await worker.stop()
@@ -107,7 +98,7 @@ class Preprocessor:
 
     async def _read(
         self, worker: _Worker, reader: Reader, body: Sequence[bytes], ctx: AppContext
-    ) -> PreparedRequest | EncodedResponse:
+    ) -> PreparedRequest | bytes:
         """Read a body, a second time if the worker is lost.  Releases the worker's lock."""
         settings, how = ctx.settings, ""
         try:
@@ -136,17 +127,10 @@ class Preprocessor:
         if self._closed:
             raise unavailable("the server is shutting down", settings.retry_after_s, "shutting_down")
 
-    def _setup(self, ctx: AppContext) -> _Setup:
-        return _Setup(
-            metadata=self._metadata,
-            model=ctx.model.name,
-            defaults=ctx.defaults,
-            direct_defaults=ctx.direct_defaults,
-            efforts=dict(ctx.efforts),
-            banned=ctx.banned,
-            normalise=ctx.settings.normalise,
-            memory_bytes=ctx.settings.preprocess_memory_bytes,
-        )
+    def _setup(self, ctx: AppContext) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the metadata that a worker makes its tokenizer of, and the other fields of its context."""
+        names = ("model", "defaults", "direct_defaults", "efforts", "banned", "settings")
+        return self._metadata, {name: getattr(ctx, name) for name in names}
 
 
 class _Worker:
@@ -158,7 +142,7 @@ class _Worker:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
 
-    async def start(self, setup: _Setup) -> None:
+    async def start(self, setup: object) -> None:
         """Start the process, unless it runs, and wait until it has its tokenizer; raises WorkerLost or OSError."""
         if self._process is not None:
             return
@@ -173,12 +157,11 @@ class _Worker:
 
     async def run(
         self, reader: Reader, body: Sequence[bytes], max_context: int, settings: ApiSettings
-    ) -> PreparedRequest | EncodedResponse:
-        """Read one body.  Raises ApiError when it is refused, WorkerLost when the worker dies of another cause."""
+    ) -> PreparedRequest | bytes:
         result = await self._ask((reader, list(body), max_context, settings.preprocess_timeout_s))
         if isinstance(result, Exception):
             raise result
-        if isinstance(result, PreparedRequest | list):
+        if isinstance(result, PreparedRequest | bytes):
             return result
         if result == -signal.SIGPROF:
             limit = f"{settings.preprocess_timeout_s:g} s"
@@ -222,27 +205,13 @@ def _ending(exit_code: int) -> str:
 # ---- in the worker
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Setup:
-    """Settings of a worker.  `metadata`: the tokenizer part of the model's GGUF header."""
-
-    metadata: dict[str, Any]
-    model: str
-    defaults: SamplingDefaults
-    direct_defaults: SamplingDefaults | None
-    efforts: dict[str, int]
-    banned: tuple[int, ...]
-    normalise: Normalise
-    memory_bytes: int
-
-
 _ctx: AppContext  # of this process
 
 
 def _main(connection: Connection, server_pid: int) -> None:
     """Answer messages: the setup, then requests."""
     _detach(server_pid)
-    _set_up(connection.recv())
+    _set_up(*connection.recv())
     connection.send(None)  # ready
     while True:
         try:
@@ -268,26 +237,16 @@ def _detach(server_pid: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time: more threads would only take memory
 
 
-def _set_up(setup: _Setup) -> None:
+def _set_up(metadata: dict[str, Any], fields: dict[str, Any]) -> None:
     global _ctx
-    tokenizer = Tokenizer.from_gguf(setup.metadata)
+    tokenizer = Tokenizer.from_gguf(metadata)
     tokenizer.bound  # noqa: B018 - build it now, not while a request waits
-    _ctx = AppContext(
-        model=ModelCard(name=setup.model, created_s=0),
-        tokenizer=tokenizer,
-        template=ChatTemplate.from_gguf(setup.metadata),
-        not_ready=tuple,
-        defaults=setup.defaults,
-        direct_defaults=setup.direct_defaults,
-        efforts=setup.efforts,
-        settings=replace(ApiSettings(), normalise=setup.normalise),
-        banned=setup.banned,
-    )
+    _ctx = AppContext(tokenizer=tokenizer, template=ChatTemplate.from_gguf(metadata), not_ready=tuple, **fields)
     _ctx.grammars.prepare()
     gc.collect()
     gc.freeze()
     gc.disable()  # collecting among the million objects of one body frees nothing
-    limit = psutil.Process().memory_info().data + setup.memory_bytes
+    limit = psutil.Process().memory_info().data + _ctx.settings.preprocess_memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
@@ -298,10 +257,9 @@ def _read(reader: Reader, body: list[bytes], max_context: int, cpu_s: float) -> 
     signal.setitimer(signal.ITIMER_PROF, cpu_s)  # unlike a handler's exception, a signal ends native code as well
     try:
         result = reader(decode_object(b"".join(body)), _ctx)
-        if isinstance(result, bytes):
-            starts = range(0, max(1, len(result)), _PART_BYTES)
-            return ForkingPickler.dumps([result[start : start + _PART_BYTES] for start in starts])
-        return ForkingPickler.dumps(replace(result, prompts=[TokenBuffer.of(prompt) for prompt in result.prompts]))
+        if isinstance(result, PreparedRequest):
+            result = replace(result, prompts=[TokenBuffer.of(prompt) for prompt in result.prompts])
+        return ForkingPickler.dumps(result)
     except ApiError:
         raise
     except RecursionError:  # pickle recurses as deep as a schema that the request keeps is nested

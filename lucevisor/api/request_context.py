@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections import deque
 from typing import Final
 
 from aiohttp import web
@@ -15,35 +14,10 @@ from lucevisor.api.metrics import Metrics
 from lucevisor.api.response_store import ResponseStore
 
 
-class LoopLimiter:
-    """`n`: tasks that may proceed in one iteration of the loop."""
-
-    def __init__(self, n: int) -> None:
-        self._n = n
-        self._n_started = 0  # in this iteration
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def acquire(self) -> None:
-        """Wait for this task's turn; return immediately if no task waits and this iteration has room."""
-        loop = asyncio.get_running_loop()
-        if self._n_started < self._n and not self._waiting:
-            if not self._n_started:
-                loop.call_soon(self._next_iteration, loop)
-            self._n_started += 1
-            return
-        turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(turn)
-        await turn
-
-    def _next_iteration(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._n_started = 0
-        while self._waiting and self._n_started < self._n:
-            turn = self._waiting.popleft()
-            if not turn.done():  # otherwise the waiter was cancelled
-                turn.set_result(None)
-                self._n_started += 1
-        if self._n_started:
-            loop.call_soon(self._next_iteration, loop)
+async def take_turn(turns: asyncio.Semaphore) -> None:
+    """Wait until one of the turns of an iteration of the loop is free."""
+    async with turns:
+        await asyncio.sleep(0)
 
 
 APP_CONTEXT: Final = web.AppKey("app_context", AppContext)
@@ -55,9 +29,8 @@ _KEY: Final = web.RequestKey("context", RequestContext)
 
 
 class ActiveRequests:
-    """The requests in service, and whether the server accepts more.
-
-    ``closing``: each connection is closed after its response.  ``draining``: new requests are refused.
+    """The requests in service.  ``closing``: connections close after a response; ``draining``: new requests are
+    refused.
     """
 
     def __init__(self) -> None:
@@ -65,7 +38,6 @@ class ActiveRequests:
         self.closing = self.draining = False
 
     def generating(self, now: float) -> list[dict[str, object]]:
-        """Return those that wait for tokens or get them, the oldest first: ``requests`` of the status JSON."""
         contexts = sorted((c for c in self.contexts if c.handles), key=lambda c: c.started_s)
         return [
             {
@@ -86,21 +58,17 @@ ACTIVE: Final = web.AppKey("active", ActiveRequests)
 
 
 class BufferedBodies:
-    """Bytes of the bodies in memory, and the limiter for bodies processed on the event loop."""
+    """Bytes of the bodies in memory, and the turns of those that are processed on the event loop: one an iteration."""
 
     def __init__(self) -> None:
         self.n_bytes = 0
-        self.limiter = LoopLimiter(1)
+        self.turns = asyncio.Semaphore(1)
 
 
 BUFFERED_BODIES: Final = web.AppKey("buffered_bodies", BufferedBodies)
 RESPONSE_STORE: Final = web.AppKey("response_store", ResponseStore)
-START_LIMITER: Final = web.AppKey("start_limiter", LoopLimiter)
-"""Limits how many handlers start per iteration of the loop: each runs 0.1 ms before it first waits."""
-
-
-IGNORED_BEFORE: Final = web.AppKey("ignored_before", set[str])
-"""Names of parameters without effect that were logged."""
+START_TURNS: Final = web.AppKey("start_turns", asyncio.Semaphore)
+"""Turns of handlers in an iteration of the loop: each runs 0.1 ms before it first waits."""
 
 
 def request_id_of(request: web.Request) -> str:
@@ -110,15 +78,12 @@ def request_id_of(request: web.Request) -> str:
 
 
 def attach(request: web.Request, context: RequestContext) -> None:
-    """Attach a context to a request."""
     request[_KEY] = context
 
 
 def context_of(request: web.Request) -> RequestContext:
-    """Return the context that the middleware attached to the request."""
     return request[_KEY]
 
 
 def has_context(request: web.Request) -> bool:
-    """Return whether the middleware has seen this request."""
     return _KEY in request

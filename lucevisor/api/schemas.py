@@ -1,8 +1,4 @@
-"""Schemas of request bodies, and their decoder: any bytes give a record or an ApiError that names the parameter.
-
-No parameter is dropped silently.  Those without effect are in `HARMLESS`, those that would change the answer in
-`REFUSED` with the reason; unknown ones have no effect either, as clients send new ones with every version.
-"""
+"""Schemas of request bodies, and their decoder: any bytes give a record or an ApiError that names the parameter."""
 
 from __future__ import annotations
 
@@ -241,8 +237,6 @@ _PATH: Final = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _UNKNOWN: Final = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING: Final = re.compile(r"^Object missing required field `(?P<name>.*)`$")
 _STEP: Final = re.compile(r"\.([^.\[]+)|\[([^\]]*)\]")  # of such a path: a field or an index
-_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # in JSON, as an escape or as bytes
-_ESCAPED_BYTES: Final = range(0xDC80, 0xDD00)  # what surrogateescape makes of bytes 0x80 to 0xFF
 _TYPE_NAMES: Final = {
     "int": "integer",
     "float": "number",
@@ -258,7 +252,6 @@ _type_info = functools.cache(inspect.type_info)
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
-    """Return the body's JSON object; raises ApiError 400."""
     try:
         value = msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
@@ -271,57 +264,32 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 
 
 def _refuse_broken_text(raw: bytes) -> None:
-    """Raise ApiError 400 naming the value with half of a surrogate pair or bytes that are not UTF-8, if that is all
-    that is wrong with the body.
-
-    Python's JSON parser takes what msgspec refuses with a message about the syntax, or about a byte of some text.
-    """
-    try:
-        text = _decoded(raw)
-        found = None if text is None else _find_surrogate(json.loads(text), "")
+    """Raise ApiError 400 naming a value that is no UTF-8, as msgspec's message is about the syntax or a byte."""
+    try:  # Python takes both: bytes become surrogates
+        path = _broken_text(json.loads(raw.decode("utf-8", "surrogateescape")), "")
     except (ValueError, RecursionError):
         return
-    if found is None:
-        return
-    param, half = found[0].lstrip(".") or "body", ord(found[1])
-    param = param if len(param) <= _MAX_NAME_CHARS else param[:_MAX_NAME_CHARS] + "…"
-    if half in _ESCAPED_BYTES and not _is_text(raw):
-        why = f"is not UTF-8 at its byte 0x{half - _ESCAPED_BYTES[0] + 0x80:02X}; send bodies in UTF-8"
-    else:
-        why = f"holds U+{half:04X}, half of a surrogate pair, which is no character; send both halves, or U+FFFD"
-    raise bad_parameter(param, why)
+    if path is not None:
+        why = "holds bytes that are not UTF-8, or half of a surrogate pair; send UTF-8, and both halves or U+FFFD"
+        raise bad_parameter(_shortened(path.lstrip(".") or "body"), why)
 
 
-def _decoded(raw: bytes) -> str | None:
-    """Return a body with text that no UTF-8 holds: halves of surrogate pairs, and bytes as U+DC80 to U+DCFF."""
-    if not _is_text(raw):
-        return raw.decode("utf-8", "surrogateescape")
-    return raw.decode("utf-8", "surrogatepass") if _SURROGATE.search(raw) else None
-
-
-def _is_text(raw: bytes) -> bool:
-    """Return whether bytes are UTF-8, halves of surrogate pairs included."""
-    try:
-        raw.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _find_surrogate(value: object, path: str) -> tuple[str, str] | None:
-    """Return the path and the first surrogate of the first text that has one; of a key, the path of its object."""
+def _broken_text(value: object, path: str) -> str | None:
+    """Return the path of the first text with a surrogate; of a key, the path of its object."""
     if isinstance(value, str):
-        found = SURROGATES.search(value)
-        return None if found is None else (path, found[0])
+        return path if SURROGATES.search(value) else None
+    inside: Iterable[tuple[str, object]] = ()
     if isinstance(value, list):
         inside = ((f"{path}[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, dict):
-        if found := SURROGATES.search("".join(value)):
-            return path, found[0]
+        if SURROGATES.search("".join(value)):
+            return path
         inside = ((f"{path}.{name}", item) for name, item in value.items())
-    else:
-        return None
-    return next((place for name, item in inside if (place := _find_surrogate(item, name)) is not None), None)
+    return next((place for name, item in inside if (place := _broken_text(item, name)) is not None), None)
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _MAX_NAME_CHARS else name[:_MAX_NAME_CHARS] + "…"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,7 +337,7 @@ def to_record(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = 
             and name not in rules.neutral
             and not (rules.open and (value is None or _is_new(name, known)))
         ):
-            shown = name if len(name) <= _MAX_NAME_CHARS else name[:_MAX_NAME_CHARS] + "…"
+            shown = _shortened(name)
             raise bad_parameter(
                 shown, f"is not a parameter of this endpoint{_nearest(shown, known)}", "unknown_parameter"
             )
@@ -384,20 +352,17 @@ def to_record(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = 
 def ignored(
     kind: type[Body], fields: dict[str, Any], rules: ParameterRules = OPENAI, more: Iterable[str] = ()
 ) -> tuple[str, ...]:
-    """Return the names of the parameters that an accepted request gives and that have no effect, and `more` of them, in
-    order: as many as a header holds."""
+    """Return the names of parameters without effect, and `more` of them, in order: as many as a header holds."""
     effective = {*kind.__struct_fields__, *rules.refused, *rules.neutral, *rules.aliases}
     unused = {name for name in fields if fields[name] is not None and name not in effective}
     return tuple(sorted(map(_header_text, unused | {*more}))[:_MAX_NAMES])
 
 
 def _is_new(name: str, known: tuple[str, ...]) -> bool:
-    """Return whether an unknown parameter is none of the known ones misspelt."""
     return not difflib.get_close_matches(name[:_MAX_NAME_CHARS], known, n=1, cutoff=_MISSPELT)
 
 
 def _header_text(name: str) -> str:
-    """Return a name that an HTTP header can hold."""
     shown = name if len(name) <= _MAX_NAME_CHARS else name[:_MAX_NAME_CHARS] + "..."
     return shown.encode("ascii", "backslashreplace").decode() if shown.isprintable() else ascii(shown)
 
@@ -464,7 +429,6 @@ def _fields_at(kind: Any, path: str) -> tuple[str, ...]:
 
 
 def _choices_at(kind: Any, path: str) -> list[Any]:
-    """Return the values that the field at `path` may have, if it is one of a list of values."""
     types: list[Any] = [_type_info(kind)]
     for name, _ in _STEP.findall(path):
         inside: list[Any] = []
@@ -478,7 +442,6 @@ def _choices_at(kind: Any, path: str) -> list[Any]:
 
 
 def _members(types: list[Any]) -> list[Any]:
-    """Return types, and those of which unions among them consist."""
     return [part for item in types for part in (item.types if isinstance(item, inspect.UnionType) else (item,))]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 import ssl
@@ -20,13 +21,11 @@ from lucevisor.api.request_context import (
     ACTIVE,
     APP_CONTEXT,
     BUFFERED_BODIES,
-    IGNORED_BEFORE,
     METRICS,
     RESPONSE_STORE,
-    START_LIMITER,
+    START_TURNS,
     ActiveRequests,
     BufferedBodies,
-    LoopLimiter,
 )
 from lucevisor.api.response_store import ResponseStore
 from lucevisor.errors import ConfigError, LucevisorError
@@ -36,10 +35,7 @@ BACKLOG: Final = 1024
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Return a listening socket for each address of `host`; `port` 0 is any free one.
-
-    Raises ConfigError when the address is wrong or taken.
-    """
+    """Return a listening socket for each address of `host`; `port` 0 is any free one.  Raises ConfigError."""
     sockets: list[socket.socket] = []
     try:
         for family, address in _addresses(host):
@@ -58,7 +54,6 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def adopt(sockets: Sequence[socket.socket], host: str, port: int) -> list[socket.socket]:
-    """Return `sockets`, listening.  Raises ConfigError when one is bound elsewhere than `host`:`port`."""
     for sock in sockets:
         if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
             raise ConfigError("server.host", host, "the socket that was handed over is not a TCP socket")
@@ -75,14 +70,12 @@ def adopt(sockets: Sequence[socket.socket], host: str, port: int) -> list[socket
 
 
 def url_of(sock: socket.socket, scheme: str = "http") -> str:
-    """Return the URL at which a socket can be asked."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _addresses(host: str) -> list[tuple[int, str]]:
-    """Return families and addresses of `host`.  Raises OSError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return list(dict.fromkeys((int(family), str(address[0])) for family, _, _, _, address in found))
 
@@ -118,9 +111,8 @@ def create_app(ctx: AppContext) -> web.Application:
     app[METRICS] = Metrics(ctx)
     app[ACTIVE] = ActiveRequests()
     app[BUFFERED_BODIES] = BufferedBodies()
-    app[IGNORED_BEFORE] = set()
     app[RESPONSE_STORE] = ResponseStore(ctx.settings.stored_responses, ctx.settings.stored_bytes)
-    app[START_LIMITER] = LoopLimiter(_STARTS_PER_ITERATION)
+    app[START_TURNS] = asyncio.Semaphore(_STARTS_PER_ITERATION)
     app.on_response_prepare.append(set_headers)
     app.on_shutdown.append(_close_preprocessor)
     for route in ROUTES:
@@ -153,10 +145,7 @@ async def serve(
 
 async def drain(runner: web.AppRunner, deadline_s: float) -> bool:
     """Accept no more connections, close those that are open after their next response, and wait until all requests have
-    ended; return whether they did before the deadline.
-
-    Clients with an open connection may still send a request while others run, and for a moment longer.  Requests that
-    do not end in time are cancelled: their clients get an error event, or a 503 if nothing was sent yet.
+    ended; return whether they did before the deadline.  The others are cancelled.
     """
     active = runner.app[ACTIVE]
     if not active.closing:
@@ -174,7 +163,6 @@ async def drain(runner: web.AppRunner, deadline_s: float) -> bool:
 
 
 async def _wait_until_quiet(runner: web.AppRunner, deadline_s: float) -> bool:
-    """Wait until nothing is in service and no connection is open, or all have been idle for a moment."""
     end = time.monotonic() + deadline_s
     contexts, server = runner.app[ACTIVE].contexts, runner.server
     while await wait_until_idle(lambda: len(contexts), end - time.monotonic()):

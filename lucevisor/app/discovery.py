@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -46,26 +45,21 @@ except Exception as error:
 """
 
 
-class Interpreter(msgspec.Struct, frozen=True):
+class Interpreter(msgspec.Struct):
     """What an interpreter answered. ``devices``: names of its GPUs; ``problem``: why it cannot run a daemon, if so."""
 
     torch: str = ""
     backend: Literal["cpu", "cuda", "hip"] = "cpu"
     devices: tuple[str, ...] = ()
     problem: str = ""
+    python: str = ""
 
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A backend group to be written. ``devices``: names of its GPUs."""
-
-    backend: str
-    python: str
-    torch: str
-    devices: tuple[str, ...] = ()
+    def as_cpu(self) -> Interpreter:
+        """Return it for a group of this machine's processor."""
+        return msgspec.structs.replace(self, backend="cpu", devices=())
 
     def toml(self) -> str:
-        """Return the section of a configuration file."""
+        """Return the section of its group in a configuration file."""
         lines = [f"[groups.{self.backend}]", f'backend = "{self.backend}"']
         if self.python != sys.executable:
             lines.append(f"python = {json.dumps(self.python)}")
@@ -83,7 +77,7 @@ def model_name(model: str) -> str:
     return name if NAME.match(name) else "model"
 
 
-def choose_groups(model: str, pythons: Sequence[str]) -> list[Group]:
+def choose_groups(model: str, pythons: Sequence[str]) -> list[Interpreter]:
     """Return groups that hold ``model``: all GPUs of this machine, and its processor where those are too small or none.
 
     Queries ``pythons``, this interpreter, and the virtual environments beside it and in the current directory.
@@ -92,12 +86,12 @@ def choose_groups(model: str, pythons: Sequence[str]) -> list[Group]:
     pythons = [os.path.abspath(python) if "/" in python else python for python in pythons]
     candidates = list(dict.fromkeys([*pythons, sys.executable, *_environments()]))
     with ThreadPoolExecutor() as pool:
-        answers = dict(zip(candidates, pool.map(query, candidates), strict=True))
+        answers = {answer.python: answer for answer in pool.map(query, candidates)}
     for python in pythons:
         if answers[python].problem:
             why = f"cannot run a daemon: {answers[python].problem}"
             raise ConfigError("--python", python, why, "name one with torch, numpy, gguf and msgspec")
-    usable = {python: answer for python, answer in answers.items() if not answer.problem}
+    usable = [answer for answer in answers.values() if not answer.problem]
     if not usable:
         problems = "; ".join(f"{python}: {answer.problem}" for python, answer in answers.items())
         raise LucevisorError(
@@ -106,23 +100,17 @@ def choose_groups(model: str, pythons: Sequence[str]) -> list[Group]:
         )
     groups = assign(usable)
     if groups[0].backend != "cpu" and not fits(model, groups):
-        groups.append(cpu_group(usable))
+        groups.append(usable[0].as_cpu())
     return groups
 
 
-def assign(interpreters: dict[str, Interpreter]) -> list[Group]:
-    """Return a group for each vendor whose GPUs an interpreter sees, of the first one; else one of backend cpu."""
-    groups: dict[str, Group] = {}
-    for python, found in interpreters.items():
-        if found.devices and found.backend not in groups:
-            groups[found.backend] = Group(found.backend, python, found.torch, found.devices)
-    return [*groups.values()] or [cpu_group(interpreters)]
-
-
-def cpu_group(interpreters: dict[str, Interpreter]) -> Group:
-    """Return a group of this machine's processor, in the first interpreter."""
-    python, found = next(iter(interpreters.items()))
-    return Group("cpu", python, found.torch)
+def assign(interpreters: Sequence[Interpreter]) -> list[Interpreter]:
+    """Return the first interpreter for each vendor whose GPUs one sees; else the first for a group of backend cpu."""
+    groups: dict[str, Interpreter] = {}
+    for interpreter in interpreters:
+        if interpreter.devices:
+            groups.setdefault(interpreter.backend, interpreter)
+    return [*groups.values()] or [interpreters[0].as_cpu()]
 
 
 def query(python: str) -> Interpreter:
@@ -131,23 +119,24 @@ def query(python: str) -> Interpreter:
     try:
         done = subprocess.run(command, capture_output=True, timeout=PROBE_S, check=False, stdin=subprocess.DEVNULL)
     except OSError as error:
-        return Interpreter(problem=error.strerror or str(error))
+        return Interpreter(python=python, problem=error.strerror or str(error))
     except subprocess.TimeoutExpired:
-        return Interpreter(problem=f"no answer within {PROBE_S:.0f} s")
+        return Interpreter(python=python, problem=f"no answer within {PROBE_S:.0f} s")
     try:
-        return msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=Interpreter)
+        answer = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=Interpreter)
+        return msgspec.structs.replace(answer, python=python)
     except msgspec.DecodeError:
         said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or "no answer"
-        return Interpreter(problem=f"is not a Python interpreter of 3.11 or newer ({said})")
+        return Interpreter(python=python, problem=f"is not a Python interpreter of 3.11 or newer ({said})")
 
 
-def write_config(model: str, groups: Sequence[Group]) -> str:
+def write_config(model: str, groups: Sequence[Interpreter]) -> str:
     """Return the text of a configuration file that serves ``model`` on ``groups``, split automatically."""
     path = model if model.startswith(HUB_PREFIX) else str(Path(model).resolve())
     return "\n".join([f"[model]\npath = {json.dumps(path)}\n", *(group.toml() for group in groups)])
 
 
-def save_config(model: str, groups: Sequence[Group], name: str) -> Path:
+def save_config(model: str, groups: Sequence[Interpreter], name: str) -> Path:
     """Write the configuration of ``model`` beside the log of supervisor ``name``, and return its path."""
     path = log_path(name) / "config.toml"
     head = "# Written by `lucevisor start` for a model, again at each such start: copy it to change it.\n\n"
@@ -159,8 +148,7 @@ def save_config(model: str, groups: Sequence[Group], name: str) -> Path:
     return path
 
 
-def fits(model: str, groups: Sequence[Group]) -> bool:
-    """Return whether the GPUs of ``groups`` hold the model beside its pages."""
+def fits(model: str, groups: Sequence[Interpreter]) -> bool:
     with tempfile.TemporaryDirectory(prefix="lucevisor-init-") as folder:
         path = Path(folder) / "config.toml"
         path.write_text(write_config(model, groups), "utf-8")
@@ -174,7 +162,6 @@ def fits(model: str, groups: Sequence[Group]) -> bool:
 
 
 def _environments() -> list[str]:
-    """Return the interpreters of virtual environments beside this one and in the current directory."""
     folders = dict.fromkeys((Path(sys.prefix).parent, Path.cwd()))
     found = sorted(marker for folder in folders for marker in folder.glob("*/pyvenv.cfg"))
     pythons = [marker.parent / "bin" / "python" for marker in found if marker.parent != Path(sys.prefix)]

@@ -1,8 +1,7 @@
 """`lucevisor start` below the command line: builds a service, its HTTP endpoint and its admin socket, and serves.
 
-The first SIGINT or SIGTERM (or `lucevisor stop`) gives running requests a moment to end, the second shortens every
-deadline, the third kills the daemons.  SIGHUP reads the configuration again, and applies what needs no new deployment;
-`lucevisor reload` has the service apply the rest first.  A configuration with an error changes nothing.
+The first SIGINT or SIGTERM gives running requests a moment to end, the second shortens every deadline, the third kills
+the daemons.  SIGHUP applies what of a changed configuration needs no new deployment, `lucevisor reload` all of it.
 """
 
 from __future__ import annotations
@@ -83,10 +82,8 @@ _MAX_FILES: Final = 65536
 
 
 class EarlySignals:
-    """Handles SIGINT, SIGTERM and SIGHUP until the loop does.  Loses none, neither where Python ignores exceptions, in
-    a finaliser, nor between the start of the loop and its handlers.
-
-    `asked`: the name of a signal that asks for the end; `reload`: whether a SIGHUP asked for that.
+    """Handles SIGINT, SIGTERM and SIGHUP until the loop does, so that none is lost in a finaliser or at the loop's
+    start.
     """
 
     def __init__(self) -> None:
@@ -146,11 +143,7 @@ def _has_terminal() -> bool:
 
 
 def freeze_gc() -> None:
-    """Exclude what exists now from later collections, and make full ones rare.  Call it when everything is built.
-
-    A full collection visits every container: 17 ms with 500 running requests, and as much again for the model's
-    vocabulary and the imported modules.
-    """
+    """Exclude what exists now from later collections, and make full ones rare, as they visit every container."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 5, 100)  # a full one after 350,000 allocations, at most 40 MB of garbage
@@ -168,9 +161,7 @@ def raise_file_limit() -> int:
 
 
 def connections_within(n_files: int, n_groups: int) -> int:
-    """Return how many of `n_files` connections may use, at least a quarter.  Links, pipes and starting a daemon need
-    the others.
-    """
+    """Return how many of `n_files` connections may use: links, pipes and starting a daemon need the others."""
     return max(n_files // 4, n_files - 192 - 16 * n_groups)
 
 
@@ -203,7 +194,11 @@ def run(config: Config, name: str, observer: Display, options: RunOptions) -> Ex
             check_directory(Path(config.cache.dir))
         early.stop_raising()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_run(config, model, run_dir, observer, options, early))
+
+            async def serve() -> ExitCode:  # a Supervisor is made in a running loop
+                return await Supervisor(config, model, run_dir, observer, options).run(early)
+
+            return runner.run(serve())
     except KeyboardInterrupt:  # stopped before there was anything to stop
         return ExitCode.DONE
     finally:
@@ -212,10 +207,7 @@ def run(config: Config, name: str, observer: Display, options: RunOptions) -> Ex
 
 
 def _open_log(config: Config, run_dir: RunDirectory, options: RunOptions) -> str:
-    """Log to the state directory; to the run directory, which goes with this process, where that is impossible.
-
-    Returns why it is; empty if it is not.
-    """
+    """Log to the state directory, else to the run directory; return why, empty if the log stays."""
     try:
         directory = log_path(run_dir.name)
         logs.configure(config.log.format, config.log.level, directory, to_terminal=options.to_terminal)
@@ -231,20 +223,8 @@ def _open_log(config: Config, run_dir: RunDirectory, options: RunOptions) -> str
 
 
 def _fetching(what: str) -> None:
-    """Called when a model file is about to be downloaded, which blocks."""
     log.info("fetching", what=what)
     Notifier().send(STATUS=f"fetching {what}", EXTEND_TIMEOUT_USEC=int(FETCH_S * 1e6))
-
-
-async def _run(
-    config: Config,
-    model: ServedModel,
-    run_dir: RunDirectory,
-    observer: Display,
-    options: RunOptions,
-    early: EarlySignals,
-) -> ExitCode:
-    return await Supervisor(config, model, run_dir, observer, options).run(early)
 
 
 _RELOADED_KEYS: Final = {"log.level", "server.api_keys_file", "server.admin_keys_file", "server.cors_origins"}
@@ -254,9 +234,7 @@ _TLS_KEYS: Final = {"server.tls_cert_file", "server.tls_key_file"}
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """``config``: what is in force now.  ``changed``: keys with a new value in force; ``waiting``: keys whose new value
-    is not.
-    """
+    """The configuration in force, the keys that changed, and those whose new value waits."""
 
     config: Config
     changed: Sequence[str]
@@ -265,9 +243,7 @@ class Reloaded:
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """`KEY=VALUE` overrides of `start`, and those of the last `lucevisor reload`, which replace those of the same key
-    until the next one.
-    """
+    """`KEY=VALUE` overrides of `start`, and those of the last `lucevisor reload`, which hold until the next one."""
 
     file: Path
     of_start: Sequence[str]
@@ -278,9 +254,7 @@ class Overrides:
         return merge_overrides(self.of_start, self.of_reload)
 
     def described(self) -> list[dict[str, object]]:
-        """Return key, value and source of each, with what the file says, which it hides; None: the file does not set
-        it.  Values of the environment may be secrets, and are left out.  Raises ConfigError.
-        """
+        """Return key, value and source of each, and what the file says.  Values of the environment may be secrets."""
         pairs = [override.partition("=")[::2] for override in self.effective]
         of_reload = {override.partition("=")[0] for override in self.of_reload}
         hidden = values_in_file(self.file, [key for key, _ in pairs])
@@ -296,7 +270,6 @@ class Overrides:
 
 
 def read_again(overrides: Overrides) -> Config:
-    """Return what the file says now, with the overrides.  Raises ConfigError."""
     return load(overrides.file, overrides.effective)
 
 
@@ -306,10 +279,7 @@ def keys_at_once(after: Config, tls: ssl.SSLContext | None) -> set[str]:
 
 
 def apply(config: Config, after: Config, context: AppContext, tls: ssl.SSLContext | None) -> Reloaded:
-    """Apply what needs no new deployment of ``after``, and read the files of keys and TLS again.
-
-    Raises ConfigError, and then changes nothing.
-    """
+    """Apply what needs no new deployment of ``after``; raises ConfigError, and then changes nothing."""
     client_keys, admin_keys = keys_of(after.server)
     at_once = keys_at_once(after, tls)
     if tls is not None and after.server.tls_cert_file:
@@ -331,12 +301,10 @@ def apply(config: Config, after: Config, context: AppContext, tls: ssl.SSLContex
 
 
 def tls_of(server: ServerConfig) -> ssl.SSLContext | None:
-    """Return the context of HTTPS, None for HTTP.  Raises ConfigError."""
     return server_context(Path(server.tls_cert_file), Path(server.tls_key_file)) if server.tls_cert_file else None
 
 
 def keys_of(server: ServerConfig) -> tuple[Sequence[ApiKey], Sequence[ApiKey]]:
-    """Return the keys of clients and of operators.  Raises ConfigError."""
     clients = read_api_keys(Path(server.api_keys_file)) if server.api_keys_file else ()
     admins = read_api_keys(Path(server.admin_keys_file), "server.admin_keys_file") if server.admin_keys_file else ()
     return clients, admins
@@ -415,9 +383,8 @@ class Supervisor:
         return ExitCode.DONE
 
     async def _start(self) -> None:
-        """Listen, then start the groups; the other way round to take over from another supervisor.
-
-        Raises LucevisorError when a group is given up before requests were served: another try would say the same.
+        """Listen, then start the groups; the other way round to take over.  Raises LucevisorError when a group is given
+        up.
         """
         server = self.config.server
         if not self._handover.pending:
@@ -507,7 +474,6 @@ class Supervisor:
         return task
 
     def _reread(self) -> None:
-        """Read the configuration again; apply what needs no new deployment, and log what was."""
         try:
             overrides = Overrides(self.config.file, self._overrides.of_start)
             done = apply(self.config, read_again(overrides), self._context, self._tls)
@@ -552,7 +518,6 @@ class Supervisor:
         return changed
 
     def _begin_restart(self, group: str, now: bool) -> None:
-        """Restart a group in the background; raises AdminError if there is none of that name."""
         self._admin_operations.check_group(group)
         self._spawn(self._restart_one(group, now), f"restart {group}")
 
@@ -597,9 +562,7 @@ class Supervisor:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """``to_terminal``: log to standard error, too.  ``take_over_s``: take over from a running supervisor of the same
-    name, which then has so long to finish requests.  ``limits``: deadlines of supervision, None for the usual ones.
-    """
+    """``take_over_s``: take over from a supervisor of the same name, which has so long to finish requests."""
 
     to_terminal: bool = True
     take_over_s: float | None = None
@@ -607,7 +570,6 @@ class RunOptions:
 
 
 def refuse_faults(config: Config, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError if the fault hooks of processes would be on."""
     settings = [(fault_hooks.VARIABLE, environ.get(fault_hooks.VARIABLE, ""))]
     for name, group in config.groups.items():
         settings.append(
@@ -620,7 +582,6 @@ def refuse_faults(config: Config, environ: Mapping[str, str] = os.environ) -> No
 
 
 def fault_limits(text: str) -> SupervisionLimits:
-    """Return the limits that ``--allow-faults`` names, as ``NAME=SECONDS,...``.  Raises ConfigError."""
     known = {field.name for field in fields(SupervisionLimits) if field.name.endswith("_s")}
     limits = {}
     for part in filter(None, text.split(",")):

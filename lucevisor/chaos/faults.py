@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import psutil
 
@@ -33,10 +33,8 @@ AIM_S: Final = 10.0
 _POLL_S: Final = 0.02
 
 
-class Order(Protocol):
-    """Asks the admin socket of the supervisor that serves."""
-
-    def __call__(self, method: str, path: str, body: dict[str, Any] | None = None) -> Awaitable[dict[str, Any]]: ...
+Order = Callable[[str, str, dict[str, Any] | None], Awaitable[dict[str, Any]]]
+"""Asks the admin socket of the supervisor that serves: method, path, body."""
 
 
 @dataclass(slots=True)
@@ -60,7 +58,7 @@ class Target:
         end_s = time.monotonic() + READY_S
         while True:
             try:
-                return await self.order("GET", "/status")
+                return await self.order("GET", "/status", None)
             except NotRunningError:
                 if time.monotonic() > end_s:
                     raise

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import psutil
 
@@ -39,10 +39,8 @@ EXACT: Final = (
 """Settings of a run; those of the operator replace them."""
 
 
-class Ask(Protocol):
-    """Asks an admin socket.  Raises LucevisorError."""
-
-    def __call__(self, socket: Path, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]: ...
+Ask = Callable[[Path, str, str, dict[str, Any] | None], dict[str, Any]]
+"""Asks an admin socket: method, path, body.  Raises LucevisorError."""
 
 
 @dataclass(slots=True)
@@ -181,7 +179,7 @@ class Chaos:
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s and process.poll() is None:
             with contextlib.suppress(LucevisorError):  # it listens later
-                status = self._ask(_socket(directory), "GET", "/status")
+                status = self._ask(_socket(directory), "GET", "/status", None)
                 if (status["state"], status["pid"]) == ("ready", process.pid):
                     return str(status["url"])
             time.sleep(_POLL_S)

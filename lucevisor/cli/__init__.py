@@ -1,8 +1,4 @@
-"""The command line.  A command's module is imported when the command is chosen, so that ``--help`` and ``status``
-stay quick.
-
-Exit codes: 0 done, 1 failed while running, 2 wrong usage or configuration, 3 nothing running, 4 not ready in time.
-"""
+"""The command line.  A command's module is imported when the command is chosen, so that ``status`` stays quick."""
 
 from __future__ import annotations
 

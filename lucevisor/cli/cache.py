@@ -1,8 +1,4 @@
-"""``lucevisor cache``: the snapshots on disk, of a running supervisor or of a directory.
-
-With CONFIG's ``cache.dir`` or ``--dir`` this process works on the directory, whether or not a supervisor uses it;
-without them it asks the supervisor.  Both answer with the same JSON, printed here.
-"""
+"""``lucevisor cache``: the snapshots on disk, of a running supervisor or of a directory."""
 
 from __future__ import annotations
 
@@ -212,7 +208,6 @@ def _row(entry: JsonObject) -> list[str]:
 
 
 def _print(header: list[str], rows: list[list[str]]) -> None:
-    """Plain columns: file names stay whole, ready to be copied to ``rm``."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, *rows]:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

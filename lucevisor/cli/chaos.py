@@ -73,7 +73,6 @@ def chaos(
 
 
 def _table(report: Report) -> str:
-    """The report in Markdown."""
     lines = [
         "| fault | times | right | wrong | lost | longest pause |",
         "|---|---|---|---|---|---|",

@@ -1,8 +1,4 @@
-"""``lucevisor chat``: a conversation in the terminal, with line editing, history and markdown.
-
-Answers are plain text unless the output is a terminal.  Invariant: a question without an answer is not sent again with
-the next one.
-"""
+"""``lucevisor chat``: a conversation in the terminal, with line editing, history and markdown."""
 
 from __future__ import annotations
 
@@ -50,7 +46,6 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def sent(self) -> list[dict[str, Any]]:
-        """Return all messages, the system prompt first."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
 
     def run_command(self, line: str) -> str | None:
@@ -146,7 +141,6 @@ def _completion(text: str, index: int) -> str | None:
 
 
 def _read() -> str | None:
-    """Return the next question or command, None at the end."""
     lines: list[str] = []
     try:
         while True:
@@ -214,7 +208,6 @@ class _Shown:
             self._console.print(self._speed, style="dim")
 
     def add(self, chunk: ChatCompletionChunk) -> None:
-        """Show one more piece of the stream."""
         for choice in chunk.choices:
             thought = getattr(choice.delta, "reasoning_content", None) or ""
             said = choice.delta.content or ""

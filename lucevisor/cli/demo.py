@@ -1,7 +1,4 @@
-"""``lucevisor demo``: a tour of the features in half a minute, on any machine with a cpu.
-
-A daemon is killed in the middle of an answer; the answer goes on, and is the one that an undisturbed run gives.
-"""
+"""``lucevisor demo``: a tour of the features in half a minute, on any machine with a cpu."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ QUESTIONS = [
 
 
 def demo_config() -> Path:
-    """etc/demo.toml, of the source tree or of the installed package."""
     path = locate("etc") / "demo.toml"
     if not path.is_file():
         raise LucevisorError(f"{path} is missing: install lucevisor again, or give a configuration with --config")

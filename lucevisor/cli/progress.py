@@ -1,7 +1,4 @@
-"""The live view of a start in the foreground: groups, load progress, what is waited for; then the address.
-
-On a terminal it is drawn in place, and again whenever a daemon is replaced; elsewhere it writes log records.
-"""
+"""The live view of a start in the foreground; elsewhere than on a terminal, log records."""
 
 from __future__ import annotations
 

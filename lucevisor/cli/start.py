@@ -12,7 +12,7 @@ import click
 
 from lucevisor.app.rundir import check_name, default_name, is_locked, run_path
 from lucevisor.cli.admin_client import AdminClient, Watch
-from lucevisor.cli.options import Seconds, config_argument, python_option
+from lucevisor.cli.options import SECONDS, config_argument, python_option
 from lucevisor.config import load
 from lucevisor.config.formats import HUB_PREFIX
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, NotReadyError, NotRunningError
@@ -35,7 +35,7 @@ from lucevisor.source_tree import module_command
 @click.option(
     "--drain",
     "drain_s",
-    type=Seconds(),
+    type=SECONDS,
     default=600.0,
     show_default=True,
     help="With --take-over: seconds that requests of the other one have to end.",
@@ -43,7 +43,7 @@ from lucevisor.source_tree import module_command
 @click.option(
     "--timeout",
     "timeout_s",
-    type=Seconds(),
+    type=SECONDS,
     default=600.0,
     show_default=True,
     help="With --daemon: seconds to wait for READY.",
@@ -98,7 +98,6 @@ def start(
 
 
 def _is_model(argument: Path) -> bool:
-    """Return whether an argument of `start` names a model, not a configuration file."""
     if str(argument).startswith(HUB_PREFIX) or argument.suffix.lower() == ".gguf":
         return True
     try:
@@ -109,7 +108,6 @@ def _is_model(argument: Path) -> bool:
 
 
 def _configured(model: str, pythons: Sequence[str], name: str | None) -> tuple[Path, str]:
-    """Return a configuration file for a model on the devices of this machine, and the supervisor's name."""
     from lucevisor.app.discovery import choose_groups, model_name, save_config
     from lucevisor.app.model_source import find_hub_file
 

@@ -1,7 +1,4 @@
-"""The status JSON as text for a terminal of 80 columns and more: `lucevisor status`, and the parts that `top` shares.
-
-Knows the fields of the status, no socket.  Invariant: names and reasons are text, never markup of the terminal library.
-"""
+"""The status JSON as text for a terminal: `lucevisor status`, and the parts that `top` shares."""
 
 from __future__ import annotations
 
@@ -27,7 +24,6 @@ SHOWN_POSITIONS = 8
 
 
 def styled_state(state: str) -> Text:
-    """Return a state in its colour."""
     return Text(state, STYLES.get(state, CHANGING))
 
 
@@ -54,7 +50,6 @@ def indented(line: str) -> RenderableType:
 
 
 def headline(status: Status) -> Iterator[Text]:
-    """Yield name, state, address and model."""
     yield Text.assemble(
         (status["name"], "bold"), " ", styled_state(status["state"]), f"  {status['url']}  pid {status['pid']}"
     )
@@ -83,7 +78,6 @@ def shard_table(status: Status) -> Table:
 
 
 def kernel_table(status: Status) -> Table:
-    """Return what each device runs for each operation and quant type."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("group", "device", "operation", "runs"):
         table.add_column(title, overflow="fold")
@@ -112,7 +106,6 @@ def problem_lines(status: Status) -> Iterator[Text]:
 
 
 def warning_lines(status: Status) -> Iterator[Text]:
-    """Yield what makes a group slower than it could be."""
     for group in status["groups"]:
         for warning in group["warnings"]:
             yield Text.assemble((f"group {group['name']} is slow: ", CHANGING), warning)

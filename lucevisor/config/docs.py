@@ -5,9 +5,7 @@ Invariant: every key of the schema is on the page once, with the default that `l
 
 from __future__ import annotations
 
-import argparse
 import ast
-import difflib
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
@@ -73,7 +71,6 @@ def _section(name: str, section: type[Any]) -> Iterator[str]:
 
 
 def texts_of(section: type[Any]) -> dict[str, str]:
-    """Return the text below each field of a section class."""
     (definition,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(definition, ast.ClassDef)
     texts = {}
@@ -102,26 +99,15 @@ def _size(size_bytes: int) -> str:
     return str(size_bytes)
 
 
-def main(arguments: Sequence[str] | None = None) -> ExitCode:
+def main(arguments: Sequence[str]) -> ExitCode:
     """Write the page, or compare it with `--check`; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lucevisor.config.docs", description="Generate docs/configuration.md."
-    )
-    parser.add_argument("--check", action="store_true", help="compare the file with the schema, change nothing")
-    parser.add_argument("--file", type=Path, default=PAGE, help=f"the page (default: {PAGE.parent.name}/{PAGE.name})")
-    options = parser.parse_args(arguments)
-    made = page()
-    if not options.check:
-        options.file.write_text(made, encoding="utf-8")
-        return ExitCode.DONE
-    current = options.file.read_text(encoding="utf-8") if options.file.exists() else ""
-    if current == made:
-        return ExitCode.DONE
-    difference = difflib.unified_diff(current.splitlines(), made.splitlines(), "current", "generated", lineterm="", n=0)
-    print("\n".join(difference))
-    print(f"{options.file.name} is out of date: run python -m lucevisor.config.docs", file=sys.stderr)
-    return ExitCode.FAILED
+    if "--check" not in arguments:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != page():
+        print(f"{PAGE.name} is out of date: run python -m lucevisor.config.docs", file=sys.stderr)
+        return ExitCode.FAILED
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

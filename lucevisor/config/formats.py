@@ -118,7 +118,6 @@ class RestartLimit:
 
 
 def kind_of(value: object) -> str:
-    """Return the type of a TOML value, in words."""
     if isinstance(value, str):
         return "text"
     names = {bool: "true or false", int: "an integer", float: "a number", list: "a list", dict: "a table"}
@@ -126,7 +125,6 @@ def kind_of(value: object) -> str:
 
 
 def wrong_type(value: object, wanted: str) -> NoReturn:
-    """Raise InvalidValue for a value of another type."""
     raise InvalidValue(f"is {kind_of(value)}, not {wanted}", value=value)
 
 
@@ -234,7 +232,6 @@ def visible_device(value: object) -> str:
 
 
 def environment(value: object) -> Mapping[str, str]:
-    """Parse a table of environment variables."""
     if not isinstance(value, dict):
         raise InvalidValue(f"is {kind_of(value)}, not a table", "set one variable: groups.NAME.env.VARIABLE=VALUE")
     for name, text in value.items():
@@ -341,7 +338,6 @@ def _ranges(parts: list[Any]) -> Ranges:
 
 
 def write_split(value: Split) -> str | list[float] | list[str]:
-    """Return a split as in the file."""
     match value:
         case Auto():
             return AUTO

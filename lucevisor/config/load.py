@@ -84,7 +84,6 @@ def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
 
 
 def _flat(config: Config) -> Mapping[str, Any]:
-    """Return values by dotted key."""
     sections: dict[str, Any] = config.as_dict()
     groups = {f"{GROUPS}.{name}": keys for name, keys in sections.pop(GROUPS).items()}
     return {f"{name}.{key}": value for name, keys in {**sections, **groups}.items() for key, value in keys.items()}

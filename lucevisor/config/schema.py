@@ -177,7 +177,6 @@ def _refuse_duplicates(result: Sequence[object], raw: object) -> None:
 
 
 def _words(type_: Any) -> list[str]:
-    """Return the words that a type takes."""
     if get_origin(type_) is Literal:
         return list(get_args(type_))
     return [word for part in get_args(type_) if get_origin(type_) in (Union, UnionType) for word in _words(part)]

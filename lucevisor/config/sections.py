@@ -72,7 +72,6 @@ class ModelConfig:
 
     @property
     def source(self) -> Path | HubFile:
-        """The local path, or the file on the hub."""
         return source_of(self.path)
 
 
@@ -358,7 +357,6 @@ class Config:
 
     @property
     def scores(self) -> bool:
-        """True if PFlash or KV Flash asks the scoring model of `[pflash]`."""
         return self.pflash.mode != "off" or (self.kvflash.policy == "drafter" and self.kvflash.pool_tokens != 0)
 
     def threads_of(self, group: str, usable_cores: int) -> int:
@@ -387,5 +385,4 @@ SECTIONS: Mapping[str, type[Any]] = {
 
 
 def _written(section: object) -> dict[str, object]:
-    """Return a section's keys and values as in the file."""
     return {name: key.write(getattr(section, key.field)) for name, key in keys_of(type(section)).items()}

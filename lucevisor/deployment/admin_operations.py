@@ -17,7 +17,7 @@ from lucevisor.config import Config, changed_keys
 from lucevisor.config.checks import OVERRIDE
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.service import RESTART_S, Service
-from lucevisor.deployment.state_memory import RestoredState, StateMemory, export_state, import_state
+from lucevisor.deployment.state_memory import RestoredState, StateMemory, export_state
 from lucevisor.engine.core import Engine
 from lucevisor.errors import AdminError, ConfigError, ConfigErrors, LucevisorError, NotReadyError, nearest, show
 from lucevisor.model.spec import ModelSpec
@@ -77,7 +77,6 @@ async def take_state(engine: Engine, earlier: Deployment, spec: ModelSpec) -> St
 
 
 def resume_requests(engine: Engine, earlier: Deployment) -> None:
-    """Resume requests where they stopped."""
     if earlier.transfers is not None:
         earlier.transfers.resume()
     engine.freezer.thaw()
@@ -89,7 +88,7 @@ async def copy_state(memory: StateMemory, later: Deployment) -> RestoredState:
     assert later.transfers is not None
     links = dict(later.links)
     groups = {stage.group for stage in later.placement.stages}
-    await import_state(memory, later.transfers, groups)
+    await memory.restore(later.transfers, groups)
     if later.links != links:
         raise LucevisorError("a new daemon was lost while the state moved; try again")
     return RestoredState(links.values(), memory.with_draft and later.draft_group in groups)
@@ -109,7 +108,6 @@ class AdminOperations:
         self._one_at_a_time = asyncio.Lock()
 
     def check_group(self, group: str) -> None:
-        """Raise AdminError if there is no group of that name."""
         groups = self._service.groups
         if group not in groups:
             hint = f"nearest: {nearest(group, groups, 0.0)}"

@@ -149,11 +149,6 @@ class PipelineAssembly:
         return self._pipeline is not None and not self._lost
 
     @property
-    def lost_groups(self) -> frozenset[str]:
-        """The groups whose stages the pipeline waits for."""
-        return frozenset(self._lost)
-
-    @property
     def holding(self) -> bool:
         """True while requests wait for daemons."""
         return self._engine.holding
@@ -176,7 +171,7 @@ class PipelineAssembly:
             return None
         stages = [stage for stage, name in enumerate(self._stage_groups) if name == group]
         self._replaying[group] += 1  # here, for a loss that comes before it is sent makes it out of date
-        found = await self._engine.replays.make(stages, timeout_s)
+        found = await self._engine.make_replay(stages, timeout_s)
         if found is None and self._replaying[group]:
             self._replaying[group] -= 1  # no load carried it
         return found
@@ -319,7 +314,6 @@ class PipelineAssembly:
         self._on_change()
 
     def _on_pipeline_dropped(self) -> None:
-        """Note that the engine dropped the pipeline."""
         self._pipeline = None
         self._lost.clear()
         self._draft_restored = False

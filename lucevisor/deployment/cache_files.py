@@ -1,19 +1,50 @@
 """Small files in the user's cache directory: what a later start would otherwise compute again.
 
-Knows nothing of what is in them.  Invariant: a reader sees a file whole, as it was or as it is, or not at all.
+Invariant: a reader sees a file whole, as it was or as it is, or not at all.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import structlog
+
+log = structlog.get_logger("cache")
+T = TypeVar("T")
 
 
 def cache_directory() -> Path:
     """``$XDG_CACHE_HOME/lucevisor``; a relative value counts as not set."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "lucevisor"
+
+
+def read_json(path: Path, kind: type[T], what: str, reject_reason: Callable[[T], str]) -> T | None:
+    """Return a file's contents, or None.  Logs a warning for a file that cannot be read or is rejected."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=kind)
+        reason = reject_reason(found)
+        if not reason:
+            return found
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        reason = str(error)
+    log.warning(f"{what} ignored", file=str(path), reason=reason)
+    return None
+
+
+def write_json(path: Path, value: msgspec.Struct, what: str) -> None:
+    """Write what read_json returns.  Logs a warning when it cannot be written."""
+    try:
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(value), indent=1))
+    except OSError as error:
+        log.warning(f"{what} not saved", file=str(path), reason=str(error))
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ from lucevisor.deployment.group_settings import group_devices, group_threads, sp
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.speeds import speeds_for
-from lucevisor.deployment.state_memory import ReplacementState, RestoredState, StateMemory, restore_replacement
+from lucevisor.deployment.state_memory import ReplacementState, RestoredState, StateMemory
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import Engine, FrozenState
 from lucevisor.engine.pipeline import PipelineFailure
@@ -48,7 +48,7 @@ from lucevisor.protocol.validation import UnansweredStep
 from lucevisor.snapshots.transfers import ShardTransfers
 from lucevisor.supervision.daemon import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.launcher import Launcher
+from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
 from lucevisor.suspend_clock import SuspendAwareClock
@@ -107,7 +107,6 @@ class PlacementBarrier:
         self._news.set()
 
     def cancel(self) -> None:
-        """Cancel the wait for a placement."""
         if not self._placed.done():
             self._placed.cancel()
 
@@ -165,44 +164,6 @@ def why_unfit(placement: Placement | Infeasible, sizes: Placement | None) -> str
 
 WATCH_S = 1.0
 
-
-@dataclass(frozen=True, slots=True)
-class DaemonWork:
-    """Work of a group's daemon. `what` identifies it, also in messages."""
-
-    group: str
-    what: str
-
-
-class Watchdog:
-    """Call `check` about once a second with all the work in hand."""
-
-    def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
-        self._limit_s = limit_s
-        self._clock = clock
-        self._seen_at: dict[DaemonWork, float] = {}
-
-    def check(self, work_in_progress: Iterable[DaemonWork]) -> dict[DaemonWork, float]:
-        """Return what is overdue, and how many seconds ago it was first seen."""
-        now = self._clock()
-        self._seen_at = {work: self._seen_at.get(work, now) for work in work_in_progress}
-        return {work: now - at for work, at in self._seen_at.items() if now - at > self._limit_s}
-
-
-async def watch(
-    limit_s: float, work_in_progress: Callable[[], Iterable[DaemonWork]], overdue: Callable[[DaemonWork, float], None]
-) -> None:
-    """Look at `work_in_progress()` until cancelled, and pass work older than `limit_s` to `overdue`."""
-    watchdog = Watchdog(limit_s, SuspendAwareClock())
-    while True:
-        await asyncio.sleep(WATCH_S)
-        try:
-            for work, waited_s in watchdog.check(work_in_progress()).items():
-                overdue(work, waited_s)
-        except Exception:  # a bug elsewhere must not end the watch
-            log.exception("check for overdue work failed; the watchdog continues")
-
-
 _EXPONENTS: Final = {
     Dtype.FLOAT32: (np.uint32, 0x7F800000),
     Dtype.FLOAT16: (np.uint16, 0x7C00),
@@ -242,7 +203,7 @@ class Deployment:
         config: Config,
         model: ServedModel,
         weights: ServedWeights,
-        launcher: Launcher,
+        launcher: LocalLauncher,
         limits: SupervisionLimits,
         owner: DeploymentOwner,
         sizes: Placement | None = None,
@@ -268,7 +229,7 @@ class Deployment:
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
         self.groups = self._make_groups(launcher)
 
-    def _make_groups(self, launcher: Launcher) -> dict[str, GroupSupervisor]:
+    def _make_groups(self, launcher: LocalLauncher) -> dict[str, GroupSupervisor]:
         config, owner = self._config, self._owner
         callbacks = Callbacks(
             make_load=self._make_load,
@@ -299,9 +260,7 @@ class Deployment:
 
     async def start(self) -> None:
         """Start every group; returns when all are spawned."""
-        self._watchdog = asyncio.create_task(
-            watch(self._limits.step_s, self._work_in_progress, self._overdue), name="watchdog"
-        )
+        self._watchdog = asyncio.create_task(self._watch(), name="watchdog")
         await asyncio.gather(*(group.start() for group in self.groups.values()))
 
     async def stop(self, deadline_s: float) -> None:
@@ -361,7 +320,6 @@ class Deployment:
 
     @property
     def links(self) -> Mapping[str, Link]:
-        """The links of the groups that are READY."""
         return self._links
 
     def detach(self, error: RequestError | None = None) -> None:
@@ -556,7 +514,12 @@ class Deployment:
     async def _restore_replacement(self, group: str, link: Link, memory: StateMemory, *, with_draft: bool) -> None:
         """Let a new daemon read what its predecessor held, then join the others."""
         assert self.transfers is not None
-        restored = await restore_replacement(memory, self.transfers, group)
+        restored = True
+        try:
+            await memory.restore(self.transfers, [group])
+        except LucevisorError as error:
+            log.warning("state is not saved for the next daemon", group=group, reason=str(error))
+            restored = False
         if self._assembly is not None and self._links.get(group) is link:
             draft_restored = restored and memory.with_draft
             self._assembly.on_ready(
@@ -568,20 +531,31 @@ class Deployment:
 
     # ---- the watch for work that takes too long
 
-    def _overdue(self, work: DaemonWork, waited_s: float) -> None:
-        log.error("overdue", group=work.group, what=work.what, waited_s=round(waited_s, 1))
-        self.groups[work.group].overdue(work.what, waited_s)
+    async def _watch(self) -> None:
+        """Report work that a daemon has had in hand for longer than the limit, at each look."""
+        clock, seen_at = SuspendAwareClock(), dict[tuple[str, str], float]()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            try:
+                now = clock()
+                seen_at = {work: seen_at.get(work, now) for work in self._work_in_progress()}
+                for (group, what), at in seen_at.items():
+                    if now - at > self._limits.step_s:
+                        log.error("overdue", group=group, what=what, waited_s=round(now - at, 1))
+                        self.groups[group].overdue(what, now - at)
+            except Exception:  # a bug elsewhere must not end the watch
+                log.exception("check for overdue work failed; the watchdog continues")
 
-    def _work_in_progress(self) -> Iterator[DaemonWork]:
-        """Return what the daemons work on.  Of the steps only the one begun first counts: the others wait behind it."""
+    def _work_in_progress(self) -> Iterator[tuple[str, str]]:
+        """Yield groups and what they work on.  Of the steps only the one begun first counts: others wait behind it."""
         if self.scoring is not None and self.scoring.work_in_progress:
-            yield DaemonWork(self.scoring.placed.group, self.scoring.work_in_progress)
+            yield self.scoring.placed.group, self.scoring.work_in_progress
         if self._assembly is None or self._engine is None or self.placement is None:
             return
         oldest = self._engine.oldest_in_flight()
         if oldest is not None:
             drafts = oldest.stage == len(self.placement.stages)
             group = self.draft_group if drafts else self.placement.stages[oldest.stage].group
-            yield DaemonWork(group, f"step {oldest.step_id} at stage {oldest.stage}")
+            yield group, f"step {oldest.step_id} at stage {oldest.stage}"
         for group in self._assembly.resetting:
-            yield DaemonWork(group, "a reset")
+            yield group, "a reset"

@@ -1,9 +1,7 @@
 """The memory of the journal: boundary rows, copied between the arenas and blocks of one page each.
 
-Knows bytes, neither sequences nor steps.  Memory is taken from the system when a block is first written.  Rows of long
-steps are copied in a thread, beside the event loop and the daemons; it begins with the journal, as the event loop
-cannot wait for one.
-Invariants: never more than ``Placement.journal_bytes``; copies happen in the order asked for.
+Knows bytes, neither sequences nor steps.  Memory is taken from the system when a block is first written.
+Invariant: never more than ``Placement.journal_bytes``.
 """
 
 from __future__ import annotations
@@ -11,11 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
-from typing import Final
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +22,6 @@ from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.threads import ThreadExecutor
 
 log = structlog.get_logger("journal")
-
-_QUICK_BYTES: Final = 256 * 1024  # copied in some 30 us
 
 
 class JournalRows:
@@ -49,21 +41,9 @@ class JournalRows:
             for boundary, arena in arenas.items()
             for region in range(arena.plan.n_regions)
         }
-        self._row_bytes = row_bytes
-        self._thread = ThreadExecutor(1, "journal")
-        self._waiting: deque[tuple[int, Future[None]]] = deque()  # copies in the thread, and the region they read
+        self._thread = ThreadExecutor(1, "journal")  # it begins now, as the event loop cannot wait for one
 
     def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
-        """Copy rows of a step from its region, now or in the thread."""
-        n_bytes = sum(copy.n for copy in copies) * self._row_bytes
-        self._in_order(region, n_bytes, partial(self._file, boundary, region, copies))
-
-    def free(self, region: int) -> None:
-        """Wait until no copy reads a region any more."""
-        while any(of == region for of, _ in self._waiting):
-            self._waiting.popleft()[1].result()
-
-    def _file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         rows = self._regions[boundary, region]
         for block, offset, row, n in copies:
             if n == 1:  # a decode, of which a step may have many: an index is quicker than a slice
@@ -72,20 +52,17 @@ class JournalRows:
                 self._blocks[block, offset : offset + n] = rows[row : row + n]
 
     def place(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
-        """Copy rows into a step's region."""
-        while self._waiting:
-            self._waiting.popleft()[1].result()
         rows = self._regions[boundary, region]
         for block, offset, row, n in copies:
             rows[row : row + n] = self._blocks[block, offset : offset + n]
 
     def copy(self, source: int, target: int, n_rows: int) -> None:
         """Copy the first rows of a block to another."""
-        self._in_order(-1, n_rows * self._row_bytes, partial(self._copy, source, target, n_rows))
+        self._blocks[target, :n_rows] = self._blocks[source, :n_rows]
 
     def gather(self, steps: Sequence[Sequence[RowCopy]]) -> int:
-        """Return the descriptor of a new memfd, to which rows are written one after the other from now on.  It is
-        sealed when all are there, or no more will come.  Raises OSError.
+        """Return the descriptor of a new memfd, to which a thread writes rows one after the other, and which it seals
+        when all are there, or no more will come.  Raises OSError.
         """
         fd = os.memfd_create("lucevisor-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -109,18 +86,6 @@ class JournalRows:
         finally:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
             os.close(fd)
-
-    def _copy(self, source: int, target: int, n_rows: int) -> None:
-        self._blocks[target, :n_rows] = self._blocks[source, :n_rows]
-
-    def _in_order(self, region: int, n_bytes: int, copy: Callable[[], None]) -> None:
-        """Copy now if that is quick and nothing waits, else in the thread."""
-        while self._waiting and self._waiting[0][1].done():
-            self._waiting.popleft()[1].result()
-        if not self._waiting and n_bytes <= _QUICK_BYTES:
-            copy()
-            return
-        self._waiting.append((region, self._thread.submit(copy)))
 
 
 def _rows(region: memoryview, row_bytes: int) -> npt.NDArray[np.uint8]:

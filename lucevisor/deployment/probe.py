@@ -6,8 +6,6 @@ A probe is a real daemon that says hello, may run a check, and is shut down.
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,12 +16,11 @@ from lucevisor.model.values import Dtype
 from lucevisor.placement.planner import model_options
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import ArenaPlan, DeviceInfo
-from lucevisor.protocol.messages import Check, Checked, CheckLine, Tune
-from lucevisor.supervision.launcher import LocalLauncher, stage_packages
-from lucevisor.supervision.probe import Probe, probe
+from lucevisor.protocol.messages import Check, CheckLine, Tune
+from lucevisor.supervision.probe import Probe, launching, probe
 
-HELLO_S = 60.0
 CHECK_S = 300.0
+TUNE_S = 600.0
 
 
 async def inventory(config: Config) -> tuple[dict[str, list[DeviceInfo]], dict[str, str]]:
@@ -36,22 +33,13 @@ async def inventory(config: Config) -> tuple[dict[str, list[DeviceInfo]], dict[s
 
 async def each_group(config: Config, check: Callable[[str], tuple[Check, list[int]]] | None) -> dict[str, Probe]:
     """Probe all groups at once; ``check(group)`` returns the Check to run there and its descriptors."""
-    directory = Path(tempfile.mkdtemp(prefix="lucevisor-probe-"))
-    try:
-        launcher = LocalLauncher(stage_packages(directory))
-        names = list(config.groups)
-        answers = await asyncio.gather(
-            *(
-                probe(
-                    config.groups[name], launcher, group_devices(config, name),
-                    check(name) if check is not None else None, HELLO_S, CHECK_S,
-                )
-                for name in names
-            )
-        )  # fmt: skip
-        return dict(zip(names, answers, strict=True))
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with launching() as launcher:
+
+        async def ask(name: str) -> Probe:
+            asked = check(name) if check is not None else None
+            return await probe(config.groups[name], launcher, group_devices(config, name), asked, CHECK_S)
+
+        return dict(zip(config.groups, await asyncio.gather(*map(ask, config.groups)), strict=True))
 
 
 def check_arena() -> Arena:
@@ -61,26 +49,19 @@ def check_arena() -> Arena:
     return arena
 
 
-__all__ = ["Checked", "check_arena", "each_group", "inventory"]
-
-
-TUNE_S = 600.0
-
-
 async def tune(files: Sequence[Path], config: Config) -> list[CheckLine]:
     """Tune the groups that hold layers, one after the other so that they do not disturb each other.
 
     Raises LucevisorError when a group does not answer, or something could not be measured.
     """
     lines: list[CheckLine] = []
-    with tempfile.TemporaryDirectory(prefix="lucevisor-tune-") as directory:
-        launcher = LocalLauncher(stage_packages(Path(directory)))
+    with launching() as launcher:
         for group in target_groups(config):
             on_cpu = config.groups[group].backend == "cpu"
             indices = [0] if on_cpu else group_devices(config, group)  # all indices of a cpu group are one device
             order = Tune(indices, group_threads(config, group), model_options(config))
             check = Check([str(f) for f in files], 0, Dtype.BFLOAT16, tune=order)
-            answer = await probe(config.groups[group], launcher, indices, (check, []), HELLO_S, TUNE_S)
+            answer = await probe(config.groups[group], launcher, indices, (check, []), TUNE_S)
             if answer.checked is None:
                 raise LucevisorError(f"groups.{group} was not tuned: {answer.problem}")
             failed = [line for line in answer.checked.lines if not line.ok]

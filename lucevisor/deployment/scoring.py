@@ -39,7 +39,6 @@ class ScoringStage:
 
     @property
     def attached(self) -> bool:
-        """True while windows can be scored."""
         return self._link is not None
 
     @property

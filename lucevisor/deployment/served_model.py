@@ -42,7 +42,6 @@ class ServedModel:
 
     @property
     def metadata(self) -> Mapping[str, object]:
-        """Metadata of the files, with the chat template that is served."""
         metadata: Mapping[str, object] = {} if self.spec.files is None else self.spec.files.metadata
         return metadata if self.chat_template is None else {**metadata, TEMPLATE_KEY: self.chat_template}
 

@@ -32,8 +32,8 @@ from lucevisor.deployment.state_memory import RestoredState
 from lucevisor.deployment.swap_space import HostSwapSpace, swap_space
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import MAX_LOSSES, Engine, EngineSettings, FrozenState
-from lucevisor.engine.limits import EngineLimits, SpeculationSettings
-from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
+from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, unusable
@@ -43,7 +43,6 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend
 from lucevisor.placement.result import Placement
 from lucevisor.placement.sizing import slot_unit_bytes
-from lucevisor.protocol.loading import DraftKind
 from lucevisor.protocol.messages import Progress
 from lucevisor.snapshots.manager import SnapshotManager, open_snapshots
 from lucevisor.supervision.group import GroupSupervisor
@@ -64,7 +63,6 @@ class Readiness:
         self._start_s: dict[str, float] = {}  # the last start, STARTING to READY
 
     def changed(self, group: str, state: State, now: float) -> None:
-        """Record a change of state."""
         self._states[group] = state
         if state is State.STARTING:
             self._started_at[group] = now
@@ -131,7 +129,7 @@ def engine_limits(
         window_tokens=placement.window_tokens,
         prefix=_prefix_settings(cache, spec, placement, drafter),
         residency=_residency(placement),
-        speculation=_speculation_settings(spec, placement),
+        speculation=placement.drafting,
     )
 
 
@@ -147,18 +145,6 @@ def _residency(placement: Placement) -> Residency | None:
     if placement.pool_pages is None:
         return None
     return Residency(placement.pool_pages, placement.residency_policy, placement.tau)
-
-
-def _speculation_settings(spec: ModelSpec, placement: Placement) -> SpeculationSettings:
-    drafting, draft = placement.drafting, placement.draft
-    return SpeculationSettings(
-        max_drafts=drafting.max_drafts,
-        drafter=draft is not None,
-        lookup=drafting.lookup,
-        kind=draft.kind if draft is not None else DraftKind.MTP,
-        fixed=drafting.fixed,
-        n_vocabulary=spec.vocabulary,
-    )
 
 
 def _prefix_settings(
@@ -249,7 +235,6 @@ class Service:
 
     @property
     def groups(self) -> dict[str, GroupSupervisor]:
-        """The groups of the present deployment, by name."""
         return self.deployment.groups
 
     @property
@@ -358,7 +343,6 @@ class Service:
         engine.detach_frozen(_MOVING, None, 0)
 
     async def end(self, deployment: Deployment) -> None:
-        """Stop a deployment that does not serve."""
         await deployment.stop(STOP_S)
         if self._stopping is None:
             self._deployments.remove(deployment)
@@ -442,7 +426,6 @@ class Service:
             journal_pages=rows.n_pages if rows is not None else 0,
             on_pipeline_failed=self._on_pipeline_failed,
             on_drafter_lost=lambda failure: self.deployment.drafter_failed(failure),
-            on_step=self._on_step,
             blame=lambda step: self.deployment.blame(step),
             validate=enabled(os.environ),
         )
@@ -491,10 +474,6 @@ class Service:
     def _on_pipeline_failed(self, failure: PipelineFailure) -> None:
         self.deployment.pipeline_failed(failure)
 
-    def _on_step(self, result: PipelineResult) -> None:
-        if self.snapshots is not None:
-            self.snapshots.meter.add(result)
-
     def on_change(self) -> None:
         """Wake all waiters after a change of state."""
         if self.deployment.complete:
@@ -509,8 +488,7 @@ class Service:
     async def _open_snapshots(self, engine: Engine, deployment: Deployment) -> None:
         """Open ``cache.dir`` when all weights are hashed: no file may be read or written before."""
         try:
-            if not self._weights.fits_memory():
-                await self._loaded.wait()  # two readers at two places would read the disk twice
+            await self._loaded.wait()  # two readers at two places would read the disk twice
             digests = await self._weights.model.digests()
             placement, transfers = deployment.placement, deployment.transfers
             assert placement is not None

@@ -6,7 +6,6 @@ version or does not match the request is ignored with a warning, and a start goe
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,17 +16,15 @@ import structlog
 
 from lucevisor import __version__, suspend_clock
 from lucevisor.config import Config
-from lucevisor.deployment.cache_files import cache_directory, write_atomically
+from lucevisor.deployment.cache_files import cache_directory, read_json, write_json
 from lucevisor.deployment.group_settings import group_threads
 from lucevisor.model.spec import ModelSpec
 from lucevisor.placement.devices import Inventory
 from lucevisor.placement.planner import model_options
 from lucevisor.placement.speeds import MeasurementRequest, SpeedModel, Speeds, measurement_request
 from lucevisor.protocol.messages import Check, Measure, Timing
-from lucevisor.supervision.launcher import LocalLauncher, stage_packages
-from lucevisor.supervision.probe import Probe, probe
+from lucevisor.supervision.probe import Probe, launching, probe
 
-HELLO_S = 60.0
 MEASURE_S = 90.0
 """For all groups together.  Less than the 120 s after which daemons that wait for their load are given up."""
 
@@ -54,35 +51,18 @@ def path_of(request: MeasurementRequest) -> Path:
 
 def read(request: MeasurementRequest, spec: ModelSpec) -> Speeds | None:
     """Return what was measured for the same request before, or None."""
-    path = path_of(request)
-    try:
-        speeds = msgspec.json.decode(path.read_bytes(), type=SpeedFile).speeds
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        log.warning("speed file ignored", file=str(path), reason=str(error))
-        return None
-    reason = "" if speeds.conditions == request.conditions else "it describes other devices or another model"
-    if not speeds.valid():
-        reason = "its times are not numbers of 0 or more for each device"
-    try:
-        SpeedModel.of(spec, speeds)
-    except KeyError as error:
-        reason = str(error.args[0])
-    if reason:
-        log.warning("speed file ignored", file=str(path), reason=reason)
-        return None
-    return speeds
 
+    def reject_reason(kept: SpeedFile) -> str:
+        if not kept.speeds.valid():
+            return "its times are not numbers of 0 or more for each device"
+        try:
+            SpeedModel.of(spec, kept.speeds)
+        except KeyError as error:
+            return str(error.args[0])
+        return "" if kept.speeds.conditions == request.conditions else "it describes other devices or another model"
 
-def write(request: MeasurementRequest, speeds: Speeds) -> None:
-    """Keep what was measured.  Logs a warning when it cannot be written."""
-    path = path_of(request)
-    data = msgspec.json.format(msgspec.json.encode(SpeedFile(speeds=speeds)), indent=1) + b"\n"
-    try:
-        write_atomically(path, data)
-    except OSError as error:
-        log.warning("speeds not saved", file=str(path), reason=str(error))
+    kept = read_json(path_of(request), SpeedFile, "speed file", reject_reason)
+    return None if kept is None else kept.speeds
 
 
 async def speeds_for(
@@ -106,7 +86,7 @@ async def speeds_for(
         log.warning("speeds not measured", reason=f"not done within {MEASURE_S:.0f} s")
         return None
     if speeds is not None:
-        write(request, speeds)
+        write_json(path_of(request), SpeedFile(speeds=speeds), "speeds")
     return speeds
 
 
@@ -114,14 +94,13 @@ async def measure(request: MeasurementRequest, files: Sequence[Path], config: Co
     """Let a probe of each group time its spans, one group at a time so that they do not disturb each other."""
     devices = config.placement.devices
     timings: list[list[Timing]] = [[] for _ in devices]
-    with tempfile.TemporaryDirectory(prefix="lucevisor-speeds-") as directory:
-        launcher = LocalLauncher(stage_packages(Path(directory)))
+    with launching() as launcher:
         for group in dict.fromkeys(device.group for device in devices):
             targets = [i for i, device in enumerate(devices) if device.group == group]
             check = _check(request, targets, files, config, group)
             assert check.measure is not None
             indices = sorted({span.device for span in check.measure.spans})
-            answer = await probe(config.groups[group], launcher, indices, (check, []), HELLO_S, MEASURE_S)
+            answer = await probe(config.groups[group], launcher, indices, (check, []), MEASURE_S)
             timings_ = answer.checked.timings if answer.checked is not None else []
             if len(timings_) != len(check.measure.spans):
                 log.warning("speeds not measured", group=group, reason=_failure(answer))

@@ -11,7 +11,6 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -23,13 +22,13 @@ from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.engine.core import FrozenState
 from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec
-from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, Dtype, Space
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.loading import Load
 from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
 from lucevisor.protocol.transport import Link
 from lucevisor.snapshots.file_format import unit_tensors
-from lucevisor.snapshots.transfers import ShardTransfers, Transfer
+from lucevisor.snapshots.transfers import ShardTransfers, Transfer, TransferFile
 from lucevisor.supervision.daemon import LoadOrder
 
 log = structlog.get_logger("deployment")
@@ -44,28 +43,6 @@ class RestoredState(NamedTuple):
 
 _AT_ONCE = 16
 """Transfers that a daemon has at once; it takes 64, and snapshots send it some, too."""
-
-
-@dataclass(slots=True, eq=False)
-class MemoryFile:
-    """A ``TransferFile`` in a memfd.  ``file``: its name in messages; ``with_draft``: it has the drafter's tensors."""
-
-    file: str
-    fd: int
-    contents: Sequence[SnapshotTensor]
-    with_draft: bool = True
-
-    def tensors(self, layers: LayerRange) -> list[SnapshotTensor]:
-        """Return the tensors of some layers of the model."""
-        return [tensor for tensor in self.contents if tensor.layer in layers and not tensor.draft]
-
-    def draft_tensors(self) -> list[SnapshotTensor]:
-        """Return the tensors of the drafter."""
-        return [tensor for tensor in self.contents if tensor.draft and self.with_draft]
-
-    def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int:
-        """Return the bytes of tensors."""
-        return sum(tensor.n_bytes for tensor in tensors)
 
 
 def placed(tensors: Sequence[SnapshotTensor], start: int = 0) -> list[SnapshotTensor]:
@@ -105,17 +82,23 @@ class StateMemory:
         self._fd = os.memfd_create("lucevisor-state", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, self.n_bytes)
         name = "the state of running requests in host memory"
-        self.parts = [(place, MemoryFile(name, self._fd, contents)) for place, contents in parts]
+        self.parts = [(place, TransferFile(name, self._fd, contents)) for place, contents in parts]
 
     async def save(self, transfers: ShardTransfers, groups: Collection[str]) -> None:
         """Let ``groups`` write the units of their layers.  Raises LucevisorError."""
         await self._all(lambda place, file: transfers.save(file, place, groups))
 
     async def restore(self, transfers: ShardTransfers, groups: Collection[str]) -> None:
-        """Let ``groups`` read the units of their layers.  Raises LucevisorError."""
-        await self._all(lambda place, file: transfers.restore(file, place, groups))
+        """Let ``groups`` read the units of their layers, and give the memory back.  Raises LucevisorError."""
+        began = time.monotonic()
+        try:
+            await self._all(lambda place, file: transfers.restore(file, place, groups))
+        finally:
+            self.close()
+        seconds = round(time.monotonic() - began, 3)
+        log.info("state imported", groups=[*groups], n_bytes=self.n_bytes, seconds=seconds)
 
-    async def _all(self, begin: Callable[[SlotPlace, MemoryFile], Awaitable[Transfer]]) -> None:
+    async def _all(self, begin: Callable[[SlotPlace, TransferFile], Awaitable[Transfer]]) -> None:
         for first in range(0, len(self.parts), _AT_ONCE):
             parts = self.parts[first : first + _AT_ONCE]
             for transfer in await asyncio.gather(*(begin(*part) for part in parts)):
@@ -157,17 +140,6 @@ async def export_state(
     seconds = round(time.monotonic() - began, 3)
     log.info("state exported", groups=[*groups], n_bytes=memory.n_bytes, seconds=seconds)
     return memory
-
-
-async def import_state(memory: StateMemory, transfers: ShardTransfers, groups: Collection[str]) -> None:
-    """Let ``groups`` read what the daemons of their layers held, and give the memory back.  Raises LucevisorError."""
-    began = time.monotonic()
-    try:
-        await memory.restore(transfers, groups)
-    finally:
-        memory.close()
-    seconds = round(time.monotonic() - began, 3)
-    log.info("state imported", groups=[*groups], n_bytes=memory.n_bytes, seconds=seconds)
 
 
 def _places(space: Space, ids: Sequence[int]) -> list[SlotPlace]:
@@ -238,20 +210,9 @@ class ReplacementState:
             self._exported.pop(group).close()
 
     def close(self) -> None:
-        """Drop all state."""
         for group in {*self._exported, *self._rows}:
             self.drop(group)
 
     def _close_rows(self, group: str) -> None:
         if group in self._rows:
             os.close(self._rows.pop(group))
-
-
-async def restore_replacement(memory: StateMemory, transfers: ShardTransfers, group: str) -> bool:
-    """Let a new daemon read what its predecessor held; return whether it did."""
-    try:
-        await import_state(memory, transfers, [group])
-    except LucevisorError as error:
-        log.warning("state is not saved for the next daemon", group=group, reason=str(error))
-        return False
-    return True

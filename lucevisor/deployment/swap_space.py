@@ -16,7 +16,7 @@ import psutil
 import structlog
 
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.state_memory import MemoryFile, placed
+from lucevisor.deployment.state_memory import placed
 from lucevisor.engine.core import Engine
 from lucevisor.engine.sequence import RequestRecord, SwappedPrefix
 from lucevisor.kv.prefix_cache import Reservation
@@ -26,12 +26,12 @@ from lucevisor.model.values import Dtype, Space
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
 from lucevisor.snapshots.file_format import slot_tensors
-from lucevisor.snapshots.transfers import ShardTransfers
+from lucevisor.snapshots.transfers import ShardTransfers, TransferFile
 
 log = structlog.get_logger("deployment")
 
 
-class _Copy(MemoryFile):
+class _Copy(TransferFile):
     """The bytes of a slot.  Raises OSError."""
 
     def __init__(self, tensors: Sequence[SnapshotTensor]) -> None:
@@ -64,7 +64,6 @@ class HostSwapSpace:
 
     @property
     def n_bytes(self) -> int:
-        """Host memory in use."""
         return sum(copy.total_bytes for copy in self._copies.values())
 
     def write(self, slot: PrefixSlot) -> SwappedPrefix | None:

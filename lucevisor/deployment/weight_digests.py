@@ -14,17 +14,15 @@ import re
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
 import msgspec
-import structlog
 import xxhash
 
-from lucevisor.deployment.cache_files import write_atomically
+from lucevisor.deployment.cache_files import read_json, write_json
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError, TensorInfo
 from lucevisor.model.values import FileIdentity
@@ -38,14 +36,7 @@ NICE = 10
 _CUT = "unexpected end of file: it was truncated after it was opened; download it again"
 
 
-KEPT = 32
-MAX_BYTES = 64 << 20
-"""Of one file: several times what a model of 100,000 tensors takes."""
-
-_PREFIX = "weights-"
 _DIGEST = re.compile("[0-9a-f]{32}")
-
-log = structlog.get_logger("weights")
 
 
 class _DigestFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,55 +53,28 @@ class _DigestFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def digests_path(directory: Path, identities: Sequence[FileIdentity]) -> Path:
-    """Return where the digests of these files are kept."""
-    return directory / f"{_PREFIX}{sha256(msgspec.json.encode(list(identities))).hexdigest()[:32]}.json"
+    return directory / f"weights-{sha256(msgspec.json.encode(list(identities))).hexdigest()[:32]}.json"
 
 
 def read_digests(
     directory: Path, identities: Sequence[FileIdentity], tensors: Collection[str]
 ) -> dict[str, str] | None:
     """Return the digests of ``tensors`` of these files, or None when there are none."""
-    path = digests_path(directory, identities)
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        kept = msgspec.json.decode(data, type=_DigestFile)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        log.warning("weight digests ignored", file=str(path), reason=str(error))
-        return None
-    reason = _reject_reason(kept, identities, tensors)
-    if reason:
-        log.warning("weight digests ignored", file=str(path), reason=reason)
-        return None
-    return kept.digests
 
+    def reject_reason(kept: _DigestFile) -> str:
+        if kept.check != kept.checked().check:
+            return "it is damaged: its checksum does not match"
+        if kept.identities != tuple(identities) or kept.digests.keys() != set(tensors):
+            return "it describes other files"
+        return "" if all(map(_DIGEST.fullmatch, kept.digests.values())) else "it holds an invalid digest"
 
-def _reject_reason(kept: _DigestFile, identities: Sequence[FileIdentity], tensors: Collection[str]) -> str:
-    if kept.check != kept.checked().check:
-        return "it is damaged: its checksum does not match"
-    if kept.identities != tuple(identities) or kept.digests.keys() != set(tensors):
-        return "it describes other files"
-    return "" if all(map(_DIGEST.fullmatch, kept.digests.values())) else "it holds an invalid digest"
+    kept = read_json(digests_path(directory, identities), _DigestFile, "weight digests", reject_reason)
+    return None if kept is None else kept.digests
 
 
 def write_digests(directory: Path, identities: Sequence[FileIdentity], digests: dict[str, str]) -> None:
-    """Keep ``digests``.  Logs a warning when they cannot be written."""
-    path = digests_path(directory, identities)
-    data = msgspec.json.encode(_DigestFile(identities=tuple(identities), digests=digests).checked())
-    try:
-        write_atomically(path, data)
-        _prune(directory)
-    except OSError as error:
-        log.warning("weight digests not saved", file=str(path), reason=str(error))
-
-
-def _prune(directory: Path) -> None:
-    files = sorted(directory.glob(f"{_PREFIX}*.json"), key=lambda p: p.stat().st_mtime, reverse=True)
-    for path in files[KEPT:]:
-        with suppress(OSError):
-            path.unlink()
+    kept = _DigestFile(identities=tuple(identities), digests=digests).checked()
+    write_json(digests_path(directory, identities), kept, "weight digests")
 
 
 class DigestsStopped(Exception):

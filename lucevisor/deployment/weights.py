@@ -88,10 +88,6 @@ class ModelWeights:
             reason = f"{changed[0]} was changed while the supervisor started: start again when the file is complete"
             raise WeightsChangedError(reason)
 
-    def fits_memory(self) -> bool:
-        """Return whether the page cache can hold the files, so that hashing beside loading reads each byte once."""
-        return 2 * self._files.total_bytes <= int(psutil.virtual_memory().available)
-
     def begin(self) -> None:
         """Start hashing in the background; does nothing the second time."""
         if self._hashing is None:
@@ -295,17 +291,12 @@ class ServedWeights:
         for weights in self._all:
             await weights.wait_until_stable()
 
-    def fits_memory(self) -> bool:
-        """See :meth:`ModelWeights.fits_memory`."""
-        return all(weights.fits_memory() for weights in self._all)
-
     def begin(self) -> None:
         """Start hashing in the background; does nothing the second time."""
         for weights in self._all:
             weights.begin()
 
     def progress(self) -> str:
-        """Return the progress of hashing the model, for messages."""
         return self.model.progress()
 
     async def close(self) -> None:

@@ -118,7 +118,6 @@ class MadeMasks:
 
 
 def make_masks(step_id: int, jobs: Sequence[MaskJob]) -> MadeMasks:
-    """Make the masks of (some slices of) a step."""
     payload, failures = [], []
     row_bytes = jobs[0].constraint.row_bytes
     n_rows = sum(1 + len(job.drafts) for job in jobs)
@@ -127,17 +126,5 @@ def make_masks(step_id: int, jobs: Sequence[MaskJob]) -> MadeMasks:
             payload.append(job.constraint.masks(job.start, job.tokens, job.drafts))
         except BaseException as error:  # a panic of compiled code, too: the output stage waits for masks
             failures.append((job.request_id, str(error)))
-            payload.append(_all_allowed(row_bytes, job))
+            payload.append(bytearray(b"\xff") * (row_bytes * (1 + len(job.drafts))))
     return MadeMasks(Masks(step_id, n_rows, row_bytes), payload, failures)
-
-
-def unmasked(step_id: int, jobs: Sequence[MaskJob], error: BaseException) -> MadeMasks:
-    """Masks that allow everything, for jobs that all failed."""
-    row_bytes = jobs[0].constraint.row_bytes
-    message = Masks(step_id, sum(1 + len(job.drafts) for job in jobs), row_bytes)
-    why = str(error) or type(error).__name__
-    return MadeMasks(message, [_all_allowed(row_bytes, job) for job in jobs], [(job.request_id, why) for job in jobs])
-
-
-def _all_allowed(row_bytes: int, job: MaskJob) -> bytearray:
-    return bytearray(b"\xff") * (row_bytes * (1 + len(job.drafts)))

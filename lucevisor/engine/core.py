@@ -25,8 +25,8 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.page_ranking import PageRelevance, note_rankings
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StageLink, StepInFlight
-from lucevisor.engine.rebuild import CannotRebuild
-from lucevisor.engine.recovery import PauseReason, Recovery, StageRecovery, StageReplays
+from lucevisor.engine.rebuild import CannotRebuild, RebuildPlan
+from lucevisor.engine.recovery import PauseReason, Recovery, StageRecovery, StateReplay
 from lucevisor.engine.request import (
     Event,
     FinishedEvent,
@@ -36,7 +36,7 @@ from lucevisor.engine.request import (
     RequestError,
     RequestHandle,
 )
-from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing, RowSteps
+from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing
 from lucevisor.engine.scheduler import Events, Scheduler, SwapSpace
 from lucevisor.engine.sequence import RequestRecord, WantedRows, page_operations
 from lucevisor.engine.statistics import EngineStatistics, RateWindow, StepTotals
@@ -98,7 +98,7 @@ class Engine:
         self._unavailable = "the model is being loaded"
         self._refusal = ""  # set for good by drain and close
         self._handles: dict[str, RequestHandle] = {}
-        self._rows = RowSteps()
+        self._rows: dict[str, RowCollector] = {}  # by request
         self.relevance = PageRelevance(self.proceed)
         self._masks = MaskMaker(self._cancel, threaded=settings.mask_threads)
         self._outbox: deque[tuple[str, Event]] = deque()
@@ -107,7 +107,6 @@ class Engine:
         self.slots = SlotAccess(self, self._changes, self._clock)
         self.drafter = DrafterAttachment(self, settings.on_drafter_lost)
         self.freezer = Freezer(self, self._stages, self.recovery, self._changes, self._clock)
-        self.replays = StageReplays(self._stages, self._changes, self._clock)
         self.on_submit: Callable[[GenerationRequest], bool] = lambda _: False
         self._totals = StepTotals()
         self._generated = RateWindow(settings.rate_window_s, self._clock())
@@ -141,19 +140,18 @@ class Engine:
             request_id=request_id, prompt=TokenBuffer(ids), max_tokens=1, sampling=SamplingParams(temperature=0.0)
         )
         self._check_taking(request)
-        collector = self._rows.open(request_id, RowCollector(len(request.prompt), hidden=want_hidden))
+        collector = self._rows[request_id] = RowCollector(len(request.prompt), hidden=want_hidden)
         try:
             with self._submit(request, WantedRows(hidden=want_hidden, rows=rows_per_step)) as handle:
                 async for event in handle:
                     if isinstance(event, FinishedEvent) and event.error is not None:
                         raise RowsMissing(f"the ids did not go through: {event.error.message}")
         finally:
-            self._rows.close(request_id)
+            del self._rows[request_id]
         return collector.output()
 
     @property
     def prefixes(self) -> PrefixIndex:
-        """The prefix index."""
         return self.scheduler.reuse.index
 
     # ---- the pipeline
@@ -233,7 +231,6 @@ class Engine:
         if permanent:
             self.recovery.give_up()
         self._unavailable = error.message
-        self._rows.forget_steps()
         events = self.scheduler.lose_all(error, now, self.recovery.hold)
         if permanent:
             events += self.scheduler.fail(self.scheduler.queued, error, now)
@@ -282,15 +279,32 @@ class Engine:
         """Rebuild all lost stages in the daemons behind ``links``, by stage, which hold no sequences.
 
         ``restored``: they have the bytes of what was frozen before the loss, so nothing is computed again.
-        ``replayed``: stages whose daemons computed what ``replays`` made since the last loss.  ``on_end`` is called
+        ``replayed``: stages whose daemons computed what ``make_replay`` made since the last loss.  ``on_end`` is called
         with whether that worked; if not, the pipeline is detached by then.  Returns False if no stage is lost.
         """
         any_lost = self._stages.restore(links, on_end, restored=restored, replayed=replayed)
         self.proceed()
         return any_lost
 
+    async def make_replay(self, stages: Collection[int], timeout_s: float) -> StateReplay | None:
+        """Return what lost stages have computed; None if steps are on their way to other stages for longer, it is too
+        much, or impossible: then ``restore`` does that.
+
+        The caller closes the file.  It holds until another stage is lost.
+        """
+        plans: dict[int, RebuildPlan] = {}
+
+        def prepared() -> bool:
+            stage_plans = self._stages.prepare(stages, self._clock())
+            plans.update(stage_plans or {})
+            return stage_plans is not None
+
+        try:
+            return self._stages.make_replay(plans) if await self._changes.holds_within(prepared, timeout_s) else None
+        except CannotRebuild:
+            return None
+
     def _rebuild(self) -> None:
-        """Go on with the rebuild of lost stages."""
         try:
             if self._stages.advance(self._clock()):
                 self.recovery.record_rebuilt(self._stages.n_tokens, self._stages.n_restored)
@@ -311,8 +325,9 @@ class Engine:
         self._totals.add(result)
         n_before = self.scheduler.n_generated_tokens
         try:
-            if self.scheduler.in_flight:
-                note_rankings(self.scheduler.in_flight[0], result.step.rank_pages, result.results)
+            scheduled = self.scheduler.in_flight[0] if self.scheduler.in_flight else None
+            if scheduled is not None:
+                note_rankings(scheduled, result.step.rank_pages, result.results)
             blamed = self._find_invalid_stage(result, now)
             events = self.scheduler.apply(result.results[-1], now, blamed, result.results)
         except WrongResult as error:
@@ -321,7 +336,9 @@ class Engine:
                 PipelineFailure(last, "protocol_error", f"stage {last}, the last, sent a wrong result: {error}")
             )
             return
-        self._rows.collect(result)
+        for part in scheduled.parts.values() if result.step.want_logits and scheduled is not None else ():
+            if (collector := self._rows.get(part.record.request.request_id)) is not None:
+                collector.add(result)
         self._generated.add(self.scheduler.n_generated_tokens - n_before, now)
         self.proceed(events)
         self._settings.on_step(result)
@@ -360,15 +377,15 @@ class Engine:
 
     def find_unanswered(self, stage: int, step_id: int) -> UnansweredStep | None:
         """Return a step that a stage has yet to answer, for the check of its answer."""
-        pending = None if self.pipeline is None else self.pipeline.find_unanswered(stage, step_id)
-        if pending is None or self.pipeline is None:
+        step = None if self.pipeline is None else self.pipeline.find_unanswered(stage, step_id)
+        if step is None or self.pipeline is None:
             return None
         n_top: dict[int, int] = {}
         if stage == self.pipeline.n_stages - 1:
             scheduled = next((step for step in self.scheduler.in_flight if step.step_id == step_id), None)
             parts = scheduled.parts.items() if scheduled is not None else ()
             n_top = {sequence: part.record.request.sampling.n_top_logprobs for sequence, part in parts}
-        return UnansweredStep(*pending, n_top)
+        return UnansweredStep(step, n_top)
 
     # ---- the end
 
@@ -423,11 +440,9 @@ class Engine:
         while (pipeline := self.pipeline) is not None and self._planning:
             if (plan := self.scheduler.next_plan(self._clock())) is None:
                 break
-            self._rows.on_step_planned(plan)
             live_sequences = self.scheduler.in_flight[-1].live_sequences
             if not self.scheduler.limits.stages_rank:
                 self.relevance.request_rankings(self.scheduler.in_flight[-1])
-            self._stages.before_step(plan)
             pipeline.drafts.suspended = self.scheduler.drafting.suspended
             pipeline.submit(plan.step, opening=plan.opening)
             self._masks.make_masks(plan, pipeline)
@@ -482,7 +497,6 @@ class DrafterAttachment:
         self._engine.proceed()
 
     def _drafted(self, result: StepResult) -> None:
-        """Let the sequences go on that waited for these drafts."""
         try:
             goes_on = self._engine.scheduler.drafting.on_drafts(result)
         except WrongResult as error:

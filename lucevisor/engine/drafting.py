@@ -32,7 +32,6 @@ from lucevisor.engine.step import (
     ScheduledStep,
     WrongResult,
     all_decodes,
-    check_drafts,
     is_decode,
     padded,
     unconsumed_tokens,
@@ -337,7 +336,6 @@ class Drafting:
         if expected is None or expected.step_id != result.step_id:
             due = "none" if expected is None else f"step {expected.step_id}"
             raise WrongResult(f"the draft stage answered step {result.step_id} while {due} was due")
-        check_drafts(expected, result.drafts, self._settings.n_vocabulary)
         self.outstanding.popleft()
         self._n_sampled -= 1
         by_sequence = {drafted.sequence: drafted for drafted in result.drafts}

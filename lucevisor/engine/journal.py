@@ -36,10 +36,7 @@ class RowStore(Protocol):
     """The memory of the journal, and that of the boundaries."""
 
     def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
-        """Copy rows of a step from its region, at once or later, but in the order of the calls."""
-
-    def free(self, region: int) -> None:
-        """Wait until no copy reads a region any more: another step will be written there."""
+        """Copy rows of a step from its region."""
 
     def place(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         """Copy rows into a step's region."""
@@ -94,7 +91,6 @@ class Journal:
 
     @property
     def n_used(self) -> int:
-        """Blocks in use."""
         return len(self._blocks)
 
     def on_step_planned(self, step: Step, live_sequences: Mapping[int, LiveSequence]) -> None:
@@ -123,7 +119,6 @@ class Journal:
             self._filings[step.step_id] = filing
 
     def remove_slices(self, step_id: int, sequences: Collection[int]) -> None:
-        """Remove the slices of some sequences from a step in flight."""
         filing = self._filings.get(step_id)
         if filing is None:
             return
@@ -166,10 +161,6 @@ class Journal:
                 block.n_rows = stop
         if copies:
             self._store.file(boundary, filing.region, copies)
-
-    def free(self, region: int) -> None:
-        """Wait until no copy reads a region, for a step that is about to be sent."""
-        self._store.free(region)
 
     def on_step_finished(self, step_id: int) -> None:
         """Forget a step that the last stage has answered."""

@@ -1,4 +1,4 @@
-"""Limits of the scheduler.  Invariant: limits that would block every request are refused here."""
+"""Limits of the scheduler, as the planner made them: a request alone always fits."""
 
 from __future__ import annotations
 
@@ -10,29 +10,12 @@ from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.loading import DraftKind, PoolSizes, arena_regions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationSettings:
-    """Limits of speculative decoding.  ``max_drafts``: drafts that a slice may verify; 0: none, it is off.
-
-    ``drafter``: a draft stage may be attached.  ``lookup``: drafts are also looked up in the sequence's own tokens.
-    ``kind``: of the drafter.  ``fixed``: always ``max_drafts``, whatever that costs.  ``n_vocabulary``: ids
-    that the model can embed; drafts outside are refused.
-    """
-
-    max_drafts: int = 0
-    drafter: bool = False
-    lookup: bool = False
-    kind: DraftKind = DraftKind.MTP
-    fixed: bool = False
-    n_vocabulary: int = 0
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings, arena_regions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What the scheduler may use.  ``pools`` is the record sent in Load.  Raises ValueError naming the wrong field.
+    """What the scheduler may use.  ``pools`` is the record sent in Load.
 
     ``max_sequences`` and ``max_context`` are vLLM's max_num_seqs and max_model_len.  ``max_step_tokens``
     (max_num_batched_tokens) bounds a step and with it how long a decode may wait for the prefill chunks beside it; one
@@ -55,78 +38,12 @@ class EngineLimits:
     long_prefill_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_sequences", "prefill_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if not self.long_prefill_tokens:
             object.__setattr__(self, "long_prefill_tokens", self.prefill_chunk)
-        if self.max_context < 2:
-            raise ValueError(f"max_context is {self.max_context}; a token of prompt and one more need 2")
-        self._check_speculation()
-        n_drafts = self.speculation.max_drafts
-        least = self.prefill_chunk + self.max_sequences * (1 + n_drafts)
+        least = self.prefill_chunk + self.max_sequences * (1 + self.speculation.max_drafts)
         if self.max_step_tokens < least:
-            per = f" * (1 + {n_drafts} drafts)" if n_drafts else ""
             raise ValueError(
-                f"max_step_tokens is {self.max_step_tokens}; prefill_chunk + max_sequences{per} = {least} is the least"
-            )
-        self._check_pools()
-
-    def _check_speculation(self) -> None:
-        speculation = self.speculation
-        if not 0 <= speculation.max_drafts < self.prefill_chunk:  # window pages are counted for such slices
-            raise ValueError(
-                f"speculation.max_drafts is {speculation.max_drafts}; it must be 0 or more and less than prefill_chunk "
-                f"= {self.prefill_chunk}"
-            )
-        if speculation.max_drafts and speculation.n_vocabulary < 1:
-            raise ValueError(
-                f"speculation.n_vocabulary is {speculation.n_vocabulary}; drafts are checked by it, so give 1 or more"
-            )
-        if speculation.drafter and Space.FULL not in self.spaces:
-            raise ValueError("speculation.drafter needs pages of space full: a drafter keeps its state under their ids")
-
-    def _check_pools(self) -> None:
-        if not self.spaces:
-            raise ValueError("spaces is empty; name the spaces of the model's layers")
-        if Space.FULL in self.spaces and self.pools.full_pages < 1:
-            raise ValueError(f"pools.full_pages is {self.pools.full_pages}; the model needs 1 or more")
-        if self.residency is not None:
-            self._check_residency(self.residency)
-        if self.pools.host_states < 0:
-            raise ValueError(f"pools.host_states is {self.pools.host_states}; give 0 or more")
-        if self.pools.draft_states < 0:
-            raise ValueError(f"pools.draft_states is {self.pools.draft_states}; give 0 or more")
-        if Space.RECURRENT in self.spaces and self.pools.device_states < self.max_sequences:
-            in_host = f", {self.pools.host_states} of them in host memory" if self.pools.host_states else ""
-            raise ValueError(
-                f"pools.states is {self.pools.states}{in_host}; max_sequences = {self.max_sequences} need a live state "
-                "each"
-            )
-        if (Space.WINDOW in self.spaces) != (self.window_tokens is not None):
-            raise ValueError(
-                f"window_tokens is {self.window_tokens}; it is given if and only if the model has sliding layers"
-            )
-        if self.window_tokens is not None:
-            if self.window_tokens < 1:
-                raise ValueError(f"window_tokens is {self.window_tokens}; it must be 1 or more")
-            least = max_window_pages(self.window_tokens, self.prefill_chunk, self.max_context)
-            if self.pools.window_pages < least:
-                raise ValueError(
-                    f"pools.window_pages is {self.pools.window_pages}; one sequence needs {least} for a window of "
-                    f"{self.window_tokens} tokens and chunks of {self.prefill_chunk}"
-                )
-
-    def _check_residency(self, residency: Residency) -> None:
-        if Space.FULL not in self.spaces:
-            raise ValueError("residency is given, and the model has no pages of space full")
-        least = min(residency.pool_pages, pages_of(self.max_context))
-        if self.pools.full_pages < least:
-            raise ValueError(f"pools.full_pages is {self.pools.full_pages}; one sequence keeps {least} resident")
-        if self.prefill_chunk > residency.max_chunk:
-            raise ValueError(
-                f"prefill_chunk is {self.prefill_chunk}; {residency.max_chunk} is the most beside the protected pages "
-                f"of {residency.pool_pages} resident ones"
+                f"max_step_tokens is {self.max_step_tokens}; {least} is the least, for a chunk and decodes"
             )
 
     def n_regions(self, n_stages: int) -> int:
@@ -195,7 +112,6 @@ class EngineLimits:
 
     @property
     def stages_rank(self) -> bool:
-        """True if the stages rank pages, and not a small model."""
         return self.residency is not None and self.residency.ranks_decodes
 
     def make_pools(self) -> PagePools:

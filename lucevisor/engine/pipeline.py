@@ -145,7 +145,6 @@ class PipelineStep:
         return [tokens.get(slice_.sequence, []) for slice_ in self.step.slices]
 
     def frame(self, stage: int, *, posted: bool = False) -> bytes:
-        """Return the frame for a stage."""
         step = replace(self.step, operations=[]) if stage in self.done else self.step
         return encode(step, request_id=step.step_id, flags=stage | POSTED if posted else stage)
 
@@ -412,7 +411,6 @@ class Pipeline:
         self._advance(entry, now)
 
     def _advance(self, entry: PipelineStep, now: float) -> None:
-        """Move a step past all stages that have answered it."""
         while self._open and entry.stage < self.n_stages:
             stage = entry.stage
             answer = entry.early.pop(stage, None)
@@ -490,13 +488,12 @@ class Pipeline:
             self.close()
             self._on_failed(PipelineFailure(stage, code, message))
 
-    def find_unanswered(self, stage: int, step_id: int) -> tuple[Step, float] | None:
-        """Return a step that a stage, or the draft stage, has yet to answer, and the seconds since it was submitted."""
+    def find_unanswered(self, stage: int, step_id: int) -> Step | None:
         held = self._held[stage] if 0 <= stage < self.n_stages else ()
         entry = next((entry for entry in held if entry.step.step_id == step_id), None)
         if stage == self.n_stages:
             entry = self.drafts.find_unanswered(step_id)
-        return None if entry is None else (entry.step, self._clock() - entry.started_at)
+        return None if entry is None else entry.step
 
     def oldest_in_flight(self, now: float) -> StepInFlight | None:
         """Return the step that a daemon has worked on for longest, or None when all stages are idle.

@@ -137,7 +137,7 @@ class PrefixReuse:
         swap, growths = None, None
         with suppress(NoRoom, HostMemoryFull):
             swap = table.arrange(match.paged_out, self.make_room)
-            growths = table.grow(position, position) if self.index.evictor.reclaim(needs) else None
+            growths = table.grow(position, position) if self.index.reclaim(needs) else None
         states = self._pools[Space.RECURRENT].allocate(1) if growths is not None and self.index.recurrent else None
         if match.slot is not None:
             self.index.unpin(match.slot)
@@ -178,11 +178,10 @@ class PrefixReuse:
 
     def make_room(self, n_device: int, n_host: int) -> None:
         """Evict slots for pages of space full on the devices and in host memory, as far as that is possible."""
-        self.index.evictor.reclaim({Space.FULL: n_device})
-        self.index.evictor.reclaim_host(n_host)
+        self.index.reclaim({Space.FULL: n_device})
+        self.index.reclaim_host(n_host)
 
     def on_started(self, record: RequestRecord, match: PrefixMatch, now: float) -> None:
-        """Note where a request starts."""
         use = record.prefix
         n_cached = min(match.position, len(record.request.prompt))
         if use.cached is None:
@@ -251,13 +250,12 @@ class PrefixReuse:
             self.index.drop(slot)
 
     def on_finished(self, record: RequestRecord) -> None:
-        """Count a finished request, and trim the index to its settings."""
         use = record.prefix
         if use.cached is not None and not record.uncached:
             self.counts.n_prompts += 1
             self.counts.n_hits += use.cached > 0
             self.counts.tokens["disk" if use.from_disk else "memory"] += use.cached
-        self.index.evictor.trim()
+        self.index.trim()
 
     # ---- inside
 

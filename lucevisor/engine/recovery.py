@@ -1,7 +1,7 @@
 """Failover: holding requests while daemons are lost, rebuilding lost stages, and replays for loading daemons.
 
-``Recovery`` counts losses and pauses, ``StageRecovery`` rebuilds lost stages of the attached pipeline, and
-``StageReplays`` makes the same steps for a new daemon to replay while it loads its weights.
+``Recovery`` counts losses and pauses, ``StageRecovery`` rebuilds lost stages of the attached pipeline, and makes the
+same steps for a new daemon to replay while it loads its weights.
 Invariant: a replay is the rebuild that ``StageRecovery.restore`` would begin, or there is none.
 """
 
@@ -17,7 +17,6 @@ from typing import Final, Literal, get_args
 
 from msgspec.structs import replace
 
-from lucevisor.engine.changes import Changes
 from lucevisor.engine.journal import Journal
 from lucevisor.engine.pipeline import Pipeline, StageLink
 from lucevisor.engine.rebuild import FIRST_STEP, CannotRebuild, Rebuilder, RebuildPlan, RebuildStep, WaitingSteps
@@ -144,6 +143,20 @@ class Recovery:
         return dataclasses.replace(totals, held=n_unfinished, held_s=now - self.since, rebuilding=rebuilding)
 
 
+MAX_REPLAY_TOKENS: Final = 1 << 17
+"""Longer replays wait until the weights are loaded: the message and the rows would be too large."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateReplay:
+    """The steps of each lost stage, and the ``file`` of their boundary rows, a descriptor.  Rows are still being
+    written to it; it is sealed behind the last one.
+    """
+
+    stages: Sequence[StageReplay]
+    file: int
+
+
 _IN_FLIGHT: Final = 2
 """Steps that a stage under rebuild has at once: one runs, one waits."""
 
@@ -178,7 +191,6 @@ class StageRecovery:
 
     @property
     def active(self) -> bool:
-        """True if stages are lost."""
         return self._pipeline is not None
 
     @property
@@ -224,13 +236,7 @@ class StageRecovery:
         """
         self.opening, self.n_frozen = [*opening], n_tokens
 
-    def before_step(self, plan: StepPlan) -> None:
-        """Free the region of a step before it is sent."""
-        if self._journal is not None:
-            self._journal.free(plan.step.region)
-
     def on_step_planned(self, plan: StepPlan, live_sequences: Mapping[int, LiveSequence]) -> None:
-        """Record a step that is sent."""
         if plan.step.slices or not self.active:  # else it waits for the lost stages
             self.opening = None
         if self._journal is not None:
@@ -276,10 +282,18 @@ class StageRecovery:
             self._begin(pipeline)
         return {stage: self._plans[stage] for stage in stages}
 
-    def gather(self, plans: Iterable[RebuildPlan]) -> int:
-        """Return the descriptor of a new file, to which the rows of plans are written.  Raises OSError."""
-        assert self._journal is not None
-        return self._journal.gather([step.rows for plan in plans for step in plan.steps])
+    def make_replay(self, plans: Mapping[int, RebuildPlan]) -> StateReplay | None:
+        """Return the steps of ``prepare``, by stage; None if they are too many, or there is no room for their rows."""
+        if self._journal is None or not 0 < sum(plan.n_tokens for plan in plans.values()) <= MAX_REPLAY_TOKENS:
+            return None
+        replays, n_rows = [], 0
+        for stage, plan in plans.items():
+            replays.append(StageReplay(stage, [step.step for step in plan.steps], n_rows))
+            n_rows += sum(copy.n for step in plan.steps for copy in step.rows)
+        try:
+            return StateReplay(replays, self._journal.gather([s.rows for plan in plans.values() for s in plan.steps]))
+        except OSError:
+            return None
 
     def restore(
         self,
@@ -478,53 +492,3 @@ def _reaches(tokens: TokenBuffer, n_tokens: int, part: ScheduledSequence) -> boo
     """Return whether the first ``n_tokens`` tokens, which others computed, may include some of a slice."""
     start = part.slice.start
     return n_tokens > start and tokens.n_common(part.record.tokens, n_tokens) > start
-
-
-MAX_REPLAY_TOKENS: Final = 1 << 17
-"""Longer replays wait until the weights are loaded: the message and the rows would be too large."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateReplay:
-    """The steps of each lost stage, and the ``file`` of their boundary rows, a descriptor.  Rows are still being
-    written to it; it is sealed behind the last one.
-    """
-
-    stages: Sequence[StageReplay]
-    file: int
-
-
-class StageReplays:
-    """Replays of the stages that ``recovery`` is to bring back."""
-
-    def __init__(self, recovery: StageRecovery, changes: Changes, clock: Callable[[], float]) -> None:
-        self._recovery, self._changes, self._clock = recovery, changes, clock
-
-    async def make(self, stages: Collection[int], timeout_s: float) -> StateReplay | None:
-        """Return what lost stages have computed; None if steps are on their way to other stages for longer, it is too
-        much, or impossible: then ``restore`` does that.
-
-        The caller closes the file.  It holds until another stage is lost.
-        """
-        plans: dict[int, RebuildPlan] = {}
-
-        def prepared() -> bool:
-            stage_plans = self._recovery.prepare(stages, self._clock())
-            plans.update(stage_plans or {})
-            return stage_plans is not None
-
-        try:
-            if not await self._changes.holds_within(prepared, timeout_s):
-                return None
-        except CannotRebuild:
-            return None
-        if not 0 < sum(plan.n_tokens for plan in plans.values()) <= MAX_REPLAY_TOKENS:
-            return None
-        replays, n_rows = [], 0
-        for stage, plan in plans.items():
-            replays.append(StageReplay(stage, [step.step for step in plan.steps], n_rows))
-            n_rows += sum(copy.n for step in plan.steps for copy in step.rows)
-        try:
-            return StateReplay(replays, self._recovery.gather(plans.values()))
-        except OSError:
-            return None

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lucevisor.engine.pipeline import PipelineResult
-from lucevisor.engine.step import StepPlan
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.codec import payload_segments
 from lucevisor.protocol.messages import MAX_PAYLOAD_BYTES
@@ -69,38 +68,6 @@ class RowCollector:
         raise RowsMissing(
             f"stage {stage} sent no {name} with step {number}; restart its group, it runs another version"
         )
-
-
-class RowSteps:
-    """Which requests collect rows, and which steps in flight bring rows back for them."""
-
-    def __init__(self) -> None:
-        self._collectors: dict[str, RowCollector] = {}
-        self._request_of: dict[int, str] = {}  # by step id
-
-    def open(self, request_id: str, collector: RowCollector) -> RowCollector:
-        """Collect the rows of a request, until ``close``."""
-        self._collectors[request_id] = collector
-        return collector
-
-    def close(self, request_id: str) -> None:
-        """Stop collecting rows of a request."""
-        del self._collectors[request_id]
-
-    def on_step_planned(self, plan: StepPlan) -> None:
-        """Note a step that is sent."""
-        if plan.step.want_logits:
-            self._request_of[plan.step.step_id] = plan.request_ids[0]
-
-    def collect(self, result: PipelineResult) -> None:
-        """Keep the rows of a finished step if its request still collects them."""
-        request_id = self._request_of.pop(result.step.step_id, None)
-        if request_id is not None and request_id in self._collectors:
-            self._collectors[request_id].add(result)
-
-    def forget_steps(self) -> None:
-        """Forget the steps in flight: they are never answered."""
-        self._request_of.clear()
 
 
 def max_rows_per_step(vocabulary: int, embedding: int, n_layers: int, *, hidden: bool) -> int:

@@ -94,7 +94,7 @@ class RunningRequests(Collection[RequestRecord]):
         except HostMemoryFull as full:
             if chosen.runs_ahead:
                 return None
-            if not self._reuse.index.evictor.reclaim_host(full.n_pages):
+            if not self._reuse.index.reclaim_host(full.n_pages):
                 raise
             return self._grow(chosen.live, chosen.stop, 0)
 
@@ -107,7 +107,7 @@ class RunningRequests(Collection[RequestRecord]):
         needs, index = live.table.missing(stop, num_draft_tokens), self._reuse.index
         if live.table.surplus(stop + num_draft_tokens):  # drafts end with their page, so they change no residency
             return []
-        if not needs or not index.evictor.can_reclaim(needs, {}) or not index.evictor.reclaim(needs):
+        if not needs or not index.can_reclaim(needs, {}) or not index.reclaim(needs):
             return []
         return self._grow(live, stop, num_draft_tokens) or []
 
@@ -165,7 +165,7 @@ class RunningRequests(Collection[RequestRecord]):
             return True
         ids = self._pools.host_pages.ids
         shared = [page for page in match.full if page in ids]
-        return self._reuse.index.evictor.can_reclaim_host(n_needed - len(shared), shared)
+        return self._reuse.index.can_reclaim_host(n_needed - len(shared), shared)
 
     def fits(self, record: RequestRecord, match: PrefixMatch) -> bool:
         """Return whether there is room for a request beside what the running ones still need."""
@@ -181,4 +181,4 @@ class RunningRequests(Collection[RequestRecord]):
             needs[Space.RECURRENT] = 1
         if not self._fits_host(record, match):
             return False
-        return self._reuse.index.evictor.can_reclaim(needs, {Space.FULL: match.full, Space.WINDOW: match.window})
+        return self._reuse.index.can_reclaim(needs, {Space.FULL: match.full, Space.WINDOW: match.window})

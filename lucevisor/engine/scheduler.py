@@ -71,7 +71,6 @@ class ClientShares:
         return len(self._requests) > 1
 
     def add_request(self, client: str) -> None:
-        """Count a new request of ``client``."""
         if client not in self._requests:
             self._served[client] = max(self._served.get(client, 0), self._min_served)
             owing = self._served.items()
@@ -82,7 +81,6 @@ class ClientShares:
         self._update()
 
     def remove_request(self, client: str) -> None:
-        """Count a finished request of ``client``."""
         self._requests[client] -= 1
         if not self._requests[client]:
             del self._requests[client]
@@ -91,7 +89,6 @@ class ClientShares:
         self._update()
 
     def charge(self, tokens: Iterable[tuple[str, int]]) -> None:
-        """Charge tokens to their clients."""
         if not self.contested:
             return  # only differences matter
         for client, n in tokens:
@@ -134,14 +131,12 @@ class RequestQueue:
         return iter(self._waiting)
 
     def add(self, record: RequestRecord) -> None:
-        """Add a request."""
         self._waiting[record] = None
         self._order = None
         if record.started_at is None:
             self._n_waiting[record.request.client_id] += 1
 
     def remove(self, record: RequestRecord) -> None:
-        """Remove a request."""
         del self._waiting[record]
         self._order = None
         client = record.request.client_id
@@ -151,7 +146,6 @@ class RequestQueue:
                 del self._n_waiting[client]
 
     def start(self, record: RequestRecord) -> None:
-        """Remove a request that starts, and age those it overtakes."""
         self.remove(record)
         if record.started_at is None and not record.has_priority:
             size = max(PAGE_TOKENS, record.size)  # even the shortest prompt takes a sequence
@@ -168,7 +162,6 @@ class RequestQueue:
         return self._n_waiting[client]
 
     def n_clients(self, client: str) -> int:
-        """Return how many clients have such requests, ``client`` included."""
         return len(self._n_waiting) + (client not in self._n_waiting)
 
     def n_before(self, client: str) -> int:
@@ -301,7 +294,6 @@ class Preemption:
         return self.swap is not None and self.swap.n_writing > 0
 
     def candidates(self) -> PreemptionCandidates:
-        """Return the running requests as candidates for preemption."""
         return PreemptionCandidates(self._running, self._shares, self._chunk, swaps=self.swap is not None)
 
     def next_preemption(self, waiting: Iterable[RequestRecord]) -> tuple[RequestRecord, RequestRecord] | None:
@@ -558,7 +550,6 @@ class Scheduler:
         return events
 
     def fail(self, records: Iterable[RequestRecord], error: RequestError, now: float) -> Events:
-        """End unfinished requests with ``error``."""
         return [self._finish(record, "error", now, error=error) for record in [*records]]
 
     # ---- steps
@@ -817,10 +808,7 @@ class Scheduler:
                     with_pages.append(slice_)
                 if operations is not None or slice_.runs_ahead:  # which is not worth another request's pages
                     break
-                if (
-                    self.reuse.index.evictor.reclaim(slice_.live.table.needs(slice_.stop))
-                    or self.running.release_ahead()
-                ):
+                if self.reuse.index.reclaim(slice_.live.table.needs(slice_.stop)) or self.running.release_ahead():
                     continue
                 if self.preemption.pages_pending:
                     break
@@ -973,7 +961,6 @@ class Scheduler:
 
     @property
     def queue(self) -> RequestQueue:
-        """The requests that wait."""
         return self._queue
 
     def retry_after_s(self, client: str) -> int:

@@ -218,7 +218,6 @@ class RequestRecord:
         return [*self.tokens[start + 1 : min(stop + 1, len(self.request.prompt))]] if self.request.score_prompt else []
 
     def append(self, sampled: Sampled) -> None:
-        """Add a sampled token."""
         self.tokens.append(sampled.token)
         self.n_tokens += 1
         self.mu = sampled.mu

@@ -37,7 +37,6 @@ class RateWindow:
         self._buckets: deque[tuple[int, int]] = deque()  # (bucket number, events)
 
     def add(self, n: int, now: float) -> None:
-        """Count ``n`` events at ``now``."""
         bucket = int((now - self._started_at) / self._bucket_s)
         if self._buckets and self._buckets[-1][0] == bucket:
             n += self._buckets.pop()[1]
@@ -125,16 +124,15 @@ class CacheStatistics:
 
     @classmethod
     def of(cls, reuse: PrefixReuse) -> CacheStatistics:
-        """Return the counts as of now."""
         index, counts = reuse.index, reuse.counts
         slots = index.slots
         return cls(
             n_slots=len(slots),
             n_pinned=sum(slot.pins > 0 for slot in slots),
-            n_bytes=index.evictor.n_bytes,
+            n_bytes=index.n_bytes,
             n_prompts=counts.n_prompts,
             n_hits=counts.n_hits,
-            n_evictions=index.evictor.n_evictions,
+            n_evictions=index.n_evictions,
             tokens={str(tier): n for tier, n in counts.tokens.items()},
         )
 

@@ -116,7 +116,6 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
     @property
     def drafts(self) -> list[int]:
-        """The tokens of the slice that are verified."""
         return self.slice.tokens[len(self.slice.tokens) - self.slice.n_drafts :]
 
     @property
@@ -143,7 +142,6 @@ class ScheduledStep:
 
     @property
     def live_sequences(self) -> dict[int, LiveSequence]:
-        """The sequences of its slices, by id."""
         return {sequence: part.live for sequence, part in self.parts.items()}
 
     def take_scores(self, scored: Sequence[Scored]) -> None:
@@ -166,12 +164,10 @@ class ScheduledStep:
 
     @property
     def has_drafts(self) -> bool:
-        """True if it verifies any."""
         return not self.plain and any(part.slice.n_drafts for part in self.parts.values())
 
     @property
     def num_draft_tokens(self) -> int:
-        """The most drafts that a slice asks for."""
         return 0 if self.plain else max([part.slice.num_draft_tokens for part in self.parts.values()], default=0)
 
 
@@ -223,23 +219,6 @@ def drawn_tokens(scheduled: ScheduledStep | None, result: StepResult) -> dict[in
         if accepted != drafts[: len(accepted)]:
             raise WrongResult(f"step {result.step_id} verified {drafts} of sequence {sequence} and accepted {accepted}")
     return drawn
-
-
-def check_drafts(scheduled: ScheduledStep, drafts: Sequence[Drafted], n_vocabulary: int) -> None:
-    """Raise WrongResult when the draft stage's answer has drafts that its step did not ask for."""
-    asked = {sequence: part.slice.num_draft_tokens for sequence, part in scheduled.parts.items()}
-    for drafted in drafts:
-        num_draft_tokens = asked.pop(drafted.sequence, 0)
-        if len(drafted.tokens) > num_draft_tokens or not num_draft_tokens:
-            raise WrongResult(
-                f"step {scheduled.step_id} asked for {num_draft_tokens} drafts of sequence {drafted.sequence}, "
-                f"{len(drafted.tokens)} came"
-            )
-        if drafted.probabilities and len(drafted.probabilities) != len(drafted.tokens):
-            n = len(drafted.probabilities)
-            raise WrongResult(f"step {scheduled.step_id} has {n} probabilities for {len(drafted.tokens)} drafts")
-        if not all(0 <= token < n_vocabulary for token in drafted.tokens):
-            raise WrongResult(f"step {scheduled.step_id} has drafts {drafted.tokens} outside of {n_vocabulary} ids")
 
 
 def all_decodes(slices: Sequence[Slice]) -> bool:

@@ -50,12 +50,10 @@ class PageAllocator:
 
     @property
     def ids(self) -> range:
-        """All ids of the pool."""
         return range(self._first, self._first + len(self._ref_counts))
 
     @property
     def n_total(self) -> int:
-        """Size of the pool."""
         return len(self._ref_counts)
 
     @property
@@ -250,7 +248,6 @@ class PagePools:
         return [(device, by_tier[0]), (in_host, by_tier[1])]
 
     def allocator_of(self, space: Space, unit: int) -> PageAllocator:
-        """Return the allocator of an id."""
         in_host = space is Space.FULL and unit in self.host_pages.ids
         return self.host_pages if in_host else self._allocators[space]
 
@@ -276,7 +273,6 @@ class PagePools:
         return {space: ids for space, ids in taken.items() if ids is not None}
 
     def fits(self, needs: Mapping[Space, int]) -> bool:
-        """Return whether ``needs[space]`` ids are free in every space."""
         return all(n <= self._allocators[space].n_free for space, n in needs.items())
 
     def begin_draft_epoch(self) -> None:

@@ -212,7 +212,6 @@ class PageTable:
         return Growth(space, e.first_held - len(e.slid), [*e.slid, *e.pages])
 
     def growths(self) -> list[Growth]:
-        """Return all entries held, as if they were new."""
         return [Growth(space, e.first_held, list(e.pages)) for space, e in self._entries.items() if e.pages]
 
     def release(self) -> None:
@@ -225,7 +224,6 @@ class PageTable:
 
     @property
     def n_out(self) -> int:
-        """Pages of ``full`` that were paged out."""
         return 0
 
     @property

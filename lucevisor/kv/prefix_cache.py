@@ -9,7 +9,7 @@ needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -101,243 +101,29 @@ class PrefixHooks:
     on_evict: Callable[[PrefixSlot], None] = lambda _: None
 
 
-class PrefixSlots:
-    """All slots of a tree, oldest first.  The parent of a slot is the longest other slot that it begins with."""
-
-    def __init__(self, tree: PrefixTree) -> None:
-        self._tree = tree
-        self._by_number: dict[int, PrefixSlot] = {}
-        self._n_made = 0
-        self.n_prompts = 0  # that a slot could have been used for
-        self.n_changes = 0  # slots made and removed
-
-    def __len__(self) -> int:
-        return len(self._by_number)
-
-    def __iter__(self) -> Iterator[PrefixSlot]:
-        return iter(self._by_number.values())
-
-    def add(self, tokens: TokenBuffer, source: SlotSource, now: float) -> PrefixSlot | None:
-        """Make a slot, the most recently used; None if the tree cannot hold it (``PrefixTree.add``)."""
-        slot = self._tree.add(tokens, source, self._n_made)
-        if slot is None:
-            return None
-        self._n_made += 1
-        self.n_changes += 1
-        slot.parent = self._tree.longest_slot(tokens, slot.n_tokens - 1)
-        if slot.node.n_slots > 1:
-            for other in self:
-                if other.parent is slot.parent and other.begins_with(slot):
-                    other.parent = slot
-        self._by_number[slot.number] = slot
-        self.touch(slot, now)
-        return slot
-
-    def touch(self, slot: PrefixSlot, now: float) -> None:
-        """Make a slot the most recently used."""
-        slot.last_use, slot.used_at, slot.evict_on_unpin = self.n_prompts, now, False
-
-    def remove(self, slot: PrefixSlot) -> None:
-        """Remove a slot, and release what no other needs."""
-        self.n_changes += 1
-        self._tree.remove(slot)
-        del self._by_number[slot.number]
-        for other in self:
-            if other.parent is slot:
-                other.parent = slot.parent
-
-
-class PrefixEvictor:
-    """Evicts slots for requests that need ids, and to keep number and bytes within the settings.
+class PrefixIndex:
+    """Prefix slots over the pools of a model.
 
     A slot is worth the tokens that would have to be recomputed without it, divided by the prompts since its last use.
-    The least valuable goes first, among those that free what is needed.  Pinned slots stay.  Freed ids can be reused at
-    once because stages run their steps in order.  ``block_granular``: a prompt can resume at any cached page.
+    The least valuable is evicted first, among those that free what is needed.  Pinned slots stay.  Freed ids can be
+    reused at once because stages run their steps in order.
     """
-
-    def __init__(
-        self,
-        pools: PagePools,
-        tree: PrefixTree,
-        slots: PrefixSlots,
-        settings: PrefixSettings,
-        hooks: PrefixHooks,
-        *,
-        block_granular: bool,
-    ) -> None:
-        self._sequence_pools, self._pools = pools, pools.slot_pools
-        self._tree, self._slots, self._settings = tree, slots, settings
-        self._hooks = hooks
-        self._block_granular = block_granular
-        self.n_evictions = 0
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of pages and states that only slots hold."""
-        return sum(
-            self._pools[space].n_evictable * self._settings.unit_bytes.get(space, 0) for space in self._pools.spaces
-        )
-
-    def can_reclaim(self, needs: Mapping[Space, int], shared: Mapping[Space, Collection[int]]) -> bool:
-        """Return whether evicting all unpinned slots would free so many ids of each space for a sequence.
-
-        ``shared``: ids that the caller is about to own as well; they would stay.
-        """
-        for space, n in needs.items():
-            allocator = self._sequence_pools[space]
-            if n > allocator.n_free:
-                pinned = {page for slot in self._slots if slot.pins for page in self._ids(slot, space)}
-                staying = allocator.n_evictable_of(pinned.union(shared.get(space, ())))
-                if n > allocator.n_free + allocator.n_evictable - staying:
-                    return False
-        return True
-
-    def can_reclaim_host(self, n: int, shared: Collection[int]) -> bool:
-        """The same for pages in host memory."""
-        hosts = self._pools.host_pages
-        if n <= hosts.n_free:
-            return True
-        pinned = {page for slot in self._slots if slot.pins for page in self._ids(slot, Space.FULL)}
-        return n <= hosts.n_free + hosts.n_evictable - hosts.n_evictable_of(pinned.union(shared))
-
-    def reclaim_host(self, n: int) -> bool:
-        """Evict slots until so many pages in host memory are free; False if that is not enough."""
-        hosts = self._pools.host_pages
-        while n > hosts.n_free:
-            victim = self._next_victim([hosts]) if n <= hosts.n_free + hosts.n_evictable else None
-            if victim is None:
-                return False
-            self._evict(victim)
-        return True
-
-    def reclaim(self, needs: Mapping[Space, int]) -> bool:
-        """Evict slots until so many ids of each space are free for a sequence; False if that is not enough."""
-        return self._reclaim(self._sequence_pools, needs)
-
-    def reclaim_for_slot(self, needs: Mapping[Space, int]) -> bool:
-        """The same for a slot."""
-        return self._reclaim(self._pools, needs)
-
-    def reclaim_checkpoint(self, n_tokens_saved: int) -> bool:
-        """Evict a slot for the state of one that saves so many tokens, unless a state is free; False if all are worth
-        more.
-        """
-        states = self._pools[Space.RECURRENT]
-        if states.n_free:
-            return True
-        victim = self._next_victim([states])
-        if victim is None or self._value(victim) >= n_tokens_saved:
-            return False
-        self._evict(victim)
-        return True
-
-    def trim(self) -> None:
-        """Evict slots until number and bytes are within the settings.  Call it after a sequence ended, too: pages that
-        it shared now count for the slots alone.
-        """
-        while len(self._slots) > self._settings.max_slots or self.n_bytes > self._settings.memory_bytes:
-            spaces = self._pools.spaces if self.n_bytes > self._settings.memory_bytes else ()
-            victim = self._next_victim([self._pools[space] for space in spaces])
-            if victim is None:
-                return
-            self._evict(victim)
-
-    # ---- inside
-
-    def _value(self, slot: PrefixSlot) -> float:
-        return self._n_lost(slot) / (self._slots.n_prompts - slot.last_use + 1)
-
-    def _n_lost(self, slot: PrefixSlot) -> int:
-        """Return how many tokens would have to be recomputed without the slot."""
-        known = slot.parent.n_tokens if slot.parent is not None else 0
-        if self._block_granular:
-            node = slot.node  # pages shared with other slots stay
-            while node.n_slots == 1 and node.parent is not None:
-                node = node.parent
-            known = max(known, node.stop * PAGE_TOKENS)
-        return slot.n_tokens - known
-
-    def _next_victim(self, exhausted: Collection[PageAllocator]) -> PrefixSlot | None:
-        """Return the next slot to evict: one that frees an id of ``exhausted`` if any does, then by value and use."""
-        slots = [slot for slot in self._slots if not slot.pins]
-        return min(
-            slots,
-            key=lambda s: (
-                bool(exhausted) and not self._would_free(s, exhausted),
-                self._value(s),
-                s.last_use,
-                s.number,
-            ),
-            default=None,
-        )
-
-    def _evict(self, slot: PrefixSlot) -> None:
-        self._hooks.on_evict(slot)
-        if slot.pins:
-            slot.evict_on_unpin = True
-        elif slot.alive:
-            self.n_evictions += 1
-            self._slots.remove(slot)
-
-    def _reclaim(self, pools: PagePools, needs: Mapping[Space, int]) -> bool:
-        while not pools.fits(needs):
-            exhausted = [space for space, n in needs.items() if n > pools[space].n_free]
-            gives = all(pools[space] is self._pools[space] for space in exhausted)  # slots own none of other pools
-            victim = self._next_victim([pools[space] for space in exhausted]) if gives else None
-            if victim is None:
-                return False
-            self._evict(victim)
-        return True
-
-    def _ids(self, slot: PrefixSlot, space: Space) -> list[int]:
-        if space is Space.RECURRENT:
-            return [slot.state] if slot.state != NO_STATE else []
-        return slot.pages(space)
-
-    def _would_free(self, slot: PrefixSlot, exhausted: Collection[PageAllocator]) -> bool:
-        """Return whether removing a slot frees an id of one of the allocators at once."""
-        if slot.state != NO_STATE and self._is_sole_owner(Space.RECURRENT, slot.state, exhausted):
-            return True
-        if any(self._is_sole_owner(space, page, exhausted) for space, page in slot.tail.items()):
-            return True
-        at = slot.node
-        while at.parent is not None and (at.n_slots == 1 or at.n_windows == 1):
-            for space, pages in at.pages.items():
-                n_needing = at.n_windows if space is Space.WINDOW else at.n_slots
-                needed = space is not Space.WINDOW or at.start >= slot.first_window
-                if n_needing == 1 and needed and any(self._is_sole_owner(space, page, exhausted) for page in pages):
-                    return True
-            at = at.parent
-        return False
-
-    def _is_sole_owner(self, space: Space, unit: int, exhausted: Collection[PageAllocator]) -> bool:
-        allocator = self._pools.allocator_of(space, unit)
-        return allocator in exhausted and self._tree.holds(space)[unit] == 1 and allocator.evictable(unit)
-
-
-class PrefixIndex:
-    """Prefix slots over the pools of a model."""
 
     def __init__(
         self, pools: PagePools, settings: PrefixSettings, window_tokens: int | None, residency: Residency | None = None
     ) -> None:
         self.settings: Final = settings
-        self.hooks: Final = PrefixHooks()  # the evictor has it, too
+        self.hooks: Final = PrefixHooks()
         self.recurrent = Space.RECURRENT in pools
         self.block_granular = not self.recurrent and window_tokens is None  # a prompt can resume at any cached page
+        self.n_evictions = 0
+        self.version = 0  # changes whenever the result of a match may
         self._residency = residency
-        self._pools = pools.slot_pools
+        self._sequence_pools, self._pools = pools, pools.slot_pools
         self._tree = PrefixTree(self._pools, window_tokens)
-        self._slots = PrefixSlots(self._tree)
+        self._slots: dict[int, PrefixSlot] = {}  # by number, oldest first
+        self._n_made = self._n_prompts = 0  # slots ever, and prompts that a slot could have been used for
         self._reservations: set[Reservation] = set()
-        self.evictor = PrefixEvictor(
-            pools,
-            self._tree,
-            self._slots,
-            settings,
-            self.hooks,
-            block_granular=self.block_granular,
-        )
 
     # ---- state and lookup
 
@@ -352,30 +138,24 @@ class PrefixIndex:
         return self._pools
 
     @property
-    def version(self) -> int:
-        """Changes whenever the result of a match may."""
-        return self._slots.n_changes
-
-    @property
     def reservations(self) -> Collection[Reservation]:
         """Ids set aside for prefixes that are being restored."""
         return self._reservations
 
     @property
     def enabled(self) -> bool:
-        """True if the settings allow any slot."""
         state_bytes = self.settings.unit_bytes.get(Space.RECURRENT, 0) if self.recurrent else 0
         return self.settings.max_slots > 0 and state_bytes <= self.settings.memory_bytes
 
     @property
     def slots(self) -> list[PrefixSlot]:
         """All slots, oldest first."""
-        return list(self._slots)
+        return list(self._slots.values())
 
     @property
     def pinning(self) -> bool:
         """True if pins or reservations keep ids from sequences for now."""
-        return bool(self._reservations) or any(slot.pins for slot in self._slots)
+        return bool(self._reservations) or any(slot.pins for slot in self._slots.values())
 
     def find_slot(self, tokens: Sequence[int], n_tokens: int) -> PrefixSlot | None:
         """Return the slot of exactly the first ``n_tokens`` tokens."""
@@ -396,24 +176,22 @@ class PrefixIndex:
 
     def record_use(self, match: PrefixMatch, now: float) -> None:
         """Count the use of a match.  Call once per prompt, with or without a hit."""
-        self._slots.n_prompts += 1
+        self._n_prompts += 1
         if match.slot is not None and match.slot.alive:
             self.touch(match.slot, now)
             match.slot.n_uses += 1
 
     def touch(self, slot: PrefixSlot, now: float) -> None:
-        """Make a slot the most recently used."""
-        self._slots.touch(slot, now)
+        slot.last_use, slot.used_at, slot.evict_on_unpin = self._n_prompts, now, False
 
     # ---- making slots
 
     def worth_caching(self, n_tokens: int) -> bool:
-        """Return whether prefixes of this length are cached."""
         return self.enabled and n_tokens >= max(1, self.settings.min_tokens)
 
     def allocate_state(self, n_tokens_saved: int) -> int | None:
         """Allocate a state for a checkpoint that saves so many tokens, if need be by evicting a slot worth less."""
-        if not self.evictor.reclaim_checkpoint(n_tokens_saved):
+        if not self.reclaim_checkpoint(n_tokens_saved):
             return None
         taken = self._pools[Space.RECURRENT].allocate(1)
         return None if taken is None else taken[0]
@@ -436,7 +214,7 @@ class PrefixIndex:
         known = made = None
         if self.worth_caching(source.n_tokens):
             known = self._tree.find_slot(packed, source.n_tokens)
-            made = self._slots.add(packed, source, now) if known is None else None
+            made = self._add(packed, source, now) if known is None else None
         if source.state != NO_STATE:  # a slot that was made has a reference of its own
             self._pools[Space.RECURRENT].release([source.state])
         if known is not None:
@@ -445,7 +223,7 @@ class PrefixIndex:
         if made is None:
             return known
         made.pins += pinned
-        self.evictor.trim()
+        self.trim()
         if made.alive:
             self.hooks.on_slot(made)
         return made if made.alive else None
@@ -462,9 +240,9 @@ class PrefixIndex:
         first, needs = self._tree.first_window(n_tokens), {Space.FULL: n_device, Space.RECURRENT: 1}
         needs[Space.WINDOW] = pages_of(n_tokens) - first
         needs = {space: n for space, n in needs.items() if space in self._pools}
-        if not self.worth_caching(n_tokens) or not self.evictor.reclaim_host(len(leaving)):
+        if not self.worth_caching(n_tokens) or not self.reclaim_host(len(leaving)):
             return None
-        if not self.evictor.reclaim_for_slot(needs):
+        if not self.reclaim_for_slot(needs):
             return None
         ids, hosts = self._pools.allocate(needs), self._pools.host_pages.allocate(len(leaving))
         if ids is None or hosts is None:
@@ -502,7 +280,7 @@ class PrefixIndex:
         reservation.ids.pop(Space.RECURRENT, None)  # the index takes it over
         slot = self.publish(tokens, source, now, pinned=True)
         self._release(reservation)
-        self.evictor.trim()
+        self.trim()
         return slot
 
     def drafted(self, slot: PrefixSlot) -> bool:
@@ -529,24 +307,192 @@ class PrefixIndex:
         slot.pins -= 1
         if slot.alive and not slot.pins:
             if slot.evict_on_unpin:
-                self._slots.remove(slot)
-            self.evictor.trim()
+                self._remove(slot)
+            self.trim()
 
     def drop(self, slot: PrefixSlot) -> bool:
         """Evict a slot without telling the hook; False if it is pinned."""
         if slot.alive and not slot.pins:
-            self._slots.remove(slot)
+            self._remove(slot)
         return not slot.alive
 
     def clear(self) -> None:
         """Drop everything, pins and reservations included: the shards lost their state."""
-        for slot in list(self._slots):
-            self._slots.remove(slot)
+        for slot in self.slots:
+            self._remove(slot)
         for reservation in self._reservations:
             self._release(reservation)
         self._reservations.clear()
 
+    # ---- eviction
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of pages and states that only slots hold."""
+        return sum(
+            self._pools[space].n_evictable * self.settings.unit_bytes.get(space, 0) for space in self._pools.spaces
+        )
+
+    def can_reclaim(self, needs: Mapping[Space, int], shared: Mapping[Space, Collection[int]]) -> bool:
+        """Return whether evicting all unpinned slots would free so many ids of each space for a sequence.
+
+        ``shared``: ids that the caller is about to own as well; they would stay.
+        """
+        for space, n in needs.items():
+            allocator = self._sequence_pools[space]
+            if n > allocator.n_free:
+                pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, space)}
+                staying = allocator.n_evictable_of(pinned.union(shared.get(space, ())))
+                if n > allocator.n_free + allocator.n_evictable - staying:
+                    return False
+        return True
+
+    def can_reclaim_host(self, n: int, shared: Collection[int]) -> bool:
+        """The same for pages in host memory."""
+        hosts = self._pools.host_pages
+        if n <= hosts.n_free:
+            return True
+        pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, Space.FULL)}
+        return n <= hosts.n_free + hosts.n_evictable - hosts.n_evictable_of(pinned.union(shared))
+
+    def reclaim_host(self, n: int) -> bool:
+        """Evict slots until so many pages in host memory are free; False if that is not enough."""
+        hosts = self._pools.host_pages
+        while n > hosts.n_free:
+            victim = self._next_victim([hosts]) if n <= hosts.n_free + hosts.n_evictable else None
+            if victim is None:
+                return False
+            self._evict(victim)
+        return True
+
+    def reclaim(self, needs: Mapping[Space, int]) -> bool:
+        """Evict slots until so many ids of each space are free for a sequence; False if that is not enough."""
+        return self._reclaim(self._sequence_pools, needs)
+
+    def reclaim_for_slot(self, needs: Mapping[Space, int]) -> bool:
+        """The same for a slot."""
+        return self._reclaim(self._pools, needs)
+
+    def reclaim_checkpoint(self, n_tokens_saved: int) -> bool:
+        """Evict a slot for the state of one that saves so many tokens, unless a state is free; False if all are worth
+        more.
+        """
+        states = self._pools[Space.RECURRENT]
+        if states.n_free:
+            return True
+        victim = self._next_victim([states])
+        if victim is None or self._value(victim) >= n_tokens_saved:
+            return False
+        self._evict(victim)
+        return True
+
+    def trim(self) -> None:
+        """Evict slots until number and bytes are within the settings.  Call it after a sequence ended, too: pages that
+        it shared now count for the slots alone.
+        """
+        while len(self._slots) > self.settings.max_slots or self.n_bytes > self.settings.memory_bytes:
+            spaces = self._pools.spaces if self.n_bytes > self.settings.memory_bytes else ()
+            victim = self._next_victim([self._pools[space] for space in spaces])
+            if victim is None:
+                return
+            self._evict(victim)
+
     # ---- inside
+
+    def _add(self, tokens: TokenBuffer, source: SlotSource, now: float) -> PrefixSlot | None:
+        """Make a slot, the most recently used; None if the tree cannot hold it (``PrefixTree.add``)."""
+        slot = self._tree.add(tokens, source, self._n_made)
+        if slot is None:
+            return None
+        self._n_made += 1
+        self.version += 1
+        slot.parent = self._tree.longest_slot(tokens, slot.n_tokens - 1)
+        if slot.node.n_slots > 1:
+            for other in self._slots.values():
+                if other.parent is slot.parent and other.begins_with(slot):
+                    other.parent = slot
+        self._slots[slot.number] = slot
+        self.touch(slot, now)
+        return slot
+
+    def _remove(self, slot: PrefixSlot) -> None:
+        """Remove a slot, and release what no other needs."""
+        self.version += 1
+        self._tree.remove(slot)
+        del self._slots[slot.number]
+        for other in self._slots.values():
+            if other.parent is slot:
+                other.parent = slot.parent
+
+    def _value(self, slot: PrefixSlot) -> float:
+        return self._n_lost(slot) / (self._n_prompts - slot.last_use + 1)
+
+    def _n_lost(self, slot: PrefixSlot) -> int:
+        """Return how many tokens would have to be recomputed without the slot."""
+        known = slot.parent.n_tokens if slot.parent is not None else 0
+        if self.block_granular:
+            node = slot.node  # pages shared with other slots stay
+            while node.n_slots == 1 and node.parent is not None:
+                node = node.parent
+            known = max(known, node.stop * PAGE_TOKENS)
+        return slot.n_tokens - known
+
+    def _next_victim(self, exhausted: Collection[PageAllocator]) -> PrefixSlot | None:
+        """Return the next slot to evict: one that frees an id of ``exhausted`` if any does, then by value and use."""
+        slots = [slot for slot in self._slots.values() if not slot.pins]
+        return min(
+            slots,
+            key=lambda s: (
+                bool(exhausted) and not self._would_free(s, exhausted),
+                self._value(s),
+                s.last_use,
+                s.number,
+            ),
+            default=None,
+        )
+
+    def _evict(self, slot: PrefixSlot) -> None:
+        self.hooks.on_evict(slot)
+        if slot.pins:
+            slot.evict_on_unpin = True
+        elif slot.alive:
+            self.n_evictions += 1
+            self._remove(slot)
+
+    def _reclaim(self, pools: PagePools, needs: Mapping[Space, int]) -> bool:
+        while not pools.fits(needs):
+            exhausted = [space for space, n in needs.items() if n > pools[space].n_free]
+            gives = all(pools[space] is self._pools[space] for space in exhausted)  # slots own none of other pools
+            victim = self._next_victim([pools[space] for space in exhausted]) if gives else None
+            if victim is None:
+                return False
+            self._evict(victim)
+        return True
+
+    def _ids(self, slot: PrefixSlot, space: Space) -> list[int]:
+        if space is Space.RECURRENT:
+            return [slot.state] if slot.state != NO_STATE else []
+        return slot.pages(space)
+
+    def _would_free(self, slot: PrefixSlot, exhausted: Collection[PageAllocator]) -> bool:
+        """Return whether removing a slot frees an id of one of the allocators at once."""
+        if slot.state != NO_STATE and self._is_sole_owner(Space.RECURRENT, slot.state, exhausted):
+            return True
+        if any(self._is_sole_owner(space, page, exhausted) for space, page in slot.tail.items()):
+            return True
+        at = slot.node
+        while at.parent is not None and (at.n_slots == 1 or at.n_windows == 1):
+            for space, pages in at.pages.items():
+                n_needing = at.n_windows if space is Space.WINDOW else at.n_slots
+                needed = space is not Space.WINDOW or at.start >= slot.first_window
+                if n_needing == 1 and needed and any(self._is_sole_owner(space, page, exhausted) for page in pages):
+                    return True
+            at = at.parent
+        return False
+
+    def _is_sole_owner(self, space: Space, unit: int, exhausted: Collection[PageAllocator]) -> bool:
+        allocator = self._pools.allocator_of(space, unit)
+        return allocator in exhausted and self._tree.holds(space)[unit] == 1 and allocator.evictable(unit)
 
     def _match(self, nodes: Sequence[Node], position: int, n_known: int, slot: PrefixSlot | None) -> PrefixMatch:
         first, n_pages = self._tree.first_window(position), position // PAGE_TOKENS

@@ -102,7 +102,6 @@ class PrefixSlot:
 
     @property
     def tokens(self) -> TokenBuffer:
-        """The tokens, from the start of the text."""
         return TokenBuffer.from_packed(b"".join(node.tokens for node in path_to(self.node)) + self.remainder)
 
     def pages(self, space: Space) -> list[int]:
@@ -112,7 +111,6 @@ class PrefixSlot:
         return pages + ([self.tail[space]] if space in self.tail else [])
 
     def begins_with(self, other: PrefixSlot) -> bool:
-        """Return whether ``other`` is a proper prefix of this slot."""
         if other.n_tokens >= self.n_tokens:
             return False
         node, remainder = self.node, self.remainder
@@ -169,7 +167,6 @@ class PrefixTree:
 
     @property
     def spaces(self) -> Sequence[Space]:
-        """The spaces of the pools."""
         return self._pools.spaces
 
     def holds(self, space: Space) -> Counter[int]:

@@ -138,12 +138,10 @@ class _FullEntries(Entries):
         return self.first_held + len(self.out) + len(self.pages)
 
     def entry_of(self, place: int) -> int:
-        """Return the entry of a page of ``pages``."""
         n_before = bisect_right(range(len(self.out)), place, key=lambda i: self.out[i] - i)
         return self.first_held + place + n_before
 
     def resident(self) -> list[int]:
-        """Return the entries of ``pages``."""
         out = set(self.out)
         return [entry for entry in range(self.first_held, self.stop) if entry not in out]
 

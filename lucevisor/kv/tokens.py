@@ -29,7 +29,6 @@ class TokenBuffer(Sequence[int]):
 
     @classmethod
     def from_packed(cls, packed: bytes) -> TokenBuffer:
-        """Read ids from their packed form."""
         buffer = cls()
         buffer._ids.frombytes(packed)
         return buffer

@@ -131,7 +131,6 @@ def _slots_through(node: Node) -> Iterator[PrefixSlot]:
 
 
 def _held(tree: PrefixTree) -> dict[Space, Counter[int]]:
-    """How often nodes and slots hold each id."""
     held: dict[Space, Counter[int]] = {space: Counter() for space in tree.spaces}
     for node in _nodes(tree.root):
         for space, pages in node.pages.items():

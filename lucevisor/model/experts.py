@@ -68,7 +68,6 @@ def routed_tensors(files: GgufFiles, prefix: str, embedding: int, x: Experts) ->
 
 
 def shared_tensors(prefix: str, embedding: int, x: Experts) -> dict[str, tuple[int, ...]]:
-    """The shared expert of the layer ``prefix``."""
     e, f = embedding, x.shared_width
     return {
         prefix + "ffn_gate_shexp.weight": (f, e),

@@ -119,7 +119,6 @@ class GgufFiles:
 
     @property
     def identities(self) -> tuple[FileIdentity, ...]:
-        """Identities of the parts when they were opened."""
         return tuple(part.identity for part in self.parts)
 
     def changed(self) -> list[Path]:

@@ -20,7 +20,6 @@ MIN_POOL_PAGES: Final = 8
 
 
 def pages_of(n_tokens: int) -> int:
-    """Return how many pages hold ``n_tokens`` positions."""
     return -(-n_tokens // PAGE_TOKENS)
 
 

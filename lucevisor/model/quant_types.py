@@ -104,7 +104,6 @@ def padded_columns(n_columns: int) -> int:
 
 
 def padded_rows(n_rows: int, tile_rows: int = TILE_ROWS) -> int:
-    """``n_rows`` rounded up to whole tiles."""
     return -(-n_rows // tile_rows) * tile_rows
 
 

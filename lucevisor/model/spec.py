@@ -83,7 +83,6 @@ class LayerSpec:
     n_routed: int = 0
 
     def unit_bytes(self, kv_dtype: Dtype) -> int:
-        """Bytes of one page (or one recurrent state) of this layer."""
         return sum(t.n_bytes(kv_dtype) for t in self.state)
 
     def device_unit_bytes(self, kv_dtype: Dtype) -> int:
@@ -160,7 +159,6 @@ class Keys:
         self.metadata, self.prefix, self.file = metadata, prefix, file
 
     def error(self, key: str, reason: str) -> GgufError:
-        """The error to raise for an invalid value of ``key``."""
         return GgufError(self.file, f"metadata value {self.prefix}.{key!s}", reason)
 
     def has(self, key: str) -> bool:

@@ -74,7 +74,6 @@ def tensor_format(
 
 
 def matrix_role(name: str, shape: tuple[int, ...]) -> TensorRole:
-    """Role of a tensor of a layer or of the output."""
     return TensorRole.EXACT if len(shape) < 2 or name.endswith(EXACT_SUFFIXES) else TensorRole.MATRIX
 
 
@@ -122,7 +121,6 @@ def non_layer_layouts(
 
 
 def layer_layouts(spec: ModelSpec, i: int, backend: Backend, dtype: Dtype) -> list[TensorLayout]:
-    """The tensors of layer ``i``."""
     files, layer = _files(spec), spec.layers[i]
     out = [_tensor_layout(files, n, shape, matrix_role(n, shape), backend, dtype) for n, shape in layer.tensors.items()]
     return out + [_part(files, name, part, backend, dtype) for name, part in layer.parts.items()]
@@ -131,7 +129,6 @@ def layer_layouts(spec: ModelSpec, i: int, backend: Backend, dtype: Dtype) -> li
 def weight_bytes(
     spec: ModelSpec, layers: LayerRange, *, embedding: bool, output: bool, backend: Backend, dtype: Dtype
 ) -> int:
-    """Bytes of weights of a shard of ``layers`` on its device."""
     return sum(
         r.n_bytes for r in shard_layouts(spec, layers, embedding=embedding, output=output, backend=backend, dtype=dtype)
     )

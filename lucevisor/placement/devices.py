@@ -41,7 +41,6 @@ class TargetDevice:
 
     @property
     def memory(self) -> str:
-        """Name of the memory it allocates from."""
         return HOST if self.backend is Backend.CPU else str(self.device)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from lucevisor.config import Config, DeviceRef
 from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.spec import ModelSpec
@@ -16,7 +18,6 @@ from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes
 from lucevisor.placement.devices import Inventory, TargetDevice, find_device
 from lucevisor.placement.result import (
-    DraftPolicy,
     Infeasible,
     PlacedDrafter,
     PlacedScorer,
@@ -24,7 +25,7 @@ from lucevisor.placement.result import (
     PlacementError,
     Shard,
 )
-from lucevisor.protocol.loading import DraftKind, score_pools
+from lucevisor.protocol.loading import DraftKind, SpeculationSettings, score_pools
 
 LOOKUP_DRAFTS = 8
 """``auto`` without a drafter: repeated text is accepted in long runs."""
@@ -32,6 +33,15 @@ REFERENCE_TOKENS = 32768
 """Context that an automatic drafter must leave room for, and that automatic ranges are balanced for."""
 MIN_DRAFTS = 4
 """``auto``: not fewer than these, however many sequences run at once."""
+
+
+def memory_use(cost: CostModel, shard: Shard, steps: StepSizes) -> MemoryUse:
+    return MemoryUse(
+        weight_bytes=cost.weight_bytes(shard),
+        state_bytes=cost.state_bytes(shard, steps.pools),
+        workspace_bytes=cost.workspace_bytes(shard, steps),
+        host_state_bytes=cost.host_state_bytes(shard, steps.pools),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,23 +91,26 @@ def _same_place(a: TargetDevice, b: TargetDevice) -> bool:
     return a.device == b.device or (a.device.group == b.device.group and a.backend is Backend.CPU)
 
 
-def choose_drafting(config: Config, draft: DrafterSizing | None, max_sequences: int) -> DraftPolicy:
+def choose_drafting(config: Config, draft: DrafterSizing | None, max_sequences: int) -> SpeculationSettings:
     """Choose what drafts beside ``draft``, and the width.  Raises PlacementError for one beyond the drafter's.
 
     An automatic width lets all sequences together draft about a chunk, as their steps get that much longer.
     """
     lookup = config.draft.kind in ("auto", "lookup")
     width, engine = config.draft.width, config.engine
+    kind = DraftKind.MTP if draft is None else draft.kind
     if draft is None and not lookup:
-        return DraftPolicy()
+        return SpeculationSettings()
     limit = LOOKUP_DRAFTS if draft is None else draft.spec.max_drafts
+    settings = SpeculationSettings(drafter=draft is not None, lookup=lookup, kind=kind)
     if width == "auto":
         wanted = limit if draft is None else min(limit, 2 * draft.spec.default_drafts)
-        return DraftPolicy(lookup, min(wanted, max(MIN_DRAFTS, engine.usual_chunk // max_sequences)))
+        n_drafts = min(wanted, max(MIN_DRAFTS, engine.usual_chunk // max_sequences))
+        return structs.replace(settings, max_drafts=n_drafts)
     if draft is not None and width > limit:
         why = f"is more than the {limit} tokens that the drafter {draft.spec.model.name} drafts"
         raise PlacementError("draft.width", width, why, f"nearest: {limit}", file=str(config.file))
-    return DraftPolicy(lookup, width, fixed=True)
+    return structs.replace(settings, max_drafts=width, fixed=True)
 
 
 def why_left_out(result: Placement | Infeasible, without: Placement | Infeasible) -> str:
@@ -170,10 +183,7 @@ def place_scorer(
         raise PlacementError("pflash.path", config.pflash.path, why, "name another model", file=file)
     step_tokens = min(window_tokens, CPU_STEP_TOKENS if target.backend is Backend.CPU else GPU_STEP_TOKENS)
     shard = Shard(target.device, target.backend, LayerRange(0, scorer.n_layers), first=True, last=False)
-    pools, cost = score_pools(scorer.spaces(), window_tokens), CostModel(scorer, *dtypes)
-    use = MemoryUse(
-        weight_bytes=cost.weight_bytes(shard),
-        state_bytes=cost.state_bytes(shard, pools),
-        workspace_bytes=cost.workspace_bytes(shard, StepSizes(step_tokens, 1, window_tokens, window_tokens, 1, pools)),
-    )
+    pools = score_pools(scorer.spaces(), window_tokens)
+    steps = StepSizes(step_tokens, 1, window_tokens, window_tokens, 1, pools)
+    use = memory_use(CostModel(scorer, *dtypes), shard, steps)
     return ScorerSizing(scorer, target, window_tokens, step_tokens, use)

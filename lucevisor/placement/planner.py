@@ -8,10 +8,11 @@ known; otherwise the result is an Infeasible with advice.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeGuard
+
+from msgspec import structs
 
 from lucevisor.config import Auto, Config, Ranges, RecoveryConfig
 from lucevisor.config.sections import Goal
@@ -21,7 +22,6 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space, dtype_bytes
 from lucevisor.placement.cost import MemoryUse
 from lucevisor.placement.devices import (
-    HOST,
     DtypeChoice,
     Inventory,
     TargetDevice,
@@ -40,7 +40,7 @@ from lucevisor.placement.extra_models import (
     why_left_out,
 )
 from lucevisor.placement.formatting import format_bytes, format_seconds
-from lucevisor.placement.result import DevicePlan, DraftPolicy, Infeasible, Placement, PlacementError
+from lucevisor.placement.result import DevicePlan, Infeasible, Placement, PlacementError
 from lucevisor.placement.sizing import (
     MAX_AUTO_POOL_PAGES,
     RangeMemory,
@@ -61,8 +61,6 @@ from lucevisor.placement.split import (
     PartitionProblem,
     RangeCost,
     SplitError,
-    check_boundaries,
-    check_count,
     fastest_partition,
     from_ranges,
     from_weights,
@@ -70,7 +68,7 @@ from lucevisor.placement.split import (
     snap_to_legal,
 )
 from lucevisor.placement.stages import arenas_of, stages_of
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 
 DEVICES_KEY, SPLIT_KEY = "placement.target_devices", "placement.target_layer_split"
 MIN_CHUNK = 64  # the smallest prefill chunk that advice names
@@ -118,12 +116,30 @@ def plan(
     """
     targets = target_devices(config, inventory)
     known = all(target.info is not None and target.backend is not Backend.CPU for target in targets)
+    dtype = choose_dtype(config.engine.dtype, targets)
+    kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
+    draft = place_drafter(config, drafter, targets, inventory)
+    scoring = place_scorer(config, scorer, targets, inventory, (dtype.dtype, kv_dtype.dtype))
+    speed_model = None if speeds is None else SpeedModel.of(spec, speeds)
+
+    def place(config: Config, capacity: Capacity) -> Placement | Infeasible:
+        def place_with(draft: DrafterSizing | None) -> Placement | Infeasible:
+            case = _Case(spec, config, targets, (dtype, kv_dtype), speed_model, draft, scoring, capacity)
+            return case.plan()
+
+        with_drafter = place_with(draft)
+        if draft is None or config.draft.kind != "auto":
+            return with_drafter
+        without = place_with(None)
+        reason = why_left_out(with_drafter, without)
+        return left_out(without, draft, reason) if reason else with_drafter
+
     capacity = Capacity.configured(config, MANY_SLOTS if known else FEW_SLOTS)
-    small = _plan(spec, config, inventory, speeds, drafter, scorer, capacity)
+    small = place(config, capacity)
     if isinstance(small, Infeasible) or not known:
         return small
     chunked = replace(config, engine=replace(config.engine, prefill_chunk=small.prefill_chunk))
-    best = _enlarged(chunked, capacity, small, lambda c: _plan(spec, chunked, inventory, speeds, drafter, scorer, c))
+    best = _enlarged(chunked, capacity, small, lambda capacity: place(chunked, capacity))
     if best is small:
         return small
     why = f"max_sequences {best.max_sequences}, prefix slots {best.prefix_slots} of {format_bytes(best.cache_bytes)}: "
@@ -165,82 +181,99 @@ def _state_bytes(placement: Placement) -> int:
     return sum(device.state_bytes for device in placement.devices)
 
 
-def _plan(
-    spec: ModelSpec,
-    config: Config,
-    inventory: Inventory | None,
-    speeds: Speeds | None,
-    drafter: DraftSpec | None,
-    scorer: ModelSpec | None,
-    capacity: Capacity,
-) -> Placement | Infeasible:
-    targets = target_devices(config, inventory)
-    draft = place_drafter(config, drafter, targets, inventory)
-    dtype = choose_dtype(config.engine.dtype, targets)
-    kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
-    scoring = place_scorer(config, scorer, targets, inventory, (dtype.dtype, kv_dtype.dtype))
-    case = _Case(spec, config, targets, speeds, (dtype, kv_dtype), scoring, capacity)
-    with_drafter = case.plan(draft)
-    if draft is None or config.draft.kind != "auto":
-        return with_drafter
-    without = case.plan(None)
-    reason = why_left_out(with_drafter, without)
-    return left_out(without, draft, reason) if reason else with_drafter
-
-
 def model_options(config: Config) -> dict[str, str]:
     """Return the options of the model's family, for ``open_spec`` and ``Load.options``."""
     return {} if config.model.yarn_attn_factor == "default" else {"yarn_attn_factor": config.model.yarn_attn_factor}
 
 
+@dataclass(frozen=True, slots=True)
 class _Case:
-    """One model on given devices, planned with and without its drafter."""
+    """One model on given devices, with or without its drafter."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        config: Config,
-        targets: tuple[TargetDevice, ...],
-        speeds: Speeds | None,
-        dtypes: tuple[DtypeChoice, DtypeChoice],
-        scorer: ScorerSizing | None,
-        capacity: Capacity,
-    ) -> None:
-        self._spec, self._config, self._targets, self._dtypes = spec, config, targets, dtypes
-        self._capacity = capacity
-        self._speed_model = None if speeds is None else SpeedModel.of(spec, speeds)
-        self._scorer = scorer
-        self._reasons: list[str] = []
-        self._notices: list[str] = []
+    spec: ModelSpec
+    config: Config
+    targets: tuple[TargetDevice, ...]
+    dtypes: tuple[DtypeChoice, DtypeChoice]
+    speed_model: SpeedModel | None
+    draft: DrafterSizing | None
+    scorer: ScorerSizing | None
+    capacity: Capacity
+    reasons: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
-    def plan(self, draft: DrafterSizing | None) -> Placement | Infeasible:
-        config = self._config
-        self._reasons, self._notices = [], []
-        for choice in self._dtypes:
-            self._reasons.append(choice.reason)
-            self._notices += choice.notices
+    def plan(self) -> Placement | Infeasible:
+        config = self.config
+        for choice in self.dtypes:
+            self.reasons.append(choice.reason)
+            self.notices.extend(choice.notices)
         if DEVICES_KEY not in config.set_keys:
-            self._reasons.append(f"devices: all of all groups, as {DEVICES_KEY} names none")
-        drafting = choose_drafting(config, draft, Capacity.configured(config, FEW_SLOTS).max_sequences)
-        inputs = _sizing_inputs(
-            self._spec, config, self._targets, self._dtypes, draft, drafting, self._scorer, self._capacity
-        )
+            self.reasons.append(f"devices: all of all groups, as {DEVICES_KEY} names none")
+        drafting = choose_drafting(config, self.draft, Capacity.configured(config, FEW_SLOTS).max_sequences)
+        inputs = self._inputs(drafting)
         ranges, partition = self._split(inputs)
-        inputs, sizing = _sized(inputs, ranges, config)
-        self._explain(inputs, sizing, partition, drafting)
-        placement = replace(
-            self._placement(inputs, sizing, partition, drafting),
-            reasons=tuple(self._reasons),
-            details=sizing.details,
-            notices=tuple(self._notices),
+        sizing = _sized(inputs, ranges, config)
+        reasons = [
+            *_kv_saving(sizing.inputs),
+            *_drafts(config, sizing, drafting),
+            *_scoring(config, sizing.inputs),
+            *sizing.reasons,
+            *_residency(config, sizing),
+            *_weights(sizing),
+            *_memories(sizing),
+        ]
+        self.reasons.extend(reasons)
+        notices = [*_unused(config, sizing), *_reduced(config, sizing, drafting)]
+        self.notices.extend(notices)
+        placement = self._placement(sizing, partition, drafting)
+        return placement if sizing.fits else Infeasible(placement, sizing.shortages, advise(sizing, ranges))
+
+    def _inputs(self, drafting: SpeculationSettings) -> SizingInputs:
+        """Read the engine section.  Raises PlacementError where two of its keys contradict each other."""
+        config, engine, spec, file = self.config, self.config.engine, self.spec, str(self.config.file)
+        max_context = None if engine.max_context == "auto" else engine.max_context
+        pages = None if engine.pages == "auto" else engine.pages
+        if max_context is not None and max_context < 2:
+            why = "leaves no room for an answer: one prompt token and one generated token need 2"
+            raise PlacementError("engine.max_context", max_context, why, "nearest: 2", file=file)
+        paged, flash_tokens, chunk = Space.FULL in spec.spaces(), config.kvflash.pool_tokens, engine.usual_chunk
+        pool = None
+        if paged and flash_tokens:
+            pool = pool_pages(0 if flash_tokens == "auto" else flash_tokens)  # the smallest until ranges are known
+        if paged and pages is not None and max_context is not None:
+            needed = pages_of(max_context) if pool is None else min(pool, pages_of(max_context))
+            if pages < needed:
+                of = f"engine.max_context = {max_context}" if pool is None else "kvflash.pool_tokens of one sequence"
+                smaller = f", or engine.max_context = {pages * PAGE_TOKENS}" if pool is None else ""
+                why = f"hold {pages * PAGE_TOKENS} tokens, less than {of}"
+                raise PlacementError("engine.pages", pages, why, f"nearest: {needed}{smaller}", file=file)
+        capacity, kv_dtype = self.capacity, self.dtypes[1].dtype
+        drafter = None if self.draft is None else self.draft.spec.model
+        n_slots, n_slot_pages = reserved_slots(spec, kv_dtype, capacity.prefix_slots, capacity.cache_bytes, drafter)
+        return SizingInputs(
+            spec=spec,
+            targets=self.targets,
+            dtype=self.dtypes[0].dtype,
+            kv_dtype=kv_dtype,
+            max_sequences=capacity.max_sequences,
+            prefill_chunk=chunk if pool is None else min(chunk, max_resident_chunk(pool)),
+            max_context=max_context,
+            pages=pages,
+            n_slots=n_slots,
+            n_slot_pages=n_slot_pages,
+            states_in_host=config.cache.states == "host" and n_slots > 0,
+            pool_pages=pool,
+            residency_policy=config.kvflash.policy,
+            host_bytes=config.kvflash.host if pool is not None and config.kvflash.policy != "lru" else 0,
+            draft=self.draft,
+            max_drafts=drafting.max_drafts,
+            scorer=self.scorer,
         )
-        return placement if sizing.fits else Infeasible(placement, sizing.shortages, advise(inputs, ranges, sizing))
 
     # ---- the split
 
     def _split(self, inputs: SizingInputs) -> tuple[tuple[LayerRange, ...], Partition | None]:
         """Return layer ranges that the model allows, and the partition if they are chosen by speed."""
-        split, spec = self._config.placement.split, self._spec
+        split, spec = self.config.placement.split, self.spec
         try:
             if isinstance(split, Auto):
                 return self._automatic_split(inputs)
@@ -248,22 +281,22 @@ class _Case:
                 ranges, why = from_ranges(split.values, spec.n_layers), "ranges as configured"
             else:
                 ranges = from_weights(split.values, spec.n_layers)
-                weights = self._config.placement.split_text()
+                weights = self.config.placement.split_text()
                 why = f"{spec.n_layers} split by the weights {weights}, rounded cumulatively"
             ranges, moves = snap_to_legal(ranges, spec.legal_boundary)
         except SplitError as error:
             raise self._refused(error) from None
-        self._reasons.append(f"layers: {why}")
-        devices = [target.device for target in self._targets]
-        self._notices += [
+        self.reasons.append(f"layers: {why}")
+        devices = [target.device for target in self.targets]
+        self.notices.extend(
             f"{SPLIT_KEY}: the boundary between {devices[move.shard - 1]} and {devices[move.shard]} moved from layer "
             f"{move.wanted} to {move.chosen}, the nearest where no layers share state across the boundary"
             for move in moves
-        ]
+        )
         return ranges, None
 
     def _refused(self, error: SplitError) -> PlacementError:
-        placement, file = self._config.placement, str(self._config.file)
+        placement, file = self.config.placement, str(self.config.file)
         if error.of_devices:
             value = [str(device) for device in placement.devices]
             return PlacementError(DEVICES_KEY, value, error.why, error.hint, file=file)
@@ -271,14 +304,14 @@ class _Case:
 
     def _automatic_split(self, inputs: SizingInputs) -> tuple[tuple[LayerRange, ...], Partition | None]:
         """Split by speed if the devices were measured and a split fits, else by memory."""
-        goal, speed_model, why_not = self._config.placement.goal, self._speed_model, ""
+        goal, speed_model = self.config.placement.goal, self.speed_model
         if speed_model is None:
             why_not = "device speeds are unknown: the first start with this model measures them, as does plan --measure"
         else:
-            partition = split_by_speed(inputs, speed_model, goal)
+            partition = fastest_partition(partition_problem(inputs, speed_model, goal))
             measured = speed_model.speeds.measured
             if partition is not None:
-                self._reasons += [_by_speed(goal, partition), *self._times(partition, speed_model)]
+                self.reasons.extend([_by_speed(goal, partition), *self._times(partition, speed_model)])
                 return partition.ranges, partition
             room = f"no split leaves room for {reference_load(inputs)[0]} tokens"
             why_not = f"speeds were measured ({measured}) and not used: {room}"
@@ -287,16 +320,16 @@ class _Case:
         why = f"split so that the fullest device is least full; usable memory: {', '.join(known)}"
         if not known:
             why = "about equal bytes per device, as their free memory is unknown"
-        self._reasons.append(f"layers: {why}")
-        if len(self._targets) > 1:
-            self._reasons.append(why_not)
+        self.reasons.append(f"layers: {why}")
+        if len(self.targets) > 1:
+            self.reasons.append(why_not)
         return ranges, None
 
     def _times(self, partition: Partition, speed_model: SpeedModel) -> Iterator[str]:
         speeds = speed_model.speeds
-        if len(self._targets) == 1:
+        if len(self.targets) == 1:
             return
-        for i, (target, layers) in enumerate(zip(self._targets, partition.ranges, strict=True)):
+        for i, (target, layers) in enumerate(zip(self.targets, partition.ranges, strict=True)):
             decode_s, prefill_s = speed_model.seconds(i, layers)
             n, n_rows = len(layers), speeds.conditions.n_rows
             what = "1 layer takes" if n == 1 else f"{n} layers take"
@@ -306,30 +339,21 @@ class _Case:
 
     # ---- the placement
 
-    def _placement(
-        self, inputs: SizingInputs, sizing: Sizing, partition: Partition | None, drafting: DraftPolicy
-    ) -> Placement:
-        spec, config = self._spec, self._config
+    def _placement(self, sizing: Sizing, partition: Partition | None, drafting: SpeculationSettings) -> Placement:
+        spec, config, inputs = self.spec, self.config, sizing.inputs
         stages = stages_of(sizing.shards)
         draft = None if inputs.draft is None else inputs.draft.placed(len(stages))
-        by_speed = self._speed_model if partition is not None else None
-        devices = [
-            self._device_plan(inputs, sizing, target, shard.layers, use)
-            for target, shard, use in zip(inputs.targets, sizing.shards, sizing.uses, strict=True)
-        ]
-        if by_speed is not None:
-            times = [by_speed.seconds(i, device.layers) for i, device in enumerate(devices)]
-            devices = [
-                replace(device, decode_s=decode_s, prefill_s=prefill_s)
-                for device, (decode_s, prefill_s) in zip(devices, times, strict=True)
-            ]
+        by_speed = self.speed_model if partition is not None else None
+        devices = []
+        for i, (target, shard, use) in enumerate(zip(inputs.targets, sizing.shards, sizing.uses, strict=True)):
+            decode_s, prefill_s = (None, None) if by_speed is None else by_speed.seconds(i, shard.layers)
+            device = _device_plan(sizing, target, shard.layers, use)
+            devices.append(replace(device, decode_s=decode_s, prefill_s=prefill_s))
         draft_device = scorer_device = None
         if inputs.draft is not None and sizing.draft_use is not None:
-            target, layers = inputs.draft.target, inputs.draft.spec.layers
-            draft_device = self._device_plan(inputs, sizing, target, layers, sizing.draft_use)
-        if inputs.scorer is not None:
-            scorer = inputs.scorer
-            scorer_device = self._device_plan(inputs, sizing, scorer.target, scorer.layers, scorer.use)
+            draft_device = _device_plan(sizing, inputs.draft.target, inputs.draft.spec.layers, sizing.draft_use)
+        if (scorer := inputs.scorer) is not None:
+            scorer_device = _device_plan(sizing, scorer.target, scorer.layers, scorer.use)
         return Placement(
             model=spec.name,
             architecture=spec.architecture,
@@ -358,92 +382,58 @@ class _Case:
             ),
             journal_bytes=_journal_bytes(spec, inputs.dtype, len(stages), sizing.pools, config.recovery),
             swap_bytes=config.engine.swap_space if config.cache.prefix_slots else 0,
-            prefix_slots=self._capacity.prefix_slots,
-            cache_bytes=self._capacity.cache_bytes,
+            prefix_slots=self.capacity.prefix_slots,
+            cache_bytes=self.capacity.cache_bytes,
             draft=draft,
             draft_device=draft_device,
-            drafting=replace(drafting, max_drafts=sizing.max_drafts),
-            scorer=None if inputs.scorer is None else inputs.scorer.placed,
+            drafting=structs.replace(drafting, max_drafts=sizing.max_drafts),
+            scorer=None if scorer is None else scorer.placed,
             scorer_device=scorer_device,
             pool_pages=inputs.pool_pages,
             residency_policy=inputs.residency_policy,
             tau=config.kvflash.tau,
             options=model_options(config),
+            reasons=tuple(self.reasons),
+            details=sizing.details,
+            notices=tuple(self.notices),
             goal=config.placement.goal if by_speed is not None else "",
             measured=by_speed.speeds.measured if by_speed is not None else "",
         )
 
-    @staticmethod
-    def _device_plan(
-        inputs: SizingInputs, sizing: Sizing, target: TargetDevice, layers: LayerRange, use: MemoryUse
-    ) -> DevicePlan:
-        memory = memories_of(inputs.all_targets)[target.memory]
-        return DevicePlan(
-            device=target.device,
-            backend=target.backend,
-            name=target.info.name if target.info is not None else "",
-            memory=target.memory,
-            layers=layers,
-            weight_bytes=use.weight_bytes,
-            state_bytes=use.state_bytes,
-            workspace_bytes=use.workspace_bytes,
-            free_bytes=memory.free_bytes,
-            reserve_bytes=memory.reserve_bytes,
-            short_bytes=next((s.short_bytes for s in sizing.shortages if s.memory == target.memory), 0),
-            host_state_bytes=use.host_state_bytes,
-        )
 
-    # ---- reasons of what was sized, and settings without effect
-
-    def _explain(
-        self, inputs: SizingInputs, sizing: Sizing, partition: Partition | None, drafting: DraftPolicy
-    ) -> None:
-        config = self._config
-        self._reasons += [
-            *_kv_saving(inputs),
-            *_drafts(config, inputs, sizing, drafting),
-            *_scoring(config, inputs),
-            *sizing.reasons,
-            *_residency(config, inputs, sizing),
-            *_weights(inputs, sizing),
-            *_memories(inputs),
-        ]
-        self._notices += [*_unused(config, inputs, sizing), *_reduced(config, inputs, sizing, drafting)]
-
-
-def split_by_speed(inputs: SizingInputs, speed_model: SpeedModel, goal: Goal) -> Partition | None:
-    """Return the fastest split that fits, None if none does.  Raises SplitError when there are too many devices.
-
-    ``latency`` minimises the sum of all times, ``throughput`` the time of the slowest stage.
-    """
-    problem = partition_problem(inputs, speed_model, goal)
-    check_count(len(inputs.targets), inputs.spec.n_layers)
-    check_boundaries(len(inputs.targets), problem.boundaries)
-    return fastest_partition(problem)
+def _device_plan(sizing: Sizing, target: TargetDevice, layers: LayerRange, use: MemoryUse) -> DevicePlan:
+    memory = sizing.memories[target.memory]
+    return DevicePlan(
+        device=target.device,
+        backend=target.backend,
+        name=target.info.name if target.info is not None else "",
+        memory=target.memory,
+        layers=layers,
+        weight_bytes=use.weight_bytes,
+        state_bytes=use.state_bytes,
+        workspace_bytes=use.workspace_bytes,
+        free_bytes=memory.free_bytes,
+        reserve_bytes=memory.reserve_bytes,
+        short_bytes=next((s.short_bytes for s in sizing.shortages if s.memory == target.memory), 0),
+        host_state_bytes=use.host_state_bytes,
+    )
 
 
 def partition_problem(inputs: SizingInputs, speed_model: SpeedModel, goal: Goal) -> PartitionProblem:
-    """Return the problem for :func:`fastest_partition`.  Ranges must leave room for the reference load."""
+    """Return the problem for :func:`fastest_partition`.  Ranges must leave room for the reference load.
+
+    ``latency`` minimises the sum of all times, ``throughput`` the time of the slowest stage.
+    """
     spec, targets = inputs.spec, inputs.targets
-    range_memory = RangeMemory(inputs, *reference_load(inputs))
-    room = {
-        memory.name: None if memory.usable_bytes is None else memory.usable_bytes - range_memory.reserved[memory.name]
-        for memory in memories_of(targets).values()
-    }
-    sharers = Counter(target.memory for target in targets)  # of all memories, only the host's can have several
+    memory = RangeMemory(inputs, *reference_load(inputs))
 
     def cost(i: int, layers: LayerRange) -> RangeCost | None:
-        taken, memory = range_memory.n_bytes(i, layers), targets[i].memory
-        usable = room[memory]
-        if usable is not None and taken > usable:
-            return None
-        shared_bytes = taken if sharers[memory] > 1 else 0
-        return RangeCost(speed_model.request_s(i, layers), range_memory.share(i, layers), shared_bytes)
+        fits = memory.fits(i, layers)
+        return RangeCost(speed_model.request_s(i, layers), memory.share(i, layers)) if fits else None
 
     same = [i > 0 and (goal == "latency" or target.device.group == targets[i - 1].device.group)
             for i, target in enumerate(targets)]  # fmt: skip
-    boundaries = legal_boundaries(spec.n_layers, spec.legal_boundary)
-    return PartitionProblem(spec.n_layers, boundaries, same, cost, room.get(HOST) if sharers[HOST] > 1 else None)
+    return PartitionProblem(spec.n_layers, legal_boundaries(spec.n_layers, spec.legal_boundary), same, cost)
 
 
 def _by_speed(goal: str, partition: Partition) -> str:
@@ -451,77 +441,22 @@ def _by_speed(goal: str, partition: Partition) -> str:
     request = f"{PROMPT_TOKENS} prompt tokens and {ANSWER_TOKENS} generated tokens"
     why = "no split that fits is faster"
     if partition.seconds > partition.best_s:
-        why = f"the least full split within {SLACK:.0%} of the fastest that fits, {format_seconds(partition.best_s)}"
+        best = format_seconds(partition.best_s)
+        why = f"the most evenly filled split within {SLACK:.0%} of the fastest that fits, {best}"
     return f"layers: goal {goal}: {request} take {what} {format_seconds(partition.seconds)}; {why}"
 
 
-def _sizing_inputs(
-    spec: ModelSpec,
-    config: Config,
-    targets: tuple[TargetDevice, ...],
-    dtypes: tuple[DtypeChoice, DtypeChoice],
-    draft: DrafterSizing | None,
-    drafting: DraftPolicy,
-    scorer: ScorerSizing | None,
-    capacity: Capacity,
-) -> SizingInputs:
-    """Read the engine section.  Raises PlacementError where two of its keys contradict each other."""
-    engine, file, kv_dtype = config.engine, str(config.file), dtypes[1].dtype
-    max_context = None if engine.max_context == "auto" else engine.max_context
-    pages = None if engine.pages == "auto" else engine.pages
-    if max_context is not None and max_context < 2:
-        why = "leaves no room for an answer: one prompt token and one generated token need 2"
-        raise PlacementError("engine.max_context", max_context, why, "nearest: 2", file=file)
-    paged, flash_tokens, chunk = Space.FULL in spec.spaces(), config.kvflash.pool_tokens, engine.usual_chunk
-    pool = None
-    if paged and flash_tokens:
-        pool = pool_pages(0 if flash_tokens == "auto" else flash_tokens)  # the smallest until ranges are known
-    if paged and pages is not None and max_context is not None:
-        needed = pages_of(max_context) if pool is None else min(pool, pages_of(max_context))
-        if pages < needed:
-            of = f"engine.max_context = {max_context}" if pool is None else "kvflash.pool_tokens of one sequence"
-            smaller = f", or engine.max_context = {pages * PAGE_TOKENS}" if pool is None else ""
-            why = f"hold {pages * PAGE_TOKENS} tokens, less than {of}"
-            raise PlacementError("engine.pages", pages, why, f"nearest: {needed}{smaller}", file=file)
-    n_slots, n_slot_pages = reserved_slots(
-        spec,
-        kv_dtype,
-        capacity.prefix_slots,
-        capacity.cache_bytes,
-        None if draft is None else draft.spec.model,
-    )
-    return SizingInputs(
-        spec=spec,
-        targets=targets,
-        dtype=dtypes[0].dtype,
-        kv_dtype=kv_dtype,
-        max_sequences=capacity.max_sequences,
-        prefill_chunk=chunk if pool is None else min(chunk, max_resident_chunk(pool)),
-        max_context=max_context,
-        pages=pages,
-        n_slots=n_slots,
-        n_slot_pages=n_slot_pages,
-        states_in_host=config.cache.states == "host" and n_slots > 0,
-        pool_pages=pool,
-        residency_policy=config.kvflash.policy,
-        host_bytes=config.kvflash.host if pool is not None and config.kvflash.policy != "lru" else 0,
-        draft=draft,
-        max_drafts=drafting.max_drafts,
-        scorer=scorer,
-    )
-
-
-def _sized(inputs: SizingInputs, ranges: Sequence[LayerRange], config: Config) -> tuple[SizingInputs, Sizing]:
+def _sized(inputs: SizingInputs, ranges: Sequence[LayerRange], config: Config) -> Sizing:
     """Choose an automatic prefill chunk and an automatic pool of KV Flash, and return the sizes."""
     auto_pool = inputs.pool_pages is not None and config.kvflash.pool_tokens == "auto"
     if auto_pool:
         inputs = choose_pool(inputs, ranges, config.engine.usual_chunk)
     if config.engine.prefill_chunk == "auto":
-        inputs, sizing = choose_chunk(inputs, ranges)
+        sizing = choose_chunk(inputs, ranges)
         if not auto_pool:
-            return inputs, sizing
-        inputs = choose_pool(inputs, ranges, inputs.prefill_chunk)  # a longer one takes memory
-    return inputs, compute_sizes(inputs, ranges)
+            return sizing
+        inputs = choose_pool(inputs, ranges, sizing.inputs.prefill_chunk)  # a longer one takes memory
+    return compute_sizes(inputs, ranges)
 
 
 def _journal_bytes(spec: ModelSpec, dtype: Dtype, n_stages: int, pools: PoolSizes, recovery: RecoveryConfig) -> int:
@@ -543,8 +478,8 @@ def _kv_saving(inputs: SizingInputs) -> Iterator[str]:
         yield f"keys and values of {PAGE_TOKENS} tokens in all layers take {change}"
 
 
-def _drafts(config: Config, inputs: SizingInputs, sizing: Sizing, drafting: DraftPolicy) -> Iterator[str]:
-    draft, n = inputs.draft, sizing.max_drafts
+def _drafts(config: Config, sizing: Sizing, drafting: SpeculationSettings) -> Iterator[str]:
+    draft, n = sizing.inputs.draft, sizing.max_drafts
     if not n:
         return
     width = "as configured" if drafting.fixed else "their number follows what is accepted"
@@ -568,8 +503,9 @@ def _scoring(config: Config, inputs: SizingInputs) -> Iterator[str]:
         yield f"scoring model: {scorer.spec.name} on {scorer.target.device}, {why}; {windows}"
 
 
-def _residency(config: Config, inputs: SizingInputs, sizing: Sizing) -> Iterator[str]:
-    pool, n_host = inputs.pool_pages, sizing.pools.host_pages
+def _residency(config: Config, sizing: Sizing) -> Iterator[str]:
+    inputs, n_host = sizing.inputs, sizing.pools.host_pages
+    pool = inputs.pool_pages
     if pool is None:
         return
     if pool >= pages_of(sizing.max_context):
@@ -587,9 +523,10 @@ def _residency(config: Config, inputs: SizingInputs, sizing: Sizing) -> Iterator
     yield f"kvflash: {why}{pool} pages of a sequence stay there, policy {policy}, {protected}; {older}"
 
 
-def _weights(inputs: SizingInputs, sizing: Sizing) -> Iterator[str]:
+def _weights(sizing: Sizing) -> Iterator[str]:
     """Name shards whose weights take more than in the file, tensors that two shards hold, and unused ones."""
-    spec, cost = inputs.spec, inputs.cost(inputs.spec)
+    inputs, spec = sizing.inputs, sizing.inputs.spec
+    cost = inputs.cost(spec)
     for shard, use in zip(sizing.shards, sizing.uses, strict=True):
         stored = cost.stored_bytes(shard)
         if use.weight_bytes > 1.1 * stored:
@@ -605,9 +542,9 @@ def _weights(inputs: SizingInputs, sizing: Sizing) -> Iterator[str]:
         yield f"{what} in the file are unused and not loaded, such as {spec.skipped[0]}"
 
 
-def _memories(inputs: SizingInputs) -> Iterator[str]:
+def _memories(sizing: Sizing) -> Iterator[str]:
     """Say how much memory is free and how much of it is kept free."""
-    targets, memories = inputs.all_targets, memories_of(inputs.all_targets).values()
+    targets, memories = sizing.inputs.all_targets, sizing.memories.values()
     for memory in memories:
         if memory.free_bytes is not None:
             users = list(dict.fromkeys(str(target.device) for target in targets if target.memory == memory.name))
@@ -623,9 +560,9 @@ def _memories(inputs: SizingInputs) -> Iterator[str]:
 # ---- notices
 
 
-def _unused(config: Config, inputs: SizingInputs, sizing: Sizing) -> Iterator[str]:
+def _unused(config: Config, sizing: Sizing) -> Iterator[str]:
     """Name settings that have no effect with this model."""
-    spec, engine = inputs.spec, config.engine
+    inputs, spec, engine = sizing.inputs, sizing.inputs.spec, config.engine
     if config.model.yarn_attn_factor == "file" and "yarn_attn_factor" not in spec.options:
         yield "model.yarn_attn_factor = file has no effect: the model file holds no attention factor of YaRN"
     if inputs.max_context is not None and inputs.max_context > spec.context_tokens:
@@ -651,9 +588,9 @@ def _unused(config: Config, inputs: SizingInputs, sizing: Sizing) -> Iterator[st
         yield f"engine.max_sequences = {inputs.max_sequences}: {held}"
 
 
-def _reduced(config: Config, inputs: SizingInputs, sizing: Sizing, drafting: DraftPolicy) -> Iterator[str]:
+def _reduced(config: Config, sizing: Sizing, drafting: SpeculationSettings) -> Iterator[str]:
     """Name settings that are rounded or cut to another one."""
-    chunk, n, pool = config.engine.prefill_chunk, sizing.prefill_chunk, inputs.pool_pages
+    chunk, n, pool = config.engine.prefill_chunk, sizing.prefill_chunk, sizing.inputs.pool_pages
     if chunk != "auto" and chunk > n == sizing.max_context:
         yield f"engine.prefill_chunk = {chunk} is cut to max_context = {n}"
     if config.draft.width != "auto" and drafting.max_drafts > sizing.max_drafts:
@@ -670,25 +607,25 @@ def _reduced(config: Config, inputs: SizingInputs, sizing: Sizing, drafting: Dra
 
 # ---- advice
 
-_Ranges = tuple[LayerRange, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """One change of the configuration, and how to write what it led to."""
-
-    apply: Callable[[SizingInputs, _Ranges], tuple[SizingInputs, _Ranges]]
-    written: Callable[[SizingInputs, Sizing], str]
-
-
-def advise(inputs: SizingInputs, ranges: _Ranges, sizing: Sizing) -> tuple[str, ...]:
+def advise(sizing: Sizing, ranges: Sequence[LayerRange]) -> tuple[str, ...]:
     """Return changes with which a plan fits, each tried: single ones, else the fewest together, else a last resort."""
-    split, others = _changes(inputs)
-    singles = [_try(inputs, ranges, [change]) for change in (*others[:1], split, *others[1:])]
-    if found := [f"it fits with {written}" for written in singles if written]:
-        return tuple(found)
+    inputs = sizing.inputs
+    keys = {  # the least harmful first
+        "draft.kind": inputs.draft is not None,
+        "engine.pages": inputs.pages is not None,
+        "engine.max_context": inputs.max_context is not None,
+        "engine.kv_dtype": inputs.kv_dtype is Dtype.FLOAT32,
+        "engine.dtype": inputs.dtype is Dtype.FLOAT32,
+        "engine.prefill_chunk": inputs.prefill_chunk > MIN_CHUNK,
+        "engine.max_sequences": inputs.max_sequences > 1,
+    }
+    others = [key for key, changes in keys.items() if changes]
+    singles = [_try(inputs, ranges, [key]) for key in (*others[:1], SPLIT_KEY, *others[1:])]
+    if any(singles):
+        return tuple(f"it fits with {written}" for written in singles if written)
     for n in range(1, len(others) + 1):
-        for chosen in (others[:n], [*others[:n], split]):  # ranges last, so that they suit the other changes
+        for chosen in (others[:n], [*others[:n], SPLIT_KEY]):  # ranges last, so that they suit the other changes
             if written := _try(inputs, ranges, chosen):
                 return (f"it fits with {written} together",)
     weights = format_bytes(sum(use.weight_bytes for use in sizing.uses))
@@ -696,61 +633,53 @@ def advise(inputs: SizingInputs, ranges: _Ranges, sizing: Sizing) -> tuple[str, 
     return (f"{what}; use a smaller quant of the model, or add a device to placement.target_devices",)
 
 
-def _try(inputs: SizingInputs, ranges: _Ranges, changes: Sequence[_Change]) -> str:
-    """Return the changes as written in the configuration; empty if it does not fit with them."""
-    try:
-        for change in changes:
-            inputs, ranges = change.apply(inputs, ranges)
-    except SplitError:
-        return ""
+def _try(inputs: SizingInputs, ranges: Sequence[LayerRange], keys: Sequence[str]) -> str:
+    """Return the keys with the values that fit, as in the configuration; empty if it does not fit with them."""
+    for key in keys:
+        if key == SPLIT_KEY:
+            try:
+                ranges = ranges_by_memory(inputs)
+            except SplitError:
+                return ""
+        else:
+            inputs = _changed(inputs, ranges, key)
     sizing = compute_sizes(inputs, ranges)
-    return " and ".join(change.written(inputs, sizing) for change in changes) if sizing.fits else ""
+    values = {
+        "draft.kind": "off",
+        "engine.pages": sizing.pools.full_pages,
+        "engine.max_context": sizing.max_context,
+        "engine.kv_dtype": inputs.kv_dtype,
+        "engine.dtype": inputs.dtype,
+        "engine.prefill_chunk": inputs.prefill_chunk,
+        "engine.max_sequences": inputs.max_sequences,
+        SPLIT_KEY: "[" + ", ".join(f'"{r.start}-{r.stop}"' for r in ranges) + "]",
+    }
+    return " and ".join(f"{key} = {values[key]}" for key in keys) if sizing.fits else ""
 
 
-def _changes(inputs: SizingInputs) -> tuple[_Change, list[_Change]]:
-    """Return another split, and other changes that may help, the least harmful first."""
-
-    def setting(written: Callable[[SizingInputs, Sizing], str], **changed: object) -> _Change:
-        return _Change(lambda i, r: (replace(i, **changed), r), written)  # type: ignore[arg-type]
-
-    def split_text(_: SizingInputs, sizing: Sizing) -> str:
-        ranges = ", ".join(f'"{shard.layers.start}-{shard.layers.stop}"' for shard in sizing.shards)
-        return f"{SPLIT_KEY} = [{ranges}]"
-
+def _changed(inputs: SizingInputs, ranges: Sequence[LayerRange], key: str) -> SizingInputs:
+    """Return the inputs without what a key configures, or with less of it: until it fits, if it can."""
     short = choose_dtype("auto", inputs.targets).dtype
     short = Dtype.BFLOAT16 if short is Dtype.FLOAT32 else short
-    others = []
-    if inputs.draft is not None:
-        others.append(setting(lambda *_: "draft.kind = off", draft=None))
-    if inputs.pages is not None:
-        others.append(setting(lambda _, s: f"engine.pages = {s.pools.full_pages}", pages=None))
-    if inputs.max_context is not None:
-        others.append(setting(lambda _, s: f"engine.max_context = {s.max_context}", max_context=None))
-    if inputs.kv_dtype is Dtype.FLOAT32:
-        others.append(setting(lambda *_: f"engine.kv_dtype = {short}", kv_dtype=short))
-    if inputs.dtype is Dtype.FLOAT32:
-        others.append(setting(lambda *_: f"engine.dtype = {short}", dtype=short, kv_dtype=short))
-    if inputs.prefill_chunk > MIN_CHUNK:
-        others.append(_Change(_smaller_chunk, lambda i, _: f"engine.prefill_chunk = {i.prefill_chunk}"))
-    if inputs.max_sequences > 1:
-        others.append(_Change(_fewer_sequences, lambda i, _: f"engine.max_sequences = {i.max_sequences}"))
-    return _Change(lambda i, _: (i, ranges_by_memory(i)), split_text), others
-
-
-def _smaller_chunk(inputs: SizingInputs, ranges: _Ranges) -> tuple[SizingInputs, _Ranges]:
-    """Halve the chunk until it fits, down to MIN_CHUNK."""
-    chunk = inputs.prefill_chunk
-    while chunk > MIN_CHUNK:
-        chunk = max(MIN_CHUNK, chunk // 2)
-        if compute_sizes(replace(inputs, prefill_chunk=chunk), ranges).fits:
-            break
-    return replace(inputs, prefill_chunk=chunk), ranges
-
-
-def _fewer_sequences(inputs: SizingInputs, ranges: _Ranges) -> tuple[SizingInputs, _Ranges]:
-    """Take as many sequences as fit, at least one."""
+    match key:
+        case "draft.kind":
+            return replace(inputs, draft=None)
+        case "engine.pages":
+            return replace(inputs, pages=None)
+        case "engine.max_context":
+            return replace(inputs, max_context=None)
+        case "engine.kv_dtype":
+            return replace(inputs, kv_dtype=short)
+        case "engine.dtype":
+            return replace(inputs, dtype=short, kv_dtype=short)
+        case "engine.prefill_chunk":
+            while inputs.prefill_chunk > MIN_CHUNK:
+                inputs = replace(inputs, prefill_chunk=max(MIN_CHUNK, inputs.prefill_chunk // 2))
+                if compute_sizes(inputs, ranges).fits:
+                    break
+            return inputs
 
     def fits(n: int) -> bool:
         return n == 0 or compute_sizes(replace(inputs, max_sequences=n), ranges).fits
 
-    return replace(inputs, max_sequences=max(1, largest(inputs.max_sequences - 1, fits))), ranges
+    return replace(inputs, max_sequences=max(1, largest(inputs.max_sequences - 1, fits)))

@@ -10,7 +10,7 @@ from lucevisor.errors import ConfigError
 from lucevisor.model.pages import ResidencyPolicy
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.placement.formatting import format_bytes
-from lucevisor.protocol.loading import ArenaPlan, DraftKind, PoolSizes
+from lucevisor.protocol.loading import ArenaPlan, DraftKind, PoolSizes, SpeculationSettings
 
 
 class PlacementError(ConfigError):
@@ -38,18 +38,7 @@ class Stage:
 
     @property
     def layers(self) -> LayerRange:
-        """All layers of the stage."""
         return LayerRange(self.shards[0].layers.start, self.shards[-1].layers.stop)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftPolicy:
-    """``max_drafts``: of one sequence in one step, 0: nothing drafts.  ``fixed``: always so many.  ``lookup``: in the
-    sequence's own tokens, beside a drafter or alone."""
-
-    lookup: bool = False
-    max_drafts: int = 0
-    fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +57,6 @@ class PlacedDrafter:
 
     @property
     def group(self) -> str:
-        """The group that runs it."""
         return self.device.group
 
 
@@ -85,7 +73,6 @@ class PlacedScorer:
 
     @property
     def group(self) -> str:
-        """The group that runs it."""
         return self.device.group
 
 
@@ -165,7 +152,7 @@ class Placement:
     draft: PlacedDrafter | None = None
     draft_device: DevicePlan | None = None
     draft_left_out: str = ""
-    drafting: DraftPolicy = field(default_factory=DraftPolicy)
+    drafting: SpeculationSettings = field(default_factory=SpeculationSettings)
     scorer: PlacedScorer | None = None
     scorer_device: DevicePlan | None = None
     pool_pages: int | None = None
@@ -186,7 +173,6 @@ class Placement:
 
     @property
     def arena_bytes(self) -> int:
-        """Host memory of all arenas."""
         return sum(arena.region_bytes * arena.n_regions for arena in self.arenas)
 
     @property
@@ -199,7 +185,6 @@ class Placement:
         return n_bytes
 
     def stages_of(self, group: str) -> tuple[Stage, ...]:
-        """The stages that a group runs."""
         return tuple(stage for stage in self.stages if stage.group == group)
 
 
@@ -218,7 +203,6 @@ class Shortage:
 
     @property
     def short_bytes(self) -> int:
-        """Bytes that are missing."""
         return self.needed_bytes - self.usable_bytes
 
 

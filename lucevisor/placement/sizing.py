@@ -7,8 +7,9 @@ takes at most its usable bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 
 from msgspec import structs
@@ -26,7 +27,7 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space, dtype_bytes
 from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes
 from lucevisor.placement.devices import HOST, HOST_PAGES, Memory, TargetDevice, memories_of
-from lucevisor.placement.extra_models import REFERENCE_TOKENS, DrafterSizing, ScorerSizing
+from lucevisor.placement.extra_models import REFERENCE_TOKENS, DrafterSizing, ScorerSizing, memory_use
 from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.result import Shard, Shortage
 from lucevisor.placement.split import balanced_ranges
@@ -71,7 +72,6 @@ class SizingInputs:
     residency_policy: ResidencyPolicy = "lru"
     draft: DrafterSizing | None = None
     max_drafts: int = 0
-    n_draft_states: int = 0
     scorer: ScorerSizing | None = None
     models: dict[tuple[str, Dtype, Dtype], CostModel] = field(default_factory=dict, repr=False, compare=False)
 
@@ -87,11 +87,6 @@ class SizingInputs:
         n_pages = pages_of(n_tokens)
         return n_pages if self.pool_pages is None else min(n_pages, self.pool_pages)
 
-    def usable_pages(self, max_context: int) -> int:
-        """Return the pages that all sequences can fill, and at most as many again for prefix slots."""
-        n_pages = self.max_sequences * self.sequence_pages(max_context)
-        return n_pages + min(self.n_slot_pages, n_pages)
-
     @property
     def host_page_limit(self) -> int:
         """Pages of all layers that fit into ``host_bytes``."""
@@ -102,28 +97,6 @@ class SizingInputs:
     def all_targets(self) -> tuple[TargetDevice, ...]:
         """Devices of the shards, the drafter and the scoring model."""
         return (*self.targets, *(extra.target for extra in (self.draft, self.scorer) if extra is not None))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizing:
-    """Sizes of a placement.  ``uses[i]`` belongs to ``shards[i]``; ``reasons`` and ``details`` explain the sizes."""
-
-    shards: tuple[Shard, ...]
-    uses: tuple[MemoryUse, ...]
-    draft_use: MemoryUse | None
-    max_context: int
-    prefill_chunk: int
-    max_step_tokens: int
-    max_drafts: int
-    n_slots: int
-    pools: PoolSizes
-    shortages: tuple[Shortage, ...]
-    reasons: tuple[str, ...]
-    details: tuple[str, ...] = ()
-
-    @property
-    def fits(self) -> bool:
-        return not self.shortages
 
 
 def largest(high: int, fits: Callable[[int], bool]) -> int:
@@ -168,137 +141,152 @@ def reserved_slots(
     return n_slots, (memory_bytes - n_slots * slot_bytes) // page_bytes if page_bytes else 0
 
 
-@dataclass(slots=True)
-class Sizer:
-    """Bytes of given inputs and shards, for a context and a number of pages."""
+@dataclass(frozen=True)
+class Sizing:
+    """Sizes for a context and a number of pages of the full pool, and the bytes that they take.
+
+    ``reasons`` and ``details`` explain the sizes.  Without ``shards`` only arenas and single shards are counted.
+    """
 
     inputs: SizingInputs
     shards: tuple[Shard, ...]
     n_stages: int
-    memories: Mapping[str, Memory] = field(init=False)
+    max_context: int
+    n_pages: int
+    n_draft_states: int = 0
+    reasons: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        self.memories = memories_of(self.inputs.all_targets)
+    @cached_property
+    def memories(self) -> dict[str, Memory]:
+        return memories_of(self.inputs.all_targets)
 
-    def chunk(self, max_context: int) -> int:
-        return min(self.inputs.prefill_chunk, max_context)
+    @property
+    def prefill_chunk(self) -> int:
+        return min(self.inputs.prefill_chunk, self.max_context)
 
-    def max_tokens(self, max_context: int) -> int:
-        """Return the tokens of a step: a prefill chunk beside one token of every sequence with its drafts."""
-        return self.chunk(max_context) + self.inputs.max_sequences * (1 + self.max_drafts(max_context))
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of one sequence, fewer than a chunk: window pages are counted for slices of a chunk."""
+        return min(self.inputs.max_drafts, self.prefill_chunk - 1)
 
-    def max_drafts(self, max_context: int) -> int:
-        """Return the drafts of one sequence, fewer than a chunk: window pages are counted for slices of a chunk."""
-        return min(self.inputs.max_drafts, self.chunk(max_context) - 1)
+    @property
+    def max_step_tokens(self) -> int:
+        """Tokens of a step: a prefill chunk beside one token of every sequence with its drafts."""
+        return self.prefill_chunk + self.inputs.max_sequences * (1 + self.max_drafts)
 
-    def pools(self, max_context: int, n_pages: int) -> PoolSizes:
+    @cached_property
+    def pools(self) -> PoolSizes:
         inputs, spec, spaces = self.inputs, self.inputs.spec, self.inputs.spec.spaces()
         recurrent = Space.RECURRENT in spaces
         n_kept = inputs.n_slots + SPARE_STATES if inputs.n_slots or not inputs.states_in_host else 0
-        n_window = pages_of(max_context)
+        n_context = n_window = pages_of(self.max_context)
         if spec.window:
-            n_window = max_window_pages(spec.window, self.chunk(max_context), max_context)
+            n_window = max_window_pages(spec.window, self.prefill_chunk, self.max_context)
         window_pages = inputs.max_sequences * (n_window + 1)  # one more each to grow into
+        host_pages = 0
+        if inputs.pool_pages is not None and inputs.host_bytes:
+            n_out = max_host_pages(n_context, inputs.pool_pages, inputs.residency_policy)
+            host_pages = min(inputs.max_sequences * n_out, inputs.host_page_limit)
         return PoolSizes(
-            full_pages=n_pages if Space.FULL in spaces else 0,
+            full_pages=self.n_pages if Space.FULL in spaces else 0,
             window_pages=window_pages + inputs.n_slots * slot_window_pages(spec) if Space.WINDOW in spaces else 0,
             states=inputs.max_sequences + n_kept if recurrent else 0,
             host_states=n_kept if recurrent and inputs.states_in_host else 0,
-            host_pages=self._host_pages(max_context),
-            draft_states=inputs.n_draft_states if recurrent else 0,
+            host_pages=host_pages,
+            draft_states=self.n_draft_states if recurrent else 0,
         )
 
-    def _host_pages(self, max_context: int) -> int:
-        """Return the pages that all sequences can page out with KV Flash, within its host memory."""
-        inputs = self.inputs
-        if inputs.pool_pages is None or not inputs.host_bytes:
-            return 0
-        n_out = max_host_pages(pages_of(max_context), inputs.pool_pages, inputs.residency_policy)
-        return min(inputs.max_sequences * n_out, inputs.host_page_limit)
-
-    def use(self, shard: Shard, max_context: int, n_pages: int) -> MemoryUse:
-        steps, cost = self._steps(max_context, n_pages), self.inputs.cost(self.inputs.spec)
-        return MemoryUse(
-            weight_bytes=cost.weight_bytes(shard),
-            state_bytes=cost.state_bytes(shard, steps.pools),
-            workspace_bytes=cost.workspace_bytes(shard, steps),
-            host_state_bytes=cost.host_state_bytes(shard, steps.pools),
-        )
-
-    def draft_use(self, max_context: int, n_pages: int) -> MemoryUse:
-        """Return the bytes of the drafter.  Its captures count as one more activation."""
-        draft, dtype = self.inputs.draft, self.inputs.dtype
-        assert draft is not None
-        steps, cost, backend = (
-            self._steps(max_context, n_pages),
-            self.inputs.cost(draft.spec.model),
-            draft.target.backend,
-        )
-        if self.inputs.residency_policy == "exact":
-            steps = replace(steps, pools=structs.replace(steps.pools, host_pages=0))
-        shard = Shard(draft.target.device, backend, draft.spec.layers, first=True, last=True)
-        layouts = draft.spec.layouts(backend, dtype, with_output=draft.with_output, with_embedding=draft.with_embedding)
-        captured = steps.max_tokens * len(draft.spec.captures) * self.inputs.spec.hidden_size * 4
-        vocabulary_bytes = draft.spec.draft_vocabulary_bytes(backend, dtype)
-        return MemoryUse(
-            weight_bytes=sum(layout.n_bytes for layout in layouts) + vocabulary_bytes,
-            state_bytes=cost.state_bytes(shard, steps.pools),
-            workspace_bytes=cost.workspace_bytes(shard, steps) + captured,
-            host_state_bytes=cost.host_state_bytes(shard, steps.pools),
-        )
-
-    def _steps(self, max_context: int, n_pages: int) -> StepSizes:
-        n, resident = self.inputs.max_sequences, self.inputs.sequence_pages(max_context) * PAGE_TOKENS
+    @cached_property
+    def steps(self) -> StepSizes:
+        n = self.inputs.max_sequences
         return StepSizes(
-            max_tokens=self.max_tokens(max_context),
+            max_tokens=self.max_step_tokens,
             max_sequences=n,
-            max_context=max_context,
-            resident=min(max_context, resident),
+            max_context=self.max_context,
+            resident=min(self.max_context, self.inputs.sequence_pages(self.max_context) * PAGE_TOKENS),
             n_together=-(-n // self.n_stages),  # decoding sequences are dealt into as many steps as there are stages
-            pools=self.pools(max_context, n_pages),
+            pools=self.pools,
             ranks_pages=self.inputs.residency_policy == "qk",
         )
 
-    def needed_bytes(self, memory: str, max_context: int, n_pages: int) -> int:
-        """Return the bytes of shards, drafter and scoring model in a memory; in the host's, with the arenas."""
-        inputs, total = self.inputs, 0
-        for target, shard in zip(inputs.targets, self.shards, strict=True):
-            if memory in (target.memory, HOST):
-                total += self.use(shard, max_context, n_pages).bytes_in(memory, target.memory)
-        if inputs.draft is not None and memory in (inputs.draft.target.memory, HOST):
-            total += self.draft_use(max_context, n_pages).bytes_in(memory, inputs.draft.target.memory)
-        if inputs.scorer is not None:
-            total += inputs.scorer.use.bytes_in(memory, inputs.scorer.target.memory)
-        return total + (self.arena_bytes(max_context) if memory == HOST else 0)
+    def use(self, shard: Shard) -> MemoryUse:
+        return memory_use(self.inputs.cost(self.inputs.spec), shard, self.steps)
 
-    def arena_bytes(self, max_context: int) -> int:
-        """Return the host memory of the arenas."""
-        inputs, max_tokens = self.inputs, self.max_tokens(max_context)
-        widths = [inputs.spec.boundary_width] * (self.n_stages - 1) + self._captured_widths()
-        region_bytes = sum(max_tokens * dtype_bytes(inputs.dtype, width) for width in widths)
-        if self.n_stages > 1:
-            region_bytes += token_region_bytes(inputs.max_sequences, self.max_drafts(max_context))
-        return region_bytes * arena_regions(self.n_stages + (inputs.draft is not None))
+    @cached_property
+    def uses(self) -> tuple[MemoryUse, ...]:
+        return tuple(map(self.use, self.shards))
 
-    def _captured_widths(self) -> list[int]:
-        """Return the numbers per token in each arena of captures; before the ranges are chosen, all of them in one."""
-        draft, width = self.inputs.draft, self.inputs.spec.hidden_size
+    @cached_property
+    def draft_use(self) -> MemoryUse | None:
+        """Bytes of the drafter.  Its captures count as one more activation."""
+        draft, steps, dtype = self.inputs.draft, self.steps, self.inputs.dtype
         if draft is None:
-            return []
-        if not self.shards:
-            return [len(draft.spec.captures) * width]
-        counts = Counter(
-            shard.device.group
-            for shard in self.shards
-            for layer in draft.spec.captures
-            if layer in shard.layers and shard.device.group != draft.target.device.group
+            return None
+        spec, backend = draft.spec, draft.target.backend
+        if self.inputs.residency_policy == "exact":
+            steps = replace(steps, pools=structs.replace(steps.pools, host_pages=0))
+        shard = Shard(draft.target.device, backend, spec.layers, first=True, last=True)
+        layouts = spec.layouts(backend, dtype, with_output=draft.with_output, with_embedding=draft.with_embedding)
+        captured = steps.max_tokens * len(spec.captures) * self.inputs.spec.hidden_size * 4
+        use = memory_use(self.inputs.cost(spec.model), shard, steps)
+        return replace(
+            use,
+            weight_bytes=sum(t.n_bytes for t in layouts) + spec.draft_vocabulary_bytes(backend, dtype),
+            workspace_bytes=use.workspace_bytes + captured,
         )
-        return [n * width for n in counts.values()]
 
-    def fits(self, memory: Memory, max_context: int, n_pages: int) -> bool:
+    @cached_property
+    def arena_bytes(self) -> int:
+        """Host memory of the arenas.  Before the ranges are chosen, all captures are in one."""
+        inputs, draft = self.inputs, self.inputs.draft
+        widths = [inputs.spec.boundary_width] * (self.n_stages - 1)
+        if draft is not None:
+            groups = {
+                i: shard.device.group for shard in self.shards for i in range(shard.layers.start, shard.layers.stop)
+            }
+            counts = Counter(groups.get(layer, "") for layer in draft.spec.captures)
+            counts.pop(draft.target.device.group, 0)
+            widths += [n * inputs.spec.hidden_size for n in counts.values()]
+        region_bytes = sum(self.max_step_tokens * dtype_bytes(inputs.dtype, width) for width in widths)
+        if self.n_stages > 1:
+            region_bytes += token_region_bytes(inputs.max_sequences, self.max_drafts)
+        return region_bytes * arena_regions(self.n_stages + (draft is not None))
+
+    def needed_bytes(self, memory: str) -> int:
+        """Return the bytes of shards, drafter and scoring model in a memory; in the host's, with the arenas."""
+        uses = zip([*self.inputs.targets], self.uses, strict=True)
+        return self.extra_bytes(memory) + sum(use.bytes_in(memory, target.memory) for target, use in uses)
+
+    def extra_bytes(self, memory: str) -> int:
+        """Return the bytes in a memory that no shard can have: arenas, drafter and scoring model."""
+        draft, scorer = self.inputs.draft, self.inputs.scorer
+        n_bytes = self.arena_bytes if memory == HOST else 0
+        if draft is not None and self.draft_use is not None:
+            n_bytes += self.draft_use.bytes_in(memory, draft.target.memory)
+        return n_bytes if scorer is None else n_bytes + scorer.use.bytes_in(memory, scorer.target.memory)
+
+    def fits_in(self, memory: Memory) -> bool:
         """Return whether a memory has room for everything; unknown memories count as large enough."""
-        usable = memory.usable_bytes
-        return usable is None or self.needed_bytes(memory.name, max_context, n_pages) <= usable
+        return memory.usable_bytes is None or self.needed_bytes(memory.name) <= memory.usable_bytes
+
+    @cached_property
+    def fits(self) -> bool:
+        return all(map(self.fits_in, self.memories.values()))
+
+    @property
+    def shortages(self) -> tuple[Shortage, ...]:
+        return tuple(
+            Shortage(
+                memory.name,
+                tuple(target.device for target in self.inputs.all_targets if target.memory == memory.name),
+                self.needed_bytes(memory.name),
+                memory.usable_bytes,
+                memory.free_bytes,
+            )
+            for memory in self.memories.values()
+            if memory.usable_bytes is not None and memory.free_bytes is not None and not self.fits_in(memory)
+        )
 
     @property
     def all_known(self) -> bool:
@@ -322,119 +310,99 @@ def compute_sizes(inputs: SizingInputs, ranges: Sequence[LayerRange]) -> Sizing:
         inputs = replace(inputs, n_slots=max(0, n_slots))
         sizing = _compute(inputs, ranges)
     if sizing.fits and inputs.max_drafts and sizing.pools.states:
-        sizing = _with_draft_states(inputs, ranges, sizing)
+        sizing = _with_draft_states(sizing, ranges)
     if inputs.n_slots < wanted:
         why = f"memory is reserved for {inputs.n_slots}; {wanted}, as cache.memory allows, do not fit"
         sizing = replace(sizing, reasons=(*sizing.reasons, f"prefix slots: {why}"))
     return sizing
 
 
-def _compute(inputs: SizingInputs, ranges: Sequence[LayerRange]) -> Sizing:
+def _compute(inputs: SizingInputs, ranges: Sequence[LayerRange], n_draft_states: int = 0) -> Sizing:
     targets = inputs.targets
     shards = shards_of([target.device for target in targets], [target.backend for target in targets], ranges)
-    sizer = Sizer(inputs, shards, len(stages_of(shards)))
-    max_context, why_context = _context(sizer)
-    n_pages, why_pages = _pages(sizer, max_context)
-    pools, shortages = sizer.pools(max_context, n_pages), []
-    for memory in sizer.memories.values():
-        needed = sizer.needed_bytes(memory.name, max_context, n_pages)
-        usable, free = memory.usable_bytes, memory.free_bytes
-        if usable is not None and free is not None and needed > usable:
-            devices = tuple(target.device for target in inputs.all_targets if target.memory == memory.name)
-            shortages.append(Shortage(memory.name, devices, needed, usable, free))
-    return Sizing(
-        shards=shards,
-        uses=tuple(sizer.use(shard, max_context, n_pages) for shard in shards),
-        draft_use=None if inputs.draft is None else sizer.draft_use(max_context, n_pages),
-        max_context=max_context,
-        prefill_chunk=sizer.chunk(max_context),
-        max_step_tokens=sizer.max_tokens(max_context),
-        max_drafts=sizer.max_drafts(max_context),
-        n_slots=inputs.n_slots,
-        pools=pools,
-        shortages=tuple(shortages),
-        reasons=(f"max_context {max_context}: {why_context}", why_pages, *_state_reasons(inputs, pools)),
-    )
+    sizing = _with_context(Sizing(inputs, shards, len(stages_of(shards)), 1, 0, n_draft_states))
+    sizing = _with_pages(sizing)
+    return replace(sizing, reasons=(*sizing.reasons, *_state_reasons(sizing)))
 
 
-def _context(sizer: Sizer) -> tuple[int, str]:
-    """Return the context and why."""
-    inputs = sizer.inputs
+def _with_context(sizing: Sizing) -> Sizing:
+    inputs, limit = sizing.inputs, sizing.inputs.spec.context_tokens
+
+    def chosen(n: int) -> Sizing:
+        context = min(limit, n * PAGE_TOKENS)
+        return replace(sizing, max_context=context, n_pages=inputs.pages or inputs.sequence_pages(context))
+
     if inputs.max_context is not None:
-        return inputs.max_context, "as configured"
-    limit = inputs.spec.context_tokens
+        why = f"max_context {inputs.max_context}: as configured"
+        return replace(sizing, max_context=inputs.max_context, reasons=(why,))
     highest = pages_of(limit)
     if inputs.pool_pages is not None and inputs.host_bytes:
         beside = 0 if inputs.residency_policy in ("qk", "drafter") else inputs.pool_pages
         highest = min(highest, max(inputs.pool_pages, beside + inputs.host_page_limit))
-    room = inputs.pages if inputs.pages is not None else highest if sizer.all_known else UNKNOWN_PAGES
+    room = inputs.pages if inputs.pages is not None else highest if sizing.all_known else UNKNOWN_PAGES
     if room < inputs.sequence_pages(limit):
         highest = room
-
-    def fits(n: int) -> bool:
-        context = min(limit, n * PAGE_TOKENS)
-        n_pages = inputs.sequence_pages(context) if inputs.pages is None else inputs.pages
-        return all(sizer.fits(memory, context, n_pages) for memory in sizer.memories.values())
-
-    n = largest(highest, lambda n: n == 0 or fits(n))
+    n = largest(highest, lambda n: n == 0 or chosen(n).fits)
     if n == 0:  # nothing fits: report what is missing for the configured pages, else for the fewest
         n = 1 if inputs.pages is None else highest
-    context, own = min(limit, n * PAGE_TOKENS), f"the model's own is {limit}"
-    if context == limit:
-        return context, "the model's own"
-    if inputs.pages is not None and n == inputs.pages:
-        return context, f"engine.pages = {inputs.pages} hold no more; {own}"
-    if n == UNKNOWN_PAGES:
-        return context, f"limited because free memory is unknown; {own}, engine.max_context sets it"
-    return context, f"the longest sequence that fits; {own}"
+    sizing, own = chosen(n), f"the model's own is {limit}"
+    if sizing.max_context == limit:
+        why = "the model's own"
+    elif inputs.pages is not None and n == inputs.pages:
+        why = f"engine.pages = {inputs.pages} hold no more; {own}"
+    elif n == UNKNOWN_PAGES:
+        why = f"limited because free memory is unknown; {own}, engine.max_context sets it"
+    else:
+        why = f"the longest sequence that fits; {own}"
+    return replace(sizing, reasons=(f"max_context {sizing.max_context}: {why}",))
 
 
-def _pages(sizer: Sizer, max_context: int) -> tuple[int, str]:
-    """Return the pages of the full pool, and why."""
-    inputs = sizer.inputs
-    fewest, enough = inputs.sequence_pages(max_context), inputs.usable_pages(max_context)
+def _with_pages(sizing: Sizing) -> Sizing:
+    inputs, max_context = sizing.inputs, sizing.max_context
+    fewest = inputs.sequence_pages(max_context)
+    enough = inputs.max_sequences * fewest
+    enough += min(inputs.n_slot_pages, enough)  # prefix slots: at most as many again
     slots = " and prefix slots" if inputs.n_slot_pages else ""
     resident = fewest * PAGE_TOKENS
     tokens = f"{max_context} tokens" if resident >= max_context else f"{resident} resident tokens"
     what = f"{inputs.max_sequences} sequences of {tokens}{slots}"
-    if Space.FULL not in inputs.spec.spaces():
-        return 0, "pages 0: no layer of the model attends to all positions"
-    if inputs.pages is not None:
-        return inputs.pages, f"pages {inputs.pages}: as configured"
+
+    def chosen(n: int) -> Sizing:
+        return replace(sizing, n_pages=n)
+
     n, why = enough, f"enough for {what}"
-    if not sizer.all_known and max(fewest, UNKNOWN_PAGES) < n:
-        n, why = max(fewest, UNKNOWN_PAGES), "limited because free memory is unknown; engine.pages sets it"
-    for memory in sizer.memories.values():
-        n_fitting = largest(n, lambda n, memory=memory: sizer.fits(memory, max_context, n))  # type: ignore[misc]
-        if n_fitting < n:
-            n, why = n_fitting, f"as many as fit in {memory.name}; {what} would use {enough}"
-    n_moderate = max(fewest, _moderate_host_pages(sizer, max_context, n))
-    if n_moderate < n:
-        share = f"{HOST_PAGES:.0%} of the host's usable memory or one sequence"
-        n, why = n_moderate, f"as many as fit in {share}; {what} would use {enough}, and engine.pages sets more"
-    n = max(n, fewest)
-    return n, f"pages {n}: {why}"
+    if Space.FULL not in inputs.spec.spaces():
+        n, why = 0, "no layer of the model attends to all positions"
+    elif inputs.pages is not None:
+        n, why = inputs.pages, "as configured"
+    else:
+        if not sizing.all_known and max(fewest, UNKNOWN_PAGES) < n:
+            n, why = max(fewest, UNKNOWN_PAGES), "limited because free memory is unknown; engine.pages sets it"
+        for memory in sizing.memories.values():
+            n_fitting = largest(n, lambda n, memory=memory: chosen(n).fits_in(memory))  # type: ignore[misc]
+            if n_fitting < n:
+                n, why = n_fitting, f"as many as fit in {memory.name}; {what} would use {enough}"
+        host = sizing.memories.get(HOST)
+        if host is not None and host.usable_bytes is not None:
+            limit = _host_state_bytes(chosen(0)) + HOST_PAGES * host.usable_bytes
+            n_moderate = max(fewest, largest(n, lambda n: _host_state_bytes(chosen(n)) <= limit))
+            if n_moderate < n:
+                share = f"{HOST_PAGES:.0%} of the host's usable memory or one sequence"
+                n, why = n_moderate, f"as many as fit in {share}; {what} would use {enough}, and engine.pages sets more"
+        n = max(n, fewest)
+    return replace(sizing, n_pages=n, reasons=(*sizing.reasons, f"pages {n}: {why}"))
 
 
-def _moderate_host_pages(sizer: Sizer, max_context: int, highest: int) -> int:
-    """Return how many pages, up to ``highest``, take at most HOST_PAGES of the host's memory."""
-    host = sizer.memories.get(HOST)
-    if host is None or host.usable_bytes is None:
-        return highest
-    inputs, limit = sizer.inputs, HOST_PAGES * host.usable_bytes
-
-    def state_bytes(n: int) -> int:
-        shards = [s for t, s in zip(inputs.targets, sizer.shards, strict=True) if t.memory == HOST]
-        uses = [sizer.use(shard, max_context, n) for shard in shards]
-        if inputs.draft is not None and inputs.draft.target.memory == HOST:
-            uses.append(sizer.draft_use(max_context, n))
-        return sum(use.state_bytes for use in uses)
-
-    return largest(highest, lambda n: state_bytes(n) - state_bytes(0) <= limit)
+def _host_state_bytes(sizing: Sizing) -> int:
+    """Return the state of the devices that are the host."""
+    inputs, draft = sizing.inputs, sizing.draft_use
+    n_bytes = sum(u.state_bytes for t, u in zip(inputs.targets, sizing.uses, strict=True) if t.memory == HOST)
+    on_host = draft is not None and inputs.draft is not None and inputs.draft.target.memory == HOST
+    return n_bytes + draft.state_bytes if draft is not None and on_host else n_bytes
 
 
-def _state_reasons(inputs: SizingInputs, pools: PoolSizes) -> Iterator[str]:
-    n = inputs.max_sequences
+def _state_reasons(sizing: Sizing) -> Iterator[str]:
+    inputs, pools, n = sizing.inputs, sizing.pools, sizing.inputs.max_sequences
     if pools.host_states:
         kept = f"in host memory {pools.host_states - SPARE_STATES} for prefix slots, and {SPARE_STATES} spare"
         yield f"recurrent states {pools.states}: one on the devices for each of {n} sequences; {kept}"
@@ -449,60 +417,57 @@ def _state_reasons(inputs: SizingInputs, pools: PoolSizes) -> Iterator[str]:
         yield f"window pages {pools.window_pages}: what {n} sequences{kept} hold at {window}"
 
 
-def _with_draft_states(inputs: SizingInputs, ranges: Sequence[LayerRange], without: Sizing) -> Sizing:
+def _with_draft_states(without: Sizing, ranges: Sequence[LayerRange]) -> Sizing:
     """Add updates and windows for each draft of each sequence, or as many as the share allows.
 
     Where the memory of a shard is unknown, those of one sequence.
     """
-    known = all(memory.usable_bytes is not None for memory in memories_of(inputs.targets).values())
+    inputs, n_sequences = without.inputs, without.inputs.max_sequences
     min_pages = without.pools.full_pages * (1 - DRAFT_SHARE)
     min_context = without.max_context * (1 - DRAFT_SHARE)
 
-    def computed(n: int) -> Sizing:
-        return _compute(replace(inputs, n_draft_states=n), ranges)
-
     def affordable(n: int) -> bool:
-        sizing = computed(n)
+        sizing = _compute(inputs, ranges, n)
         return sizing.fits and sizing.pools.full_pages >= min_pages and sizing.max_context >= min_context
 
-    n = max(0, largest((inputs.max_sequences if known else 1) * without.max_drafts, affordable))
-    wanted, why = inputs.max_sequences * without.max_drafts, f"all of {inputs.max_sequences} sequences"
+    n = max(0, largest((n_sequences if without.all_known else 1) * without.max_drafts, affordable))
+    wanted, why = n_sequences * without.max_drafts, f"all of {n_sequences} sequences"
     if n < wanted:
         share = f"{DRAFT_SHARE:.0%} of the pages and of the context"
-        why = f"as many as fit within {share}; {inputs.max_sequences} sequences would use {wanted}"
+        why = f"as many as fit within {share}; {n_sequences} sequences would use {wanted}"
     n_bytes = inputs.spec.draft_state_bytes(LayerRange(0, inputs.spec.n_layers), inputs.kv_dtype)
-    return replace(computed(n), details=(f"updates for verifying {n} drafts, {format_bytes(n_bytes)} each: {why}",))
+    details = (f"updates for verifying {n} drafts, {format_bytes(n_bytes)} each: {why}",)
+    return replace(_compute(inputs, ranges, n), details=details)
 
 
 # ---- the prefill chunk and the pool of KV Flash
 
 
-def choose_chunk(inputs: SizingInputs, ranges: Sequence[LayerRange]) -> tuple[SizingInputs, Sizing]:
-    """Return the inputs with the longest chunk that leaves nine tenths of pages and context, and their sizes.
+def choose_chunk(inputs: SizingInputs, ranges: Sequence[LayerRange]) -> Sizing:
+    """Return the sizes with the longest chunk that leaves nine tenths of pages and context.
 
     The chunk of ``inputs`` stays where a device is a cpu or a memory is unknown.
     """
     usual = compute_sizes(inputs, ranges)
-    known = all(memory.usable_bytes is not None for memory in memories_of(inputs.all_targets).values())
+    known = all(memory.usable_bytes is not None for memory in usual.memories.values())
     if not known or not usual.fits or any(target.backend is Backend.CPU for target in inputs.targets):
-        return inputs, usual
+        return usual
     limit = LONG_CHUNKS[0] if inputs.pool_pages is None else max_resident_chunk(inputs.pool_pages)
     for chunk in (chunk for chunk in LONG_CHUNKS if chunk <= limit):
-        longer_inputs = replace(inputs, prefill_chunk=chunk)
-        longer = compute_sizes(longer_inputs, ranges)
+        longer = compute_sizes(replace(inputs, prefill_chunk=chunk), ranges)
         if longer.fits and _leaves_enough(longer, usual):
             if longer.prefill_chunk > usual.prefill_chunk:
                 why = "GPUs compute prompts faster so, and there is memory for it; less beside others"
                 longer = replace(longer, reasons=(*longer.reasons, f"prefill_chunk {longer.prefill_chunk}: {why}"))
-            return longer_inputs, longer
-    return inputs, usual
+            return longer
+    return usual
 
 
 def _leaves_enough(longer: Sizing, usual: Sizing) -> bool:
     def kept(sizing: Sizing) -> tuple[int, int, int]:
         return sizing.pools.draft_states, sizing.max_context, sizing.pools.full_pages
 
-    return longer.n_slots == usual.n_slots and all(
+    return longer.inputs.n_slots == usual.inputs.n_slots and all(
         n >= 0.9 * before for n, before in zip(kept(longer), kept(usual), strict=True)
     )
 
@@ -564,53 +529,36 @@ def ranges_by_memory(inputs: SizingInputs) -> tuple[LayerRange, ...]:
 
 
 class RangeMemory:
-    """Bytes of any range of layers on any target, for one context and one number of pages."""
+    """Bytes of any range of layers on any target, for one context and one number of pages.
+
+    Targets that share a memory have equal parts of it.
+    """
 
     def __init__(self, inputs: SizingInputs, context: int, pages: int) -> None:
-        groups = [target.device.group for target in inputs.targets]
-        self._inputs, self._context, self._pages = inputs, context, pages
-        self._sizer = Sizer(inputs, (), 1 + sum(a != b for a, b in pairwise(groups)))
-        self.reserved = self._reserved()
-        self._room = self._usable_by_target()
+        self._targets = targets = inputs.targets
+        n_stages = 1 + sum(a.device.group != b.device.group for a, b in pairwise(targets))
+        self._sizing = Sizing(inputs, (), n_stages, context, pages)
+        sharers = Counter(target.memory for target in targets)
+        self._usable = [
+            None if n_bytes is None else (n_bytes - self._sizing.extra_bytes(target.memory)) / sharers[target.memory]
+            for target in targets
+            for n_bytes in [self._sizing.memories[target.memory].usable_bytes]
+        ]
+        known = [max(1.0, n_bytes) for n_bytes in self._usable if n_bytes is not None]
+        self._mean = sum(known) / len(known) if known else 1.0
         # Devices of one backend in the middle of the pipeline are alike.
         self._taken: dict[tuple[Backend, bool, bool, int, int], int] = {}
 
-    def n_bytes(self, i: int, layers: LayerRange) -> int:
-        """Return the bytes that the range takes on target ``i``."""
-        target, first, last = self._inputs.targets[i], i == 0, i == len(self._inputs.targets) - 1
+    def share(self, i: int, layers: LayerRange) -> float:
+        """Return what the range takes on target ``i`` over what is usable; an unknown memory is the mean of others."""
+        target, first, last = self._targets[i], i == 0, i == len(self._targets) - 1
         key = (target.backend, first, last, layers.start, layers.stop)
         if key not in self._taken:
-            shard = Shard(target.device, target.backend, layers, first, last)
-            self._taken[key] = self._sizer.use(shard, self._context, self._pages).bytes_in(target.memory, target.memory)
-        return self._taken[key]
+            use = self._sizing.use(Shard(target.device, target.backend, layers, first, last))
+            self._taken[key] = use.bytes_in(target.memory, target.memory)
+        usable = self._usable[i]
+        return self._taken[key] / (self._mean if usable is None else max(1.0, usable))
 
-    def share(self, i: int, layers: LayerRange) -> float:
-        """Return the same as a share of the usable memory; targets that share a memory have equal parts of it."""
-        return self.n_bytes(i, layers) / self._room[i]
-
-    def _reserved(self) -> Counter[str]:
-        """Return the bytes in each memory that no shard can have: arenas, drafter and scoring model."""
-        out, draft, scorer = (
-            Counter({HOST: self._sizer.arena_bytes(self._context)}),
-            self._inputs.draft,
-            self._inputs.scorer,
-        )
-        if draft is not None:
-            use = self._sizer.draft_use(self._context, self._pages)
-            for memory in {draft.target.memory, HOST}:
-                out[memory] += use.bytes_in(memory, draft.target.memory)
-        if scorer is not None:
-            out[scorer.target.memory] += scorer.use.total_bytes
-        return out
-
-    def _usable_by_target(self) -> list[float]:
-        targets, memories = self._inputs.targets, memories_of(self._inputs.targets)
-        usable: list[float | None] = []
-        for target in targets:
-            n_bytes = memories[target.memory].usable_bytes
-            n_sharers = sum(other.memory == target.memory for other in targets)
-            part = None if n_bytes is None else max(1.0, (n_bytes - self.reserved[target.memory]) / n_sharers)
-            usable.append(part)
-        known = [part for part in usable if part is not None]
-        mean = sum(known) / len(known) if known else 1.0
-        return [mean if part is None else part for part in usable]
+    def fits(self, i: int, layers: LayerRange) -> bool:
+        usable = self._usable[i]
+        return usable is None or self.share(i, layers) * max(1.0, usable) <= usable

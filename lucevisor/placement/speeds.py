@@ -156,7 +156,6 @@ class SpeedModel:
         )
 
     def request_s(self, target: int, layers: LayerRange) -> float:
-        """Return the seconds of a target for the reference request."""
         decode_s, prefill_s = self.seconds(target, layers)
         return prefill_s * PROMPT_TOKENS / self.speeds.conditions.n_rows + decode_s * ANSWER_TOKENS
 

@@ -7,15 +7,13 @@ cover every layer once, in order, and none is empty.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import floor
+from typing import NamedTuple
 
 from lucevisor.model.values import LayerRange
-
-Cost = Callable[[int, LayerRange], float]
-"""The cost of a range on shard i: a share of its memory, or seconds per step."""
 
 
 class SplitError(Exception):
@@ -24,9 +22,6 @@ class SplitError(Exception):
     def __init__(self, why: str, hint: str, *, of_devices: bool = False) -> None:
         super().__init__(f"{why}; {hint}")
         self.why, self.hint, self.of_devices = why, hint, of_devices
-
-
-_Total = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,62 +82,19 @@ def snap_to_legal(
 
     The sum of all moves is minimal.  Raises SplitError when the model has fewer legal boundaries than needed.
     """
-    n_layers = ranges[-1].stop
-    wanted = [r.start for r in ranges]
-    if all(legal(b) for b in wanted[1:]):
-        return tuple(ranges), ()
+    n_layers, wanted = ranges[-1].stop, [r.start for r in ranges]
 
-    def moved(so_far: _Total, shard: int, layers: LayerRange) -> _Total:
-        return (so_far[0] + abs(layers.start - wanted[shard]),)
+    def cost(shard: int, layers: LayerRange) -> RangeCost:
+        return RangeCost(abs(layers.start - wanted[shard]), 0)
 
-    chosen = _choose(len(ranges), n_layers, legal, moved, (0,))
-    moves = (BoundaryMove(i, was, now.start) for i, (was, now) in enumerate(zip(wanted, chosen, strict=True)))
-    return chosen, tuple(move for move in moves if move.wanted != move.chosen)
-
-
-def balanced_ranges(n_shards: int, n_layers: int, cost: Cost, legal: Callable[[int], bool]) -> tuple[LayerRange, ...]:
-    """Return the ranges that minimise the most expensive shard; of those, the most even.
-
-    Raises SplitError when there are too many shards for the layers or the legal boundaries.  Calls ``cost`` once per
-    shard and range: about ``n_shards * n_layers ** 2 / 2`` times.
-    """
-    check_count(n_shards, n_layers)
-
-    def dearest(so_far: _Total, shard: int, layers: LayerRange) -> _Total:
-        value = cost(shard, layers)
-        return max(so_far[0], value), so_far[1] + value * value
-
-    return _choose(n_shards, n_layers, legal, dearest, (0.0, 0.0))
-
-
-def _choose(
-    n_shards: int,
-    n_layers: int,
-    legal: Callable[[int], bool],
-    add: Callable[[_Total, int, LayerRange], _Total],
-    nothing: _Total,
-) -> tuple[LayerRange, ...]:
-    """Return the ranges with the smallest total, the lowest ones on a tie (dynamic programming over the shards).
-
-    ``add(total, shard, layers)`` must never shrink a total.
-    """
     boundaries = legal_boundaries(n_layers, legal)
-    check_boundaries(n_shards, boundaries)
-    best: dict[int, tuple[_Total, tuple[int, ...]]] = {0: (nothing, ())}
-    for shard in range(n_shards):
-        stops = boundaries if shard < n_shards - 1 else [n_layers]
-        reached: dict[int, tuple[_Total, tuple[int, ...]]] = {}
-        for stop in stops:
-            for start, partial in best.items():
-                if start < stop:
-                    candidate = (add(partial[0], shard, LayerRange(start, stop)), (*partial[1], stop))
-                    reached[stop] = min(reached.get(stop, candidate), candidate)
-        best = reached
-    return tuple(LayerRange(a, b) for a, b in pairwise([0, *best[n_layers][1]]))
+    partition = fastest_partition(PartitionProblem(n_layers, boundaries, [True] * len(ranges), cost), slack=0)
+    assert partition is not None
+    moves = (BoundaryMove(i, was, r.start) for i, (was, r) in enumerate(zip(wanted, partition.ranges, strict=True)))
+    return partition.ranges, tuple(move for move in moves if move.wanted != move.chosen)
 
 
 def check_count(n_shards: int, n_layers: int) -> None:
-    """Raise SplitError when there are more shards than layers."""
     if n_shards > n_layers:
         layers = f"{n_layers} layers" if n_layers > 1 else "1 layer"
         raise SplitError(
@@ -184,16 +136,15 @@ def _near(values: Sequence[tuple[int, int]], n_layers: int) -> str:
 
 
 SLACK = 0.03
-"""Splits within this share of each other count as equally fast, as measurements are no better: the least full wins."""
+"""Splits within this share of each other count as equally fast, as measurements are no better: the evenest wins."""
 
 
 @dataclass(frozen=True, slots=True)
 class RangeCost:
-    """One range on one shard: seconds, share of its memory in use, and bytes in a memory that several shards share."""
+    """Seconds of a range on a shard, and the share of its memory in use."""
 
     seconds: float
     fill: float
-    shared_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +152,13 @@ class PartitionProblem:
     """``boundaries``: layers in front of which the model may be split.  ``cost``: None if the range does not fit.
 
     ``joins_previous[i]``: shard i is in the same stage as shard i - 1, so their times add up; the largest sum is
-    minimised.  With all of them True that is the time of the whole pipeline.  ``shared_limit_bytes``: size of the
-    memory that several shards share; None: no limit.
+    minimised.  With all of them True that is the time of the whole pipeline.
     """
 
     n_layers: int
     boundaries: Sequence[int]
     joins_previous: Sequence[bool]
     cost: Callable[[int, LayerRange], RangeCost | None]
-    shared_limit_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,106 +170,86 @@ class Partition:
     best_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _PartialPartition:
-    """The shards so far: slowest complete stage, current stage, fullest shard, shared bytes, boundaries."""
+class _Partial(NamedTuple):
+    """The shards so far: slowest complete stage, stage to be continued, sum of the squares of fills, boundaries."""
 
     done_s: float = 0.0
     stage_s: float = 0.0
     fill: float = 0.0
-    shared_bytes: int = 0
     cuts: tuple[int, ...] = (0,)
 
     @property
-    def worst_s(self) -> float:
+    def seconds(self) -> float:
         return max(self.done_s, self.stage_s)
 
 
 def fastest_partition(problem: PartitionProblem, slack: float = SLACK) -> Partition | None:
-    """Return the partition whose fullest shard is least full among those within ``slack`` of the fastest.
+    """Return the most evenly filled of the partitions within ``slack`` of the fastest; None if none fits.
 
-    None if none fits.
+    Raises SplitError when there are too many shards for the layers or the legal boundaries.
     """
-    best = _search(problem, _Objective())
-    if best is None:
+    check_count(len(problem.joins_previous), problem.n_layers)
+    check_boundaries(len(problem.joins_previous), problem.boundaries)
+    fastest = _search(problem)
+    if fastest is None:
         return None
-    chosen = _search(problem, _Objective(limit_s=best.worst_s * (1 + slack))) or best
-    ranges = tuple(LayerRange(a, b) for a, b in pairwise(chosen.cuts))
-    return Partition(ranges, chosen.worst_s, best.worst_s)
+    chosen = _search(problem, fastest.seconds * (1 + slack))
+    assert chosen is not None
+    return Partition(tuple(LayerRange(a, b) for a, b in pairwise(chosen.cuts)), chosen.seconds, fastest.seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class _Objective:
-    """Quantity to minimise: the time, or with a limit on the time the fill of the fullest shard."""
+def _search(problem: PartitionProblem, limit_s: float | None = None) -> _Partial | None:
+    """Return the fastest partition, or the evenest within ``limit_s``; the lowest one on a tie.
 
-    limit_s: float | None = None
+    Dynamic programming over the shards: of the partials that end at one layer only those count that no other matches or
+    beats in all that the rest depends on.
+    """
 
-    def allows(self, partial: _PartialPartition) -> bool:
-        return self.limit_s is None or partial.worst_s <= self.limit_s
+    def weight(partial: _Partial) -> tuple[float, float]:
+        return (partial.done_s if limit_s is None else partial.fill), partial.stage_s
 
-    def weight(self, partial: _PartialPartition, *, continues: bool) -> tuple[float, ...]:
-        """Return what the rest of the partition depends on; ``continues``: the next shard joins the current stage."""
-        if self.limit_s is not None:  # complete stages are within the limit: their times no longer matter
-            return (partial.fill, partial.stage_s) if continues else (partial.fill,)
-        return (partial.done_s, partial.stage_s) if continues else (partial.worst_s,)
-
-    def best(self, partials: list[_PartialPartition]) -> _PartialPartition | None:
-        if self.limit_s is None:
-            return min(partials, key=lambda partial: (partial.worst_s, partial.fill, partial.cuts), default=None)
-        return min(partials, key=lambda partial: (partial.fill, partial.worst_s, partial.cuts), default=None)
-
-
-def _search(problem: PartitionProblem, search: _Objective) -> _PartialPartition | None:
-    """Search without the limit on shared memory first, which is fast; a result within the limit is the best."""
-    best = search.best(_explore(replace(problem, shared_limit_bytes=None), search))
-    if best is None or problem.shared_limit_bytes is None or best.shared_bytes <= problem.shared_limit_bytes:
-        return best
-    return search.best(_explore(problem, search))
-
-
-def _explore(problem: PartitionProblem, search: _Objective) -> list[_PartialPartition]:
-    """Return the Pareto-optimal partitions of all layers, built shard by shard (dynamic programming)."""
-    n_shards, room = len(problem.joins_previous), problem.shared_limit_bytes
-    reached: dict[int, list[_PartialPartition]] = {0: [_PartialPartition()]}
-    for shard, joins in enumerate(problem.joins_previous):
-        last = shard == n_shards - 1
-        continues = not last and problem.joins_previous[shard + 1]
-        following: dict[int, list[_PartialPartition]] = {}
-        for stop in [problem.n_layers] if last else problem.boundaries:
-            candidates: list[_PartialPartition] = []
-            for start, partials in reached.items():
+    reached: dict[int, list[_Partial]] = {0: [_Partial()]}
+    ends_stage = [not joins for joins in problem.joins_previous[1:]] + [True]
+    for shard, ends in enumerate(ends_stage):
+        following: dict[int, list[_Partial]] = {}
+        for stop in problem.boundaries if shard < len(ends_stage) - 1 else [problem.n_layers]:
+            partials = []
+            for start, before in reached.items():
                 cost = problem.cost(shard, LayerRange(start, stop)) if start < stop else None
                 if cost is not None:
-                    candidates += [_extend(partial, cost, stop, same=joins) for partial in partials]
-            candidates = [
-                partial_
-                for partial_ in candidates
-                if search.allows(partial_) and (room is None or partial_.shared_bytes <= room)
-            ]
-            if candidates:
-                weights = [
-                    (*search.weight(partial_, continues=continues), *(() if room is None else (partial_.shared_bytes,)))
-                    for partial_ in candidates
-                ]
-                following[stop] = _pareto_front(candidates, weights)
+                    partials += [_extended(partial, cost, stop, ends=ends) for partial in before]
+            front: list[_Partial] = []
+            for partial in sorted(partials, key=lambda partial: (weight(partial), partial.cuts)):
+                if (limit_s is None or partial.seconds <= limit_s) and (
+                    not front or weight(partial)[1] < weight(front[-1])[1]
+                ):
+                    front.append(partial)
+            if front:
+                following[stop] = front
         reached = following
-    return reached.get(problem.n_layers, [])
+    found = reached.get(problem.n_layers, [])
+    return min(found, key=lambda partial: (*weight(partial), partial.seconds, partial.fill, partial.cuts), default=None)
 
 
-def _extend(partial: _PartialPartition, cost: RangeCost, stop: int, *, same: bool) -> _PartialPartition:
-    return _PartialPartition(
-        partial.done_s if same else partial.worst_s,
-        partial.stage_s + cost.seconds if same else cost.seconds,
-        max(partial.fill, cost.fill),
-        partial.shared_bytes + cost.shared_bytes,
-        (*partial.cuts, stop),
-    )
+def _extended(before: _Partial, cost: RangeCost, stop: int, *, ends: bool) -> _Partial:
+    stage_s, fill = before.stage_s + cost.seconds, before.fill + cost.fill**2
+    done_s, stage_s = (max(before.done_s, stage_s), 0.0) if ends else (before.done_s, stage_s)
+    return _Partial(done_s, stage_s, fill, (*before.cuts, stop))
 
 
-def _pareto_front(partials: list[_PartialPartition], weights: list[tuple[float, ...]]) -> list[_PartialPartition]:
-    """Return the partials that no other one matches or beats in every weight; of equal ones the lowest."""
-    front: list[tuple[tuple[float, ...], _PartialPartition]] = []
-    for weight, partial in sorted(zip(weights, partials, strict=True), key=lambda pair: (pair[0], pair[1].cuts)):
-        if not any(all(a <= b for a, b in zip(other, weight, strict=True)) for other, _ in front):
-            front.append((weight, partial))
-    return [partial for _, partial in front]
+def balanced_ranges(
+    n_shards: int, n_layers: int, cost: Callable[[int, LayerRange], float], legal: Callable[[int], bool]
+) -> tuple[LayerRange, ...]:
+    """Return the ranges that minimise the most expensive shard; of those, the most even.
+
+    Raises SplitError when there are too many shards for the layers or the legal boundaries.
+    """
+
+    def shares(shard: int, layers: LayerRange) -> RangeCost:
+        share = cost(shard, layers)
+        return RangeCost(share, share)
+
+    problem = PartitionProblem(n_layers, legal_boundaries(n_layers, legal), [False] * n_shards, shares)
+    partition = fastest_partition(problem, slack=0)
+    assert partition is not None
+    return partition.ranges

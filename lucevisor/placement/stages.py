@@ -154,7 +154,6 @@ def _stage_plan(placement: Placement, stage: Stage, arenas: Sequence[ArenaPlan])
 
 
 def _touches(placement: Placement, arena: ArenaPlan, group: str) -> bool:
-    """Return whether ``group`` runs a stage at either end of an arena."""
     from_group = placement.stages[arena.boundary].group
     if arena.tokens:
         return group in (from_group, placement.stages[0].group)

@@ -87,7 +87,6 @@ def decode(header: Header, metadata: memoryview) -> Message:
 
 
 def n_descriptors(message: Message) -> int:
-    """Number of descriptors that the frame of ``message`` carries."""
     if isinstance(message, Load):
         return 2 * len(message.arenas) + bool(message.replay)
     if isinstance(message, Check):

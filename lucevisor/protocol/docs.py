@@ -54,7 +54,6 @@ def fields() -> str:
 
 
 def states() -> str:
-    """State diagram of a link."""
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {INITIAL[Channel.LINK].name}"]
     for state, row in TRANSITIONS.items():
         moves: dict[str, list[str]] = {}

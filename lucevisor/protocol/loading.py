@@ -74,6 +74,20 @@ class DraftKind(StrEnum):
     MTP = "mtp"  # of the served model's file, or a file of its own
 
 
+class SpeculationSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of speculative decoding.  ``max_drafts``: drafts that a slice may verify; 0: none, it is off.
+
+    ``drafter``: a draft stage may be attached, of this ``kind``.  ``lookup``: drafts are also looked up in the
+    sequence's own tokens.  ``fixed``: always ``max_drafts``, whatever that costs.
+    """
+
+    max_drafts: int = 0
+    drafter: bool = False
+    lookup: bool = False
+    kind: DraftKind = DraftKind.MTP
+    fixed: bool = False
+
+
 class CaptureSource(msgspec.Struct, frozen=True):
     """Source of a stage's captures for the draft stage: ``arena`` indexes ``Load.arenas``; None: in this daemon."""
 
@@ -180,7 +194,6 @@ class PoolSizes(msgspec.Struct, frozen=True):
 
     @property
     def n_state_ids(self) -> int:
-        """Ids of recurrent states of all kinds."""
         return self.states + self.draft_states
 
 

@@ -24,8 +24,6 @@ START_TIMEOUT_S: Final = 5.0
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_Work = Callable[[], None]
-
 
 class StartedThread:
     """A thread that runs ``run()``, which handles its own errors; the process does not wait for it at its end."""

@@ -453,7 +453,6 @@ def unpack(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close unclaimed descriptors."""
     for fd in fds:
         os.close(fd)
 

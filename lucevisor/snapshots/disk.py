@@ -98,14 +98,18 @@ def remove_leftover(path: Path) -> bool:
         os.close(fd)
 
 
-def rename_refused(path: Path) -> Path:
-    """Rename a file so that no supervisor reads it again; return the new path.  Hold the directory's lock."""
-    target, n = path.with_name(path.name + REFUSED), 0
-    while target.exists():
-        n += 1
-        target = path.with_name(f"{path.name}{REFUSED}.{n}")
-    path.rename(target)
-    return target
+def set_aside(path: Path, inode: int | None) -> str:
+    """Rename a file so that no supervisor reads it again; return the new name, or "" where the name belongs to another
+    file than ``inode`` by now: it was saved again.  Raises OSError.
+    """
+    with locked(path.parent):
+        if inode is not None and path.lstat().st_ino != inode:
+            return ""
+        target, n = path.with_name(path.name + REFUSED), 0
+        while target.exists():
+            n += 1
+            target = path.with_name(f"{path.name}{REFUSED}.{n}")
+        return path.rename(target).name
 
 
 def open_snapshot(path: Path) -> tuple[int, SnapshotHeader, os.stat_result]:
@@ -149,7 +153,6 @@ def read_into(fd: int, buffer: memoryview, offset: int) -> None:
 
 
 def unreadable(where: str, error: OSError) -> SnapshotError:
-    """Return the error for a file that the system cannot read."""
     name = errno.errorcode.get(error.errno or 0, "error")
     return SnapshotError(Fault.UNREADABLE, where, f"cannot be read: {name}, {error.strerror}")
 
@@ -189,7 +192,6 @@ def compare(found: Mapping[str, str], snapshot: SnapshotHeader) -> None:
 
 
 def write_all(fd: int, data: bytes, offset: int) -> None:
-    """Write all of ``data`` at ``offset``."""
     view = memoryview(data)
     while view:
         n = os.pwrite(fd, view, offset)

@@ -18,7 +18,7 @@ import msgspec
 from lucevisor.kv.page_table import PagedOut
 from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
 from lucevisor.model.spec import LayerSpec
-from lucevisor.model.values import PAGE_TOKENS, SCALE, Dtype, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, SCALE, Dtype, Space
 from lucevisor.protocol.messages import SnapshotTensor
 
 FORMAT = "lucevisor-snapshot"
@@ -135,14 +135,6 @@ class SnapshotHeader:
     def file_bytes(self) -> int:
         return self.data_start + sum(t.n_bytes for t in self.tensors)
 
-    def of_layers(self, layers: LayerRange) -> list[SnapshotTensor]:
-        """Return the tensors that a daemon with these layers writes and reads."""
-        return [t for t in self.tensors if t.layer in layers and not t.draft]
-
-    def of_draft(self) -> list[SnapshotTensor]:
-        """Return the tensors that the daemon of the draft stage writes and reads."""
-        return [t for t in self.tensors if t.draft]
-
 
 # ---- tensors
 
@@ -242,13 +234,13 @@ def lay_out(model: StateModel, slot: SlotRecord) -> SnapshotHeader:
     )
 
 
-def max_header_bytes(model: StateModel) -> int:
-    """Return the most bytes in front of a model's tensors, apart from HEADER_BYTES_PER_TOKEN for each token."""
-    longest = lay_out(model, SlotRecord((0,), 0.0, with_draft=True))
-    tensors = slot_tensors(model.layers, MAX_TOKENS, model.kv_dtype)  # with the longest numbers
+def max_file_bytes(model: StateModel, n_tokens: int) -> int:
+    """Return the most bytes that the file of a slot takes, with the drafter's tensors: 1 KiB of header a tensor."""
+    tensors = slot_tensors(model.layers, n_tokens, model.kv_dtype)
     if model.draft is not None:
-        tensors += slot_tensors(model.draft.layers, MAX_TOKENS, model.kv_dtype, draft=True)
-    return _placed(replace(longest, tensors=tuple(tensors))).data_start + DATA_ALIGNMENT
+        tensors += slot_tensors(model.draft.layers, n_tokens, model.kv_dtype, draft=True)
+    header_bytes = 2 * DATA_ALIGNMENT + 1024 * len(tensors) + HEADER_BYTES_PER_TOKEN * n_tokens
+    return header_bytes + sum(tensor.n_bytes for tensor in tensors)
 
 
 def _placed(snapshot: SnapshotHeader, data_start: int | None = None) -> SnapshotHeader:
@@ -364,7 +356,9 @@ def check_fits(snapshot: SnapshotHeader, model: StateModel) -> None:
     n, kv_dtype = snapshot.n_tokens, snapshot.kv_dtype
     _check_tensors([t for t in snapshot.tensors if not t.draft], slot_tensors(model.layers, n, kv_dtype))
     if model.draft is not None and holds_draft(snapshot, model, n):
-        _check_tensors(snapshot.of_draft(), slot_tensors(model.draft.layers, n, kv_dtype, draft=True))
+        _check_tensors(
+            [t for t in snapshot.tensors if t.draft], slot_tensors(model.draft.layers, n, kv_dtype, draft=True)
+        )
 
 
 def holds_draft(snapshot: SnapshotHeader, model: StateModel, n_tokens: int) -> bool:

@@ -75,9 +75,10 @@ def verify(directory: Path, file: str, *, set_aside: bool) -> JsonObject:
     """Compare every checksum of one file.  ``problem`` is empty if it is intact, ``gone`` says that it was removed in
     the meantime, ``set_aside`` is its new name, if any.  Raises CacheError.
     """
-    problem, gone, aside, inode = "", False, "", _inode(directory / file)
+    problem, gone, aside, path = "", False, "", directory / file
+    inode = path.lstat().st_ino if path.is_symlink() or path.exists() else None
     try:
-        fd, header, status = disk.open_snapshot(directory / file)
+        fd, header, status = disk.open_snapshot(path)
         inode = status.st_ino
         try:
             with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
@@ -91,27 +92,14 @@ def verify(directory: Path, file: str, *, set_aside: bool) -> JsonObject:
         problem = "" if gone else str(error)
         may_be_intact = gone or error.fault is Fault.OLDER or disk.is_our_own(error)
         if set_aside and not may_be_intact:
-            aside = _rename_refused(directory, file, inode)
+            try:
+                aside = disk.set_aside(path, inode)
+            except FileNotFoundError:  # removed meanwhile
+                pass
+            except OSError as failure:
+                reason = describe_error(failure)
+                raise CacheError(f"{file} cannot be renamed in {directory}: {reason}") from failure
     return {"file": file, "problem": problem, "gone": gone, "set_aside": aside}
-
-
-def _inode(path: Path) -> int:
-    """Return the inode under this name, not following links; 0 if there is none."""
-    try:
-        return path.lstat().st_ino
-    except OSError:
-        return 0
-
-
-def _rename_refused(directory: Path, file: str, inode: int) -> str:
-    """Rename a file so that no supervisor uses it; return the new name, or "" if the name no longer belongs to
-    ``inode``: the file was removed or saved again since it was found damaged.  Raises CacheError.
-    """
-    try:
-        with disk.locked(directory):
-            return disk.rename_refused(directory / file).name if inode and _inode(directory / file) == inode else ""
-    except OSError as error:
-        raise CacheError(f"{file} cannot be renamed in {directory}: {describe_error(error)}") from error
 
 
 def prune(directory: Path, disk_bytes: int, *, refused: bool) -> list[JsonObject]:

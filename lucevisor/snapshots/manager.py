@@ -32,18 +32,14 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Space
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.messages import SlotPlace
-from lucevisor.snapshots.file_format import DraftModel, SlotRecord, StateModel
+from lucevisor.snapshots.file_format import DraftModel, SlotRecord, StateModel, max_file_bytes
 from lucevisor.snapshots.policy import (
     Backoff,
     Candidate,
-    FileSizes,
     SavePolicy,
     SaveTrigger,
     SnapshotMatch,
-    SnapshotSpeeds,
-    SpeedMeter,
     plan_shutdown_saves,
-    reject_restore_reason,
     reject_save_reason,
 )
 from lucevisor.snapshots.store import (
@@ -97,10 +93,8 @@ class SnapshotManager:
 
     def __init__(self, engine: Engine, store: SnapshotStore, shards: ShardTransfers, policy: SavePolicy) -> None:
         self.store, self.shards = store, shards
-        self.meter = SpeedMeter()
         self._engine, self._limits = engine, policy
         self._backoff = Backoff()
-        self._sizes = FileSizes(store.model)
         self._restoring: dict[tuple[str, int], _Restoring] = {}
         self._candidates: dict[int, PrefixSlot] = {}
         self._disk = ThreadPoolExecutor(3, thread_name_prefix="snapshots")  # a save, a restore, and the rest
@@ -124,18 +118,15 @@ class SnapshotManager:
         """
         end, n_saved = time.monotonic() + deadline_s, 0
         await self._renew()
-        speeds = self._speeds()
-        prefixes = self._engine.prefixes
-        kept = [slot for slot in prefixes.slots if slot.origin != "preempted"]
-        slots = {slot.number: slot for slot in kept}
+        slots = {slot.number: slot for slot in self._engine.prefixes.slots if slot.origin != "preempted"}
         candidates = [self._candidate(slot) for slot in slots.values()]
-        for candidate in plan_shutdown_saves(candidates, self._policy, speeds, deadline_s):
+        for candidate in plan_shutdown_saves(candidates, self._policy):
             left = end - time.monotonic()
             slot = slots[candidate.slot]
             if left <= 0:
                 log.warning("snapshots not saved in time", deadline_s=deadline_s, n_saved=n_saved)
                 break
-            if slot.alive and not reject_save_reason(self._candidate(slot), SaveTrigger.SHUTDOWN, self._policy, speeds):
+            if slot.alive and not reject_save_reason(self._candidate(slot), SaveTrigger.SHUTDOWN, self._policy):
                 n_saved += await self._save(slot, left)
             if self._backoff.left_s(time.monotonic()):  # others would fail as well
                 break
@@ -180,10 +171,7 @@ class SnapshotManager:
         if not self._engine.slots.can_restore(match.n_tokens, match.entry.n_tokens, match.entry.snapshot.paged_out):
             return None
         gain = match.n_tokens - prefixes.match(prompt).position
-        reason = reject_restore_reason(match.n_tokens, gain, match.n_bytes, self._policy, self._speeds())
-        if reason:
-            log.debug("snapshot not used", file=match.entry.file, reason=reason)
-        return None if reason else match
+        return match if gain >= max(1, self._limits.min_tokens) else None
 
     async def _restore_for(self, key: tuple[str, int], under_way: _Restoring) -> None:
         slot = None
@@ -213,7 +201,7 @@ class SnapshotManager:
             opened = await self._on_disk(self.store.open_for_restore, match.entry, match.n_tokens)
             opened.with_draft = opened.with_draft and reservation.drafted
             try:
-                problem = await self._fill(match, opened, reservation, lambda: self._resume(under_way))
+                problem = await self._fill(opened, reservation, lambda: self._resume(under_way))
             finally:
                 self.store.close_snapshot(opened)
             drafted = opened.with_draft
@@ -232,9 +220,7 @@ class SnapshotManager:
                  converted=opened.converted, with_draft=drafted)  # fmt: skip
         return slot
 
-    async def _fill(
-        self, match: SnapshotMatch, opened: OpenSnapshot, reservation: Reservation, late: Callable[[], None]
-    ) -> str:
+    async def _fill(self, opened: OpenSnapshot, reservation: Reservation, late: Callable[[], None]) -> str:
         """Read and checksum the file; return the problem, empty on success.  Raises SnapshotRefused.
 
         ``late`` is called on timeout; the pages stay reserved until the daemons are done.  Where only the drafter's
@@ -245,7 +231,6 @@ class SnapshotManager:
             opened.n_tokens, ids.get(Space.FULL, []), ids.get(Space.WINDOW, []), reservation.first_window,
             reservation.state,
         )  # fmt: skip
-        started = time.monotonic()
         check = asyncio.create_task(self._on_disk(self.store.check, opened))
         try:
             transfer, overdue = await self._await(self.shards.restore(opened, place), TRANSFER_S, late)
@@ -255,8 +240,6 @@ class SnapshotManager:
         for group, reason in transfer.without.items():
             opened.with_draft = False
             log.warning("snapshot restored without the drafter's state", file=opened.file, group=group, reason=reason)
-        if not transfer.problem:
-            self.meter.add_read(match.n_bytes, time.monotonic() - started)
         return overdue or transfer.problem
 
     # ---- save
@@ -314,19 +297,16 @@ class SnapshotManager:
     def _candidate(self, slot: PrefixSlot) -> Candidate:
         tokens = slot.tokens
         known = self.store.find(tokens, len(tokens))
-        n_bytes = self._sizes.max_bytes(len(tokens))
+        n_bytes = max_file_bytes(self.store.model, len(tokens))
         return Candidate(slot.number, len(tokens), n_bytes, known.n_tokens if known is not None else 0, slot.n_uses)
 
     def _reject_reason(self, slot: PrefixSlot, trigger: SaveTrigger) -> str:
-        reason = reject_save_reason(self._candidate(slot), trigger, self._policy, self._speeds())
+        reason = reject_save_reason(self._candidate(slot), trigger, self._policy)
         if trigger is SaveTrigger.EVICTION and self._backoff.left_s(time.monotonic()):
             reason = "saves pause, as the last one failed"
         if reason:
             log.debug("snapshot not worth a file", n_tokens=slot.n_tokens, trigger=trigger.value, reason=reason)
         return reason
-
-    def _speeds(self) -> SnapshotSpeeds:
-        return self.meter.speeds(self.store.statistics)
 
     async def _save(self, slot: PrefixSlot, deadline_s: float) -> bool:
         """Write a slot's file; False if that failed, which is logged."""

@@ -25,7 +25,6 @@ import structlog
 
 from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
-from lucevisor.model.values import LayerRange
 from lucevisor.protocol.messages import SnapshotTensor
 from lucevisor.snapshots import disk
 from lucevisor.snapshots.disk import describe_error
@@ -40,7 +39,6 @@ from lucevisor.snapshots.file_format import (
     lay_out,
     pack,
 )
-from lucevisor.snapshots.index import SnapshotIndex
 from lucevisor.snapshots.policy import (
     LOCK_FILE,
     PARTIAL,
@@ -52,6 +50,7 @@ from lucevisor.snapshots.policy import (
     file_name,
     read_name,
 )
+from lucevisor.snapshots.transfers import TransferFile
 
 log = structlog.get_logger("snapshots")
 
@@ -84,13 +83,11 @@ class SaveFailed(LucevisorError):
         self.label, self.file, self.reason = label, file, reason
 
 
-@dataclass(slots=True)
-class PendingSnapshot:
-    """A file being written.  Pass ``fd`` and ``tensors(...)`` to each daemon; it stays open until finish or abort."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class PendingSnapshot(TransferFile):
+    """A file being written: ``file`` is its final name, ``path`` its partial one.  Open until finish or abort."""
 
-    file: str  # its final name
-    path: Path  # its partial one
-    fd: int
+    path: Path
     snapshot: SnapshotHeader
     started_s: float
     done: bool = False
@@ -100,49 +97,26 @@ class PendingSnapshot:
         """Bytes that all daemons together must write."""
         return self.snapshot.file_bytes - self.snapshot.data_start
 
-    def tensors(self, layers: LayerRange) -> list[SnapshotTensor]:
-        return self.snapshot.of_layers(layers)
 
-    def draft_tensors(self) -> list[SnapshotTensor]:
-        return self.snapshot.of_draft()
-
-    def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int:
-        """Bytes that a daemon writes of ``tensors``."""
-        return sum(t.n_bytes for t in tensors)
-
-
-@dataclass(slots=True)
-class OpenSnapshot:
+@dataclass(slots=True, eq=False, kw_only=True)
+class OpenSnapshot(TransferFile):
     """A matching file, open to restore its first ``n_tokens``.  ``check`` verifies its tensors.
 
-    ``converted``: empty if states are restored bit for bit, else what differs.  ``with_draft``: the drafter's state is
-    in it and usable.
+    ``converted``: empty if states are restored bit for bit, else what differs.
     """
 
     entry: SnapshotEntry
-    fd: int
     snapshot: SnapshotHeader
     n_tokens: int
     converted: str
-    with_draft: bool = False
     closed: bool = False
-
-    @property
-    def file(self) -> str:
-        return self.entry.file
 
     @property
     def tokens(self) -> TokenBuffer:
         return TokenBuffer.from_packed(self.snapshot.packed_tokens[: self.n_tokens * TOKEN_BYTES])
 
-    def tensors(self, layers: LayerRange) -> list[SnapshotTensor]:
-        return self.snapshot.of_layers(layers)
-
-    def draft_tensors(self) -> list[SnapshotTensor]:
-        return self.snapshot.of_draft() if self.with_draft else []
-
     def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int:
-        """Bytes that a daemon reads of ``tensors``: the first rows of each if part of the slot is used."""
+        """Return the bytes that a daemon reads of ``tensors``: the first rows of each if part of the slot is used."""
         return sum(t.n_bytes for t in tensors) * self.n_tokens // self.snapshot.n_tokens
 
 
@@ -165,7 +139,7 @@ class SnapshotStore:
         self.directory, self.model, self.disk_bytes = directory, model, disk_bytes
         self.statistics = StoreStatistics()
         self._clock, self._at = clock, at
-        self._index = SnapshotIndex()
+        self._index: dict[str, SnapshotEntry] = {}  # by file name
         self._guard = threading.Lock()  # for index and statistics; never held during I/O
         n_threads = min(4, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="snapshot check")
@@ -195,7 +169,7 @@ class SnapshotStore:
     def entries(self) -> list[SnapshotEntry]:
         """Usable files, least recently used first."""
         with self._guard:
-            return sorted(self._index, key=lambda e: (e.used_s, e.file))
+            return sorted(self._index.values(), key=lambda e: (e.used_s, e.file))
 
     def scan(self) -> list[SnapshotEntry]:
         """Read the headers of this model's files, remove leftovers of dead writers, set aside what is not a snapshot.
@@ -215,15 +189,12 @@ class SnapshotStore:
                 with suppress(SnapshotRefused):
                     found[one.file] = self._entry(one)
         listed = {one.file for one in files}
-        index = SnapshotIndex(found.values())
         with self._guard:  # keep what was saved since the directory was listed
-            for entry in self._index:
-                if entry.file not in listed and entry.used_s >= began_s:
-                    index.put(entry)
-            self._index = index
+            recent = {e.file: e for e in self._index.values() if e.file not in listed and e.used_s >= began_s}
+            self._index = {**found, **recent}
         self._scanned = True
         others = [f.file for f in files if f.kind is FileKind.SNAPSHOT and f.file not in found]
-        n_older = sum(map(self._is_older, others))
+        n_older = sum(map(self._is_older, others))  # of any model: fingerprints change with versions, too
         if n_older:
             log.warning(
                 "snapshots of an earlier version are not used",
@@ -252,13 +223,26 @@ class SnapshotStore:
 
     @property
     def n_files(self) -> int:
-        """Number of usable files."""
         return len(self._index)
 
     def find(self, prompt: Sequence[int], most: int) -> SnapshotMatch | None:
-        """The file that restores most of the prompt's first ``most`` tokens.  Safe to call on an event loop."""
+        """The file that restores most of the prompt's first ``most`` tokens; of several, the one used last.
+
+        A slot with a recurrent state or a window counts only if all of its tokens are a prefix of the prompt.  Safe to
+        call on an event loop.
+        """
+        tokens, whole_only = TokenBuffer.of(prompt), self.model.whole_only
+        most = min(most, len(tokens))
+        best: SnapshotMatch | None = None
         with self._guard:
-            return self._index.find(TokenBuffer.of(prompt), most, whole_only=self.model.whole_only)
+            for entry in self._index.values():
+                if whole_only and entry.n_tokens > most:
+                    continue
+                n = entry.tokens.n_common(tokens, most)
+                usable = n > 0 and (n == entry.n_tokens or not whole_only)
+                if usable and (best is None or (n, entry.used_s) > (best.n_tokens, best.entry.used_s)):
+                    best = SnapshotMatch(entry, n)
+        return best
 
     # ---- write
 
@@ -275,7 +259,7 @@ class SnapshotStore:
             reason = f"it would take {snapshot.file_bytes} bytes, cache.disk is {self.disk_bytes}"
             raise self._save_failed("too_large", file, reason)
         path = self.directory / f"{file.removesuffix('.safetensors')}.{secrets.token_hex(8)}{PARTIAL}"
-        pending = PendingSnapshot(file, path, -1, snapshot, time.monotonic())
+        pending = PendingSnapshot(file, -1, snapshot.tensors, path=path, snapshot=snapshot, started_s=time.monotonic())
         with self._saving(pending):
             self._at("create")
             with disk.locked(self.directory):  # or another scan could remove the file before it is locked
@@ -295,7 +279,7 @@ class SnapshotStore:
         entry = self._seal(pending, n_bytes)
         seconds = time.monotonic() - pending.started_s
         with self._guard:
-            self._index.put(entry)
+            self._index[entry.file] = entry
             self.statistics.n_saved += 1
             self.statistics.saved_bytes += entry.n_bytes
             self.statistics.save_s += seconds
@@ -310,7 +294,6 @@ class SnapshotStore:
         return entry
 
     def abort(self, pending: PendingSnapshot, reason: str) -> None:
-        """Abandon a file and remove it.  Idempotent."""
         if not pending.done:
             self._remove_partial(pending)
             self._save_failed("aborted", pending.file, reason)
@@ -408,9 +391,11 @@ class SnapshotStore:
             os.utime(fd, (self._clock(), self._clock()))
         with self._guard:
             if (known := self._index.get(entry.file)) is not None:
-                self._index.put(replace(known, used_s=self._clock()))
-        with_draft = holds_draft(snapshot, self.model, n)
-        return OpenSnapshot(entry, fd, snapshot, n, self._converted(snapshot), with_draft)
+                self._index[entry.file] = replace(known, used_s=self._clock())
+        return OpenSnapshot(
+            entry.file, fd, snapshot.tensors, holds_draft(snapshot, self.model, n),
+            entry=entry, snapshot=snapshot, n_tokens=n, converted=self._converted(snapshot),
+        )  # fmt: skip
 
     def _converted(self, snapshot: SnapshotHeader) -> str:
         pairs = [
@@ -446,7 +431,6 @@ class SnapshotStore:
 
     @staticmethod
     def close_snapshot(opened: OpenSnapshot) -> None:
-        """Close the file.  Idempotent."""
         if not opened.closed:
             opened.closed = True
             os.close(opened.fd)
@@ -463,22 +447,16 @@ class SnapshotStore:
     def _refuse(self, file: str, error: SnapshotError, fd: int = -1) -> None:
         """Forget a file, log why, and rename it unless it is gone, another model's, or possibly intact."""
         with self._guard:
-            self._index.remove(file)
+            self._index.pop(file, None)
         self.statistics.failures[error.fault.value] += 1
         kept_name = error.fault in (Fault.GONE, Fault.OTHER_MODEL, Fault.OLDER) or disk.is_our_own(error)
-        aside = "" if kept_name else self._rename_refused(file, fd)
-        log.warning("snapshot refused", file=file, fault=error.fault.value, reason=str(error), set_aside=aside)
-
-    def _rename_refused(self, file: str, fd: int) -> str:
-        path = self.directory / file
+        aside = ""
         try:
-            with disk.locked(self.directory):
-                if fd >= 0 and os.fstat(fd).st_ino != path.stat().st_ino:
-                    return ""  # the slot was saved again meanwhile
-                return disk.rename_refused(path).name
-        except OSError as error:
-            log.warning("snapshot not set aside", file=file, reason=describe_error(error))
-            return ""
+            inode = os.fstat(fd).st_ino if fd >= 0 else None
+            aside = "" if kept_name else disk.set_aside(self.directory / file, inode)
+        except OSError as failure:
+            log.warning("snapshot not set aside", file=file, reason=describe_error(failure))
+        log.warning("snapshot refused", file=file, fault=error.fault.value, reason=str(error), set_aside=aside)
 
     # ---- prune
 
@@ -496,7 +474,7 @@ class SnapshotStore:
             log.info("snapshot pruned", file=one.file, n_bytes=one.n_bytes)
         with self._guard:
             for one in gone:
-                self._index.remove(one.file)
+                self._index.pop(one.file, None)
 
     def _list_files(self) -> tuple[list[CacheFile], int]:
         """Return all our files and the bytes that the disk has left; sets ``budget``.  Hold the directory's lock."""

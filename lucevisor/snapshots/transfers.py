@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
 
 from lucevisor.model.values import LayerRange
 from lucevisor.protocol.errors import ProtocolError
@@ -19,19 +18,25 @@ from lucevisor.protocol.messages import Restore, Restored, Save, Saved, SlotPlac
 from lucevisor.protocol.transport import Link
 
 
-class TransferFile(Protocol):
-    """A file that daemons write (:class:`PendingSnapshot`) or read (:class:`OpenSnapshot`)."""
+@dataclass(slots=True, eq=False)
+class TransferFile:
+    """A file that daemons write or read.  ``file``: its name; ``with_draft``: with the drafter's tensors."""
 
+    file: str
     fd: int
+    contents: Sequence[SnapshotTensor]
+    with_draft: bool = True
 
-    @property
-    def file(self) -> str: ...
+    def tensors(self, layers: LayerRange) -> list[SnapshotTensor]:
+        """Return the tensors that a daemon with these layers writes and reads."""
+        return [tensor for tensor in self.contents if tensor.layer in layers and not tensor.draft]
 
-    def tensors(self, layers: LayerRange) -> list[SnapshotTensor]: ...
+    def draft_tensors(self) -> list[SnapshotTensor]:
+        """Return the tensors that the daemon of the draft stage writes and reads."""
+        return [tensor for tensor in self.contents if tensor.draft and self.with_draft]
 
-    def draft_tensors(self) -> list[SnapshotTensor]: ...
-
-    def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int: ...
+    def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int:
+        return sum(tensor.n_bytes for tensor in tensors)
 
 
 @dataclass(slots=True)

@@ -44,24 +44,6 @@ _HIP_VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _NO_DEVICE = "-1"
 
 
-@dataclass(frozen=True, slots=True)
-class Handles:
-    """Known only at the spawn: descriptor numbers of the child's ends, and the supervisor's pid."""
-
-    link_fd: int
-    pulse_fd: int
-    parent_pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """The arguments of `execve`. `argv[0]` is the interpreter."""
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    directory: Path
-
-
 def environment(group: GroupConfig, threads: int, staging: Path, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the group's daemon.
 
@@ -90,28 +72,14 @@ def environment(group: GroupConfig, threads: int, staging: Path, inherited: Mapp
     return env
 
 
-def launch(
-    group: GroupConfig, threads: int, staging: Path, inherited: Mapping[str, str], python: str, handles: Handles
-) -> Launch:
-    """Return how `python`, an absolute path, starts the group's daemon.
+def daemon_command(group: GroupConfig, threads: int, python: str) -> list[str]:
+    """Return how `python`, an absolute path, starts the group's daemon; `spawn` adds the descriptors.
 
     Bytecode caches stay on and beside the sources: PYTHONPYCACHEPREFIX would make every start compile torch.
     """
-    arguments = {
-        "--group": group.name,
-        "--backend": group.backend,
-        "--link-fd": str(handles.link_fd),
-        "--pulse-fd": str(handles.pulse_fd),
-        "--parent-pid": str(handles.parent_pid),
-        "--threads": str(threads),
-        "--cores": ",".join(map(str, group.cores)),
-    }
-    options = [f"{name}={value}" for name, value in arguments.items()]
-    return Launch(
-        argv=(python, "-u", "-X", "faulthandler", "-m", "daemons", *options),
-        env=environment(group, threads, staging, inherited),
-        directory=staging,
-    )
+    cores = ",".join(map(str, group.cores))
+    options = [f"--group={group.name}", f"--backend={group.backend}", f"--threads={threads}", f"--cores={cores}"]
+    return [python, "-u", "-X", "faulthandler", "-m", "daemons", *options]
 
 
 N_KEPT = 400
@@ -218,7 +186,6 @@ def _exception(lines: Sequence[str]) -> str:
 
 
 def _frames(lines: Sequence[str]) -> Iterator[re.Match[str]]:
-    """Yield the frames at the beginning of `lines`."""
     for line in lines:
         found = _FRAME.fullmatch(line)
         if found is None:
@@ -317,7 +284,7 @@ class ProcessEnd:
 
 
 class Child:
-    """A running or just ended process, a `DaemonProcess`. The links that were opened on its sockets close them.
+    """A running or just ended process. The links that were opened on its sockets close them.
 
     `on_line(stream, line)` gets its output, `on_exit(ended)` comes once, after the last line.
     """
@@ -357,13 +324,11 @@ class Child:
     def open_link(
         self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None]
     ) -> Link:
-        """Open the supervisor's end of the link."""
         return Link(self.link_socket, on_frame, on_closed, name=name)
 
     def open_pulse(
         self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None]
     ) -> Link:
-        """Open the supervisor's end of the pulse."""
         return Link(self.pulse_socket, on_frame, on_closed, channel=Channel.PULSE, name=name)
 
     def send(self, to_send: ProcessSignal) -> None:
@@ -453,11 +418,13 @@ def find_python(python: str, path: str | None) -> str:
 
 
 def spawn(
-    make_launch: Callable[[Handles], Launch],
+    command: Sequence[str],
+    env: Mapping[str, str],
+    directory: Path,
     on_line: Callable[[str, str], None],
     on_exit: Callable[[ProcessEnd], None],
 ) -> Child:
-    """Start a process with two inherited sockets, its own session and no other descriptor, and watch it.
+    """Start a process with two inherited sockets, named in its arguments, its own session and no other descriptor.
 
     Its own session keeps a terminal's Ctrl-C and hang-up with the supervisor. Raises SpawnError; call it in the main
     thread.
@@ -469,16 +436,16 @@ def spawn(
         sockets += socket.socketpair()
         sockets += socket.socketpair()
         link, child_link, pulse, child_pulse = sockets
-        launch = make_launch(Handles(child_link.fileno(), child_pulse.fileno(), os.getpid()))
+        fds = (child_link.fileno(), child_pulse.fileno())
         process = subprocess.Popen(
-            launch.argv,
-            env=launch.env,
-            cwd=launch.directory,
+            [*command, f"--link-fd={fds[0]}", f"--pulse-fd={fds[1]}", f"--parent-pid={os.getpid()}"],
+            env=env,
+            cwd=directory,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            pass_fds=(child_link.fileno(), child_pulse.fileno()),
+            pass_fds=fds,
             start_new_session=True,
         )
         _limit_files(process.pid)

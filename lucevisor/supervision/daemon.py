@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,8 +26,7 @@ from lucevisor.protocol.steps import StepResult
 from lucevisor.protocol.transport import Link
 from lucevisor.protocol.validation import MAX_INTEGER, DaemonFacts, UnansweredStep, fault_of
 from lucevisor.supervision import events as ev
-from lucevisor.supervision.child import ProcessEnd
-from lucevisor.supervision.launcher import DaemonProcess
+from lucevisor.supervision.child import Child, ProcessEnd
 from lucevisor.supervision.states import State
 
 
@@ -116,20 +114,19 @@ class Daemon:
         self.loaded: Loaded | None = None
         self.heartbeat: Heartbeat | None = None
         self.link: Link
-        self.child: DaemonProcess
+        self.child: Child
         self._pulse: Link
         self._expected = expected
         self._callbacks = callbacks
         self._emit = emit
         self._ready = False
         self._distrusted = False  # it sent an impossible message, so all others are ignored
-        self._facts = DaemonFacts(0.0)
-        self._started_at = time.monotonic()
+        self._facts = DaemonFacts()
         self._loading: asyncio.Task[None] | None = None
         self._ended: ProcessEnd | None = None
         self._log = _log.bind(group=self.name)
 
-    def adopt(self, child: DaemonProcess) -> None:
+    def adopt(self, child: Child) -> None:
         """Take over the process and open its channels."""
         self.child = child
         self._log = _log.bind(group=self.name, pid=child.pid)
@@ -143,7 +140,6 @@ class Daemon:
     # ---- instructions of the machine
 
     def send_load(self) -> None:
-        """Get the Load message from the owner, and send it."""
         assert self.hello is not None
         self._loading = asyncio.get_running_loop().create_task(self._load(self.hello), name=f"load of {self.name}")
 
@@ -172,7 +168,6 @@ class Daemon:
     # ---- what the process sends
 
     def on_line(self, stream: str, line: str) -> None:
-        """Take a line of output."""
         self._log.info("output", stream=stream, line=line)
 
     def on_ended(self, ended: ProcessEnd) -> None:
@@ -201,7 +196,7 @@ class Daemon:
         try:
             order = await self._callbacks.make_load(self.name, hello)
             replays = bool(order.load.replay)
-            self._facts = DaemonFacts(0.0, order.load, replays=replays, vocabulary=order.vocabulary)
+            self._facts = DaemonFacts(order.load, replays=replays, vocabulary=order.vocabulary)
             self.link.send(order.load, fds=order.fds)
         except LinkClosed:
             return  # on_closed reports it
@@ -219,7 +214,6 @@ class Daemon:
         """Return whether a frame is valid; an impossible one fails the daemon."""
         if self._distrusted:
             return False
-        self._facts.age_s = time.monotonic() - self._started_at
         message, asked = frame.message, None
         if isinstance(message, StepResult) and self._ready:
             asked = self._callbacks.find_step(self.name, message.stage, message.step_id)

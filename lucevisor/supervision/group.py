@@ -25,7 +25,7 @@ from lucevisor.protocol.transport import Link
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.child import SpawnError
 from lucevisor.supervision.daemon import Callbacks, Daemon
-from lucevisor.supervision.launcher import Launcher
+from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.machine import Machine
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.spares import Spares, SpareStatus
@@ -52,7 +52,7 @@ class GroupSupervisor:
         self,
         config: GroupConfig,
         threads: int,
-        launcher: Launcher,
+        launcher: LocalLauncher,
         callbacks: Callbacks,
         *,
         devices: Sequence[int] = (0,),
@@ -107,7 +107,6 @@ class GroupSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """The pid of the present process."""
         return self._machine.pid or None
 
     @property
@@ -117,7 +116,6 @@ class GroupSupervisor:
 
     @property
     def hello(self) -> Hello | None:
-        """The hello of the present process."""
         return self._live_daemon.hello if self._live_daemon else None
 
     @property
@@ -143,7 +141,6 @@ class GroupSupervisor:
 
     @property
     def link(self) -> Link | None:
-        """The link, while the group takes steps."""
         usable = self.state in (State.READY, State.DRAINING)
         return self._live_daemon.link if self._live_daemon and usable else None
 

@@ -1,8 +1,6 @@
-"""Launchers of daemons, and the two channels to a daemon.
+"""Launches daemons as child processes of this host.
 
-A :class:`Launcher` is all that supervision knows of where daemons run: `LocalLauncher` makes child processes of this
-host and speaks over socketpairs. Knows no states and no messages. Invariant: a launched process reports its exit once,
-after its last line of output.
+Invariant: a launched process reports its exit once, after its last line of output.
 """
 
 from __future__ import annotations
@@ -10,21 +8,16 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import lucevisor
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.errors import ProtocolError
-from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import SHARED_PACKAGES, source_hash
-from lucevisor.protocol.transport import Link
 from lucevisor.source_tree import locate
-from lucevisor.supervision.child import Child, OutputLines, ProcessEnd, SpawnError, find_python, launch, spawn
-from lucevisor.supervision.events import ProcessSignal
+from lucevisor.supervision.child import Child, ProcessEnd, SpawnError, daemon_command, environment, find_python, spawn
 
 _NAME = "staging"
 _DAEMONS = "daemons"
@@ -84,50 +77,11 @@ def stage_packages(run_dir: Path) -> StagedPackages:
     return StagedPackages(staging, source_hash(own, daemons))
 
 
-OnFrame = Callable[[Frame], None]
-OnClosed = Callable[[ProtocolError], None]
-
-
-class DaemonProcess(Protocol):
-    """A launched daemon. Each channel is opened once, right after the launch; whoever opens it closes it."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id, for logs and `status`."""
-
-    @property
-    def lines(self) -> Mapping[str, OutputLines]:
-        """Its last output, by stream."""
-
-    def open_link(self, name: str, on_frame: OnFrame, on_closed: OnClosed) -> Link:
-        """The channel of steps and results."""
-
-    def open_pulse(self, name: str, on_frame: OnFrame, on_closed: OnClosed) -> Link:
-        """The channel of heartbeats, load progress and logs."""
-
-    def send(self, to_send: ProcessSignal) -> None:
-        """Signal the process. Raises ProcessLookupError when it is gone."""
-
-
-class Launcher(Protocol):
-    """Starts daemons that run the supervisor's own sources."""
-
-    @property
-    def source_hash(self) -> str:
-        """Hash that a daemon must report in its hello."""
-
-    def launch(
-        self,
-        config: GroupConfig,
-        threads: int,
-        on_line: Callable[[str, str], None],
-        on_exit: Callable[[ProcessEnd], None],
-    ) -> DaemonProcess:
-        """Start the group's daemon; `threads` is 0 for the library's choice. Raises SpawnError."""
-
-
 class LocalLauncher:
-    """Child processes of this one; use it in the main thread."""
+    """Starts daemons that run the supervisor's own sources; use it in the main thread.
+
+    `source_hash`: what a daemon must report in its hello.
+    """
 
     def __init__(self, staging: StagedPackages) -> None:
         self.source_hash = staging.source_hash
@@ -148,4 +102,5 @@ class LocalLauncher:
         except LucevisorError as error:
             raise SpawnError(str(error), configuration=True) from error
         directory = self._staging.directory
-        return spawn(lambda handles: launch(config, threads, directory, os.environ, python, handles), on_line, on_exit)
+        daemon_env = environment(config, threads, directory, os.environ)
+        return spawn(daemon_command(config, threads, python), daemon_env, directory, on_line, on_exit)

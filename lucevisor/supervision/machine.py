@@ -65,13 +65,11 @@ class Timers:
         return timer in self._due and at < self._due[timer]
 
     def arm(self, timer: Timer, now: float, after_s: float) -> StartTimer:
-        """Start or restart a timer."""
         self._rechecked.discard(timer)
         self._due[timer] = now + after_s
         return StartTimer(timer, after_s)
 
     def disarm(self, *timers: Timer) -> Iterator[CancelTimer]:
-        """Cancel those of `timers` that run."""
         for timer in timers:
             self._rechecked.discard(timer)
             if self._due.pop(timer, None) is not None:
@@ -248,7 +246,6 @@ class Machine:
             self._arm(Timer.DRAIN, drain_s)
 
     def _shorten_deadline(self) -> None:
-        """Apply a shorter deadline to the present level."""
         left_s = self._left_s() / (2 if self._level is _Escalation.MESSAGE else 1)
         if self._level is _Escalation.KILL:
             return

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lucevisor.config import GroupConfig
 from lucevisor.model.values import Backend
@@ -17,12 +19,11 @@ from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
 from lucevisor.protocol.loading import Hello
 from lucevisor.protocol.messages import Check, Checked, Failed, Shutdown
-from lucevisor.protocol.transport import Link
 from lucevisor.supervision.child import ProcessEnd, SpawnError
 from lucevisor.supervision.events import ProcessSignal
-from lucevisor.supervision.launcher import Launcher
+from lucevisor.supervision.launcher import LocalLauncher, stage_packages
 
-EXIT_S = 3.0
+HELLO_S, EXIT_S = 60.0, 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +65,25 @@ class _Session:
         await asyncio.wait({future, self.ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return future.done()
 
+    def problem(self, otherwise: str) -> str:
+        if not self.ended.done():
+            return self.failure or self.closed or otherwise
+        ended = self.ended.result()
+        how = f"signal {ended.signal}" if ended.signal is not None else f"code {ended.code}"
+        return self.failure or f"its interpreter ended with {how}: {ended.hint or 'nothing on standard error'}"
+
+
+@contextlib.contextmanager
+def launching() -> Iterator[LocalLauncher]:
+    with tempfile.TemporaryDirectory(prefix="lucevisor-probe-") as directory:
+        yield LocalLauncher(stage_packages(Path(directory)))
+
 
 async def probe(
     group: GroupConfig,
-    launcher: Launcher,
+    launcher: LocalLauncher,
     devices: Sequence[int],
     check: tuple[Check, Sequence[int]] | None,
-    hello_s: float,
     check_s: float,
 ) -> Probe:
     """Start the group's interpreter, take its hello, run ``check`` (a Check and its descriptors) and stop it."""
@@ -81,15 +94,19 @@ async def probe(
         return Probe(problem=e.reason)
     link = child.open_link(f"{group.name} link", session.on_frame, session.on_closed)
     pulse = child.open_pulse(f"{group.name} pulse", lambda _: None, lambda _: None)
+    expected = Expected(group.name, Backend(group.backend), launcher.source_hash, list(devices))
     try:
-        return await _ask(
-            session,
-            link,
-            Expected(group.name, Backend(group.backend), launcher.source_hash, list(devices)),
-            check,
-            hello_s,
-            check_s,
-        )
+        if not await session.answer(session.hello, HELLO_S):
+            return Probe(problem=session.problem(f"no hello within {HELLO_S:.0f} s"))
+        hello = session.hello.result()
+        if problems := check_hello(hello, expected):
+            return Probe(hello, problem="; ".join(map(str, problems)))
+        if check is None:
+            return Probe(hello)
+        link.send(check[0], fds=check[1])
+        if not await session.answer(session.checked, check_s):
+            return Probe(hello, problem=session.problem(f"the check did not end within {check_s:.0f} s"))
+        return Probe(hello, session.checked.result())
     finally:
         with contextlib.suppress(ProtocolError):
             link.send(Shutdown("the probe is over"))
@@ -99,34 +116,3 @@ async def probe(
             await asyncio.wait({session.ended}, timeout=EXIT_S)
         link.close()
         pulse.close()
-
-
-async def _ask(
-    session: _Session,
-    link: Link,
-    expected: Expected,
-    check: tuple[Check, Sequence[int]] | None,
-    hello_s: float,
-    check_s: float,
-) -> Probe:
-    if not await session.answer(session.hello, hello_s):
-        return Probe(problem=_problem(session, f"no hello within {hello_s:.0f} s"))
-    hello = session.hello.result()
-    problems = check_hello(hello, expected)
-    if problems:
-        return Probe(hello, problem="; ".join(str(p) for p in problems))
-    if check is None:
-        return Probe(hello)
-    order, fds = check
-    link.send(order, fds=fds)
-    if not await session.answer(session.checked, check_s):
-        return Probe(hello, problem=_problem(session, f"the check did not end within {check_s:.0f} s"))
-    return Probe(hello, session.checked.result())
-
-
-def _problem(session: _Session, otherwise: str) -> str:
-    if not session.ended.done():
-        return session.failure or session.closed or otherwise
-    ended = session.ended.result()
-    how = f"signal {ended.signal}" if ended.signal is not None else f"code {ended.code}"
-    return session.failure or f"its interpreter ended with {how}: {ended.hint or 'nothing on standard error'}"

@@ -72,7 +72,6 @@ TRANSITIONS: dict[State, dict[State, str]] = {
 
 
 def diagram() -> str:
-    """Return the table as a mermaid state diagram, one line a move."""
     lines = ["stateDiagram-v2", "    [*] --> STOPPED"]
     for source, targets in TRANSITIONS.items():
         lines += [
@@ -82,7 +81,6 @@ def diagram() -> str:
 
 
 def page() -> str:
-    """Return the whole text of docs/states.md."""
     rows = [
         f"| {source.name} | {target.name} | {cause} |"
         for source, targets in TRANSITIONS.items()

@@ -1,7 +1,4 @@
-"""Fill-in-the-middle prompts, of the tokens that a vocabulary has for them.
-
-Pure.  Knows the names that families gave these tokens, as llama.cpp does.
-"""
+"""Fill-in-the-middle prompts, of the tokens that a vocabulary has for them."""
 
 from __future__ import annotations
 
@@ -43,7 +40,6 @@ class InfillTokens:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> InfillTokens | None:
-        """Return those of a vocabulary, None if it has none."""
         for names in _NAMES:
             prefix, suffix, middle = map(tokenizer.token_id, names)
             if prefix is not None and suffix is not None and middle is not None:

@@ -1,10 +1,12 @@
-"""The work that llguidance may do for one grammar, and how it says that this is too little."""
+"""The work that llguidance may do for one grammar, and the error for one that it refuses."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from llguidance import LLParserLimits
+
+from lucevisor.errors import LucevisorError
 
 _STEP_FUEL: Final = 200_000  # some 20 ms
 
@@ -24,6 +26,10 @@ def _limits(step_fuel: int) -> LLParserLimits:
 LIMITS: Final = _limits(_STEP_FUEL)
 TRIAL_LIMITS: Final = _limits(_STEP_FUEL // 2)
 """For an expression that is tried alone: what is around it, and a large vocabulary, take work as well."""
+
+
+class GrammarError(LucevisorError):
+    """A grammar is malformed or takes too much work; the message says why."""
 
 
 def is_panic(error: BaseException) -> bool:

@@ -1,8 +1,4 @@
-"""Converts OpenAI chat messages into what chat templates expect.
-
-Knows the message schema and what a template supports (`TemplateTraits`), not Jinja. Invariant: client text is never
-changed, only its structure: parts and system messages are joined, JSON arguments decoded, roles and fields renamed.
-"""
+"""Converts OpenAI chat messages into what chat templates expect, without changing the client's text."""
 
 from __future__ import annotations
 
@@ -27,8 +23,7 @@ class TemplateError(LucevisorError):
 
 @dataclass(frozen=True)
 class TemplateTraits:
-    """What a template supports: a list of content parts, the role `developer`, tool results inside a call, system
-    messages besides the first message."""
+    """What a template supports."""
 
     content_parts: bool
     developer_role: bool
@@ -135,7 +130,6 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _integer(digits: str) -> object:
-    """Return an integer; one that exceeds Python's digit limit stays text."""
     return int(digits) if len(digits) <= _MAX_DIGITS else digits
 
 

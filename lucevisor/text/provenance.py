@@ -1,9 +1,7 @@
 """Text that tracks which of its characters a chat template wrote.
 
-Knows no Jinja or tokens. `TracedText` is a `str` with one origin byte per character (1: a template literal, 0: any
-other text); it compares, searches and hashes like the plain string, so templates see no difference. Invariant: a
-character is marked only if it was copied from a template literal; operations that cannot be tracked (formatting, JSON,
-translation tables) return a plain `str`, which counts as foreign, so errors are on the safe side.
+`TracedText` is a `str` with one origin byte per character (1: a template literal, 0: any other text).  Operations that
+cannot be tracked return a plain `str`, which counts as foreign, so errors are on the safe side.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ class TracedText(str):
 
     @classmethod
     def own(cls, text: str) -> TracedText:
-        """Return a text that the template wrote itself."""
         return cls(text, _OWN * len(text))
 
     @classmethod
@@ -78,35 +75,27 @@ class TracedText(str):
         return str.__str__(self), self.origin
 
     def lstrip(self, chars: str | None = None, /) -> TracedText:
-        """Like str.lstrip."""
         return self[len(self) - len(str.lstrip(self, chars)) :]
 
     def rstrip(self, chars: str | None = None, /) -> TracedText:
-        """Like str.rstrip."""
         return self[: len(str.rstrip(self, chars))]
 
     def strip(self, chars: str | None = None, /) -> TracedText:
-        """Like str.strip."""
         return self.lstrip(chars).rstrip(chars)
 
     def removeprefix(self, prefix: str, /) -> TracedText:
-        """Like str.removeprefix."""
         return self[len(self) - len(str.removeprefix(self, prefix)) :]
 
     def removesuffix(self, suffix: str, /) -> TracedText:
-        """Like str.removesuffix."""
         return self[: len(str.removesuffix(self, suffix))]
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        """Like str.split."""
         return self._locate(str.split(self, sep, maxsplit), sep)
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        """Like str.rsplit."""
         return self._locate(str.rsplit(self, sep, maxsplit), sep)
 
     def splitlines(self, keepends: bool = False) -> list[str]:
-        """Like str.splitlines."""
         _check_pieces(str.count(self, "\n"))
         lines, start = [], 0
         for full, line in zip(str.splitlines(self, True), str.splitlines(self, keepends), strict=True):
@@ -115,15 +104,12 @@ class TracedText(str):
         return list[str](lines)
 
     def partition(self, sep: str, /) -> tuple[str, str, str]:
-        """Like str.partition."""
         return self._cut(str.partition(self, sep))
 
     def rpartition(self, sep: str, /) -> tuple[str, str, str]:
-        """Like str.rpartition."""
         return self._cut(str.rpartition(self, sep))
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
-        """Like str.replace."""
         if not old:  # inserts between all characters
             _check_length(len(self) + (len(self) + 1) * len(new))
             return str.replace(self, old, new, count)
@@ -133,27 +119,21 @@ class TracedText(str):
         return concatenate(_between(new, self.split(old, count)))
 
     def join(self, parts: Iterable[str], /) -> str:
-        """Like str.join."""
         return concatenate(_between(self, list(parts)))
 
     def upper(self) -> str:
-        """Like str.upper."""
         return self._same_places(str.upper(self))
 
     def lower(self) -> str:
-        """Like str.lower."""
         return self._same_places(str.lower(self))
 
     def title(self) -> str:
-        """Like str.title."""
         return self._same_places(str.title(self))
 
     def capitalize(self) -> str:
-        """Like str.capitalize."""
         return self._same_places(str.capitalize(self))
 
     def _locate(self, pieces: Sequence[str], sep: str | None) -> list[str]:
-        """Return the pieces of a split as slices of this text, each found after the previous one."""
         _check_pieces(len(pieces))
         located: list[str] = []
         start = 0
@@ -195,7 +175,6 @@ def _check_pieces(n_pieces: int) -> None:
 
 
 def _between(separator: str, parts: Sequence[str]) -> list[str]:
-    """Return the parts with the separator between them."""
     spread = [separator] * max(2 * len(parts) - 1, 0)
     spread[::2] = parts
     return spread

@@ -1,7 +1,6 @@
 """References of a JSON schema, resolved within it by pointer, identifier and anchor; nothing is fetched.
 
-Invariant: the result of ``flattened`` allows what the schema allows, and each reference in it is ``#/$defs/NAME``, with
-a definition at its root.
+In a flattened schema each reference is ``#/$defs/NAME``, with a definition at its root.
 """
 
 from __future__ import annotations
@@ -9,11 +8,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import unquote, urldefrag, urljoin
 
-from lucevisor.errors import LucevisorError, show
+from lucevisor.errors import show
+from lucevisor.text.llguidance_limits import GrammarError
 
 Schema = Mapping[str, Any]
 
@@ -38,17 +38,25 @@ _LEFT_OUT: Final = frozenset(["$schema", "$id", "$recursiveAnchor", *_ANCHORS, *
 _OLD_DRAFTS: Final = ("draft-03", "draft-04", "draft-06", "draft-07")
 
 
-class UnresolvedReferenceError(LucevisorError):
+class UnresolvedReferenceError(GrammarError):
     """A reference leads nowhere within its schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A schema within a document.  ``path``: a pointer to it, for messages."""
+    """A schema within a document.  ``path``: a pointer to it, for messages; ``base``: its base URI, where it counts."""
 
     schema: Any
-    base: str
     path: str
+    base: str = ""
+
+    def child(self, *steps: str | int) -> Place:
+        """Return what lies under these keys; raises LookupError."""
+        value, path = self.schema, self.path
+        for step in steps:
+            value = value[step]
+            path += "/" + str(step).replace("~", "~0").replace("/", "~1")
+        return Place(value, path, self.base)
 
 
 class Document:
@@ -59,26 +67,22 @@ class Document:
         self.ref_stands_alone = isinstance(dialect, str) and any(draft in dialect for draft in _OLD_DRAFTS)
         """Whether the dialect ignores keywords beside ``$ref``."""
         self._id_key = "id" if isinstance(dialect, str) and "draft-04" in dialect else "$id"
-        self.root = Place(root, self._base(root, ""), "#")
+        self.root = Place(root, "#", self._base(root, ""))
         self._resources: dict[str, Place] = {}  # the root, and every schema with an identifier of its own
         self._anchors: dict[tuple[str, str], Place] = {}
         self._n_dynamic: dict[str, int] = {}
         self._index()
 
     def child(self, place: Place, *steps: str | int) -> Place:
-        """Return what lies under these keys; raises LookupError."""
-        value, base, path = place.schema, place.base, place.path
+        """Return what lies under these keys, with its base; raises LookupError."""
         for step in steps:
-            value = value[step]
-            base = self._base(value, base) if isinstance(value, Mapping) else base
-            path += "/" + str(step).replace("~", "~0").replace("/", "~1")
-        return Place(value, base, path)
+            place = place.child(step)
+            if isinstance(place.schema, Mapping):
+                place = replace(place, base=self._base(place.schema, place.base))
+        return place
 
     def target(self, place: Place, key: str) -> Place:
-        """Return what the reference that a schema has under a key leads to.
-
-        Raises UnresolvedReferenceError, also where that depends on how the schema was reached.
-        """
+        """Return what the reference that a schema has under a key leads to; raises UnresolvedReferenceError."""
         reference = place.schema[key]
         try:
             if key == "$recursiveRef" and len({id(resource.schema) for resource in self._resources.values()}) > 1:
@@ -148,22 +152,18 @@ class Document:
 
 
 def flattened(schema: Schema, *, lenient: bool = True) -> dict[str, Any]:
-    """Return the schema with its references resolved, and with the definitions that they reach.
-
-    A reference that leads nowhere is left out if ``lenient``, so that it allows anything.  Raises
-    UnresolvedReferenceError.
+    """Return the schema with its references resolved, and the definitions that they reach; ``lenient``: as far as it
+    can.
     """
     return Flattener(schema, lenient).flattened()
 
 
 def resolved_name(schema: Schema) -> str:
-    """Return the name of the definition that the reference of a flattened schema leads to."""
     name: str = schema["$ref"].removeprefix(_PREFIX)
     return name
 
 
 def resolved(schema: Schema, definitions: Schema) -> Any:
-    """Return what the reference of a flattened schema leads to."""
     return definitions[resolved_name(schema)]
 
 
@@ -196,10 +196,7 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def without_endless(schema: Mapping[str, Any]) -> dict[str, Any] | bool:
-    """Return a flattened schema with False for each reference to a schema that has no value with an end.
-
-    A text that followed a grammar of such a schema would never end.
-    """
+    """Return a flattened schema with False for each reference to a schema that has no value with an end."""
     definitions = schema.get("$defs", {})
     waiting, ending, n_before = list(definitions.items()), set[str](), -1
     while waiting and len(ending) > n_before:

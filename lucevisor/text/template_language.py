@@ -1,17 +1,17 @@
 """The Jinja dialect of chat templates, in a sandbox, with the origin of every character kept.
 
-Knows neither messages nor tokens. Gives the same text as transformers' `apply_chat_template` (same block trimming,
-`tojson`, `raise_exception`, `strftime_now`, loop controls, `generation` tag), as `TracedText`: each string literal of
-the template is compiled to `TracedText.own`, joins go through `concatenate`, everything a caller passes in is plain
-and therefore foreign.
-Invariant: a template can neither reach Python's internals nor change its arguments (`ImmutableSandboxedEnvironment`),
-and what a rendering costs is bounded (`template_limits`).
+Gives the same text as transformers' `apply_chat_template`, as `TracedText`: each string literal of the template is
+compiled to `TracedText.own`, joins go through `concatenate`, everything a caller passes in is foreign.  A rendering
+ends after MAX_CPU_S, and no operator makes more than MAX_CHARS, as a template is a program that came with the weights.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -27,14 +27,22 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from lucevisor.text import template_limits
 from lucevisor.text.provenance import MAX_CHARS, TracedText, concatenate
 
+MAX_SOURCE_CHARS: Final = 256 << 10
+"""Ten times the longest published template; Jinja takes 1.6 KB per character to compile."""
+MAX_CPU_S: Final = 5.0
+MAX_BITS: Final = 4096
+_DEADLINE_S: ContextVar[float] = ContextVar("CPU time of the thread at which its rendering ends", default=math.inf)
 _FOLLOWED_METHODS: Final = frozenset(["join", "replace"])
 
 
 class RaisedByTemplate(JinjaError):
     """The template rejected its input with `raise_exception`."""
+
+
+class TemplateLimitExceeded(SecurityError):
+    """A template takes more time or memory than any prompt needs."""
 
 
 class _OriginCodeGenerator(CodeGenerator):
@@ -57,29 +65,11 @@ class _OriginCodeGenerator(CodeGenerator):
             self.write("), ")
         self.write("))")
 
-    def visit_List(self, node: nodes.List, frame: Frame) -> None:
-        self._nested(super().visit_List, node, frame)
-
-    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
-        self._nested(super().visit_Dict, node, frame)
-
-    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
-        if node.ctx == "load":
-            self._nested(super().visit_Tuple, node, frame)
-        else:
-            super().visit_Tuple(node, frame)
-
-    def _nested(self, visit: Callable[[Any, Frame], None], node: nodes.Expr, frame: Frame) -> None:
-        self.write("environment.nested(")
-        visit(node, frame)
-        self.write(")")
-
     def _output_const_repr(self, group: Iterable[Any]) -> str:
         return _source("".join(map(str, group)))
 
 
 def _source(value: object) -> str:
-    """Return Python source for a constant of a template."""
     if isinstance(value, str):
         return f"environment.own({str.__str__(value)!r})"
     if isinstance(value, list):
@@ -131,11 +121,33 @@ class _TemplateDict:
 
 
 class _BoundedTemplate(Template):
-    """A compiled template with a budget per rendering."""
+    """A compiled template with a deadline per rendering."""
 
     def render(self, *args: Any, **kwargs: Any) -> str:
-        with template_limits.budget():
+        token = _DEADLINE_S.set(time.thread_time() + MAX_CPU_S)
+        try:
             return super().render(*args, **kwargs)
+        finally:
+            _DEADLINE_S.reset(token)
+
+
+def _check_time() -> None:
+    if time.thread_time() > _DEADLINE_S.get():
+        raise TemplateLimitExceeded(f"takes longer than {MAX_CPU_S:g} s")
+
+
+def _check_size(operator: str, left: Any, right: Any) -> None:
+    """Raise TemplateLimitExceeded for an operator whose result would be too large."""
+    if isinstance(left, int) and isinstance(right, int):
+        factor = right if operator == "**" else 2
+        is_large = operator != "+" and max(left.bit_length(), right.bit_length()) * factor > MAX_BITS
+    elif operator == "+":
+        is_large = isinstance(left, Sequence) and isinstance(right, Sequence) and len(left) + len(right) > MAX_CHARS
+    else:
+        many, times = (left, right) if isinstance(right, int) else (right, left)
+        is_large = isinstance(many, Sequence) and isinstance(times, int) and len(many) * times > MAX_CHARS
+    if is_large:
+        raise TemplateLimitExceeded(f"makes a value too large by {operator}")
 
 
 class TemplateLanguage(ImmutableSandboxedEnvironment):
@@ -143,17 +155,15 @@ class TemplateLanguage(ImmutableSandboxedEnvironment):
 
     code_generator_class = _OriginCodeGenerator
     template_class = _BoundedTemplate
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
+    intercepted_binops = frozenset(["+", "*", "**"])
     concat = staticmethod(concatenate)  # Jinja's hook for results other than str
     own = staticmethod(TracedText.own)
-    step = staticmethod(template_limits.step)
-    nested = staticmethod(template_limits.nested)
+    step = staticmethod(_check_time)
 
     def __init__(self, clock: Callable[[], datetime]) -> None:
         extensions = ["jinja2.ext.loopcontrols", _GenerationTag]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self.filters.update(tojson=_to_json, join=_join, replace=_replace, indent=_indent)
-        self.filters = {name: template_limits.counted_filter(name, function) for name, function in self.filters.items()}
         del self.globals["lipsum"]  # generates unlimited text, and no chat template needs it
         self.globals.update(
             raise_exception=_raise_exception,
@@ -167,22 +177,18 @@ class TemplateLanguage(ImmutableSandboxedEnvironment):
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str) and not isinstance(owner, TracedText) and __obj.__name__ in _FOLLOWED_METHODS:
             __obj = getattr(TracedText.of(owner), __obj.__name__)
-        template_limits.check_call(__obj, args, kwargs)
-        result = super().call(__context, __obj, *args, **kwargs)
-        template_limits.step(result)
-        return result
+        _check_time()
+        return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Apply an operator whose result may be larger than its operands."""
-        template_limits.check_operator(operator, left, right)
-        result = super().call_binop(context, operator, left, right)
-        template_limits.step(result)
-        return result
+        _check_size(operator, left, right)
+        return super().call_binop(context, operator, left, right)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parse a template, and count each iteration of its loops as a step."""
-        if len(source) > template_limits.MAX_SOURCE_CHARS:
-            raise template_limits.TemplateLimitExceeded(f"has more than {template_limits.MAX_SOURCE_CHARS} characters")
+        """Parse a template, and look at the time in each iteration of its loops."""
+        if len(source) > MAX_SOURCE_CHARS:
+            raise TemplateLimitExceeded(f"has more than {MAX_SOURCE_CHARS} characters")
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
             count = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None, lineno=loop.lineno)
@@ -225,8 +231,6 @@ def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = Fal
     """Jinja's `indent` filter, origins kept."""
     indention = width if isinstance(width, str) else " " * width
     head, *lines_below = (TracedText.of(s) + "\n").splitlines()
-    if len(s) + len(lines_below) * len(indention) > MAX_CHARS:
-        raise template_limits.TemplateLimitExceeded(f"indents to more than {MAX_CHARS} characters")
     lines = [indention + line if line or blank else line for line in lines_below]
     indented = TracedText("\n").join([head, *lines])
     return indention + indented if first else indented

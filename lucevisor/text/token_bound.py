@@ -1,10 +1,7 @@
 """Lower bound for the number of tokens of a text, from its bytes: reject what cannot fit before it is tokenised.
 
-Knows token bytes, no merges.  A token holds at most M bytes from a set of byte values (all, letters, the letter a,
-...), where M is the maximum over the vocabulary, so a text with c such bytes has at least c / M tokens; the largest of
-these bounds counts.
-Invariant: the bound never exceeds the true number of tokens.  Where that is unknown (unknown characters are fused into
-one token, or dropped) it is 0.
+A token holds at most M bytes from a set of byte values (all, those that are not blank, letters), so a text with c such
+bytes has at least c / M tokens.  The bound is 0 where unknown characters are fused into one token, or dropped.
 
 NFC shortens a text to 2/7 at most (U+1FBE U+0308 U+0301 is U+0390; a test checks every character) and combines letters
 with what follows them: with NFC, only ASCII text is counted by sets.
@@ -16,9 +13,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 from lucevisor.text.schemes import Normal, Scheme
 from lucevisor.text.vocabulary import TokenType, Vocabulary
 
@@ -28,32 +22,22 @@ NFC_SHRINKS: Final = 4
 SURROGATES: Final = re.compile("[\ud800-\udfff]")
 """JSON may carry half of a surrogate pair; no UTF-8 holds it, and it is tokenised as U+FFFD."""
 
-_CHUNK_BYTES: Final = 1 << 20
-_BLANKS: Final = b" \t\r\n"
 _LETTERS: Final = bytes([*range(0x41, 0x5B), *range(0x61, 0x7B)])
+_NOT_COUNTED: Final = (b"", b" \t\r\n", bytes(i for i in range(256) if i not in _LETTERS))
+"""What each set leaves out: nothing, blanks, all but letters."""
 
 
 class TokenBound:
-    """The bound for one vocabulary; takes a second to build for 262,144 tokens."""
+    """The bound for one vocabulary."""
 
     def __init__(
         self, vocabulary: Vocabulary, token_bytes: Iterable[bytes], scheme: Scheme, alphabet: Mapping[int, str]
     ) -> None:
         """`alphabet` translates the letters that byte-level tokens are written in (code points) to bytes."""
         self._nfc = scheme.normal is Normal.NFC
-        self._sets = _byte_sets()
-        max_counts = [0] * len(self._sets)
-        masks = [frozenset(np.flatnonzero(row).tolist()) for row in self._sets[256:]]
-        for raw in set(_forms(vocabulary, token_bytes, scheme, alphabet)):
-            values = set(raw)
-            for value in values:
-                if not max_counts[value] or (len(values) < len(raw) and raw.count(value) > max_counts[value]):
-                    max_counts[value] = raw.count(value)
-            for index, mask in enumerate(masks, 256):
-                if len(raw) > max_counts[index]:
-                    max_counts[index] = max(max_counts[index], sum(map(mask.__contains__, raw)))
-        self._most = np.maximum(np.array(max_counts, np.int64), 1)
-        self.max_token_bytes = int(max_counts[-1])
+        forms = set(_forms(vocabulary, token_bytes, scheme, alphabet))
+        self._most = [max(1, *(len(raw.translate(None, rest)) for raw in forms)) for rest in _NOT_COUNTED]
+        self.max_token_bytes = self._most[0]
         """Bytes that one token stands for at most."""
         self._known = _stands_for_every_byte(vocabulary, scheme)
 
@@ -61,22 +45,14 @@ class TokenBound:
         """Return a number of tokens that the text certainly has, whichever of its characters are trusted."""
         if not self._known:
             return 0
-        plain = text.isascii()
-        data = text.encode() if plain else SURROGATES.sub("\ufffd", text).encode()
-        if self._nfc and not plain:
-            return -(-len(data) // (NFC_SHRINKS * self.max_token_bytes))
-        counts = np.zeros(256, np.int64)
-        for start in range(0, len(data), _CHUNK_BYTES):
-            counts += np.bincount(np.frombuffer(data[start : start + _CHUNK_BYTES], np.uint8), minlength=256)
-        return int((-(-(self._sets @ counts) // self._most)).max())
-
-
-def _byte_sets() -> npt.NDArray[np.int64]:
-    """Return the sets as rows of ones: every byte value alone, letters, what is not blank, all bytes."""
-    letters = np.isin(np.arange(256), list(_LETTERS))
-    solid = ~np.isin(np.arange(256), list(_BLANKS))
-    rows = np.vstack([np.eye(256, dtype=bool), letters, solid, np.ones(256, bool)])
-    return rows.astype(np.int64)
+        if text.isascii():
+            data = text.encode()
+        else:
+            data = SURROGATES.sub("\ufffd", text).encode()
+            if self._nfc:
+                return -(-len(data) // (NFC_SHRINKS * self.max_token_bytes))
+        counts = (len(data.translate(None, rest)) for rest in _NOT_COUNTED)
+        return max(-(-count // most) for count, most in zip(counts, self._most, strict=True))
 
 
 def _forms(

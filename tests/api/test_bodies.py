@@ -117,7 +117,7 @@ class TestBodies:
         )
         message = answer["error"] if isinstance(answer["error"], str) else answer["error"]["message"]
         assert status == 400
-        assert message.startswith(f"{param}: holds U+D800, half of a surrogate pair")
+        assert message.startswith(f"{param}: holds bytes that are not UTF-8, or half of a surrogate pair")
         assert not client.rig.stage.opened
 
     @pytest.mark.parametrize("n_more", [0, 200_000])  # read in the loop, and in a worker
@@ -137,7 +137,7 @@ class TestBodies:
         status, answer = await client.ask(path, data=data, headers={"Content-Type": "application/json"})
         message = answer["error"] if isinstance(answer["error"], str) else answer["error"]["message"]
         assert status == 400
-        assert message == f"{param}: is not UTF-8 at its byte 0xE9; send bodies in UTF-8"
+        assert message.startswith(f"{param}: holds bytes that are not UTF-8, or half of a surrogate pair")
         assert (await client.chat())[0] == 200  # the worker lives
 
     async def test_too_large(self, start):

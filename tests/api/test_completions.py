@@ -6,7 +6,6 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import structlog
 
 from tests.api.conftest import until
 from tests.api.scripted_model import MODEL, OPENAI_SAMPLING, dice, ids_of, say, tokenizer
@@ -201,16 +200,14 @@ class TestRefusals:
 
 
 class TestParametersOfOtherServers:
-    async def test_those_without_effect_are_named_in_a_header_and_once_in_the_log(self, client):
+    async def test_those_without_effect_are_named_in_a_header(self, client):
         client.rig.stage.script = say(" world")
         fields = {"prompt": "Hello", "cache_prompt": True, "verbosity": "low"}
-        with structlog.testing.capture_logs() as lines:
-            for stream in (False, True, False):
-                async with client.session.post(client.url + PLAIN, json={**fields, "stream": stream}) as response:
-                    assert response.status == 200
-                    assert response.headers["X-Lucevisor-Ignored"] == "cache_prompt, verbosity"
-                    await response.read()
-        assert [line["parameters"] for line in lines if "parameters" in line] == [["cache_prompt", "verbosity"]]
+        for stream in (False, True):
+            async with client.session.post(client.url + PLAIN, json={**fields, "stream": stream}) as response:
+                assert response.status == 200
+                assert response.headers["X-Lucevisor-Ignored"] == "cache_prompt, verbosity"
+                await response.read()
 
     async def test_a_stop_token_ends_the_answer(self, client):
         client.rig.stage.script = say(" one two three")

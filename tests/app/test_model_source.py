@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -74,9 +73,6 @@ class Box:
         assert "Traceback" not in err, err
         return process.returncode, out, err
 
-    def unfinished(self) -> list[Path]:
-        return list(self.cache.glob("models--*/blobs/*.incomplete"))
-
 
 @pytest.fixture
 def box(tmp_path) -> Box:
@@ -88,9 +84,7 @@ def test_a_file_is_fetched_once_and_then_found(box, content):
         code, out, err = box.run(hub, plan=True)
         assert code == 0, err
         assert "qwen35, 4 layers" in out
-        lines = [line for line in err.splitlines() if "m.gguf" in line]
-        assert lines[0] == f"fetching me/model/m.gguf: {len(content)} bytes"
-        assert lines[-1] == f"fetching me/model/m.gguf 100% of {len(content)} bytes"
+        assert [line for line in err.splitlines() if "m.gguf" in line] == ["fetching me/model/m.gguf"]
         assert len(hub.gets()) == 1
         code, out, err = box.run(hub)
         assert (code, err) == (0, "")
@@ -110,40 +104,6 @@ def test_a_cut_connection_is_taken_up_where_it_broke(box, content):
     assert blob.read_bytes() == content
 
 
-def test_a_killed_start_is_taken_up_by_the_next(box, content):
-    with Hub({"m.gguf": content}, pause_s=0.15) as hub:
-        process = box.start(hub)
-        deadline = time.monotonic() + 30
-        while not (box.unfinished() and box.unfinished()[0].stat().st_size >= PIECE):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        process.kill()
-        _, err = process.communicate(timeout=20)
-        assert "Traceback" not in err
-        there = box.unfinished()[0].stat().st_size
-        hub.pause_s = 0.0
-        code, _, err = box.run(hub)
-        assert code == 0, err
-        assert hub.gets()[-1].range == f"bytes={there}-"
-        assert f", {there} are there" in err
-        assert "checking what was resumed" in err
-    assert box.unfinished() == []
-
-
-def test_damaged_left_overs_are_found_out_and_the_next_start_is_clean(box, content):
-    with Hub({"m.gguf": content}) as hub:
-        box.run(hub, HF_HUB_OFFLINE="1")  # no effect on an empty cache
-        name = sha256(content).hexdigest() + ".lucevisor.incomplete"
-        blobs = box.cache / "models--me--model" / "blobs"
-        blobs.mkdir(parents=True)
-        (blobs / name).write_bytes(b"x" * 1000)
-        code, _, err = box.run(hub)
-        assert code == 2
-        assert "m.gguf was resumed, but its bytes are wrong; start again" in err
-        code, _, err = box.run(hub)
-        assert code == 0, err
-
-
 def test_offline_with_and_without_cache(box, content):
     with Hub({"m.gguf": content}) as hub:
         code, _, err = box.run(hub, HF_HUB_OFFLINE="1")
@@ -159,9 +119,7 @@ def test_offline_with_and_without_cache(box, content):
         assert out.endswith("/m.gguf\n")
         assert len(hub.seen) == n
         url = hub.url
-    code, _, err = box.run(url)  # the hub is gone: what is there is used, and said so
-    assert code == 0
-    assert "taken from the cache, as the hub answered" in err
+    assert box.run(url)[0] == 0  # the hub is gone: what is there is used
 
 
 def test_a_hub_that_is_not_there_is_named(box):
@@ -222,7 +180,6 @@ def test_all_parts_of_a_split_file_come_and_only_missing_ones_later(box, parts):
         assert out.endswith(f"/{names[0]}\n")
         later = hub.gets()[before:]
         assert [s.path.removeprefix("/bytes/") for s in later] == names[1:]
-        assert later[0].range == f"bytes={PIECE}-"
         assert box.run(hub, names[0], HF_HUB_OFFLINE="1")[0] == 0
 
 

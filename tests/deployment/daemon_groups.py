@@ -17,18 +17,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.engine.core import Engine, EngineSettings
-from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.recovery import StateReplay
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, RequestHandle, TokenEvent
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.messages import KIND_OF
 from lucevisor.protocol.steps import CancelPending, PendingCancelled, Reset, ResetDone, StepResult
 from tests.engine.toy_drafter import ToyDrafter
 from tests.engine.toy_engine import HYBRID, limits
-from tests.engine.toy_pipeline import VOCABULARY, ToyDaemon, ToyLimits, ToyModel, ToyRows, ToyStage
+from tests.engine.toy_pipeline import ToyDaemon, ToyLimits, ToyModel, ToyRows, ToyStage
 
 
 def frame(message: StepResult | PendingCancelled | ResetDone, payload: bytes | memoryview = b"") -> Frame:
@@ -77,7 +76,7 @@ class Process:
         return frame(ResetDone(message.token))
 
 
-DRAFTING = SpeculationSettings(max_drafts=4, drafter=True, n_vocabulary=VOCABULARY)
+DRAFTING = SpeculationSettings(max_drafts=4, drafter=True)
 
 
 class Ticks:

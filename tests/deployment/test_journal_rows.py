@@ -36,31 +36,13 @@ def test_rows_come_back_at_another_place_and_region() -> None:
     arena.close()
 
 
-def test_long_copies_are_made_beside_and_in_order() -> None:
-    row_bytes = 64 * 1024
-    arena = Arena.create(ArenaPlan(boundary=0, region_bytes=64 * row_bytes, n_regions=2))
-    rows = JournalRows({0: arena}, row_bytes, 3 * 64 * row_bytes)
-    first, second = (np.full((64, row_bytes), n, dtype=np.uint8) for n in (1, 2))
-    arena.region(0)[:] = first.tobytes()
-    rows.file(0, 0, [RowCopy(0, 0, 0, 64)])  # long: in the thread
-    rows.copy(0, 1, 64)
-    rows.free(0)
-    arena.region(0)[:] = second.tobytes()
-    rows.file(0, 0, [RowCopy(0, 0, 0, 1)])  # short, but behind the others
-    rows.place(0, 1, [RowCopy(0, 0, 0, 2), RowCopy(1, 62, 2, 2)])
-    found = np.frombuffer(arena.region(1), dtype=np.uint8).reshape(-1, row_bytes)[:4]
-    assert found[:, 0].tolist() == [2, 1, 1, 1]
-    del found
-    arena.close()
-
-
-def test_rows_of_steps_are_gathered_in_a_file_behind_copies_on_their_way() -> None:
+def test_rows_of_steps_are_gathered_in_a_file() -> None:
     row_bytes = 64 * 1024
     arena = Arena.create(ArenaPlan(boundary=0, region_bytes=64 * row_bytes, n_regions=1))
     rows = JournalRows({0: arena}, row_bytes, 3 * 64 * row_bytes)
     numbers = np.arange(64, dtype=np.uint8).repeat(row_bytes)
     arena.region(0)[:] = numbers.tobytes()
-    rows.file(0, 0, [RowCopy(1, 0, 0, 64)])  # long: in the thread
+    rows.file(0, 0, [RowCopy(1, 0, 0, 64)])
     rows.file(0, 0, [RowCopy(2, 5, 9, 2)])
     with open(rows.gather([[RowCopy(1, 3, 0, 2), RowCopy(2, 5, 2, 2)], [], [RowCopy(1, 60, 0, 1)]]), "rb") as file:
         while not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_GROW:
@@ -68,13 +50,11 @@ def test_rows_of_steps_are_gathered_in_a_file_behind_copies_on_their_way() -> No
         found = np.frombuffer(file.read(), dtype=np.uint8).reshape(-1, row_bytes)
     assert found[:, 0].tolist() == [3, 4, 9, 10, 60]
     assert (found == found[:, :1]).all()
-    rows.free(0)
     arena.close()
 
 
 @pytest.mark.usefixtures("no_thread_begins")
 def test_where_no_thread_begins_there_is_no_journal() -> None:
-    """The event loop would wait for it otherwise, at the first long copy."""
     arena = Arena.create(ArenaPlan(boundary=0, region_bytes=64 * ROW_BYTES, n_regions=1))
     placed = SimpleNamespace(journal_bytes=3 * 64 * ROW_BYTES, max_step_tokens=64)
     assert journal_rows({(False, 0): arena}, placed) is None  # type: ignore[arg-type]

@@ -15,19 +15,19 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from lucevisor.deployment.swap_space import HostSwapSpace
-from lucevisor.engine.limits import EngineLimits, SpeculationSettings
+from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import ResidencyPolicy, max_window_pages
 from lucevisor.model.spec import LayerSpec, StateTensor
 from lucevisor.model.values import Dtype, Space
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import SamplingParams
 from tests.engine.test_freezer import freeze
 from tests.engine.test_outputs import Play, Scenario, lookups
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, check_answers, events_of, limits, request, told
-from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint
+from tests.engine.toy_pipeline import ToyConstraint
 from tests.engine.toy_transfers import ToyTransfers
 
 SPACES = [HYBRID, ALL_SPACES, frozenset({Space.FULL}), frozenset({Space.FULL, Space.WINDOW})]
@@ -151,9 +151,7 @@ def crowds(draw: st.DrawFn) -> Scenario:
             min_tokens=draw(st.sampled_from([1, 40])),
             unit_bytes={Space.FULL: 1, Space.WINDOW: 1, Space.RECURRENT: draw(st.sampled_from([0, 1]))},
         ),
-        speculation=SpeculationSettings(
-            max_drafts=max_drafts, drafter=max_drafts > 0, lookup=draw(st.booleans()), n_vocabulary=VOCABULARY
-        ),
+        speculation=SpeculationSettings(max_drafts=max_drafts, drafter=max_drafts > 0, lookup=draw(st.booleans())),
     )
     requests = []
     for i in range(draw(st.sampled_from([3, 4, 5, 6]))):

@@ -24,7 +24,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, answer: Probe) -> list[tuple[str, l
     """The groups that are asked, and the devices that each is to tune."""
     asked: list[tuple[str, list[int]]] = []
 
-    async def probe(group, launcher, devices, check, hello_s, check_s):
+    async def probe(group, launcher, devices, check, check_s):
         asked.append((group.name, check[0].tune.devices))
         return answer
 

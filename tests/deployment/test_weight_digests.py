@@ -134,14 +134,3 @@ def test_a_directory_that_cannot_be_used_is_no_error(tmp_path: Path) -> None:
     for directory in (tmp_path / "file", tmp_path / "file" / "inside"):
         weight_digests.write_digests(directory, identities, {"a": "0" * 32})
         assert weight_digests.read_digests(directory, identities, ["a"]) is None
-
-
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "speeds-1.json").write_text("another's")
-    for i in range(weight_digests.KEPT + 5):
-        identities = (FileIdentity(1, i, 3, 4, 5, ""),)
-        weight_digests.write_digests(tmp_path, identities, {"a": "0" * 32})
-        os.utime(weight_digests.digests_path(tmp_path, identities), (1000 + i, 1000 + i))
-    assert len(list(tmp_path.glob("weights-*.json"))) == weight_digests.KEPT
-    assert weight_digests.read_digests(tmp_path, identities, ["a"]) is not None
-    assert (tmp_path / "speeds-1.json").exists()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import structlog
 
-from lucevisor.snapshots.policy import SnapshotSpeeds, SpeedMeter
 from tests.daemon_forks import Forker
 from tests.e2e.process import DEMO, Cli
 
@@ -58,9 +57,3 @@ def user_cli() -> Iterator[Cli]:
     one = Cli()
     yield one
     one.close()
-
-
-@pytest.fixture
-def computing_is_dear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is with models that are worth a file: else these small ones are computed before a file is open."""
-    monkeypatch.setattr(SpeedMeter, "speeds", lambda self, seen: SnapshotSpeeds(prefill_tokens_per_s=1.0))

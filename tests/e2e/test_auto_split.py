@@ -13,8 +13,9 @@ import pytest
 
 from lucevisor.app.model_files import open_model
 from lucevisor.config import Config, load
+from lucevisor.deployment.cache_files import write_json
 from lucevisor.deployment.probe import inventory
-from lucevisor.deployment.speeds import SpeedFile, speeds_for, wanted, write
+from lucevisor.deployment.speeds import SpeedFile, path_of, speeds_for, wanted
 from lucevisor.placement.devices import with_target_devices
 from lucevisor.placement.speeds import MeasurementRequest
 from lucevisor.protocol.messages import Timing
@@ -52,7 +53,8 @@ async def request_for(loaded: Config) -> MeasurementRequest:
 def keep(request: MeasurementRequest, factors: tuple[float, float]) -> None:
     """A made file: target i takes ``factors[i]`` ms a layer and token."""
     timings = [[Timing(f / 1e3, f / 10) for _ in spans] for f, spans in zip(factors, request.spans, strict=True)]
-    write(request, request.to_speeds(timings, "2026-01-02 03:04 UTC"))
+    speeds = request.to_speeds(timings, "2026-01-02 03:04 UTC")
+    write_json(path_of(request), SpeedFile(speeds=speeds), "speeds")
 
 
 async def planned(cli: Cli, config: Path, *overrides: str) -> dict[str, Any]:

@@ -209,7 +209,6 @@ def restored(said: list[Any]) -> list[bool]:
         (MTP, "qwen35_mtp_draft", ""),
     ],
 )
-@pytest.mark.usefixtures("computing_is_dear")
 async def test_a_snapshot_holds_the_drafters_state_and_moves_with_it(
     tmp_path: Path, told: list[Any], model: Path, fixture: str, drafter: str
 ) -> None:

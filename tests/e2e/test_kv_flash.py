@@ -73,7 +73,6 @@ async def test_ranked_pages_come_back_in_both_processes(tmp_path: Path) -> None:
         assert await generate(service, prompt, len(wanted)) == wanted
 
 
-@pytest.mark.usefixtures("computing_is_dear")
 @pytest.mark.parametrize(("policy", "pools"), [("exact", [500, 800]), slow("qk", [500, 500])])
 async def test_a_paged_conversation_goes_on_after_a_restart(policy: str, pools: list[int], tmp_path: Path) -> None:
     """From its file, in a pool of any size under ``exact``; ``pools[0]``: of the service that computed it."""

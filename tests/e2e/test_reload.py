@@ -91,7 +91,7 @@ async def test_what_cannot_be_reloaded_changes_nothing(tmp_path: Path, monkeypat
             with pytest.raises(LucevisorError, match="nothing is reloaded: group z is FAILED: it is z"):
                 await AdminOperations(service).reload(replace(config, recovery=limited))
             monkeypatch.undo()
-            monkeypatch.setattr("lucevisor.deployment.admin_operations.import_state", fails)
+            monkeypatch.setattr("lucevisor.deployment.state_memory.StateMemory.restore", fails)
             with pytest.raises(LucevisorError, match="the memory is gone"):
                 await AdminOperations(service).reload(config)
         assert streams.wrong == []

@@ -18,8 +18,6 @@ from tests.e2e.conversations import MODELS, ask
 from tests.e2e.service import running
 from tests.e2e.snapshot_service import PROMPT, Place, snapshots_of, told_of, until
 
-pytestmark = pytest.mark.usefixtures("computing_is_dear")
-
 
 async def saved_prompt(place: Place) -> list[int]:
     """Save ``PROMPT`` and return the answer that belongs to it."""
@@ -68,7 +66,6 @@ async def test_a_daemon_killed_while_it_restores_costs_the_prefix_only(tmp_path:
         answer, finished = await ask(service, PROMPT, [])  # it was queued: it waits for the daemon
         assert answer == expected
         assert finished.usage.cached_tokens == 0
-        assert snapshots_of(service).meter.read_bytes == 0  # what did not arrive says nothing of the disk
         answer, finished = await ask(service, [*PROMPT, *expected, 7], [])
         assert finished.usage.cached_tokens > 200
     assert place.files()

@@ -30,8 +30,6 @@ from tests.e2e.drafters import write_random_assistant, write_random_dflash
 from tests.e2e.service import DATA, GOLDEN, generate_all, running, write_config
 from tests.families.rounding import assert_same_tokens
 
-pytestmark = pytest.mark.usefixtures("computing_is_dear")
-
 DEMO_DRAFTERS = DEMO.parent
 FAMILIES = ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna_mscale")
 ASSISTED = ("gemma4_e2b", "gemma4_moe")

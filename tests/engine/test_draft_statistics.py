@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.request import FinishedEvent, TokenEvent
 from lucevisor.engine.spec_decode.statistics import ORIGINS, DraftCounts, DraftStatistics, PrefixOrigin, StepShare
 from lucevisor.kv.prefix_cache import PrefixSettings
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from tests.engine.toy_engine import ToyEngine, events_of, limits, request, told
-from tests.engine.toy_pipeline import VOCABULARY
 
 
 def test_acceptance_is_counted_by_position() -> None:
@@ -110,7 +108,7 @@ def test_no_more_is_accepted_than_verified_and_no_more_verified_than_drafted(
 
 @pytest.mark.parametrize("with_output", [True, False])
 def test_counts_agree_with_the_tokens_of_fresh_and_restored_requests(*, with_output: bool) -> None:
-    settings = SpeculationSettings(max_drafts=4, drafter=True, fixed=True, n_vocabulary=VOCABULARY)
+    settings = SpeculationSettings(max_drafts=4, drafter=True, fixed=True)
     cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1)
     toy = ToyEngine(limits(speculation=settings, prefix=cached, pools=PoolSizes(16, 0, 8, draft_states=12)))
     toy.attach()
@@ -144,7 +142,7 @@ def test_counts_agree_with_the_tokens_of_fresh_and_restored_requests(*, with_out
 
 async def test_every_decode_counts_where_its_sequence_began() -> None:
     """Preempted and begun again from a slot, and gone on after a loss, restarts included."""
-    settings = SpeculationSettings(max_drafts=4, drafter=True, fixed=True, n_vocabulary=VOCABULARY)
+    settings = SpeculationSettings(max_drafts=4, drafter=True, fixed=True)
     cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1)
     bounds = limits(speculation=settings, prefix=cached, pools=PoolSizes(16, 0, 8, draft_states=12))
     toy = ToyEngine(bounds, n_stages=2, hold_s=60.0, journal_pages=100)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.engine.limits import EngineLimits, SpeculationSettings
+from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import FinishedEvent, GenerationRequest
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence
@@ -24,15 +24,14 @@ from lucevisor.engine.step import WrongResult
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import Drafted, Sampled, Slice, StepResult
 from tests.costs import lines_of
 from tests.engine.toy_drafter import ToyDrafter
 from tests.engine.toy_engine import HYBRID, ToyEngine, limits, request
-from tests.engine.toy_pipeline import VOCABULARY
 
 FULL = frozenset({Space.FULL})
-ON = SpeculationSettings(max_drafts=8, drafter=True, fixed=True, n_vocabulary=VOCABULARY)
+ON = SpeculationSettings(max_drafts=8, drafter=True, fixed=True)
 CACHED = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1, checkpoint_pages=0)
 
 

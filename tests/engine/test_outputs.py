@@ -15,7 +15,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from lucevisor.engine import drafting, validation
-from lucevisor.engine.limits import EngineLimits, SpeculationSettings
+from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import ContextOverflow, GenerationRequest, RequestHandle, RequestState
 from lucevisor.engine.spec_decode.controller import DrafterSuspension, RequestDrafts, SpecDecodeController
 from lucevisor.engine.spec_decode.ngram import MAX_MATCH, NgramLookup, NgramMatch
@@ -23,7 +23,7 @@ from lucevisor.engine.step import StepPlan
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.pages import max_window_pages
 from lucevisor.model.values import Space
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import Drafted, SamplingParams
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, LOST, ToyEngine, events_of, told
 from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint, mix
@@ -125,9 +125,7 @@ def limits_of(draw: st.DrawFn) -> EngineLimits:
         ),
         window_tokens=window,
         prefix=cached,
-        speculation=SpeculationSettings(
-            max_drafts=max_drafts, drafter=max_drafts > 0, lookup=draw(st.booleans()), n_vocabulary=VOCABULARY
-        ),
+        speculation=SpeculationSettings(max_drafts=max_drafts, drafter=max_drafts > 0, lookup=draw(st.booleans())),
     )
 
 

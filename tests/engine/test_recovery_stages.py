@@ -11,17 +11,15 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.spec_decode.controller import RequestDrafts, SpecDecodeController
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.values import Space
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import Drafted
 from tests.combinations import combinations
 from tests.engine.test_outputs import Play, Scenario, lookups, scenarios
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, check_answers, events_of, limits, request, told
-from tests.engine.toy_pipeline import VOCABULARY
 
 SLIDING = frozenset({Space.FULL, Space.WINDOW})
 
@@ -85,7 +83,7 @@ class Idle(SpecDecodeController):
 async def test_stages_lost_while_steps_run_ahead_beside_a_drafter(
     *, with_output: bool, lost: int, n_streams: int
 ) -> None:
-    speculation = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=VOCABULARY)
+    speculation = SpeculationSettings(max_drafts=3, drafter=True)
     num_draft_tokens = n_drafted = 0
     for n_turns in range(40, 60, 3):
         toy = ready(3, pools=PoolSizes(24, 0, 4, draft_states=12), speculation=speculation)
@@ -310,7 +308,7 @@ async def test_a_page_that_waiting_steps_write_is_not_rebuilt_for_another_sequen
 
 async def ask_replay(toy: ToyEngine, stage: int) -> None:
     """Ask what a lost stage may compute while its daemon loads, and make no use of it."""
-    asked = asyncio.create_task(toy.engine.replays.make([stage], 60.0))
+    asked = asyncio.create_task(toy.engine.make_replay([stage], 60.0))
     await asyncio.sleep(0)
     await toy.play()
     replay = await asked
@@ -422,7 +420,7 @@ async def test_steps_that_wait_for_drafts_when_two_stages_are_lost(
 ) -> None:
     """The last one has the drafter; before that and in between the supervisor hears the other stage alone."""
     rng = random.Random(seed)
-    speculation = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=VOCABULARY, fixed=True)
+    speculation = SpeculationSettings(max_drafts=3, drafter=True, fixed=True)
     toy = ready(3, pools=PoolSizes(24, 0, 32, draft_states=24), speculation=speculation, max_sequences=8)
     asked = [request(name, range(i, 70 + i), n=40) for i, name in enumerate("abc")]
     for one in asked:

@@ -14,7 +14,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from lucevisor.engine.limits import EngineLimits, SpeculationSettings
+from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import ContextOverflow, FinishedEvent, GenerationRequest
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.errors import ScoringError
@@ -22,10 +22,10 @@ from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency, remembered, with_neighbours
 from lucevisor.model.pages import HEAD_PAGES, max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import PENDING, PageIn, PageOut, SamplingParams, Slice
 from tests.engine.toy_engine import HYBRID, ToyEngine, events_of, limits, request, told
-from tests.engine.toy_pipeline import VOCABULARY, ToyModel, draw, mix
+from tests.engine.toy_pipeline import ToyModel, draw, mix
 
 POOL = Residency(6)
 EXACT = Residency(6, "exact")
@@ -55,7 +55,7 @@ def bounds(
         pools=PoolSizes(full_pages, n_window, n_states, host_pages=host_pages),
         window_tokens=window,
         residency=residency if host_pages else POOL,
-        speculation=SpeculationSettings(max_drafts=drafts, lookup=drafts > 0, n_vocabulary=VOCABULARY),
+        speculation=SpeculationSettings(max_drafts=drafts, lookup=drafts > 0),
         prefix=PrefixSettings(max_slots=slots, memory_bytes=1 << 20, min_tokens=64, unit_bytes=dict.fromkeys(Space, 1)),
     )
 
@@ -289,18 +289,7 @@ async def test_a_file_that_would_be_paged_out_is_not_restored() -> None:
     toy.engine.slots.cancel_reservation(reservation)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"pools": PoolSizes(5, 0, 0)}, "pools.full_pages is 5; one sequence keeps 6 resident"),
-        ({"prefill_chunk": 65, "max_step_tokens": 99}, "prefill_chunk is 65; 64 is the most"),
-        ({"spaces": frozenset({Space.RECURRENT}), "pools": PoolSizes(0, 0, 3)}, "no pages of space full"),
-    ],
-)
-def test_limits_that_leave_no_page_to_evict_are_refused(changes: dict[str, object], message: str) -> None:
-    usual = {"max_sequences": 3, "max_context": 900, "spaces": PLAIN, "pools": PoolSizes(12, 0, 0)}
-    with pytest.raises(ValueError, match=message):
-        limits(**{**usual, "residency": POOL, **changes})
+def test_a_pool_without_a_page_to_evict_is_refused() -> None:
     with pytest.raises(ValueError, match="pool_pages is 5; 6 is the least"):
         Residency(5)
 

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.request import FinishedEvent
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.spec_decode.controller import RequestDrafts, SpecDecodeController
 from lucevisor.engine.step import StepPlan
 from lucevisor.model.values import Space
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import PENDING, Drafted, SamplingParams, StepResult
 from tests.engine.scheduler_steps import answer, decoding, plans, warm
 from tests.engine.toy_engine import limits, request
@@ -128,7 +127,7 @@ def test_a_request_that_stops_leaves_all_it_computed_in_the_cache() -> None:
     assert [(s.start, s.tokens) for s in plan.step.slices] == [(132, [50])]
 
 
-DRAFTER = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=97)
+DRAFTER = SpeculationSettings(max_drafts=3, drafter=True)
 
 
 @pytest.mark.parametrize("n_stages", [1, 2, 3])

@@ -702,9 +702,6 @@ class ToyRows:
             missing = [0] * (one.n - len(rows))  # of drafts that were not made after all: what the region had before
             self._block(one.block)[one.offset : one.offset + one.n] = [*rows, *missing]
 
-    def free(self, region: int) -> None:
-        """All copies were made at once."""
-
     def place(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         rows = [0] * max(one.row + one.n for one in copies)
         for one in copies:

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 
 from lucevisor.model.gguf_header import GgufError, parse
-from lucevisor.text import template_limits
+from lucevisor.text import template_language
 from lucevisor.text.template import ChatTemplate, TemplateError
 from lucevisor.text.tokenizer import Tokenizer
 from lucevisor.text.vocabulary import TokenizerError
@@ -177,7 +177,7 @@ def text_case(rng: random.Random) -> str:
 
 @pytest.fixture
 def short(monkeypatch):
-    monkeypatch.setattr(template_limits, "MAX_CPU_S", 0.05)
+    monkeypatch.setattr(template_language, "MAX_CPU_S", 0.05)
 
 
 @pytest.mark.parametrize("n", amounts(150, 20_000))

@@ -43,7 +43,7 @@ class Maker:
             state = taken
         slot = self.index.publish(tokens, SlotSource(len(tokens), table.entries, state, "turn"), 0.0)
         table.release()
-        self.index.evictor.trim()
+        self.index.trim()
         for _ in range(uses):
             self.index.record_use(self.index.match([10**9]), 0.0)
         return slot if slot is not None and slot.alive else None
@@ -101,11 +101,11 @@ def test_a_slot_that_frees_a_needed_id_is_evicted_first() -> None:
         maker.index.record_use(maker.index.match([10**9]), 0.0)
     young = maker.slot(text(1, 64))
     one_more = {Space.FULL: maker.pools[Space.FULL].n_free + 1}
-    assert maker.index.evictor.can_reclaim(one_more, {})
-    assert maker.index.evictor.reclaim(one_more)
+    assert maker.index.can_reclaim(one_more, {})
+    assert maker.index.reclaim(one_more)
     assert maker.evicted == [young]  # the pages of the other are a sequence's as well
-    assert not maker.index.evictor.can_reclaim({Space.FULL: 99}, {})
-    assert not maker.index.evictor.reclaim({Space.FULL: 99})
+    assert not maker.index.can_reclaim({Space.FULL: 99}, {})
+    assert not maker.index.reclaim({Space.FULL: 99})
     assert maker.evicted == [young, old]
     live.release()
     assert maker.pools.usage() == {Space.FULL: PageUse(0, 100), Space.RECURRENT: PageUse(0, 8)}
@@ -116,7 +116,7 @@ def test_memory_limits_slots_and_a_larger_state_disables_them() -> None:
     for i in range(5):
         maker.slot(text(i, 64))
     assert [slot.tokens[0] for slot in maker.index.slots] == [3000, 4000]
-    assert maker.index.evictor.n_bytes == 220
+    assert maker.index.n_bytes == 220
     assert not Maker(recurrent=True, memory_bytes=99).index.enabled
     assert Maker(memory_bytes=99).index.enabled
     assert not Maker(max_slots=0).index.enabled

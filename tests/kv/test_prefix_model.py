@@ -114,10 +114,10 @@ class IndexMachine(RuleBasedStateMachine):
         needs = table.missing(match.position)
         if self.recurrent:
             needs[Space.RECURRENT] = 1
-        possible = self.index.evictor.can_reclaim(needs, {})
-        fits = self.index.evictor.reclaim(needs)
+        possible = self.index.can_reclaim(needs, {})
+        fits = self.index.reclaim(needs)
         assert possible or not fits
-        assert fits or not possible or self.index.evictor.n_evictions or self.pinned
+        assert fits or not possible or self.index.n_evictions or self.pinned
         state = (self.pools[Space.RECURRENT].allocate(1) or [NO_STATE])[0] if fits and self.recurrent else NO_STATE
         growths = table.grow(match.position, match.position) if fits else None
         if growths is not None:
@@ -157,7 +157,7 @@ class IndexMachine(RuleBasedStateMachine):
         one = self.sequences[which % len(self.sequences)]
         stop = min(len(one.tokens), one.n + n)
         while one.table.grow(one.n, stop) is None:
-            if not self.index.evictor.reclaim(one.table.missing(stop)):
+            if not self.index.reclaim(one.table.missing(stop)):
                 self.end(which, remember=False)
                 return
         for position in range(one.n, stop):
@@ -197,7 +197,7 @@ class IndexMachine(RuleBasedStateMachine):
         one.table.release()
         if self.recurrent and not given:
             self.pools[Space.RECURRENT].release([one.state])
-        self.index.evictor.trim()
+        self.index.trim()
 
     @precondition(lambda self: self.index.slots and len(self.pinned) < 3)
     @rule(which=st.integers(0, 99), keep=st.booleans())
@@ -340,7 +340,7 @@ class IndexMachine(RuleBasedStateMachine):
         pinned = [slot for slot in slots if slot.pins]
         assert len(slots) <= max(self.settings.max_slots, len(pinned))
         n_bytes = sum(use.evictable * UNIT_BYTES[space] for space, use in self.pools.usage().items())
-        assert self.index.evictor.n_bytes == n_bytes
+        assert self.index.n_bytes == n_bytes
         assert n_bytes <= self.settings.memory_bytes or len(pinned) == len(slots)
         for slot in slots:
             assert slot.n_tokens >= max(1, self.min_tokens)

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from lucevisor.kv.page_table import PagedOut
 from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
-from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, Dtype, Space
 from lucevisor.snapshots.file_format import (
     DATA_ALIGNMENT,
     FORMAT_VERSION,
@@ -245,10 +245,10 @@ def test_a_drafters_state_is_beside_the_models():
     snapshot = lay_out(own, slot(10, with_draft=True))
     found = parse(pack(snapshot), snapshot.file_bytes)
     assert found == snapshot
-    drafts = found.of_draft()
+    drafts = [t for t in found.tensors if t.draft]
     assert {t.name for t in drafts} == {"draft.0.k", "draft.0.v"}
     assert {t.layer for t in drafts} == {0}
-    assert {t.name for t in found.of_layers(LayerRange(0, 4))} == {t.name for t in lay_out(own, slot(10)).tensors}
+    assert {t.name for t in found.tensors if not t.draft} == {t.name for t in lay_out(own, slot(10)).tensors}
     assert found.draft_fingerprint == "d" * 64
     check_fits(found, own)
     assert holds_draft(found, own, 10)

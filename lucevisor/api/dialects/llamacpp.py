@@ -1,7 +1,4 @@
-"""llama.cpp's endpoints: POST /completion, /completions, /infill, /tokenize, /detokenize and /apply-template.
-
-The bodies are open: llama.cpp ignores what it does not know, and its clients send what concerns other releases.
-"""
+"""llama.cpp's endpoints: /completion, /completions, /infill, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -127,7 +124,6 @@ def _read(
 
 
 def _prompt(prompt: str | list[Any] | dict[str, Any], ctx: AppContext) -> str | list[int] | list[list[int]]:
-    """Return a text, the ids of one prompt, or those of several."""
     if isinstance(prompt, list) and not any(isinstance(part, int) for part in prompt) and len(prompt) != 1:
         return [_ids(part, f"prompt[{index}]", ctx) for index, part in enumerate(prompt)]
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
@@ -136,7 +132,6 @@ def _prompt(prompt: str | list[Any] | dict[str, Any], ctx: AppContext) -> str | 
 
 
 def _ids(prompt: object, where: str, ctx: AppContext) -> list[int]:
-    """Return the ids of a text, of ids, or of both mixed."""
     if isinstance(prompt, dict):
         if prompt.get("multimodal_data"):
             raise bad_parameter(f"{where}.multimodal_data", "is not supported; this server reads text only")
@@ -289,7 +284,6 @@ class InfillFormatter(LlamaCppFormatter):
 
 
 def _settings(options: GenerationOptions) -> dict[str, object]:
-    """Return what was sampled with, by llama.cpp's names."""
     sampling = options.sampling
     names = ("seed", "temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty")
     n_predict = 0 if options.prompt_only else -1 if options.max_tokens is None else options.max_tokens

@@ -1,8 +1,4 @@
-"""Ollama's API, below /api/: chat, generate, and what its clients ask about models.
-
-A body becomes a chat request, or a completion with `raw`; an error names the field as the client wrote it
-(`options.temperature`).
-"""
+"""Ollama's API, below /api/, translated into chat requests, or into completions with `raw`."""
 
 from __future__ import annotations
 
@@ -210,7 +206,6 @@ def _continued(prepared: PreparedRequest, context: list[int], ctx: AppContext) -
 
 
 def _common(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:
-    """Return the fields of a chat request without messages and tools."""
     fields: dict[str, Any] = {"stream": body.stream is not False}
     if body.logprobs or body.top_logprobs is not None:
         fields |= {"logprobs": bool(body.logprobs), "top_logprobs": body.top_logprobs}
@@ -237,7 +232,6 @@ _Options = msgspec.defstruct("_Options", [(name, object, None) for name in (*OPT
 
 
 def _thinking(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:
-    """Return how the model should think; a template without a switch leaves that to the model."""
     source = "" if ctx.template is None else ctx.template.source
     if body.think is None:
         return {}
@@ -282,7 +276,6 @@ _DONE_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "t
 
 
 def created_at(seconds: float) -> str:
-    """Return a Unix time as Ollama writes it."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -339,7 +332,6 @@ class OllamaFormatter(ResponseFormatter):
         return {"id": f"call_{self.unique_id}{call.index:02d}", "function": function}
 
     def _counts(self, totals: UsageTotals) -> dict[str, object]:
-        """Return counts, and times in nanoseconds."""
         times = totals.timings_json()
         queue, prefill, decode = (int(1e9 * times.get(f"{name}_s", 0.0)) for name in ("queue", "prefill", "decode"))
         return {
@@ -442,7 +434,6 @@ def _digest(card: ModelCard) -> str:
 
 
 def _rounded(n_parameters: int) -> str:
-    """Return a number of parameters as Ollama writes it: 7.6B, 22.46M."""
     if n_parameters >= 1e9:
         return f"{n_parameters / 1e9:.1f}B"
     return f"{n_parameters / 1e6:.2f}M"

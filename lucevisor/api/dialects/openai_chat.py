@@ -1,9 +1,4 @@
-"""OpenAI's chat completions: POST /v1/chat/completions.
-
-A parameter that the chat template cannot honour is refused by name.  The additions to OpenAI's responses are
-`reasoning_content` (as in other open servers), `token_ids` on request, and `timings`.  Other dialects translate their
-bodies with `ChatRequestBuilder`.
-"""
+"""OpenAI's chat completions, and `ChatRequestBuilder`, with which other dialects translate their bodies."""
 
 from __future__ import annotations
 
@@ -24,7 +19,6 @@ from lucevisor.api.output import (
     TokenRecord,
     UsageTotals,
     chat_logprobs,
-    encode_items,
 )
 from lucevisor.api.parameters import (
     budget_of,
@@ -281,7 +275,6 @@ def _check_tool(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def custom_names(tools: list[dict[str, Any]]) -> list[str]:
-    """Return the names of the custom tools among checked ones."""
     return [tool["custom"]["name"] for tool in tools if tool["type"] == "custom"]
 
 
@@ -421,7 +414,6 @@ def _thinking_budget(body: ChatBody, ctx: AppContext, template: ChatTemplate) ->
 def _render(
     body: ChatBody, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: ChatTemplate
 ) -> RenderedPrompt:
-    """Return the prompt; raises ApiError naming the parameter at fault."""
     if tools and (template.output_format.tools is None or "tools" not in template.source):
         raise bad_parameter(
             "tools", "the model's chat template does not support tools; leave them out", "unsupported_parameter"
@@ -445,12 +437,10 @@ def _render(
 
 
 def _unused(body: ChatBody, template: ChatTemplate) -> list[str]:
-    """Return the variables for the template that it does not use."""
     return [f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {} if name not in template.source]
 
 
 def _continues(body: ChatBody, messages: list[dict[str, Any]]) -> bool:
-    """Return whether the last message is the beginning of the answer."""
     last = messages[-1]
     if body.continue_final_message:
         if last["role"] != "assistant" or last.get("tool_calls"):
@@ -509,7 +499,6 @@ class ChatRequestBuilder:
     unused: list[str] = field(default_factory=list)
 
     def add_message(self, message: dict[str, Any], origin: str) -> None:
-        """Append a message."""
         self.messages.append(message)
         self.origins["messages"].append(origin)
 
@@ -520,7 +509,6 @@ class ChatRequestBuilder:
         self.origins["tools"].append(origin)
 
     def keep_tools(self, names: Collection[object]) -> None:
-        """Drop the tools with other names."""
         kept = [i for i, tool in enumerate(self.tools) if tool["function"]["name"] in names]
         self.tools = [self.tools[i] for i in kept]
         self.origins["tools"] = [self.origins["tools"][i] for i in kept]
@@ -609,8 +597,7 @@ class ChatFormatter(OpenAiFormatter):
     def _logprobs(self, tokens: Sequence[TokenRecord], *, full: bool = False) -> object:
         if not self.options.logprobs or not (full or any(token.content for token in tokens)):
             return None
-        result = chat_logprobs(self.tokenizer, tokens)
-        return {**result, "content": encode_items(result["content"])} if full else result
+        return chat_logprobs(self.tokenizer, tokens)
 
     def _tool_call(self, index: int, call: ToolCallDelta) -> dict[str, object]:
         # Globally unique, as the response id is; clients send it back with the tool's result.

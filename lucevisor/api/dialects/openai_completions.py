@@ -1,7 +1,4 @@
-"""OpenAI's completions: POST /v1/completions.
-
-Prompts sent as token ids reach the engine unchanged.
-"""
+"""OpenAI's completions.  Prompts sent as token ids reach the engine unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ from lucevisor.api.output import (
     UsageTotals,
     completion_logprobs,
     echoed_logprobs,
-    encode_items,
 )
 from lucevisor.api.parameters import (
     check_choices,
@@ -97,8 +93,6 @@ def read_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt; `text` is None if it was sent as token ids."""
-
     ids: list[int]
     text: str | None = None
 
@@ -124,12 +118,10 @@ def _check_scores(prompts: list[Prompt], n: int, n_top: int) -> None:
 
 
 def count_prompts(prompt: str | list[str | int | list[int]]) -> int:
-    """Return the number of prompts."""
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
 
 
 def read_prompts(prompt: str | list[str | int | list[int]], ctx: AppContext) -> list[Prompt]:
-    """Return the prompts: a text, several, a list of ids, or several of those."""
     if isinstance(prompt, str):
         return [_from_text(prompt, "prompt", ctx)]
     if not prompt:
@@ -238,7 +230,7 @@ class CompletionFormatter(OpenAiFormatter):
             result = echoed_logprobs(self.tokenizer, prompt, delta.prompt_scores, delta.tokens, n_echo)
         else:
             result = completion_logprobs(self.tokenizer, delta.tokens)
-        return result | {"top_logprobs": encode_items(result["top_logprobs"])} if full else result
+        return result
 
 
 def _text(delta: ChoiceDelta) -> str:

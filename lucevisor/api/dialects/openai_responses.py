@@ -1,8 +1,4 @@
-"""OpenAI's Responses API: all that is below /v1/responses.
-
-A body becomes a chat request; an error names the field as the client wrote it.  A response that is not streamed equals
-the one in the last event of a stream: both are made of the same deltas.
-"""
+"""OpenAI's Responses API, translated into chat requests; an error names the field as the client wrote it."""
 
 from __future__ import annotations
 
@@ -252,7 +248,6 @@ def add_items(chat: ChatRequestBuilder, items: Iterable[tuple[str, dict[str, Any
 
 
 def function_name(namespace: str | None, name: str) -> str:
-    """Return the name by which the model knows a function."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
@@ -285,7 +280,6 @@ def _reasoning(item: ReasoningItem, where: str) -> str:
 
 
 def _content(content: str | list[dict[str, Any]], where: str) -> str | list[dict[str, str]]:
-    """Return a text, or its parts if there are several."""
     if isinstance(content, str):
         return content
     texts = []
@@ -382,7 +376,6 @@ def _stored_turns(value: object) -> _StoredTurns:
 
 
 def previous_not_stored(response_id: str) -> ApiError:
-    """Return the 404 for a previous_response_id."""
     return ApiError(
         404,
         f"previous_response_id: {show(response_id)} is not stored here (expired, or made with another API key); "
@@ -395,7 +388,6 @@ def previous_not_stored(response_id: str) -> ApiError:
 def _located(
     body: ResponsesBody, stored: _StoredTurns, own: list[dict[str, Any]]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return the items of the whole conversation, and where each is."""
     if (previous := body.previous_response_id) is not None:
         if previous not in stored:
             raise previous_not_stored(previous)
@@ -506,7 +498,6 @@ def _translate_output(body: ResponsesBody, chat: ChatRequestBuilder) -> None:
 
 
 def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: SamplingParams) -> dict[str, object]:
-    """Return the fields of the request that the response repeats."""
     reasoning = body.reasoning or Reasoning()
     return {
         "background": False,
@@ -535,7 +526,6 @@ def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: SamplingParams)
 
 
 def _echoed_text(text: TextConfig) -> dict[str, object]:
-    """Return the text configuration with the fields that its type has, also those that the request left out."""
     form = text.format or TextFormat("text")
     result: dict[str, object] = {"type": form.type}
     if form.type == "json_schema":
@@ -545,7 +535,6 @@ def _echoed_text(text: TextConfig) -> dict[str, object]:
 
 
 def _echoed_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool with the fields that a function has, also those that the request left out."""
     if tool.get("type") != "function":
         return tool
     return {"description": None, "parameters": None, **tool, "strict": bool(tool.get("strict"))}
@@ -597,7 +586,6 @@ class _ItemEvents:
 
     @property
     def text(self) -> str:
-        """The text that deltas add up to."""
         text: str = (self._part or self._item)[self._field]
         return text
 
@@ -713,7 +701,6 @@ class ResponsesFormatter(ResponseFormatter):
         return [*events, delta]
 
     def _close(self, status: str) -> list[_Json]:
-        """Return the events that close the open item, if one is."""
         if (item := self._open) is None:
             return []
         self._open = None
@@ -786,7 +773,6 @@ def replay(response: _Json) -> list[_Json]:
 
 
 def input_items(response_id: str, turns: Sequence[Sequence[_Json]], page: InputItemsQuery) -> _Json:
-    """Return a page of the items that a response answers, `turns` without its own output."""
     unique = response_id.rpartition("_")[2]
     items = [_complete(item, f"msg_{unique}i{n}") for n, item in enumerate(item for turn in turns for item in turn)]
     if page.order == "desc":

@@ -116,7 +116,6 @@ class RoundTimes:
     upper: dict[tuple[RoundShape, int], float] = field(default_factory=dict)  # cold rounds, which compile or capture
 
     def add(self, batch: RoundShape, width: int, seconds: float, *, cold: bool) -> None:
-        """Count a round."""
         if cold:
             self.upper[batch, width] = min(self.upper.get((batch, width), seconds), seconds)
             return
@@ -257,7 +256,6 @@ class SpecDecodeController:
 
     @property
     def in_trial(self) -> bool:
-        """True during a trial."""
         return self._trial is not None
 
     def choose_groups(self, n_stages: int) -> int:
@@ -276,7 +274,6 @@ class SpecDecodeController:
         drafts.copying = drafts.looked_up and n_accepted == n_drafts
 
     def record_step(self) -> None:
-        """Count a step of decodes."""
         self._n_steps += 1
         if self._n_steps % 4 == 0:
             self._choices.clear()
@@ -386,7 +383,6 @@ class DrafterSuspension:
         return self._n_steps >= ACTIVE_STEPS
 
     def toggle(self) -> None:
-        """Suspend or resume."""
         self.suspended, self._n_steps = not self.suspended, 0
         if self.suspended:
             self._interval = ACTIVE_STEPS if self._used else min(2 * self._interval, MAX_SUSPEND_STEPS)
@@ -394,7 +390,6 @@ class DrafterSuspension:
             self._used = False
 
     def record_step(self) -> None:
-        """Count a step of decodes."""
         self._n_steps += 1
 
     def record_use(self) -> None:

@@ -39,12 +39,10 @@ class DraftCounts:
 
     @property
     def n_verified(self) -> int:
-        """Drafts that were verified."""
         return sum(self.verified)
 
     @property
     def n_accepted(self) -> int:
-        """Drafts that were accepted."""
         return sum(self.accepted)
 
     @property
@@ -64,7 +62,6 @@ class DraftCounts:
         return [n / of for n, of in zip(self.accepted, self.verified, strict=True)]
 
     def decoded(self, n_drafts: int, n_accepted: int) -> None:
-        """Count a decode that verified ``n_drafts``."""
         self.n_verify += n_drafts > 0
         self.n_plain += n_drafts == 0
         missing = [0] * (n_drafts - len(self.verified))
@@ -118,7 +115,6 @@ class DraftStatistics:
 
     @property
     def total(self) -> DraftCounts:
-        """The counts of all origins."""
         return sum(self.by_origin.values(), DraftCounts())
 
     def drafted(self, shares: Sequence[StepShare], n_drafted: Sequence[int], seconds: float) -> None:
@@ -133,7 +129,6 @@ class DraftStatistics:
         self.upkeep_s += max(0.0, remaining_s)
 
     def stepped(self, shares: Sequence[StepShare], seconds: float) -> None:
-        """Count the time of a step."""
         for share, part_s in _shared_out(shares, seconds):
             self.by_origin[share.origin].verify_s += part_s
 

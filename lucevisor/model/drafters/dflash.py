@@ -254,7 +254,6 @@ def _shared_tensors(p: DflashParams, vocabulary: int) -> dict[str, tuple[int, ..
 
 
 def _layer_tensors(p: DflashParams) -> list[dict[str, tuple[int, ...]]]:
-    """Shapes of the tensors of each layer."""
     e, s, out = p.hidden_size, p.selector, []
     for i in range(p.n_layers):
         layer = layer_tensors(p, i)

@@ -59,7 +59,6 @@ class DraftSpec:
 
     @property
     def lm_head(self) -> str:
-        """The tensor that is the output matrix."""
         return next(iter(self.model.output_tensors))
 
     @property

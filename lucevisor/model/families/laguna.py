@@ -105,7 +105,6 @@ def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) ->
 
 
 def layer_tensors(files: GgufFiles, p: LagunaParams, i: int) -> dict[str, tuple[int, ...]]:
-    """All tensors of layer ``i``."""
     b, e, f, d = f"blk.{i}.", p.hidden_size, p.feed_forward, p.head_dim
     out: dict[str, tuple[int, ...]] = {
         b + "attn_norm.weight": (e,),

@@ -27,7 +27,6 @@ class Qwen3Params:
 
 
 def layer_tensors(p: Qwen3Params, i: int) -> dict[str, tuple[int, ...]]:
-    """All tensors of layer ``i``."""
     b, e, f, d = f"blk.{i}.", p.hidden_size, p.feed_forward, p.head_dim
     return {
         b + "attn_norm.weight": (e,),

@@ -153,7 +153,6 @@ def layer_state(p: Qwen35Params, i: int) -> tuple[StateTensor, ...]:
 
 
 def dense_tensors(p: Qwen35Params, i: int) -> dict[str, tuple[int, ...]]:
-    """The gated feed-forward of a dense layer."""
     b, e, f = f"blk.{i}.", p.hidden_size, p.feed_forward
     return {b + "ffn_gate.weight": (f, e), b + "ffn_up.weight": (f, e), b + "ffn_down.weight": (e, f)}
 

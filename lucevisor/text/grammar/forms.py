@@ -1,8 +1,4 @@
-"""Forms of constrained output as llguidance grammars: JSON schema, regular expression, grammar, choice.
-
-Pure.  Knows llguidance's notation, neither requests nor tokens.  Invariant: what it returns is well-formed JSON;
-compiling tells whether the grammar in it is valid.
-"""
+"""Forms of constrained output as llguidance grammars: JSON schema, regular expression, grammar, choice."""
 
 from __future__ import annotations
 
@@ -14,9 +10,9 @@ from typing import Any, Final
 from llguidance import LLMatcher
 
 from lucevisor.text.grammar import gbnf, lark
-from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.schemas import prepared
-from lucevisor.text.patterns import PatternError, check_length
+from lucevisor.text.llguidance_limits import GrammarError
+from lucevisor.text.patterns import check_length
 
 Part = dict[str, Any]
 """One grammar of llguidance's notation: {"lark_grammar": ...} or {"json_schema": ...}."""
@@ -32,12 +28,7 @@ _WHITESPACE: Final = r"( |\n[ \t]{0,40})"
 
 
 def json_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> Part:
-    """JSON that a schema describes, without properties that it does not name unless it says so (schemas.py).
-
-    ``lenient``: keywords that cannot be enforced are left out, not refused.
-
-    Raises GrammarError for a schema that is malformed, that nothing fits, or that is too long; so do the other forms.
-    """
+    """JSON that a schema describes; ``lenient``: keywords that cannot be enforced are left out, not refused."""
     try:
         _bounded(json.dumps(schema))
         ready = prepared(schema, lenient=lenient)
@@ -48,16 +39,12 @@ def json_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> Part:
 
 
 def any_object() -> Part:
-    """Any JSON object."""
     return json_schema({"type": "object"})
 
 
 def regex(pattern: str) -> Part:
     """Text that a regular expression (syntax of Rust's crate regex) matches from beginning to end."""
-    try:
-        check_length(_bounded(pattern))
-    except PatternError as error:
-        raise GrammarError(str(error)) from None
+    check_length(_bounded(pattern))
     part: Part = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]
     return part
 

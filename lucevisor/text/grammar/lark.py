@@ -1,7 +1,6 @@
 """How long the texts of a grammar in Lark's notation are at least.
 
-llguidance takes seconds to find that an expression of very long texts is too much.  Pure; knows the notation as
-llguidance extends it, and leaves what is malformed to llguidance.
+llguidance takes seconds to find that an expression of very long texts is too much.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final
 
-from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.patterns import MAX_FORCED, Length, PatternError, check_length
+from lucevisor.text.llguidance_limits import GrammarError
+from lucevisor.text.patterns import MAX_FORCED, Length, check_length
 
 _TEXT: Final = r'"(?:\\.|[^"\\\n])*"'
 _EXPRESSION: Final = r"/(?!/)(?:\\.|[^/\\\n])+/"
@@ -54,29 +53,26 @@ def check_lengths(rules: Mapping[str, str]) -> set[str]:
 def _length(parts: list[re.Match[str]], lengths: Mapping[str, int]) -> int:
     """The least number of characters that a rule matches."""
     length = Length()
-    try:
-        for part in parts:
-            token = part.group()
-            if part["text"]:
-                length.add(len(re.sub(r"\\.", ".", token)) - 2)
-            elif part["expression"]:
-                length.add(check_length(part["expression"][1:-1]))
-            elif part["name"]:
-                length.add(lengths.get(token, 0))
-            elif part["times"]:
-                length.repeat(min(int(part["times"][:9]), MAX_FORCED))
-            elif token in "([":
-                length.open()
-            elif token in ")]":
-                length.close()
-                if token == "]":
-                    length.repeat(0)
-            elif token in "|&":
-                length.choose()
-            elif token in "*?+":
-                length.repeat(token == "+")
-    except PatternError as error:
-        raise GrammarError(str(error)) from None
+    for part in parts:
+        token = part.group()
+        if part["text"]:
+            length.add(len(re.sub(r"\\.", ".", token)) - 2)
+        elif part["expression"]:
+            length.add(check_length(part["expression"][1:-1]))
+        elif part["name"]:
+            length.add(lengths.get(token, 0))
+        elif part["times"]:
+            length.repeat(min(int(part["times"][:9]), MAX_FORCED))
+        elif token in "([":
+            length.open()
+        elif token in ")]":
+            length.close()
+            if token == "]":
+                length.repeat(0)
+        elif token in "|&":
+            length.choose()
+        elif token in "*?+":
+            length.repeat(token == "+")
     if length.largest >= MAX_FORCED:
         raise GrammarError(f"a part of it matches only texts of {MAX_FORCED} characters or more")
     return length.whole
@@ -92,16 +88,9 @@ def _without_asides(text: str) -> str:
         if match["json"]:
             with contextlib.suppress(ValueError, RecursionError):
                 schema, at = _JSON.raw_decode(text, at)
-                _check_schema(schema)
+                for pattern in _patterns(schema):
+                    check_length(pattern)
     return "".join([*pieces, text[at:]])
-
-
-def _check_schema(schema: Any) -> None:
-    for pattern in _patterns(schema):
-        try:
-            check_length(pattern)
-        except PatternError as error:
-            raise GrammarError(str(error)) from None
 
 
 def _patterns(schema: Any) -> Iterator[str]:

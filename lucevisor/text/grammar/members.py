@@ -1,8 +1,4 @@
-"""The members of an object by a JSON schema: those that it declares, in its order, then others.
-
-Invariant: members that are written so fit the schema, whatever their
-number and names, if each value fits its own.
-"""
+"""The members of an object by a JSON schema: those that it declares, in its order, then others."""
 
 from __future__ import annotations
 
@@ -24,11 +20,7 @@ _NAME: Final = r"/[\w.$@\/+*-]+/"
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Members of an object.
-
-    ``declared``: name, schema and place of each; ``required``: those that must be there; ``undeclared``: the terminal
-    of the name and the schema of further members; ``min_number`` and ``max_number``: of all members.
-    """
+    """Members of an object.  ``undeclared``: terminals of the names and schemas of further ones."""
 
     declared: list[tuple[str, Any, str]]
     required: frozenset[str]
@@ -38,9 +30,7 @@ class Members:
 
 
 def members(schema: Mapping[str, Any], alternatives: Alternatives, where: str) -> Members | None:
-    """Return the members of the objects that an alternative of a schema describes; None if one that must be there is
-    forbidden.
-    """
+    """Return the members of the objects that an alternative describes; None if one that must be there is forbidden."""
     declared, patterns = schema.get("properties") or {}, schema.get("patternProperties") or {}
     additional = schema.get("additionalProperties")
     required = [name for name in schema.get("required") or () if isinstance(name, str)]
@@ -117,22 +107,12 @@ def _with_names(
     return fitting, limited
 
 
-def sequence(
-    rules: Rules,
-    members: Members | None,
-    declared: Callable[[str, Any, str], str | None],
-    undeclared: Callable[[str, Any], str | None],
-    comma: str = "",
-) -> str | None:
-    """Return an expression for the members one after another, with ``comma`` between them; None if there is none.
+class MemberSequence:
+    """Rules for what may follow the members so far, by the next declared one and their number as far as it matters.
 
-    ``declared`` and ``undeclared`` write a member, or return None if its schema allows no value.
+    ``declared`` and ``undeclared`` write a member, or return None if its schema allows no value; ``comma``: between
+    members.
     """
-    return None if members is None else _Sequence(rules, members, declared, undeclared, comma).written()
-
-
-class _Sequence:
-    """Rules for what may follow the members so far, by the next declared one and their number as far as it matters."""
 
     def __init__(
         self,
@@ -140,7 +120,7 @@ class _Sequence:
         members: Members,
         declared: Callable[[str, Any, str], str | None],
         undeclared: Callable[[str, Any], str | None],
-        comma: str,
+        comma: str = "",
     ) -> None:
         self._rules, self._comma = rules, comma
         self._min, self._max = members.min_number, members.max_number
@@ -154,6 +134,7 @@ class _Sequence:
         self._rest: dict[tuple[int, int], str | None] = {}  # by the next declared member, and the number so far
 
     def written(self) -> str | None:
+        """Return an expression for the members one after another; None if there is none."""
         if not self._is_possible:
             return None
         # From the last to the first, so that no recursion is as deep as an object has members.

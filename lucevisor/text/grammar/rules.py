@@ -1,7 +1,6 @@
 """A grammar in Lark's notation, put together rule by rule, with a model's markers as tokens.
 
-Knows llguidance's notation and a tokenizer, no tool formats.  Invariant: text from outside enters only as a quoted
-string or as JSON, so it cannot change the grammar around it.
+Text from outside enters only as a quoted string or as JSON, so it cannot change the grammar around it.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ class Rules:
         return f"r{self._n_names}"
 
     def define(self, name: str, expression: str) -> None:
-        """Add the rule of a reserved name."""
         self._lines.append(f"{name}: {expression}")
 
     def part(self, part: Mapping[str, Any]) -> str:
@@ -66,7 +64,6 @@ class Rules:
         return f"@{name}"
 
     def text(self, text: str) -> str:
-        """This text; the markers in it as tokens."""
         pieces, end = list[str](), 0
         for match in self._markers.finditer(text):
             pieces += [quoted(text[end : match.start()]), f"<[{self._tokenizer.token_id(match.group())}]>"]
@@ -75,11 +72,9 @@ class Rules:
         return " ".join(piece for piece in pieces if piece)
 
     def one_of(self, texts: Iterable[str]) -> str:
-        """One of these texts."""
         return self.add(" | ".join(self.text(text) for text in texts))
 
     def json(self, schema: Mapping[str, Any], *, lenient: bool) -> str:
-        """JSON by a schema."""
         return self.part(json_schema(schema, lenient=lenient))
 
     def until(self, tag: str, *, markers: bool = False) -> str:
@@ -101,7 +96,6 @@ class Rules:
         return ANYTHING if token is None else self._but(token)
 
     def grammar(self, start: str) -> str:
-        """The whole grammar: what ``start`` describes."""
         lark = "\n".join([f"start: {start}", *self._lines, ""])
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self.parts]})
 

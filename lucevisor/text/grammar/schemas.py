@@ -1,10 +1,8 @@
 """JSON schemas made ready for llguidance: only keywords that it enforces, references resolved, objects closed.
 
 A strict schema is enforced whole or refused, with the keyword and its path.  From any other a keyword that cannot be
-enforced is dropped, alone; what is left allows whatever the schema allows.  Objects then have the properties that the
-schema names, and no others unless it says so: models write some that nobody asked for, and small ones do not stop;
-vLLM and llama.cpp allow none by default either.
-All dialects since draft 4 are read.  Invariant: whatever fits the result of a strict schema fits the schema.
+enforced is dropped, alone.  Objects have no properties that the schema does not name, unless it says so: small models
+do not stop writing them.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from typing import Any, Final
 from lucevisor.errors import show
 from lucevisor.text import patterns
 from lucevisor.text.grammar.alternatives import Alternatives
-from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.references import Flattener, UnresolvedReferenceError, resolved_name, without_endless
+from lucevisor.text.llguidance_limits import GrammarError
+from lucevisor.text.references import Flattener, Place, resolved_name, without_endless
 
 MAX_DEPTH: Final = 80
 """Schemas within one another, references followed: llguidance follows them on its stack."""
@@ -56,16 +54,9 @@ class UnsatisfiableError(GrammarError):
 
 
 def prepared(schema: Mapping[str, Any], *, lenient: bool) -> Ready:
-    """Return a schema that llguidance enforces whole.
-
-    ``lenient``: drop keywords that cannot be enforced.  Raises GrammarError naming the keyword otherwise, and for what
-    is no JSON schema.
-    """
+    """Return a schema that llguidance enforces whole; ``lenient``: drop what it cannot.  Raises GrammarError."""
     flattener = Flattener(schema, lenient)
-    try:
-        flat = without_endless(flattener.flattened())
-    except UnresolvedReferenceError as unresolved:
-        raise GrammarError(str(unresolved)) from None
+    flat = without_endless(flattener.flattened())
     ready = False if isinstance(flat, bool) else _Preparation(flat, flattener.paths, lenient).prepared()
     error = _compile_error(ready)
     if error and lenient:
@@ -79,15 +70,12 @@ def prepared(schema: Mapping[str, Any], *, lenient: bool) -> Ready:
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """``part``: other schemas describe the same value, so an object is not closed; ``shared``: properties that several
-    of them describe.
-    """
+    """``part``: other schemas describe the value, so an object is not closed; ``shared``: properties of several."""
 
     part: bool = False
     shared: frozenset[str] = frozenset()
 
     def of(self, name: str) -> _Scope:
-        """The scope of a property's value."""
         return _Scope(part=self.part and name in self.shared)
 
 
@@ -112,27 +100,11 @@ class _Survey:
         return self.declares and not self.is_open and self.min_properties <= len(self.names)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A schema, and a pointer to it in the schema that the client sent."""
-
-    schema: Any
-    path: str
-
-    def child(self, *steps: str | int) -> _Place:
-        """Return what lies under these keys; raises LookupError."""
-        value, path = self.schema, self.path
-        for step in steps:
-            value = value[step]
-            path += "/" + str(step).replace("~", "~0").replace("/", "~1")
-        return _Place(value, path)
-
-
 class _Preparation:
     """Prepares a flattened schema; ``paths``: of its definitions in the schema that the client sent."""
 
     def __init__(self, flat: Mapping[str, Any], paths: Mapping[str, str], lenient: bool) -> None:
-        self.root, self._given_definitions, self._paths = _Place(flat, "#"), flat.get("$defs", {}), paths
+        self.root, self._given_definitions, self._paths = Place(flat, "#"), flat.get("$defs", {}), paths
         self.alternatives = Alternatives(self._given_definitions, strict=False)
         self.lenient = lenient
         self._definitions: dict[str, Ready] = {}
@@ -148,14 +120,14 @@ class _Preparation:
             ready["$defs"] = self._definitions
         return ready
 
-    def target(self, place: _Place) -> _Place:
+    def target(self, place: Place) -> Place:
         """The definition that a schema refers to."""
         name = resolved_name(place.schema)
-        return _Place(self._given_definitions[name], self._paths[name])
+        return Place(self._given_definitions[name], self._paths[name])
 
     # -- one schema
 
-    def value(self, place: _Place, scope: _Scope) -> Ready:
+    def value(self, place: Place, scope: _Scope) -> Ready:
         schema = place.schema
         if isinstance(schema, bool):
             return schema
@@ -169,7 +141,7 @@ class _Preparation:
         finally:
             self._depth -= 1
 
-    def _without_siblings(self, place: _Place, scope: _Scope) -> _Place:
+    def _without_siblings(self, place: Place, scope: _Scope) -> Place:
         """The place, less the keywords beside a reference that go round in a circle."""
         schema = place.schema
         if "$ref" not in schema or resolved_name(schema) not in self._active:
@@ -182,7 +154,7 @@ class _Preparation:
         self._made.append(schema)
         return replace(place, schema=schema)
 
-    def _schema(self, place: _Place, scope: _Scope) -> Ready:
+    def _schema(self, place: Place, scope: _Scope) -> Ready:
         schema: Mapping[str, Any] = place.schema
         kinds = self.kinds(place)
         survey = self.survey(place)
@@ -195,7 +167,7 @@ class _Preparation:
             inner = _Scope(part=True, shared=scope.shared | several)
         return _SchemaWriter(self, place, kinds, inner, closing, composed=composed or scope.part).written()
 
-    def kinds(self, place: _Place) -> frozenset[str]:
+    def kinds(self, place: Place) -> frozenset[str]:
         """The types that a schema's own ``type`` allows."""
         type_ = place.schema.get("type", _ALL_KINDS)
         kinds = [type_] if isinstance(type_, str) else type_
@@ -206,14 +178,14 @@ class _Preparation:
                 raise _malformed(place, "type", f"{show(kind)} is not a type of JSON schema")
         return frozenset("number" if kind == "integer" else kind for kind in kinds)
 
-    def unsupported(self, place: _Place, keyword: str, reason: str = "cannot be enforced") -> None:
+    def unsupported(self, place: Place, keyword: str, reason: str = "cannot be enforced") -> None:
         """Refuse a keyword of a strict schema; the caller drops it otherwise."""
         if not self.lenient:
             raise GrammarError(f"{keyword} at {place.path} {reason}")
 
     # -- references
 
-    def reference(self, place: _Place, scope: _Scope) -> Ready:
+    def reference(self, place: Place, scope: _Scope) -> Ready:
         """The reference to a definition, which is prepared here the first time."""
         target, name = self.target(place), resolved_name(place.schema)
         if isinstance(target.schema, bool):
@@ -229,7 +201,7 @@ class _Preparation:
 
     # -- what composed schemas say of an object
 
-    def survey(self, place: _Place) -> _Survey:
+    def survey(self, place: Place) -> _Survey:
         schema = place.schema
         if not isinstance(schema, Mapping):
             return _Survey(Counter())
@@ -256,7 +228,7 @@ class _Preparation:
         return survey
 
     @staticmethod
-    def _own_survey(place: _Place) -> _Survey:
+    def _own_survey(place: Place) -> _Survey:
         schema = place.schema
         properties, required = schema.get("properties"), schema.get("required")
         survey = _Survey(Counter(list(properties) if isinstance(properties, Mapping) else []))
@@ -294,7 +266,7 @@ def _constraints(schema: Mapping[str, Any]) -> int:
     return sum(key in _CONSTRAINTS for key in schema)
 
 
-def _malformed(place: _Place, keyword: str, reason: str) -> GrammarError:
+def _malformed(place: Place, keyword: str, reason: str) -> GrammarError:
     return GrammarError(f"{keyword} at {place.path} {reason}".lstrip() if keyword else f"{place.path} {reason}")
 
 
@@ -304,7 +276,7 @@ class _SchemaWriter:
     def __init__(
         self,
         preparation: _Preparation,
-        place: _Place,
+        place: Place,
         kinds: frozenset[str],
         scope: _Scope,
         closing: _Survey | None,
@@ -714,7 +686,7 @@ def _both(first: Ready, second: Ready) -> Ready:
     return first if second is True or first is False else {"allOf": [first, second]}
 
 
-def _required_names(places: Sequence[_Place]) -> list[str] | None:
+def _required_names(places: Sequence[Place]) -> list[str] | None:
     """The names that schemas require, if each does nothing but to require one."""
     names = []
     for place in places:
@@ -795,10 +767,7 @@ _RELAXED: Final = ("dependencies", "patternProperties", "pattern", "format", "mi
 
 
 def _relaxed(ready: Ready, error: str) -> tuple[Ready, str]:
-    """Drop keywords until a prepared schema compiles: one place if that is enough, then kind by kind.
-
-    Keywords that compile alone may be too much together.  Returns the schema, and what llguidance last said.
-    """
+    """Drop keywords until a prepared schema compiles: one place if that is enough, then kind by kind."""
     if patterns.nothing_fits(error):
         return ready, error
     places = [(schema, key) for schema in _schemas(ready) for key in _RELAXED if key in schema]
@@ -825,7 +794,6 @@ def _without(schema: dict[str, Any], key: str) -> None:
 
 
 def _schemas(ready: Ready) -> Iterator[dict[str, Any]]:
-    """Yield a prepared schema and all within it."""
     if not isinstance(ready, dict):
         return
     yield ready

@@ -1,8 +1,4 @@
-"""Texts by a JSON schema, written without quotes or escapes, as terminals of a grammar.
-
-Knows the keywords for strings, and regular expressions as schemas write them.  Invariant: a text that a terminal allows
-fits its schema.
-"""
+"""Texts by a JSON schema, written without quotes or escapes, as terminals of a grammar."""
 
 from __future__ import annotations
 
@@ -117,24 +113,19 @@ def _branches(pattern: str) -> Iterator[str]:
 
 def _alternatives(pattern: str) -> Iterator[tuple[str, bool]]:
     """Yield the alternatives that a pattern has outside of groups, and whether each is one group."""
-    depth, in_class, begin, at, n_groups, last = 0, False, 0, 0, 0, -1
-    while at < len(pattern):
-        character = pattern[at]
-        if character == "\\":
-            at += 1
-        elif in_class:
-            in_class = character != "]"
-        elif character == "[":
-            in_class = True
-        elif character in "()":
-            depth += 1 if character == "(" else -1
+    depth, begin, n_groups, end_of_group = 0, 0, 0, -1
+    for part in patterns.PART.finditer(pattern):
+        if part.lastgroup == "open":
+            depth += 1
+        elif part.lastgroup == "close":
+            depth -= 1
             n_groups += depth == 0
-            last = at
-        elif character == "|" and depth == 0:
-            yield pattern[begin:at], n_groups == 1 and last == at - 1 and pattern[begin] == "("
-            begin, n_groups = at + 1, 0
-        at += 1
-    yield pattern[begin:], n_groups == 1 and last == at - 1 and pattern[begin] == "("
+            end_of_group = part.end()
+        elif part.lastgroup == "or" and depth == 0:
+            branch = pattern[begin : part.start()]
+            yield branch, n_groups == 1 and end_of_group == part.start() and branch.startswith("(")
+            begin, n_groups = part.end(), 0
+    yield pattern[begin:], n_groups == 1 and end_of_group == len(pattern) and pattern.startswith("(", begin)
 
 
 def _escaped_end(branch: str) -> bool:

@@ -52,13 +52,11 @@ class ArgumentPairs:
         return self.parse(_NO_VALUE.sub("</arg_key><arg_value>", _NO_KEY.sub(r"\1<arg_key>", body)), tools)
 
     def is_inside_value(self, body: str) -> bool:
-        """Return whether the text ends inside a value."""
         start = body.find("<arg_value>")
         ends = [closing.end() for closing in _CLOSE.finditer(body, start)] if start >= 0 else []
         return start >= 0 and (not ends or _KEY.match(body, ends[-1]) is not None)
 
     def grammar(self, rules: Rules, function: Function) -> str:
-        """Return an expression for the calls of a function."""
         value = rules.text("<arg_value>")
 
         def declared(name: str) -> str | None:

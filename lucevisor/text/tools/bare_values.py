@@ -1,8 +1,4 @@
-"""Parameters between tags: texts as they are, without quotes, everything else as JSON.
-
-Knows JSON schemas and how ``read_value`` reads such a value.  Invariant: what the grammar allows is read back as a
-value that fits the schema.
-"""
+"""Parameters between tags: texts as they are, without quotes, everything else as JSON."""
 
 from __future__ import annotations
 
@@ -13,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lucevisor.text.grammar.alternatives import Alternatives
-from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.grammar.members import members, sequence
+from lucevisor.text.grammar.members import MemberSequence, members
 from lucevisor.text.grammar.rules import ANYTHING, Rules, quoted
 from lucevisor.text.grammar.schemas import UnsatisfiableError
 from lucevisor.text.grammar.texts import fits_as_text, text_terminal
+from lucevisor.text.llguidance_limits import GrammarError
 from lucevisor.text.parameters import ANY_TYPE
 from lucevisor.text.references import with_definitions
 from lucevisor.text.tools.call import Function
@@ -54,10 +50,7 @@ def bare_parameters(
     declared: Callable[[str], str | None],
     undeclared: Callable[[str], str],
 ) -> str:
-    """Return the parameters of a function in the order of its schema, each at most once, required ones always.
-
-    ``declared`` and ``undeclared`` write what stands before a value, by the parameter's name or a terminal for names.
-    """
+    """Return the parameters of a function in the order of its schema, each at most once, required ones always."""
     alternatives = Alternatives(function.schema.get("$defs", {}), strict=function.strict)
 
     def of_name(name: str, schema: Any, where: str) -> str | None:
@@ -72,19 +65,18 @@ def bare_parameters(
         value = _value(rules, schema, ending, alternatives, "additionalProperties")
         return None if value is None else f"{undeclared(terminal)} {value}"
 
-    sequences = list[str]()
+    sequences = list[str | None]()
     for objects in alternatives.of(function.schema, "parameters"):
         if "enum" in objects:
             alternatives.refuse("parameters", "enum")
-        written = sequence(rules, members(objects, alternatives, "properties"), of_name, of_names)
-        sequences += [] if written is None else [written]
-    if not sequences:
+        if (allowed := members(objects, alternatives, "properties")) is not None:
+            sequences.append(MemberSequence(rules, allowed, of_name, of_names).written())
+    if not any(sequences):
         raise GrammarError("they allow no arguments, as required properties are forbidden")
-    return f"({' | '.join(sequences)})"
+    return f"({' | '.join(filter(None, sequences))})"
 
 
 def _value(rules: Rules, schema: Any, ending: Ending, alternatives: Alternatives, where: str) -> str | None:
-    """An expression for a value up to and with a tag; None if the schema allows no value."""
     options = alternatives.of(schema, where)
     kinds = frozenset(kind for option in options for kind in option["type"])
     if not options:
@@ -116,7 +108,6 @@ class _Values:
         self._json = list[dict[str, Any]]()
 
     def add(self, alternative: dict[str, Any]) -> None:
-        """Add an alternative of the schema."""
         kinds = set(alternative["type"])
         if "enum" in alternative:
             for value in alternative["enum"]:

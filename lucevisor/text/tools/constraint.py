@@ -1,8 +1,4 @@
-"""Answers that consist of tool calls, or may have them, as grammars.
-
-Invariant: what such a grammar allows, the format's parser reads as a call of an offered tool, with arguments as its
-schema says.
-"""
+"""Answers that consist of tool calls, or may have them, as grammars."""
 
 from __future__ import annotations
 
@@ -10,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.rules import Rules
+from lucevisor.text.llguidance_limits import GrammarError
 from lucevisor.text.parameters import Tools, types
-from lucevisor.text.references import Schema, UnresolvedReferenceError, flattened, without_endless
+from lucevisor.text.references import Schema, flattened, without_endless
 from lucevisor.text.tools.call import Function, ToolFormat
 
 MAX_CALLS: Final = 32
@@ -34,7 +30,6 @@ def functions(tools: Tools, names: Sequence[str] = ()) -> list[Function]:
 
 
 def freed(offered: Sequence[Function]) -> list[Function]:
-    """Return the functions with free arguments for each that is not strict."""
     return [function if function.strict else replace(function, schema=_FREE) for function in offered]
 
 
@@ -52,11 +47,7 @@ def calls_in_text(rules: Rules, tool_format: ToolFormat, offered: Sequence[Funct
 
 
 def _rest_of_call(rules: Rules, tool_format: ToolFormat, offered: Sequence[Function]) -> str:
-    """A call behind its opening tag.
-
-    A tool that is not strict is offered with free arguments if its parameters make no grammar, so that the other tools
-    stay as they are.
-    """
+    """A call behind its opening tag; one that is not strict gets free arguments if its parameters make no grammar."""
     calls = list[str]()
     for function in offered:
         try:
@@ -77,9 +68,9 @@ def _call(rules: Rules, tool_format: ToolFormat, function: Function) -> str:
         if isinstance(schema, bool):
             raise GrammarError("no value fits them")
         return tool_format.grammar(rules, replace(function, schema=_of_objects(schema, strict=function.strict)))
-    except (GrammarError, UnresolvedReferenceError) as error:
+    except GrammarError:
         rules.drop(mark)
-        raise GrammarError(str(error)) from None
+        raise
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         rules.drop(mark)
         raise GrammarError(f"they are no JSON schema ({type(error).__name__}: {error})") from None

@@ -11,11 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from lucevisor.text.grammar.alternatives import Alternatives
-from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.grammar.members import members, sequence
+from lucevisor.text.grammar.members import MemberSequence, members
 from lucevisor.text.grammar.rules import ANYTHING, Rules
 from lucevisor.text.grammar.texts import fits_as_text, text_terminal
 from lucevisor.text.json_text import MAX_DEPTH, parse
+from lucevisor.text.llguidance_limits import GrammarError
 from lucevisor.text.parameters import ANY_TYPE, Parameters, Tools
 from lucevisor.text.tools.call import Function, ToolCall, make_call
 
@@ -77,11 +77,9 @@ class Gemma4:
         return make_call(head.group(1), arguments)
 
     def is_inside_value(self, body: str) -> bool:
-        """Return whether the text ends between a pair of string quotes."""
         return body.count(_QUOTE) % 2 == 1
 
     def grammar(self, rules: Rules, function: Function) -> str:
-        """Return an expression for the calls of a function."""
         arguments = _ValueWriter(rules, function).value(function.schema, "parameters", 0)
         if arguments is None:
             raise GrammarError("they allow no arguments, as required properties are forbidden")
@@ -98,7 +96,6 @@ class _ValueReader:
         self.position = position
 
     def value(self, depth: int) -> object:
-        """Read an object, a list, a string or a bare JSON value."""
         if depth >= MAX_DEPTH:
             raise _Malformed
         if self._take("{"):
@@ -185,7 +182,6 @@ class _ValueWriter:
         self._any = ""
 
     def value(self, schema: object, where: str, depth: int) -> str | None:
-        """Return the rule of a schema; None if it allows no value."""
         key = json.dumps(schema, sort_keys=True)
         if key in self._names:
             return self._names[key]
@@ -205,7 +201,6 @@ class _ValueWriter:
         return None
 
     def _values(self, alternative: Mapping[str, Any], where: str, depth: int) -> list[str]:
-        """Expressions for the values of an alternative, by type."""
         if "enum" in alternative:
             return [self._constant(value) for value in alternative["enum"] if self._fits(value, alternative, where)]
         kinds, values = alternative["type"], list[str]()
@@ -243,7 +238,9 @@ class _ValueWriter:
             value = self.value(schema, f"{where}.additionalProperties", depth)
             return None if value is None else f'{self._rules.terminal(terminal)} ":" {value}'
 
-        inner = sequence(self._rules, members(alternative, self._alternatives, where), of_name, of_names, '","')
+        if (allowed := members(alternative, self._alternatives, where)) is None:
+            return None
+        inner = MemberSequence(self._rules, allowed, of_name, of_names, '","').written()
         return None if inner is None else f'"{{" {inner} "}}"'
 
     def _array(self, alternative: Mapping[str, Any], where: str, depth: int) -> str | None:
@@ -323,7 +320,6 @@ def _has_quote(value: object) -> bool:
 
 
 def _times(item: str, min_times: int, max_times: int | None) -> str:
-    """An item so many times."""
     if max_times == 0:
         return ""
     return f"({item}){{{min_times},{'' if max_times is None else max_times}}}"

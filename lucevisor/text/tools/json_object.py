@@ -61,13 +61,11 @@ class JsonObject:
         return self.parse(text + "}" * depth, tools)
 
     def is_inside_value(self, body: str) -> bool:
-        """Return whether the text ends inside a JSON string."""
         end = 0
         while match := _QUOTED_OR_REST.match(body, end):
             end = match.end()
         return end < len(body)
 
     def grammar(self, rules: Rules, function: Function) -> str:
-        """Return an expression for the calls of a function."""
         head = rules.text(f'\n{{"name": {json.dumps(function.name, ensure_ascii=False)}, "arguments": ')
         return f"{head} {rules.json(function.schema, lenient=not function.strict)} {rules.text('}')} {LINE_END}"

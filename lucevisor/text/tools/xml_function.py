@@ -49,7 +49,6 @@ class XmlFunction:
         return self.parse(_UNCLOSED.sub(r"\1\n</parameter>", body), tools)
 
     def is_inside_value(self, body: str) -> bool:
-        """Return whether the text ends inside a parameter."""
         start = body.find("<parameter=")
         if start < 0:
             return False
@@ -57,7 +56,6 @@ class XmlFunction:
         return not ends or _opened(body, ends[-1]) is not None
 
     def grammar(self, rules: Rules, function: Function) -> str:
-        """Return an expression for the calls of a function."""
         head, tail = rules.text(f"\n<function={function.name}>\n"), rules.text("</function>")
         names = sorted(Parameters([{"name": "", "parameters": function.schema}], "").names)
         declared = "|".join(re.escape(name).replace("/", "\\/") for name in names)
@@ -91,17 +89,12 @@ def _parameter(body: str, start: int, parameters: Parameters) -> tuple[str, str,
 
 
 def _opened(body: str, start: int) -> re.Match[str] | None:
-    """The opening tag of a parameter that comes next."""
     blanks = _BLANKS.match(body, start)
     return _OPEN.match(body, blanks.end() if blanks else start)
 
 
 def _read(key: str, text: str, parameters: Parameters) -> dict[str, object]:
-    """Return the value of a parameter.
-
-    More than one where the opening tag of a declared one stands in a text without its closing tag, as that of the one
-    before is missing.
-    """
+    """Return the value of a parameter, and of those whose opening tag stands in it as its closing tag is missing."""
     value = parameters.read(key, _unpadded(text))
     opening = None if "</parameter>" in text or not isinstance(value, str) else _OPEN.search(text)
     if opening is None or opening[1].strip() not in parameters.names:
