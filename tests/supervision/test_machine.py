@@ -175,6 +175,22 @@ def test_a_stop_before_the_spawn_waits_for_the_process():
     assert driven.state is State.STOPPED
 
 
+def test_later_stops_and_hangs_do_not_put_off_the_kill():
+    driven = DrivenMachine().to(State.READY)
+    driven.send(ev.StopRequested(4.0))
+    assert driven.send(ev.StopRequested(60.0)) == []
+    assert signals(driven.fire(Timer.ESCALATION)) == [ProcessSignal.TERMINATE]
+    assert driven.due[Timer.ESCALATION] == driven.now + 2.0
+    driven.send(ev.StopRequested(1.0))
+    assert driven.due[Timer.ESCALATION] == driven.now + 1.0
+    assert signals(driven.send(ev.StopRequested(0.0))) == [ProcessSignal.KILL]
+    assert driven.send(ev.StopRequested(0.0)) == []
+    hung = DrivenMachine().to(State.READY)
+    hung.send(ev.StopRequested(0.5, drain_s=0.5))
+    assert signals(hung.send(ev.Overdue(1, "step 17", 31.5))) == [ProcessSignal.STACKS]
+    assert hung.due[Timer.ESCALATION] == hung.now + 0.5
+
+
 def test_a_stop_takes_the_place_of_a_restart_and_not_the_other_way_round():
     driven = DrivenMachine().to(State.READY)
     driven.send(ev.RestartRequested(4.0))
