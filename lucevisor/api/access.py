@@ -1,7 +1,6 @@
 """Access control: peer address, Host header, API key, CORS, type and encoding of bodies.
 
-Knows headers and addresses, and no endpoint but the open ones.  Invariant: without keys only this machine is served,
-unless `allow_open` is set; a page of another origin can read nothing unless its origin is configured.
+Without keys only this machine is served, unless `allow_open` is set.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Final
 from aiohttp import web
 
 from lucevisor.api.app_context import ApiSettings
-from lucevisor.api.errors import ApiError, head_too_large
+from lucevisor.api.errors import ApiError
 from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.errors import show
 
@@ -30,10 +29,7 @@ _EXPOSED: Final = "x-request-id, request-id, retry-after"
 
 
 def check_access(request: web.Request, settings: ApiSettings, keys: ApiKeys, admin_keys: ApiKeys) -> Caller:
-    """Return who sends a request.  An admin key is an API key too.
-
-    Raises ApiError 401 or 403 if it must not be served.
-    """
+    """Return who sends a request; raises ApiError 401 or 403.  An admin key is an API key too."""
     if not keys.required and not settings.allow_open:
         _check_local(request, settings.host)
     if request.path.startswith(ADMIN_PATHS):
@@ -112,13 +108,13 @@ def check_head(request: web.Request, settings: ApiSettings) -> None:
     """Raise ApiError 431 for a head that is too long, though in one piece; `Connections` counts one that is not."""
     fields = sum(len(name) + len(value) for name, value in request.raw_headers)
     if len(request.raw_path) + fields > settings.max_head_bytes:
-        raise head_too_large(settings.max_head_bytes)
+        why = f"the head is longer than {settings.max_head_bytes} bytes; send less"
+        raise ApiError(431, why, code="head_too_large")
 
 
 def check_content_type(request: web.Request) -> None:
-    """Raise ApiError 400 for a body that is not announced as JSON: a page of any origin may send forms and plain text.
-
-    On Ollama's paths only such pages, which browsers mark with Origin, have to announce it.
+    """Raise ApiError 400 for a body that is not announced as JSON, as a page of any origin may send forms and plain
+    text.
     """
     kind = request.content_type.lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
@@ -132,7 +128,6 @@ def check_content_type(request: web.Request) -> None:
 
 
 def check_content_encoding(request: web.Request) -> None:
-    """Raise ApiError 415 for a compressed body, as a few bytes may expand to any size."""
     sent = request.headers.get("Content-Encoding", "identity")
     if sent.strip().lower() != "identity":
         raise ApiError(
@@ -144,7 +139,6 @@ def check_content_encoding(request: web.Request) -> None:
 
 
 def cors_headers(origin: str | None, settings: ApiSettings) -> dict[str, str]:
-    """Return the headers that let a page of `origin` read the response; empty unless the origin is configured."""
     if not settings.cors_origins or origin is None:
         return {}
     if "*" in settings.cors_origins:
@@ -167,10 +161,7 @@ def is_preflight(request: web.Request) -> bool:
 
 
 def preflight(request: web.Request, settings: ApiSettings) -> web.Response | None:
-    """Return the response to a preflight from a configured origin, else None.
-
-    Such a page may send any header: each client library adds its own with every version.
-    """
+    """Return the response to a preflight from a configured origin, else None."""
     if "Access-Control-Allow-Origin" not in cors_headers(request.headers.get("Origin"), settings):
         return None
     headers = {

@@ -1,7 +1,4 @@
-"""The objects that all handlers share, filled in by the supervisor.
-
-`engine`, `max_context` and `max_sequences` are set once the placement is known; requests get a 503 until then.
-"""
+"""The objects that all handlers share; `engine` and what the placement decides are set later."""
 
 from __future__ import annotations
 
@@ -26,10 +23,7 @@ from lucevisor.text.tokenizer import Tokenizer
 
 @dataclass(slots=True, eq=False)
 class RequestContext:
-    """One request.  Times in seconds, `started_s` and `ended_s` on the monotonic clock, the others from the start.
-
-    `headers` are the client's.
-    """
+    """One request.  Times in seconds, `started_s` and `ended_s` on the monotonic clock, the others from the start."""
 
     request_id: str
     started_s: float

@@ -1,8 +1,4 @@
-"""Reads and prepares request bodies: short ones on the event loop, long ones in the preprocessing workers.
-
-The event loop processes at most one body of INLINE_BYTES per iteration, and the bytes of all bodies in memory are
-bounded.
-"""
+"""Reads and prepares request bodies: short ones on the event loop, long ones in the preprocessing workers."""
 
 from __future__ import annotations
 

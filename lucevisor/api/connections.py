@@ -42,7 +42,6 @@ class Connections:
         metrics.connections.set_function(lambda: len(self._all))
 
     def admit(self, connection: HttpConnection) -> bool:
-        """Register a new connection; return False if there is no room for it."""
         if len(self._all) >= self.settings.max_connections:
             oldest = next(iter(self._waiting), None)
             self.count("refused" if oldest is None else "replaced")
@@ -56,13 +55,11 @@ class Connections:
         return True
 
     def wait(self, connection: HttpConnection, seconds: float) -> None:
-        """Give a connection without a request a deadline, unless it has an earlier one."""
         if connection in self._all:
             deadline = self.loop.time() + seconds
             self._waiting[connection] = min(deadline, self._waiting.get(connection, deadline))
 
     def serve(self, connection: HttpConnection) -> bool:
-        """Take the deadline from a connection; return whether it had one."""
         return self._waiting.pop(connection, None) is not None
 
     def is_waiting(self, connection: HttpConnection) -> bool:
@@ -116,12 +113,9 @@ class HttpConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse in parts that end where a head or a body ends.
+        """Parse in parts that end where a head or body ends: aiohttp loses what follows a request with `Upgrade`.
 
-        Of what follows a request with `Upgrade` in the same part, aiohttp's parser loses all.
-
-        aiohttp calls this without data when a full buffer has been read: its parser had stopped, and goes on with what
-        it kept, if only to find that the body is complete.
+        aiohttp calls this without data when a full buffer has been read, as its parser goes on with what it kept.
         """
         if data and self._pool.is_waiting(self) and not self._has_part_of_head:
             self._has_part_of_head = True
@@ -203,7 +197,6 @@ class HttpConnection(web.RequestHandler):
     # ---- deadlines
 
     def check_write(self, now: float) -> None:
-        """Close the connection if its client takes too little of what waits for it."""
         if self._link is None:
             return
         # The kernel may take nothing for long although the client reads, as its buffers are large.
@@ -218,7 +211,6 @@ class HttpConnection(web.RequestHandler):
             self.abort()
 
     def end_wait(self) -> None:
-        """Close the connection, as its deadline has passed."""
         if self._link is None or self._force_close or self._link.get_write_buffer_size():
             return
         self._pool.count("head" if self._has_part_of_head or self._request_count == 0 else "idle")
@@ -265,7 +257,6 @@ class ConnectionRunner(web.AppRunner):
 
 
 def _raw(error: ApiError) -> bytes:
-    """Return a complete response for a connection without a request."""
     body = msgspec.json.encode(error.body())
     head = (
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nServer: lucevisor\r\n"

@@ -1,8 +1,4 @@
-"""Constrained output: the form that a request asks for, as one grammar for every endpoint.
-
-Knows the parameters of OpenAI, vLLM and llama.cpp.  Invariant: a request has at most one form, and a form that cannot
-be enforced is refused with the parameter's name.
-"""
+"""Constrained output: the one form that a request asks for, as a grammar for every endpoint."""
 
 from __future__ import annotations
 
@@ -58,7 +54,6 @@ class Calls:
 
 
 def constrains(fields: Mapping[str, object]) -> bool:
-    """Return whether a decoded body may ask for constrained output."""
     tools, choice = fields.get("tools"), fields.get("tool_choice")
     if choice not in (None, "auto", "none") or (isinstance(tools, list) and any(map(_is_strict, tools))):
         return True
@@ -66,7 +61,6 @@ def constrains(fields: Mapping[str, object]) -> bool:
 
 
 def _is_strict(tool: object) -> bool:
-    """Return whether a tool of any of the APIs asks for its schema to be enforced."""
     if not isinstance(tool, Mapping):
         return False
     inner = tool.get("tools")  # of a namespace
@@ -87,10 +81,8 @@ def requested_form(body: GenerationBody) -> Form | None:
 
 
 def requested_calls(tools: Tools, choice: object, form: Form | None, *, parallel: bool) -> Calls | None:
-    """Return the calls that the answer must or may have; None: if any, they are as the model writes them.
-
-    ``tools``: those offered; ``choice``: the decoded tool_choice, checked.  Calls are constrained where they are
-    required, beside a form, and where a tool is strict.
+    """Return the calls that the answer must or may have: where they are required, beside a form, and where a tool is
+    strict.
     """
     if isinstance(choice, ToolChoice) and choice.function is not None:
         return Calls("tool_choice", functions(tools, [choice.function.name]), 1, required=True)
@@ -147,7 +139,6 @@ def _with_calls(rules: Rules, tool_format: ToolFormat, calls: Calls, form: Form 
 
 
 def compiled(grammar: OutputGrammar, ctx: AppContext) -> Grammar:
-    """Return a grammar ready for use; raises ApiError 400 with llguidance's message."""
     try:
         return ctx.grammars.compile(grammar.grammar)
     except GrammarError as error:
@@ -155,10 +146,7 @@ def compiled(grammar: OutputGrammar, ctx: AppContext) -> Grammar:
 
 
 def schema_form(schema: Mapping[str, Any] | None, param: str, *, strict: bool) -> Form:
-    """Return the form of JSON by a schema; None: any object.  ``strict``: refuse keywords that cannot be enforced.
-
-    Raises ApiError for a schema that is too long.
-    """
+    """Return the form of JSON by a schema; None: any object.  ``strict``: refuse keywords that cannot be enforced."""
     try:
         return Form(param, forms.any_object() if schema is None else forms.json_schema(schema, lenient=not strict))
     except GrammarError as error:

@@ -1,8 +1,4 @@
-"""Errors as clients see them: status, type, code and parameter.
-
-Knows the error bodies of OpenAI and Anthropic and the engine's errors, no handler.  Invariant: every message says what
-is wrong and what to do, and no traceback ever leaves the process.
-"""
+"""Errors as clients see them: status, type, code and parameter."""
 
 from __future__ import annotations
 
@@ -56,11 +52,9 @@ class ApiError(Exception):
         return _TYPES.get(self.status, "invalid_request_error")
 
     def body(self) -> dict[str, object]:
-        """Return OpenAI's error body; in a stream it is the data of the last event."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def renamed(self, param: str) -> ApiError:
-        """Return the same error about a parameter by another name."""
         if not self.param:
             return self
         message = self.message
@@ -90,13 +84,7 @@ def bad_parameter(param: str, why: str, code: str = "invalid_value") -> ApiError
     return ApiError(400, f"{param}: {why}", code=code, param=param)
 
 
-def head_too_large(max_bytes: int) -> ApiError:
-    """Return the 431 for a request line and fields of more than `max_bytes`."""
-    return ApiError(431, f"the head is longer than {max_bytes} bytes; send less", code="head_too_large")
-
-
 def internal_error(request_id: str) -> ApiError:
-    """Return the 500 for a bug; the log has the details under `request_id`."""
     return ApiError(
         500, f"an internal error occurred; see request id {request_id} in the server's log", code="internal_error"
     )

@@ -1,7 +1,6 @@
 """Runs a request: submits one sequence per choice, merges their events and writes the response.
 
-Nothing is sent before the engine has accepted every sequence, and however a response ends, none of its sequences keeps
-running.  Choice i of a prompt differs from choice 0 in its seed only.
+Nothing is sent before the engine has accepted every sequence, and no sequence outlives its response.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from lucevisor.text.reasoning import ReasoningBudget
 
 
 def make_jobs(prepared: PreparedRequest, ctx: AppContext, response_id: str) -> list[Job]:
-    """Return one job per choice: choice i of prompt p is number n*p + i."""
     options = prepared.options
     jobs = []
     ends = frozenset(options.stop_ids) | (frozenset() if options.ignore_eos else ctx.tokenizer.eos_ids | ctx.stop_ids)
@@ -57,8 +55,7 @@ def make_jobs(prepared: PreparedRequest, ctx: AppContext, response_id: str) -> l
 
 
 def _constraint(prepared: PreparedRequest, ctx: AppContext, room: int, ends: frozenset[int]) -> Constraint | None:
-    """Return what one choice must be: its grammar, its thinking budget with room for an answer, and its minimum length,
-    where it has them."""
+    """Return the constraint of one choice: its grammar, its thinking budget, and its minimum length."""
     options = prepared.options
     matcher = None if prepared.grammar is None else prepared.grammar.matcher()
     inner: Constraint | None = matcher
@@ -73,11 +70,7 @@ def _constraint(prepared: PreparedRequest, ctx: AppContext, room: int, ends: fro
 
 
 class ResponseFormatter(EventFormat, ABC):
-    """Formats the JSON of one response of one endpoint.  `index` is the index of a choice.
-
-    A response is either streamed (start, delta, end, or failure) or full.  `id_prefix`: of the response's id;
-    `prompt_param`: the parameter that held the prompt.
-    """
+    """Formats the JSON of one response, streamed (start, delta, end, or failure) or full.  `index`: of a choice."""
 
     id_prefix: ClassVar[str] = ""
     prompt_param: ClassVar[str] = "messages"
@@ -118,7 +111,6 @@ class OpenAiFormatter(ResponseFormatter):
         return self.prepared.prompts[index // self.options.n]
 
     def prompt_ids(self, index: int) -> dict[str, object]:
-        """Return the ids of a choice's prompt, if they were requested."""
         return {"prompt_token_ids": list(self.prompt_of(index))} if self.options.token_ids else {}
 
     def chunk(self, index: int, choice: dict[str, object], delta: ChoiceDelta) -> dict[str, object]:
@@ -131,7 +123,6 @@ class OpenAiFormatter(ResponseFormatter):
         return chunk
 
     def with_ids(self, choice: dict[str, object], deltas: Sequence[ChoiceDelta]) -> dict[str, object]:
-        """Return a choice with the ids of its tokens, if they were requested."""
         ids = [token_id for delta in deltas for token_id in delta.token_ids]
         return choice | {"token_ids": ids} if self.options.token_ids else choice
 
@@ -244,8 +235,6 @@ async def _submit(ctx: AppContext, jobs: Sequence[Job], prompt_param: str, conte
 
 
 class _Response:
-    """The response to one running request."""
-
     def __init__(
         self,
         jobs: Sequence[Job],

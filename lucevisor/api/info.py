@@ -1,7 +1,6 @@
-"""Information about the server: models, properties, health, metrics, the status page and its restart button.
+"""Models, properties, health, metrics, the status page and its restart button.
 
-The page is one document without a build step: `page/` holds its markup, style and scripts, which are put inline here.
-Its content security policy lets only these scripts run and lets no string become markup (trusted types).
+The page is one document: `page/` holds its markup, style and scripts, which are put inline here.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ from lucevisor.text.output_format import OutputFormat
 
 
 async def models(request: web.Request) -> web.Response:
-    """List the served model.
-
-    The list has the shapes of OpenAI's and Anthropic's at once.
-    """
+    """List the served model, in the shapes of OpenAI's and Anthropic's lists at once."""
     card = _model(request.app[APP_CONTEXT])
     return json_response(
         {"object": "list", "data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
@@ -105,7 +101,6 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 def abilities(ctx: AppContext) -> dict[str, bool]:
-    """Return what the model can do with its chat template, by Anthropic's names."""
     template = ctx.template
     output = OutputFormat() if template is None else template.output_format
     return {
@@ -117,7 +112,6 @@ def abilities(ctx: AppContext) -> dict[str, bool]:
 
 
 def _model(ctx: AppContext) -> dict[str, object]:
-    """Return the model with OpenAI's fields, vLLM's `max_model_len` and Anthropic's fields."""
     card, context = ctx.model, ctx.max_context or None  # not known yet
     return {
         "id": card.name,
@@ -159,7 +153,6 @@ async def page(_: web.Request) -> web.Response:
 
 @functools.cache
 def document() -> tuple[bytes, str]:
-    """Return the page and its content security policy."""
     style = (_FILES / "page.css").read_text("utf-8")
     script = "".join((_FILES / name).read_text("utf-8") for name in _SCRIPTS)
     text = (_FILES / "page.html").read_text("utf-8")

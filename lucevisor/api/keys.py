@@ -1,7 +1,6 @@
 """API keys: which bearer tokens are accepted, and whose they are.
 
-Stores digests only, so a memory dump shows no key and all comparisons have equal length.  Invariant: a check compares
-with every key, so its time reveals nothing about them.
+Stores digests only, and compares with every key, so that the time of a check reveals nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ _SALT: Final = secrets.token_bytes(32)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Sender of a request: an opaque id of the key, for stored responses, and the key's name, if it has one; both are
-    empty where no key is required.  ``share``: an opaque id of the key or of the address, for fair scheduling.
-    """
+    """Sender of a request: opaque ids of the key, and of the key or address for fair scheduling; the key's name."""
 
     id: str = ""
     name: str = ""

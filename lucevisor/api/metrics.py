@@ -1,8 +1,4 @@
-"""Prometheus metrics: counters and histograms of the HTTP side, and the state of the rest, read at each scrape.
-
-Labels have few values (status codes, stages, spaces, groups, states, names of keys), and docs/metrics.md lists every
-metric.
-"""
+"""Prometheus metrics; what is not counted here is read at each scrape.  docs/metrics.md lists all."""
 
 from __future__ import annotations
 
@@ -243,7 +239,6 @@ class Metrics:
         self._registry.register(StateCollector(ctx))
 
     def answered(self, request: RequestContext) -> None:
-        """Count a request that has ended, with its prompt and generated tokens."""
         n_prompt, n_generated, key_name = request.prompt_tokens, request.generated_tokens, request.caller.name
         self.requests.labels(str(request.status)).inc()
         self._prompt_tokens.inc(n_prompt)

@@ -1,8 +1,4 @@
-"""Middleware around every request: request id, access control, errors as JSON, metrics and one log line.
-
-Knows no endpoint.  Invariant: whatever a handler does, the client gets a complete response, a stream whose last event
-is an error, or a closed connection; exactly one log line and one counter record which.
-"""
+"""Middleware around every request: request id, access control, errors as JSON, metrics and one log line."""
 
 from __future__ import annotations
 
@@ -164,12 +160,10 @@ async def _fail(request: web.Request, context: RequestContext, failure: ApiError
 
 
 def _is_anthropic(request: web.Request) -> bool:
-    """Return whether a request is to Anthropic's API; its errors and one header have other names."""
     return request.path == "/v1/messages" or request.path.startswith("/v1/messages/")
 
 
 def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
-    """Translate aiohttp's own errors (no route, wrong method)."""
     message, code = _STATUS_MESSAGES.get(error.status, (error.reason, "invalid_request"))
     headers = {}
     if error.status == 404:
@@ -230,7 +224,6 @@ async def set_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 
 async def wait_until_idle(active_count: Callable[[], int], deadline_s: float) -> bool:
-    """Wait until no request is in service, polling every 20 ms; return False if the deadline passes first."""
     end = time.monotonic() + deadline_s
     while active_count():
         if time.monotonic() >= end:

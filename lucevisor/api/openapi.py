@@ -1,8 +1,4 @@
-"""The routes of the API, and GET /openapi.json, which describes them.
-
-Summaries are those of the handlers, and request bodies are generated from the types that decode them, so a parameter
-is in the document if and only if the server accepts it.
-"""
+"""The routes of the API, and GET /openapi.json, which is made of the types that decode the bodies."""
 
 from __future__ import annotations
 

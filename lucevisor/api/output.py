@@ -39,8 +39,7 @@ class GenerationFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """A token of a delta; `offset` is where its text begins in the choice's text, in characters; `content`: some of it
-    is content."""
+    """A token of a delta; `offset`: where its text begins in the choice's; `content`: some of it is content."""
 
     event: TokenEvent
     offset: int
@@ -66,10 +65,7 @@ class ChoiceDelta:
 
 
 class OutputProcessor:
-    """Reads the events of one sequence.  When `ended` turns true the rest is of no use: cancel the sequence.
-
-    `output_format`: how the model marks reasoning and calls; unused where all text is content.
-    """
+    """Reads the events of one sequence.  When `ended` turns true the rest is of no use: cancel the sequence."""
 
     def __init__(
         self, tokenizer: Tokenizer, options: GenerationOptions, output_format: OutputFormat | None = None
@@ -145,10 +141,7 @@ class OutputProcessor:
         return [ContentDelta(text)] if self._parser is None else self._parser.push(text)
 
     def _shown(self, events: Sequence[OutputEvent], *, last: bool = False) -> list[OutputEvent]:
-        """Return what may be sent of events: nothing behind a stop string in content, or behind the only call allowed.
-
-        `last`: no more content can complete a stop string.
-        """
+        """Return what may be sent: nothing behind a stop string in content, or behind the only call allowed."""
         shown: list[OutputEvent] = []
         for event in events:
             if isinstance(event, ContentDelta):
@@ -172,7 +165,6 @@ class OutputProcessor:
             shown.append(ContentDelta(text))
 
     def _note_section(self, events: Sequence[OutputEvent]) -> None:
-        """Count the token just taken as reasoning or not; one that shows nothing belongs to the section before it."""
         if events:
             self._in_reasoning = isinstance(events[-1], ReasoningDelta)
             if isinstance(events[0], ReasoningDelta):
@@ -249,12 +241,10 @@ class UsageTotals:
         self.timings = choice.timings
 
     def counts(self) -> dict[str, object]:
-        """Return OpenAI's `usage` without details."""
         total = self.prompt + self.generated
         return {"prompt_tokens": self.prompt, "completion_tokens": self.generated, "total_tokens": total}
 
     def usage(self) -> dict[str, object]:
-        """Return OpenAI's `usage`."""
         return {
             **self.counts(),
             "prompt_tokens_details": {"cached_tokens": self.cached},

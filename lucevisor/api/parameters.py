@@ -50,7 +50,6 @@ def check_length(text: str, param: str, ctx: AppContext) -> None:
 
 
 def check_token_ids(ids: Sequence[int], param: str, ctx: AppContext) -> Sequence[int]:
-    """Return token ids; raises ApiError for one that is none of the vocabulary's."""
     n_vocab = ctx.tokenizer.n_vocab
     for index, token_id in enumerate(ids):
         if not 0 <= token_id < n_vocab:
@@ -59,7 +58,6 @@ def check_token_ids(ids: Sequence[int], param: str, ctx: AppContext) -> Sequence
 
 
 def check_tokens(n_tokens: int, param: str, ctx: AppContext) -> None:
-    """Reject a prompt with more tokens than the context holds."""
     if 0 < ctx.max_prompt <= n_tokens:
         raise _overflow(f"has {n_tokens} tokens", param, ctx.max_prompt)
 
@@ -190,10 +188,7 @@ def searches_vocabulary(fields: dict[str, Any]) -> bool:
 
 
 def n_top_logprobs(body: GenerationBody, wanted: int | None, name: str) -> int:
-    """Return how many log-probabilities to return with each token; -1: none.
-
-    `wanted`: by the endpoint's own parameter `name`; llama.cpp's `n_probs` says the same.
-    """
+    """Return how many log-probabilities to return with each token, by the parameter `name` or llama.cpp's; -1: none."""
     if not body.n_probs:
         return -1 if wanted is None else wanted
     if wanted is not None and wanted != body.n_probs:
@@ -225,7 +220,6 @@ def _mirostat(body: GenerationBody) -> Mirostat | None:
 
 
 def budget_of(effort: str, ctx: AppContext) -> int | None:
-    """Return the thinking budget of an effort in tokens; None: no limit."""
     return ctx.efforts.get(effort, EFFORT_BUDGETS.get(effort))
 
 
@@ -255,7 +249,6 @@ def _logit_bias(body: GenerationBody, tokenizer: Tokenizer) -> dict[int, float]:
 
 
 def _biased(key: int | str, tokenizer: Tokenizer, where: str, *, texts: bool) -> Sequence[int]:
-    """Return the tokens that an entry of logit_bias is about."""
     # Decimal digits only: int() also accepts spaces, signs, underscores and digits of other scripts.
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
         key = int(key)

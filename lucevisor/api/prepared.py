@@ -1,7 +1,4 @@
-"""A parsed and validated request, in plain values that can cross process boundaries.
-
-Types only.  Invariant: all work that grows with the input (JSON, validation, chat template, tokens) is done.
-"""
+"""A parsed and validated request, in plain values that can cross process boundaries."""
 
 from __future__ import annotations
 

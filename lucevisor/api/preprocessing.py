@@ -1,12 +1,7 @@
 """Preprocesses long bodies in worker processes, so that no client can block the event loop by holding the GIL.
 
-Decoding 16 MB of JSON holds the GIL for seconds in any thread, and templates, grammars and pre-tokenizers take as long
-as their input demands.  Each worker is one process at the end of a pipe, which prepares one request at a time within
-limits on memory and CPU time.  A request that exceeds them is refused; one whose worker dies of something else (the
-kernel is out of memory, an operator's signal) is tried once more in a fresh worker.
-
-A `ProcessPoolExecutor` would wait for ever for the rest of a result whose worker was killed while it sent it, as the
-executor keeps the writing end of its result pipe open.
+A request that exceeds a worker's limits on memory and CPU time is refused; one whose worker dies of something else is
+tried once more.  A `ProcessPoolExecutor` would wait for ever for a result whose worker was killed while it sent it.
 """
 
 from __future__ import annotations
@@ -64,7 +59,6 @@ class Preprocessor:
         self._begin(self._warm_up(ctx))
 
     async def read(self, reader: Reader, body: Sequence[bytes], ctx: AppContext) -> PreparedRequest | bytes:
-        """Return the request prepared from a body, or the response to it; raises ApiError."""
         worker = self._short if sum(map(len, body)) <= SHORT_BYTES else self._long
         if worker.n_waiting >= ctx.settings.max_waiting_bodies:
             raise ApiError(
@@ -82,7 +76,6 @@ class Preprocessor:
         return await asyncio.shield(self._begin(self._read(worker, reader, body, ctx)))
 
     async def close(self) -> None:
-        """Kill the workers.  Requests that they have or that wait for them get a 503."""
         self._closed = True
         for worker in (self._short, self._long):
             await worker.stop()
@@ -165,7 +158,6 @@ class _Worker:
     async def run(
         self, reader: Reader, body: Sequence[bytes], max_context: int, settings: ApiSettings
     ) -> PreparedRequest | bytes:
-        """Read one body.  Raises ApiError when it is refused, WorkerLost when the worker dies of another cause."""
         result = await self._ask((reader, list(body), max_context, settings.preprocess_timeout_s))
         if isinstance(result, Exception):
             raise result

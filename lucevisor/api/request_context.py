@@ -29,9 +29,8 @@ _KEY: Final = web.RequestKey("context", RequestContext)
 
 
 class ActiveRequests:
-    """The requests in service, and whether the server accepts more.
-
-    ``closing``: each connection is closed after its response.  ``draining``: new requests are refused.
+    """The requests in service.  ``closing``: connections close after a response; ``draining``: new requests are
+    refused.
     """
 
     def __init__(self) -> None:
@@ -39,7 +38,6 @@ class ActiveRequests:
         self.closing = self.draining = False
 
     def generating(self, now: float) -> list[dict[str, object]]:
-        """Return those that wait for tokens or get them, the oldest first: ``requests`` of the status JSON."""
         contexts = sorted((c for c in self.contexts if c.handles), key=lambda c: c.started_s)
         return [
             {
@@ -88,5 +86,4 @@ def context_of(request: web.Request) -> RequestContext:
 
 
 def has_context(request: web.Request) -> bool:
-    """Return whether the middleware has seen this request."""
     return _KEY in request

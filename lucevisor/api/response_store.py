@@ -1,8 +1,6 @@
-"""Finished responses of the Responses API, kept in memory for `previous_response_id` and GET.
+"""Finished responses of the Responses API, kept in memory: the least recently used go first.
 
-Knows no HTTP: a response is JSON as bytes, a conversation is one JSON array of items for each of its turns.
-Invariant: the store holds at most `n` responses and `n_bytes`; the least recently used go first.  A turn that several
-conversations share is held once and counted for each.  A response is found with the API key that made it only.
+A response is JSON, a conversation one JSON array of items for each turn.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ class StoredResponse:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that count against the limit."""
         return len(self.body) + sum(map(len, self.turns))
 
 
@@ -49,7 +46,6 @@ class ResponseStore:
         self._lock = Lock()
 
     def put(self, response_id: str, response: StoredResponse) -> None:
-        """Keep a response, unless it is larger than the whole store."""
         with self._lock:
             if response.n_bytes > self._n_bytes:
                 return
@@ -67,7 +63,6 @@ class ResponseStore:
             return response
 
     def delete(self, response_id: str, key_id: str) -> bool:
-        """Forget a response of this key; return whether there was one."""
         with self._lock:
             response = self._stored.get(response_id)
             if response is None or response.key_id != key_id:
@@ -93,7 +88,6 @@ class ResponseStore:
 
 
 def _names_in(text: bytes) -> Iterator[str]:
-    """Yield the responses that a part of a body names, also by their items."""
     for match in _PREVIOUS.finditer(text):
         yield match[1].decode()
     for reference in _REFERENCE.finditer(text) if b'"item_reference"' in text else ():

@@ -1,8 +1,4 @@
-"""Schemas of request bodies, and their decoder: any bytes give a record or an ApiError that names the parameter.
-
-No parameter is dropped silently.  Those without effect are in `HARMLESS`, those that would change the answer in
-`REFUSED` with the reason; unknown ones have no effect either, as clients send new ones with every version.
-"""
+"""Schemas of request bodies, and their decoder: any bytes give a record or an ApiError that names the parameter."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -61,31 +57,8 @@ ALIASES: Final[dict[str, str]] = {
 EFFORT_BUDGETS: Final[dict[str, int]] = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192, "high": 32768}
 """Tokens of thinking by effort, for chat templates that do not know effort; a higher one has no limit."""
 
-HARMLESS: Final[dict[str, Any]] = {
-    "cache_prompt": bool,
-    "guided_decoding_backend": str,
-    "guided_whitespace_pattern": str,
-    "id_slot": int,
-    "metadata": dict[str, Any],
-    "prediction": dict[str, Any],
-    "priority": int,
-    "prompt_cache_key": str,
-    "prompt_cache_options": dict[str, Any],
-    "prompt_cache_retention": str,
-    "reasoning_format": str,
-    "safety_identifier": str,
-    "service_tier": Literal["auto", "default", "flex", "scale", "priority"],
-    "slot_id": int,
-    "store": bool,
-    "strict": bool,
-    "timings_per_token": bool,
-    "user": str,
-    "verbosity": Literal["low", "medium", "high"],
-}
-"""Parameters that are accepted without effect, and their types: about accounts, storage and speed, or only a wish.
-
-The response names them in a header.
-"""
+_NOT_MISSPELT: Final = frozenset({"reasoning_format"})
+"""Parameters of other servers that look like declared ones."""
 
 NOT_HERE: Final = "is not supported by this server; leave it out"
 
@@ -256,7 +229,6 @@ _type_info = functools.cache(inspect.type_info)
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
-    """Return the body's JSON object; raises ApiError 400."""
     try:
         value = msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
@@ -269,9 +241,7 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 
 
 def _refuse_broken_text(raw: bytes) -> None:
-    """Raise ApiError 400 naming the value with half of a surrogate pair or bytes that are not UTF-8, if that is all
-    that is wrong with the body: msgspec's message is about the syntax then, or about a byte of some text.
-    """
+    """Raise ApiError 400 naming a value that is no UTF-8, as msgspec's message is about the syntax or a byte."""
     try:  # Python takes both: bytes become surrogates
         path = _broken_text(json.loads(raw.decode("utf-8", "surrogateescape")), "")
     except (ValueError, RecursionError):
@@ -303,19 +273,17 @@ def _shortened(name: str) -> str:
 class ParameterRules:
     """Rules of an API for parameters that its bodies do not declare.
 
-    `harmless`: accepted without effect, with their types; `refused`: rejected with the reason, unless empty; `neutral`:
-    accepted with these values only; `aliases`: other names of declared ones.  `open`: unknown parameters count as
-    harmless unless they look like a misspelt declared one, as its clients send new ones with every version.
+    `refused`: rejected with the reason, unless empty; `neutral`: accepted with these values only; `aliases`: other
+    names of declared ones.  All others are accepted without effect, unless they look like a misspelt declared one:
+    clients send new ones with every version.
     """
 
-    harmless: Mapping[str, Any]
-    refused: Mapping[str, str]
-    neutral: Mapping[str, tuple[object, ...]]
-    aliases: Mapping[str, str]
-    open: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict)
+    neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
-OPENAI: Final = ParameterRules(harmless=HARMLESS, refused=REFUSED, neutral=NEUTRAL, aliases=ALIASES, open=True)
+OPENAI: Final = ParameterRules(refused=REFUSED, neutral=NEUTRAL, aliases=ALIASES)
 
 
 def to_record(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = OPENAI) -> Body:
@@ -337,13 +305,7 @@ def to_record(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = 
             raise bad_parameter(
                 name, f"{show(value)} is not supported; leave it out or send {neutral}", "unsupported_value"
             )
-        elif name in rules.harmless:
-            _check_type(rules.harmless[name], name, value)
-        elif (
-            name not in rules.refused
-            and name not in rules.neutral
-            and not (rules.open and (value is None or _is_new(name, known)))
-        ):
+        elif not (name in rules.refused or name in rules.neutral or value is None or _is_new(name, known)):
             shown = _shortened(name)
             raise bad_parameter(
                 shown, f"is not a parameter of this endpoint{_nearest(shown, known)}", "unknown_parameter"
@@ -359,29 +321,19 @@ def to_record(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = 
 def ignored(
     kind: type[Body], fields: dict[str, Any], rules: ParameterRules = OPENAI, more: Iterable[str] = ()
 ) -> tuple[str, ...]:
-    """Return the names of the parameters that an accepted request gives and that have no effect, and `more` of them, in
-    order: as many as a header holds."""
+    """Return the names of parameters without effect, and `more` of them, in order: as many as a header holds."""
     effective = {*kind.__struct_fields__, *rules.refused, *rules.neutral, *rules.aliases}
     unused = {name for name in fields if fields[name] is not None and name not in effective}
     return tuple(sorted(map(_header_text, unused | {*more}))[:_MAX_NAMES])
 
 
 def _is_new(name: str, known: tuple[str, ...]) -> bool:
-    """Return whether an unknown parameter is none of the known ones misspelt."""
-    return not difflib.get_close_matches(name[:_MAX_NAME_CHARS], known, n=1, cutoff=_MISSPELT)
+    return name in _NOT_MISSPELT or not difflib.get_close_matches(name[:_MAX_NAME_CHARS], known, n=1, cutoff=_MISSPELT)
 
 
 def _header_text(name: str) -> str:
-    """Return a name that an HTTP header can hold."""
     shown = name if len(name) <= _MAX_NAME_CHARS else name[:_MAX_NAME_CHARS] + "..."
     return shown.encode("ascii", "backslashreplace").decode() if shown.isprintable() else ascii(shown)
-
-
-def _check_type(kind: Any, name: str, value: object) -> None:
-    try:
-        msgspec.convert(value, kind | None)
-    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
-        raise _translate(str(error), kind, value, name) from None
 
 
 def convert(kind: type[Body], value: object, where: str = "", *, strict: bool = True) -> Body:
@@ -431,21 +383,20 @@ def _fields_at(kind: Any, path: str) -> tuple[str, ...]:
     """Return the field names of the record at `path`, if it is directly inside `kind`, else none."""
     if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
         return ()
-    for field in msgspec.structs.fields(kind):
-        if path == f".{field.name}":
-            options = getattr(field.type, "__args__", (field.type,))
+    for inner in msgspec.structs.fields(kind):
+        if path == f".{inner.name}":
+            options = getattr(inner.type, "__args__", (inner.type,))
             return next((t.__struct_fields__ for t in options if hasattr(t, "__struct_fields__")), ())
     return kind.__struct_fields__ if not path else ()
 
 
 def _choices_at(kind: Any, path: str) -> list[Any]:
-    """Return the values that the field at `path` may have, if it is one of a list of values."""
     types: list[Any] = [_type_info(kind)]
     for name, _ in _STEP.findall(path):
         inside: list[Any] = []
         for item in _members(types):
             if name and isinstance(item, inspect.StructType):
-                inside += [field.type for field in item.fields if field.encode_name == name]
+                inside += [inner.type for inner in item.fields if inner.encode_name == name]
             else:  # of an array or a dict
                 inside += [getattr(item, part) for part in ("item_type", "value_type") if hasattr(item, part)]
         types = inside
@@ -453,7 +404,6 @@ def _choices_at(kind: Any, path: str) -> list[Any]:
 
 
 def _members(types: list[Any]) -> list[Any]:
-    """Return types, and those of which unions among them consist."""
     return [part for item in types for part in (item.types if isinstance(item, inspect.UnionType) else (item,))]
 
 

@@ -35,10 +35,7 @@ BACKLOG: Final = 1024
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Return a listening socket for each address of `host`; `port` 0 is any free one.
-
-    Raises ConfigError when the address is wrong or taken.
-    """
+    """Return a listening socket for each address of `host`; `port` 0 is any free one.  Raises ConfigError."""
     sockets: list[socket.socket] = []
     try:
         for family, address in _addresses(host):
@@ -57,7 +54,6 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def adopt(sockets: Sequence[socket.socket], host: str, port: int) -> list[socket.socket]:
-    """Return `sockets`, listening.  Raises ConfigError when one is bound elsewhere than `host`:`port`."""
     for sock in sockets:
         if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
             raise ConfigError("server.host", host, "the socket that was handed over is not a TCP socket")
@@ -149,10 +145,7 @@ async def serve(
 
 async def drain(runner: web.AppRunner, deadline_s: float) -> bool:
     """Accept no more connections, close those that are open after their next response, and wait until all requests have
-    ended; return whether they did before the deadline.
-
-    Clients with an open connection may still send a request while others run, and for a moment longer.  Requests that
-    do not end in time are cancelled: their clients get an error event, or a 503 if nothing was sent yet.
+    ended; return whether they did before the deadline.  The others are cancelled.
     """
     active = runner.app[ACTIVE]
     if not active.closing:
@@ -170,7 +163,6 @@ async def drain(runner: web.AppRunner, deadline_s: float) -> bool:
 
 
 async def _wait_until_quiet(runner: web.AppRunner, deadline_s: float) -> bool:
-    """Wait until nothing is in service and no connection is open, or all have been idle for a moment."""
     end = time.monotonic() + deadline_s
     contexts, server = runner.app[ACTIVE].contexts, runner.server
     while await wait_until_idle(lambda: len(contexts), end - time.monotonic()):

@@ -1,7 +1,6 @@
-"""A response of server-sent events, or of lines, started as late as possible.
+"""A response of server-sent events, or of lines.
 
-Knows HTTP, no JSON schema.  Invariant: the head is sent with the first event, so an earlier error still sets the
-status; the events of a later error are the last, and only a complete stream ends as its API says (`[DONE]`).
+The head is sent with the first event, so that an earlier error still sets the status.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ class ClientGone(Exception):
 
 @contextmanager
 def client_errors() -> Iterator[None]:
-    """Raise ClientGone for a write to a client that has disconnected."""
     try:
         yield
     except ConnectionError as error:
@@ -54,10 +52,8 @@ class EventFormat:
 
 
 class EventStream:
-    """Writes events to one client.
-
-    While its buffer (64 KiB) is full, events wait in the handles of its sequences, which run on and end as for any
-    client: a slow reader holds no slot longer than another, and no more events than an answer in one piece does.
+    """Writes events to one client.  While its buffer is full, events wait in the handles of its sequences, which run
+    on.
     """
 
     def __init__(self, request: web.Request, headers: Mapping[str, str], event_format: EventFormat) -> None:
@@ -76,7 +72,6 @@ class EventStream:
 
     @property
     def started(self) -> bool:
-        """True once the head was sent: the status can no longer change."""
         return self.response.prepared
 
     async def send(self, events: Sequence[object]) -> None:
@@ -84,7 +79,6 @@ class EventStream:
             await self._write(b"".join(map(self._encoded, events)))
 
     async def comment(self) -> None:
-        """Send a comment, which clients skip, so that they and proxies keep the connection open.  Lines have none."""
         if self._format.style != "lines":
             await self._write(b": waiting\n\n")
 

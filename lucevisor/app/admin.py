@@ -1,14 +1,11 @@
 """The admin endpoint: JSON over HTTP on a Unix socket in the run directory, for the same user only.
 
-The directory has mode 0700, and the peer uid of every connection is checked as well (SO_PEERCRED), so a leaked
-descriptor is useless to another user.  Invariant: every response is JSON without NaN, and an invalid request is a 400
-that names the fault.
+The peer uid of every connection is checked (SO_PEERCRED), so a leaked descriptor is useless to another user.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 import struct
@@ -23,9 +20,10 @@ from aiohttp import web
 
 from lucevisor.api.bodies import json_response
 from lucevisor.api.errors import ApiError
+from lucevisor.api.schemas import convert
 from lucevisor.deployment.service import Service
 from lucevisor.engine.core import Engine
-from lucevisor.errors import AdminError, ConfigError, LucevisorError, show
+from lucevisor.errors import AdminError, ConfigError, LucevisorError
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
 from lucevisor.model.pages import pages_of
 from lucevisor.model.values import Space
@@ -35,8 +33,6 @@ from lucevisor.snapshots.store import SnapshotStore
 
 log = structlog.get_logger("lucevisor.admin")
 
-MAX_WAIT_S: Final = 86_400.0
-"""Longest `timeout_s` of GET /ready."""
 MAX_COMMAND_BYTES: Final = 1 << 20
 MAX_SHOWN_CHARS: Final = 300
 MAX_NAMES: Final = 10_000
@@ -47,20 +43,13 @@ Names = Annotated[list[str], msgspec.Meta(max_length=MAX_NAMES)]
 
 
 class CacheOperations:
-    """Prefix slots and snapshots of a running supervisor.
-
-    All but ``show`` raise LucevisorError when snapshots are off.  The functions are those of ``lucevisor cache --dir``,
-    in threads, so the event loop never waits for the disk.
-    """
+    """Prefix slots and snapshots of a running supervisor.  Raises LucevisorError when snapshots are off."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def show(self) -> dict[str, Any]:
-        """List slots in memory, most recently used first, and files; without snapshots ``dir`` and ``files`` are empty.
-
-        ``bytes`` of a slot: its pages and states over all shards, shared ones included.
-        """
+        """List slots in memory, most recently used first, and files; ``dir`` is empty without snapshots."""
         engine, store = self._service.engine, self.open_store()
         slots = sorted(engine.prefixes.slots, key=lambda s: (-s.used_at, -s.number)) if engine is not None else []
         files = await asyncio.to_thread(maintenance.files, store.directory) if store is not None else []
@@ -72,7 +61,6 @@ class CacheOperations:
         }
 
     async def verify(self, files: Sequence[str], *, set_aside: bool) -> list[JsonObject]:
-        """Compare all checksums of ``files``, or of all snapshots, one file after the other."""
         store = self._store()
         directory = store.directory
         checked, n_aside = [], 0
@@ -106,7 +94,6 @@ class CacheOperations:
             await asyncio.to_thread(store.scan)
 
     def open_store(self) -> SnapshotStore | None:
-        """Return the store; None while snapshots are off, or not open yet."""
         return self._service.snapshots.store if self._service.snapshots is not None else None
 
     def _store(self) -> SnapshotStore:
@@ -153,8 +140,12 @@ class AdminPort(Protocol):
 
     async def reload(self, overrides: list[str]) -> dict[str, object]:
         """Read the configuration again, with further KEY=VALUE overrides, and go on with it; return the keys that
-        changed.  Raises LucevisorError, after which all is as it was.
+        changed.
         """
+
+
+class ReadyQuery(msgspec.Struct):
+    timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
 
 
 class Restart(msgspec.Struct, forbid_unknown_fields=True):
@@ -190,7 +181,6 @@ class CacheRemove(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def peer_uid(transport: object) -> int:
-    """Return the user id of the process at the other end of a Unix socket."""
     sock = transport.get_extra_info("socket")  # type: ignore[attr-defined]
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", raw)[1])
@@ -232,27 +222,15 @@ async def _read_command(request: web.Request, kind: type[Command], default: byte
         raise ApiError(400, f"the body is invalid: {str(e)[:MAX_SHOWN_CHARS]}") from None
 
 
-def _seconds(request: web.Request, name: str) -> float:
-    """Return a query parameter in seconds, 0 if absent; raises ApiError when it is not finite or out of range."""
-    sent = request.query.get(name, "0")
-    try:
-        value = float(sent)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= MAX_WAIT_S:  # false for nan too
-        raise ApiError(400, f"{name} = {show(sent)}: is not a number of seconds from 0 to {MAX_WAIT_S:.0f}")
-    return value
-
-
 def create_admin_app(port: AdminPort) -> web.Application:
-    """Routes: GET /status, GET /ready?timeout_s=, POST /stop, /restart, /reload, GET /cache, POST /cache/verify,
-    /cache/prune, /cache/rm."""
+    """Return the admin application."""
 
     async def status(_: web.Request) -> web.Response:
         return json_response(port.status())
 
     async def ready(request: web.Request) -> web.Response:
-        return json_response({"ready": await port.wait_ready(_seconds(request, "timeout_s"))})
+        query = convert(ReadyQuery, dict(request.query), strict=False)
+        return json_response({"ready": await port.wait_ready(query.timeout_s)})
 
     async def stop(_: web.Request) -> web.Response:
         port.stop("requested by an operator")

@@ -35,7 +35,6 @@ class BenchmarkResult:
 
     @property
     def ratio(self) -> float | None:
-        """Median over median."""
         return statistics.median(self.rounds) / statistics.median(self.against) if self.against else None
 
     def as_json(self) -> dict[str, Any]:
@@ -80,9 +79,7 @@ async def measure(
 
 
 async def tokens_per_s(service: Service, case: Case, turn: int) -> float:
-    """Measure one round; no two rounds have the same prompts.  Decode counts from the last first token to the first
-    last one of the streams.
-    """
+    """Measure one round.  Decode counts from the last first token to the first last one of the streams."""
     if case.prompt:
         started, times = await generate(service, case.prompt, 1, f"{case.name}-{turn}")
         return case.prompt / (times[0] - started)
@@ -141,9 +138,7 @@ async def bench(
     keep: Callable[[dict[str, Any]], None],
     show: Callable[[str], None],
 ) -> list[BenchmarkResult]:
-    """Start the service, measure, stop it; ``keep`` gets the record after each round, should a later one fail, and
-    ``show`` what is measured, once it is known.
-    """
+    """Start the service, measure, stop it; ``keep`` gets the record after each round, ``show`` what is measured."""
     try:
         await service.start()
         if not await service.wait_ready(None):
@@ -160,7 +155,6 @@ async def bench(
 
 
 def conditions(service: Service) -> dict[str, Any]:
-    """Return time, command and devices of a run, and by group the kernels that its devices selected."""
     assert service.placement is not None
     groups = {}
     for group in service.groups.values():
@@ -250,13 +244,10 @@ class LlamaBench:
 
     @property
     def batched(self) -> Path:
-        """The program that decodes several streams at once."""
         return self.program.with_name("llama-batched-bench")
 
     def run(self, wanted: Sequence[Case]) -> dict[Case, float]:
-        """Tokens/s of one repetition each, after the programs' own warm-up; without several streams if only
-        llama-bench is there.  Raises LucevisorError.
-        """
+        """Return tokens/s of one repetition each; without several streams if only llama-bench is there."""
         found: dict[Case, float] = {}
         alone = [case for case in wanted if case.streams == 1]
         for depth in dict.fromkeys(case.depth for case in alone):

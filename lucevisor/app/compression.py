@@ -68,9 +68,7 @@ def _windows(model: ServedModel, service: Service, tokenizer: Tokenizer) -> Wind
 
 
 def pflash_status(service: Service, compressor: Compressor | None) -> dict[str, Any]:
-    """``state``: "attached" while prompts can be scored, else "detached", and ``reason`` why; "none" while PFlash is
-    off.  The rest is counted since the start: docs/pflash.md.
-    """
+    """Return PFlash's part of the status: docs/pflash.md."""
     scoring = service.deployment.scoring
     now = compressor.statistics if compressor is not None else CompressionStatistics()
     use = None

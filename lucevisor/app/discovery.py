@@ -149,7 +149,6 @@ def save_config(model: str, groups: Sequence[Interpreter], name: str) -> Path:
 
 
 def fits(model: str, groups: Sequence[Interpreter]) -> bool:
-    """Return whether the GPUs of ``groups`` hold the model beside its pages."""
     with tempfile.TemporaryDirectory(prefix="lucevisor-init-") as folder:
         path = Path(folder) / "config.toml"
         path.write_text(write_config(model, groups), "utf-8")
@@ -163,7 +162,6 @@ def fits(model: str, groups: Sequence[Interpreter]) -> bool:
 
 
 def _environments() -> list[str]:
-    """Return the interpreters of virtual environments beside this one and in the current directory."""
     folders = dict.fromkeys((Path(sys.prefix).parent, Path.cwd()))
     found = sorted(marker for folder in folders for marker in folder.glob("*/pyvenv.cfg"))
     pythons = [marker.parent / "bin" / "python" for marker in found if marker.parent != Path(sys.prefix)]

@@ -1,8 +1,4 @@
-"""Listening sockets of a supervisor: its HTTP endpoint and its admin socket.
-
-Knows sockets and servers, no service.  Invariant: listening sockets stay open, and can be handed over, until
-:meth:`Endpoint.drain` or :meth:`Endpoint.close`.
-"""
+"""Listening sockets of a supervisor: its HTTP endpoint and its admin socket."""
 
 from __future__ import annotations
 
@@ -32,9 +28,7 @@ class Endpoint:
         self._sockets: list[socket.socket] = []
 
     async def open_admin(self) -> None:
-        """Listen on the admin socket, also when it was removed.  Raises ConfigError when the run directory cannot be
-        used.
-        """
+        """Listen on the admin socket, also when it was removed; raises ConfigError."""
         if self._admin is not None:
             await self._admin.cleanup()
         try:
@@ -49,7 +43,6 @@ class Endpoint:
 
     @property
     def sockets(self) -> list[int]:
-        """Descriptors of the listening sockets."""
         return [sock.fileno() for sock in self._sockets]
 
     async def drain(self, deadline_s: float) -> bool:

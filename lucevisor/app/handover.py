@@ -1,15 +1,12 @@
 """Handing a supervisor's sockets and name over to another one (`lucevisor start --take-over`).
 
-The one that runs listens on a Unix socket of the run directory.  What is said there, in this order:
+The one that runs listens on a Unix socket of the run directory.  The messages, in this order:
 
     new to old   Request: who asks, and for how long the old one may finish requests
     old to new   HandoverReply, with descriptors (SCM_RIGHTS): the lock of the run directory, the listening sockets
-    new to old   SERVING: it accepts connections
-    old to new   GIVEN: the name is the new one's, and systemd knows (its reports would be the old one's before that)
+    new to old   SERVING: it accepts connections; until then the old one goes on as if nothing had been asked
+    old to new   GIVEN: the name is the new one's, and systemd knows
     old to new   SAVED: prefix slots are in cache.dir; then the end of file when it has ended
-
-Invariant: until SERVING the old one goes on as if nothing had been asked, so a new one that fails costs nothing; both
-accept connections for a moment, so no client is refused.
 """
 
 from __future__ import annotations
@@ -139,7 +136,6 @@ class HandoverOffer:
         self.sockets = [socket.socket(fileno=fd) for fd in sockets]
 
     def decline(self) -> None:
-        """Close everything; the running supervisor continues."""
         descriptors.close_all([self.lock])
         for sock in (*self.sockets, self._connection):
             sock.close()
@@ -168,10 +164,7 @@ class HandoverOffer:
 
 
 async def request_handover(path: Path, request: Request) -> HandoverOffer | None:
-    """Ask the supervisor that listens on ``path`` for its sockets; None when there is none any more.
-
-    Raises LucevisorError when it refuses.
-    """
+    """Ask the supervisor that listens on ``path`` for its sockets; None when there is none.  Raises LucevisorError."""
     loop = asyncio.get_running_loop()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.setblocking(False)
@@ -201,7 +194,6 @@ async def request_handover(path: Path, request: Request) -> HandoverOffer | None
 
 
 async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """Return one message and its descriptors, close-on-exec."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(connection, readable.set)
@@ -234,14 +226,12 @@ class Handover:
         self._tasks: list[asyncio.Task[None]] = []
 
     def listen(self) -> None:
-        """Let another supervisor take over from now on."""
         try:
             self._server.open()
         except OSError as error:
             raise unusable(self._run_dir.path, error) from error
 
     async def listen_again(self) -> None:
-        """Listen again after the run directory was removed."""
         await self._server.close()
         self.listen()
 
@@ -254,9 +244,8 @@ class Handover:
     # ---- the new one
 
     async def take_over(self, server: ServerConfig) -> None:
-        """Serve on the sockets of the supervisor that runs, under its name; on sockets of its own if that has ended.
-
-        Raises LucevisorError, which changes nothing for the other one.
+        """Serve on the sockets and under the name of the supervisor that runs; raises LucevisorError, which changes
+        nothing.
         """
         taken = await request_handover(self._run_dir.handover, Request(os.getpid(), self._drain_s))
         if taken is None:
@@ -314,7 +303,6 @@ class Handover:
         self._tasks.append(asyncio.create_task(self._finish(request.drain_s), name="finish requests"))
 
     async def save(self) -> None:
-        """Save what has been computed until now."""
         await self._service.save_prefixes(SAVE_S)
 
     async def _finish(self, drain_s: float) -> None:
@@ -324,7 +312,6 @@ class Handover:
 
 
 def no_room_error(service: Service) -> LucevisorError:
-    """Return the error of a new supervisor that did not become ready."""
     return LucevisorError(
         f"not taken over, the running supervisor goes on: {service.reason()}; both must fit at once, else stop it first"
     )

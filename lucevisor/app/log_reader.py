@@ -93,7 +93,6 @@ class LogReader:
                 file.close()
 
     def _files(self) -> dict[int, Path]:
-        """Return the paths of the files that exist by inode, oldest first."""
         files, before = self._listed(), None
         while files != before:  # a file that is renamed meanwhile may be missing
             files, before = self._listed(), files
@@ -122,7 +121,6 @@ class LogQuery:
 
 
 def wanted(line: str, query: LogQuery) -> bool:
-    """Return whether a line of the log is of the group, level and time that the query names."""
     if query.group is None and query.since_s == 0 and query.level == "debug":
         return True
     record = record_of(line)
@@ -136,7 +134,6 @@ def wanted(line: str, query: LogQuery) -> bool:
 
 
 def seconds_of(record: dict[str, Any]) -> float:
-    """Return when a record was made, in Unix time; 0 when it does not say."""
     try:
         return datetime.fromisoformat(str(record.get("timestamp"))).timestamp()
     except ValueError:

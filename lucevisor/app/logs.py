@@ -1,8 +1,7 @@
-"""Log sinks and log rotation: JSON lines in a rotating file that outlives the process, console or JSON lines on stderr.
+"""Log sinks: JSON lines in a rotating file that outlives the process, console or JSON lines on stderr.
 
-Each sink has a bounded queue and a writer thread, so no caller waits for a disk, a terminal or a pipe, and no failed
-write reaches a caller.  A record that cannot be queued or written is dropped and counted; the next one that is written
-comes after a record that says how many are missing.
+Each sink has a bounded queue and a writer thread.  A record that cannot be queued or written is dropped and counted;
+the next one that is written comes after a record that says how many are missing.
 """
 
 from __future__ import annotations
@@ -72,10 +71,7 @@ class _Queue(QueueHandler):
 
 
 class _Sink(QueueListener):
-    """Renders and writes records in a thread of its own.  `write` takes all of its bytes or raises OSError.
-
-    It is a daemon thread: a write that hangs does not hold up the exit.
-    """
+    """Renders and writes records in a daemon thread: a write that hangs does not hold up the exit."""
 
     def __init__(self, name: Literal["file", "stderr"], write: Callable[[bytes], None], renderer: Processor) -> None:
         self.records: queue.Queue[Any] = queue.Queue(N_QUEUED)
@@ -96,7 +92,6 @@ class _Sink(QueueListener):
             self.drop(f"{N_QUEUED} records wait to be written")
 
     def drop(self, reason: str) -> None:
-        """Count a record that is not written."""
         with self._lock:
             _dropped[self._name] += 1
             self._n_unreported += 1
@@ -166,7 +161,6 @@ class _RotatingFile(RotatingFileHandler):
 
 
 def _stderr_writer(stream: IO[str]) -> Callable[[bytes], None]:
-    """Return a writer to standard error, past the stream's buffer and lock unless progress bars share a terminal."""
     if not stream.isatty():  # the interpreter takes the stream's lock at exit
         with contextlib.suppress(OSError, ValueError, AttributeError):
             fd = stream.fileno()
@@ -180,9 +174,7 @@ def _stderr_writer(stream: IO[str]) -> Callable[[bytes], None]:
 
 
 class RefusalLimit:
-    """A processor that bounds the rate of records about requests that were refused or malformed, which anybody can
-    send without end; all are counted in the metrics.
-    """
+    """A processor that bounds the rate of records about refused or malformed requests, which anybody can send."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -274,7 +266,6 @@ def path() -> Path | None:
 
 
 def dropped() -> Mapping[str, int]:
-    """Return how many records each sink has dropped since this process started."""
     return dict(_dropped)
 
 
@@ -337,7 +328,6 @@ class ConsoleLine:
         return str(self._render(logger, method, event))
 
     def line(self, line: str) -> str:
-        """Render a line of the log file."""
         record = record_of(line)
         if record is None or not all(isinstance(record.get(key), str) for key in _ALWAYS):
             return line.rstrip("\n")

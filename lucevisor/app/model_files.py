@@ -1,8 +1,5 @@
 """Opens the model that a configuration names, its drafter and its scoring model: files and headers, no weights; and
-finds the defaults of its family in etc/model_cards/*.toml, which the model's file overrides.
-
-Invariant: a defect of a file that the configuration names is a ConfigError; an MTP head that this version cannot read,
-and that the configuration did not ask for, is a warning.
+finds the defaults of its family in etc/model_cards/*.toml.
 """
 
 from __future__ import annotations
@@ -49,7 +46,6 @@ class CardSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
 
     def defaults(self) -> SamplingDefaults:
-        """The defaults, OpenAI's where the card has none."""
         return SamplingDefaults(
             **{name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
         )
@@ -80,7 +76,6 @@ def card_files() -> list[Path]:
 
 
 def find_card(architecture: str, metadata: Mapping[str, object]) -> FamilyCard | None:
-    """Return the card of a model, None if there is none."""
     name = str(metadata.get("general.name", ""))
     for file in card_files():
         card = msgspec.toml.decode(file.read_bytes(), type=FamilyCard)
@@ -110,10 +105,7 @@ def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
 
 
 def open_template(config: Config, spec: ModelSpec) -> str | None:
-    """Return the chat template that takes the place of the model's own, None without one.
-
-    Raises ConfigError naming ``model.chat_template``.
-    """
+    """Return the chat template that takes the place of the model's own, None without one; raises ConfigError."""
     if not config.model.chat_template:
         return None
     try:
@@ -126,7 +118,6 @@ def open_template(config: Config, spec: ModelSpec) -> str | None:
 
 
 def open_tokenizer(config: Config, spec: ModelSpec) -> Tokenizer:
-    """Build the tokenizer of the model.  Raises ConfigError naming ``model.path``."""
     try:
         return Tokenizer.from_gguf(spec.files.metadata if spec.files is not None else {})
     except TokenizerError as error:
@@ -150,10 +141,7 @@ def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ModelSpec |
 
 
 def open_drafter(config: Config, target: ModelSpec, notify: _Notify = lambda _: None) -> ServedDrafter | None:
-    """Open the drafter that ``[draft]`` means for ``target``, whose files are open; None without one.
-
-    Raises ConfigError as above.
-    """
+    """Open the drafter that ``[draft]`` means for ``target``, None without one; raises ConfigError."""
     kind, source = config.draft.kind, config.draft.source
     if kind in ("off", "lookup"):
         return None
@@ -184,7 +172,6 @@ def _unreadable(config: Config, key: str, value: str, error: Exception, hint: st
 
 
 def has_mtp_head(target: ModelSpec) -> bool:
-    """Return whether the model's file has a multi-token prediction head."""
     assert target.files is not None
     n = target.files.metadata.get(f"{target.architecture}.nextn_predict_layers", 0)
     return isinstance(n, int) and n > 0
@@ -213,9 +200,7 @@ def _kind_of(files: GgufFiles, target: ModelSpec) -> DraftKind:
 
 
 def _check_device(config: Config) -> None:
-    """Check ``draft.device`` where there is no drafter: it has no effect, and its group must have layers.  Raises
-    ConfigError.
-    """
+    """Check ``draft.device`` where there is no drafter: its group must have layers."""
     device = config.draft.device
     if device is None:
         return

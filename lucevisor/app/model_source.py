@@ -1,8 +1,4 @@
-"""Finds the file of the model or of its drafter: a path, or ``hf:owner/repo/file`` downloaded through huggingface_hub
-into its cache.
-
-Requests, progress, authentication and cache are huggingface_hub's.
-"""
+"""Finds the file of the model or of its drafter: a path, or ``hf:owner/repo/file`` in huggingface_hub's cache."""
 
 from __future__ import annotations
 
@@ -33,9 +29,7 @@ def resolve_file(
 ) -> Path:
     """Return the path of the (first) file that `key` names on this machine, downloading it from the hub if need be.
 
-    A drafter may be a directory.  ``notify`` gets what is about to be downloaded; on a terminal huggingface_hub shows
-    its bar.  With HF_HUB_OFFLINE=1, or while the hub does not answer, the cache is used.  Raises ConfigError naming
-    ``key``.
+    ``notify`` gets what is about to be downloaded.  Raises ConfigError.
     """
     if isinstance(source, HubFile):
         return _Download(config, key, source, notify).run()
@@ -48,11 +42,7 @@ def resolve_file(
 
 
 def find_hub_file(model: str) -> str:
-    """Return ``hf:owner/repo/file`` for ``hf:owner/repo[:quant]``: its file of that quantisation, Q4_K_M by default.
-
-    Others are returned as they are.
-    Raises LucevisorError.
-    """
+    """Return ``hf:owner/repo/file`` for ``hf:owner/repo[:quant]``: its file of that quantisation, Q4_K_M by default."""
     repo, _, quant = model.removeprefix(HUB_PREFIX).partition(":")
     if not model.startswith(HUB_PREFIX) or repo.count("/") > 1:
         return model

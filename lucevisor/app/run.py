@@ -1,8 +1,7 @@
 """`lucevisor start` below the command line: builds a service, its HTTP endpoint and its admin socket, and serves.
 
-The first SIGINT or SIGTERM (or `lucevisor stop`) gives running requests a moment to end, the second shortens every
-deadline, the third kills the daemons.  SIGHUP reads the configuration again, and applies what needs no new deployment;
-`lucevisor reload` has the service apply the rest first.  A configuration with an error changes nothing.
+The first SIGINT or SIGTERM gives running requests a moment to end, the second shortens every deadline, the third kills
+the daemons.  SIGHUP applies what of a changed configuration needs no new deployment, `lucevisor reload` all of it.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from lucevisor.config import (
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.preflight import check_before_start
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.service import Observer, Service
+from lucevisor.deployment.service import Service
 from lucevisor.engine.core import Engine
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, unusable
 from lucevisor.model.values import dtype_bytes
@@ -83,10 +82,8 @@ _MAX_FILES: Final = 65536
 
 
 class EarlySignals:
-    """Handles SIGINT, SIGTERM and SIGHUP until the loop does.  Loses none, neither where Python ignores exceptions, in
-    a finaliser, nor between the start of the loop and its handlers.
-
-    `asked`: the name of a signal that asks for the end; `reload`: whether a SIGHUP asked for that.
+    """Handles SIGINT, SIGTERM and SIGHUP until the loop does, so that none is lost in a finaliser or at the loop's
+    start.
     """
 
     def __init__(self) -> None:
@@ -146,11 +143,7 @@ def _has_terminal() -> bool:
 
 
 def freeze_gc() -> None:
-    """Exclude what exists now from later collections, and make full ones rare.  Call it when everything is built.
-
-    A full collection visits every container: 17 ms with 500 running requests, and as much again for the model's
-    vocabulary and the imported modules.
-    """
+    """Exclude what exists now from later collections, and make full ones rare, as they visit every container."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 5, 100)  # a full one after 350,000 allocations, at most 40 MB of garbage
@@ -168,20 +161,11 @@ def raise_file_limit() -> int:
 
 
 def connections_within(n_files: int, n_groups: int) -> int:
-    """Return how many of `n_files` connections may use, at least a quarter.  Links, pipes and starting a daemon need
-    the others.
-    """
+    """Return how many of `n_files` connections may use: links, pipes and starting a daemon need the others."""
     return max(n_files // 4, n_files - 192 - 16 * n_groups)
 
 
-class Display(Observer):
-    """Watches a start, and the address; this one does nothing."""
-
-    def listening(self, url: str) -> None:
-        """Called when the endpoint has its address, long before it is ready."""
-
-
-def run(config: Config, name: str, observer: Display, options: RunOptions) -> ExitCode:
+def run(config: Config, name: str, display: LoadProgress, options: RunOptions) -> ExitCode:
     """Serve until stopped.  Raises LucevisorError for what keeps it from starting at all."""
     early = EarlySignals()
     run_dir = RunDirectory(name)
@@ -205,7 +189,7 @@ def run(config: Config, name: str, observer: Display, options: RunOptions) -> Ex
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
             async def serve() -> ExitCode:  # a Supervisor is made in a running loop
-                return await Supervisor(config, model, run_dir, observer, options).run(early)
+                return await Supervisor(config, model, run_dir, display, options).run(early)
 
             return runner.run(serve())
     except KeyboardInterrupt:  # stopped before there was anything to stop
@@ -216,10 +200,7 @@ def run(config: Config, name: str, observer: Display, options: RunOptions) -> Ex
 
 
 def _open_log(config: Config, run_dir: RunDirectory, options: RunOptions) -> str:
-    """Log to the state directory; to the run directory, which goes with this process, where that is impossible.
-
-    Returns why it is; empty if it is not.
-    """
+    """Log to the state directory, else to the run directory; return why, empty if the log stays."""
     try:
         directory = log_path(run_dir.name)
         logs.configure(config.log.format, config.log.level, directory, to_terminal=options.to_terminal)
@@ -235,7 +216,6 @@ def _open_log(config: Config, run_dir: RunDirectory, options: RunOptions) -> str
 
 
 def _fetching(what: str) -> None:
-    """Called when a model file is about to be downloaded, which blocks."""
     log.info("fetching", what=what)
     Notifier().send(STATUS=f"fetching {what}", EXTEND_TIMEOUT_USEC=int(FETCH_S * 1e6))
 
@@ -246,21 +226,8 @@ _TLS_KEYS: Final = {"server.tls_cert_file", "server.tls_key_file"}
 
 
 @dataclass(frozen=True, slots=True)
-class Reloaded:
-    """``config``: what is in force now.  ``changed``: keys with a new value in force; ``waiting``: keys whose new value
-    is not.
-    """
-
-    config: Config
-    changed: Sequence[str]
-    waiting: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
 class Overrides:
-    """`KEY=VALUE` overrides of `start`, and those of the last `lucevisor reload`, which replace those of the same key
-    until the next one.
-    """
+    """`KEY=VALUE` overrides of `start`, and those of the last `lucevisor reload`, which hold until the next one."""
 
     file: Path
     of_start: Sequence[str]
@@ -271,9 +238,7 @@ class Overrides:
         return merge_overrides(self.of_start, self.of_reload)
 
     def described(self) -> list[dict[str, object]]:
-        """Return key, value and source of each, with what the file says, which it hides; None: the file does not set
-        it.  Values of the environment may be secrets, and are left out.  Raises ConfigError.
-        """
+        """Return key, value and source of each, and what the file says.  Values of the environment may be secrets."""
         pairs = [override.partition("=")[::2] for override in self.effective]
         of_reload = {override.partition("=")[0] for override in self.of_reload}
         hidden = values_in_file(self.file, [key for key, _ in pairs])
@@ -289,7 +254,6 @@ class Overrides:
 
 
 def read_again(overrides: Overrides) -> Config:
-    """Return what the file says now, with the overrides.  Raises ConfigError."""
     return load(overrides.file, overrides.effective)
 
 
@@ -298,10 +262,12 @@ def keys_at_once(after: Config, tls: ssl.SSLContext | None) -> set[str]:
     return _RELOADED_KEYS | _TLS_KEYS if tls is not None and after.server.tls_cert_file else set(_RELOADED_KEYS)
 
 
-def apply(config: Config, after: Config, context: AppContext, tls: ssl.SSLContext | None) -> Reloaded:
-    """Apply what needs no new deployment of ``after``, and read the files of keys and TLS again.
+def apply(
+    config: Config, after: Config, context: AppContext, tls: ssl.SSLContext | None
+) -> tuple[Config, list[str], list[str]]:
+    """Apply what needs no new deployment of ``after``; raises ConfigError, and then changes nothing.
 
-    Raises ConfigError, and then changes nothing.
+    Returns the configuration in force, the keys that changed, and those whose new value waits.
     """
     client_keys, admin_keys = keys_of(after.server)
     at_once = keys_at_once(after, tls)
@@ -320,16 +286,14 @@ def apply(config: Config, after: Config, context: AppContext, tls: ssl.SSLContex
         log=replace(config.log, level=after.log.level),
         server=replace(config.server, **{name: getattr(after.server, name) for name in names}),
     )
-    return Reloaded(effective, [k for k in changed if k in at_once], [k for k in changed if k not in at_once])
+    return effective, [k for k in changed if k in at_once], [k for k in changed if k not in at_once]
 
 
 def tls_of(server: ServerConfig) -> ssl.SSLContext | None:
-    """Return the context of HTTPS, None for HTTP.  Raises ConfigError."""
     return server_context(Path(server.tls_cert_file), Path(server.tls_key_file)) if server.tls_cert_file else None
 
 
 def keys_of(server: ServerConfig) -> tuple[Sequence[ApiKey], Sequence[ApiKey]]:
-    """Return the keys of clients and of operators.  Raises ConfigError."""
     clients = read_api_keys(Path(server.api_keys_file)) if server.api_keys_file else ()
     admins = read_api_keys(Path(server.admin_keys_file), "server.admin_keys_file") if server.admin_keys_file else ()
     return clients, admins
@@ -343,7 +307,7 @@ class Supervisor:
         config: Config,
         model: ServedModel,
         run_dir: RunDirectory,
-        observer: Display,
+        display: LoadProgress,
         options: RunOptions,
     ) -> None:
         self.config, self.model, self.run_dir = config, model, run_dir
@@ -354,10 +318,9 @@ class Supervisor:
         self._tokenizer = open_tokenizer(config, model.spec)
         self._context = make_app_context(config, model, self._tokenizer, self._not_ready)
         self._context.grammars.prepare()
-        self._display = observer
+        self._display = display
         self._stop_asked = asyncio.Event()
-        self._progress = LoadProgress(observer)
-        self.service = Service(config, model, run_dir.own, self._progress, self._on_engine, options.limits)
+        self.service = Service(config, model, run_dir.own, display, self._on_engine, options.limits)
         self._admin_operations = AdminOperations(self.service)
         self.cache = CacheOperations(self.service)
         self._add_running(self._context)
@@ -408,9 +371,8 @@ class Supervisor:
         return ExitCode.DONE
 
     async def _start(self) -> None:
-        """Listen, then start the groups; the other way round to take over from another supervisor.
-
-        Raises LucevisorError when a group is given up before requests were served: another try would say the same.
+        """Listen, then start the groups; the other way round to take over.  Raises LucevisorError when a group is given
+        up.
         """
         server = self.config.server
         if not self._handover.pending:
@@ -424,14 +386,14 @@ class Supervisor:
             if not await self.service.wait_ready(None) and self.service.state == "failed":
                 raise LucevisorError(f"{self.run_dir.name} did not start: {self.service.failure()}")
             return
-        self._progress.announced = False
+        self._display.announces = False
         await self.service.start()
         if await self.service.wait_ready(None):
             self._prepare()
             await self._handover.take_over(server)
             self._listening()
-            self._progress.announced = True
-            self._progress.ready(self.service)
+            self._display.announces = True
+            self._display.ready(self.service)
         elif not self._stop_asked.is_set():
             raise no_room_error(self.service)
 
@@ -481,7 +443,7 @@ class Supervisor:
     def status(self) -> dict[str, Any]:
         requests = self._app[ACTIVE].generating(time.monotonic())
         compressor, name = self._context.compressor, self.run_dir.name
-        return status(self.service, name, self.url, self._progress, requests, compressor, self._described)
+        return status(self.service, name, self.url, self._display, requests, compressor, self._described)
 
     async def wait_ready(self, timeout_s: float) -> bool:
         return await self.service.wait_ready(timeout_s)
@@ -500,21 +462,20 @@ class Supervisor:
         return task
 
     def _reread(self) -> None:
-        """Read the configuration again; apply what needs no new deployment, and log what was."""
         try:
             overrides = Overrides(self.config.file, self._overrides.of_start)
-            done = apply(self.config, read_again(overrides), self._context, self._tls)
+            config, changed, waiting = apply(self.config, read_again(overrides), self._context, self._tls)
             # What `lucevisor reload --set` moved stays until the next one; what is applied at once is the file's again.
-            left = [o for o in self._overrides.of_reload if o.partition("=")[0] in done.waiting]
+            left = [o for o in self._overrides.of_reload if o.partition("=")[0] in waiting]
             self._overrides = replace(overrides, of_reload=left)
             self._described = self._overrides.described()
         except ConfigError as error:
             log.error("configuration not reloaded: nothing has changed", reason=str(error))
             return
-        self.config = self.service.config = done.config
-        log.info("configuration reloaded, with API keys and certificate", changed=list(done.changed))
-        if done.waiting:
-            log.warning("changed keys that wait for `lucevisor reload` or a start", keys=list(done.waiting))
+        self.config = self.service.config = config
+        log.info("configuration reloaded, with API keys and certificate", changed=changed)
+        if waiting:
+            log.warning("changed keys that wait for `lucevisor reload` or a start", keys=waiting)
 
     def _on_hangup(self, hangup: HangupHandler) -> None:
         if hangup.ends:
@@ -545,7 +506,6 @@ class Supervisor:
         return changed
 
     def _begin_restart(self, group: str, now: bool) -> None:
-        """Restart a group in the background; raises AdminError if there is none of that name."""
         self._admin_operations.check_group(group)
         self._spawn(self._restart_one(group, now), f"restart {group}")
 
@@ -590,9 +550,7 @@ class Supervisor:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """``to_terminal``: log to standard error, too.  ``take_over_s``: take over from a running supervisor of the same
-    name, which then has so long to finish requests.  ``limits``: deadlines of supervision, None for the usual ones.
-    """
+    """``take_over_s``: take over from a supervisor of the same name, which has so long to finish requests."""
 
     to_terminal: bool = True
     take_over_s: float | None = None
@@ -600,7 +558,6 @@ class RunOptions:
 
 
 def refuse_faults(config: Config, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError if the fault hooks of processes would be on."""
     settings = [(fault_hooks.VARIABLE, environ.get(fault_hooks.VARIABLE, ""))]
     for name, group in config.groups.items():
         settings.append(
@@ -613,7 +570,6 @@ def refuse_faults(config: Config, environ: Mapping[str, str] = os.environ) -> No
 
 
 def fault_limits(text: str) -> SupervisionLimits:
-    """Return the limits that ``--allow-faults`` names, as ``NAME=SECONDS,...``.  Raises ConfigError."""
     known = {field.name for field in fields(SupervisionLimits) if field.name.endswith("_s")}
     limits = {}
     for part in filter(None, text.split(",")):

@@ -1,9 +1,7 @@
 """The run directory of a supervisor, mode 0700: ``lucevisor/NAME`` below ``$XDG_RUNTIME_DIR``, ``/run`` (root),
 ``/run/user/UID``, or ``lucevisor-UID/NAME`` below ``$TMPDIR``; and the directory of its log, which stays.
 
-Holds ``lock``, ``pid``, ``admin.sock``, ``handover.sock`` and ``process-PID/`` with the daemons' packages.  A
-lock held on ``lock`` means "running"; anything else may be stale.  A pid is trusted only together with its boot id and
-start time.  A supervisor that takes over from another one joins it here until it is given the lock.
+A lock held on ``lock`` means "running".  A pid is trusted only together with its boot id and start time.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ class Running:
 
 
 def runtime_root() -> Path:
-    """Return the directory of all run directories."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     if base:
         return Path(base) / "lucevisor"
@@ -67,9 +64,7 @@ def run_path(name: str) -> Path:
 
 
 def log_path(name: str) -> Path:
-    """Return the directory that keeps the log of a name: ``lucevisor/NAME`` below ``$XDG_STATE_HOME`` or
-    ``~/.local/state``.  Raises ConfigError when there is no home.
-    """
+    """Return the directory that keeps the log of a name.  Raises ConfigError when there is no home."""
     base = os.environ.get("XDG_STATE_HOME", "")
     try:
         root = Path(base) if base else Path.home() / ".local" / "state"
@@ -82,7 +77,6 @@ _USABLE = "letters, digits, '.', '_' and '-', at most 64, first a letter or digi
 
 
 def check_name(name: str) -> str:
-    """Return ``name``.  Raises ConfigError when it cannot name a run directory."""
     if not NAME.match(name):
         raise ConfigError("--name", name, "is not a usable name", _USABLE)
     return name
@@ -97,9 +91,7 @@ def default_name(config: Path) -> str:
 
 
 class RunDirectory:
-    """Claimed by the supervisor for its lifetime, or joined, and adopted later.  ``close`` removes what belongs to this
-    process and is idempotent.
-    """
+    """Claimed by the supervisor for its lifetime, or joined, and adopted later."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -126,10 +118,7 @@ class RunDirectory:
         return self._lock
 
     def claim(self) -> None:
-        """Create the directory and take the lock.
-
-        Raises AlreadyRunningError naming the other supervisor, ConfigError when the directory cannot be used.
-        """
+        """Create the directory and take the lock; raises AlreadyRunningError or ConfigError."""
         try:
             self._lock = self._take_lock()
             for stale in (self.socket, self.handover, self.path / "pid"):
@@ -145,10 +134,7 @@ class RunDirectory:
             raise unusable(self.path, error) from error
 
     def join(self) -> bool:
-        """Use the directory beside the supervisor that holds it; False when there is none.
-
-        Raises ConfigError when the directory cannot be used.
-        """
+        """Use the directory beside the supervisor that holds it; False when there is none.  Raises ConfigError."""
         if not is_locked(self.path):
             return False
         try:
@@ -182,10 +168,7 @@ class RunDirectory:
         return held and all(path.exists() for path in (self.path / "pid", self.own, self.socket, self.handover))
 
     def renew(self) -> None:
-        """Make it again after it was removed, as systemd does with /run/user/UID at the last logout; without sockets.
-
-        Raises AlreadyRunningError when another supervisor took the name meanwhile, OSError, LucevisorError.
-        """
+        """Make it again without sockets, after it was removed, as systemd does at the last logout."""
         lock = self._try_lock()  # a new file; the one that this process holds has no name any more
         if lock is None:
             lock = self.lock
@@ -207,8 +190,7 @@ class RunDirectory:
         new.replace(self.path / "pid")
 
     def _take_lock(self) -> int:
-        """Return the descriptor of the lock file.  Tries again when another start or stop removes the file or its
-        directory meanwhile."""
+        """Return the descriptor of the lock file, also while other starts and stops remove it or its directory."""
         give_up_s = time.monotonic() + _CLAIM_S
         while True:
             obstacle: OSError | None = None
@@ -251,8 +233,7 @@ class RunDirectory:
         return None
 
     def close(self) -> None:
-        """Remove the directory and release the name.  The lock file goes last, so that nothing of another start is
-        removed."""
+        """Remove the directory and release the name; the lock file goes last, for other starts."""
         if self._lock is None:
             shutil.rmtree(self.own, ignore_errors=True)
             return
@@ -282,10 +263,6 @@ def boot_id() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process was started, in clock ticks after boot; None when there is none.
-
-    Read from /proc, because psutil's `create_time` is in wall-clock time and moves when the clock is set.
-    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -303,7 +280,6 @@ def read_pid(path: Path) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a running supervisor holds the run directory."""
     try:
         fd = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
     except OSError:

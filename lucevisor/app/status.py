@@ -34,9 +34,7 @@ def status(
     compressor: Compressor | None = None,
     overrides: Sequence[Mapping[str, object]] = (),
 ) -> dict[str, Any]:
-    """Return the whole status; never blocks.  ``ready_in_s``: the likely end of what keeps it from serving, or None.
-    ``overrides``: keys of the configuration that are set elsewhere, and what the file says.
-    """
+    """Return the whole status; never blocks."""
     spec = service.model.spec
     statistics = service.engine.statistics() if service.engine is not None else None
     return {
@@ -66,10 +64,7 @@ def status(
 
 
 def _draft(service: Service, now: EngineStatistics | None) -> dict[str, Any]:
-    """``kind``: of the drafter, else "lookup" or "off".  ``state``: "attached" while a drafter drafts, "detached" while
-    it does not, and ``reason`` why; "none" without one.  ``paused``: why decoding is plain at present although it
-    could draft.  The counts: docs/speculation.md.
-    """
+    """``state``: "attached" while a drafter drafts; ``paused``: why decoding is plain now (docs/speculation.md)."""
     placement, drafter = service.placement, service.model.drafter
     configured = service.config.draft.kind
     if placement is None:
@@ -121,11 +116,7 @@ def _draft_counts(counts: DraftCounts) -> dict[str, Any]:
 
 
 def _cache(service: Service, now: CacheStatistics) -> dict[str, Any]:
-    """Prefix slots: ``hits`` of ``prompts`` began with a known prefix, and ``tokens`` of them were not computed.
-
-    Snapshots: ``dir`` is empty while they are off; ``snapshots`` files can be used; ``failures`` by reason, without
-    those that did not happen.
-    """
+    """Prefix slots and snapshots; ``dir`` is empty while snapshots are off."""
     store = service.snapshots.store if service.snapshots is not None else None
     entries, placement = store.entries if store is not None else [], service.placement
     return {
@@ -215,9 +206,7 @@ def _recovery(now: RecoveryStatistics) -> dict[str, Any]:
 
 
 def _pages(spaces: Mapping[str, PageUse], n_out: int = 0, host: PageUse | None = None) -> dict[str, Any]:
-    """Pages of 64 tokens, without recurrent states; ``spaces`` has both apart, with the totals that `plan` shows.
-    ``n_out``: paged out by KV Flash; ``host``: of them, kept in host memory.
-    """
+    """Pages of 64 tokens, without recurrent states; ``spaces`` has both apart, with the totals that `plan` shows."""
     pages = [use for space, use in spaces.items() if space != Space.RECURRENT]
     return {
         "total": sum(p.total for p in pages),
@@ -263,33 +252,27 @@ def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
 
 
 class LoadProgress(Observer):
-    """An observer that passes everything on to another one."""
+    """Watches groups for the status; subclasses show them.  ``announces``: it may say that requests are served."""
 
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self.announced = True
-        """False while the observer is not told that requests are served."""
+    def __init__(self) -> None:
+        self.announces = True
         self._states: dict[str, tuple[State, str, float]] = {}  # with reason and since when
         self._shards: dict[str, dict[tuple[int, int], Progress]] = {}
 
     def state(self, group: str, state: State, reason: str) -> None:
         self._states[group] = state, reason, time.monotonic()
         self._shards.pop(group, None)
-        self._observer.state(group, state, reason)
+
+    def listening(self, url: str) -> None:
+        """Called when the endpoint has its address, long before it is ready."""
 
     def progress(self, group: str, progress: Progress) -> None:
         if (
             group in self._states and self._states[group][0] is State.LOADING
         ):  # reports have a channel of their own and may come after READY
             self._shards.setdefault(group, {})[progress.stage, progress.device] = progress
-        self._observer.progress(group, progress)
-
-    def ready(self, service: Service) -> None:
-        if self.announced:
-            self._observer.ready(service)
 
     def state_s(self, group: str) -> float:
-        """Return for how many seconds a group has been in its state."""
         return time.monotonic() - self._states[group][2] if group in self._states else 0.0
 
     def groups(self) -> list[dict[str, Any]]:
@@ -307,7 +290,6 @@ class LoadProgress(Observer):
         ]
 
     def loading(self, group: str) -> dict[str, Any] | None:
-        """Return phase and bytes of a group that loads, all its shards together; None for others."""
         shards = list(self._shards.get(group, {}).values())
         if not shards:
             return None

@@ -1,8 +1,4 @@
-"""Reports to systemd (sd_notify), and takes over the sockets it opened (LISTEN_FDS).
-
-Knows systemd's environment variables and datagrams, and the state of a service, nothing else of it.  Invariant: without
-systemd nothing is sent, and a message that cannot be sent is logged and dropped.
-"""
+"""Reports to systemd (sd_notify), and takes over the sockets it opened (LISTEN_FDS)."""
 
 from __future__ import annotations
 
@@ -44,7 +40,6 @@ class Notifier:
         return bool(self._address)
 
     def send(self, **values: object) -> None:
-        """Send one message, such as ``READY=1``; an error is logged."""
         if not self._address:
             return
         lines = (f"{name}={str(value).replace(chr(10), ' ')}" for name, value in values.items())

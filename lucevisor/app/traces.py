@@ -1,8 +1,7 @@
 """OpenTelemetry: a span for each request, with spans for its time in the queue, its prompt and its answer.
 
-On if OTEL_EXPORTER_OTLP_ENDPOINT (or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT) is set and the extra `traces` is installed;
-OpenTelemetry's other variables apply.  Invariant: spans are made after a request is over and are
-sent by a thread of the exporter, so no request waits for a collector.
+On if OTEL_EXPORTER_OTLP_ENDPOINT (or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT) is set and the extra `traces` is installed.
+Spans are made after a request is over, and sent by a thread.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class Traces:
         return format_trace_id(span.get_span_context().trace_id)
 
     async def close(self, seconds: float = _FLUSH_S) -> None:
-        """Send what is left, within ``seconds``."""
         # A thread of its own: an exporter tries again for 10 s or more, and the loop's executor would wait for it.
         loop, sent = asyncio.get_running_loop(), asyncio.Event()
 

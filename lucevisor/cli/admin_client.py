@@ -35,8 +35,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class AdminClient:
-    """Calls raise NotRunningError if nothing listens, LucevisorError with the supervisor's message if it refuses, and
-    of these AdminError if what was asked for is wrong."""
+    """Calls raise NotRunningError, or LucevisorError with the supervisor's message."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -44,7 +43,6 @@ class AdminClient:
     def call(
         self, method: str, target: str, body: dict[str, Any] | None = None, timeout_s: float = 30.0
     ) -> dict[str, Any]:
-        """Send one request; return the JSON response."""
         connection = _UnixConnection(self._path, timeout_s)
         try:
             connection.request(method, target, json.dumps(body) if body is not None else None)
@@ -99,7 +97,6 @@ class Watch:
         return self._live is not None
 
     def show(self, status: dict[str, Any]) -> None:
-        """Draw the groups that are not ready, and the time since the watch began."""
         if self._live is not None:
             from lucevisor.cli.status_view import wait_view
 

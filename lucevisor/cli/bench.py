@@ -138,7 +138,6 @@ def _tuned(lines: Sequence[CheckLine]) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """Split ``--against-args`` as a shell does."""
     try:
         return shlex.split(text)
     except ValueError as error:

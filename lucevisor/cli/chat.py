@@ -1,8 +1,4 @@
-"""``lucevisor chat``: a conversation in the terminal, with line editing, history and markdown.
-
-Answers are plain text unless the output is a terminal.  Invariant: a question without an answer is not sent again with
-the next one.
-"""
+"""``lucevisor chat``: a conversation in the terminal, with line editing, history and markdown."""
 
 from __future__ import annotations
 
@@ -145,7 +141,6 @@ def _completion(text: str, index: int) -> str | None:
 
 
 def _read() -> str | None:
-    """Return the next question or command, None at the end."""
     lines: list[str] = []
     try:
         while True:

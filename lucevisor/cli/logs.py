@@ -92,7 +92,6 @@ def _find_log(name: str | None, socket: Path | None) -> tuple[Path, Path, list[s
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a log file."""
     return filter(None, map(record_of, follow_log(path, LogQuery(), lambda: True)))
 
 
@@ -102,13 +101,11 @@ def _last_start(path: Path) -> float:
 
 
 def _newest() -> Path | None:
-    """Return the log file that was written last."""
     files = log_path("any").parent.glob(f"*/{FILE}")
     return max(files, key=lambda file: file.stat().st_mtime, default=None)
 
 
 def _groups_of(path: Path) -> list[str]:
-    """Return the groups that a log file names."""
     return sorted({str(record["group"]) for record in _records(path) if "group" in record})
 
 

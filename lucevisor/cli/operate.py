@@ -12,7 +12,7 @@ import click
 
 from lucevisor.app.rundir import Running, find, is_locked
 from lucevisor.cli.admin_client import AdminClient, call_and_watch
-from lucevisor.cli.options import Seconds, target_options
+from lucevisor.cli.options import SECONDS, target_options
 from lucevisor.errors import ExitCode, LucevisorError, NotRunningError
 
 PIPED_COLUMNS = 80
@@ -21,7 +21,7 @@ PIPED_COLUMNS = 80
 
 @click.command()
 @target_options
-@click.option("--timeout", "timeout_s", type=Seconds(), default=30.0, show_default=True, help="Seconds to wait.")
+@click.option("--timeout", "timeout_s", type=SECONDS, default=30.0, show_default=True, help="Seconds to wait.")
 def stop(name: str | None, socket: Path | None, timeout_s: float) -> int:
     """Stop a supervisor and its daemons.  Run it twice to shorten the deadlines."""
     target = find(name, socket)
@@ -120,7 +120,6 @@ def _change(target: Running, what: str, order: dict[str, Any]) -> tuple[dict[str
 
 
 def _recovered(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return what happened to the requests that ran."""
     paused_s = sum(now["pause_s"].values()) - sum(before["pause_s"].values())
     names = ("sequences", "kept_tokens", "rebuilt_tokens", "recomputed_tokens")
     sequences, kept, rebuilt, recomputed = (now[name] - before[name] for name in names)

@@ -11,21 +11,6 @@ from typing import Any
 import click
 
 
-class Seconds(click.ParamType[float]):
-    """A finite number of seconds, 0 to a day."""
-
-    name = "seconds"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            seconds = float(value)
-        except ValueError:
-            seconds = math.nan
-        if not 0 <= seconds <= 86_400:  # false for nan too
-            self.fail(f"{value!r} is not a number of seconds from 0 to 86400", param, ctx)
-        return seconds
-
-
 class RangeOfNumbers(click.FloatRange):
     """A number in a range; nan, which compares with nothing, is in none."""
 
@@ -34,6 +19,9 @@ class RangeOfNumbers(click.FloatRange):
         if math.isnan(number):
             self.fail(f"{value!r} is not a number", param, ctx)
         return number
+
+
+SECONDS = RangeOfNumbers(0, 86_400)
 
 
 class OutputFile(click.ParamType[Path]):

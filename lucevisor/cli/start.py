@@ -12,7 +12,7 @@ import click
 
 from lucevisor.app.rundir import check_name, default_name, is_locked, run_path
 from lucevisor.cli.admin_client import AdminClient, Watch
-from lucevisor.cli.options import Seconds, config_argument, python_option
+from lucevisor.cli.options import SECONDS, config_argument, python_option
 from lucevisor.config import load
 from lucevisor.config.formats import HUB_PREFIX
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, NotReadyError, NotRunningError
@@ -35,7 +35,7 @@ from lucevisor.source_tree import module_command
 @click.option(
     "--drain",
     "drain_s",
-    type=Seconds(),
+    type=SECONDS,
     default=600.0,
     show_default=True,
     help="With --take-over: seconds that requests of the other one have to end.",
@@ -43,7 +43,7 @@ from lucevisor.source_tree import module_command
 @click.option(
     "--timeout",
     "timeout_s",
-    type=Seconds(),
+    type=SECONDS,
     default=600.0,
     show_default=True,
     help="With --daemon: seconds to wait for READY.",
@@ -86,19 +86,19 @@ def start(
     # SIGKILL, as for daemons: `chaos` may be killed while the supervisor is stopped, which would keep SIGTERM waiting.
     if starter_pid is not None and not end_with_parent(starter_pid):
         raise LucevisorError(f"process {starter_pid}, for which this supervisor was to run, has ended")
-    from lucevisor.app.run import Display, RunOptions, fault_limits, run  # imports the whole supervisor
+    from lucevisor.app.run import RunOptions, fault_limits, run  # imports the whole supervisor
+    from lucevisor.app.status import LoadProgress
     from lucevisor.cli.progress import StartDisplay
 
     limits = fault_limits(allow_faults) if allow_faults is not None else None
     options = RunOptions(to_terminal=not detached, take_over_s=drain_s if take_over else None, limits=limits)
     if detached:
-        return int(run(loaded, chosen, Display(), options))
+        return int(run(loaded, chosen, LoadProgress(), options))
     with StartDisplay(loaded) as display:
         return int(run(loaded, chosen, display, options))
 
 
 def _is_model(argument: Path) -> bool:
-    """Return whether an argument of `start` names a model, not a configuration file."""
     if str(argument).startswith(HUB_PREFIX) or argument.suffix.lower() == ".gguf":
         return True
     try:
@@ -109,7 +109,6 @@ def _is_model(argument: Path) -> bool:
 
 
 def _configured(model: str, pythons: Sequence[str], name: str | None) -> tuple[Path, str]:
-    """Return a configuration file for a model on the devices of this machine, and the supervisor's name."""
     from lucevisor.app.discovery import choose_groups, model_name, save_config
     from lucevisor.app.model_source import find_hub_file
 

@@ -1,7 +1,4 @@
-"""The status JSON as text for a terminal of 80 columns and more: `lucevisor status`, and the parts that `top` shares.
-
-Knows the fields of the status, no socket.  Invariant: names and reasons are text, never markup of the terminal library.
-"""
+"""The status JSON as text for a terminal: `lucevisor status`, and the parts that `top` shares."""
 
 from __future__ import annotations
 
@@ -53,7 +50,6 @@ def indented(line: str) -> RenderableType:
 
 
 def headline(status: Status) -> Iterator[Text]:
-    """Yield name, state, address and model."""
     yield Text.assemble(
         (status["name"], "bold"), " ", styled_state(status["state"]), f"  {status['url']}  pid {status['pid']}"
     )
@@ -82,7 +78,6 @@ def shard_table(status: Status) -> Table:
 
 
 def kernel_table(status: Status) -> Table:
-    """Return what each device runs for each operation and quant type."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("group", "device", "operation", "runs"):
         table.add_column(title, overflow="fold")

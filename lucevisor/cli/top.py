@@ -1,7 +1,4 @@
-"""``lucevisor top``: the running box, redrawn every second.
-
-Invariant: shares of time cover the interval between two answers of the supervisor, never the time since the start.
-"""
+"""``lucevisor top``: the running box, redrawn every second."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from rich.text import Text
 
 from lucevisor.app.rundir import find
 from lucevisor.cli.admin_client import AdminClient
-from lucevisor.cli.options import Seconds, target_options
+from lucevisor.cli.options import SECONDS, target_options
 from lucevisor.cli.status_view import (
     Status,
     bar,
@@ -62,7 +59,7 @@ class StageLoad:
 
 @click.command()
 @target_options
-@click.option("--every", "every_s", type=Seconds(), default=1.0, show_default=True, help="Seconds between two looks.")
+@click.option("--every", "every_s", type=SECONDS, default=1.0, show_default=True, help="Seconds between two looks.")
 def top(name: str | None, socket: Path | None, every_s: float) -> int:
     """Watch tokens/s, load and wait of each stage, memory and requests; q or Ctrl-C ends it.
 

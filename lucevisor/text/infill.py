@@ -1,7 +1,4 @@
-"""Fill-in-the-middle prompts, of the tokens that a vocabulary has for them.
-
-Pure.  Knows the names that families gave these tokens, as llama.cpp does.
-"""
+"""Fill-in-the-middle prompts, of the tokens that a vocabulary has for them."""
 
 from __future__ import annotations
 

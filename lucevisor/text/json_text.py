@@ -1,8 +1,6 @@
 """JSON whose numbers keep their text, so that they are passed on digit for digit.
 
-Python reads 1e999 as infinity, writes it as `Infinity`, which is not JSON, and turns 1.10 into 1.1. Here a number is a
-`Number`, which holds its text. Invariant: `parse` accepts only RFC 8259 JSON nested at most MAX_DEPTH deep; `write`
-returns RFC 8259 JSON that can be encoded as UTF-8.
+Python reads 1e999 as infinity, writes it as `Infinity`, which is not JSON, and turns 1.10 into 1.1.
 """
 
 from __future__ import annotations
@@ -36,10 +34,7 @@ class Number:
 
 
 def parse(text: str) -> object:
-    """Parse strict JSON, with numbers as Number.
-
-    Raises ValueError for invalid JSON (NaN and Infinity included) and for nesting deeper than MAX_DEPTH.
-    """
+    """Parse strict JSON, with numbers as Number; raises ValueError, also for nesting deeper than MAX_DEPTH."""
     depth = deepest = 0
     for token in _OPENING.finditer(text):
         depth += (token[0] in "[{") - (token[0] in "]}")

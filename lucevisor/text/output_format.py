@@ -1,8 +1,4 @@
-"""The format of a model's output: its reasoning tags and its tool-call format.
-
-Knows templates only as text to search for tags. Invariant: the format is chosen once, from the chat template, never
-from the model's output.
-"""
+"""The format of a model's output: its reasoning tags and its tool-call format."""
 
 from __future__ import annotations
 
@@ -50,6 +46,5 @@ class OutputFormat:
 
 
 def detect_format(template: str) -> OutputFormat:
-    """Detect the output format of a model from the source of its chat template."""
     reasoning = next((tags for tags in (CHANNEL, THINK) if tags.close in template), None)
     return OutputFormat(reasoning, detect_tool_format(template))

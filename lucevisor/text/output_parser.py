@@ -1,8 +1,4 @@
-"""Streaming output parser (reasoning parser and tool parser): splits output into content, reasoning and tool calls.
-
-Knows tags, not tokens or HTTP. Invariant: the result does not depend on how the text was chunked, and nothing is lost
-but recognised tags, the whitespace next to them and the label of a reasoning block. Text that starts like a tool call
-but is not one comes out unchanged.
+"""Streaming output parser: splits output into content, reasoning and tool calls, however it was chunked.
 
 CONTENT and REASONING pass text on, and hold back what may be the start of a tag and whitespace that a tag may follow.
 CALL collects a call up to its closing tag; if it is not a call, its opening tag is text and the rest is parsed again.
@@ -89,13 +85,11 @@ class OutputParser:
 
     @property
     def position(self) -> int:
-        """Up to where the answer is read, in characters."""
         return self._n_chars - len(self._text)
 
     def flush(self, *, cut: bool = False) -> list[OutputEvent]:
-        """Return the events of held-back text, at the end of the answer.
-
-        ``cut``: the model did not end it, so that a call without its closing tag may lack arguments, and is text.
+        """Return the events of held-back text; ``cut``: the model did not end, so a call without its closing tag is
+        text.
         """
         self._cut = cut
         return self._advance(final=True)
@@ -253,17 +247,10 @@ class OutputParser:
 
 
 class StopMatcher:
-    """Holds back text that may start a stop string; `matched` is the stop string found, or None.
-
-    The emitted text does not depend on how the stream was chunked.  The stop string that completes first wins, of those
-    that end at the same character the longest.
-    """
+    """Holds back text that may start a stop string; the one that completes first wins, then the longest."""
 
     def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
-        """`included`: a stop string is text, too.
-
-        Raises ValueError for an empty stop string, which would stop before the first character.
-        """
+        """`included`: a stop string is text, too.  Raises ValueError for an empty stop string."""
         if any(not stop for stop in stops):
             raise ValueError("stop: a stop string is empty; leave it out or give it a character")
         self._stops = tuple(dict.fromkeys(stops))
@@ -287,7 +274,6 @@ class StopMatcher:
         return pending[: len(pending) - held]
 
     def flush(self) -> str:
-        """Return the held-back text at the end of a generation without a match."""
         held, self._held = self._held, ""
         return held
 

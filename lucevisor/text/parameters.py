@@ -1,7 +1,6 @@
 """The parameters of a function by its JSON schema, and their values read from text without quotes.
 
-Knows what a schema says of types and constants, no formats.  Invariant: a value that cannot be read as its schema says
-stays text; nothing a model wrote is dropped.
+A value that cannot be read as its schema says stays text.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class Parameters:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The names that the schema declares."""
         return frozenset(_names(self._schema, self._definitions))
 
     @property
@@ -90,10 +88,7 @@ def read_value(text: str, schema: Schema) -> object:
 
 
 def first_readable(texts: Iterable[str], schema: Schema) -> int:
-    """The index of the text that is the value: the first that is JSON where the schema allows more than text, else 0.
-
-    ``texts``: what stands up to each closing tag, as a value may have such tags in it.
-    """
+    """The index of the value: the first text that is JSON where the schema allows more than text, else 0."""
     kinds = types(schema, schema.get("$defs", {}))
     for index, text in enumerate(texts):
         if index == 0 and (kinds == {"string"} or not text.lstrip(_BLANKS).startswith(("{", "[", '"'))):
@@ -104,7 +99,6 @@ def first_readable(texts: Iterable[str], schema: Schema) -> int:
 
 
 def types(schema: object, definitions: Schema) -> frozenset[str]:
-    """Return the types that a flattened schema allows, as far as it says."""
     return _types(schema, definitions, {})
 
 
@@ -146,7 +140,6 @@ def _types(schema: object, definitions: Schema, known: dict[int, frozenset[str]]
 
 
 def _conjuncts(schema: Schema, definitions: Schema) -> list[Any]:
-    """The schemas that hold beside a schema's own keywords."""
     target = [resolved(schema, definitions)] if isinstance(schema.get("$ref"), str) else []
     return target + (parts if isinstance(parts := schema.get("allOf"), list) else [])
 

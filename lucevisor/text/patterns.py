@@ -1,7 +1,4 @@
-"""Regular expressions of JSON schemas (ECMA 262) in the notation that llguidance compiles, and questions about them.
-
-Knows both notations and llguidance, no schemas.  Invariant: a translated expression matches the same texts.
-"""
+"""Regular expressions of JSON schemas (ECMA 262) in the notation that llguidance compiles, and questions about them."""
 
 from __future__ import annotations
 
@@ -66,27 +63,22 @@ class Length:
         return min(self._shortest, self._begun + self._last)
 
     def add(self, length: int) -> None:
-        """A part that matches so many characters at least."""
         self._begun = min(self._begun + self._last, MAX_FORCED)
         self._last = length
         self.largest = max(self.largest, min(self._begun + length, MAX_FORCED))
 
     def repeat(self, min_times: int) -> None:
-        """The last part so many times."""
         self._last = min(self._last * min_times, MAX_FORCED)
         self.largest = max(self.largest, min(self._begun + self._last, MAX_FORCED))
 
     def choose(self) -> None:
-        """An alternative to the parts so far of this group."""
         self._shortest, self._begun, self._last = self.whole, 0, 0
 
     def open(self) -> None:
-        """A group begins."""
         self._outer.append((self._shortest, min(self._begun + self._last, MAX_FORCED)))
         self._shortest, self._begun, self._last = MAX_FORCED, 0, 0
 
     def close(self) -> None:
-        """A group ends."""
         if self._outer:
             length = self.whole
             (self._shortest, self._begun), self._last = self._outer.pop(), 0
@@ -94,10 +86,7 @@ class Length:
 
 
 def check_length(expression: str) -> int:
-    """Return the least number of characters of texts that an expression, in Rust's notation, matches.
-
-    Raises PatternError for one of which a part matches only very long texts.
-    """
+    """Return the least number of characters that an expression matches; raises PatternError if they are very many."""
     length = Length()
     for part in PART.finditer(expression):
         kind = part.lastgroup
@@ -197,10 +186,7 @@ def compile_error(schema: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def exceeds_work_limit(grammar: str) -> bool:
-    """Return whether the first characters of a text take llguidance too much work, by a grammar of texts (as JSON).
-
-    The first mask behind a character takes most: an intersection of expressions is searched for a text that ends.
-    """
+    """Return whether the first characters of a text take llguidance too much work, by a grammar of texts (as JSON)."""
     try:
         matcher = LLMatcher(_byte_tokens(), f'{{"grammars":[{grammar}]}}', log_level=0, limits=TRIAL_LIMITS)
         for n_taken in range(_TRIED_CHARACTERS):
@@ -246,9 +232,7 @@ def _reason(message: str) -> str:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Return whether an ECMA expression matches somewhere in a text, in time linear in both; none that does not
-    compile does.
-    """
+    """Return whether an ECMA expression that compiles matches somewhere in a text, in time linear in both."""
     try:
         searching = _searching(checked(pattern))
     except PatternError:

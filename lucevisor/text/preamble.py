@@ -1,9 +1,6 @@
 """Normalises system prompt lines that some agents change every turn, so that prompts share a prefix despite them.
 
-Knows OpenAI's chat messages, not tokens.  Off by default, as it changes what the model reads; docs/prefix-cache.md
-describes the lines and their treatment.
-Invariant: only whole lines in leading system and developer messages are changed, and only those that match a pattern
-below; messages are never changed in place.
+Off by default, as it changes what the model reads: docs/prefix-cache.md.
 """
 
 from __future__ import annotations
@@ -62,7 +59,6 @@ def normalised(messages: Sequence[Mapping[str, object]], mode: Normalise) -> lis
 
 
 def _rewritten(content: object, rewrite: Callable[[str], str]) -> object:
-    """Return text, or a list of parts, with each text rewritten; other values are rejected elsewhere."""
     if isinstance(content, str):
         return rewrite(content)
     if not isinstance(content, list):

@@ -1,9 +1,7 @@
 """Text that tracks which of its characters a chat template wrote.
 
-Knows no Jinja or tokens. `TracedText` is a `str` with one origin byte per character (1: a template literal, 0: any
-other text); it compares, searches and hashes like the plain string, so templates see no difference. Invariant: a
-character is marked only if it was copied from a template literal; operations that cannot be tracked (formatting, JSON,
-translation tables) return a plain `str`, which counts as foreign, so errors are on the safe side.
+`TracedText` is a `str` with one origin byte per character (1: a template literal, 0: any other text).  Operations that
+cannot be tracked return a plain `str`, which counts as foreign, so errors are on the safe side.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ class TracedText(str):
 
     @classmethod
     def own(cls, text: str) -> TracedText:
-        """Return a text that the template wrote itself."""
         return cls(text, _OWN * len(text))
 
     @classmethod
@@ -137,7 +134,6 @@ class TracedText(str):
         return self._same_places(str.capitalize(self))
 
     def _locate(self, pieces: Sequence[str], sep: str | None) -> list[str]:
-        """Return the pieces of a split as slices of this text, each found after the previous one."""
         _check_pieces(len(pieces))
         located: list[str] = []
         start = 0

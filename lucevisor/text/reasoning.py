@@ -1,8 +1,4 @@
-"""Reasoning before an answer: its tags, its grammar, and a budget after which it is closed by force.
-
-A budget constrains an output as a grammar's matcher does, and may have one inside it.  Invariants: nothing is forced
-outside reasoning, nor within a character; what is forced is the end of the reasoning once, token by token.
-"""
+"""Reasoning before an answer: its tags, its grammar, and a budget after which it is closed by force."""
 
 from __future__ import annotations
 
@@ -37,11 +33,7 @@ CHANNEL: Final = ReasoningTags("<|channel>", "<channel|>", label="thought\n", in
 
 
 def after_reasoning(rules: Rules, answer: str, tags: ReasoningTags | None, *, inside: bool) -> str:
-    """Return an expression for any reasoning, then ``answer``.
-
-    ``inside``: the prompt ends inside reasoning, which must be closed; otherwise it may be opened or not.  ``tags``
-    None: there is none.  Tokens that end the answer are forbidden within it.
-    """
+    """Return an expression for any reasoning, then ``answer``; ``inside``: the prompt ends inside reasoning."""
     if tags is None:
         return answer
     thought = rules.add(f"{rules.until(tags.close, markers=True)} /\\n{{0,2}}/")
@@ -61,11 +53,7 @@ class _State:
 
 
 class ReasoningBudget:
-    """Follows one output.  For any thread, one at a time.
-
-    `n_tokens`: how many tokens of reasoning are allowed; `inside`: the prompt ends inside reasoning; `inner`: what else
-    the output must be.
-    """
+    """Follows one output.  `inside`: the prompt ends inside reasoning; `inner`: what else the output must be."""
 
     def __init__(
         self, n_tokens: int, tags: ReasoningTags, tokenizer: Tokenizer, *, inside: bool, inner: Matcher | None = None
@@ -82,13 +70,10 @@ class ReasoningBudget:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the output taken so far, by what is inside, too: that may lag behind."""
         return self._n_taken if self._inner is None else min(self._n_taken, self._inner.n_tokens)
 
     def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
-        """Take the output's `tokens` from `start` on, but for those taken before; return the mask of what may follow,
-        and one behind each draft, as `Matcher.masks` does.  Raises GrammarError.
-        """
+        """Take tokens and return masks as `Matcher.masks` does."""
         with self._lock:
             self._consume(tokens[self._n_taken - start :])
             if self._inner is not None:
@@ -133,7 +118,6 @@ class ReasoningBudget:
         return None
 
     def _after(self, state: _State, token: int) -> _State:
-        """Return the state after a token, whether it was forced or not."""
         forced = self._forced(state)
         n_forced = state.n_forced
         if forced is not None:  # a grammar inside may have had its way
@@ -168,12 +152,10 @@ class ReasoningBudget:
 
 
 def _kept(tag: bytes) -> int:
-    """Return how many bytes may begin a tag, or a character."""
     return max(len(tag) - 1, 3)
 
 
 def _within_character(text: bytes) -> bool:
-    """Return whether text ends within a UTF-8 character."""
     for length in range(1, min(3, len(text)) + 1):
         byte = text[-length]
         if byte >= 0xC0:

@@ -1,7 +1,6 @@
 """References of a JSON schema, resolved within it by pointer, identifier and anchor; nothing is fetched.
 
-Invariant: the result of ``flattened`` allows what the schema allows, and each reference in it is ``#/$defs/NAME``, with
-a definition at its root.
+In a flattened schema each reference is ``#/$defs/NAME``, with a definition at its root.
 """
 
 from __future__ import annotations
@@ -83,10 +82,7 @@ class Document:
         return place
 
     def target(self, place: Place, key: str) -> Place:
-        """Return what the reference that a schema has under a key leads to.
-
-        Raises UnresolvedReferenceError, also where that depends on how the schema was reached.
-        """
+        """Return what the reference that a schema has under a key leads to; raises UnresolvedReferenceError."""
         reference = place.schema[key]
         try:
             if key == "$recursiveRef" and len({id(resource.schema) for resource in self._resources.values()}) > 1:
@@ -156,22 +152,18 @@ class Document:
 
 
 def flattened(schema: Schema, *, lenient: bool = True) -> dict[str, Any]:
-    """Return the schema with its references resolved, and with the definitions that they reach.
-
-    A reference that leads nowhere is left out if ``lenient``, so that it allows anything.  Raises
-    UnresolvedReferenceError.
+    """Return the schema with its references resolved, and the definitions that they reach; ``lenient``: as far as it
+    can.
     """
     return Flattener(schema, lenient).flattened()
 
 
 def resolved_name(schema: Schema) -> str:
-    """Return the name of the definition that the reference of a flattened schema leads to."""
     name: str = schema["$ref"].removeprefix(_PREFIX)
     return name
 
 
 def resolved(schema: Schema, definitions: Schema) -> Any:
-    """Return what the reference of a flattened schema leads to."""
     return definitions[resolved_name(schema)]
 
 
@@ -204,10 +196,7 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def without_endless(schema: Mapping[str, Any]) -> dict[str, Any] | bool:
-    """Return a flattened schema with False for each reference to a schema that has no value with an end.
-
-    A text that followed a grammar of such a schema would never end.
-    """
+    """Return a flattened schema with False for each reference to a schema that has no value with an end."""
     definitions = schema.get("$defs", {})
     waiting, ending, n_before = list(definitions.items()), set[str](), -1
     while waiting and len(ending) > n_before:

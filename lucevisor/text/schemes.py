@@ -1,10 +1,8 @@
 """Pre-tokenizers: how each value of `tokenizer.ggml.pre` splits and normalises text before BPE.
 
-Knows no vocabulary and no template. Invariant: one row per scheme, as in the model's own `tokenizer.json`, so that ids
-equal those of the Hugging Face tokenizer that the model was trained with. Differences from llama.cpp are noted.
-
-Sources: llama.cpp `src/llama-vocab.cpp` (names and aliases), transformers `tokenization_qwen2.py`,
-`tokenization_qwen3_5.py`, `tokenization_gemma.py`, and the published `tokenizer.json` of Llama 3, GPT-2 and Laguna.
+Ids equal those of the Hugging Face tokenizer that the model was trained with.  Sources: llama.cpp
+`src/llama-vocab.cpp` (names and aliases), transformers `tokenization_qwen2.py`, `tokenization_qwen3_5.py`,
+`tokenization_gemma.py`, and the published `tokenizer.json` of Llama 3, GPT-2 and Laguna.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Renders messages and tools into a prompt with the model's chat template, safe against prompt injection.
 
-Knows no HTTP or tensors. `ChatTemplate.render` runs the file's Jinja template on the unchanged messages, so every
-operation (trim, split, `in`, JSON) sees the true text, and learns from `TracedText` which characters the template
-wrote. Only those may form control tokens: `<|im_end|>` from a client, whole or in parts that the template joins, or in
-a tool's name, is tokenised as plain text.
-Invariant: `RenderedPrompt.text` equals the result of transformers' `apply_chat_template` for the same arguments, unless
-the template would refuse the messages or drop one of the system's.
+The template runs on the unchanged messages, and `TracedText` tells which characters it wrote: only those may form
+control tokens.  The text equals that of transformers' `apply_chat_template`, unless the template would refuse the
+messages or drop one of the system's.
 """
 
 from __future__ import annotations
@@ -50,8 +47,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A prompt as segments of template text and foreign text; `reasoning_open`: it ends inside reasoning; `answering`:
-    behind the beginning of the answer's content."""
+    """A prompt; `reasoning_open`: it ends inside reasoning; `answering`: behind the beginning of an answer."""
 
     segments: tuple[Segment, ...]
     reasoning_open: bool
@@ -74,10 +70,7 @@ class ChatTemplate:
     """A compiled chat template: its `source`, and the `output_format` of the model's answers."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], clock: Callable[[], datetime] = datetime.now) -> None:
-        """Compile a template; `tokens`: `bos_token` and the like; `clock`: for the template's `strftime_now`.
-
-        Raises TemplateError naming the line of a syntax error.
-        """
+        """Compile a template; raises TemplateError naming the line of a syntax error."""
         self.source = source
         self.output_format: OutputFormat = detect_format(source)
         self._tokens = {name: TracedText.own(text) for name, text in tokens.items()}
@@ -142,7 +135,6 @@ class ChatTemplate:
         return RenderedPrompt(segments, self.output_format.reasoning_open_after(segments))
 
     def _continued(self, before: RenderedPrompt, answer: Mapping[str, object]) -> RenderedPrompt:
-        """Return a prompt that ends with the beginning of the answer: its reasoning, and its content."""
         content, tags = answer.get("content") or "", self.output_format.reasoning
         if isinstance(content, list):
             content = "\n".join(part["text"] for part in content)
@@ -159,10 +151,7 @@ class ChatTemplate:
         return RenderedPrompt(tuple(s for s in segments if s.text), is_open, answering=bool(content))
 
     def lost_markers(self, tokenizer: Tokenizer) -> list[str]:
-        """Return control tokens that the template writes but that would be tokenised as text; usually empty.
-
-        A template may build a marker in a way that cannot be tracked, such as string formatting: warn at load.
-        """
+        """Return control tokens that the template writes in a way that cannot be tracked; usually empty."""
         talk = [{"role": role, "content": "hello"} for role in ("system", "user", "assistant", "user")]
         try:
             prompt = self.render(talk)

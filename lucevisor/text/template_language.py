@@ -1,11 +1,8 @@
 """The Jinja dialect of chat templates, in a sandbox, with the origin of every character kept.
 
-Knows neither messages nor tokens. Gives the same text as transformers' `apply_chat_template` (same block trimming,
-`tojson`, `raise_exception`, `strftime_now`, loop controls, `generation` tag), as `TracedText`: each string literal of
-the template is compiled to `TracedText.own`, joins go through `concatenate`, everything a caller passes in is plain
-and therefore foreign.
-Invariant: a template, a program that came with the weights, can neither reach Python's internals nor change arguments
-(`ImmutableSandboxedEnvironment`), a rendering ends after MAX_CPU_S, and no operator makes more than MAX_CHARS.
+Gives the same text as transformers' `apply_chat_template`, as `TracedText`: each string literal of the template is
+compiled to `TracedText.own`, joins go through `concatenate`, everything a caller passes in is foreign.  A rendering
+ends after MAX_CPU_S, and no operator makes more than MAX_CHARS, as a template is a program that came with the weights.
 """
 
 from __future__ import annotations
@@ -73,7 +70,6 @@ class _OriginCodeGenerator(CodeGenerator):
 
 
 def _source(value: object) -> str:
-    """Return Python source for a constant of a template."""
     if isinstance(value, str):
         return f"environment.own({str.__str__(value)!r})"
     if isinstance(value, list):

@@ -1,10 +1,7 @@
 """Lower bound for the number of tokens of a text, from its bytes: reject what cannot fit before it is tokenised.
 
-Knows token bytes, no merges.  A token holds at most M bytes from a set of byte values (all, those that are not blank,
-letters), where M is the maximum over the vocabulary, so a text with c such bytes has at least c / M tokens; the largest
-of these bounds counts.
-Invariant: the bound never exceeds the true number of tokens.  Where that is unknown (unknown characters are fused into
-one token, or dropped) it is 0.
+A token holds at most M bytes from a set of byte values (all, those that are not blank, letters), so a text with c such
+bytes has at least c / M tokens.  The bound is 0 where unknown characters are fused into one token, or dropped.
 
 NFC shortens a text to 2/7 at most (U+1FBE U+0308 U+0301 is U+0390; a test checks every character) and combines letters
 with what follows them: with NFC, only ASCII text is counted by sets.

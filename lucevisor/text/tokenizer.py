@@ -1,9 +1,5 @@
 """Tokenizer: byte-level BPE between strings and token ids, built from the metadata of a GGUF file.
 
-Knows no chat format: the caller marks which text may become control tokens (`Segment.trusted`).
-Invariant: ids equal those of the model's Hugging Face tokenizer, except that markers in untrusted segments are plain
-text; `decode` of `encode` returns the text after the scheme's normalisation (NFC for Qwen, none for others).
-
 The BPE core has no control tokens. `encode_segments` looks for markers (control and user-defined tokens, leftmost and
 longest first, as the `tokenizers` library does) in trusted runs only, and passes everything between to the core in one
 piece, so that merges cross the boundary between template and message as in training.
@@ -71,11 +67,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
-        """Build the tokenizer from GGUF metadata (plain Python values).
-
-        Raises TokenizerError naming the key, its value and the known values for an unsupported file.
-        Takes 1 to 2 s for 262,144 tokens and 515,000 merges, 0.04 s for 8,192.
-        """
+        """Build the tokenizer from GGUF metadata; takes 1 to 2 s for 262,144 tokens.  Raises TokenizerError."""
         return cls(Vocabulary.from_gguf(metadata), _scheme(metadata))
 
     def encode(self, text: str, parse_special: bool = False) -> list[int]:
@@ -133,14 +125,10 @@ class Tokenizer:
         return bool(self._bytes[token_id]) and not unused and not self.is_marker(token_id)
 
     def is_marker(self, token_id: int) -> bool:
-        """Return whether a token is a control or user-defined token, of which templates build messages."""
         return self._vocabulary.tokens[token_id] in self._markers
 
     def turn_ends(self, ids: Sequence[int]) -> list[int]:
-        """Return the ascending offsets at which chat messages are complete, whitespace after the end token included.
-
-        A prefix cache may split a prompt there: a continued conversation has the same ids up to each of them.
-        """
+        """Return the offsets at which messages are complete: a continued chat has the same ids up to each."""
         ends = []
         for index, token_id in enumerate(ids):
             if token_id in self._vocabulary.turn_end_ids and token_id != self.bos:
@@ -162,11 +150,7 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """The text of one stream; `visible`: control tokens to keep, such as tags for the output parser.
-
-    The joined results, flush included, equal the bytes of all visible tokens decoded at once, invalid ones replaced
-    by U+FFFD; no result ends inside a character.
-    """
+    """The text of one stream; `visible`: control tokens to keep.  No result ends inside a character."""
 
     def __init__(self, tokenizer: Tokenizer, visible: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -189,11 +173,7 @@ class TooManyTokens(Exception):
 
 
 def breaker_tokens(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences in which a breaker's text begins and ends, so that the DRY penalty finds it.
-
-    Each is one token, or a token that ends with a breaker's beginning and the tokens of its rest.  Looks at the whole
-    vocabulary.  Raises TooManyTokens.
-    """
+    """Return the token sequences in which a breaker's text begins and ends; raises TooManyTokens."""
     sequences = {sequence for text in texts for sequence in _breaker_sequences(tokenizer, text)}
     if len(sequences) > MAX_BREAKER_SEQUENCES:
         raise TooManyTokens(f"the breakers are in {len(sequences)} tokens, more than {MAX_BREAKER_SEQUENCES}")
@@ -218,7 +198,6 @@ def _breaker_sequences(tokenizer: Tokenizer, text: str) -> tuple[tuple[int, ...]
 
 
 def _decoded(raw: bytes) -> str:
-    """Return bytes as text, "" if they are not."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -237,7 +216,6 @@ def _scheme(metadata: Mapping[str, object]) -> Scheme:
 
 
 def _is_plain(text: str, kind: int, scheme: Scheme) -> bool:
-    """Return whether a user-defined token is ordinary text rather than a template's marker."""
     return kind == TokenType.USER_DEFINED and scheme.added_text.fullmatch(text) is not None
 
 
@@ -341,7 +319,6 @@ def _any_of(words: Collection[str]) -> re.Pattern[str]:
 
 
 def _trusted_ranges(runs: Sequence[Segment]) -> Iterator[tuple[int, int]]:
-    """Yield the trusted half-open ranges of the joined text, with adjacent ones merged."""
     start = position = 0
     for index, segment in enumerate(runs):
         if segment.trusted and (index == 0 or not runs[index - 1].trusted):

@@ -1,9 +1,4 @@
-"""The vocabulary of a GGUF file: tokens, their types and merges, and which of them end a message.
-
-Knows no merging algorithm or templates. Invariant: a vocabulary is complete and consistent (lengths, ids, no
-duplicates), so the rest of `text` indexes it without checks. The keys are those of the GGUF specification, section
-"Tokenizer".
-"""
+"""The vocabulary of a GGUF file: tokens, their types and merges, and which of them end a message."""
 
 from __future__ import annotations
 
@@ -63,10 +58,7 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """All tokens of a model: `tokens[id]` and `types[id]`, ids with a role, and the merges in order of rank.
-
-    `eos_ids`: every token that ends a generation. `turn_end_ids`: those, and tokens that end another role's message.
-    """
+    """All tokens of a model.  `turn_end_ids`: `eos_ids`, and tokens that end another role's message."""
 
     tokens: Sequence[str]
     types: Sequence[int]
@@ -79,7 +71,6 @@ class Vocabulary:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Vocabulary:
-        """Build the vocabulary from GGUF metadata (plain Python values); raises TokenizerError naming the key."""
         tokens = require(metadata, TOKENS_KEY, list)
         types = require(metadata, TYPES_KEY, list, [int(TokenType.NORMAL)] * len(tokens))
         if len(types) != len(tokens):

@@ -152,7 +152,7 @@ async def test_orders_that_make_no_sense_are_refused(desk, path, body, text):
 @pytest.mark.parametrize("sent", ["nan", "inf", "-inf", "-1", "1e999", "86401", "", "1s", "x" * 5000, "%00", "%ff"])
 async def test_a_wait_that_is_no_number_of_seconds_is_refused_by_name(desk, sent):
     status, told = await desk.ask("GET", f"/ready?timeout_s={sent}")
-    assert (status, told["error"].startswith("timeout_s = ")) == (400, True)
+    assert (status, told["error"].startswith("timeout_s: ")) == (400, True)
     assert desk.waited == ()
 
 
@@ -212,7 +212,7 @@ async def test_a_defect_is_told_and_logged(desk):
 def test_commands_take_finite_seconds_only(sent):
     for arguments in (["stop", "--timeout", sent], ["start", "c.toml", "--timeout", sent]):
         result = CliRunner().invoke(cli, arguments)
-        assert (result.exit_code, "is not a number of seconds" in result.output) == (2, True)
+        assert (result.exit_code, "--timeout" in result.output) == (2, True)
 
 
 @pytest.mark.parametrize("path", ["verify", "prune", "rm"])

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lucevisor.compression.alignment import aligned
 from lucevisor.compression.compressor import CompressionSettings, Compressor
 from lucevisor.compression.selection import CHUNK_TOKENS
 from lucevisor.compression.windows import QUERY_TOKENS, QUESTION_TOKENS, Windows
@@ -176,3 +177,21 @@ async def test_a_scoring_model_with_another_tokenizer_finds_the_same_places() ->
     ids = TEXTS.encode(f"{text_of(300)} the harbor holds 73935 {text_of(300, 5)}")
     found = await Compressor(settings, Windows(TEXTS, Harbor(4096), own)).compress(ids, [], [])
     assert "harbor holds 73935" in TEXTS.decode(found.ids)
+
+
+# ---- scores of another tokenizer
+
+
+lengths = st.lists(st.integers(1, 9), min_size=1, max_size=60)
+
+
+@given(lengths, lengths)
+def test_places_follow_the_text(of, target):
+    found = aligned(list(range(len(of))), of, target)
+    assert len(found) == len(target)
+    assert found == sorted(found)
+    total, wanted = sum(target), []
+    for i, length in enumerate(target):
+        middle = (sum(target[:i]) + length / 2) / total * sum(of)
+        wanted.append(next(j for j in range(len(of)) if sum(of[: j + 1]) >= middle - 1e-9))
+    assert all(abs(a - b) <= 1 for a, b in zip(found, wanted, strict=True))

@@ -41,11 +41,3 @@ def test_a_value_nested_too_deep_can_be_shown():
     for _ in range(100_000):
         deep = [deep]
     assert str(ConfigError("k", deep, "is odd")) == "k = a list: is odd"
-
-
-def test_several_errors_are_flat_and_one_line_each():
-    one, two, three = (ConfigError(key, 1, "is wrong") for key in "abc")
-    several = ConfigErrors([ConfigErrors([one, two]), three])
-    assert several.errors == (one, two, three)
-    assert str(several).splitlines() == ["a = 1: is wrong", "b = 1: is wrong", "c = 1: is wrong"]
-    assert several.key == "a"

@@ -180,11 +180,6 @@ def test_what_is_wrong_inside_a_value_is_named_by_its_place(key, value, inside, 
     assert hint in error.hint
 
 
-def test_a_loaded_environment_cannot_be_changed():
-    with pytest.raises(TypeError):
-        read("groups.env", {"A": "1"})["B"] = "2"
-
-
 def test_hub_files():
     assert hub_file("hf:o/r-GGUF/Q4_K_M/a.gguf") == HubFile("o", "r-GGUF", "Q4_K_M/a.gguf")
     assert hub_file("hf:owner/repo/a.gguf").repo_id == "owner/repo"
@@ -216,10 +211,3 @@ def test_any_value_is_read_or_refused_and_reads_back(value, key):
     except InvalidValue:
         return
     assert KEYS[key].read(KEYS[key].write(result), FOLDER) == result
-
-
-@settings(deadline=None)
-@given(weights=st.lists(st.floats(min_value=1e-300, max_value=1e300), min_size=1, max_size=6))
-def test_weights_read_back_from_text_exactly(weights):
-    text = Text(",".join(repr(weight) for weight in weights))
-    assert read(SPLIT, text) == WeightedSplit(tuple(weights))

@@ -46,11 +46,6 @@ def test_backends_stand_for_the_only_group_that_has_them(file):
     assert config.placement.split_text() == "0.08,0.46,0.46"
 
 
-def test_a_group_named_as_its_backend_wins_over_the_backend(file):
-    text = SMALLEST.replace("[groups.left]", "[groups.cpu]").replace("left:0", "cpu:0")
-    assert load(file(text)).placement.devices[0] == DeviceRef("cpu", 0)
-
-
 def test_one_cpu_group_may_hold_several_shards(file):
     text = SMALLEST.replace('"left:0", "right:0"', '"left:0", "right:0", "left:1"')
     assert [str(device) for device in load(file(text)).placement.devices] == ["left:0", "right:0", "left:1"]
@@ -211,11 +206,6 @@ def test_overrides(file, override, found):
     assert found(config)
     key = override.partition("=")[0]
     assert (key if ".env." not in key else "groups.left.env") in config.set_keys
-
-
-def test_an_override_wins_over_the_file_and_leaves_the_rest(file):
-    config = load(file(SMALLEST + "[server]\nport = 1\nmax_queue = 7\n"), ["server.port=2"])
-    assert (config.server.port, config.server.max_queue) == (2, 7)
 
 
 def test_an_override_can_add_a_group(file):

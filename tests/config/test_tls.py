@@ -26,11 +26,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_pair_is_accepted(file, files: Path) -> None:
-    config = load(file(f"{SMALLEST}[server]\ntls_cert_file = '{files}/box.crt'\ntls_key_file = '{files}/box.key'\n"))
-    assert config.notices == ()
-
-
 @pytest.mark.parametrize(
     ("cert", "key", "wrong", "why"),
     [

@@ -24,7 +24,7 @@ from lucevisor.protocol.arena import Arena, descriptors
 from lucevisor.protocol.loading import Load, Loaded
 from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step
 from tests.combinations import combinations
-from tests.daemons.test_changed_while_loading import Reporter
+from tests.daemons.test_loading import Reporter
 from tests.model.drafter_files import DFLASH2, DFLASH2_CONFIG, MTP, TARGET, UPSTREAM, checkpoint
 from tests.placement.made import configure
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import shutil
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,15 +15,18 @@ from daemons.models.loader import WeightLoader
 from daemons.models.shard import ShardConfig, ShardModel
 from daemons.models.stage import LoadedStage
 from daemons.ops.selection import KernelSelector
+from daemons.runner import ModelRunner
 from lucevisor.model.families import open_spec
 from lucevisor.model.quant_types import BY_NAME, REPACKED
-from lucevisor.model.values import Backend, Dtype, LayerRange
+from lucevisor.model.values import Backend, Dtype, FileIdentity, LayerRange
 from lucevisor.model.weight_layout import shard_layouts, weight_bytes
-from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
+from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
+from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import Slice, Step
 from tests.combinations import combinations
 from tests.daemons.cpu_kernels import needs_cpu_kernels
 from tests.daemons.tiny_models import Tiny, write
+from tests.deployment.test_weight_digests import GOLDEN, flip, settled
 from tests.families.pipeline import How, Pipeline, load_stages, pools_of
 from tests.families.rounding import Formats, bounds, explained, middle_error
 from tests.families.test_weight_formats import assert_planned
@@ -225,3 +230,64 @@ def test_steps_that_do_not_fit_the_stage_are_refused(files):
     with pytest.raises(StateError, match="this stage has no output matrix"):
         first.logits(torch.zeros(1, 256), None)
     assert first.forward(Step(1, 0), None).rows.shape == (0, 256)
+
+
+# ---- files that change meanwhile
+
+
+class Reporter:
+    """Changes the last byte of ``path``, if one is given, when the first tensors are read."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+
+    def progress(self, _: Progress) -> None:
+        if self.path is not None:
+            flip(self.path, self.path.stat().st_size - 1, 0)
+            self.path = None
+
+    def log(self, level: str, event: str, **fields: object) -> None:
+        pass
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return settled(Path(shutil.copy(GOLDEN / "qwen3" / "model.gguf", tmp_path / "m.gguf")))
+
+
+def load(model: Path, identities: tuple[FileIdentity, ...] = (), reporter: Reporter | None = None):
+    n_layers = open_spec(model).n_layers
+    stage = StagePlan(0, [ShardPlan(0, LayerRange(0, n_layers))], None, None, embedding=True, output=True)
+    order = Load(
+        [str(model)],
+        Dtype.FLOAT32,
+        Dtype.FLOAT32,
+        [stage],
+        [],
+        PoolSizes(4, 0, 0),
+        1,
+        64,
+        1,
+        identities=list(identities),
+    )
+    return ModelRunner.load(order, Backend.CPU, [], reporter or Reporter())[1]
+
+
+def test_what_was_read_is_told(model: Path) -> None:
+    files = open_spec(model).files
+    assert files is not None
+    assert load(model).identities == load(model, files.identities).identities == list(files.identities)
+
+
+def test_a_file_that_changes_while_it_is_loaded_is_refused(model: Path) -> None:
+    with pytest.raises(LoadError, match=r"m\.gguf: the file was changed while it was loaded") as caught:
+        load(model, reporter=Reporter(model))
+    assert not caught.value.configuration  # the next start compares the bytes
+
+
+def test_another_state_than_was_asked_for_is_refused(model: Path) -> None:
+    files = open_spec(model).files
+    assert files is not None
+    flip(model, model.stat().st_size - 1, 0)
+    with pytest.raises(LoadError, match=r"m\.gguf: the file is not the one that the supervisor asked for"):
+        load(model, files.identities)

@@ -20,7 +20,7 @@ from lucevisor.placement.result import Placement
 from lucevisor.placement.stages import LoadFiles, load_message
 from lucevisor.protocol.loading import Load, PoolSizes, ScorePlan
 from lucevisor.protocol.messages import ScoreWindow
-from tests.daemons.test_changed_while_loading import Reporter
+from tests.daemons.test_loading import Reporter
 from tests.families.pipeline import Pipeline, load_stages
 from tests.model.drafter_files import TARGET
 from tests.placement.made import configure

@@ -22,6 +22,7 @@ import torch
 
 from lucevisor.errors import ExitCode
 from tests.combinations import slow
+from tests.e2e.asking import post
 from tests.e2e.process import DEMO, ROOT, Cli, alive, wait_until
 from tests.e2e.promised_status import Status
 from tests.e2e.service import GOLDEN, write_config
@@ -255,3 +256,62 @@ def test_importing_the_command_line_is_cheap() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+# ---- a model file in place of a configuration
+
+
+MODEL = DEMO.parent / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
+
+
+@pytest.mark.timeout(300)
+def test_a_model_is_served_without_a_configuration_file(cli: Cli, tmp_path: Path) -> None:
+    said = cli.run("start", str(MODEL), "--daemon", "--name", "t", "--set", "server.port=0", timeout_s=200).stderr
+    assert "on all devices that this machine has" in said
+    body = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0}
+    _, answer = post(cli.status()["url"] + "/v1/chat/completions", body, 120)
+    assert "Join one or more path segments" in answer["choices"][0]["message"]["content"]
+    cli.run("reload")  # reads the file that was written
+    cli.stop()
+    printed = cli.run("init", str(MODEL)).stdout
+    saved = cli.log().with_name("config.toml").read_text()
+    assert saved.endswith(printed)
+    box = tmp_path / "box.toml"
+    box.write_text(printed)
+    assert "fits" in cli.run("doctor", str(box), timeout_s=200).stdout
+
+
+def test_a_model_that_is_not_there_is_refused_before_anything_is_asked(cli: Cli) -> None:
+    for command in ("start", "init"):
+        done = cli.run(command, "nothing.gguf", check=False)
+        assert done.returncode == 2
+        assert "there is no such file" in done.stderr
+    done = cli.run("start", str(DEMO), "--python", "python3", check=False)
+    assert done.returncode == 2
+    assert "groups name theirs in CONFIG" in done.stderr
+
+
+# ---- supervisors of a command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["demo", "chaos"])
+def test_a_killed_command_leaves_no_process(user_cli: Cli, command: str) -> None:
+    user_cli.env["TMPDIR"] = str(user_cli.runtime)  # of the directory that nobody removes now
+    process = user_cli.popen(command)
+    starter = psutil.Process(process.pid)
+    wait_until(lambda: len(starter.children(recursive=True)) >= 3, 30, "a supervisor and two daemons")
+    below = starter.children(recursive=True)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(alive(each.pid) for each in below), 60, "all have ended")
+
+
+def test_a_supervisor_whose_starter_is_gone_already_does_not_start(user_cli: Cli) -> None:
+    arguments = ["start", str(DEMO), "--name", "t", "--detached", "--starter", str(os.getppid())]
+    done = subprocess.run(
+        [sys.executable, "-m", "lucevisor", *arguments], env=user_cli.env, text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 1
+    assert f"process {os.getppid()}, for which this supervisor was to run, has ended" in done.stderr
+    assert not user_cli.socket().parent.exists()

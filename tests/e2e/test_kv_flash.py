@@ -25,23 +25,6 @@ from tests.families.paged_texts import Texts, tokens_at
 from tests.families.pipeline import How, load_stages
 
 
-async def test_tokens_are_those_of_the_resident_pages(tmp_path: Path) -> None:
-    golden = opened("qwen35")
-    prompt = tokens_at(0, 800, golden.spec.vocabulary)
-    texts, wanted = Texts(golden.spec, golden.whole, Residency(8)), []
-    for start in range(0, 800, 192):
-        rows = texts.run(a=prompt[start : start + 192])
-    for _ in range(40):
-        wanted.append(int(rows[-1].argmax()))
-        rows = texts.run(a=wanted[-1:])
-    config = write_config(tmp_path, GOLDEN / "qwen35" / "model.gguf", {"left": 1, "right": 1}, ["0-4", "4-8"])
-    overrides = ["engine.dtype=float32", "engine.max_context=900", "kvflash.pool_tokens=500"]
-    async with running(config, tmp_path, overrides) as service:
-        assert service.placement is not None
-        assert (service.placement.pool_pages, service.placement.prefill_chunk) == (8, 192)
-        assert await generate(service, prompt, len(wanted)) == wanted
-
-
 async def test_exact_draws_the_tokens_of_the_whole_context(tmp_path: Path) -> None:
     golden = opened("laguna")
     prompt = tokens_at(0, 800, golden.spec.vocabulary)

@@ -5,11 +5,9 @@ computed, and never a wrong token from a file or a daemon that is not what it sh
 from __future__ import annotations
 
 import asyncio
-import logging
 from pathlib import Path
 
 import pytest
-import structlog
 
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
@@ -86,20 +84,6 @@ async def across_splits(place: Place, n: int) -> None:
 @pytest.mark.parametrize("name", ["qwen35", *(slow(name) for name in MODELS if name != "qwen35")])
 async def test_saved_under_one_split_and_used_under_others(name: str, tmp_path: Path) -> None:
     await across_splits(Place(MODELS[name], tmp_path), 2)
-
-
-async def test_the_log_says_why_a_slot_is_not_saved(tmp_path: Path) -> None:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG))
-    place = Place(MODELS["qwen35"], tmp_path)
-    with structlog.testing.capture_logs() as said:
-        async with running(place.config(), place.directory) as service:
-            answer, _ = await ask(service, PROMPT, [])
-            await until(lambda: bool(place.files()))
-            await ask(service, [*PROMPT, *answer, 7], [])
-            await until(lambda: any(line["event"] == "snapshot not worth a file" for line in said))
-    [line, *_] = [line for line in said if line["event"] == "snapshot not worth a file"]
-    assert line["log_level"] == "debug"
-    assert "tokens are on disk; a file needs" in line["reason"]
 
 
 async def test_an_evicted_slot_goes_to_disk_and_comes_back(tmp_path: Path) -> None:

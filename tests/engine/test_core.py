@@ -11,9 +11,10 @@ import pytest
 from msgspec import structs
 
 from lucevisor.engine.request import FinishedEvent, InvalidRequest, NotReady, QueueFull, RequestError, TokenEvent
-from lucevisor.engine.rows import RowsMissing
+from lucevisor.engine.rows import RowCollector, RowsMissing, max_rows_per_step
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.messages import MAX_PAYLOAD_BYTES
 from lucevisor.protocol.steps import PendingCancelled, StepResult
 from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
 from tests.engine.toy_pipeline import mix, toy_row
@@ -307,3 +308,21 @@ async def test_logits_that_are_no_numbers_end_their_request_alone_and_name_the_s
     assert told(await events_of(good))[0] == toy.alone(request("good", n=6))
     assert toy.failures == []
     assert toy.engine.invalid == ""  # numbers have come since
+
+
+# ---- rows
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "embedding", "n_layers"), [(248_320, 5120, 64), (262_144, 2816, 30), (8192, 384, 8)]
+)
+def test_as_many_rows_as_fit_and_no_more(vocabulary: int, embedding: int, n_layers: int) -> None:
+    for hidden in (False, True):
+        row_bytes = 4 * (vocabulary + (embedding * (n_layers + 1) if hidden else 0))
+        n = max_rows_per_step(vocabulary, embedding, n_layers, hidden=hidden)
+        assert n * row_bytes <= MAX_PAYLOAD_BYTES < (n + 1) * row_bytes
+
+
+def test_a_text_without_any_step_is_not_complete() -> None:
+    with pytest.raises(RowsMissing, match="rows of 0 positions came back for 3 tokens"):
+        RowCollector(3, hidden=False).output()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.scheduler import MAX_OVERTAKEN_SIZES, MAX_SKIPPED_STEPS, Scheduler
+from lucevisor.engine.scheduler import MAX_OVERTAKEN_SIZES, MAX_SKIPPED_STEPS, ClientShares, Scheduler
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
@@ -306,3 +306,56 @@ def test_retry_after_is_within_a_factor_of_the_real_wait(n_prompt: int, n_answer
     pipeline.run()
     real_s = max(trace.started_at or 0.0 for trace in pipeline.traces.values()) - 25.0
     assert not n_waiting or real_s / 2.5 <= estimate_s <= 2.5 * real_s + 2, (estimate_s, real_s)
+
+
+# ---- shares of API keys
+
+
+def shares(*keys: str) -> ClientShares:
+    found = ClientShares(credit=1000)
+    for key in keys:
+        found.add_request(key)
+    return found
+
+
+def test_the_lead_is_counted_from_the_key_that_got_least() -> None:
+    found = shares("a", "b", "c")
+    found.charge([("a", 300), ("b", 100), ("c", 150), ("a", 1)])
+    assert [found.lead(key) for key in "abc"] == [201, 0, 50]
+
+
+def test_one_key_alone_is_not_counted() -> None:
+    found = shares("a", "a")
+    found.charge([("a", 10**6)])
+    found.add_request("b")
+    assert (found.lead("a"), found.lead("b")) == (0, 0)
+
+
+def test_a_key_saves_nothing_while_it_is_idle_and_keeps_what_it_owes() -> None:
+    found = shares("a", "b", "c")
+    found.charge([("a", 300), ("c", 500)])
+    found.remove_request("b")
+    found.remove_request("c")
+    found.add_request("d")  # with a, which got 300
+    assert (found.lead("a"), found.lead("d")) == (0, 0)
+    found.add_request("c")
+    assert found.lead("c") == 200
+    found.add_request("b")
+    assert found.lead("b") == 0
+
+
+def test_a_busy_key_falls_behind_by_its_credit_at_most() -> None:
+    found = shares("a", "slow")
+    for _ in range(100):
+        found.charge([("a", 100), ("slow", 1)])
+    assert found.lead("a") <= 1000
+
+
+def test_when_all_are_gone_nothing_is_owed() -> None:
+    found = shares("a", "b")
+    found.charge([("a", 900)])
+    found.remove_request("a")
+    found.remove_request("b")
+    found.add_request("a")
+    found.add_request("b")
+    assert found.lead("a") == 0

@@ -10,7 +10,7 @@ import pytest
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
-from tests.engine.prefix_scheduler import FULL, ON, warm
+from tests.engine.scheduler_steps import FULL, ON, warm
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, events_of, request, told
 from tests.engine.toy_pipeline import ToyStage
 

@@ -14,8 +14,7 @@ from lucevisor.engine.step import StepPlan
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import PENDING, Drafted, SamplingParams, StepResult
-from tests.engine.prefix_scheduler import warm
-from tests.engine.scheduler_steps import answer, decoding, plans
+from tests.engine.scheduler_steps import answer, decoding, plans, warm
 from tests.engine.toy_engine import limits, request
 from tests.engine.toy_pipeline import ToyConstraint
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from lucevisor.engine.request import (
@@ -10,11 +13,12 @@ from lucevisor.engine.request import (
     GenerationRequest,
     InvalidRequest,
     TokenEvent,
+    TokenScore,
     Usage,
 )
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import WantedRows
-from lucevisor.engine.step import WrongResult
+from lucevisor.engine.step import StepPlan, WrongResult
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
@@ -22,6 +26,7 @@ from lucevisor.protocol.steps import (
     OpenSequence,
     Sampled,
     SamplingParams,
+    Scored,
     SetPages,
     Slice,
     StepResult,
@@ -246,3 +251,69 @@ def test_nothing_is_admitted_while_admission_is_off() -> None:
     assert [p.request_ids for p in plans(scheduler)] == [("a",)]
     scheduler.admission.open = True
     assert [p.request_ids for p in plans(scheduler)] == [("b",)]
+
+
+# ---- log-probabilities of prompts
+
+
+def scored_answer(plan: StepPlan) -> StepResult:
+    """A token's log-probability is minus its id."""
+    scored = [
+        Scored(s.sequence, s.start + 1, [-float(t) for t in s.scored], [[(t, -float(t))] for t in s.scored])
+        for s in plan.step.slices
+        if s.scored
+    ]
+    return msgspec.structs.replace(answer(plan), scored=scored)
+
+
+def test_every_token_but_the_first_is_scored_once_and_the_prefix_is_computed_again() -> None:
+    scheduler = Scheduler(limits())
+    prompt = range(10, 310)
+    for name in "ab":
+        scheduler.submit(replace(request(name, prompt, n=3), score_prompt=True), 0.0)
+        asked: list[int] = []
+        last = None
+        while not scheduler.idle:
+            for plan in plans(scheduler):
+                asked += [t for s in plan.step.slices for t in s.scored]
+                for _, event in scheduler.apply(scored_answer(plan), 0.0):
+                    last = event
+        assert asked == [*prompt][1:]
+        assert isinstance(last, FinishedEvent)
+        assert last.usage.cached_tokens == 0
+        assert last.prompt_scores == tuple(TokenScore(-float(t), ((t, -float(t)),)) for t in prompt[1:])
+
+
+def test_requests_without_scores_ask_for_none() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.submit(request("a", range(100)), 0.0)
+    assert not any(s.scored for plan in plans(scheduler) for s in plan.step.slices)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[], [Scored(0, 1, [-1.0], [[]])], [Scored(0, 2, [-1.0, -2.0], [[], []])], [Scored(5, 1, [-1.0, -2.0], [[], []])]],
+    ids=["none", "too few", "elsewhere", "another sequence"],
+)
+def test_a_result_with_other_scores_is_refused(wrong: list[Scored]) -> None:
+    scheduler = Scheduler(limits())
+    scheduler.submit(replace(request("a"), score_prompt=True), 0.0)
+    [plan] = plans(scheduler)
+    with pytest.raises(WrongResult, match="other scores"):
+        scheduler.apply(msgspec.structs.replace(answer(plan), scored=wrong), 0.0)
+    assert scheduler.n_in_flight == 1
+
+
+# ---- limits
+
+
+def test_a_step_has_room_for_a_chunk_and_all_decodes() -> None:
+    with pytest.raises(ValueError, match="max_step_tokens is 67; 68 is the least"):
+        limits(max_step_tokens=67)
+
+
+def test_capacity_is_what_context_and_pages_allow() -> None:
+    assert limits().capacity_tokens == 1024
+    assert limits(pools=PoolSizes(3, 0, 4)).capacity_tokens == 192
+    recurrent_only = limits(spaces=frozenset({Space.RECURRENT}), pools=PoolSizes(0, 0, 4))
+    assert recurrent_only.capacity_tokens == 1024

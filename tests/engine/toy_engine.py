@@ -23,7 +23,6 @@ from tests.engine.toy_pipeline import (
     ToyModel,
     ToyRows,
     ToyStage,
-    run_all,
     toy_daemons,
 )
 
@@ -107,15 +106,7 @@ class ToyEngine:
 
     def attach(self) -> None:
         """Fresh daemons, and a pipeline over them."""
-        homes = self.homes if len(self.homes) == self.model.n_stages else range(self.model.n_stages)
-        self.daemons, self.links = toy_daemons(self.model, self.limits.pools, self._told, homes, self.rows.regions)
-        self.pipeline = Pipeline(
-            self.links,
-            self.engine.on_result,
-            self.engine.on_failed,
-            clock=lambda: self.now,
-            has_doorbells=self.has_doorbells,
-        )
+        self.pipeline = self._fresh_pipeline()
         self.engine.attach(self.pipeline)
 
     def move(self, kept: FrozenState | None) -> None:
@@ -123,17 +114,16 @@ class ToyEngine:
         held = {stage: daemon.stages[stage] for stage, daemon in enumerate(self.links)}
         self.rows = ToyRows()
         self.engine.detach_frozen(LOST, self.rows, self.journal_pages)
-        self.daemons, self.links = toy_daemons(self.model, self.limits.pools, self._told, self.homes, self.rows.regions)
+        self.pipeline = self._fresh_pipeline()
         for stage, other in held.items() if kept is not None else ():
             self.links[stage].stages[stage].take_over(other, kept.units)  # type: ignore[union-attr]
-        self.pipeline = Pipeline(
-            self.links,
-            self.engine.on_result,
-            self.engine.on_failed,
-            clock=lambda: self.now,
-            has_doorbells=self.has_doorbells,
-        )
         self.engine.attach(self.pipeline, restored=kept is not None)
+
+    def _fresh_pipeline(self) -> Pipeline:
+        homes = self.homes if len(self.homes) == self.model.n_stages else range(self.model.n_stages)
+        self.daemons, self.links = toy_daemons(self.model, self.limits.pools, self._told, homes, self.rows.regions)
+        on_result, on_failed = self.engine.on_result, self.engine.on_failed
+        return Pipeline(self.links, on_result, on_failed, clock=lambda: self.now, has_doorbells=self.has_doorbells)
 
     def attach_drafter(self, *, with_output: bool, wrong: int = 0) -> None:
         """A fresh drafter: in the output stage's daemon, or in one of its own."""
@@ -217,11 +207,8 @@ class ToyEngine:
 
     def run(self) -> None:
         """Let the daemons work until nothing is left to do."""
-        assert self.pipeline is not None
-        if not self.late:
-            run_all(self.daemons, self.pipeline.receive)
         n_turns = 0
-        while self.work(n_turns):
+        while self.work(n_turns if self.late else 0):
             n_turns += 1
             assert n_turns < 100_000, "the pipeline is still busy"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -733,29 +733,12 @@ def toy_daemons(
     model: ToyModel,
     pools: PoolSizes,
     limits: ToyLimits,
-    homes: Sequence[int] = (),
-    regions: Regions | None = None,
+    homes: Sequence[int],
+    regions: Regions,
 ) -> tuple[list[ToyDaemon], list[ToyDaemon]]:
-    """Return fresh daemons, and for each stage the one that runs it; ``homes[s]`` names the daemon of stage s.
-
-    ``regions``: the shared memory, if it is there already.
+    """Return fresh daemons over shared memory, and for each stage the one that runs it; ``homes[s]`` names that of
+    stage s.
     """
-    regions = {} if regions is None else regions
-    homes = homes or range(model.n_stages)
     stages = {s: ToyStage(model, s, pools, regions) for s in range(model.n_stages)}
     daemons = {home: ToyDaemon({s: stages[s] for s in stages if homes[s] == home}, limits) for home in homes}
     return list(daemons.values()), [daemons[home] for home in homes]
-
-
-def run_all(
-    daemons: Sequence[ToyDaemon],
-    receive: Callable[[StepResult | PendingCancelled, memoryview], None],
-    n_most: int = 100_000,
-) -> None:
-    """Let the daemons work until all are idle; the first that can goes first.  Violation when that takes too long."""
-    for _ in range(n_most):
-        busy = next((d for d in daemons if d.ready), None)
-        if busy is None:
-            return
-        receive(*busy.run_one())
-    raise Violation(f"the pipeline is still busy after {n_most} steps of stages")

@@ -102,12 +102,12 @@ def test_a_daemon_whose_parent_is_another_ends_at_once(tmp_path):
     assert "is not the parent of this daemon" in ended.stderr
 
 
-async def test_descriptors_and_zombies_stay_flat_over_10_restarts(tmp_path):
+async def test_descriptors_and_zombies_stay_flat_over_restarts(tmp_path):
     async with tiny_group(tmp_path, limits=brisk(n_restarts=10**6, backoff_max_s=0.01)) as (group, _):
         await group.start()
         await ready(group)
         before, before_zombies = open_descriptors(), zombies()  # of other tests in this process
-        for n in range(1, 11):
+        for n in range(1, 7):
             if n % 2:
                 os.kill(group.pid, signal.SIGKILL)
             else:

@@ -283,12 +283,6 @@ def test_a_tied_output_matrix_serves_as_the_table_where_its_rows_can_be_read(bac
 # ---- other releases
 
 
-def test_the_next_architecture_is_refused_with_its_own_message(tmp_path):
-    path = copy(tmp_path / "m.gguf", TARGET, keys={"general.architecture": "qwen4exp"})
-    with pytest.raises(GgufError, match=r"Qwen3\.8-Flash-Next"):
-        open_spec(path)
-
-
 @pytest.mark.parametrize("drafter", [UPSTREAM, LUCEBOX])
 def test_a_drafter_in_the_place_of_a_model_is_called_one(drafter):
     with pytest.raises(GgufError, match=r"is a drafter, not a model: name it in draft\.path"):

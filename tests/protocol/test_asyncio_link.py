@@ -1,11 +1,19 @@
 """The supervisor's end in a loop, under asyncio and uvloop."""
 
 import asyncio
+import os
 
 import pytest
 
-from lucevisor.protocol.errors import LinkClosed
-from tests.protocol.asyncio_links import RESULT, RESULT_BYTES, STEP, new_link
+from lucevisor.model.values import Dtype
+from lucevisor.protocol.codec import encode
+from lucevisor.protocol.errors import LinkClosed, LinkOverflow
+from lucevisor.protocol.loading import ArenaPlan
+from lucevisor.protocol.messages import Check, Shutdown
+from lucevisor.protocol.states import LinkState
+from lucevisor.protocol.steps import Slice, Step
+from lucevisor.protocol.transport import BlockingLink
+from tests.protocol.asyncio_links import RESULT, RESULT_BYTES, STEP, new_link, open_fds
 
 
 def test_frames_in_order_and_end_of_file(run):
@@ -73,5 +81,112 @@ def test_close_from_inside_the_handler_stops_delivery(run):
         await seen.closed()
         assert len(seen.frames) == 1
         theirs.close()
+
+    run(main())
+
+
+# ---- slow readers
+
+
+def test_frames_for_a_slow_reader_are_queued_in_order(run):
+    async def main():
+        link, seen, theirs = new_link()
+        frames = [encode(Step(i, 0, slices=[Slice(i, 0, list(range(500)), False)])) for i in range(2000)]
+        for frame in frames:
+            link.send(frame)
+        rows = os.urandom(3_000_000)
+        link.send(STEP, payload=[rows, b"tail"])
+        link.send(Shutdown("end"))
+        assert link.queued_bytes > 4_000_000
+        data = b""
+        expected = (
+            b"".join(frames) + encode(STEP, payload_bytes=len(rows) + 4) + rows + b"tail" + encode(Shutdown("end"))
+        )
+        theirs.setblocking(False)
+        while len(data) < len(expected):
+            await asyncio.sleep(0)
+            try:
+                data += theirs.recv(1 << 16)
+            except BlockingIOError:
+                continue
+        assert data == expected
+        await asyncio.sleep(0.01)
+        assert link.queued_bytes == 0
+        link.close()
+        await seen.closed()
+        theirs.close()
+
+    run(main())
+
+
+def test_a_stalled_reader_overflows_the_link(run):
+    async def main():
+        link, seen, theirs = new_link(max_queued_bytes=100_000)
+        frame = encode(Step(1, 0, slices=[Slice(1, 0, list(range(500)), False)]))
+        with pytest.raises(LinkOverflow, match="bytes are queued and the daemon does not read"):  # noqa: PT012
+            for _ in range(1000):
+                link.send(frame)
+        assert isinstance(await seen.closed(), LinkOverflow)
+        assert link.closed
+        assert link.queued_bytes == 0
+        theirs.close()
+
+    run(main())
+
+
+def test_one_frame_over_the_queue_limit_may_wait(run):
+    """The limit is for what piles up, not for one long payload."""
+
+    async def main():
+        link, seen, theirs = new_link(max_queued_bytes=1000)
+        rows = os.urandom(2_000_000)
+        link.send(STEP, payload=[rows])
+        with pytest.raises(LinkOverflow):
+            link.send(STEP)
+        await seen.closed()
+        theirs.close()
+
+    run(main())
+
+
+def test_descriptors_are_sent_now_or_queued(run):
+    """With a full socket they are duplicated: the caller may close its own at once."""
+
+    async def main():
+        link, seen, theirs = new_link()
+        daemon = BlockingLink(theirs)
+        daemon._connection.state = LinkState.READY
+        before = open_fds()
+        check = Check([], 0, Dtype.FLOAT32, [ArenaPlan(0, 64, 1)])
+        expected = []
+        for i in range(3):
+            fd = os.memfd_create(f"test-{i}")
+            os.write(fd, b"file %d" % i)
+            link.send(check, fds=[fd], request_id=i)
+            os.close(fd)
+            expected.append((i, b"file %d" % i))
+            if i == 0:
+                link.send(STEP, payload=[bytes(1_000_000)])  # fills the socket
+        assert link.queued_bytes > 0
+
+        def read():
+            found = []
+            while len(found) < 3:
+                frame = daemon.receive()
+                if frame.fds:
+                    found.append((frame.request_id, os.pread(frame.fds[0], 100, 0)))
+                    os.close(frame.fds[0])
+            return found
+
+        assert await asyncio.to_thread(read) == expected
+        await asyncio.sleep(0.01)
+        assert open_fds() == before
+        link.send(STEP, payload=[bytes(1_000_000)])
+        link.send(check, fds=[0])
+        assert open_fds() == before + 1
+        link.close()  # with a descriptor in the queue
+        await seen.closed()
+        daemon.close()
+        assert open_fds() == before - 3  # both ends and the epoll descriptor
 
     run(main())

@@ -11,7 +11,6 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from lucevisor.protocol import threads
 from lucevisor.protocol.threads import StartedThread, ThreadExecutor
 
 
@@ -40,15 +39,6 @@ def test_a_thread_that_the_system_refuses_is_told_by_name(monkeypatch: pytest.Mo
     monkeypatch.setattr(_thread, "start_new_thread", refused)
     with pytest.raises(MemoryError, match="'pulse' cannot be started: can't start new thread"):
         StartedThread("pulse", lambda: None)
-
-
-def test_those_that_began_before_one_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, left = _thread.start_new_thread, [True, False]
-    monkeypatch.setattr(threads, "START_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(_thread, "start_new_thread", lambda *a: start(*a) if left.pop(0) else 0)
-    with pytest.raises(MemoryError):
-        ThreadExecutor(2, "half")
-    assert gone("half")
 
 
 def test_work_is_done_in_threads_in_order_and_its_errors_are_its_own() -> None:

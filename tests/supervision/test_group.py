@@ -12,7 +12,6 @@ import uvloop
 from structlog.testing import capture_logs
 
 from lucevisor.config import GroupConfig
-from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Reset, ResetDone, Step, StepResult
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.launcher import LocalLauncher
@@ -123,15 +122,6 @@ async def test_a_wrong_interpreter_is_a_configuration_error(tmp_path, python, wh
     await group.start()
     assert group.state is State.FAILED
     assert group.reason == f"groups.left: python = {python!r} {why}; give the path of the group's interpreter"
-
-
-async def test_a_load_that_cannot_be_made_fails_the_group(tmp_path):
-    owner = Owner()
-    owner.load_error = LucevisorError("left:0 lacks 3 GiB")
-    async with tiny_group(tmp_path, owner=owner) as (group, _):
-        await group.start()
-        await group.wait(State.FAILED, timeout_s=100)
-        assert group.reason == "left:0 lacks 3 GiB"
 
 
 @pytest.mark.parametrize("how", ["failed load, config", "deaf, close pulse, failed load, config"])

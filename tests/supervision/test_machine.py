@@ -7,7 +7,7 @@ import pytest
 from lucevisor.protocol.process import EXIT_CONFIGURATION
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.events import ProcessSignal, Timer
-from lucevisor.supervision.policy import SupervisionLimits
+from lucevisor.supervision.policy import RestartPolicy, SupervisionLimits
 from lucevisor.supervision.states import State
 from tests.supervision.driven_machine import LIMITS, DrivenMachine, of, signals
 
@@ -161,3 +161,88 @@ def test_messages_out_of_turn_end_the_daemon():
     driven = DrivenMachine().to(State.LOADING)
     assert signals(driven.send(ev.LoadedReceived(1))) == [ProcessSignal.TERMINATE]  # nothing was asked to be loaded
     assert driven.state is State.STOPPING
+
+
+# ---- stops
+
+
+def test_a_stop_before_the_spawn_waits_for_the_process():
+    driven = DrivenMachine()
+    driven.send(ev.StartRequested())
+    assert not signals(driven.send(ev.StopRequested(4.0)))
+    assert signals(driven.send(ev.Spawned(1, 1001))) == [ProcessSignal.TERMINATE]
+    driven.send(ev.Exited(1, signal=15))
+    assert driven.state is State.STOPPED
+
+
+def test_later_stops_and_hangs_do_not_put_off_the_kill():
+    driven = DrivenMachine().to(State.READY)
+    driven.send(ev.StopRequested(4.0))
+    assert driven.send(ev.StopRequested(60.0)) == []
+    assert signals(driven.fire(Timer.ESCALATION)) == [ProcessSignal.TERMINATE]
+    assert driven.due[Timer.ESCALATION] == driven.now + 2.0
+    driven.send(ev.StopRequested(1.0))
+    assert driven.due[Timer.ESCALATION] == driven.now + 1.0
+    assert signals(driven.send(ev.StopRequested(0.0))) == [ProcessSignal.KILL]
+    assert driven.send(ev.StopRequested(0.0)) == []
+    hung = DrivenMachine().to(State.READY)
+    hung.send(ev.StopRequested(0.5, drain_s=0.5))
+    assert signals(hung.send(ev.Overdue(1, "step 17", 31.5))) == [ProcessSignal.STACKS]
+    assert hung.due[Timer.ESCALATION] == hung.now + 0.5
+
+
+def test_a_stop_takes_the_place_of_a_restart_and_not_the_other_way_round():
+    driven = DrivenMachine().to(State.READY)
+    driven.send(ev.RestartRequested(4.0))
+    driven.send(ev.StopRequested(4.0))
+    assert of(ev.Refuse, driven.send(ev.RestartRequested(4.0)))
+    assert of(ev.Refuse, driven.send(ev.StartRequested()))
+    driven.send(ev.Exited(1, code=0))
+    assert driven.state is State.STOPPED
+
+
+def test_a_drain_ends_at_its_deadline():
+    driven = DrivenMachine().to(State.READY)
+    driven.send(ev.StopRequested(10.0, drain_s=5.0))
+    assert of(ev.SendShutdown, driven.fire(Timer.DRAIN))
+    assert driven.state is State.STOPPING
+
+
+@pytest.mark.parametrize("timer", [Timer.BACKOFF])
+def test_a_stop_in_backoff_cancels_the_next_start(timer):
+    driven = DrivenMachine().to(State.READY)
+    driven.send(ev.Exited(1, signal=9))
+    assert ev.CancelTimer(timer) in driven.send(ev.StopRequested(4.0))
+    assert driven.state is State.STOPPED
+    assert driven.machine.handle(ev.TimerFired(timer), driven.now) == []
+
+
+# ---- pauses and restarts
+
+
+def test_backoff_doubles_to_its_most_and_a_stable_period_resets_it():
+    limits = SupervisionLimits(n_restarts=1000, window_s=1.0, served_s=5.0, stable_s=60.0)
+    policy = RestartPolicy(limits, lambda: 1.0)
+    delays = []
+    now = 0.0
+    for _ in range(12):
+        policy.became_ready(now)
+        delays.append(policy.delay_s(now))
+        now += 100.0
+        policy.restarted(now)
+    assert delays == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0, 30.0]
+    policy.became_ready(now)
+    assert policy.delay_s(now + 4.9) == 30.0
+    policy.became_ready(now + 10.0)
+    assert policy.delay_s(now + 69.9) == 30.0
+    policy.became_ready(now + 200.0)
+    assert policy.delay_s(now + 260.0) == 0.0
+
+
+def test_what_has_served_is_replaced_at_once_four_times_in_a_row():
+    policy, now, delays = RestartPolicy(SupervisionLimits(n_restarts=1000), lambda: 1.0), 0.0, []
+    for ready_s in (60.0, 5.0, 5.0, 5.0, 5.0, 60.0, 4.9):
+        policy.became_ready(now)
+        now += ready_s
+        delays.append(policy.delay_s(now))
+    assert delays == [0.0, 0.0, 0.0, 0.0, 4.0, 0.0, 0.5]

@@ -1,7 +1,6 @@
-"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens.
+"""Anthropic's Messages API, translated into chat requests.
 
-A body becomes a chat request; an error names the field as the client wrote it (`messages.0.content.1.type`).  A message
-that is not streamed equals what a client assembles from the events: both are made of the same deltas.
+An error names the field as the client wrote it (`messages.0.content.1.type`).
 """
 
 from __future__ import annotations
@@ -38,18 +37,6 @@ from lucevisor.text.output_parser import ContentDelta, OutputEvent, ReasoningDel
 from lucevisor.text.template import ChatTemplate
 
 RULES: Final = ParameterRules(
-    harmless={
-        "betas": list[str],
-        "cache_control": dict[str, Any],
-        "context_management": dict[str, Any],
-        "diagnostics": dict[str, Any],
-        "inference_geo": str,
-        "metadata": dict[str, Any],
-        "service_tier": Literal["auto", "standard_only"],
-        "speed": Literal["standard", "fast"],
-        "user_profile_id": str,
-        "workspace_id": str,
-    },
     refused={
         "container": NOT_HERE,
         "functions": "is not a parameter of this endpoint; use tools",
@@ -60,8 +47,6 @@ RULES: Final = ParameterRules(
         "thread": "is not supported: this server keeps no conversations; send all messages",
     },
     neutral={"mcp_servers": ([],), "n": (1,)},
-    aliases={},
-    open=True,
 )
 
 
@@ -199,7 +184,6 @@ def read_count_tokens(fields: dict[str, Any], ctx: AppContext) -> bytes:
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """Name the field of an error as Anthropic writes it."""
     try:
         yield
     except ApiError as error:
@@ -207,7 +191,6 @@ def _named() -> Iterator[None]:
 
 
 def _anthropic_name(param: str) -> str:
-    """Return a field's name as Anthropic writes it, with dots before indices."""
     dotted = re.sub(r"\[(\d+)\]", r".\1", param)
     return re.sub(r"^(tools\.\d+)\.parameters", r"\1.input_schema", dotted)
 
@@ -262,7 +245,6 @@ def _located(blocks: Sequence[dict[str, Any]], where: str) -> list[_Block]:
 
 
 def _add_blocks(chat: ChatRequestBuilder, role: str, blocks: Sequence[_Block], where: str) -> None:
-    """Append a message for each result of a tool, and one for each run of text between them."""
     texts: list[_Block] = []
     for block_where, block in blocks:
         if block.get("type") != "tool_result":
@@ -277,7 +259,6 @@ def _add_blocks(chat: ChatRequestBuilder, role: str, blocks: Sequence[_Block], w
 
 
 def _texts(blocks: Sequence[_Block]) -> str | list[dict[str, str]]:
-    """Return the text of one block, or the parts of several; raises ApiError for a block of another type."""
     texts = []
     for where, block in blocks:
         if (kind := block.get("type")) != "text":
@@ -517,7 +498,6 @@ class MessageFormatter(ResponseFormatter):
 
 
 def _usage(totals: UsageTotals) -> _Event:
-    """Return Anthropic's `usage`, where `input_tokens` leaves out what the prefix cache held."""
     return {
         "input_tokens": totals.prompt - totals.cached,
         "cache_creation_input_tokens": 0,

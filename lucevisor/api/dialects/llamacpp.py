@@ -1,7 +1,4 @@
-"""llama.cpp's endpoints: POST /completion, /completions, /infill, /tokenize, /detokenize and /apply-template.
-
-The bodies are open: llama.cpp ignores what it does not know, and its clients send what concerns other releases.
-"""
+"""llama.cpp's endpoints: /completion, /completions, /infill, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ from lucevisor.api.parameters import check_length, check_model, check_token_ids
 from lucevisor.api.prepared import GenerationOptions, PreparedRequest
 from lucevisor.api.schemas import (
     ALIASES,
-    HARMLESS,
     MAX_ANSWER_BYTES,
     MAX_TEXT_CHARS,
     MAX_TEXT_TOKENS,
@@ -53,23 +49,8 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 RULES: Final = ParameterRules(
-    harmless={
-        **{name: HARMLESS[name] for name in ("cache_prompt", "id_slot", "timings_per_token")},
-        "lora": list[Any],
-        "min_keep": int,
-        "n_discard": int,
-        "n_indent": int,
-        "n_keep": int,
-        "post_sampling_probs": bool,
-        "repeat_last_n": int,
-        "response_fields": list[str],
-        "samplers": list[str] | str,
-        "t_max_predict_ms": int,
-    },
-    refused={},
     neutral={"dynatemp_range": NEUTRAL["dynatemp_range"]},
     aliases={**ALIASES, "n_cmpl": "n"},
-    open=True,
 )
 _LIMITS: Final = ("n_predict", "max_tokens")
 _OWN: Final = frozenset(CompletionBody.__struct_fields__)
@@ -127,7 +108,6 @@ def _read(
 
 
 def _prompt(prompt: str | list[Any] | dict[str, Any], ctx: AppContext) -> str | list[int] | list[list[int]]:
-    """Return a text, the ids of one prompt, or those of several."""
     if isinstance(prompt, list) and not any(isinstance(part, int) for part in prompt) and len(prompt) != 1:
         return [_ids(part, f"prompt[{index}]", ctx) for index, part in enumerate(prompt)]
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
@@ -136,7 +116,6 @@ def _prompt(prompt: str | list[Any] | dict[str, Any], ctx: AppContext) -> str | 
 
 
 def _ids(prompt: object, where: str, ctx: AppContext) -> list[int]:
-    """Return the ids of a text, of ids, or of both mixed."""
     if isinstance(prompt, dict):
         if prompt.get("multimodal_data"):
             raise bad_parameter(f"{where}.multimodal_data", "is not supported; this server reads text only")
@@ -289,7 +268,6 @@ class InfillFormatter(LlamaCppFormatter):
 
 
 def _settings(options: GenerationOptions) -> dict[str, object]:
-    """Return what was sampled with, by llama.cpp's names."""
     sampling = options.sampling
     names = ("seed", "temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty")
     n_predict = 0 if options.prompt_only else -1 if options.max_tokens is None else options.max_tokens

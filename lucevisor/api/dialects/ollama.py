@@ -1,8 +1,4 @@
-"""Ollama's API, below /api/: chat, generate, and what its clients ask about models.
-
-A body becomes a chat request, or a completion with `raw`; an error names the field as the client wrote it
-(`options.temperature`).
-"""
+"""Ollama's API, below /api/, translated into chat requests, or into completions with `raw`."""
 
 from __future__ import annotations
 
@@ -34,11 +30,8 @@ from lucevisor.text.infill import InfillTokens
 from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
 
 RULES: Final = ParameterRules(
-    harmless={"keep_alive": str | int | float, "truncate": bool, "shift": bool},
     refused=dict.fromkeys(("height", "steps", "width"), NOT_HERE),
     neutral={"images": ([],), "template": ("",)},
-    aliases={},
-    open=True,
 )
 
 _SAME: Final = (
@@ -47,15 +40,6 @@ _SAME: Final = (
 )
 OPTIONS: Final = {**{n: n for n in _SAME}, "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 """Ollama's options, and the chat parameters that they are."""
-
-IDLE_OPTIONS: Final = frozenset(
-    [
-        *("draft_num_predict", "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch"),
-        *("num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "penalize_newline", "repeat_last_n", "tfs_z"),
-        *("use_mlock", "use_mmap", "vocab_only"),
-    ]
-)
-"""Options without effect: what they set is set for all requests, by the configuration."""
 
 
 class OllamaBody(msgspec.Struct, kw_only=True):
@@ -210,7 +194,6 @@ def _continued(prepared: PreparedRequest, context: list[int], ctx: AppContext) -
 
 
 def _common(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:
-    """Return the fields of a chat request without messages and tools."""
     fields: dict[str, Any] = {"stream": body.stream is not False}
     if body.logprobs or body.top_logprobs is not None:
         fields |= {"logprobs": bool(body.logprobs), "top_logprobs": body.top_logprobs}
@@ -224,7 +207,7 @@ def _common(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:
         if name in OPTIONS:
             whole = isinstance(value, float) and value.is_integer()  # clients in JavaScript and Go write 5.0
             fields[OPTIONS[name]] = int(value) if whole else value
-        elif name not in IDLE_OPTIONS:
+        else:
             to_record(_Options, {name: value}, RULES)
     if isinstance(wished := fields.get("max_tokens"), int) and wished <= 0:  # -1, -2: without a limit
         del fields["max_tokens"]
@@ -233,11 +216,10 @@ def _common(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:
     return fields | _thinking(body, ctx)
 
 
-_Options = msgspec.defstruct("_Options", [(name, object, None) for name in (*OPTIONS, *IDLE_OPTIONS)])
+_Options = msgspec.defstruct("_Options", [(name, object, None) for name in OPTIONS])
 
 
 def _thinking(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:
-    """Return how the model should think; a template without a switch leaves that to the model."""
     source = "" if ctx.template is None else ctx.template.source
     if body.think is None:
         return {}
@@ -282,7 +264,6 @@ _DONE_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "t
 
 
 def created_at(seconds: float) -> str:
-    """Return a Unix time as Ollama writes it."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -339,7 +320,6 @@ class OllamaFormatter(ResponseFormatter):
         return {"id": f"call_{self.unique_id}{call.index:02d}", "function": function}
 
     def _counts(self, totals: UsageTotals) -> dict[str, object]:
-        """Return counts, and times in nanoseconds."""
         times = totals.timings_json()
         queue, prefill, decode = (int(1e9 * times.get(f"{name}_s", 0.0)) for name in ("queue", "prefill", "decode"))
         return {
@@ -442,7 +422,6 @@ def _digest(card: ModelCard) -> str:
 
 
 def _rounded(n_parameters: int) -> str:
-    """Return a number of parameters as Ollama writes it: 7.6B, 22.46M."""
     if n_parameters >= 1e9:
         return f"{n_parameters / 1e9:.1f}B"
     return f"{n_parameters / 1e6:.2f}M"

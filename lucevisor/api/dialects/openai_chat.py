@@ -1,9 +1,4 @@
-"""OpenAI's chat completions: POST /v1/chat/completions.
-
-A parameter that the chat template cannot honour is refused by name.  The additions to OpenAI's responses are
-`reasoning_content` (as in other open servers), `token_ids` on request, and `timings`.  Other dialects translate their
-bodies with `ChatRequestBuilder`.
-"""
+"""OpenAI's chat completions, and `ChatRequestBuilder`, with which other dialects translate their bodies."""
 
 from __future__ import annotations
 
@@ -419,7 +414,6 @@ def _thinking_budget(body: ChatBody, ctx: AppContext, template: ChatTemplate) ->
 def _render(
     body: ChatBody, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: ChatTemplate
 ) -> RenderedPrompt:
-    """Return the prompt; raises ApiError naming the parameter at fault."""
     if tools and (template.output_format.tools is None or "tools" not in template.source):
         raise bad_parameter(
             "tools", "the model's chat template does not support tools; leave them out", "unsupported_parameter"
@@ -443,12 +437,10 @@ def _render(
 
 
 def _unused(body: ChatBody, template: ChatTemplate) -> list[str]:
-    """Return the variables for the template that it does not use."""
     return [f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {} if name not in template.source]
 
 
 def _continues(body: ChatBody, messages: list[dict[str, Any]]) -> bool:
-    """Return whether the last message is the beginning of the answer."""
     last = messages[-1]
     if body.continue_final_message:
         if last["role"] != "assistant" or last.get("tool_calls"):

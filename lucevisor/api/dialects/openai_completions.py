@@ -1,7 +1,4 @@
-"""OpenAI's completions: POST /v1/completions.
-
-Prompts sent as token ids reach the engine unchanged.
-"""
+"""OpenAI's completions.  Prompts sent as token ids reach the engine unchanged."""
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ from lucevisor.api.parameters import (
     check_common,
     check_length,
     check_min_tokens,
+    check_token_ids,
     check_tokens,
     common_options,
     max_tokens_of,
@@ -96,8 +94,6 @@ def read_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt; `text` is None if it was sent as token ids."""
-
     ids: list[int]
     text: str | None = None
 
@@ -127,7 +123,6 @@ def count_prompts(prompt: str | list[str | int | list[int]]) -> int:
 
 
 def read_prompts(prompt: str | list[str | int | list[int]], ctx: AppContext) -> list[Prompt]:
-    """Return the prompts: a text, several, a list of ids, or several of those."""
     if isinstance(prompt, str):
         return [_from_text(prompt, "prompt", ctx)]
     if not prompt:
@@ -178,16 +173,12 @@ def _from_text(text: str, where: str, ctx: AppContext) -> Prompt:
 def _from_ids(ids: object, where: str, ctx: AppContext) -> Prompt:
     if not isinstance(ids, list) or not ids:
         raise bad_parameter(where, "is empty; the model needs at least one token to continue")
-    checked: list[int] = []
-    n_vocab = ctx.tokenizer.n_vocab
     for index, token_id in enumerate(ids):
         if not isinstance(token_id, int):
             raise bad_parameter(f"{where}[{index}]", "is not a token id; send only texts or only arrays of token ids")
-        if not 0 <= token_id < n_vocab:
-            raise bad_parameter(f"{where}[{index}]", f"{token_id} is not a token id; use 0 to {n_vocab - 1}")
-        checked.append(token_id)
-    check_tokens(len(checked), where, ctx)
-    return Prompt(checked)
+    check_tokens(len(ids), where, ctx)
+    check_token_ids(ids, where, ctx)
+    return Prompt(ids)
 
 
 class CompletionFormatter(OpenAiFormatter):

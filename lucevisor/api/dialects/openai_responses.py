@@ -1,8 +1,4 @@
-"""OpenAI's Responses API: all that is below /v1/responses.
-
-A body becomes a chat request; an error names the field as the client wrote it.  A response that is not streamed equals
-the one in the last event of a stream: both are made of the same deltas.
-"""
+"""OpenAI's Responses API, translated into chat requests; an error names the field as the client wrote it."""
 
 from __future__ import annotations
 
@@ -28,13 +24,13 @@ from lucevisor.api.prepared import CUSTOM_INPUT, STORED_RESPONSES, PreparedReque
 from lucevisor.api.request_context import RESPONSE_STORE, context_of
 from lucevisor.api.response_store import StoredResponse, with_stored
 from lucevisor.api.schemas import (
-    HARMLESS,
     MAX_TOP_LOGPROBS,
     NOT_HERE,
     AllowedTools,
     Count,
     Flag,
     Fraction,
+    NamedFunction,
     OpenAiPenalty,
     ParameterRules,
     StreamOptions,
@@ -49,15 +45,7 @@ from lucevisor.text.template import ChatTemplate
 
 MAX_METADATA: Final = 16
 
-_HARMLESS: Final = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user")
 RULES: Final = ParameterRules(
-    harmless={
-        **{name: HARMLESS[name] for name in _HARMLESS},
-        "client_metadata": dict[str, Any],
-        "context_management": list[dict[str, Any]],
-        "max_tool_calls": int,
-        "service_tier": HARMLESS["service_tier"],
-    },
     refused={
         "conversation": "is not supported; use previous_response_id, or send all items",
         "functions": "is not a parameter of this endpoint; use tools",
@@ -71,8 +59,6 @@ RULES: Final = ParameterRules(
         "stop": "is not a parameter of this endpoint; leave it out",
     },
     neutral={"background": (False,), "n": (1,)},
-    aliases={},
-    open=True,
 )
 
 
@@ -141,12 +127,6 @@ class Namespace(msgspec.Struct):
 
     name: str
     tools: list[dict[str, Any]]
-
-
-class FunctionChoice(msgspec.Struct):
-    """A tool_choice that names a function."""
-
-    name: str
 
 
 class MessageItem(msgspec.Struct):
@@ -252,7 +232,6 @@ def add_items(chat: ChatRequestBuilder, items: Iterable[tuple[str, dict[str, Any
 
 
 def function_name(namespace: str | None, name: str) -> str:
-    """Return the name by which the model knows a function."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
@@ -285,7 +264,6 @@ def _reasoning(item: ReasoningItem, where: str) -> str:
 
 
 def _content(content: str | list[dict[str, Any]], where: str) -> str | list[dict[str, str]]:
-    """Return a text, or its parts if there are several."""
     if isinstance(content, str):
         return content
     texts = []
@@ -394,7 +372,6 @@ def previous_not_stored(response_id: str) -> ApiError:
 def _located(
     body: ResponsesBody, stored: _StoredTurns, own: list[dict[str, Any]]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return the items of the whole conversation, and where each is."""
     if (previous := body.previous_response_id) is not None:
         if previous not in stored:
             raise previous_not_stored(previous)
@@ -459,7 +436,7 @@ def _translate_choice(body: ResponsesBody, chat: ChatRequestBuilder) -> None:
     if isinstance(choice, dict):
         match choice.get("type"):
             case "function" | "custom":
-                named = convert(FunctionChoice, choice, "tool_choice")
+                named = convert(NamedFunction, choice, "tool_choice")
                 choice = {"type": "function", "function": {"name": named.name}}
             case "allowed_tools":
                 allowed = convert(AllowedTools, choice, "tool_choice")
@@ -505,7 +482,6 @@ def _translate_output(body: ResponsesBody, chat: ChatRequestBuilder) -> None:
 
 
 def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: SamplingParams) -> dict[str, object]:
-    """Return the fields of the request that the response repeats."""
     reasoning = body.reasoning or Reasoning()
     return {
         "background": False,
@@ -534,7 +510,6 @@ def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: SamplingParams)
 
 
 def _echoed_text(text: TextConfig) -> dict[str, object]:
-    """Return the text configuration with the fields that its type has, also those that the request left out."""
     form = text.format or TextFormat("text")
     result: dict[str, object] = {"type": form.type}
     if form.type == "json_schema":
@@ -544,7 +519,6 @@ def _echoed_text(text: TextConfig) -> dict[str, object]:
 
 
 def _echoed_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool with the fields that a function has, also those that the request left out."""
     if tool.get("type") != "function":
         return tool
     return {"description": None, "parameters": None, **tool, "strict": bool(tool.get("strict"))}
@@ -711,7 +685,6 @@ class ResponsesFormatter(ResponseFormatter):
         return [*events, delta]
 
     def _close(self, status: str) -> list[_Json]:
-        """Return the events that close the open item, if one is."""
         if (item := self._open) is None:
             return []
         self._open = None
@@ -784,7 +757,6 @@ def replay(response: _Json) -> list[_Json]:
 
 
 def input_items(response_id: str, turns: Sequence[Sequence[_Json]], page: InputItemsQuery) -> _Json:
-    """Return a page of the items that a response answers, `turns` without its own output."""
     unique = response_id.rpartition("_")[2]
     items = [_complete(item, f"msg_{unique}i{n}") for n, item in enumerate(item for turn in turns for item in turn)]
     if page.order == "desc":

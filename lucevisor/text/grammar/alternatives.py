@@ -1,8 +1,6 @@
 """A JSON schema in disjunctive form: alternatives without references, allOf, anyOf and the like.
 
-For formats whose values are no JSON, so that llguidance cannot read the schema itself.  Invariant: a value fits a
-flattened schema if and only if it fits one of its alternatives; a keyword of a strict schema that cannot be brought
-into this form is refused by its name, and left out of any other.
+For formats whose values are no JSON, so that llguidance cannot read the schema itself.
 """
 
 from __future__ import annotations
@@ -49,11 +47,7 @@ class Alternatives:
         self._n_compared = 0
 
     def of(self, schema: object, where: str) -> list[dict[str, Any]]:
-        """Return the alternatives of a schema at a place, none if it allows no value.
-
-        Each has ``type``, a list; of keywords that compose schemas only ``properties``, ``items`` and the like.
-        ``pattern`` becomes ``patterns``, a list.
-        """
+        """Return the alternatives of a schema: ``type`` is a list, ``pattern`` becomes ``patterns``, a list."""
         alternatives = map(_fitting, self._of(schema, where))
         return [option for option in alternatives if option["type"] and option.get("enum") != []]
 

@@ -1,8 +1,4 @@
-"""Forms of constrained output as llguidance grammars: JSON schema, regular expression, grammar, choice.
-
-Pure.  Knows llguidance's notation, neither requests nor tokens.  Invariant: what it returns is well-formed JSON;
-compiling tells whether the grammar in it is valid.
-"""
+"""Forms of constrained output as llguidance grammars: JSON schema, regular expression, grammar, choice."""
 
 from __future__ import annotations
 
@@ -32,12 +28,7 @@ _WHITESPACE: Final = r"( |\n[ \t]{0,40})"
 
 
 def json_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> Part:
-    """JSON that a schema describes, without properties that it does not name unless it says so (schemas.py).
-
-    ``lenient``: keywords that cannot be enforced are left out, not refused.
-
-    Raises GrammarError for a schema that is malformed, that nothing fits, or that is too long; so do the other forms.
-    """
+    """JSON that a schema describes; ``lenient``: keywords that cannot be enforced are left out, not refused."""
     try:
         _bounded(json.dumps(schema))
         ready = prepared(schema, lenient=lenient)

@@ -1,8 +1,7 @@
 """GBNF, llama.cpp's notation of grammars, as rules of llguidance's.
 
-Pure.  Invariant: a grammar without recursion is one expression, and matches what llama.cpp matches.  In one with
-recursion each rule without it is matched as a whole, as long a text as it can: character by character would take too
-many states with a vocabulary of 200,000 tokens.
+In a grammar with recursion each rule without it is matched as a whole, as long a text as it can: character by
+character would take too many states with a vocabulary of 200,000 tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How long the texts of a grammar in Lark's notation are at least.
 
-llguidance takes seconds to find that an expression of very long texts is too much.  Pure; knows the notation as
-llguidance extends it, and leaves what is malformed to llguidance.
+llguidance takes seconds to find that an expression of very long texts is too much.
 """
 
 from __future__ import annotations

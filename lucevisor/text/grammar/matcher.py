@@ -1,8 +1,4 @@
-"""Compiled grammars over a model's tokens, and matchers that follow one output, on llguidance.
-
-Knows tokens and grammars, no requests.  Invariants: a matcher never takes a token that its grammar forbids; when the
-grammar is complete only tokens that end the answer are allowed; work and memory of a grammar are bounded.
-"""
+"""Compiled grammars over a model's tokens, and matchers that follow one output, on llguidance."""
 
 from __future__ import annotations
 
@@ -46,7 +42,6 @@ class Matcher:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the output that were taken."""
         return len(self._taken)
 
     def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
@@ -81,9 +76,8 @@ class Matcher:
         return rows
 
     def n_valid(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
-        """Take tokens as ``masks`` does; return how many ``drafts`` the grammar allows behind them.
-
-        Once that took long it says 0, so that callers that must not wait lose a millisecond or two once.
+        """Take tokens as ``masks`` does; return how many ``drafts`` the grammar allows behind them, 0 once that took
+        long.
         """
         if self._slow or not self._lock.acquire(blocking=False):
             return 0
@@ -121,7 +115,6 @@ class Matcher:
         return bool(self._matcher.consume_tokens(self._taken.tolist()))
 
     def _try(self, token: int) -> bool:
-        """Take a token if it is allowed and more may follow it."""
         if self._matcher.is_stopped() or not self._matcher.validate_tokens([token]):
             return False
         return self._matcher.consume_token(token)
@@ -140,7 +133,6 @@ class Grammar:
         self._n_vocab = n_vocab
 
     def matcher(self) -> Matcher:
-        """Return a matcher at the start of an output."""
         return Matcher(self, self._matcher.deep_copy(), self._n_vocab)
 
     def renewed(self) -> LLMatcher:
@@ -159,10 +151,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """Take in the vocabulary, which holds the interpreter lock: 1 s and 100 MB for 248,320 tokens, 10 ms for 8,192.
-
-        Call it before anything is served; otherwise the first ``compile`` does this.
-        """
+        """Take in the vocabulary before anything is served: it holds the GIL for 1 s with 248,320 tokens."""
         if self._tokenizer.eos_ids and self._tokens is None:
             self._tokens = _tokens(self._tokenizer)
 
@@ -195,7 +184,6 @@ def _compiled(tokens: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def _sentence(message: str) -> str:
-    """llguidance's message for a client."""
     if "panic" in message or "backtrace" in message:
         return _TOO_MUCH
     return message.replace("<non-verbose/>", "").strip()

@@ -1,8 +1,4 @@
-"""The members of an object by a JSON schema: those that it declares, in its order, then others.
-
-Invariant: members that are written so fit the schema, whatever their
-number and names, if each value fits its own.
-"""
+"""The members of an object by a JSON schema: those that it declares, in its order, then others."""
 
 from __future__ import annotations
 
@@ -24,11 +20,7 @@ _NAME: Final = r"/[\w.$@\/+*-]+/"
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Members of an object.
-
-    ``declared``: name, schema and place of each; ``required``: those that must be there; ``undeclared``: the terminal
-    of the name and the schema of further members; ``min_number`` and ``max_number``: of all members.
-    """
+    """Members of an object.  ``undeclared``: terminals of the names and schemas of further ones."""
 
     declared: list[tuple[str, Any, str]]
     required: frozenset[str]
@@ -38,9 +30,7 @@ class Members:
 
 
 def members(schema: Mapping[str, Any], alternatives: Alternatives, where: str) -> Members | None:
-    """Return the members of the objects that an alternative of a schema describes; None if one that must be there is
-    forbidden.
-    """
+    """Return the members of the objects that an alternative describes; None if one that must be there is forbidden."""
     declared, patterns = schema.get("properties") or {}, schema.get("patternProperties") or {}
     additional = schema.get("additionalProperties")
     required = [name for name in schema.get("required") or () if isinstance(name, str)]

@@ -1,7 +1,6 @@
 """A grammar in Lark's notation, put together rule by rule, with a model's markers as tokens.
 
-Knows llguidance's notation and a tokenizer, no tool formats.  Invariant: text from outside enters only as a quoted
-string or as JSON, so it cannot change the grammar around it.
+Text from outside enters only as a quoted string or as JSON, so it cannot change the grammar around it.
 """
 
 from __future__ import annotations

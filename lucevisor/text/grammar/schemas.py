@@ -1,10 +1,8 @@
 """JSON schemas made ready for llguidance: only keywords that it enforces, references resolved, objects closed.
 
 A strict schema is enforced whole or refused, with the keyword and its path.  From any other a keyword that cannot be
-enforced is dropped, alone; what is left allows whatever the schema allows.  Objects then have the properties that the
-schema names, and no others unless it says so: models write some that nobody asked for, and small ones do not stop;
-vLLM and llama.cpp allow none by default either.
-All dialects since draft 4 are read.  Invariant: whatever fits the result of a strict schema fits the schema.
+enforced is dropped, alone.  Objects have no properties that the schema does not name, unless it says so: small models
+do not stop writing them.
 """
 
 from __future__ import annotations
@@ -56,11 +54,7 @@ class UnsatisfiableError(GrammarError):
 
 
 def prepared(schema: Mapping[str, Any], *, lenient: bool) -> Ready:
-    """Return a schema that llguidance enforces whole.
-
-    ``lenient``: drop keywords that cannot be enforced.  Raises GrammarError naming the keyword otherwise, and for what
-    is no JSON schema.
-    """
+    """Return a schema that llguidance enforces whole; ``lenient``: drop what it cannot.  Raises GrammarError."""
     flattener = Flattener(schema, lenient)
     flat = without_endless(flattener.flattened())
     ready = False if isinstance(flat, bool) else _Preparation(flat, flattener.paths, lenient).prepared()
@@ -76,15 +70,12 @@ def prepared(schema: Mapping[str, Any], *, lenient: bool) -> Ready:
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """``part``: other schemas describe the same value, so an object is not closed; ``shared``: properties that several
-    of them describe.
-    """
+    """``part``: other schemas describe the value, so an object is not closed; ``shared``: properties of several."""
 
     part: bool = False
     shared: frozenset[str] = frozenset()
 
     def of(self, name: str) -> _Scope:
-        """The scope of a property's value."""
         return _Scope(part=self.part and name in self.shared)
 
 
@@ -776,10 +767,7 @@ _RELAXED: Final = ("dependencies", "patternProperties", "pattern", "format", "mi
 
 
 def _relaxed(ready: Ready, error: str) -> tuple[Ready, str]:
-    """Drop keywords until a prepared schema compiles: one place if that is enough, then kind by kind.
-
-    Keywords that compile alone may be too much together.  Returns the schema, and what llguidance last said.
-    """
+    """Drop keywords until a prepared schema compiles: one place if that is enough, then kind by kind."""
     if patterns.nothing_fits(error):
         return ready, error
     places = [(schema, key) for schema in _schemas(ready) for key in _RELAXED if key in schema]
@@ -806,7 +794,6 @@ def _without(schema: dict[str, Any], key: str) -> None:
 
 
 def _schemas(ready: Ready) -> Iterator[dict[str, Any]]:
-    """Yield a prepared schema and all within it."""
     if not isinstance(ready, dict):
         return
     yield ready

@@ -1,8 +1,4 @@
-"""Texts by a JSON schema, written without quotes or escapes, as terminals of a grammar.
-
-Knows the keywords for strings, and regular expressions as schemas write them.  Invariant: a text that a terminal allows
-fits its schema.
-"""
+"""Texts by a JSON schema, written without quotes or escapes, as terminals of a grammar."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Tool parsers: one tool-call format per file, and the choice of the format from the chat template.
-
-Knows templates only as text to look for tags in. Invariant: `parse` gives a call or None and never raises, whatever a
-model wrote.
-"""
+"""Tool parsers: one tool-call format per file, and the choice of the format from the chat template."""
 
 from __future__ import annotations
 
@@ -27,11 +23,7 @@ FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
 
 
 def read_call(tool_format: ToolFormat, body: str, tools: Tools) -> ToolCall | None:
-    """Return the call that the text between the tags is, or None.
-
-    A malformed one counts if it can be repaired, or is written as other models write between the same tags, and names
-    an offered tool.
-    """
+    """Return the call that the text between the tags is, also if it can be repaired or is another model's, or None."""
     if (call := tool_format.parse(body, tools)) is not None:
         return call
     neighbours = [
@@ -44,5 +36,4 @@ def read_call(tool_format: ToolFormat, body: str, tools: Tools) -> ToolCall | No
 
 
 def detect_tool_format(template: str) -> ToolFormat | None:
-    """Return the format of the calls that a chat template writes and asks for, or None if it knows no tools."""
     return next((tool_format for sign, tool_format in FORMATS if sign in template), None)

@@ -1,8 +1,4 @@
-"""Parameters between tags: texts as they are, without quotes, everything else as JSON.
-
-Knows JSON schemas and how ``read_value`` reads such a value.  Invariant: what the grammar allows is read back as a
-value that fits the schema.
-"""
+"""Parameters between tags: texts as they are, without quotes, everything else as JSON."""
 
 from __future__ import annotations
 
@@ -54,10 +50,7 @@ def bare_parameters(
     declared: Callable[[str], str | None],
     undeclared: Callable[[str], str],
 ) -> str:
-    """Return the parameters of a function in the order of its schema, each at most once, required ones always.
-
-    ``declared`` and ``undeclared`` write what stands before a value, by the parameter's name or a terminal for names.
-    """
+    """Return the parameters of a function in the order of its schema, each at most once, required ones always."""
     alternatives = Alternatives(function.schema.get("$defs", {}), strict=function.strict)
 
     def of_name(name: str, schema: Any, where: str) -> str | None:
@@ -84,7 +77,6 @@ def bare_parameters(
 
 
 def _value(rules: Rules, schema: Any, ending: Ending, alternatives: Alternatives, where: str) -> str | None:
-    """An expression for a value up to and with a tag; None if the schema allows no value."""
     options = alternatives.of(schema, where)
     kinds = frozenset(kind for option in options for kind in option["type"])
     if not options:

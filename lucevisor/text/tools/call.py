@@ -1,7 +1,4 @@
-"""Tool calls, and what every format of them can do.
-
-Invariant: the arguments of a call are JSON by RFC 8259 with each number as the model wrote it.
-"""
+"""Tool calls, and what every format of them can do."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """An offered function, for a grammar.
-
-    ``schema``: of its arguments; ``strict``: refuse a schema that cannot be enforced whole.
-    """
+    """An offered function; ``strict``: refuse a schema of its arguments that cannot be enforced whole."""
 
     name: str
     schema: Schema
@@ -64,10 +58,7 @@ class ToolFormat(Protocol):
         """Return whether `body`, cut before a closing tag, ends inside a value, so that the tag is part of it."""
 
     def grammar(self, rules: Rules, function: Function) -> str:
-        """Return an expression for the calls of a function, between the tags, that `parse` reads as its schema says.
-
-        Raises GrammarError for a strict schema that cannot be enforced.
-        """
+        """Return an expression for calls of a function that `parse` reads by its schema; raises GrammarError."""
 
 
 def make_call(name: str, arguments: Mapping[str, object]) -> ToolCall:

@@ -1,8 +1,4 @@
-"""Answers that consist of tool calls, or may have them, as grammars.
-
-Invariant: what such a grammar allows, the format's parser reads as a call of an offered tool, with arguments as its
-schema says.
-"""
+"""Answers that consist of tool calls, or may have them, as grammars."""
 
 from __future__ import annotations
 
@@ -34,7 +30,6 @@ def functions(tools: Tools, names: Sequence[str] = ()) -> list[Function]:
 
 
 def freed(offered: Sequence[Function]) -> list[Function]:
-    """Return the functions with free arguments for each that is not strict."""
     return [function if function.strict else replace(function, schema=_FREE) for function in offered]
 
 
@@ -52,11 +47,7 @@ def calls_in_text(rules: Rules, tool_format: ToolFormat, offered: Sequence[Funct
 
 
 def _rest_of_call(rules: Rules, tool_format: ToolFormat, offered: Sequence[Function]) -> str:
-    """A call behind its opening tag.
-
-    A tool that is not strict is offered with free arguments if its parameters make no grammar, so that the other tools
-    stay as they are.
-    """
+    """A call behind its opening tag; one that is not strict gets free arguments if its parameters make no grammar."""
     calls = list[str]()
     for function in offered:
         try:

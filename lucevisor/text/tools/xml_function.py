@@ -89,17 +89,12 @@ def _parameter(body: str, start: int, parameters: Parameters) -> tuple[str, str,
 
 
 def _opened(body: str, start: int) -> re.Match[str] | None:
-    """The opening tag of a parameter that comes next."""
     blanks = _BLANKS.match(body, start)
     return _OPEN.match(body, blanks.end() if blanks else start)
 
 
 def _read(key: str, text: str, parameters: Parameters) -> dict[str, object]:
-    """Return the value of a parameter.
-
-    More than one where the opening tag of a declared one stands in a text without its closing tag, as that of the one
-    before is missing.
-    """
+    """Return the value of a parameter, and of those whose opening tag stands in it as its closing tag is missing."""
     value = parameters.read(key, _unpadded(text))
     opening = None if "</parameter>" in text or not isinstance(value, str) else _OPEN.search(text)
     if opening is None or opening[1].strip() not in parameters.names:
