@@ -59,7 +59,7 @@ def _lines() -> Iterator[str]:
 
 def _section(name: str, section: type[Any]) -> Iterator[str]:
     yield f"## `[{name}]`\n"
-    yield f"{_paragraph(section)}\n"
+    yield " ".join((inspect.getdoc(section) or "").split()) + "\n"
     yield "| key | default | values | meaning |"
     yield "|---|---|---|---|"
     texts = texts_of(section)
@@ -78,10 +78,6 @@ def texts_of(section: type[Any]) -> dict[str, str]:
         if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
             texts[ast.unparse(statement.target)] = " ".join(ast.literal_eval(following.value).split())
     return texts
-
-
-def _paragraph(section: type[Any]) -> str:
-    return " ".join((inspect.getdoc(section) or "").split())
 
 
 def default_of(key: FieldKey) -> str:

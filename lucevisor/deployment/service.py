@@ -33,7 +33,6 @@ from lucevisor.deployment.swap_space import HostSwapSpace, swap_space
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import MAX_LOSSES, Engine, EngineSettings, FrozenState
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, unusable
@@ -424,7 +423,7 @@ class Service:
             max_losses=max(1, min(MAX_LOSSES, self.config.recovery.restart_limit.count - 1)),
             rows=rows,
             journal_pages=rows.n_pages if rows is not None else 0,
-            on_pipeline_failed=self._on_pipeline_failed,
+            on_pipeline_failed=lambda failure: self.deployment.pipeline_failed(failure),
             on_drafter_lost=lambda failure: self.deployment.drafter_failed(failure),
             blame=lambda step: self.deployment.blame(step),
             validate=enabled(os.environ),
@@ -470,9 +469,6 @@ class Service:
         if await self.engine.freezer.quiesce(RESTART_S / 2):
             await self.save_prefixes(SAVE_S)
         return None
-
-    def _on_pipeline_failed(self, failure: PipelineFailure) -> None:
-        self.deployment.pipeline_failed(failure)
 
     def on_change(self) -> None:
         """Wake all waiters after a change of state."""

@@ -57,8 +57,9 @@ class Speeds(msgspec.Struct, frozen=True):
 
     def valid(self) -> bool:
         """Return whether there are times for every target, all finite and not negative."""
-        times = (t for target in self.targets for timing in target.values() for t in _numbers(timing))
-        return len(self.targets) == len(self.conditions.targets) and all(isfinite(t) and t >= 0 for t in times)
+        timings = [timing for target in self.targets for timing in target.values()]
+        times = (s for t in timings for s in (t.decode_s, t.prefill_s, t.end_decode_s, t.end_prefill_s))
+        return len(self.targets) == len(self.conditions.targets) and all(isfinite(s) and s >= 0 for s in times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +207,6 @@ def _tensor_facts(spec: ModelSpec, tensors: Mapping[str, tuple[int, ...]]) -> li
 
 def _type(spec: ModelSpec, name: str) -> str:
     return spec.files.tensors[name].kind.name if spec.files is not None and name in spec.files.tensors else ""
-
-
-def _numbers(timing: Timing) -> tuple[float, ...]:
-    return timing.decode_s, timing.prefill_s, timing.end_decode_s, timing.end_prefill_s
 
 
 def _digest(decisions: object) -> str:

@@ -7,7 +7,6 @@ one pass.  Equal hashes mean equal names and bytes of every Python file of the t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
@@ -169,7 +168,8 @@ def source_hash(lucevisor: Path, daemons: Path) -> str:
     """
     digest = sha256()
     for label, directory in (*((name, lucevisor / name) for name in SHARED_PACKAGES), ("daemons", daemons)):
-        paths = sorted(_sources(directory), key=lambda path: path.relative_to(directory).as_posix())
+        found = (path for path in directory.rglob("*.py") if path.is_file())
+        paths = sorted(found, key=lambda path: path.relative_to(directory).as_posix())
         if not paths:
             raise ProtocolError("no Python files", str(directory), "pass the directory of the installed package")
         for path in paths:
@@ -179,7 +179,3 @@ def source_hash(lucevisor: Path, daemons: Path) -> str:
             digest.update(len(name).to_bytes(4, "little") + name + len(data).to_bytes(8, "little"))
             digest.update(data)
     return digest.hexdigest()[:_N_DIGITS]
-
-
-def _sources(directory: Path) -> Iterable[Path]:
-    return (path for path in directory.rglob("*.py") if path.is_file())

@@ -402,7 +402,7 @@ class BlockingLink:
             with suppress(LinkClosed):  # reading says so, too
                 self.flush()
         try:
-            n, ancillary, flags, _ = self._receive_message(buffer)
+            n, ancillary, flags, _ = self._sock.recvmsg_into([buffer], ANCILLARY_BYTES, RECEIVE_FLAGS)
         except ConnectionError as error:
             self._dead(f"the peer is gone: {error}")
             return
@@ -420,9 +420,6 @@ class BlockingLink:
                 "raise the limit of open files (ulimit -n), then restart the group",
             )
         self._connection.received(n, unpack(ancillary) if ancillary else ())
-
-    def _receive_message(self, buffer: memoryview) -> tuple[int, list[tuple[int, int, bytes]], int, object]:
-        return self._sock.recvmsg_into([buffer], ANCILLARY_BYTES, RECEIVE_FLAGS)
 
     def _dead(self, what: str) -> None:
         place = self._connection.unfinished
