@@ -159,10 +159,6 @@ class GroupSupervisor:
         await self._spares.wait_until_reaped()
         return state
 
-    async def kill(self) -> State:
-        """End the process with SIGKILL at once; returns as `stop` does."""
-        return await self.stop(deadline_s=0.0)
-
     async def restart(self, *, now: bool = False, deadline_s: float = 10.0) -> None:
         """Replace the process, after its current work unless `now`. Clears FAILED and the count of failures.
 

@@ -76,7 +76,7 @@ async def test_a_deaf_daemon_is_killed_at_the_deadline_and_a_second_stop_shorten
         await asyncio.sleep(0.05)
         second = asyncio.ensure_future(group.stop(40.0))
         await asyncio.sleep(0.05)
-        await group.kill()
+        await group.stop(deadline_s=0.0)
         assert [await first, await second] == [State.STOPPED] * 2
         assert time.monotonic() - began < 20.0
 

@@ -114,7 +114,7 @@ async def tiny_group(
         yield group, owner
     finally:
         if not group.quarantined:
-            await group.kill()
+            await group.stop(deadline_s=0.0)
 
 
 async def ready(group: GroupSupervisor, n_restarts: int | None = None) -> None:
