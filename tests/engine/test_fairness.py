@@ -47,11 +47,9 @@ def long_pairs(pipeline: TimedPipeline, start_s: float) -> list[float]:
 
 
 MACHINES: dict[str, dict[str, object]] = {
-    "a core of an EPYC, demo": {"overhead_s": 0.008, "token_s": 0.000385},
-    "the same, later tokens cost more": {"overhead_s": 0.008, "token_s": 0.000385, "depth_s": 3.4e-8},
+    "a core of an EPYC, demo, later tokens cost more": {"overhead_s": 0.008, "token_s": 0.000385, "depth_s": 3.4e-8},
     # 512 tokens in 75 ms; 64 alone: 15 ms a stage, 2.5 of them HTTP and tokenising
     "eight cores of a Xeon, demo": {"overhead_s": 0.004, "token_s": 0.000135, "depth_s": 1e-8, "outside_s": 0.005},
-    "a quarter of a 27B on an H200": {"overhead_s": 0.014, "token_s": 0.00002, "limits": gpu_limits(512)},
 }
 
 
