@@ -48,7 +48,7 @@ _ABOVE_ALL = 512  # descriptor numbers while the inherited ones are put in their
 _START_S = 60.0
 _CHANNEL = "LUCEVISOR_FORKER"  # descriptor that a command of `Forker.command` finds its forking process by
 _FORKED = ["-m", "tests.forked_command", "lucevisor"]
-_COMMANDS = ("start", "plan", "doctor", "logits", "bench", "demo", "operate", "cache", "logs")
+_COMMANDS = ("start", "plan", "logits", "bench", "demo", "operate", "cache", "logs")
 
 
 class Forker:

@@ -12,7 +12,7 @@ from typing import Final
 from aiohttp import web
 
 from lucevisor.api.app_context import ApiSettings
-from lucevisor.api.errors import ApiError, head_too_large
+from lucevisor.api.errors import ApiError
 from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.errors import show
 
@@ -108,7 +108,8 @@ def check_head(request: web.Request, settings: ApiSettings) -> None:
     """Raise ApiError 431 for a head that is too long, though in one piece; `Connections` counts one that is not."""
     fields = sum(len(name) + len(value) for name, value in request.raw_headers)
     if len(request.raw_path) + fields > settings.max_head_bytes:
-        raise head_too_large(settings.max_head_bytes)
+        why = f"the head is longer than {settings.max_head_bytes} bytes; send less"
+        raise ApiError(431, why, code="head_too_large")
 
 
 def check_content_type(request: web.Request) -> None:

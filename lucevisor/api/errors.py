@@ -84,10 +84,6 @@ def bad_parameter(param: str, why: str, code: str = "invalid_value") -> ApiError
     return ApiError(400, f"{param}: {why}", code=code, param=param)
 
 
-def head_too_large(max_bytes: int) -> ApiError:
-    return ApiError(431, f"the head is longer than {max_bytes} bytes; send less", code="head_too_large")
-
-
 def internal_error(request_id: str) -> ApiError:
     return ApiError(
         500, f"an internal error occurred; see request id {request_id} in the server's log", code="internal_error"

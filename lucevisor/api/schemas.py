@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -57,31 +57,8 @@ ALIASES: Final[dict[str, str]] = {
 EFFORT_BUDGETS: Final[dict[str, int]] = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192, "high": 32768}
 """Tokens of thinking by effort, for chat templates that do not know effort; a higher one has no limit."""
 
-HARMLESS: Final[dict[str, Any]] = {
-    "cache_prompt": bool,
-    "guided_decoding_backend": str,
-    "guided_whitespace_pattern": str,
-    "id_slot": int,
-    "metadata": dict[str, Any],
-    "prediction": dict[str, Any],
-    "priority": int,
-    "prompt_cache_key": str,
-    "prompt_cache_options": dict[str, Any],
-    "prompt_cache_retention": str,
-    "reasoning_format": str,
-    "safety_identifier": str,
-    "service_tier": Literal["auto", "default", "flex", "scale", "priority"],
-    "slot_id": int,
-    "store": bool,
-    "strict": bool,
-    "timings_per_token": bool,
-    "user": str,
-    "verbosity": Literal["low", "medium", "high"],
-}
-"""Parameters that are accepted without effect, and their types: about accounts, storage and speed, or only a wish.
-
-The response names them in a header.
-"""
+_NOT_MISSPELT: Final = frozenset({"reasoning_format"})
+"""Parameters of other servers that look like declared ones."""
 
 NOT_HERE: Final = "is not supported by this server; leave it out"
 
@@ -296,19 +273,17 @@ def _shortened(name: str) -> str:
 class ParameterRules:
     """Rules of an API for parameters that its bodies do not declare.
 
-    `harmless`: accepted without effect, with their types; `refused`: rejected with the reason, unless empty; `neutral`:
-    accepted with these values only; `aliases`: other names of declared ones.  `open`: unknown parameters count as
-    harmless unless they look like a misspelt declared one, as its clients send new ones with every version.
+    `refused`: rejected with the reason, unless empty; `neutral`: accepted with these values only; `aliases`: other
+    names of declared ones.  All others are accepted without effect, unless they look like a misspelt declared one:
+    clients send new ones with every version.
     """
 
-    harmless: Mapping[str, Any]
-    refused: Mapping[str, str]
-    neutral: Mapping[str, tuple[object, ...]]
-    aliases: Mapping[str, str]
-    open: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict)
+    neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
-OPENAI: Final = ParameterRules(harmless=HARMLESS, refused=REFUSED, neutral=NEUTRAL, aliases=ALIASES, open=True)
+OPENAI: Final = ParameterRules(refused=REFUSED, neutral=NEUTRAL, aliases=ALIASES)
 
 
 def to_record(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = OPENAI) -> Body:
@@ -330,13 +305,7 @@ def to_record(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = 
             raise bad_parameter(
                 name, f"{show(value)} is not supported; leave it out or send {neutral}", "unsupported_value"
             )
-        elif name in rules.harmless:
-            _check_type(rules.harmless[name], name, value)
-        elif (
-            name not in rules.refused
-            and name not in rules.neutral
-            and not (rules.open and (value is None or _is_new(name, known)))
-        ):
+        elif not (name in rules.refused or name in rules.neutral or value is None or _is_new(name, known)):
             shown = _shortened(name)
             raise bad_parameter(
                 shown, f"is not a parameter of this endpoint{_nearest(shown, known)}", "unknown_parameter"
@@ -359,19 +328,12 @@ def ignored(
 
 
 def _is_new(name: str, known: tuple[str, ...]) -> bool:
-    return not difflib.get_close_matches(name[:_MAX_NAME_CHARS], known, n=1, cutoff=_MISSPELT)
+    return name in _NOT_MISSPELT or not difflib.get_close_matches(name[:_MAX_NAME_CHARS], known, n=1, cutoff=_MISSPELT)
 
 
 def _header_text(name: str) -> str:
     shown = name if len(name) <= _MAX_NAME_CHARS else name[:_MAX_NAME_CHARS] + "..."
     return shown.encode("ascii", "backslashreplace").decode() if shown.isprintable() else ascii(shown)
-
-
-def _check_type(kind: Any, name: str, value: object) -> None:
-    try:
-        msgspec.convert(value, kind | None)
-    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
-        raise _translate(str(error), kind, value, name) from None
 
 
 def convert(kind: type[Body], value: object, where: str = "", *, strict: bool = True) -> Body:
@@ -421,9 +383,9 @@ def _fields_at(kind: Any, path: str) -> tuple[str, ...]:
     """Return the field names of the record at `path`, if it is directly inside `kind`, else none."""
     if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
         return ()
-    for field in msgspec.structs.fields(kind):
-        if path == f".{field.name}":
-            options = getattr(field.type, "__args__", (field.type,))
+    for inner in msgspec.structs.fields(kind):
+        if path == f".{inner.name}":
+            options = getattr(inner.type, "__args__", (inner.type,))
             return next((t.__struct_fields__ for t in options if hasattr(t, "__struct_fields__")), ())
     return kind.__struct_fields__ if not path else ()
 
@@ -434,7 +396,7 @@ def _choices_at(kind: Any, path: str) -> list[Any]:
         inside: list[Any] = []
         for item in _members(types):
             if name and isinstance(item, inspect.StructType):
-                inside += [field.type for field in item.fields if field.encode_name == name]
+                inside += [inner.type for inner in item.fields if inner.encode_name == name]
             else:  # of an array or a dict
                 inside += [getattr(item, part) for part in ("item_type", "value_type") if hasattr(item, part)]
         types = inside

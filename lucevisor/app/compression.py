@@ -59,7 +59,7 @@ def make_page_scorer(config: Config, model: ServedModel, service: Service, token
 
 
 def _windows(model: ServedModel, service: Service, tokenizer: Tokenizer) -> Windows | None:
-    if model.scorer is None:
+    if model.scorer is None or model.scorer.files is None:
         return None
     assert model.spec.files is not None
     own_metadata, scorer_metadata = model.spec.files.metadata, model.scorer.files.metadata

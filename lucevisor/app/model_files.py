@@ -16,7 +16,7 @@ from msgspec import Meta
 from lucevisor.api.app_context import SamplingDefaults
 from lucevisor.app.model_source import resolve_file
 from lucevisor.config import Config
-from lucevisor.deployment.served_model import ServedDrafter, ServedModel, ServedScorer
+from lucevisor.deployment.served_model import ServedDrafter, ServedModel
 from lucevisor.errors import NO_VALUE, ConfigError
 from lucevisor.model.drafters import draft_paths, gemma4_assistant, open_draft, read_draft_spec
 from lucevisor.model.families import open_spec
@@ -125,7 +125,7 @@ def open_tokenizer(config: Config, spec: ModelSpec) -> Tokenizer:
         raise _unreadable(config, "model.path", config.model.path, error, hint) from error
 
 
-def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ServedScorer | None:
+def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ModelSpec | None:
     """Open the scoring model of ``[pflash]``; None while nothing needs it.  Raises ConfigError as above."""
     source = config.pflash.source
     if not config.scores or source is None:
@@ -137,8 +137,7 @@ def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ServedScore
     except (GgufError, TokenizerError, OSError) as error:
         hint = "name a file of a family this version runs, such as Qwen3-0.6B"
         raise _unreadable(config, "pflash.path", config.pflash.path, error, hint) from error
-    assert spec.files is not None
-    return ServedScorer(spec, spec.files)
+    return spec
 
 
 def open_drafter(config: Config, target: ModelSpec, notify: _Notify = lambda _: None) -> ServedDrafter | None:

@@ -58,7 +58,7 @@ from lucevisor.config import (
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.preflight import check_before_start
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.service import Observer, Service
+from lucevisor.deployment.service import Service
 from lucevisor.engine.core import Engine
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, unusable
 from lucevisor.model.values import dtype_bytes
@@ -165,14 +165,7 @@ def connections_within(n_files: int, n_groups: int) -> int:
     return max(n_files // 4, n_files - 192 - 16 * n_groups)
 
 
-class Display(Observer):
-    """Watches a start, and the address; this one does nothing."""
-
-    def listening(self, url: str) -> None:
-        """Called when the endpoint has its address, long before it is ready."""
-
-
-def run(config: Config, name: str, observer: Display, options: RunOptions) -> ExitCode:
+def run(config: Config, name: str, display: LoadProgress, options: RunOptions) -> ExitCode:
     """Serve until stopped.  Raises LucevisorError for what keeps it from starting at all."""
     early = EarlySignals()
     run_dir = RunDirectory(name)
@@ -196,7 +189,7 @@ def run(config: Config, name: str, observer: Display, options: RunOptions) -> Ex
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
             async def serve() -> ExitCode:  # a Supervisor is made in a running loop
-                return await Supervisor(config, model, run_dir, observer, options).run(early)
+                return await Supervisor(config, model, run_dir, display, options).run(early)
 
             return runner.run(serve())
     except KeyboardInterrupt:  # stopped before there was anything to stop
@@ -230,15 +223,6 @@ def _fetching(what: str) -> None:
 _RELOADED_KEYS: Final = {"log.level", "server.api_keys_file", "server.admin_keys_file", "server.cors_origins"}
 _TLS_KEYS: Final = {"server.tls_cert_file", "server.tls_key_file"}
 """Applied only with HTTPS on: a listening socket cannot begin to speak TLS, or cease to."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reloaded:
-    """The configuration in force, the keys that changed, and those whose new value waits."""
-
-    config: Config
-    changed: Sequence[str]
-    waiting: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +262,13 @@ def keys_at_once(after: Config, tls: ssl.SSLContext | None) -> set[str]:
     return _RELOADED_KEYS | _TLS_KEYS if tls is not None and after.server.tls_cert_file else set(_RELOADED_KEYS)
 
 
-def apply(config: Config, after: Config, context: AppContext, tls: ssl.SSLContext | None) -> Reloaded:
-    """Apply what needs no new deployment of ``after``; raises ConfigError, and then changes nothing."""
+def apply(
+    config: Config, after: Config, context: AppContext, tls: ssl.SSLContext | None
+) -> tuple[Config, list[str], list[str]]:
+    """Apply what needs no new deployment of ``after``; raises ConfigError, and then changes nothing.
+
+    Returns the configuration in force, the keys that changed, and those whose new value waits.
+    """
     client_keys, admin_keys = keys_of(after.server)
     at_once = keys_at_once(after, tls)
     if tls is not None and after.server.tls_cert_file:
@@ -297,7 +286,7 @@ def apply(config: Config, after: Config, context: AppContext, tls: ssl.SSLContex
         log=replace(config.log, level=after.log.level),
         server=replace(config.server, **{name: getattr(after.server, name) for name in names}),
     )
-    return Reloaded(effective, [k for k in changed if k in at_once], [k for k in changed if k not in at_once])
+    return effective, [k for k in changed if k in at_once], [k for k in changed if k not in at_once]
 
 
 def tls_of(server: ServerConfig) -> ssl.SSLContext | None:
@@ -318,7 +307,7 @@ class Supervisor:
         config: Config,
         model: ServedModel,
         run_dir: RunDirectory,
-        observer: Display,
+        display: LoadProgress,
         options: RunOptions,
     ) -> None:
         self.config, self.model, self.run_dir = config, model, run_dir
@@ -329,10 +318,9 @@ class Supervisor:
         self._tokenizer = open_tokenizer(config, model.spec)
         self._context = make_app_context(config, model, self._tokenizer, self._not_ready)
         self._context.grammars.prepare()
-        self._display = observer
+        self._display = display
         self._stop_asked = asyncio.Event()
-        self._progress = LoadProgress(observer)
-        self.service = Service(config, model, run_dir.own, self._progress, self._on_engine, options.limits)
+        self.service = Service(config, model, run_dir.own, display, self._on_engine, options.limits)
         self._admin_operations = AdminOperations(self.service)
         self.cache = CacheOperations(self.service)
         self._add_running(self._context)
@@ -398,14 +386,14 @@ class Supervisor:
             if not await self.service.wait_ready(None) and self.service.state == "failed":
                 raise LucevisorError(f"{self.run_dir.name} did not start: {self.service.failure()}")
             return
-        self._progress.announced = False
+        self._display.announces = False
         await self.service.start()
         if await self.service.wait_ready(None):
             self._prepare()
             await self._handover.take_over(server)
             self._listening()
-            self._progress.announced = True
-            self._progress.ready(self.service)
+            self._display.announces = True
+            self._display.ready(self.service)
         elif not self._stop_asked.is_set():
             raise no_room_error(self.service)
 
@@ -455,7 +443,7 @@ class Supervisor:
     def status(self) -> dict[str, Any]:
         requests = self._app[ACTIVE].generating(time.monotonic())
         compressor, name = self._context.compressor, self.run_dir.name
-        return status(self.service, name, self.url, self._progress, requests, compressor, self._described)
+        return status(self.service, name, self.url, self._display, requests, compressor, self._described)
 
     async def wait_ready(self, timeout_s: float) -> bool:
         return await self.service.wait_ready(timeout_s)
@@ -476,18 +464,18 @@ class Supervisor:
     def _reread(self) -> None:
         try:
             overrides = Overrides(self.config.file, self._overrides.of_start)
-            done = apply(self.config, read_again(overrides), self._context, self._tls)
+            config, changed, waiting = apply(self.config, read_again(overrides), self._context, self._tls)
             # What `lucevisor reload --set` moved stays until the next one; what is applied at once is the file's again.
-            left = [o for o in self._overrides.of_reload if o.partition("=")[0] in done.waiting]
+            left = [o for o in self._overrides.of_reload if o.partition("=")[0] in waiting]
             self._overrides = replace(overrides, of_reload=left)
             self._described = self._overrides.described()
         except ConfigError as error:
             log.error("configuration not reloaded: nothing has changed", reason=str(error))
             return
-        self.config = self.service.config = done.config
-        log.info("configuration reloaded, with API keys and certificate", changed=list(done.changed))
-        if done.waiting:
-            log.warning("changed keys that wait for `lucevisor reload` or a start", keys=list(done.waiting))
+        self.config = self.service.config = config
+        log.info("configuration reloaded, with API keys and certificate", changed=changed)
+        if waiting:
+            log.warning("changed keys that wait for `lucevisor reload` or a start", keys=waiting)
 
     def _on_hangup(self, hangup: HangupHandler) -> None:
         if hangup.ends:

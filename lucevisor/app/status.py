@@ -252,30 +252,25 @@ def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
 
 
 class LoadProgress(Observer):
-    """An observer that passes everything on to another one."""
+    """Watches groups for the status; subclasses show them.  ``announces``: it may say that requests are served."""
 
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self.announced = True
-        """False while the observer is not told that requests are served."""
+    def __init__(self) -> None:
+        self.announces = True
         self._states: dict[str, tuple[State, str, float]] = {}  # with reason and since when
         self._shards: dict[str, dict[tuple[int, int], Progress]] = {}
 
     def state(self, group: str, state: State, reason: str) -> None:
         self._states[group] = state, reason, time.monotonic()
         self._shards.pop(group, None)
-        self._observer.state(group, state, reason)
+
+    def listening(self, url: str) -> None:
+        """Called when the endpoint has its address, long before it is ready."""
 
     def progress(self, group: str, progress: Progress) -> None:
         if (
             group in self._states and self._states[group][0] is State.LOADING
         ):  # reports have a channel of their own and may come after READY
             self._shards.setdefault(group, {})[progress.stage, progress.device] = progress
-        self._observer.progress(group, progress)
-
-    def ready(self, service: Service) -> None:
-        if self.announced:
-            self._observer.ready(service)
 
     def state_s(self, group: str) -> float:
         return time.monotonic() - self._states[group][2] if group in self._states else 0.0

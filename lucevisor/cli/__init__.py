@@ -17,7 +17,7 @@ from lucevisor.errors import ExitCode, LucevisorError, nearest
 
 COMMANDS = {
     "start": ("lucevisor.cli.start", "Start the daemons and serve an OpenAI-compatible endpoint."),
-    "init": ("lucevisor.cli.init", "Print a configuration for a model on the devices of this machine."),
+    "init": ("lucevisor.cli.plan", "Print a configuration for a model on the devices of this machine."),
     "stop": ("lucevisor.cli.operate", "Stop a running supervisor."),
     "status": ("lucevisor.cli.operate", "Show groups, layers, memory, speed."),
     "top": ("lucevisor.cli.top", "Watch speed, load, memory and requests."),
@@ -25,7 +25,7 @@ COMMANDS = {
     "reload": ("lucevisor.cli.operate", "Apply a changed configuration, such as another split, while requests run."),
     "logs": ("lucevisor.cli.logs", "Print the log of a running supervisor."),
     "plan": ("lucevisor.cli.plan", "Show where layers, weights and state would go, without loading."),
-    "doctor": ("lucevisor.cli.doctor", "Check each group's interpreter, devices, memory and numbers."),
+    "doctor": ("lucevisor.cli.plan", "Check each group's interpreter, devices, memory and numbers."),
     "logits": ("lucevisor.cli.logits", "Run token ids through the pipeline and save logits and hidden states."),
     "bench": ("lucevisor.cli.bench", "Measure prompts and answers a second, also beside llama.cpp."),
     "cache": ("lucevisor.cli.cache", "List, verify, prune and remove snapshots on disk."),

@@ -1,4 +1,4 @@
-"""``lucevisor plan``: the placement, from the model's header and the devices' free memory."""
+"""``lucevisor plan``, ``doctor`` and ``init``: what can be told of a model and this machine before a start."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 
 import click
 
-from lucevisor.cli.options import config_argument
-from lucevisor.config import load
+from lucevisor.cli.options import config_argument, python_option
+from lucevisor.config import Config, load
+from lucevisor.config.formats import HUB_PREFIX
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors, ExitCode
+from lucevisor.protocol.messages import Check
+from lucevisor.supervision.probe import Probe
 
 
 @click.command()
@@ -52,8 +55,96 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     else:
         request = wanted(model.spec, loaded, found)
         speeds = None if request is None else read(request, model.spec)
-    result = make_plan(model.spec, loaded, found, speeds, model.draft_spec, model.score_spec)
+    result = make_plan(model.spec, loaded, found, speeds, model.draft_spec, model.scorer)
     click.echo(json.dumps(plan_json(result), indent=2) if as_json else text(result, verbose=verbose))
     for notice in loaded.notices:
         click.echo(f"notice: {notice}", err=True)
     return ExitCode.FAILED if isinstance(result, Infeasible) else ExitCode.DONE
+
+
+@click.command()
+@click.argument("model")
+@python_option
+def init(model: str, pythons: tuple[str, ...]) -> int:
+    """Print a configuration file that serves MODEL, a GGUF file or hf:OWNER/REPO[:QUANT], on the devices of this
+    machine."""
+    from lucevisor.app.discovery import choose_groups, write_config
+    from lucevisor.app.model_source import find_hub_file
+
+    if not model.startswith(HUB_PREFIX) and not Path(model).is_file():
+        raise ConfigError("MODEL", model, "there is no such file", "name a GGUF file, or hf:OWNER/REPO[:QUANT]")
+    model = find_hub_file(model)
+    groups = choose_groups(model, pythons)
+    for group in groups:
+        click.echo(str(group), err=True)
+    click.echo(write_config(model, groups), nl=False)
+    return ExitCode.DONE
+
+
+@click.command()
+@config_argument
+@click.option("--layer", default=0, show_default=True, help="Layer whose numbers are compared.")
+def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
+    """Check each group of CONFIG: imports, torch build, devices, arena mapping, one layer's numbers in the dtype that
+    will run; then whether the model fits into the memory that is free."""
+    from lucevisor.app.model_files import open_model
+    from lucevisor.deployment.probe import check_arena, each_group, inventory
+    from lucevisor.placement.devices import with_target_devices
+    from lucevisor.placement.planner import plan
+    from lucevisor.placement.result import Infeasible
+
+    loaded = load(config, overrides)
+    model = open_model(loaded, lambda what: click.echo(f"fetching {what}", err=True))
+    if not 0 <= layer < model.spec.n_layers:
+        raise click.UsageError(f"--layer {layer}: the model has layers 0 to {model.spec.n_layers - 1}")
+    devices, _ = asyncio.run(inventory(loaded))
+    placed = plan(model.spec, with_target_devices(loaded, devices), devices, None, model.draft_spec, model.scorer)
+    dtype = placed.placement.dtype if isinstance(placed, Infeasible) else placed.dtype
+    arena = check_arena()
+
+    def check(_: str) -> tuple[Check, list[int]]:
+        return Check([str(f) for f in model.files], layer, dtype, [arena.plan]), [arena.fd]
+
+    try:
+        answers = asyncio.run(each_group(loaded, check))
+    finally:
+        arena.close()
+    healthy = [_report(loaded, name, answer) for name, answer in answers.items()]
+    if isinstance(placed, Infeasible):
+        healthy.append(_line(False, "plan", placed.message.replace("\n", "; ")))
+    elif all(healthy):
+        _line(True, "plan", f"{model.name} fits, in {dtype}: `lucevisor plan` shows how")
+    slow = any(answer.checked is not None and answer.checked.warnings for answer in answers.values())
+    fit = "all groups can run" + (", but slower than they could be: see the lines marked slow" if slow else "")
+    click.echo(fit if all(healthy) else "something is wrong: see the lines marked FAIL")
+    return ExitCode.DONE if all(healthy) else ExitCode.FAILED
+
+
+def _line(ok: bool, subject: str, detail: str) -> bool:
+    click.echo(f"  {'ok  ' if ok else 'FAIL'} {subject}: {detail}")
+    return ok
+
+
+def _report(config: Config, name: str, answer: Probe) -> bool:
+    group = config.groups[name]
+    click.echo(f"group {name} ({group.backend}), {group.python or 'the interpreter of the supervisor'}")
+    good = True
+    if answer.hello is not None:
+        h = answer.hello
+        _line(True, "interpreter", f"Python {h.python} at {h.executable}")
+        packages = ", ".join(f"{k} {v}" for k, v in h.packages.items() if v)
+        _line(True, "imports", f"torch {h.torch}, {packages}")
+        for device in h.devices:
+            gib = f"{device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free"
+            _line(
+                True,
+                f"{h.backend}:{device.index}",
+                f"{device.name} ({device.architecture}), {gib}, {', '.join(device.dtypes)}",
+            )
+    for line in answer.checked.lines if answer.checked is not None else []:
+        good &= _line(line.ok, line.subject, line.detail)
+    for warning in answer.checked.warnings if answer.checked is not None else []:
+        click.echo(f"  slow {warning}")
+    if answer.problem:
+        good &= _line(False, "group", answer.problem)
+    return good

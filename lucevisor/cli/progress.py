@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import structlog
 
 from lucevisor.app import logs
-from lucevisor.app.run import Display
 from lucevisor.app.status import LoadProgress
 from lucevisor.config import Config
 from lucevisor.supervision.states import State
@@ -30,12 +29,12 @@ _QUARTERS = 4
 log = structlog.get_logger("lucevisor")
 
 
-class StartDisplay(Display):
+class StartDisplay(LoadProgress):
     """An observer of the service and of its address.  ``with`` it, the live view is on."""
 
     def __init__(self, config: Config) -> None:
+        super().__init__()
         self._config = config
-        self._progress = LoadProgress(Display())
         self._quarters: dict[tuple[str, int, int], int] = {}
         self._url = ""
         self._announced = self._away = False
@@ -61,7 +60,7 @@ class StartDisplay(Display):
         self._url = url
 
     def state(self, group: str, state: State, reason: str) -> None:
-        self._progress.state(group, state, reason)
+        super().state(group, state, reason)
         if state in _ENDING:
             self._end()
         elif state in _COMING and self._announced:
@@ -71,7 +70,7 @@ class StartDisplay(Display):
             self._begin()
 
     def progress(self, group: str, progress: Progress) -> None:
-        self._progress.progress(group, progress)
+        super().progress(group, progress)
         if self._console is not None or not progress.total_bytes:
             return
         key = (group, progress.stage, progress.device)
@@ -84,6 +83,8 @@ class StartDisplay(Display):
                      bytes=progress.total_bytes)  # fmt: skip
 
     def ready(self, service: Service) -> None:
+        if not self.announces:
+            return
         self._end()
         self._quarters.clear()
         seconds = time.monotonic() - self._began
@@ -138,9 +139,7 @@ class StartDisplay(Display):
 
         if self._live is None:
             return Text()
-        return wait_view(
-            "restart" if self._announced else "start", self._progress.groups(), time.monotonic() - self._began
-        )
+        return wait_view("restart" if self._announced else "start", self.groups(), time.monotonic() - self._began)
 
 
 def first_request(url: str, *, keys: bool) -> list[str]:

@@ -86,13 +86,14 @@ def start(
     # SIGKILL, as for daemons: `chaos` may be killed while the supervisor is stopped, which would keep SIGTERM waiting.
     if starter_pid is not None and not end_with_parent(starter_pid):
         raise LucevisorError(f"process {starter_pid}, for which this supervisor was to run, has ended")
-    from lucevisor.app.run import Display, RunOptions, fault_limits, run  # imports the whole supervisor
+    from lucevisor.app.run import RunOptions, fault_limits, run  # imports the whole supervisor
+    from lucevisor.app.status import LoadProgress
     from lucevisor.cli.progress import StartDisplay
 
     limits = fault_limits(allow_faults) if allow_faults is not None else None
     options = RunOptions(to_terminal=not detached, take_over_s=drain_s if take_over else None, limits=limits)
     if detached:
-        return int(run(loaded, chosen, Display(), options))
+        return int(run(loaded, chosen, LoadProgress(), options))
     with StartDisplay(loaded) as display:
         return int(run(loaded, chosen, display, options))
 

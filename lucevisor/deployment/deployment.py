@@ -218,7 +218,7 @@ class Deployment:
         self._sizes = sizes
         self.needed: Final = target_groups(config)  # the groups with layers, which serving needs
         self._placing = PlacementBarrier(self.needed, self._place, config.groups.keys() - self.needed)
-        self._links: dict[str, Link] = {}  # of READY groups
+        self.links: dict[str, Link] = {}  # of READY groups
         self._draft_loaded = False  # the draft group is READY and has loaded the drafter
         self._draft_problem = ""  # why the draft group runs without the drafter
         self._detached = ""  # why the engine dropped the drafter
@@ -281,7 +281,7 @@ class Deployment:
     @property
     def loaded(self) -> bool:
         """True while every group with layers is READY."""
-        return self._links.keys() >= set(self.needed)
+        return self.links.keys() >= set(self.needed)
 
     @property
     def failed(self) -> str | None:
@@ -302,7 +302,7 @@ class Deployment:
         stage_groups, draft = [stage.group for stage in self.placement.stages], self.placement.draft
         draft_group = "" if draft is None else draft.group
         self._assembly = PipelineAssembly(engine, stage_groups, self._owner.on_change, draft_group)
-        for group, link in self._links.items():
+        for group, link in self.links.items():
             with_draft = group == draft_group and self._draft_loaded
             self._assembly.on_ready(
                 group, link, with_draft=with_draft, restored=link in links, draft_restored=draft_restored
@@ -317,10 +317,6 @@ class Deployment:
     def drafting(self) -> bool:
         """True while a drafter is attached to the engine."""
         return self._assembly is not None and self._assembly.drafting
-
-    @property
-    def links(self) -> Mapping[str, Link]:
-        return self._links
 
     def detach(self, error: RequestError | None = None) -> None:
         """Detach from the engine, for good.  Running requests end with ``error``; without one the engine has left the
@@ -392,7 +388,8 @@ class Deployment:
         placement = await self._placing.wait(group, hello)
         if group not in placement.groups:
             raise LucevisorError(f"it has nothing to run: the drafter is left out: {placement.draft_left_out}")
-        score_files = [] if self._model.scorer is None else [str(path) for path in self._model.scorer.files.paths]
+        scorer = self._model.scorer
+        score_files = [str(path) for path in scorer.files.paths] if scorer is not None and scorer.files else []
         files, draft_files = await self._weights.model_files(), None
         if group == self.draft_group:
             draft_files = await self._draft_files(alone=not placement.stages_of(group))
@@ -420,7 +417,7 @@ class Deployment:
         config, model = with_target_devices(self._config, inventory), self._model
         speeds = await speeds_for(model.spec, model.files, config, inventory)
         config = with_sizes(config, self._sizes)
-        result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.score_spec)
+        result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.scorer)
         self.unfit = why_unfit(result, self._sizes)
         if isinstance(result, Infeasible) or self.unfit:
             raise LucevisorError(self.unfit)
@@ -444,7 +441,7 @@ class Deployment:
         return f"group {group} read another state of the files than the one that runs"
 
     def _on_ready(self, group: str, link: Link, _hello: Hello, loaded: Loaded) -> None:
-        self._links[group] = link
+        self.links[group] = link
         with_draft = False
         if group == self.draft_group:
             self._draft_problem = self._draft_problem or loaded.draft_problem
@@ -464,7 +461,7 @@ class Deployment:
             self._owner.on_change()
 
     def _on_lost(self, group: str, reason: str) -> None:
-        self._links.pop(group, None)
+        self.links.pop(group, None)
         if group == self.draft_group:
             self._draft_loaded = False
         if self._assembly is not None:
@@ -520,7 +517,7 @@ class Deployment:
         except LucevisorError as error:
             log.warning("state is not saved for the next daemon", group=group, reason=str(error))
             restored = False
-        if self._assembly is not None and self._links.get(group) is link:
+        if self._assembly is not None and self.links.get(group) is link:
             draft_restored = restored and memory.with_draft
             self._assembly.on_ready(
                 group, link, with_draft=with_draft, restored=restored, draft_restored=draft_restored

@@ -53,7 +53,7 @@ def check_before_start(config: Config, model: ServedModel) -> None:
 def _check_plan(config: Config, model: ServedModel) -> Iterator[ConfigError]:
     """Yield what the plan refuses whatever memory the devices have, which is not known yet."""
     try:
-        plan(model.spec, with_target_devices(config, {}), {}, None, model.draft_spec, model.score_spec)
+        plan(model.spec, with_target_devices(config, {}), {}, None, model.draft_spec, model.scorer)
     except ConfigError as error:
         yield error
 

@@ -21,23 +21,15 @@ class ServedDrafter:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedScorer:
-    """The scoring model of PFlash."""
-
-    spec: ModelSpec
-    files: GgufFiles
-
-
-@dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Files of a model and what their header says.  ``name`` is its id in /v1/models; ``chat_template`` takes the place
-    of the one in the files, if it is not None."""
+    """Files of a model and what their header says.  ``name`` is its id in /v1/models; ``scorer``: the scoring model of
+    PFlash; ``chat_template`` takes the place of the one in the files, if it is not None."""
 
     spec: ModelSpec
     files: tuple[Path, ...]
     name: str
     drafter: ServedDrafter | None = None
-    scorer: ServedScorer | None = None
+    scorer: ModelSpec | None = None
     chat_template: str | None = None
 
     @property
@@ -48,7 +40,3 @@ class ServedModel:
     @property
     def draft_spec(self) -> DraftSpec | None:
         return None if self.drafter is None else self.drafter.spec
-
-    @property
-    def score_spec(self) -> ModelSpec | None:
-        return None if self.scorer is None else self.scorer.spec

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lucevisor.engine import validation
@@ -38,7 +38,7 @@ from lucevisor.engine.request import (
 )
 from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing
 from lucevisor.engine.scheduler import Events, Scheduler, SwapSpace
-from lucevisor.engine.sequence import RequestRecord, WantedRows, page_operations
+from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.statistics import EngineStatistics, RateWindow, StepTotals
 from lucevisor.engine.step import WrongResult
 from lucevisor.kv.page_table import PagedOut
@@ -47,7 +47,7 @@ from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
 from lucevisor.protocol.messages import SlotPlace
-from lucevisor.protocol.steps import OpenSequence, Operation, SamplingParams, Step, StepResult
+from lucevisor.protocol.steps import Operation, SamplingParams, Step, StepResult
 from lucevisor.protocol.validation import UnansweredStep
 
 MAX_LOSSES = 4
@@ -87,8 +87,6 @@ class Engine:
     """Requests in, events out, over the attached pipeline."""
 
     def __init__(self, limits: EngineLimits, settings: EngineSettings) -> None:
-        if settings.max_queue < 1:
-            raise ValueError(f"max_queue is {settings.max_queue}; every request passes the queue, so give 1 or more")
         self._settings, self._clock = settings, settings.clock
         self.scheduler = Scheduler(limits)
         self.pipeline: Pipeline | None = None
@@ -119,7 +117,7 @@ class Engine:
 
         Raises NotReady without a pipeline or a hold, or while draining, QueueFull, InvalidRequest, ContextOverflow.
         """
-        self._check_taking(request)
+        self._check_taking(request.client_id)
         return self._submit(request, None, hold=self.on_submit(request))
 
     def resume(self, request_id: str) -> None:
@@ -139,7 +137,7 @@ class Engine:
         request = GenerationRequest(
             request_id=request_id, prompt=TokenBuffer(ids), max_tokens=1, sampling=SamplingParams(temperature=0.0)
         )
-        self._check_taking(request)
+        self._check_taking(request.client_id)
         collector = self._rows[request_id] = RowCollector(len(request.prompt), hidden=want_hidden)
         try:
             with self._submit(request, WantedRows(hidden=want_hidden, rows=rows_per_step)) as handle:
@@ -190,11 +188,8 @@ class Engine:
         """Use a pipeline whose daemons hold no sequences; queued and held requests start.
 
         ``restored``: they have the bytes of what was frozen before ``detach_frozen``, so running requests go on.
-        ``before_steps`` is called with whether they do, before the first step.  Raises RuntimeError when one is
-        attached already.
+        ``before_steps`` is called with whether they do, before the first step.
         """
-        if self.pipeline is not None:
-            raise RuntimeError("a pipeline is attached already; detach it first")
         opening = self._stages.opening if restored else None
         if opening is None and self._stages.opening is not None:  # parted, and the bytes are not there
             self.detach(RequestError("shard_lost", self._unavailable))
@@ -233,7 +228,7 @@ class Engine:
         self._unavailable = error.message
         events = self.scheduler.lose_all(error, now, self.recovery.hold)
         if permanent:
-            events += self.scheduler.fail(self.scheduler.queued, error, now)
+            events += self.scheduler.fail(self.scheduler.queue, error, now)
         self.proceed(events)
 
     def detach_frozen(self, error: RequestError, rows: RowStore | None, journal_pages: int) -> None:
@@ -415,11 +410,11 @@ class Engine:
     def _planning(self) -> bool:
         return not self.freezer.paused and not self._stages.active
 
-    def _check_taking(self, request: GenerationRequest) -> None:
+    def _check_taking(self, client: str) -> None:
         if self._refusal or not (self.ready or self.recovery.holding):
             raise NotReady(self._refusal or self._unavailable)
-        client, max_queue = request.client_id, self._settings.max_queue
-        if not self.scheduler.accepts(request, max_queue):
+        max_queue = self._settings.max_queue
+        if not self.scheduler.accepts(client, max_queue):
             queue, retry_s = self.scheduler.queue, self.scheduler.retry_after_s(client)
             raise QueueFull(queue.n_waiting(client), queue.n_clients(client), max_queue, retry_s)
 
@@ -478,12 +473,10 @@ class DrafterAttachment:
         """Draft with the draft stage behind ``link``, whose daemon holds no sequences yet.
 
         ``with_output``: it is the output stage's daemon.  ``restored``: it has the state of the drafter before, and no
-        step was planned since that was detached.  Raises RuntimeError without a pipeline or with a drafter,
-        ValueError if the limits have no room for one.
+        step was planned since that was detached.
         """
         pipeline = self._engine.pipeline
-        if pipeline is None:
-            raise RuntimeError("there is no pipeline to attach a drafter to; attach one first")
+        assert pipeline is not None
         self._engine.scheduler.attach_drafter(with_output=with_output, restored=restored)
         pipeline.drafts.attach(link, with_output=with_output)
         self._engine.proceed()
@@ -536,12 +529,7 @@ class Freezer:
     ) -> None:
         self._engine, self._stages, self._recovery = engine, stages, recovery
         self._changes, self._clock = changes, clock
-        self._paused = False
-
-    @property
-    def paused(self) -> bool:
-        """True if no step is planned because of ``freeze``."""
-        return self._paused
+        self.paused = False
 
     async def freeze(self, timeout_s: float, reason: PauseReason = "restart") -> FrozenState | None:
         """Plan no step until lost stages are there again or a pipeline is attached, and wait until those on their way
@@ -550,27 +538,28 @@ class Freezer:
         Returns what the shards hold then, for ``restore`` or ``attach`` with ``restored``.  None if it took longer, or
         the pipeline was lost.
         """
-        self._paused = True
+        self.paused = True
         self._recovery.begin_hold(self._clock(), reason)
         at_rest = await self._changes.holds_within(
-            lambda: not self._paused or self._engine.pipeline is None or self._flush(), timeout_s
+            lambda: not self.paused or self._engine.pipeline is None or self._flush(), timeout_s
         )
-        if not at_rest or not self._paused or self._engine.pipeline is None:
+        if not at_rest or not self.paused or self._engine.pipeline is None:
             return None
-        scheduler, pools = self._engine.scheduler, self._engine.scheduler.pools
-        frozen = FrozenState(pools.in_use(), opening_of(scheduler.running), _n_tokens(scheduler.running))
+        running, pools = self._engine.scheduler.running, self._engine.scheduler.pools
+        n_tokens = sum(record.live.n_computed for record in running if record.live is not None)
+        frozen = FrozenState(pools.in_use(), running.opening_operations(restored=True), n_tokens)
         self._stages.freeze(frozen.opening, frozen.n_tokens)
         return frozen
 
     def thaw(self) -> None:
         """Plan again after a freeze.  Does nothing if the freeze has ended already."""
-        if self._paused and self._engine.pipeline is not None and not self._stages.active:
+        if self.paused and self._engine.pipeline is not None and not self._stages.active:
             self.resume()
             self._engine.proceed()
 
     def resume(self) -> None:
         """Plan steps again after a freeze or a loss: the pipeline is whole."""
-        self._paused = False
+        self.paused = False
         self._recovery.end_hold(self._clock())
 
     async def quiesce(self, timeout_s: float) -> bool:
@@ -594,25 +583,6 @@ class Freezer:
             self._stages.on_step_planned(plan, {})
             pipeline.submit(plan.step, opening=plan.opening)
         return plan is None
-
-
-def opening_of(running: Iterable[RequestRecord]) -> list[Operation]:
-    """Return what opens running sequences, none of which has a step in flight, over the pages and states they have."""
-    operations: list[Operation] = []
-    for record in running:
-        if (live := record.live) is None:
-            continue
-        sampling = record.request.sampling
-        history = [*record.tokens[: live.n_computed]] if sampling.needs_history else []
-        n_prompt = len(record.request.prompt)
-        operations.append(OpenSequence(live.sequence, live.state, sampling, history, record.mu, n_prompt))
-        for growth in live.table.growths():
-            operations += page_operations(live.sequence, growth)
-    return operations
-
-
-def _n_tokens(running: Iterable[RequestRecord]) -> int:
-    return sum(record.live.n_computed for record in running if record.live is not None)
 
 
 class SlotAccess:

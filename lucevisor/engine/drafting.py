@@ -108,13 +108,7 @@ class Drafting:
 
         ``opening``: sequences are open in the shards, which it has to open, too.  ``restored``: it has the state of the
         last one, and nothing was computed in between; that of a suspended one is not worth keeping.
-
-        Raises ValueError if the limits have no room for one, RuntimeError if there is one.
         """
-        if not self._settings.drafter:
-            raise ValueError("no drafter can be attached: the arenas have no region for it (speculation.drafter)")
-        if self.attached:
-            raise RuntimeError("a drafter is attached already; detach it first")
         restored = restored and not self._was_suspended
         self.attached, self.opening, self._overlaps = True, opening, not with_output
         self._opens_restored, self._was_suspended = restored, False

@@ -70,13 +70,15 @@ class RunningRequests(Collection[RequestRecord]):
         return operations
 
     def opening_operations(self, *, restored: bool) -> list[Operation]:
-        """Return the operations that open all sequences at a drafter without any; ``restored``: it has their states."""
+        """Return the operations that open all sequences in a daemon without any; ``restored``: it has their states."""
         operations: list[Operation] = []
         for record in self._records.values():
             live = record.live
             if live is None:
                 continue
-            operations.append(OpenSequence(live.sequence, live.state, record.request.sampling))
+            sampling, n_prompt = record.request.sampling, len(record.request.prompt)
+            history = [*record.tokens[: live.n_computed]] if sampling.needs_history else []
+            operations.append(OpenSequence(live.sequence, live.state, sampling, history, record.mu, n_prompt))
             if live.state != NO_STATE and not restored:
                 operations.append(ZeroState(live.state))
             for growth in live.table.growths():

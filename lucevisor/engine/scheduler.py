@@ -432,8 +432,6 @@ class Admission:
         return operations
 
 
-_SHORT_STEPS: Final = 128
-"""Most steps, chunks of the prompt and tokens of the answer, of a request that a full queue takes."""
 MAX_SKIPPED_STEPS: Final = 4
 """Steps in a row that may skip a prompt for shorter ones; twice as many while the first stage is never free."""
 
@@ -464,9 +462,9 @@ class Scheduler:
         self.drafting = Drafting(limits, self.pools, self.running, n_stages)
         self._records: dict[str, RequestRecord] = {}
         self._shares = ClientShares(credit=4 * limits.prefill_chunk)
-        self._queue = RequestQueue(self._shares)
-        self.preemption = Preemption(self.running, self._queue, self.reuse, self._shares, limits.prefill_chunk)
-        self.admission = Admission(self._queue, self.running, self.reuse, self._shares, self.preemption)
+        self.queue = RequestQueue(self._shares)
+        self.preemption = Preemption(self.running, self.queue, self.reuse, self._shares, limits.prefill_chunk)
+        self.admission = Admission(self.queue, self.running, self.reuse, self._shares, self.preemption)
         self._operations: list[Operation] = []
         self._flushing = False  # send waiting operations with a step of their own if need be
         self.in_flight: deque[ScheduledStep] = deque()
@@ -502,22 +500,11 @@ class Scheduler:
         record.prefix.held = hold
         self._records[request.request_id] = record
         self._shares.add_request(request.client_id)
-        self._queue.add(record)
+        self.queue.add(record)
 
-    def accepts(self, request: GenerationRequest, max_queue: int) -> bool:
-        """Return whether a request may wait.  Clients share the queue equally.
-
-        Short requests may exceed a share by an eighth and one, so that long ones in the queue do not keep them out.
-        """
-        share = self.queue_share(request.client_id, max_queue)
-        n_steps = -(-len(request.prompt) // self.limits.prefill_chunk) + request.max_tokens
-        if n_steps <= _SHORT_STEPS:
-            share += share // 8 + 1
-        return self._queue.n_waiting(request.client_id) < share
-
-    def queue_share(self, client: str, max_queue: int) -> int:
-        """Return how many requests of a client may wait."""
-        return max(1, max_queue // self._queue.n_clients(client))
+    def accepts(self, client: str, max_queue: int) -> bool:
+        """Return whether a further request of ``client`` may wait.  Clients share the queue equally."""
+        return self.queue.n_waiting(client) < max(1, max_queue // self.queue.n_clients(client))
 
     def resume(self, request_id: str) -> None:
         """Let a held request start.  Does nothing if it is over already."""
@@ -525,7 +512,7 @@ class Scheduler:
         if record is not None:
             record.prefix.held = False
             self.reuse.resize(record)
-            self._queue.invalidate_order()
+            self.queue.invalidate_order()
 
     def cancel(self, request_id: str, now: float, error: RequestError | None = None) -> Events:
         """End a request, as failed if there is an ``error``, and free its ids.  Does nothing if it is over already."""
@@ -545,7 +532,7 @@ class Scheduler:
         self.last_applied = self._last_step  # what was in flight is never answered
         self._operations.clear()  # the shards start empty
         self._flushing = False
-        for record in self._queue:
+        for record in self.queue:
             record.n_in_flight = 0
         return events
 
@@ -568,8 +555,6 @@ class Scheduler:
     def attach_drafter(self, *, with_output: bool, restored: bool = False) -> None:
         """Ask a drafter from the next step on, fresh or with ``restored`` state; ``with_output``: it runs in the output
         stage's daemon.
-
-        Raises ValueError if the limits have no room for one, RuntimeError if there is one.
         """
         opening = bool(self.running or self._operations)
         self.drafting.attach(with_output=with_output, opening=opening, restored=restored)
@@ -909,7 +894,7 @@ class Scheduler:
                 self._operations += self.reuse.on_finishing(record, now)
             self._operations += self.running.close(record)
         elif record.state is RequestState.QUEUED:
-            self._queue.remove(record)
+            self.queue.remove(record)
         ends = {"cancelled": RequestState.CANCELLED, "error": RequestState.FAILED}
         record.move(ends.get(reason, RequestState.FINISHED))
         self.reuse.on_finished(record)
@@ -926,7 +911,7 @@ class Scheduler:
     @property
     def n_queued(self) -> int:
         """Requests that have no sequence in the shards, or lost it to preemption."""
-        return len(self._queue)
+        return len(self.queue)
 
     @property
     def n_running(self) -> int:
@@ -937,11 +922,6 @@ class Scheduler:
     def n_in_flight(self) -> int:
         """Steps planned whose result was not applied yet."""
         return len(self.in_flight)
-
-    @property
-    def queued(self) -> Iterable[RequestRecord]:
-        """Requests that wait, in no order that matters."""
-        return self._queue
 
     @property
     def unfinished(self) -> Collection[str]:
@@ -959,15 +939,11 @@ class Scheduler:
         waiting = self.drafting.outstanding
         return min(self.last_applied, waiting[0].step_id - 1) if waiting else self.last_applied
 
-    @property
-    def queue(self) -> RequestQueue:
-        return self._queue
-
     def retry_after_s(self, client: str) -> int:
         """Return the whole seconds until the last waiting request of a client is likely to start: the requests that
         start by then times the mean time of a request, divided by the sequences that run; 5 before one has ended.
         """
         if not self._service_s:
             return 5
-        wait_s = self._queue.n_before(client) * self._service_s / max(1, self.n_running)
+        wait_s = self.queue.n_before(client) * self._service_s / max(1, self.n_running)
         return min(600, max(1, math.ceil(wait_s)))

@@ -57,7 +57,7 @@ def _sequence_owners(scheduler: Scheduler) -> Iterator[Owner]:
 
 
 def _sequence_problems(scheduler: Scheduler) -> Iterator[str]:
-    running, queued = list(scheduler.running), list(scheduler.queued)
+    running, queued = list(scheduler.running), list(scheduler.queue)
     owners = [
         Owner(f"request {r.request.request_id}", scheduler.running.sequence_ids, [r.live.sequence])
         for r in running

@@ -30,12 +30,7 @@ class PageAllocator:
     """
 
     def __init__(self, n_total: int, name: str = "pages", first: int = 0, tier: Tier = Tier.DEVICE) -> None:
-        """Start with every id free.  ``tier``: the memory of all its ids.  ``name`` appears in error messages.
-
-        Raises ValueError if ``n_total`` is negative.
-        """
-        if n_total < 0:
-            raise ValueError(f"{name}: pool size is {n_total}; give 0 or more")
+        """Start with every id free.  ``tier``: the memory of all its ids.  ``name`` appears in error messages."""
         self.name = name
         self.tier = tier
         self._first = first
@@ -44,7 +39,7 @@ class PageAllocator:
         self._generations = [0] * n_total
         self._ref_counts = [0] * n_total
         self._cached: set[int] = set()
-        self._n_evictable = 0
+        self.n_evictable = 0
         self._free = list(range(first, first + n_total))
         heapify(self._free)
 
@@ -66,11 +61,6 @@ class PageAllocator:
         """Ids with at least one owner; a shared id counts once."""
         return len(self._ref_counts) - len(self._free)
 
-    @property
-    def n_evictable(self) -> int:
-        """Ids that only the prefix index owns: free as soon as it lets go."""
-        return self._n_evictable
-
     def evictable(self, page: int) -> bool:
         """Return whether the prefix index is the only owner of an id."""
         return page in self._cached and self._ref_counts[page - self._first] == 1
@@ -85,12 +75,7 @@ class PageAllocator:
         return self._ref_counts[page - self._first]
 
     def allocate(self, n: int) -> list[int] | None:
-        """Take ``n`` free ids with one owner each, or None, taking nothing, if fewer are free.
-
-        Raises ValueError if ``n`` is negative.
-        """
-        if n < 0:
-            raise ValueError(f"{self.name}: cannot allocate {n} ids; ask for 0 or more")
+        """Take ``n`` free ids with one owner each, or None, taking nothing, if fewer are free."""
         if n > len(self._free):
             return None
         taken = [heappop(self._free) for _ in range(n)]
@@ -127,7 +112,7 @@ class PageAllocator:
                 raise PageError(f"{self.name}: id {page} is free and cannot be shared")
         for page, n in counted.items():
             if ref_counts[page - first] == 1 and page in self._cached:
-                self._n_evictable -= 1
+                self.n_evictable -= 1
             ref_counts[page - first] += n
 
     def release(self, pages: Iterable[int]) -> None:
@@ -146,7 +131,7 @@ class PageAllocator:
             if left == 0:
                 heappush(self._free, page)
             elif left == 1 and page in cached:
-                self._n_evictable += 1
+                self.n_evictable += 1
 
     def cache(self, pages: Collection[int]) -> None:
         """Make the prefix index an owner of ids in use.  Raises PageError, changing nothing, if it is one already or an
@@ -164,7 +149,7 @@ class PageAllocator:
             if page not in self._cached:
                 raise PageError(f"{self.name}: id {page} is not cached")
         ref_counts, first = self._ref_counts, self._first
-        self._n_evictable -= sum(ref_counts[page - first] == 1 for page in pages)
+        self.n_evictable -= sum(ref_counts[page - first] == 1 for page in pages)
         self._cached.difference_update(pages)
         self.release(pages)
 
@@ -177,8 +162,8 @@ class PageAllocator:
             problems.append(f"the free list is {sorted(self._free)}, ids without owners are {free}")
         if self._cached != set(cached):
             problems.append(f"ids {sorted(self._cached)} count as cached, the prefix index has {sorted(cached)}")
-        if self._n_evictable != len(evictable):
-            problems.append(f"{self._n_evictable} ids count as evictable, the prefix index alone has {evictable}")
+        if self.n_evictable != len(evictable):
+            problems.append(f"{self.n_evictable} ids count as evictable, the prefix index alone has {evictable}")
         return problems
 
     def _check(self, pages: Iterable[int]) -> None:

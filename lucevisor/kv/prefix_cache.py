@@ -119,28 +119,13 @@ class PrefixIndex:
         self.n_evictions = 0
         self.version = 0  # changes whenever the result of a match may
         self._residency = residency
-        self._sequence_pools, self._pools = pools, pools.slot_pools
-        self._tree = PrefixTree(self._pools, window_tokens)
+        self._sequence_pools, self.pools = pools, pools.slot_pools
+        self.tree = PrefixTree(self.pools, window_tokens)
         self._slots: dict[int, PrefixSlot] = {}  # by number, oldest first
         self._n_made = self._n_prompts = 0  # slots ever, and prompts that a slot could have been used for
-        self._reservations: set[Reservation] = set()
+        self.reservations: set[Reservation] = set()
 
     # ---- state and lookup
-
-    @property
-    def tree(self) -> PrefixTree:
-        """What is remembered, for checks."""
-        return self._tree
-
-    @property
-    def pools(self) -> PagePools:
-        """Where slots have their ids."""
-        return self._pools
-
-    @property
-    def reservations(self) -> Collection[Reservation]:
-        """Ids set aside for prefixes that are being restored."""
-        return self._reservations
 
     @property
     def enabled(self) -> bool:
@@ -155,21 +140,21 @@ class PrefixIndex:
     @property
     def pinning(self) -> bool:
         """True if pins or reservations keep ids from sequences for now."""
-        return bool(self._reservations) or any(slot.pins for slot in self._slots.values())
+        return bool(self.reservations) or any(slot.pins for slot in self._slots.values())
 
     def find_slot(self, tokens: Sequence[int], n_tokens: int) -> PrefixSlot | None:
         """Return the slot of exactly the first ``n_tokens`` tokens."""
-        return self._tree.find_slot(TokenBuffer.of(tokens), n_tokens)
+        return self.tree.find_slot(TokenBuffer.of(tokens), n_tokens)
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
         """Return the longest cached prefix that leaves a token to compute; changes nothing."""
         packed, most = TokenBuffer.of(tokens), len(tokens) - 1
-        walk = self._tree.walk(packed, most)
+        walk = self.tree.walk(packed, most)
         n_known = walk.n_pages * PAGE_TOKENS
-        n_usable = 0 if self.recurrent else self._tree.n_usable_pages(walk) * PAGE_TOKENS
+        n_usable = 0 if self.recurrent else self.tree.n_usable_pages(walk) * PAGE_TOKENS
         if self._residency is not None and not self._residency.attends_host:  # what follows depends on what was out
             n_usable = min(n_usable, (self._residency.pool_pages - 1) * PAGE_TOKENS)
-        slot = next(iter(self._tree.slots_on(walk, packed, most)), None)
+        slot = next(iter(self.tree.slots_on(walk, packed, most)), None)
         if slot is not None and slot.n_tokens and slot.n_tokens >= n_usable:
             return self._match(walk.nodes, slot.n_tokens, n_known, slot)
         return self._match(walk.nodes, n_usable, n_known, None) if n_usable else PrefixMatch(0, n_known)
@@ -193,12 +178,12 @@ class PrefixIndex:
         """Allocate a state for a checkpoint that saves so many tokens, if need be by evicting a slot worth less."""
         if not self.reclaim_checkpoint(n_tokens_saved):
             return None
-        taken = self._pools[Space.RECURRENT].allocate(1)
+        taken = self.pools[Space.RECURRENT].allocate(1)
         return None if taken is None else taken[0]
 
     def n_saved(self, tokens: Sequence[int], n_tokens: int) -> int:
         """Return how many tokens a slot at ``n_tokens`` would save beyond the existing slots."""
-        known = self._tree.longest_slot(TokenBuffer.of(tokens), n_tokens - 1)
+        known = self.tree.longest_slot(TokenBuffer.of(tokens), n_tokens - 1)
         return n_tokens - (known.n_tokens if known is not None else 0)
 
     def publish(
@@ -213,10 +198,10 @@ class PrefixIndex:
         packed = TokenBuffer.of(tokens)
         known = made = None
         if self.worth_caching(source.n_tokens):
-            known = self._tree.find_slot(packed, source.n_tokens)
+            known = self.tree.find_slot(packed, source.n_tokens)
             made = self._add(packed, source, now) if known is None else None
         if source.state != NO_STATE:  # a slot that was made has a reference of its own
-            self._pools[Space.RECURRENT].release([source.state])
+            self.pools[Space.RECURRENT].release([source.state])
         if known is not None:
             self.touch(known, now)
             known.pins += pinned
@@ -237,25 +222,25 @@ class PrefixIndex:
         """
         leaving = paged_out.entries if paged_out is not None else ()
         n_device = pages_of(n_tokens) - len(leaving)
-        first, needs = self._tree.first_window(n_tokens), {Space.FULL: n_device, Space.RECURRENT: 1}
+        first, needs = self.tree.first_window(n_tokens), {Space.FULL: n_device, Space.RECURRENT: 1}
         needs[Space.WINDOW] = pages_of(n_tokens) - first
-        needs = {space: n for space, n in needs.items() if space in self._pools}
+        needs = {space: n for space, n in needs.items() if space in self.pools}
         if not self.worth_caching(n_tokens) or not self.reclaim_host(len(leaving)):
             return None
         if not self.reclaim_for_slot(needs):
             return None
-        ids, hosts = self._pools.allocate(needs), self._pools.host_pages.allocate(len(leaving))
+        ids, hosts = self.pools.allocate(needs), self.pools.host_pages.allocate(len(leaving))
         if ids is None or hosts is None:
             return None
         reservation = Reservation(n_tokens, first, ids, paged_out=paged_out)
         if Space.FULL in ids:
-            pool = self._pools[Space.FULL]
+            pool = self.pools[Space.FULL]
             reservation.draft_epoch = pool.epoch
             pool.stamp(ids[Space.FULL], 0)  # until it is known that the file has the drafter's state
             held, out = iter(ids[Space.FULL]), dict(zip(leaving, hosts, strict=True))
             entries = range(pages_of(n_tokens))
             ids[Space.FULL] = [out[entry] if entry in out else next(held) for entry in entries]
-        self._reservations.add(reservation)
+        self.reservations.add(reservation)
         return reservation
 
     def adopt(
@@ -267,13 +252,13 @@ class PrefixIndex:
         drafter that was attached when they were reserved.  Returns None if the shards lost their state in the
         meantime, or the slot was evicted right away.
         """
-        if reservation not in self._reservations:
+        if reservation not in self.reservations:
             return None
         if len(tokens) != reservation.n_tokens:
             raise ValueError(f"{len(tokens)} tokens are adopted into ids reserved for {reservation.n_tokens}")
-        self._reservations.remove(reservation)
+        self.reservations.remove(reservation)
         if drafted and Space.FULL in reservation.ids:
-            for allocator, pages in self._pools.tiers(Space.FULL, reservation.ids[Space.FULL]):
+            for allocator, pages in self.pools.tiers(Space.FULL, reservation.ids[Space.FULL]):
                 allocator.stamp(pages, reservation.draft_epoch)
         out = reservation.paged_out
         source = SlotSource(reservation.n_tokens, reservation.entries, reservation.state, reservation.origin, out)
@@ -285,15 +270,15 @@ class PrefixIndex:
 
     def drafted(self, slot: PrefixSlot) -> bool:
         """Return whether the drafter that is attached has the state of all of a slot."""
-        if Space.FULL not in self._pools:
+        if Space.FULL not in self.pools:
             return False
-        epoch, tiers = self._pools[Space.FULL].epoch, self._pools.tiers(Space.FULL, slot.pages(Space.FULL))
+        epoch, tiers = self.pools[Space.FULL].epoch, self.pools.tiers(Space.FULL, slot.pages(Space.FULL))
         return epoch > 0 and all(allocator.epoch_of(page) == epoch for allocator, pages in tiers for page in pages)
 
     def cancel(self, reservation: Reservation) -> None:
         """Release the ids of a reservation.  Does nothing if it was adopted, cancelled or cleared already."""
-        if reservation in self._reservations:
-            self._reservations.remove(reservation)
+        if reservation in self.reservations:
+            self.reservations.remove(reservation)
             self._release(reservation)
 
     # ---- pins
@@ -320,9 +305,9 @@ class PrefixIndex:
         """Drop everything, pins and reservations included: the shards lost their state."""
         for slot in self.slots:
             self._remove(slot)
-        for reservation in self._reservations:
+        for reservation in self.reservations:
             self._release(reservation)
-        self._reservations.clear()
+        self.reservations.clear()
 
     # ---- eviction
 
@@ -330,7 +315,7 @@ class PrefixIndex:
     def n_bytes(self) -> int:
         """Bytes of pages and states that only slots hold."""
         return sum(
-            self._pools[space].n_evictable * self.settings.unit_bytes.get(space, 0) for space in self._pools.spaces
+            self.pools[space].n_evictable * self.settings.unit_bytes.get(space, 0) for space in self.pools.spaces
         )
 
     def can_reclaim(self, needs: Mapping[Space, int], shared: Mapping[Space, Collection[int]]) -> bool:
@@ -349,7 +334,7 @@ class PrefixIndex:
 
     def can_reclaim_host(self, n: int, shared: Collection[int]) -> bool:
         """The same for pages in host memory."""
-        hosts = self._pools.host_pages
+        hosts = self.pools.host_pages
         if n <= hosts.n_free:
             return True
         pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, Space.FULL)}
@@ -357,7 +342,7 @@ class PrefixIndex:
 
     def reclaim_host(self, n: int) -> bool:
         """Evict slots until so many pages in host memory are free; False if that is not enough."""
-        hosts = self._pools.host_pages
+        hosts = self.pools.host_pages
         while n > hosts.n_free:
             victim = self._next_victim([hosts]) if n <= hosts.n_free + hosts.n_evictable else None
             if victim is None:
@@ -371,13 +356,13 @@ class PrefixIndex:
 
     def reclaim_for_slot(self, needs: Mapping[Space, int]) -> bool:
         """The same for a slot."""
-        return self._reclaim(self._pools, needs)
+        return self._reclaim(self.pools, needs)
 
     def reclaim_checkpoint(self, n_tokens_saved: int) -> bool:
         """Evict a slot for the state of one that saves so many tokens, unless a state is free; False if all are worth
         more.
         """
-        states = self._pools[Space.RECURRENT]
+        states = self.pools[Space.RECURRENT]
         if states.n_free:
             return True
         victim = self._next_victim([states])
@@ -391,8 +376,8 @@ class PrefixIndex:
         it shared now count for the slots alone.
         """
         while len(self._slots) > self.settings.max_slots or self.n_bytes > self.settings.memory_bytes:
-            spaces = self._pools.spaces if self.n_bytes > self.settings.memory_bytes else ()
-            victim = self._next_victim([self._pools[space] for space in spaces])
+            spaces = self.pools.spaces if self.n_bytes > self.settings.memory_bytes else ()
+            victim = self._next_victim([self.pools[space] for space in spaces])
             if victim is None:
                 return
             self._evict(victim)
@@ -401,12 +386,12 @@ class PrefixIndex:
 
     def _add(self, tokens: TokenBuffer, source: SlotSource, now: float) -> PrefixSlot | None:
         """Make a slot, the most recently used; None if the tree cannot hold it (``PrefixTree.add``)."""
-        slot = self._tree.add(tokens, source, self._n_made)
+        slot = self.tree.add(tokens, source, self._n_made)
         if slot is None:
             return None
         self._n_made += 1
         self.version += 1
-        slot.parent = self._tree.longest_slot(tokens, slot.n_tokens - 1)
+        slot.parent = self.tree.longest_slot(tokens, slot.n_tokens - 1)
         if slot.node.n_slots > 1:
             for other in self._slots.values():
                 if other.parent is slot.parent and other.begins_with(slot):
@@ -418,7 +403,7 @@ class PrefixIndex:
     def _remove(self, slot: PrefixSlot) -> None:
         """Remove a slot, and release what no other needs."""
         self.version += 1
-        self._tree.remove(slot)
+        self.tree.remove(slot)
         del self._slots[slot.number]
         for other in self._slots.values():
             if other.parent is slot:
@@ -462,7 +447,7 @@ class PrefixIndex:
     def _reclaim(self, pools: PagePools, needs: Mapping[Space, int]) -> bool:
         while not pools.fits(needs):
             exhausted = [space for space, n in needs.items() if n > pools[space].n_free]
-            gives = all(pools[space] is self._pools[space] for space in exhausted)  # slots own none of other pools
+            gives = all(pools[space] is self.pools[space] for space in exhausted)  # slots own none of other pools
             victim = self._next_victim([pools[space] for space in exhausted]) if gives else None
             if victim is None:
                 return False
@@ -491,11 +476,11 @@ class PrefixIndex:
         return False
 
     def _is_sole_owner(self, space: Space, unit: int, exhausted: Collection[PageAllocator]) -> bool:
-        allocator = self._pools.allocator_of(space, unit)
-        return allocator in exhausted and self._tree.holds(space)[unit] == 1 and allocator.evictable(unit)
+        allocator = self.pools.allocator_of(space, unit)
+        return allocator in exhausted and self.tree.holds(space)[unit] == 1 and allocator.evictable(unit)
 
     def _match(self, nodes: Sequence[Node], position: int, n_known: int, slot: PrefixSlot | None) -> PrefixMatch:
-        first, n_pages = self._tree.first_window(position), position // PAGE_TOKENS
+        first, n_pages = self.tree.first_window(position), position // PAGE_TOKENS
         return PrefixMatch(
             position,
             n_known,
@@ -510,4 +495,4 @@ class PrefixIndex:
 
     def _release(self, reservation: Reservation) -> None:
         for space, ids in reservation.ids.items():
-            self._pools.release(space, ids)
+            self.pools.release(space, ids)

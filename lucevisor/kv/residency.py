@@ -19,7 +19,7 @@ from typing import Final
 
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import Entries, Growth, HostMemoryFull, MakeRoom, NoRoom, PagedOut, PageTable, Swap
-from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_host_pages, max_resident_chunk, pages_of
+from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_host_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 FADING: Final = 0.8  # what a score is worth at the next ranking
@@ -28,7 +28,7 @@ _UNRANKED = float("inf")  # pages that were not there when pages were ranked are
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """The most pages of a sequence on the devices.  Raises ValueError if the protected ones leave no room.
+    """The most pages of a sequence on the devices, which leave room beside the protected ones.
 
     ``tau``: tokens between two rankings of the pages, where the policy ranks them.
     """
@@ -36,16 +36,6 @@ class Residency:
     pool_pages: int
     policy: ResidencyPolicy = "lru"
     tau: int = 64
-
-    def __post_init__(self) -> None:
-        if self.max_chunk < 1:
-            least = HEAD_PAGES + TAIL_PAGES + 1
-            raise ValueError(f"pool_pages is {self.pool_pages}; {least} is the least, for the protected pages and one")
-
-    @property
-    def max_chunk(self) -> int:
-        """Tokens of the longest slice."""
-        return max_resident_chunk(self.pool_pages)
 
     @property
     def keeps_host(self) -> bool:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lucevisor.model.gguf_files import GgufFiles
-from lucevisor.model.gguf_header import GgufError
-from lucevisor.model.spec import Keys
+from lucevisor.model.spec import Keys, Shapes, swiglu_tensors
 
 GATING = {1: "softmax", 2: "sigmoid"}
 MAX_EXPERTS = 1 << 16
@@ -55,11 +54,11 @@ def read_experts(keys: Keys, *, width: int | None, shared_width: int | None, gat
     )
 
 
-def routed_tensors(files: GgufFiles, prefix: str, embedding: int, x: Experts) -> dict[str, tuple[int, ...]]:
+def routed_tensors(files: GgufFiles, prefix: str, embedding: int, x: Experts) -> Shapes:
     """Router and routed experts of the layer ``prefix`` ("blk.3."), with gate and up merged or separate as in the
     file."""
     e, f, n = embedding, x.width, x.n_experts
-    out: dict[str, tuple[int, ...]] = {prefix + "ffn_gate_inp.weight": (n, e)}
+    out: Shapes = {prefix + "ffn_gate_inp.weight": (n, e)}
     if merged(files, prefix):
         out[prefix + "ffn_gate_up_exps.weight"] = (n, 2 * f, e)
     else:
@@ -67,13 +66,8 @@ def routed_tensors(files: GgufFiles, prefix: str, embedding: int, x: Experts) ->
     return out | {prefix + "ffn_down_exps.weight": (n, e, f)}
 
 
-def shared_tensors(prefix: str, embedding: int, x: Experts) -> dict[str, tuple[int, ...]]:
-    e, f = embedding, x.shared_width
-    return {
-        prefix + "ffn_gate_shexp.weight": (f, e),
-        prefix + "ffn_up_shexp.weight": (f, e),
-        prefix + "ffn_down_shexp.weight": (e, f),
-    }
+def shared_tensors(prefix: str, embedding: int, x: Experts) -> Shapes:
+    return swiglu_tensors(prefix, embedding, x.shared_width, "_shexp")
 
 
 def merged(files: GgufFiles, prefix: str) -> bool:
@@ -84,4 +78,4 @@ def merged(files: GgufFiles, prefix: str) -> bool:
 def refuse_experts(keys: Keys) -> None:
     """Raise GgufError when the metadata declare experts, which a dense family would ignore."""
     if keys.integer("expert_count", 0, low=0):
-        raise GgufError(keys.file, f"metadata value {keys.prefix}.expert_count", "is not 0: this family has no experts")
+        raise keys.error("expert_count", "is not 0: this family has no experts")

@@ -20,12 +20,10 @@ _OF_THE_PARTS = "split."  # metadata of a split file: how many parts, which one
 def fingerprint(spec: ModelSpec, digests: Mapping[str, str], options: Mapping[str, str] | None = None) -> str:
     """64 hex digits: sha256 over one ASCII line per fact.  ``digests``: by tensor name, over all its bytes.
 
-    ``options``: the model options of the spec; those that are "default" or do not affect this file are ignored.  Raises
-    ValueError when the spec's files are not open, KeyError for a tensor without a digest.
+    ``options``: the model options of the spec; those that are "default" or do not affect this file are ignored.
     """
-    if spec.files is None:
-        raise ValueError(f"the files of {spec.name} are not open: read the spec with open_spec")
     files = spec.files
+    assert files is not None
     digest = sha256()
     heeded = sorted((k, v) for k, v in (options or {}).items() if k in spec.options and v != "default")
     for fact in (_VERSION, spec.architecture, *_metadata(files), *_tensors(files, digests), *heeded):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lucevisor.model.spec import Keys
 
@@ -34,11 +34,16 @@ class Rotary:
     yarn: Yarn | None = None
 
 
+def plain_rotary(keys: Keys, head_dim: int, theta: float, suffix: str = "") -> Rotary:
+    """Read ``rope.dimension_count`` and ``rope.freq_base``, with a ``suffix`` as in "_swa"."""
+    n = keys.even("rope.dimension_count" + suffix, head_dim, high=head_dim)
+    return Rotary(n, keys.number("rope.freq_base" + suffix, theta, above=0.0))
+
+
 def read_rotary(keys: Keys, head_dim: int, options: Mapping[str, str]) -> Rotary:
     """Read ``rope.dimension_count``, ``rope.freq_base`` and ``rope.scaling.*``.  Raises GgufError, also for
     an unsupported scaling type."""
-    n = keys.even("rope.dimension_count", head_dim, high=head_dim)
-    return Rotary(n, keys.number("rope.freq_base", 10000.0, above=0.0), read_yarn(keys, options))
+    return replace(plain_rotary(keys, head_dim, 10000.0), yarn=read_yarn(keys, options))
 
 
 def read_yarn(keys: Keys, options: Mapping[str, str]) -> Yarn | None:

@@ -15,6 +15,8 @@ from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError, TensorInfo, Value
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space, dtype_bytes
 
+Shapes = dict[str, tuple[int, ...]]
+"""Name in the file -> row-major shape."""
 MAX_LAYERS = 1024
 """More layers than any model has: a header that claims 2^31 must not cost their memory."""
 
@@ -217,11 +219,11 @@ class Keys:
             raise self.error(key, f"is {value!r}, expected true or false")
         return value
 
-    def even(self, key: str, default: int, *, high: int) -> int:
-        """An even number from 2 to ``most``, such as the rotary dims of a head."""
+    def even(self, key: str, default: int | None, *, high: int) -> int:
+        """An even number from 2 to ``high``, such as the rotary dims of a head."""
         value = self.integer(key, default, low=2, high=high)
-        if value % 2:
-            raise self.error(key, f"is {value}, expected an even number")
+        if value % 2 or not 2 <= value <= high:
+            raise self.error(key, f"is {value}, expected an even number, 2 to {high}")
         return value
 
     def head_dim(self, suffix: str = "") -> int:
@@ -253,6 +255,25 @@ def attention_state(n_kv_heads: int, key_dim: int, value_dim: int) -> tuple[Stat
     )
 
 
+def attention_tensors(prefix: str, embedding: int, n_heads: int, n_kv_heads: int, dim: int, n_gates: int = 0) -> Shapes:
+    """Attention of the layer ``prefix`` ("blk.3."), with norms of queries and keys; ``n_gates``: rows of gates among
+    those of the queries."""
+    e, q, kv = embedding, n_heads * dim, n_kv_heads * dim
+    return {
+        prefix + "attn_q.weight": (q + n_gates, e),
+        prefix + "attn_k.weight": (kv, e),
+        prefix + "attn_v.weight": (kv, e),
+        prefix + "attn_q_norm.weight": (dim,),
+        prefix + "attn_k_norm.weight": (dim,),
+        prefix + "attn_output.weight": (e, q),
+    }
+
+
+def swiglu_tensors(prefix: str, embedding: int, width: int, suffix: str = "") -> Shapes:
+    rows = {f"{prefix}ffn_{name}{suffix}.weight": (width, embedding) for name in ("gate", "up")}
+    return {**rows, f"{prefix}ffn_down{suffix}.weight": (embedding, width)}
+
+
 def assemble(
     files: GgufFiles,
     keys: Keys,
@@ -273,22 +294,13 @@ def assemble(
     embedding_tensors = {"token_embd.weight": (vocabulary, hidden_size)}
     output = {"output.weight": (vocabulary, hidden_size)} if "output.weight" in files.tensors else embedding_tensors
     output_tensors = {"output_norm.weight": (hidden_size,)} | output
-    shared_tensors = dict(shared or {})
-    parts = {name: part.full_shape for layer in layers for name, part in layer.parts.items()}
-    used: set[str] = set()
-    groups: list[Mapping[str, tuple[int, ...]]] = [
-        embedding_tensors,
-        shared_tensors,
-        parts,
-        *(layer.tensors for layer in layers),
-        output_tensors,
-    ]
-    for group in groups:
-        check_tensors(files, group)
-        used.update(group)
-    skipped = tuple(name for name in files.tensors if name not in used)
+    expected = {**embedding_tensors, **(shared or {}), **output_tensors}
+    for layer in layers:
+        expected |= {**layer.tensors, **{name: part.full_shape for name, part in layer.parts.items()}}
+    check_tensors(files, expected)
+    skipped = tuple(name for name in files.tensors if name not in expected)
     _check_layers(files, skipped, keys)
-    _check_gaps(files, used)
+    _check_gaps(files, expected.keys())
     return ModelSpec(
         architecture=keys.prefix,
         name=model_name(files),
@@ -301,7 +313,7 @@ def assemble(
         output_tensors=output_tensors,
         boundary_width=hidden_size + carried,
         params=params,
-        shared_tensors=shared_tensors,
+        shared_tensors=shared or {},
         embedding_scale=embedding_scale,
         options=frozenset({"yarn_attn_factor"} if keys.has("rope.scaling.yarn_attn_factor") else ()),
         skipped=skipped,
@@ -345,17 +357,10 @@ def _check_gaps(files: GgufFiles, used: AbstractSet[str]) -> None:
 def check_tensors(files: GgufFiles, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raise GgufError naming file and tensor when one is missing or has an unexpected shape."""
     for name, shape in expected.items():
-        info = files.tensors.get(name)
-        if info is None:
-            raise GgufError(
-                str(files.paths[0]), f"tensor {name!r}", "is missing: the file is incomplete or of another family"
-            )
+        info = tensor(files, name)
         if info.shape != shape:
-            raise GgufError(
-                str(files.paths[info.part]),
-                f"tensor {info.name!r}",
-                f"has shape {list(info.shape)}, the metadata require {list(shape)}",
-            )
+            reason = f"has shape {list(info.shape)}, the metadata require {list(shape)}"
+            raise GgufError(str(files.paths[info.part]), f"tensor {info.name!r}", reason)
 
 
 def model_name(files: GgufFiles) -> str:

@@ -104,7 +104,8 @@ def non_layer_layouts(
     Tied embeddings are kept once when both are on this shard and the matrix's format can be indexed by row (dense or
     quantised), otherwise in both formats.
     """
-    files = _files(spec)
+    files = spec.files
+    assert files is not None
     out: list[TensorLayout] = []
     output_tensors = spec.output_tensors if output else {}
     if embedding:
@@ -121,7 +122,8 @@ def non_layer_layouts(
 
 
 def layer_layouts(spec: ModelSpec, i: int, backend: Backend, dtype: Dtype) -> list[TensorLayout]:
-    files, layer = _files(spec), spec.layers[i]
+    files, layer = spec.files, spec.layers[i]
+    assert files is not None
     out = [_tensor_layout(files, n, shape, matrix_role(n, shape), backend, dtype) for n, shape in layer.tensors.items()]
     return out + [_part(files, name, part, backend, dtype) for name, part in layer.parts.items()]
 
@@ -136,12 +138,6 @@ def weight_bytes(
 
 def _row_indexed(files: GgufFiles, name: str, shape: tuple[int, ...], backend: Backend, dtype: Dtype) -> bool:
     return weight_format(tensor(files, name).kind, shape, backend, dtype) in ROW_INDEXED
-
-
-def _files(spec: ModelSpec) -> GgufFiles:
-    if spec.files is None:
-        raise ValueError("the model's files are not open: shard_layouts() needs ModelSpec.files")
-    return spec.files
 
 
 def _role(name: str, shape: tuple[int, ...]) -> TensorRole:

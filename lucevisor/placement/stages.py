@@ -102,7 +102,7 @@ def load_message(
     ``draft_files``: for the group of the draft stage; None: without the drafter.  ``score_files``: of the scoring
     model, which its group loads.  ``Load.arenas`` are those at either
     end of the group's stages, each once, in the order of ``placement.arenas``: send a descriptor for each, in this
-    order, then what wakes the reader of each.  Raises KeyError when the group has no stage.
+    order, then what wakes the reader of each.
     """
     stages, draft = placement.stages_of(group), None
     if placement.draft is not None and placement.draft.group == group:
@@ -110,8 +110,6 @@ def load_message(
             placement = replace(placement, draft=None)
         draft = placement.draft
     scorer = placement.scorer if placement.scorer is not None and placement.scorer.group == group else None
-    if not stages and draft is None and scorer is None:
-        raise KeyError(f"the group {group} has no stage in this placement")
     arenas = [arena for arena in placement.arenas if _touches(placement, arena, group)]
     place = {(arena.capture, arena.boundary): i for i, arena in enumerate(arenas)}
     return Load(

@@ -124,33 +124,19 @@ class Connection:
     # ---- out
 
     def send(
-        self, message: Message, request_id: int = 0, flags: int = 0, payload: Sequence[Buffer] = (), n_fds: int = 0
+        self, message: Message, request_id: int = 0, flags: int = 0, payload: Sequence[Buffer] = ()
     ) -> list[bytes | memoryview]:
-        """Advance the state and return the buffers to write, in order.  A LocalProtocolError changes nothing.
-
-        ``n_fds``: number of descriptors the caller sends along; it must match the message.
+        """Advance the state and return the buffers to write, in order; the descriptors that the message names go with
+        the first byte.  A LocalProtocolError changes nothing.
         """
         views = byte_views(payload) if len(payload) else []
         data = encode(message, request_id, flags, sum(map(len, views)))
-        kind = KIND_OF[type(message)]
-        n_named = n_descriptors(message) if kind in WITH_DESCRIPTORS else 0
-        if n_fds != n_named:
-            raise LocalProtocolError(
-                f"{kind.name} names {_named(kind, n_named)}, but {n_fds} descriptors were given",
-                self.name,
-                "pass one descriptor per arena, in order, and that of the rows to replay, or the snapshot file's",
-            )
-        self._advance(kind)
+        self._advance(KIND_OF[type(message)])
         return [data, *views]
 
     def send_encoded(self, frame: bytes) -> None:
         """Advance the state for a frame from ``codec.encode``, without payload and descriptors."""
-        kind = MessageKind(frame[KIND_OFFSET])
-        if kind in WITH_DESCRIPTORS:
-            raise LocalProtocolError(
-                f"{kind.name} was passed encoded", self.name, "pass the message itself: its descriptors are counted"
-            )
-        self._advance(kind)
+        self._advance(MessageKind(frame[KIND_OFFSET]))
 
     def _advance(self, kind: MessageKind) -> None:
         following = self._may_send.get(kind)

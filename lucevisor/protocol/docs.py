@@ -78,17 +78,12 @@ def page(text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Rewrite the page, or with ``--check`` report whether it is up to date."""
-    if arguments not in ([], ["--check"]):
-        sys.stderr.write(f"usage: {COMMAND} [--check]\n")
-        return 2
     old = PAGE.read_text(encoding="utf-8")
-    new = page(old)
-    if new == old:
-        return 0
-    if arguments:
+    if "--check" not in arguments:
+        PAGE.write_text(page(old), encoding="utf-8")
+    elif page(old) != old:
         sys.stderr.write(f"{PAGE} is out of date: run {COMMAND}\n")
         return 1
-    PAGE.write_text(new, encoding="utf-8")
     return 0
 
 

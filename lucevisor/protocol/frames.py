@@ -85,27 +85,14 @@ _BOUNDS = {
 
 
 def pack_header(kind: MessageKind, flags: int, request_id: int, metadata: bytes, payload_bytes: int) -> bytes:
-    """Encode the header of a frame with this metadata.  LocalProtocolError when a value is out of range."""
-    _, max_flags, max_metadata_bytes, max_payload_bytes = _BOUNDS[kind]
+    """Encode the header of a frame with this metadata.  LocalProtocolError when it is too long."""
+    _, _, max_metadata_bytes, max_payload_bytes = _BOUNDS[kind]
     n_bytes = len(metadata)
     if n_bytes > max_metadata_bytes:
         raise _too_long(kind, "metadata", n_bytes, max_metadata_bytes)
     if not 0 <= payload_bytes <= max_payload_bytes:
         raise _too_long(kind, "payload", payload_bytes, max_payload_bytes)
-    if not 0 <= flags <= max_flags:
-        raise LocalProtocolError(
-            f"flags {flags:#x} are not defined",
-            f"{kind.name} to send",
-            "use the stage, 0 to 255, for a Step and 0 otherwise",
-        )
-    try:
-        head = _UNCHECKED.pack(
-            MAGIC, PROTOCOL_VERSION, kind, flags, request_id, n_bytes, payload_bytes, crc32(metadata)
-        )
-    except struct.error as error:
-        raise LocalProtocolError(
-            f"request id {request_id} does not fit in 64 bits", f"{kind.name} to send", "use an id from 0 to 2**64 - 1"
-        ) from error
+    head = _UNCHECKED.pack(MAGIC, PROTOCOL_VERSION, kind, flags, request_id, n_bytes, payload_bytes, crc32(metadata))
     return head + crc32(head).to_bytes(4, "little")
 
 

@@ -80,7 +80,7 @@ class Link:
         self._on_closed = on_closed
         self._max_queued_bytes = max_queued_bytes
         self._queue: deque[tuple[list[bytes | memoryview], list[int]]] = deque()
-        self._queued_bytes = 0
+        self.queued_bytes = 0
         self._write_error: LinkClosed | None = None
         self._closed: ProtocolError | None = None
         self._loop.add_reader(self._poll.fileno(), self._ready)
@@ -89,11 +89,6 @@ class Link:
     def closed(self) -> bool:
         """True if nothing more can be sent or received."""
         return self._closed is not None
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes waiting for the peer to read."""
-        return self._queued_bytes
 
     @property
     def state(self) -> LinkState:
@@ -115,7 +110,7 @@ class Link:
             self._connection.send_encoded(message)
             buffers: list[bytes | memoryview] = [message]
         else:
-            buffers = self._connection.send(message, request_id, payload=payload, n_fds=len(fds))
+            buffers = self._connection.send(message, request_id, payload=payload)
         if self._queue:
             self._enqueue(buffers, fds)
             return
@@ -143,16 +138,16 @@ class Link:
     # ---- out
 
     def _enqueue(self, buffers: list[bytes | memoryview], fds: Sequence[int]) -> None:
-        if self._queued_bytes > self._max_queued_bytes:
+        if self.queued_bytes > self._max_queued_bytes:
             overflow = LinkOverflow(
-                f"{self._queued_bytes} bytes are queued and the daemon does not read",
+                f"{self.queued_bytes} bytes are queued and the daemon does not read",
                 self._name,
                 "the daemon hangs or is stopped: restart the group",
             )
             self._finish(overflow)
             raise overflow
         self._queue.append((buffers, [os.dup(fd) for fd in fds]))
-        self._queued_bytes += sum(map(len, buffers))
+        self.queued_bytes += sum(map(len, buffers))
 
     def _flush(self) -> None:
         while self._queue:
@@ -165,7 +160,7 @@ class Link:
                 self._write_failed(error)
                 return
             close_all(fds)
-            self._queued_bytes -= n_sent
+            self.queued_bytes -= n_sent
             rest = after(buffers, n_sent)
             if rest:
                 self._queue[0] = (rest, [])
@@ -186,7 +181,7 @@ class Link:
         if self._queue:
             self._queue.clear()
             self._poll.modify(self._sock.fileno(), select.EPOLLIN)
-        self._queued_bytes = 0
+        self.queued_bytes = 0
 
     # ---- in
 
@@ -330,7 +325,7 @@ class BlockingLink:
                 self._connection.send_encoded(message)
                 buffers: list[bytes | memoryview] = [message]
             else:
-                buffers = self._connection.send(message, request_id, payload=payload, n_fds=len(fds))
+                buffers = self._connection.send(message, request_id, payload=payload)
             if fds:
                 self._write_held()
             self._write_all(buffers, fds)

@@ -124,8 +124,6 @@ class ShardTransfers:
         self, message: type[Save | Restore], file: TransferFile, place: SlotPlace, groups: Collection[str] | None
     ) -> asyncio.Future[Transfer]:
         tensors = {group: own for group, own in self._tensors(file).items() if groups is None or group in groups}
-        if not tensors:
-            raise ValueError("a transfer without groups; name at least one")
         transfer = Transfer(next(self._ids), {group: file.n_bytes(own) for group, own in tensors.items()})
         if message is Restore:
             transfer.optional = {self._draft_group} - self._layers.keys()

@@ -6,15 +6,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from lucevisor.errors import LucevisorError
 
 _MAX_DIGITS: Final = 1000
 _REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
 _SYSTEM: Final = ("system", "developer")
-# Text parts of a message, and the field with the text.
-_TEXT_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 class TemplateError(LucevisorError):
@@ -31,20 +29,16 @@ class TemplateTraits:
     more_system_messages: bool
 
 
-def prepare_messages(messages: Sequence[Mapping[str, object]], traits: TemplateTraits) -> list[dict[str, object]]:
-    """Return the messages in the template's form; raises TemplateError naming the message and field at fault."""
-    prepared = [_prepare(message, f"messages[{index}]", traits) for index, message in enumerate(messages)]
+def prepare_messages(messages: Sequence[Mapping[str, Any]], traits: TemplateTraits) -> list[dict[str, Any]]:
+    """Return messages that the API has checked in the template's form."""
+    prepared = [_prepare(message, traits) for message in messages]
     if not traits.more_system_messages:
         prepared = _with_one_system_message(prepared)
     return _embed_tool_responses(prepared) if traits.embedded_tool_responses else prepared
 
 
-def _prepare(message: Mapping[str, object], where: str, traits: TemplateTraits) -> dict[str, object]:
-    if not isinstance(message, Mapping):
-        raise TemplateError(f"{where} is a {type(message).__name__}, not an object; send role and content")
+def _prepare(message: Mapping[str, Any], traits: TemplateTraits) -> dict[str, Any]:
     result = dict(message)
-    if not isinstance(result.get("role"), str):
-        raise TemplateError(f"{where}.role is missing or not text; send system, user, assistant or tool")
     if result["role"] == "developer" and not traits.developer_role:
         result["role"] = "system"
     reasoning = next((result[name] for name in _REASONING_FIELDS if result.get(name) is not None), None)
@@ -52,36 +46,14 @@ def _prepare(message: Mapping[str, object], where: str, traits: TemplateTraits) 
         result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
     content = result.get("content")
     if isinstance(content, (list, tuple)):
-        texts = [_part_text(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
+        texts = [part[part["type"]] for part in content]  # of text or of a refusal
         parts = [{"type": "text", "text": text} for text in texts]
         result["content"] = parts if traits.content_parts else "\n".join(texts)
-    elif content is not None and not isinstance(content, str):
-        raise TemplateError(f"{where}.content is a {type(content).__name__}, not text or a list of text parts")
-    if result.get("tool_calls"):
-        result["tool_calls"] = _prepare_calls(result["tool_calls"], f"{where}.tool_calls")
-    return result
-
-
-def _part_text(part: object, where: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
-        raise TemplateError(f"{where}.type = {kind!r} is not supported; this server accepts parts of type text only")
-    text = part.get(_TEXT_PARTS[kind])
-    if not isinstance(text, str):
-        raise TemplateError(f"{where}.{_TEXT_PARTS[kind]} is missing or not text")
-    return text
-
-
-def _prepare_calls(calls: object, where: str) -> list[object]:
-    """Decode the arguments of calls: clients send JSON text, templates iterate over an object."""
-    if not isinstance(calls, (list, tuple)):
-        raise TemplateError(f"{where} is a {type(calls).__name__}, not a list of calls")
-    result: list[object] = []
-    for index, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise TemplateError(f"{where}[{index}].function.name is missing or not text")
-        result.append({**call, "function": {**function, "arguments": _decoded(function.get("arguments"))}})
+    if calls := result.get("tool_calls"):  # clients send arguments as JSON text, templates iterate over an object
+        result["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _decoded(call["function"].get("arguments"))}}
+            for call in calls
+        ]
     return result
 
 
@@ -98,7 +70,7 @@ def _decoded(arguments: object) -> object:
         return arguments
 
 
-def as_insisted(messages: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+def as_insisted(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return prepared messages for a template that refuses them: calls whose arguments are no object become text of
     their message, and a chat in which no user speaks gets an empty message of the user's."""
     result = [_with_malformed_calls_as_text(message) for message in messages]
@@ -108,7 +80,7 @@ def as_insisted(messages: Sequence[dict[str, object]]) -> list[dict[str, object]
     return result
 
 
-def _with_malformed_calls_as_text(message: dict[str, object]) -> dict[str, object]:
+def _with_malformed_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     functions = [call["function"] for call in calls] if isinstance(calls, list) else []
     texts = [f"{f['name']}({f['arguments']})" for f in functions if not isinstance(f["arguments"], dict)]
@@ -150,7 +122,7 @@ def _encodable(value: object) -> object:
     return value
 
 
-def _with_one_system_message(messages: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+def _with_one_system_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join the system messages that open a chat, and make later ones the user's, as coding agents send both."""
     n_opening = next((i for i, m in enumerate(messages) if m["role"] not in _SYSTEM), len(messages))
     talk = [{**m, "role": "user"} if m["role"] in _SYSTEM else m for m in messages[n_opening:]]
@@ -169,9 +141,9 @@ def _parts(content: object) -> list[object]:
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
-def _embed_tool_responses(messages: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+def _embed_tool_responses(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Move each tool message into the assistant message that called the tool, as `tool_responses`."""
-    result: list[dict[str, object]] = []
+    result: list[dict[str, Any]] = []
     names: dict[object, object] = {}
     for message in messages:
         calls = message.get("tool_calls")

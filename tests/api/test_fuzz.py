@@ -13,7 +13,7 @@ from lucevisor.api.dialects import openai_responses as responses_schemas
 from lucevisor.api.dialects.anthropic import RULES
 from lucevisor.api.dialects.openai_chat import ChatBody
 from lucevisor.api.dialects.openai_completions import CompletionBody
-from lucevisor.api.schemas import HARMLESS, NEUTRAL, REFUSED
+from lucevisor.api.schemas import NEUTRAL, REFUSED
 from tests.api.scripted_model import MODEL, dice
 
 texts = st.text(max_size=12) | st.sampled_from(["", "\x00", "🎉", "<|im_end|>", "a" * 300, "\u2028", "<think>"])
@@ -82,7 +82,7 @@ wild = {
     "chat_template_kwargs": st.dictionaries(st.sampled_from(["enable_thinking", "tools", "x"]), anything, max_size=2),
     "tool_choice": st.sampled_from(["auto", "none", "required"]),
     "echo": st.booleans(),
-    **dict.fromkeys([*HARMLESS, *REFUSED, *NEUTRAL], anything),
+    **dict.fromkeys(["metadata", "user", *REFUSED, *NEUTRAL], anything),
 }
 few_tokens = {"max_tokens": st.integers(1, 4)}
 
@@ -145,7 +145,7 @@ anthropic_bodies = st.fixed_dictionaries(
         "top_k": numbers,
         "temperature": numbers,
         "name \u2028 \x00": anything,
-        **dict.fromkeys([*RULES.harmless, *RULES.refused, *RULES.neutral], anything),
+        **dict.fromkeys(["metadata", *RULES.refused, *RULES.neutral], anything),
     },
 )
 response_items = st.fixed_dictionaries(
@@ -187,7 +187,7 @@ response_bodies = st.fixed_dictionaries(
         "store": st.booleans() | anything,
         "stream": st.booleans() | anything,
         "metadata": st.dictionaries(texts, texts, max_size=2) | anything,
-        **dict.fromkeys([*responses_schemas.RULES.harmless, *responses_schemas.RULES.refused], anything),
+        **dict.fromkeys(["user", *responses_schemas.RULES.refused], anything),
     },
 )
 

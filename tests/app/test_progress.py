@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from lucevisor.app.status import LoadProgress
-from lucevisor.deployment.service import Observer
 from lucevisor.protocol.messages import Progress
 from lucevisor.supervision.states import State
 
 
 def test_the_bytes_of_all_shards_while_a_group_loads_and_none_after():
-    kept = LoadProgress(Observer())
+    kept = LoadProgress()
     assert kept.loading("left") is None
     assert kept.state_s("left") == 0.0
     kept.state("left", State.LOADING, "")

@@ -38,9 +38,8 @@ class Box:
 
     def reload(self, *overrides: str) -> tuple[list[str], list[str]]:
         found = read_again(Overrides(self.file, overrides))
-        done = apply(self.config, found, self.context, self.tls)
-        self.config = done.config
-        return list(done.changed), list(done.waiting)
+        self.config, changed, waiting = apply(self.config, found, self.context, self.tls)
+        return changed, waiting
 
     def accepts(self, key: str) -> bool:
         return self.context.keys.caller(key) is not None

@@ -17,7 +17,7 @@ import structlog
 
 from lucevisor.app.status import LoadProgress, status
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.deployment.service import Observer, Service
+from lucevisor.deployment.service import Service
 from lucevisor.errors import LucevisorError
 from lucevisor.supervision.states import State
 from tests.combinations import slow
@@ -68,7 +68,7 @@ async def drafting(service: Service) -> None:
 
 def draft_of(service: Service) -> dict[str, Any]:
     """What the status says of the drafter."""
-    return dict(status(service, "t", "", LoadProgress(Observer()), [])["draft"])
+    return dict(status(service, "t", "", LoadProgress(), [])["draft"])
 
 
 def n_steps(service: Service) -> int:

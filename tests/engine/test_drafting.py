@@ -217,7 +217,7 @@ def test_an_unused_drafter_is_suspended_without_sequences_and_resumed_like_a_new
     [opening] = decode(1)
     live = bench.live("a")
     assert opening.opening is not None
-    assert opening.opening[0] == OpenSequence(0, live.state, request("a").sampling)
+    assert opening.opening[0] == OpenSequence(0, live.state, request("a").sampling, n_prompt=3)
     assert not drafting.suspended
     assert bench.plan().step.slices[0].draft_from > live.n_computed  # of what was computed before it has nothing
 

@@ -289,11 +289,6 @@ async def test_a_file_that_would_be_paged_out_is_not_restored() -> None:
     toy.engine.slots.cancel_reservation(reservation)
 
 
-def test_a_pool_without_a_page_to_evict_is_refused() -> None:
-    with pytest.raises(ValueError, match="pool_pages is 5; 6 is the least"):
-        Residency(5)
-
-
 @pytest.mark.parametrize("error", [ScoringError("the scoring model is unavailable"), ValueError("a bug")], ids=repr)
 async def test_a_small_model_ranks_the_pages_of_prompts(error: Exception) -> None:
     """Before the last token; a sequence waits for it, others do not, and where the model is away pages stay."""

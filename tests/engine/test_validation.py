@@ -64,7 +64,7 @@ def lose_a_reservation(scheduler: Scheduler) -> None:
     index = scheduler.reuse.index
     reservation = index.reserve(100)
     assert reservation is not None
-    index._reservations.remove(reservation)
+    index.reservations.remove(reservation)
 
 
 def free_a_page_twice(scheduler: Scheduler) -> None:

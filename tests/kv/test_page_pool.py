@@ -77,13 +77,6 @@ TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
-def test_bad_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="pool size is -1"):
-        PageAllocator(-1)
-    with pytest.raises(ValueError, match="-2 ids"):
-        PageAllocator(1).allocate(-2)
-
-
 @given(st.integers(0, 6), st.integers(0, 6))
 def test_pools_take_from_every_space_or_from_none(full: int, window: int) -> None:
     pools = PagePools([Space.WINDOW, Space.FULL], PoolSizes(full_pages=4, window_pages=3, states=0))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,11 +54,6 @@ def test_sampled_tokens_have_an_arena_between_the_last_daemon_and_the_first():
     assert [load.arenas[-1].tokens for load in (first, middle, last)] == [True, False, True]
     assert [load.stages[0].tokens for load in (first, middle, last)] == [1, None, 1]
     assert last.stages[0].target is None
-
-
-def test_a_group_without_a_stage_has_no_load():
-    with pytest.raises(KeyError, match="third"):
-        load_message(placement(["left:0"]), "third", LoadFiles([]))
 
 
 # ---- the draft stage

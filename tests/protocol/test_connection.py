@@ -148,16 +148,6 @@ def test_too_few_and_too_many_descriptors_are_rejected_and_returned(data, fds, t
     assert taken + connection.take_descriptors() == fds
 
 
-def test_sending_counts_descriptors():
-    connection = ready(Role.SUPERVISOR)
-    check = Check([], 0, Dtype.FLOAT32, [ArenaPlan(0, 64, 1)])
-    with pytest.raises(LocalProtocolError, match="names 1 arenas, but 0 descriptors"):
-        connection.send(check)
-    with pytest.raises(LocalProtocolError, match="pass the message itself"):
-        connection.send_encoded(encode(check))
-    assert len(connection.send(check, n_fds=1)) == 1
-
-
 def test_unfinished_names_what_is_truncated():
     connection = Connection(Role.SUPERVISOR, Channel.PULSE)
     data = encode(LogLine("info", "loaded"))

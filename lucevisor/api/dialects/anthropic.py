@@ -37,18 +37,6 @@ from lucevisor.text.output_parser import ContentDelta, OutputEvent, ReasoningDel
 from lucevisor.text.template import ChatTemplate
 
 RULES: Final = ParameterRules(
-    harmless={
-        "betas": list[str],
-        "cache_control": dict[str, Any],
-        "context_management": dict[str, Any],
-        "diagnostics": dict[str, Any],
-        "inference_geo": str,
-        "metadata": dict[str, Any],
-        "service_tier": Literal["auto", "standard_only"],
-        "speed": Literal["standard", "fast"],
-        "user_profile_id": str,
-        "workspace_id": str,
-    },
     refused={
         "container": NOT_HERE,
         "functions": "is not a parameter of this endpoint; use tools",
@@ -59,8 +47,6 @@ RULES: Final = ParameterRules(
         "thread": "is not supported: this server keeps no conversations; send all messages",
     },
     neutral={"mcp_servers": ([],), "n": (1,)},
-    aliases={},
-    open=True,
 )
 
 

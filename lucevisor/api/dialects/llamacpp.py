@@ -17,7 +17,6 @@ from lucevisor.api.parameters import check_length, check_model, check_token_ids
 from lucevisor.api.prepared import GenerationOptions, PreparedRequest
 from lucevisor.api.schemas import (
     ALIASES,
-    HARMLESS,
     MAX_ANSWER_BYTES,
     MAX_TEXT_CHARS,
     MAX_TEXT_TOKENS,
@@ -50,23 +49,8 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 RULES: Final = ParameterRules(
-    harmless={
-        **{name: HARMLESS[name] for name in ("cache_prompt", "id_slot", "timings_per_token")},
-        "lora": list[Any],
-        "min_keep": int,
-        "n_discard": int,
-        "n_indent": int,
-        "n_keep": int,
-        "post_sampling_probs": bool,
-        "repeat_last_n": int,
-        "response_fields": list[str],
-        "samplers": list[str] | str,
-        "t_max_predict_ms": int,
-    },
-    refused={},
     neutral={"dynatemp_range": NEUTRAL["dynatemp_range"]},
     aliases={**ALIASES, "n_cmpl": "n"},
-    open=True,
 )
 _LIMITS: Final = ("n_predict", "max_tokens")
 _OWN: Final = frozenset(CompletionBody.__struct_fields__)

@@ -30,11 +30,8 @@ from lucevisor.text.infill import InfillTokens
 from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
 
 RULES: Final = ParameterRules(
-    harmless={"keep_alive": str | int | float, "truncate": bool, "shift": bool},
     refused=dict.fromkeys(("height", "steps", "width"), NOT_HERE),
     neutral={"images": ([],), "template": ("",)},
-    aliases={},
-    open=True,
 )
 
 _SAME: Final = (
@@ -43,15 +40,6 @@ _SAME: Final = (
 )
 OPTIONS: Final = {**{n: n for n in _SAME}, "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 """Ollama's options, and the chat parameters that they are."""
-
-IDLE_OPTIONS: Final = frozenset(
-    [
-        *("draft_num_predict", "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch"),
-        *("num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "penalize_newline", "repeat_last_n", "tfs_z"),
-        *("use_mlock", "use_mmap", "vocab_only"),
-    ]
-)
-"""Options without effect: what they set is set for all requests, by the configuration."""
 
 
 class OllamaBody(msgspec.Struct, kw_only=True):
@@ -219,7 +207,7 @@ def _common(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:
         if name in OPTIONS:
             whole = isinstance(value, float) and value.is_integer()  # clients in JavaScript and Go write 5.0
             fields[OPTIONS[name]] = int(value) if whole else value
-        elif name not in IDLE_OPTIONS:
+        else:
             to_record(_Options, {name: value}, RULES)
     if isinstance(wished := fields.get("max_tokens"), int) and wished <= 0:  # -1, -2: without a limit
         del fields["max_tokens"]
@@ -228,7 +216,7 @@ def _common(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:
     return fields | _thinking(body, ctx)
 
 
-_Options = msgspec.defstruct("_Options", [(name, object, None) for name in (*OPTIONS, *IDLE_OPTIONS)])
+_Options = msgspec.defstruct("_Options", [(name, object, None) for name in OPTIONS])
 
 
 def _thinking(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from lucevisor.api.parameters import (
     check_common,
     check_length,
     check_min_tokens,
+    check_token_ids,
     check_tokens,
     common_options,
     max_tokens_of,
@@ -172,16 +173,12 @@ def _from_text(text: str, where: str, ctx: AppContext) -> Prompt:
 def _from_ids(ids: object, where: str, ctx: AppContext) -> Prompt:
     if not isinstance(ids, list) or not ids:
         raise bad_parameter(where, "is empty; the model needs at least one token to continue")
-    checked: list[int] = []
-    n_vocab = ctx.tokenizer.n_vocab
     for index, token_id in enumerate(ids):
         if not isinstance(token_id, int):
             raise bad_parameter(f"{where}[{index}]", "is not a token id; send only texts or only arrays of token ids")
-        if not 0 <= token_id < n_vocab:
-            raise bad_parameter(f"{where}[{index}]", f"{token_id} is not a token id; use 0 to {n_vocab - 1}")
-        checked.append(token_id)
-    check_tokens(len(checked), where, ctx)
-    return Prompt(checked)
+    check_tokens(len(ids), where, ctx)
+    check_token_ids(ids, where, ctx)
+    return Prompt(ids)
 
 
 class CompletionFormatter(OpenAiFormatter):

@@ -24,13 +24,13 @@ from lucevisor.api.prepared import CUSTOM_INPUT, STORED_RESPONSES, PreparedReque
 from lucevisor.api.request_context import RESPONSE_STORE, context_of
 from lucevisor.api.response_store import StoredResponse, with_stored
 from lucevisor.api.schemas import (
-    HARMLESS,
     MAX_TOP_LOGPROBS,
     NOT_HERE,
     AllowedTools,
     Count,
     Flag,
     Fraction,
+    NamedFunction,
     OpenAiPenalty,
     ParameterRules,
     StreamOptions,
@@ -45,15 +45,7 @@ from lucevisor.text.template import ChatTemplate
 
 MAX_METADATA: Final = 16
 
-_HARMLESS: Final = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user")
 RULES: Final = ParameterRules(
-    harmless={
-        **{name: HARMLESS[name] for name in _HARMLESS},
-        "client_metadata": dict[str, Any],
-        "context_management": list[dict[str, Any]],
-        "max_tool_calls": int,
-        "service_tier": HARMLESS["service_tier"],
-    },
     refused={
         "conversation": "is not supported; use previous_response_id, or send all items",
         "functions": "is not a parameter of this endpoint; use tools",
@@ -67,8 +59,6 @@ RULES: Final = ParameterRules(
         "stop": "is not a parameter of this endpoint; leave it out",
     },
     neutral={"background": (False,), "n": (1,)},
-    aliases={},
-    open=True,
 )
 
 
@@ -137,12 +127,6 @@ class Namespace(msgspec.Struct):
 
     name: str
     tools: list[dict[str, Any]]
-
-
-class FunctionChoice(msgspec.Struct):
-    """A tool_choice that names a function."""
-
-    name: str
 
 
 class MessageItem(msgspec.Struct):
@@ -452,7 +436,7 @@ def _translate_choice(body: ResponsesBody, chat: ChatRequestBuilder) -> None:
     if isinstance(choice, dict):
         match choice.get("type"):
             case "function" | "custom":
-                named = convert(FunctionChoice, choice, "tool_choice")
+                named = convert(NamedFunction, choice, "tool_choice")
                 choice = {"type": "function", "function": {"name": named.name}}
             case "allowed_tools":
                 allowed = convert(AllowedTools, choice, "tool_choice")

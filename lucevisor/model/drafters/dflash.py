@@ -7,22 +7,22 @@ Reads the GGUF layouts of llama.cpp (architecture ``dflash``) and of Lucebox and
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from lucevisor.model.drafters.spec import EMBEDDING, LM_HEAD, MAX_DRAFT_TOKENS, DraftSpec, joined, refuse, with_tensors
+from lucevisor.model.drafters.spec import (
+    EMBEDDING,
+    LM_HEAD,
+    MAX_DRAFT_TOKENS,
+    DraftSpec,
+    assemble,
+    joined,
+    refuse,
+    with_tensors,
+)
 from lucevisor.model.families.qwen3 import Qwen3Params, hyperparameters, layer_tensors
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError, TensorInfo
-from lucevisor.model.spec import (
-    Keys,
-    LayerSpec,
-    ModelSpec,
-    attention_state,
-    check_tensors,
-    main_quant,
-    model_name,
-    tensor,
-)
+from lucevisor.model.spec import Keys, LayerSpec, ModelSpec, Shapes, attention_state, tensor
 from lucevisor.model.values import Space
 
 UPSTREAM = "dflash"
@@ -89,7 +89,6 @@ def read(files: GgufFiles, target: ModelSpec) -> DraftSpec:
     drafter_files = _renamed(files)
     p, block_size = _hyperparameters(keys, drafter_files, target)
     shared, per_layer = _shared_tensors(p, target.vocabulary), _layer_tensors(p)
-    vocabulary = (target.vocabulary, p.hidden_size)
     _refuse_extras(drafter_files, {*shared, *(n for tensors in per_layer for n in tensors), EMBEDDING, LM_HEAD})
     if (EMBEDDING in drafter_files.tensors) != (LM_HEAD in drafter_files.tensors):
         present = next(name for name in (EMBEDDING, LM_HEAD) if name in drafter_files.tensors)
@@ -105,26 +104,16 @@ def read(files: GgufFiles, target: ModelSpec) -> DraftSpec:
         from_target = frozenset({EMBEDDING, lm_head})
     assert target.files is not None
     all_files = joined(drafter_files, target.files, sorted(from_target))
-    ends: dict[str, tuple[int, ...]] = {EMBEDDING: vocabulary, lm_head: vocabulary}
-    for expected in (shared, *per_layer, ends):
-        check_tensors(all_files, expected)
-    model = ModelSpec(
+    layers = [
+        LayerSpec(i, Space.FULL, tensors, attention_state(p.n_kv_heads, p.head_dim, p.head_dim))
+        for i, tensors in enumerate(per_layer)
+    ]
+    model = replace(
+        assemble(drafter_files, all_files, target, p, layers, shared, (lm_head, p.hidden_size)),
         architecture="dflash",
-        name=model_name(files),
-        quant=main_quant(files),
-        hidden_size=p.hidden_size,
-        vocabulary=target.vocabulary,
         context_tokens=keys.integer("context_length", target.context_tokens),
-        layers=tuple(
-            LayerSpec(i, Space.FULL, tensors, attention_state(p.n_kv_heads, p.head_dim, p.head_dim))
-            for i, tensors in enumerate(per_layer)
-        ),
-        embedding_tensors={EMBEDDING: vocabulary},
-        output_tensors={lm_head: vocabulary},
         boundary_width=p.features,
-        params=p,
-        shared_tensors=shared,
-        files=all_files,
+        embedding_scale=1.0,
     )
     n_drafts = min(block_size - 1, MAX_DRAFT_TOKENS)
     return DraftSpec(
@@ -239,10 +228,10 @@ def _selector(keys: Keys, files: GgufFiles, target: ModelSpec) -> Selector | Non
     return selector
 
 
-def _shared_tensors(p: DflashParams, vocabulary: int) -> dict[str, tuple[int, ...]]:
+def _shared_tensors(p: DflashParams, vocabulary: int) -> Shapes:
     """Shapes of the tensors outside the layers."""
     e, s = p.hidden_size, p.selector
-    out: dict[str, tuple[int, ...]] = {
+    out: Shapes = {
         "fc.weight": (e, p.features),
         "enc.output_norm.weight": (e,),
         "output_norm.weight": (e,),
@@ -253,7 +242,7 @@ def _shared_tensors(p: DflashParams, vocabulary: int) -> dict[str, tuple[int, ..
     return out
 
 
-def _layer_tensors(p: DflashParams) -> list[dict[str, tuple[int, ...]]]:
+def _layer_tensors(p: DflashParams) -> list[Shapes]:
     e, s, out = p.hidden_size, p.selector, []
     for i in range(p.n_layers):
         layer = layer_tensors(p, i)

@@ -9,22 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lucevisor.model.drafters.spec import EMBEDDING, LM_HEAD, DraftSpec, joined, refuse, with_tensors
+from lucevisor.model.drafters.spec import EMBEDDING, LM_HEAD, DraftSpec, assemble, joined, with_tensors
 from lucevisor.model.families.gemma4 import Gemma4Layer, Gemma4Params, attention_tensors, feed_forward_tensors
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError
-from lucevisor.model.rope import Rotary
-from lucevisor.model.spec import (
-    MAX_LAYERS,
-    Keys,
-    LayerSpec,
-    ModelSpec,
-    attention_state,
-    check_tensors,
-    main_quant,
-    model_name,
-    tensor,
-)
+from lucevisor.model.rope import Rotary, plain_rotary
+from lucevisor.model.spec import MAX_LAYERS, Keys, LayerSpec, ModelSpec, Shapes, attention_state, tensor
 from lucevisor.model.values import Space
 
 ARCHITECTURE = "gemma4-assistant"
@@ -127,19 +117,13 @@ def _block(keys: Keys, of_target: Gemma4Params, sliding: list[bool], kept_in: Ma
         Gemma4Layer(kind, heads[kind].n_kv_heads, dims[kind], width, kept_in[kind], key_values=False)
         for kind, width in zip(sliding, widths, strict=True)
     ]
-    narrow, full = dims[True], dims[False]
     return Gemma4Params(
         hidden_size=keys.integer("embedding_length"),
         n_heads=n_heads,
         window=keys.integer("attention.sliding_window"),
         layers=tuple(layers),
-        rotary=Rotary(
-            keys.even("rope.dimension_count", full, high=full), keys.number("rope.freq_base", 1e6, above=0.0)
-        ),
-        rotary_sliding=Rotary(
-            keys.even("rope.dimension_count_swa", narrow, high=narrow),
-            keys.number("rope.freq_base_swa", 1e4, above=0.0),
-        ),
+        rotary=plain_rotary(keys, dims[False], 1e6),
+        rotary_sliding=plain_rotary(keys, dims[True], 1e4, "_swa"),
         eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
         layer_input=0,
         softcap=0.0,
@@ -159,7 +143,7 @@ def _kept_layer(source: KeyValueSource, hidden_size: int) -> LayerSpec:
     """Return the drafter's layer that stores keys and values of a target's layer, with their norms and matrices."""
     layer, b = source.of_target, f"blk.{source.layer}."
     kv, d = layer.n_kv_heads * layer.head_dim, layer.head_dim
-    tensors: dict[str, tuple[int, ...]] = {
+    tensors: Shapes = {
         b + "attn_norm.weight": (hidden_size,),
         b + "attn_k.weight": (kv, hidden_size),
         b + "attn_k_norm.weight": (d,),
@@ -181,7 +165,7 @@ def _assembled(
     ``taken``: prefixes of the target's layers here and there.
     """
     assert target.files is not None
-    p, e, v = params.block, target.hidden_size, target.vocabulary
+    p, e = params.block, target.hidden_size
     drafter_files = with_tensors(
         files, {LM_HEAD if name == EMBEDDING else name: t for name, t in files.tensors.items()}
     )
@@ -197,7 +181,7 @@ def _assembled(
         all_files, drafter_files.tensors | {here: replace(t, part=t.part + n) for here, t in tensors.items()}
     )
     pairs = (p.rotary.n // 2,)
-    shared: dict[str, tuple[int, ...]] = {
+    shared: Shapes = {
         PRE_PROJECTION: (p.hidden_size, 2 * e),
         POST_PROJECTION: (e, p.hidden_size),
         "output_norm.weight": (p.hidden_size,),
@@ -205,28 +189,5 @@ def _assembled(
         TARGET_NORM: (e,),
         TARGET_ROPE_FREQS: (params.rotary[1].n // 2,),
     }
-    ends: dict[str, tuple[int, ...]] = {EMBEDDING: (v, e), LM_HEAD: (v, p.hidden_size)}
-    groups = (shared, ends, *(layer.tensors for layer in layers))
-    for expected in groups:
-        check_tensors(all_files, expected)
-    used = {name for expected in groups for name in expected}
-    for name, info in drafter_files.tensors.items():
-        if name not in used:
-            raise refuse(drafter_files, info, "is unknown to this version, so the drafter would draft garbage")
-    model = ModelSpec(
-        architecture="mtp",
-        name=model_name(files),
-        quant=main_quant(files),
-        hidden_size=e,
-        vocabulary=v,
-        context_tokens=target.context_tokens,
-        layers=layers,
-        embedding_tensors={EMBEDDING: ends[EMBEDDING]},
-        output_tensors={LM_HEAD: ends[LM_HEAD]},
-        boundary_width=e,
-        params=params,
-        shared_tensors=shared,
-        embedding_scale=target.embedding_scale,
-        files=all_files,
-    )
+    model = assemble(drafter_files, all_files, target, params, layers, shared, (LM_HEAD, p.hidden_size))
     return model, drafter_files, frozenset(of_target)

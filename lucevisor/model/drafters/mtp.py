@@ -10,21 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lucevisor.model.drafters.spec import EMBEDDING, LM_HEAD, DraftSpec, joined, refuse, with_tensors
+from lucevisor.model.drafters.spec import EMBEDDING, LM_HEAD, DraftSpec, assemble, joined, with_tensors
 from lucevisor.model.families.qwen35 import Qwen35Params, dense_tensors, hyperparameters, mixer_tensors
 from lucevisor.model.families.qwen35moe import Qwen35MoeParams, expert_tensors, moe_hyperparameters
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError
-from lucevisor.model.spec import (
-    Keys,
-    LayerSpec,
-    ModelSpec,
-    StateTensor,
-    attention_state,
-    check_tensors,
-    main_quant,
-    model_name,
-)
+from lucevisor.model.spec import Keys, LayerSpec, ModelSpec, Shapes, StateTensor, attention_state
 from lucevisor.model.values import Dtype, Space
 
 FAMILIES = ("qwen35", "qwen35moe")
@@ -61,40 +52,20 @@ def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> Dra
     p = _block(keys, target, options)
     drafter_files = _head_tensors(files, target)
     shared, layer = _tensors(drafter_files, p)
-    vocabulary = (target.vocabulary, p.hidden_size)
     lm_head = LM_HEAD if LM_HEAD in {*drafter_files.tensors, *target.output_tensors} else EMBEDDING
     from_target = frozenset({EMBEDDING, OUTPUT_NORM, lm_head} - drafter_files.tensors.keys())
     assert target.files is not None
     all_files = joined(drafter_files, target.files, sorted(from_target))
     if _HEAD_NORM not in drafter_files.tensors:
         all_files = with_tensors(all_files, all_files.tensors | {_HEAD_NORM: all_files.tensors[OUTPUT_NORM]})
-    ends: dict[str, tuple[int, ...]] = {EMBEDDING: vocabulary, lm_head: vocabulary}
-    for expected in (shared, layer, ends):
-        check_tensors(all_files, expected)
-    for name, info in drafter_files.tensors.items():
-        if name not in {**shared, **layer, **ends}:
-            raise refuse(drafter_files, info, "is unknown to this version, so the head would draft garbage")
     n_routed = p.experts.n_used if isinstance(p, Qwen35MoeParams) else 0
     attention = LayerSpec(
         0, Space.FULL, layer, attention_state(p.n_kv_heads, p.head_dim, p.head_dim), n_routed=n_routed
     )
     hidden = StateTensor("hidden", (p.hidden_size,), Dtype.FLOAT32)
-    model = ModelSpec(
-        architecture="mtp",
-        name=model_name(files),
-        quant=main_quant(drafter_files),
-        hidden_size=p.hidden_size,
-        vocabulary=target.vocabulary,
-        context_tokens=target.context_tokens,
-        layers=(attention, LayerSpec(HIDDEN_LAYER, Space.RECURRENT, {}, (hidden,))),
-        embedding_tensors={EMBEDDING: vocabulary},
-        output_tensors={lm_head: vocabulary},
-        boundary_width=p.hidden_size,
-        params=MtpParams(target.architecture, p),
-        shared_tensors=shared,
-        embedding_scale=target.embedding_scale,
-        files=all_files,
-    )
+    layers = (attention, LayerSpec(HIDDEN_LAYER, Space.RECURRENT, {}, (hidden,)))
+    params = MtpParams(target.architecture, p)
+    model = assemble(drafter_files, all_files, target, params, layers, shared, (lm_head, p.hidden_size))
     return DraftSpec(model, 1, drafter_files, from_target, (target.n_layers - 1,), MAX_DRAFTS, DEFAULT_DRAFTS)
 
 
@@ -105,7 +76,7 @@ def _block(keys: Keys, target: ModelSpec, options: Mapping[str, str]) -> Qwen35P
         raise keys.error("nextn_predict_layers", reason)
     if n > 1:
         raise keys.error("nextn_predict_layers", f"is {n}: heads of more than one layer are not supported")
-    p = moe_hyperparameters(keys, options) if keys.prefix == "qwen35moe" else hyperparameters(keys, keys.file, options)
+    p = moe_hyperparameters(keys, options) if keys.prefix == "qwen35moe" else hyperparameters(keys, options)
     for key, value, expected in (
         ("block_count", p.n_layers + 1, target.n_layers + 1),
         ("embedding_length", p.hidden_size, target.hidden_size),
@@ -133,10 +104,10 @@ def _head_tensors(files: GgufFiles, target: ModelSpec) -> GgufFiles:
     )
 
 
-def _tensors(files: GgufFiles, p: Qwen35Params) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+def _tensors(files: GgufFiles, p: Qwen35Params) -> tuple[Shapes, Shapes]:
     """Shapes of the head's own tensors, and of its decoder layer."""
     e = p.hidden_size
     norms = ("nextn.enorm.weight", "nextn.hnorm.weight", _HEAD_NORM, OUTPUT_NORM)
-    shared: dict[str, tuple[int, ...]] = {"nextn.eh_proj.weight": (e, 2 * e), **dict.fromkeys(norms, (e,))}
+    shared: Shapes = {"nextn.eh_proj.weight": (e, 2 * e), **dict.fromkeys(norms, (e,))}
     mlp = expert_tensors(files, p, 0) if isinstance(p, Qwen35MoeParams) else dense_tensors(p, 0)
     return shared, mixer_tensors(p, 0) | mlp

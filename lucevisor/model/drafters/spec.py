@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lucevisor.model.drafters.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabularySizes
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError, TensorInfo
 from lucevisor.model.quant_types import weight_format
-from lucevisor.model.spec import ModelSpec
+from lucevisor.model.spec import LayerSpec, ModelSpec, Shapes, check_tensors, main_quant, model_name
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import ROW_INDEXED, TensorLayout, shard_layouts
 
@@ -103,6 +103,43 @@ def joined(files: GgufFiles, target: GgufFiles, names: Iterable[str]) -> GgufFil
     added = {t.name: replace(t, part=t.part + n) for t in infos}
     return replace(
         files, paths=files.paths + target.paths, tensors=files.tensors | added, parts=files.parts + target.parts
+    )
+
+
+def assemble(
+    own: GgufFiles,
+    files: GgufFiles,
+    target: ModelSpec,
+    params: object,
+    layers: Sequence[LayerSpec],
+    shared: Shapes,
+    lm_head: tuple[str, int],
+) -> ModelSpec:
+    """Check and build the spec of a drafter.  ``own``: its tensors, by the names in ``files``, which have the target's,
+    too; ``lm_head``: name and columns of its output matrix.  Raises GgufError naming file and tensor.
+    """
+    embedding = {EMBEDDING: (target.vocabulary, target.hidden_size)}
+    output = {lm_head[0]: (target.vocabulary, lm_head[1])}
+    expected = {**shared, **{n: s for layer in layers for n, s in layer.tensors.items()}, **embedding, **output}
+    for name, info in own.tensors.items():
+        if name not in expected:
+            raise refuse(own, info, "is unknown to this version, so the drafter would draft garbage")
+    check_tensors(files, expected)
+    return ModelSpec(
+        architecture="mtp",
+        name=model_name(own),
+        quant=main_quant(own),
+        hidden_size=target.hidden_size,
+        vocabulary=target.vocabulary,
+        context_tokens=target.context_tokens,
+        layers=tuple(layers),
+        embedding_tensors=embedding,
+        output_tensors=output,
+        boundary_width=target.hidden_size,
+        params=params,
+        shared_tensors=shared,
+        embedding_scale=target.embedding_scale,
+        files=files,
     )
 
 

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 
 from lucevisor.model.experts import Experts, read_experts, routed_tensors
 from lucevisor.model.gguf_files import GgufFiles
-from lucevisor.model.rope import Rotary, read_yarn
+from lucevisor.model.rope import Rotary, plain_rotary, read_yarn
 from lucevisor.model.spec import (
     MAX_LAYERS,
     Keys,
     LayerSpec,
     MatrixPart,
     ModelSpec,
+    Shapes,
     assemble,
     attention_state,
+    swiglu_tensors,
     tensor,
 )
 from lucevisor.model.values import Space
@@ -112,13 +114,8 @@ def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4Params:
         n_heads=n_heads,
         window=keys.integer("attention.sliding_window"),
         layers=layers,
-        rotary=Rotary(
-            keys.even("rope.dimension_count", full, high=full), keys.number("rope.freq_base", 1e6, above=0.0)
-        ),
-        rotary_sliding=Rotary(
-            keys.even("rope.dimension_count_swa", narrow, high=narrow),
-            keys.number("rope.freq_base_swa", 1e4, above=0.0),
-        ),
+        rotary=plain_rotary(keys, full, 1e6),
+        rotary_sliding=plain_rotary(keys, narrow, 1e4, "_swa"),
         eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
         layer_input=keys.integer("embedding_length_per_layer_input", 0, low=0),
         softcap=keys.number("final_logit_softcapping", 0.0),
@@ -126,11 +123,11 @@ def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4Params:
     )
 
 
-def attention_tensors(p: Gemma4Params, i: int) -> dict[str, tuple[int, ...]]:
+def attention_tensors(p: Gemma4Params, i: int) -> Shapes:
     """Norms and attention of layer ``i``; a layer that shares a KV cache has queries only."""
     b, e, layer = f"blk.{i}.", p.hidden_size, p.layers[i]
     d, kv = layer.head_dim, layer.n_kv_heads * layer.head_dim
-    out: dict[str, tuple[int, ...]] = {
+    out: Shapes = {
         b + "attn_norm.weight": (e,),
         b + "attn_q.weight": (p.n_heads * d, e),
         b + "attn_q_norm.weight": (d,),
@@ -144,14 +141,12 @@ def attention_tensors(p: Gemma4Params, i: int) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def feed_forward_tensors(files: GgufFiles, p: Gemma4Params, i: int) -> dict[str, tuple[int, ...]]:
+def feed_forward_tensors(files: GgufFiles, p: Gemma4Params, i: int) -> Shapes:
     """Feed-forward, experts, and the layer's own tensors for the per-layer embeddings."""
     b, e, f = f"blk.{i}.", p.hidden_size, p.layers[i].feed_forward
-    out: dict[str, tuple[int, ...]] = {
+    out: Shapes = {
         b + "ffn_norm.weight": (e,),
-        b + "ffn_gate.weight": (f, e),
-        b + "ffn_up.weight": (f, e),
-        b + "ffn_down.weight": (e, f),
+        **swiglu_tensors(b, e, f),
         b + "post_ffw_norm.weight": (e,),
         b + "layer_output_scale.weight": (1,),
     }

@@ -12,8 +12,19 @@ from dataclasses import dataclass
 from lucevisor.model.experts import Experts, read_experts, routed_tensors, shared_tensors
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError
-from lucevisor.model.rope import Rotary, read_rotary
-from lucevisor.model.spec import MAX_LAYERS, Keys, LayerSpec, ModelSpec, assemble, attention_state, tensor
+from lucevisor.model.rope import Rotary, plain_rotary, read_rotary
+from lucevisor.model.spec import (
+    MAX_LAYERS,
+    Keys,
+    LayerSpec,
+    ModelSpec,
+    Shapes,
+    assemble,
+    attention_state,
+    attention_tensors,
+    swiglu_tensors,
+    tensor,
+)
 from lucevisor.model.values import Space
 
 DEFAULT_PERIOD = 4
@@ -79,9 +90,7 @@ def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) ->
         keys.check_heads(n, n_kv_heads)
     d, window = keys.head_dim(), keys.integer("attention.sliding_window", 0, low=0)
     rotary = read_rotary(keys, d, options)
-    sliding = Rotary(
-        keys.even("rope.dimension_count_swa", d, high=d), keys.number("rope.freq_base_swa", rotary.theta, above=0.0)
-    )
+    sliding = plain_rotary(keys, d, rotary.theta, "_swa")
     n_dense = keys.integer("leading_dense_block_count", 1, low=0)
     experts = None
     if n_dense < n_layers:
@@ -104,22 +113,17 @@ def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) ->
     )
 
 
-def layer_tensors(files: GgufFiles, p: LagunaParams, i: int) -> dict[str, tuple[int, ...]]:
-    b, e, f, d = f"blk.{i}.", p.hidden_size, p.feed_forward, p.head_dim
-    out: dict[str, tuple[int, ...]] = {
+def layer_tensors(files: GgufFiles, p: LagunaParams, i: int) -> Shapes:
+    b, e = f"blk.{i}.", p.hidden_size
+    out: Shapes = {
         b + "attn_norm.weight": (e,),
-        b + "attn_q.weight": (p.heads[i] * d, e),
-        b + "attn_k.weight": (p.n_kv_heads * d, e),
-        b + "attn_v.weight": (p.n_kv_heads * d, e),
-        b + "attn_q_norm.weight": (d,),
-        b + "attn_k_norm.weight": (d,),
-        b + "attn_output.weight": (e, p.heads[i] * d),
+        **attention_tensors(b, e, p.heads[i], p.n_kv_heads, p.head_dim),
         b + "ffn_norm.weight": (e,),
     }
     if p.gates[i]:
         out[b + "attn_gate.weight"] = (p.gates[i], e)
     if i < p.n_dense or p.experts is None:
-        return out | {b + "ffn_gate.weight": (f, e), b + "ffn_up.weight": (f, e), b + "ffn_down.weight": (e, f)}
+        return out | swiglu_tensors(b, e, p.feed_forward)
     out |= routed_tensors(files, b, e, p.experts)
     out[b + "exp_probs_b.bias"] = (p.experts.n_experts,)
     return out | (shared_tensors(b, e, p.experts) if p.experts.shared_width else {})

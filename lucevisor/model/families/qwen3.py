@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from lucevisor.model.experts import refuse_experts
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.rope import Rotary, read_rotary
-from lucevisor.model.spec import MAX_LAYERS, Keys, LayerSpec, ModelSpec, assemble, attention_state
+from lucevisor.model.spec import (
+    MAX_LAYERS,
+    Keys,
+    LayerSpec,
+    ModelSpec,
+    Shapes,
+    assemble,
+    attention_state,
+    attention_tensors,
+    swiglu_tensors,
+)
 from lucevisor.model.values import Space
 
 
@@ -26,20 +36,13 @@ class Qwen3Params:
     eps: float
 
 
-def layer_tensors(p: Qwen3Params, i: int) -> dict[str, tuple[int, ...]]:
-    b, e, f, d = f"blk.{i}.", p.hidden_size, p.feed_forward, p.head_dim
+def layer_tensors(p: Qwen3Params, i: int) -> Shapes:
+    b, e = f"blk.{i}.", p.hidden_size
     return {
         b + "attn_norm.weight": (e,),
-        b + "attn_q.weight": (p.n_heads * d, e),
-        b + "attn_k.weight": (p.n_kv_heads * d, e),
-        b + "attn_v.weight": (p.n_kv_heads * d, e),
-        b + "attn_q_norm.weight": (d,),
-        b + "attn_k_norm.weight": (d,),
-        b + "attn_output.weight": (e, p.n_heads * d),
+        **attention_tensors(b, e, p.n_heads, p.n_kv_heads, p.head_dim),
         b + "ffn_norm.weight": (e,),
-        b + "ffn_gate.weight": (f, e),
-        b + "ffn_up.weight": (f, e),
-        b + "ffn_down.weight": (e, f),
+        **swiglu_tensors(b, e, p.feed_forward),
     }
 
 

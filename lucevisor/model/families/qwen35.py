@@ -9,16 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lucevisor.model.gguf_files import GgufFiles
-from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.rope import Rotary, read_yarn
 from lucevisor.model.spec import (
     MAX_LAYERS,
     Keys,
     LayerSpec,
     ModelSpec,
+    Shapes,
     StateTensor,
     assemble,
     attention_state,
+    attention_tensors,
+    swiglu_tensors,
     update_width,
 )
 from lucevisor.model.values import Dtype, Space
@@ -48,41 +50,26 @@ class Qwen35Params:
         return (2 * self.delta_key_heads + self.delta_value_heads) * self.delta_dim
 
 
-def hyperparameters(keys: Keys, file: str, options: Mapping[str, str]) -> Qwen35Params:
+def hyperparameters(keys: Keys, options: Mapping[str, str]) -> Qwen35Params:
     """Read and cross-check the metadata.  Raises GgufError naming the key."""
     n_layers = keys.integer("block_count", high=MAX_LAYERS) - keys.integer("nextn_predict_layers", 0, low=0)
     if n_layers < 1:
-        raise GgufError(file, f"metadata value {keys.prefix}.block_count", "leaves no layers besides the MTP blocks")
-    head_dim = keys.integer("attention.key_length")
-    if keys.integer("attention.value_length", head_dim) != head_dim:
-        raise GgufError(file, f"metadata value {keys.prefix}.attention.value_length", "differs from key_length")
+        raise keys.error("block_count", "leaves no layers besides the MTP blocks")
+    head_dim = keys.head_dim()
     interval = keys.integer("full_attention_interval", 4)
     flags = keys.flags("attention.recurrent_layers", n_layers)
     sections = keys.raw("rope.dimension_sections")
     by_sections = 2 * sum(v for v in sections if isinstance(v, int)) if isinstance(sections, list) else None
-    n_rotary = keys.integer("rope.dimension_count", by_sections)
+    n_rotary = keys.even("rope.dimension_count", by_sections, high=head_dim)
     dim = keys.integer("ssm.state_size")
     n_value = keys.integer("ssm.time_step_rank")
     n_key = keys.integer("ssm.group_count")
     if keys.integer("ssm.inner_size") != n_value * dim:
-        raise GgufError(
-            file,
-            f"metadata value {keys.prefix}.ssm.inner_size",
-            f"is not time_step_rank x state_size = {n_value * dim}",
-        )
+        raise keys.error("ssm.inner_size", f"is not time_step_rank x state_size = {n_value * dim}")
     if n_value % n_key:
-        raise GgufError(
-            file,
-            f"metadata value {keys.prefix}.ssm.time_step_rank",
-            f"{n_value} is not a multiple of group_count {n_key}",
-        )
+        raise keys.error("ssm.time_step_rank", f"{n_value} is not a multiple of group_count {n_key}")
     heads, kv_heads = keys.integer("attention.head_count"), _kv_heads(keys, n_layers)
-    if heads % kv_heads or not 2 <= n_rotary <= head_dim or n_rotary % 2:
-        raise GgufError(
-            file,
-            f"metadata value {keys.prefix}.attention",
-            f"{heads} heads, {kv_heads} kv heads, {n_rotary} of {head_dim} rotated",
-        )
+    keys.check_heads(heads, kv_heads)
     return Qwen35Params(
         n_layers=n_layers,
         hidden_size=keys.integer("embedding_length"),
@@ -105,16 +92,14 @@ def _kv_heads(keys: Keys, n_layers: int) -> int:
     """A single number, or an array with 0 for layers without attention."""
     values = {v for v in keys.integers("attention.head_count_kv", n_layers) if v}
     if len(values) != 1:
-        raise GgufError(
-            keys.file, f"metadata value {keys.prefix}.attention.head_count_kv", f"has several values: {sorted(values)}"
-        )
+        raise keys.error("attention.head_count_kv", f"has several values: {sorted(values)}")
     return values.pop()
 
 
-def mixer_tensors(p: Qwen35Params, i: int) -> dict[str, tuple[int, ...]]:
+def mixer_tensors(p: Qwen35Params, i: int) -> Shapes:
     """Norms and token mixer of layer ``i``; the feed-forward (dense or experts) is the family's."""
     b, e, d = f"blk.{i}.", p.hidden_size, p.head_dim
-    out: dict[str, tuple[int, ...]] = {b + "attn_norm.weight": (e,), b + "post_attention_norm.weight": (e,)}
+    out: Shapes = {b + "attn_norm.weight": (e,), b + "post_attention_norm.weight": (e,)}
     if p.recurrent[i]:
         inner = p.delta_value_heads * p.delta_dim
         out |= {
@@ -129,14 +114,7 @@ def mixer_tensors(p: Qwen35Params, i: int) -> dict[str, tuple[int, ...]]:
             b + "ssm_out.weight": (e, inner),
         }
     else:
-        out |= {
-            b + "attn_q.weight": (2 * p.n_heads * d, e),
-            b + "attn_k.weight": (p.n_kv_heads * d, e),
-            b + "attn_v.weight": (p.n_kv_heads * d, e),
-            b + "attn_output.weight": (e, p.n_heads * d),
-            b + "attn_q_norm.weight": (d,),
-            b + "attn_k_norm.weight": (d,),
-        }
+        out |= attention_tensors(b, e, p.n_heads, p.n_kv_heads, d, n_gates=p.n_heads * d)
     return out
 
 
@@ -152,16 +130,15 @@ def layer_state(p: Qwen35Params, i: int) -> tuple[StateTensor, ...]:
     )
 
 
-def dense_tensors(p: Qwen35Params, i: int) -> dict[str, tuple[int, ...]]:
-    b, e, f = f"blk.{i}.", p.hidden_size, p.feed_forward
-    return {b + "ffn_gate.weight": (f, e), b + "ffn_up.weight": (f, e), b + "ffn_down.weight": (e, f)}
+def dense_tensors(p: Qwen35Params, i: int) -> Shapes:
+    return swiglu_tensors(f"blk.{i}.", p.hidden_size, p.feed_forward)
 
 
 def build(
     files: GgufFiles,
     keys: Keys,
     p: Qwen35Params,
-    feed_forward: Callable[[int], dict[str, tuple[int, ...]]],
+    feed_forward: Callable[[int], Shapes],
     n_routed: int = 0,
 ) -> ModelSpec:
     """Assemble and check a spec; ``feed_forward(i)``: the feed-forward tensors of layer i."""
@@ -181,7 +158,7 @@ def build(
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     """Read the spec of a ``qwen35`` file.  Option ``yarn_attn_factor``: see :mod:`lucevisor.model.rope`."""
     keys = Keys(files.metadata, "qwen35", str(files.paths[0]))
-    p = hyperparameters(keys, keys.file, options)
+    p = hyperparameters(keys, options)
     if not p.feed_forward:
-        raise GgufError(keys.file, "metadata value qwen35.feed_forward_length", "is missing")
+        raise keys.error("feed_forward_length", "is missing")
     return build(files, keys, p, lambda i: dense_tensors(p, i))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from lucevisor.model.experts import Experts, read_experts, routed_tensors, shared_tensors
 from lucevisor.model.families.qwen35 import Qwen35Params, build, hyperparameters
 from lucevisor.model.gguf_files import GgufFiles
-from lucevisor.model.spec import Keys, ModelSpec
+from lucevisor.model.spec import Keys, ModelSpec, Shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Qwen35MoeParams(Qwen35Params):
     experts: Experts
 
 
-def expert_tensors(files: GgufFiles, p: Qwen35MoeParams, i: int) -> dict[str, tuple[int, ...]]:
+def expert_tensors(files: GgufFiles, p: Qwen35MoeParams, i: int) -> Shapes:
     """Router, routed experts, shared expert and its gate (one row, stored as a vector in some files)."""
     b, e = f"blk.{i}.", p.hidden_size
     gate = files.tensors.get(b + "ffn_gate_inp_shexp.weight")
@@ -32,7 +32,7 @@ def expert_tensors(files: GgufFiles, p: Qwen35MoeParams, i: int) -> dict[str, tu
 
 def moe_hyperparameters(keys: Keys, options: Mapping[str, str]) -> Qwen35MoeParams:
     """Read and cross-check the metadata.  Raises GgufError naming the key."""
-    dense = hyperparameters(keys, keys.file, options)
+    dense = hyperparameters(keys, options)
     width = None
     if dense.feed_forward:
         width = dense.feed_forward // keys.integer("expert_used_count")
