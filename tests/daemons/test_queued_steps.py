@@ -24,7 +24,7 @@ from daemons.runner import ModelRunner
 from daemons.worker import _MessageLoop
 from lucevisor.model.drafters import open_draft, read_draft_spec
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.frames import POSTED
@@ -44,18 +44,15 @@ from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import (
     PENDING,
     CancelPending,
-    OpenSequence,
     Operation,
     PendingCancelled,
     SamplingParams,
-    SetPages,
     Slice,
     Step,
     StepResult,
-    ZeroState,
 )
 from lucevisor.protocol.transport import BlockingLink
-from tests.daemons.test_run_ahead import BACKENDS, Reporter
+from tests.daemons.test_run_ahead import BACKENDS, Reporter, opening
 from tests.families.golden import opened
 from tests.families.pipeline import pools_of
 
@@ -181,14 +178,6 @@ def two_stages(spec: ModelSpec, backend: Backend, spin_s: float, drafter: Path |
         yield both
     finally:
         both.close()
-
-
-def opening(spec: ModelSpec, sequence: int, sampling: SamplingParams) -> list[Operation]:
-    operations: list[Operation] = [OpenSequence(sequence, sequence, sampling)]
-    for space in spec.spaces():
-        recurrent = space is Space.RECURRENT
-        operations.append(ZeroState(sequence) if recurrent else SetPages(sequence, space, 0, [sequence]))
-    return operations
 
 
 def run(both: TwoStages, ids: list[int], batches: list[list[int]]) -> dict[int, list[int]]:

@@ -68,6 +68,14 @@ class Reporter:
         pass
 
 
+def opening(spec: ModelSpec, sequence: int, sampling: SamplingParams) -> list[Operation]:
+    operations: list[Operation] = [OpenSequence(sequence, sequence, sampling)]
+    for space in spec.spaces():
+        recurrent = space is Space.RECURRENT
+        operations.append(ZeroState(sequence) if recurrent else SetPages(sequence, space, 0, [sequence]))
+    return operations
+
+
 @dataclass
 class Daemon:
     """All layers of a model in one runner, and a drafter; ``waiting``: the step on the device."""
@@ -102,12 +110,7 @@ class Daemon:
         runner, _ = ModelRunner.load(load, backend, [], Reporter())
         found = cls(runner)
         for sequence, sampling in enumerate(samplings):
-            operations: list[Operation] = [OpenSequence(sequence, sequence, sampling)]
-            for space in spec.spaces():
-                one = ZeroState(sequence) if space is Space.RECURRENT else SetPages(sequence, space, 0, [sequence])
-                operations.append(one)
-            prompt = ids[: 5 + sequence]
-            found.run([Slice(sequence, 0, [*prompt], True)], operations)
+            found.run([Slice(sequence, 0, ids[: 5 + sequence], True)], opening(spec, sequence, sampling))
             found.settle()
         return found
 

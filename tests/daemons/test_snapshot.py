@@ -33,6 +33,16 @@ def opened(directory, model):
     return store
 
 
+def saved(spec, tmp_path, kv_dtype=Dtype.FLOAT32):
+    """A pipeline that computed N tokens, and what it saved of them."""
+    pipeline = SlotPipeline(spec, kv_dtype=kv_dtype, seed=1)
+    pipeline.open(0)
+    pipeline.run(0, ids_of(spec, N))
+    place = checkpoint(pipeline, 0, 5)
+    store = opened(tmp_path, state_model(spec, kv_dtype))
+    return pipeline, store, place, pipeline.save(store, ids_of(spec, N), place)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_saved_under_one_split_restored_under_others(name, tmp_path):
     spec = golden_spec(name)
@@ -64,13 +74,7 @@ def test_saved_under_one_split_restored_under_others(name, tmp_path):
 @pytest.mark.parametrize("kv_dtype", [Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.Q8_0])
 def test_equal_formats_come_back_bit_by_bit(name, kv_dtype, tmp_path):
     spec = golden_spec(name)
-    model = state_model(spec, kv_dtype)
-    one = SlotPipeline(spec, kv_dtype=kv_dtype, seed=1)
-    one.open(0)
-    one.run(0, ids_of(spec, N))
-    place = checkpoint(one, 0, 5)
-    store = opened(tmp_path, model)
-    first = one.save(store, ids_of(spec, N), place)
+    _, store, _, first = saved(spec, tmp_path, kv_dtype)
     with safe_open(tmp_path / first.file, "pt") as file:
         before = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
     other = SlotPipeline(spec, [[3], []] if spec.legal_boundary(3) else [[]], kv_dtype=kv_dtype, seed=2)
@@ -86,12 +90,7 @@ def test_equal_formats_come_back_bit_by_bit(name, kv_dtype, tmp_path):
 
 def test_the_file_holds_what_the_model_wrote(spec, tmp_path):
     """Against the pool, read position by position through the page table."""
-    pipeline = SlotPipeline(spec, seed=4)
-    pipeline.open(0)
-    pipeline.run(0, ids_of(spec, N))
-    place = checkpoint(pipeline, 0, 5)
-    store = opened(tmp_path, state_model(spec))
-    entry = pipeline.save(store, ids_of(spec, N), place)
+    pipeline, store, place, entry = saved(spec, tmp_path)
     pools = pipeline.stages[0].shards[0].pools
     with safe_open(tmp_path / entry.file, "pt") as file:
         for layer in spec.layers:
@@ -109,7 +108,7 @@ def test_the_file_holds_what_the_model_wrote(spec, tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen35", "laguna"])
 @pytest.mark.parametrize(
-    ("saved", "restored", "limit"),
+    ("before", "restored", "limit"),
     [
         (Dtype.FLOAT32, Dtype.BFLOAT16, 2**-8),
         (Dtype.FLOAT32, Dtype.FLOAT16, 2**-11),
@@ -119,21 +118,16 @@ def test_the_file_holds_what_the_model_wrote(spec, tmp_path):
         (Dtype.Q8_0, Dtype.BFLOAT16, 2**-8),
     ],
 )
-def test_other_number_formats_are_converted(name, saved, restored, limit, tmp_path):
+def test_other_number_formats_are_converted(name, before, restored, limit, tmp_path):
     spec = golden_spec(name)
-    one = SlotPipeline(spec, kv_dtype=saved, seed=1)
-    one.open(0)
-    one.run(0, ids_of(spec, N))
-    place = checkpoint(one, 0, 5)
-    store = opened(tmp_path, state_model(spec, saved))
-    entry = one.save(store, ids_of(spec, N), place)
+    one, store, place, entry = saved(spec, tmp_path, before)
     store.close()
     store = opened(tmp_path, state_model(spec, restored))
     other = SlotPipeline(spec, [[2], []] if spec.legal_boundary(2) else [[]], kv_dtype=restored, seed=2)
     fresh = other.fresh_place(N, 2 if Space.RECURRENT in spec.spaces() else -1)
     answers = other.restore(store, entry, fresh)
     short = {Dtype.FLOAT32: "F32", Dtype.BFLOAT16: "BF16", Dtype.FLOAT16: "F16", Dtype.Q8_0: "q8_0"}
-    assert {a.converted for a in answers} - {""} == {f"{short[saved]} to {short[restored]}"}  # "": no attention there
+    assert {a.converted for a in answers} - {""} == {f"{short[before]} to {short[restored]}"}  # "": no attention there
     for layer in spec.layers:
         for state in layer.state:
             if layer.space is Space.RECURRENT:
@@ -207,15 +201,6 @@ def test_short_writes_and_reads_go_on_where_they_stopped(spec, tmp_path, monkeyp
 
 
 # ---- places and tensors that do not fit
-
-
-def saved(spec, tmp_path):
-    pipeline = SlotPipeline(spec, seed=1)
-    pipeline.open(0)
-    pipeline.run(0, ids_of(spec, N))
-    place = checkpoint(pipeline, 0, 5)
-    store = opened(tmp_path, state_model(spec))
-    return pipeline, store, place, pipeline.save(store, ids_of(spec, N), place)
 
 
 @pytest.mark.parametrize(

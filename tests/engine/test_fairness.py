@@ -47,27 +47,25 @@ def long_pairs(pipeline: TimedPipeline, start_s: float) -> list[float]:
 
 
 MACHINES: dict[str, dict[str, object]] = {
-    "a core of an EPYC, demo": {"overhead_s": 0.008, "token_s": 0.000385},
-    "the same, later tokens cost more": {"overhead_s": 0.008, "token_s": 0.000385, "depth_s": 3.4e-8},
+    "a core of an EPYC, demo, later tokens cost more": {"overhead_s": 0.008, "token_s": 0.000385, "depth_s": 3.4e-8},
     # 512 tokens in 75 ms; 64 alone: 15 ms a stage, 2.5 of them HTTP and tokenising
     "eight cores of a Xeon, demo": {"overhead_s": 0.004, "token_s": 0.000135, "depth_s": 1e-8, "outside_s": 0.005},
-    "a quarter of a 27B on an H200": {"overhead_s": 0.014, "token_s": 0.00002, "limits": gpu_limits(512)},
 }
 
 
-def four_beside_two(until: float, **changes: object) -> tuple[float, float]:
+def four_beside_two(**changes: object) -> tuple[float, float]:
     """p95 of the first token of four short clients beside two long prompts, x alone; throughput of the long ones.
 
     From 3 s after the long ones started, as in bench/fairness.py: what steps cost is known then.
     """
     alone, long_alone, together = (TimedPipeline(**changes) for _ in range(3))  # type: ignore[arg-type]
     four_short_clients(alone)
-    alone.run(until=80)
+    alone.run(until=50)
     alone_s = long_pairs(long_alone, 0.0)
     long_alone.run(until=40)
     four_short_clients(together)
     together_s = long_pairs(together, 10.0)
-    together.run(until=until)
+    together.run(until=60)
     first_s = p95(together.first_token_s("short", after=13)) / p95(alone.first_token_s("short"))
     return first_s, median(alone_s) / median(together_s)
 
@@ -75,7 +73,7 @@ def four_beside_two(until: float, **changes: object) -> tuple[float, float]:
 @pytest.mark.parametrize("name", MACHINES)
 def test_four_short_clients_beside_two_long_prompts(name: str) -> None:
     """p95 of the time to the first token at most 3 x alone; the long prompts lose what smaller steps cost."""
-    first, long = four_beside_two(90, **MACHINES[name])
+    first, long = four_beside_two(**MACHINES[name])
     assert first <= 3.0
     assert long >= 0.85
 
@@ -87,7 +85,7 @@ GPUS = {"kernels limit": gpu_rows_s, "launching limits": h200_rows_s}
 def test_four_short_clients_beside_two_long_prompts_on_a_gpu(gpu: str, chunk: int, n_stages: int) -> None:
     """Steps of 512 tokens keep the time to the first token.  Long prompts lose what larger chunks gain alone."""
     rows_s = GPUS[gpu](n_stages)
-    first, long = four_beside_two(90, limits=gpu_limits(chunk), n_stages=n_stages, rows_s=rows_s, jitter=0.1)
+    first, long = four_beside_two(limits=gpu_limits(chunk), n_stages=n_stages, rows_s=rows_s, jitter=0.1)
     assert first <= 3.0
     assert long >= 0.9 * rows_s(chunk) / (chunk / 512 * rows_s(512))
 
@@ -185,10 +183,10 @@ def short_beside(pipeline: TimedPipeline, n_long: int, retry_s: float) -> tuple[
     for one in (alone, pipeline):
         for i in range(4):
             one.client(f"short{i}", 64, 16, 3.0, 5 + 0.7 * i)
-    alone.run(until=40)
+    alone.run(until=25)
     for i in range(n_long):
         pipeline.client(f"long{i}", 120, 400, retry_s, 0.01 * i)
-    pipeline.run(until=40)
+    pipeline.run(until=25)
     return p95(alone.first_token_s("short")), p95(pipeline.first_token_s("short"))
 
 
@@ -196,12 +194,12 @@ def test_short_requests_beside_200_long_ones_do_not_wait_for_a_sequence() -> Non
     pipeline = slotted()
     alone_s, beside_s = short_beside(pipeline, 200, 0.1)
     assert beside_s <= max(3 * alone_s, 0.5)
-    assert len(pipeline.first_token_s("short")) > 24
+    assert len(pipeline.first_token_s("short")) > 12
     assert not pipeline.refused
     long_only = slotted()
     for i in range(200):
         long_only.client(f"long{i}", 120, 400, 0.1, 0.01 * i)
-    long_only.run(until=40)
+    long_only.run(until=25)
     assert n_decoded(pipeline, "long") > 0.75 * n_decoded(long_only, "long")
 
 
@@ -230,11 +228,11 @@ def test_320_clients_of_one_key_refuse_and_delay_nothing_of_another_key() -> Non
             one.client(f"other{i}", 64, 200, 1.0, 5 + 0.7 * i, key="other")
     for i in range(320):
         pipeline.client(f"many{i}", 120, 200, 0.2, 0.01 * i, key="many")
-    alone.run(until=40)
-    pipeline.run(until=40)
-    assert pipeline.refused["many"] > 1000
+    alone.run(until=25)
+    pipeline.run(until=25)
+    assert pipeline.refused["many"] > 600
     assert not pipeline.refused["other"]
-    assert len(pipeline.first_token_s("other")) > 10
+    assert len(pipeline.first_token_s("other")) > 6
     assert p95(pipeline.first_token_s("other")) <= max(3 * p95(alone.first_token_s("other")), 0.5)
 
 

@@ -136,7 +136,6 @@ class TimedPipeline:
     max_queue: int = 10**6
     swaps: bool = False  # preempted requests go on from prefix slots
     jitter: float = 0.0  # a stage takes up to this share more or less
-    shares: tuple[float, ...] = ()  # of the time above, by stage; 1 each by default
     now: float = 0.0
     traces: dict[str, RequestTrace] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
@@ -182,15 +181,12 @@ class TimedPipeline:
     def at(self, when: float, action: Callable[[], object]) -> None:
         heapq.heappush(self._actions, (when, next(self._number), action))
 
-    def client(
-        self, name: str, n_prompt: int, n: int, pause_s: float, start_s: float, key: str = "",
-        n_answer: int | None = None,
-    ) -> None:  # fmt: skip
+    def client(self, name: str, n_prompt: int, n: int, pause_s: float, start_s: float, key: str = "") -> None:
         """Ask, read the answer, pause for about so long, ask again, for ever."""
         numbers, rng = itertools.count(), random.Random(name)
 
         def ask() -> None:
-            self.submit(f"{name}-{next(numbers)}", n_prompt, n, n_answer=n_answer, key=key, on_end=again)
+            self.submit(f"{name}-{next(numbers)}", n_prompt, n, key=key, on_end=again)
 
         def again() -> None:
             self.at(self.now + pause_s * rng.uniform(0.5, 1.5), ask)
@@ -223,7 +219,7 @@ class TimedPipeline:
             done_at = max(self.now, self._ends_at.get(plan.step.depends_on_step, 0.0))  # its tokens are known then
             seconds, slowest_s = self.step_s(plan.step), 0.0
             for stage, free_at in enumerate(self._free_at):
-                share = (self.shares[stage] if self.shares else 1) * (1 + self.jitter * self._rng.uniform(-1, 1))
+                share = 1 + self.jitter * self._rng.uniform(-1, 1)
                 done_at = self._free_at[stage] = max(done_at, free_at) + seconds * share
                 slowest_s = max(slowest_s, seconds * share)
             self._in_flight.append((done_at, plan, slowest_s))
@@ -247,12 +243,12 @@ class TimedPipeline:
                 if (on_end := self._on_end.pop(name, None)) is not None:
                     on_end()
 
-    def first_token_s(self, prefix: str, after: float = 0.0, before: float = 1e9) -> list[float]:
-        """Times to the first token of requests named so, that were submitted in that time."""
+    def first_token_s(self, prefix: str, after: float = 0.0) -> list[float]:
+        """Times to the first token of requests named so, that were submitted from then on."""
         return [
             trace.first_s
             for name, trace in self.traces.items()
-            if name.startswith(prefix) and after <= trace.submitted_at < before and trace.first_at is not None
+            if name.startswith(prefix) and after <= trace.submitted_at and trace.first_at is not None
         ]
 
 
