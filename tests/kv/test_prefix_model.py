@@ -160,6 +160,7 @@ class IndexMachine(RuleBasedStateMachine):
             if not self.index.reclaim(one.table.missing(stop)):
                 self.end(which, remember=False)
                 return
+        self.index.trim()  # of window pages that it slides out of: the engine does so when a sequence ends
         for position in range(one.n, stop):
             for space in PAGED:
                 if space in self.spaces:
