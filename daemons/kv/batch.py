@@ -1,7 +1,8 @@
 """The rows of one step, arranged for the blocks: positions, slots to write, pages to read.
 
 A :class:`Layout` is built on the host once per step, a :class:`Batch` once per device; all layers of all shards share
-it.  Rows keep the order of the slices.  Slices of equal length form a :class:`Group`, which is one call of each block.
+it.  Rows keep the order of the slices.  Short slices of equal length form a
+:class:`Group`, which is one call of each block; a long one has its own.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Layout:
         self.spaces = [s for s in (Space.FULL, Space.WINDOW) if s in spaces]
         columns: list[list[int]] = [[], [], *([] for _ in self.spaces)]  # ids, positions, slots of each space
         windows = [spec.window if space is Space.WINDOW else 0 for space in self.spaces]
+        self.groups: list[SliceGroup] = []
         by_key: dict[tuple[int, int, int], SliceGroup] = {}
         seen: set[int] = set()
         used: set[int] = set()
@@ -73,14 +75,14 @@ class Layout:
                 column += slots_of(sequence, space, s, window, where)
             key = (n, start % CHUNK if n > SHORT_SLICE else 0, 0 if states == [sequence.state] else len(states))
             group = by_key.get(key)
-            if group is None:
+            if group is None or n > SHORT_SLICE:  # long ones alone: each gathers what it attends to
                 group = by_key[key] = SliceGroup(*key, in_place=sequences.reads_in_place)
+                self.groups.append(group)
             group.add(len(columns[0]) - n, start, sequence, states, ranked=s.sequence in ranked)
             if bounded:
                 if not 0 <= s.draft_from <= start:
                     raise StateError(where, f"it attends to positions from {s.draft_from} on")
                 group.lows.append(sequence.place(s.draft_from))
-        self.groups = [*by_key.values()]
         self.numbers = [*chain(*columns, *(group.numbers() for group in self.groups))]
 
     @property

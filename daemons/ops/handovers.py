@@ -26,7 +26,7 @@ Handover = Literal["tiled rows", "cuda rows", "triton rows", "cuda pairs"]
 
 CANDIDATES: dict[Handover, tuple[int, ...]] = {
     "tiled rows": (16, 24, 32, 48, 64, 96),
-    "cuda rows": (1, 8, 16, 24, 32),
+    "cuda rows": (1, 8, 16, 24, 32, 256),
     "triton rows": (16, 32, 64),
     "cuda pairs": (0, 8, 16, 32, 64),
 }

@@ -178,7 +178,7 @@ class DenseTable:
         return self.weight.index_select(0, ids).to(self.dtype)
 
 
-class BlockTable:
+class QuantTable:
     """Rows of a table of quant blocks, dequantised after the lookup."""
 
     def __init__(self, kind: GgmlType, raw: Tensor, dtype: torch.dtype) -> None:

@@ -16,19 +16,19 @@ from torch import Tensor
 from daemons.device import launching
 from daemons.ops.cpu.compiler import CpuCompileError
 from daemons.ops.cpu.library import KINDS, CpuKernels, Tiles, cpu_kernels
-from daemons.ops.cpu.linear import ALL_ROWS, FEW_ROWS, CpuBlockTable, TiledLinear
+from daemons.ops.cpu.linear import ALL_ROWS, FEW_ROWS, CpuQuantTable, TiledLinear
 from daemons.ops.experts import UNLIMITED_PAIRS, BlockExperts, DenseExperts, ExpertWeights, SeparateExperts
 from daemons.ops.handovers import Handovers, conditions, read
 from daemons.ops.linear import (
     Bfloat16CpuLinear,
     BlockLinear,
-    BlockTable,
     DenseLinear,
     DenseTable,
     Float32CpuLinear,
     Int4CpuLinear,
     Int8CpuLinear,
     Linear,
+    QuantTable,
     Table,
 )
 from daemons.ops.operations import Operations, TorchOperations
@@ -263,10 +263,10 @@ class KernelSelector:
             return PackedTable(weight, n_columns, self.dtype)
         if weight.dtype == torch.uint8 and self.cpu is not None and kind.name in KINDS:
             self._note(f"lookup {kind.name}", "blocks, rows dequantised by c++")
-            return CpuBlockTable(self.cpu, kind, weight)
+            return CpuQuantTable(self.cpu, kind, weight)
         if weight.dtype == torch.uint8:
             self._note(f"lookup {kind.name}", "blocks, rows dequantised after the lookup")
-            return BlockTable(kind, weight, self.dtype)
+            return QuantTable(kind, weight, self.dtype)
         self._note(f"lookup {kind.name}", f"{_name(weight.dtype)} torch")
         return DenseTable(weight, self.dtype)
 

@@ -7,8 +7,10 @@ layer frees its part before the next one begins, so the largest layer counts:
     activations  T (4 E + sum of matrix rows of a layer) x 4 bytes             float32 copies of a layer's activations
     delta rule   T x rows of a state x RULE_COPIES x 4                         frames, decays, solved systems
                  B x states of a layer x 2                                     states gathered and written back
-    attention    B x pages per sequence x page of a layer                      keys and values, padded to the longest
-                 T x (query heads per kv head) x L x (1 + b)                   the mask, as flags and as numbers
+    attention    B x pages per sequence x page of a layer                      keys and values, padded to the longest;
+                                                                               on a GPU of one long slice at a time
+                 T x (query heads per kv head) x L x (1 + b)                   the mask, as flags and as numbers; on a
+                                                                               GPU of windows and graphs
                  SCORE_BYTES                                                   float32 on a GPU: scores in plain steps
     host pages   2 x HOST_CHUNK_PAGES x page of a layer of each shape             chunks on a GPU
                  host pages x sketches of the keys of each layer               where pages are ranked
@@ -161,7 +163,7 @@ class CostModel:
         parts = zip(_indices(shard), self._parts(shard)[1:], strict=True)
         row = 4 * self.spec.hidden_size
         return max(
-            steps.max_tokens * (row + part.n_rows) * number + self._mixer_bytes(i, steps, rule_copies)
+            steps.max_tokens * (row + part.n_rows) * number + self._mixer_bytes(i, shard.backend, steps, rule_copies)
             for i, part in parts
         )
 
@@ -183,7 +185,7 @@ class CostModel:
         sketches = sum(self._sketches[i] for i in _indices(shard)) if steps.ranks_pages else 0
         return 2 * HOST_CHUNK_PAGES * sum(full) + steps.pools.host_pages * sketches
 
-    def _mixer_bytes(self, i: int, steps: StepSizes, rule_copies: int) -> int:
+    def _mixer_bytes(self, i: int, backend: Backend, steps: StepSizes, rule_copies: int) -> int:
         """Attention or delta rule of layer ``i``."""
         layer = self.spec.layers[i]
         if layer.space is Space.RECURRENT:
@@ -196,7 +198,12 @@ class CostModel:
                 seen = min(seen, layer.window - 1 + steps.max_tokens)
         source = i if layer.shares_with is None else layer.shares_with
         partial = steps.max_tokens * self._widths[source] * PARTIAL_COPIES * 4 if steps.pools.host_pages else 0
-        read = partial + steps.n_together * min(n_pages, pages_of(seen) + 1) * self._read[source]
+        on_gpu = backend is not Backend.CPU  # its kernels read the pages of short slices in place
+        n_gathered = 1 if on_gpu else steps.n_together
+        read = partial + n_gathered * min(n_pages, pages_of(seen) + 1) * self._read[source]
+        in_graph = rule_copies == KERNEL_COPIES
+        if on_gpu and not (layer.window or in_graph):
+            return read
         return read + steps.max_tokens * self._groups[source] * seen * (1 + dtype_bytes(self.dtype, 1))
 
     def _parts(self, shard: Shard) -> list[_Weights]:

@@ -74,8 +74,8 @@ DEVICES_KEY, SPLIT_KEY = "placement.target_devices", "placement.target_layer_spl
 MIN_CHUNK = 64  # the smallest prefill chunk that advice names
 FEW_SEQUENCES, FEW_SLOTS, FEW_BYTES = 8, 32, 1 << 30
 """Automatic sequences, prefix slots and their memory on a cpu, and where free memory is unknown."""
-MANY_SEQUENCES, MANY_SLOTS = (32, 16), 512
-"""The same on GPUs, as memory allows. 64 streams decode fewer tokens a second than 32 (bench/notebook/2026-11.md)."""
+MANY_SEQUENCES, MANY_SLOTS = (128, 64, 32, 16), 512
+"""The same on GPUs, as memory allows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -380,7 +380,3 @@ class ResetDone(msgspec.Struct, frozen=True):
     """Answer to Reset.  No step sent before the Reset is answered after this."""
 
     token: int  # of the Reset
-
-
-# tests/kernels/test_paged_out.py has the earlier name. Rename it there with the next record of `make kernels`.
-Sampling = SamplingParams

@@ -103,6 +103,26 @@ def test_products_in_slabs(kind, dtype, n_rows):
             assert_near(gated, act_and_mul(found, "silu").double())
 
 
+@pytest.mark.parametrize("n_rows", [33, 64, 65, 200, 256])
+@of_dtypes
+@of_kinds
+def test_many_rows(kind, dtype, n_rows):
+    """Also as a part of longer rows."""
+    gemv = CudaGemv(torch.device("cuda", 0), dtype)
+    for n, k in SHAPES:
+        if k % 256 and kind not in SHORT:
+            continue
+        m = Matrix.random(kind, n, k)
+        if gemv.prepare(m.packed) < n_rows:
+            pytest.skip("this GPU's matrix units read no factor from shared memory")
+        x = (normal(n_rows, k) * normal(n_rows, k, seed=2) ** 3).to(dtype)
+        found, wide = gemv(m.packed, x), torch.full((n_rows, n + 8), 7.0, dtype=dtype, device=DEVICE)
+        assert_near(found, x.double() @ m.numbers.t())
+        gemv.into(m.packed, x, wide[:, :n])
+        assert torch.equal(found, wide[:, :n])
+        assert bool((wide[:, n:] == 7).all())
+
+
 @of_dtypes
 @of_kinds
 def test_expert_pairs(kind, dtype):

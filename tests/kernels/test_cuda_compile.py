@@ -14,6 +14,7 @@ from daemons.ops.cuda import compiler as compilation
 from daemons.ops.cuda.compiler import CompileError, nvrtc
 from daemons.ops.cuda.delta_net import compile_delta_net, compile_delta_net_batch
 from daemons.ops.cuda.experts import compile_experts, experts_shape
+from daemons.ops.cuda.gemm import compile_gemm, gemm_shape
 from daemons.ops.cuda.gemv import (
     KINDS,
     RowsShape,
@@ -102,6 +103,17 @@ def test_products_in_slabs_compile():
     for i, (kind, (depth, gated, dtype)) in enumerate(zip(sorted(KINDS), variants, strict=False)):
         shape = SlabShape(gated, i % 4 + 1, depth + 1, 1, 132, 0, i % 3 > 0)
         assert compile_slabs(kind, shape, dtype).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_products_of_many_rows_compile(kind):
+    for n_rows in (64, 256):
+        shape = gemm_shape(kind, n_rows, 20, 2176, HOPPER)
+        assert shape is not None
+        assert shape.shared_bytes <= HOPPER.block_shared_bytes
+        assert shape.n_blocks * shape.n_row_blocks <= HOPPER.n_processors
+        dtype = torch.float16 if kind == "Q4_K" else torch.bfloat16
+        assert compile_gemm(kind, shape, dtype).startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

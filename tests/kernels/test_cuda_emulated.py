@@ -22,6 +22,7 @@ from daemons.ops.cuda import gemv
 from daemons.ops.cuda.compiler import SOURCES
 from daemons.ops.cuda.delta_net import batch_constants, constants
 from daemons.ops.cuda.experts import ExpertsShape
+from daemons.ops.cuda.gemm import GemmShape
 from daemons.ops.cuda.limits import eight_rows_bytes
 from daemons.ops.cuda.slabs import SlabShape
 from daemons.ops.cuda.streamed import StreamedShape
@@ -209,6 +210,28 @@ def test_a_gate_in_slabs(kind, n_rows, library):
     wanted = torch.nn.functional.silu(gate) * up
     assert bool((found[1] == 7).all())
     assert float((found[0].double() - wanted).norm() / wanted.norm()) < 2**-8
+
+
+@pytest.mark.parametrize(
+    ("kind", "eights"), [("Q4_0", 8), ("Q4_K", 16), ("Q5_0", 8), ("Q5_K", 8), ("Q6_K", 16), ("Q8_0", 8)]
+)
+def test_products_of_many_rows(kind, eights, library):
+    """Slabs that lie in one block's piece, in two and in many; a last slab that is not full; a part of longer rows."""
+    shapes = ((260, 512, 33, 2), (20, 768, 8 * eights + 2, 2))
+    for n, k, n_rows, n_blocks in shapes if kind in ("Q4_0", "Q6_K", "Q8_0") else ((20, 512, 64, 1),):
+        packed, numbers = matrix(kind, n, k)
+        x = torch.randn(n_rows, k, generator=torch.Generator().manual_seed(1)).bfloat16()
+        shape = GemmShape(eights, 2, 2, 0, n_blocks, -(-n_rows // (8 * eights)))
+        n_eights = shape.n_row_blocks * eights
+        out = torch.full((2, n_rows, n + 8), 7.0, dtype=x.dtype)
+        stream = torch.zeros(packed.n_chunks * n_eights * eight_rows_bytes(kind), dtype=torch.uint8)
+        parts = torch.full((shape.parts_bytes // 4 + 1,), torch.nan)
+        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (packed.tiles, x, stream, out, parts))
+        run = library("gemm", shape.constants(kind)).run_gemm
+        run(n_blocks, n, *pointers, n_rows, n, packed.n_chunks, k, out.stride(1))
+        assert bool(parts[-1].isnan()), "more than the parts was written"
+        assert bool((out[0, :, n:] == 7).all())
+        check(out[:, :, :n], x.double() @ numbers.t())
 
 
 def multiplied_in_slabs(

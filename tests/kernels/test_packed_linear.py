@@ -18,7 +18,7 @@ from daemons.models.loader import Rows, WeightLoader
 from daemons.ops import packed_linear
 from daemons.ops.expert_pairs import ExpertPairs
 from daemons.ops.experts import BlockExperts, ConcatExperts
-from daemons.ops.linear import BlockTable
+from daemons.ops.linear import QuantTable
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import TorchOperations
 from daemons.ops.packed_linear import PackedExperts, PackedLinear, PackedTable
@@ -188,7 +188,7 @@ def test_experts_of_two_types(few_programs):
 def test_rows_of_a_table_are_the_same_bits(kind, dtype):
     type_, raw = blocks(kind, 50, 512)
     ids = torch.tensor([7, 0, 49, 7, 13], device=DEVICE)
-    a, b = PackedTable(repack(type_, raw), 512, dtype), BlockTable(type_, raw, dtype)
+    a, b = PackedTable(repack(type_, raw), 512, dtype), QuantTable(type_, raw, dtype)
     assert a.n_bytes == b.n_bytes // 50 * 64
     for some in (ids, ids[:1], ids.repeat(3), ids[1::2]):
         assert a(some).dtype == dtype
@@ -201,7 +201,7 @@ def test_rows_of_a_table_have_no_padding(kind):
     ids = torch.tensor([19, 3], device=DEVICE)
     found = PackedTable(repack(type_, raw), 352, torch.float32)(ids)
     assert found.is_contiguous()
-    assert torch.equal(found, BlockTable(type_, raw, torch.float32)(ids))
+    assert torch.equal(found, QuantTable(type_, raw, torch.float32)(ids))
 
 
 # ---- loading

@@ -16,7 +16,7 @@ from daemons.ops.triton.paged_attention import paged_attention
 from lucevisor.model.spec import LayerSpec, ModelSpec, attention_state
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import OpenSequence, PageOut, Sampling, SetPages, Slice
+from lucevisor.protocol.steps import OpenSequence, PageOut, SamplingParams, SetPages, Slice
 
 SIZES = PoolSizes(16, 0, 0)
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
@@ -31,7 +31,7 @@ def test_pages_that_left_are_not_read(n: int) -> None:
     sequences = Sequences([pools], SIZES, max_sequences=3)
     pages = {1: [3, 9, 2, 8, 5, 11], 2: [0, 1], 3: [4, 10, 6, 7]}
     for s, ids in pages.items():
-        sequences.apply(OpenSequence(s, 0, Sampling()))
+        sequences.apply(OpenSequence(s, 0, SamplingParams()))
         sequences.apply(SetPages(s, Space.FULL, 0, ids))
     sequences.apply(PageOut(1, [1, 2, 3]))
     sequences.apply(PageOut(3, [1]))

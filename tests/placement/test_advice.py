@@ -43,7 +43,7 @@ def quoted(advice: str) -> str:
     [
         ([1, 1, 1], {"max_context": 4096}, box(first=4), "placement.target_layer_split"),
         (BOX_SPLIT, {"pages": 100_000}, box(), "engine.pages"),
-        (BOX_SPLIT, {"max_context": 262144, "kv_dtype": "float32"}, box(third=30), "engine.kv_dtype"),
+        (BOX_SPLIT, {"max_context": 262144, "kv_dtype": "float32"}, box(third=26), "engine.kv_dtype"),
         (BOX_SPLIT, {"max_context": 262144}, box(third=16), "engine.max_context"),
         (BOX_SPLIT, {"max_context": 4096, "max_sequences": 600}, box(), "engine.max_sequences"),
         (BOX_SPLIT, {"max_context": 99_968, "prefill_chunk": 99_968, "pages": 1562}, box(), "engine.prefill_chunk"),

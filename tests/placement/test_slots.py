@@ -157,12 +157,12 @@ def test_automatic_capacity_takes_what_a_gpu_has_and_no_context(big, tmp_path, g
     few = placed(big, cached(config), gib)
     p = placed(big, automatic(config), gib)
     assert (p.max_context, p.prefill_chunk) == (few.max_context, few.prefill_chunk)
-    assert p.max_sequences in (8, 16, 32)
+    assert p.max_sequences in (8, 16, 32, 64, 128)
     assert p.cache_bytes >= few.cache_bytes
     if gib == 139:
-        assert (p.max_sequences, p.prefix_slots) == (32, 512)
-        assert p.cache_bytes > 30 * GIB
-        assert p.pools.states > 32 + p.cache_bytes // (2 * STATE_27B)
+        assert (p.max_sequences, p.prefix_slots) == (128, 512)
+        assert p.cache_bytes > 50 * GIB
+        assert p.pools.states > 128 + p.cache_bytes // (2 * STATE_27B)
     state_bytes = sum(device.state_bytes for device in p.devices)
     assert p.cache_bytes <= max(GIB, state_bytes)
 

@@ -66,8 +66,8 @@ class TiledLinear:
         return out
 
 
-class CpuBlockTable:
-    """See :class:`daemons.ops.linear.BlockTable`."""
+class CpuQuantTable:
+    """See :class:`daemons.ops.linear.QuantTable`."""
 
     def __init__(self, kernels: CpuKernels, kind: GgmlType, raw: Tensor) -> None:
         self.kernels, self.kind, self.raw, self.n_bytes = kernels, kind, raw, raw.nbytes

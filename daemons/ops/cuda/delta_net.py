@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -98,7 +100,11 @@ class CudaDeltaNet:
         self.kernel_of_one = alone if alone.max_clusters(32 * WARPS, most) >= params.n_key else self.kernel
         self.limits = SharedMemory.of(device)
         self.batch_kernel: Kernel | None = None
-        if batch_bytes(params, 1) <= self.limits.block_shared_bytes:
+        free = self.limits.block_shared_bytes - batch_bytes(params, 0)
+        n_pairs = free // (batch_bytes(params, 1) - batch_bytes(params, 0))
+        self.max_slices = max(0, n_pairs) * self.limits.n_processors // params.n_key
+        """Of a launch of the batch kernel, whose blocks keep what their pairs of a slice and a key head need."""
+        if n_pairs > 0:
             code = compile_delta_net_batch(architecture, params, dtype)
             limit = self.limits.block_shared_bytes
             self.batch_kernel = load_kernel(code, "delta_net_batch", device, limit, dependent=True)
@@ -120,12 +126,16 @@ class CudaDeltaNet:
         out = torch.empty(y.shape[0], m.n_value * m.dim, dtype=y.dtype, device=y.device)
         constants = m.conv_weight, m.decay_rates, m.dt_bias, m.norm.weight
         numbers = (y.stride(0), float(m.norm.epsilon), L2_EPS / m.dim, l2_scale(m.dim))
-        n_pairs = n_slices * m.n_key
-        n_blocks = min(self.limits.n_processors, n_pairs)
-        n_bytes = batch_bytes(m, -(-n_pairs // n_blocks))
-        if n == 1 and n_slices >= MIN_BATCH and self.batch_kernel and n_bytes <= self.limits.block_shared_bytes:
-            tensors: tuple[Tensor, ...] = (y, out, pools.conv_states, pools.states, ids, kept, *constants)
-            self.batch_kernel((n_blocks, 1), 32 * (TEAMS * WARPS + 1), n_bytes, (*tensors, n_slices, *numbers))
+        if n == 1 and n_slices >= MIN_BATCH and self.batch_kernel is not None and self.max_slices >= MIN_BATCH:
+            n_launches = -(-n_slices // self.max_slices)
+            bounds = [i * n_slices // n_launches for i in range(n_launches + 1)]
+            for at, end in pairwise(bounds):
+                n_pairs = (end - at) * m.n_key
+                n_blocks = min(self.limits.n_processors, n_pairs)
+                n_bytes = batch_bytes(m, -(-n_pairs // n_blocks))
+                rows = (y[at:end], out[at:end], pools.conv_states, pools.states, ids[at:end], kept[at:end])
+                arguments = (*rows, *constants, end - at, *numbers)
+                self.batch_kernel((n_blocks, 1), 32 * (TEAMS * WARPS + 1), n_bytes, arguments)
         else:
             grid = m.n_value * halves(m), n_slices
             tensors = (y, out, *pools, ids, kept, *constants)

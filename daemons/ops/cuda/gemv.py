@@ -1,7 +1,7 @@
-"""GEMV in CUDA C++: up to 32 rows times packed weights, or a row for each (token, expert) pair.
+"""Products in CUDA C++: up to 256 rows times packed weights, or a row for each (token, expert) pair.
 
-gemv.cu has the kernel of one row, gemv_rows.cu, gemv_streamed.cu and gemv_slabs.cu those of more, docs/kernels.md how
-they compute.
+gemv.cu has the kernel of one row, gemv_rows.cu, gemv_streamed.cu, gemv_slabs.cu and gemm.cu those of more,
+docs/kernels.md how they compute.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from daemons.ops.cuda.compiler import compile_kernel
 from daemons.ops.cuda.driver import Kernel, load_kernel
 from daemons.ops.cuda.experts import CudaExperts
+from daemons.ops.cuda.gemm import MAX_GEMM_ROWS, Gemm, GemmShape, gemm_shape
 from daemons.ops.cuda.limits import DTYPES, SharedMemory, eight_rows_bytes
 from daemons.ops.cuda.slabs import SlabGemv, SlabShape, slab_shape
 from daemons.ops.cuda.streamed import MAX_STREAMED_ROWS, StreamedShape, compile_streamed, streamed_shape
@@ -74,6 +75,9 @@ class RowsShape:
     n_splits: int
 
 
+ShapeOfRows = SlabShape | StreamedShape | RowsShape | GemmShape
+
+
 @cache
 def rows_shape(kind: str, n_chunks: int, n_rows: int, limits: SharedMemory) -> RowsShape | None:
     """As few splits as keep the rows in shared memory, then as many tiles in flight as fit; None: too many splits."""
@@ -88,10 +92,10 @@ def rows_shape(kind: str, n_chunks: int, n_rows: int, limits: SharedMemory) -> R
     return None
 
 
-def shape_of_rows(
-    kind: str, n_chunks: int, n_tiles: int, n_rows: int, limits: SharedMemory
-) -> SlabShape | StreamedShape | RowsShape | None:
-    """How 2 to 32 rows are multiplied, by what was faster; the same for 1 to 8 of them, 9 to 16, and so on."""
+def shape_of_rows(kind: str, n_chunks: int, n_tiles: int, n_rows: int, limits: SharedMemory) -> ShapeOfRows | None:
+    """How 2 to 256 rows are multiplied, by what was faster; the same for 1 to 8 of them, 9 to 16, and so on."""
+    if n_rows > MAX_STREAMED_ROWS:
+        return gemm_shape(kind, n_rows, n_chunks, n_tiles, limits)
     beside = rows_shape(kind, n_chunks, n_rows, limits) if n_rows <= MAX_ROWS else None
     slabs = slab_shape(kind, n_rows, n_chunks, n_tiles, limits)
     if slabs is not None and (n_rows > 8 or beside is None or beside.n_splits > 1):
@@ -132,6 +136,7 @@ class CudaGemv:
         self._experts = CudaExperts(device, dtype, self.architecture, *defines)
         self._streamed: dict[tuple[str, ...], tuple[Kernel, Kernel]] = {}
         self._slabs = SlabGemv(device, dtype, *defines)
+        self._gemm = Gemm(device, dtype, *defines)
         self._rows_kernels: dict[tuple[str, int, int], Kernel] = {}
 
     def prepare(self, packed: PackedWeights) -> int:
@@ -147,7 +152,7 @@ class CudaGemv:
         n_rows = 1
         if packed.tiles.ndim == 4:  # experts
             return n_rows
-        for more in range(8, MAX_STREAMED_ROWS + 1, 8):
+        for more in (*range(8, MAX_STREAMED_ROWS + 1, 8), 2 * MAX_STREAMED_ROWS, MAX_GEMM_ROWS):
             match self._shape_of_rows(packed, more):
                 case SlabShape() as slabs:
                     self._slabs.kernels(kind, slabs)
@@ -155,6 +160,8 @@ class CudaGemv:
                     self._streamed_kernels(kind, streamed)
                 case RowsShape() as rows:
                     self._rows_kernel(kind, rows)
+                case GemmShape() as gemm:
+                    self._gemm.kernels(kind, gemm)
                 case None:
                     break
             n_rows = more
@@ -175,7 +182,9 @@ class CudaGemv:
             self._rows_kernels[key] = kernel
         return self._rows_kernels[key]
 
-    def _shape_of_rows(self, packed: PackedWeights, n_rows: int) -> SlabShape | StreamedShape | RowsShape | None:
+    def _shape_of_rows(
+        self, packed: PackedWeights, n_rows: int
+    ) -> SlabShape | StreamedShape | RowsShape | GemmShape | None:
         n_tiles = padded_rows(packed.n_rows) // TILE_ROWS
         return shape_of_rows(packed.kind.name, packed.n_chunks, n_tiles, n_rows, self.limits)
 
@@ -207,6 +216,8 @@ class CudaGemv:
         x, shape = _aligned(x), self._shape_of_rows(packed, n_rows)
         if isinstance(shape, SlabShape):
             return self._slabs(shape, packed, x)
+        if isinstance(shape, GemmShape):
+            return self._gemm(shape, packed, x)
         if isinstance(shape, StreamedShape):
             return self._stream(shape, packed, x)
         assert shape is not None
@@ -221,7 +232,7 @@ class CudaGemv:
 
     def places(self, packed: PackedWeights, n_rows: int) -> bool:
         """Whether :meth:`into` has a kernel for so many rows, up to what :meth:`prepare` returned."""
-        return n_rows == 1 or isinstance(self._shape_of_rows(packed, n_rows), SlabShape)
+        return n_rows == 1 or isinstance(self._shape_of_rows(packed, n_rows), SlabShape | GemmShape)
 
     def into(self, packed: PackedWeights, x: Tensor, out: Tensor) -> None:
         """``x [T, K] W'`` -> ``out`` [T, N], which may be a part of longer rows."""
@@ -229,6 +240,9 @@ class CudaGemv:
             self._one_row(packed, x, None, 1, out)
             return
         shape = self._shape_of_rows(packed, x.shape[0])
+        if isinstance(shape, GemmShape):
+            self._gemm(shape, packed, _aligned(x), out)
+            return
         assert isinstance(shape, SlabShape)
         self._slabs(shape, packed, _aligned(x), out)
 
@@ -246,7 +260,7 @@ class CudaGemv:
 
     def gates(self, packed: PackedWeights, n_rows: int) -> bool:
         """Whether :meth:`gated` has a kernel for so many rows of x, up to what :meth:`prepare` returned."""
-        return self.places(packed, n_rows)
+        return n_rows == 1 or isinstance(self._shape_of_rows(packed, n_rows), SlabShape)
 
     def gated(self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1) -> Tensor:
         """``silu(gate x) * (up x)`` of rows x [T, K], or of pairs as in a call, -> [., N / 2]: the first half of a

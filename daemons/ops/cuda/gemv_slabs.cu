@@ -8,6 +8,7 @@
 // read the rows from shared memory, once for 64 rows of the matrix (sm_90a); GATED: the first half of the matrix's rows is the
 // gate of the other one, half of a slab each, and results are silu(gate x) (other x).
 
+#include "line.cuh"
 #if FROM_SHARED
 #include "wide.cuh"
 typedef WideCursor<TILES_OF_ROWS> Kept;
@@ -21,62 +22,6 @@ constexpr int AT_ONCE = 12 / HALVES;  // parts that a thread has on their way
 constexpr int PART = WARPS * N * 32;  // its numbers, four each
 
 static_assert(KIND::BYTES == TILE_BYTES);
-
-// A warp's ring of tiles: chunks of one after the other, then those of the tile `next_slab` bytes behind.
-struct Ring {
-  const u8* from;  // of the next chunk to copy
-  long long next_slab;
-  u32 units, barriers, slot, parity;
-  int in_slab, length, left;  // chunks until the next slab, of a slab, all
-
-  // Starts to copy `left` chunks.
-  DEVICE Ring(const u8* from, long long next_slab, int in_slab, int length, int left, u32 units, u32 barriers, int lane)
-      : from(from), next_slab(next_slab), units(units), barriers(barriers), slot(0), parity(0), in_slab(in_slab),
-        length(length), left(left) {
-    if (lane == 0) {
-      for (int i = 0; i < DEPTH; i++) init_barrier(barriers + 8 * i);
-      publish_barriers();
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < DEPTH; i++) copy(i, lane);
-  }
-
-  DEVICE void copy(u32 to, int lane) {
-    if (left <= 0) return;
-    if (lane == 0) copy_bulk<KIND::BYTES>(units + to * KIND::BYTES, from, barriers + 8 * to);
-    left--;
-    from += KIND::BYTES;
-    if (--in_slab == 0) {
-      from += next_slab;
-      in_slab = length;
-    }
-  }
-
-  // The address of the oldest chunk, once it is there.
-  DEVICE u32 wait() const {
-    wait_for_barrier(barriers + 8 * slot, parity);
-    return units + slot * KIND::BYTES;
-  }
-
-  // No lane needs it any more: copies another one over it.
-  DEVICE void release(int lane) {
-    __syncwarp();
-    copy(slot, lane);
-    if (++slot == DEPTH) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// Equal pieces of n units.  32 bits are enough, and a division of 64 takes a tenth of a microsecond.
-struct Line {
-  u32 n, n_blocks;
-
-  DEVICE int begin(u32 block) const { return (int)(block * n / n_blocks); }
-  DEVICE int block_of(u32 unit) const { return (int)(((unit + 1) * n_blocks - 1) / n); }
-};
 
 // Tiles of a half of the matrix, and slabs
 struct Slabs {
@@ -107,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   // behind the matrix there is nothing to read: its last slab may be narrower
   bool inside = (slabs.count - 1) * SIDE + warp % SIDE <= last;
   int left = inside ? end - begin : min(end, (slabs.count - 1) * length) - begin;
-  Ring ring(from, SIDE * tile_bytes - (long long)length * KIND::BYTES, length - begin % length, length, left,
+  SlabRing ring(from, SIDE * tile_bytes - (long long)length * KIND::BYTES, length - begin % length, length, left,
             shared_address(memory) + warp * DEPTH * KIND::BYTES, barriers + warp * DEPTH * 8, lane);
   wait_for_inputs();
   uint4 raw[8], next[8];
@@ -134,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     for (; unit < behind; unit++) {
       KIND weights;
       weights.load(idle ? ring.units : ring.wait(), lane);
-      if (!idle) ring.release(lane);
+      if (!idle) ring.release(lane, weights.loaded());
       rows.add(sum, weights);
     }
     long long part = blockIdx.y * (slabs.count + gridDim.x) + slab + blockIdx.x;

@@ -8,8 +8,9 @@
 
 #include "ring.cuh"
 #include "rows.cuh"
+#include "stream.cuh"
 
-constexpr int ROWS = 16, N = TILES_OF_ROWS, X_BYTES = N * (NUMBER_BYTES + SUM_BYTES + FACTOR_BYTES), PART_BYTES = 512;
+constexpr int ROWS = 16, N = TILES_OF_ROWS, X_BYTES = N * EIGHT_ROWS_BYTES, PART_BYTES = 512;
 
 static_assert(KIND::BYTES == TILE_BYTES);
 typedef Ring<DEPTH, KIND::BYTES, EvenRuns> Weights;
@@ -23,44 +24,6 @@ extern "C" __global__ void __launch_bounds__(32) stream_rows(const u16* x, u8* s
   keep_rows(to + n * NUMBER_BYTES, to + N * NUMBER_BYTES + n * SUM_BYTES, to + N * (NUMBER_BYTES + SUM_BYTES) + n * FACTOR_BYTES,
             x + (long long)row * width, row < n_rows, chunk * COLUMNS, width, lane);
 }
-
-// A team's ring of chunks of rows: each of its warps says when it needs the oldest one no more, its first warp copies.
-struct Stream {
-  const u8* next;
-  int left, step;  // chunks not copied yet; from one to the next
-  u32 units, full, empty, slot, parity;
-
-  DEVICE Stream(const u8* first, int step, int count, u32 units, u32 barriers)
-      : next(first), left(count), step(step), units(units), full(barriers), empty(barriers + 8 * X_DEPTH), slot(0), parity(0) {}
-
-  DEVICE void copy(u32 to) {
-    copy_bulk<X_BYTES>(units + to * X_BYTES, next, full + 8 * to);
-    next += (long long)step * X_BYTES;
-    left--;
-  }
-
-  DEVICE u32 wait() const {
-    wait_for_barrier(full + 8 * slot, parity);
-    return units + slot * X_BYTES;
-  }
-
-  // Of one lane of a warp; `copies`: it is the first warp's, which copies over the unit before, so as to wait for no other warp long.
-  DEVICE void release(bool copies, bool has_before) {
-    arrive(empty + 8 * slot);
-    if (copies && has_before && left > 0) {
-      u32 before = slot ? slot - 1 : X_DEPTH - 1;
-      wait_for_barrier(empty + 8 * before, slot ? parity : parity ^ 1);
-      copy(before);
-    }
-  }
-
-  DEVICE void advance() {
-    if (++slot == X_DEPTH) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 DEVICE void add(float4& a, const float4& b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 
@@ -95,22 +58,17 @@ extern "C" __global__ void
   float4* inbox = parts + (n_teams - 1) * n_side * N * 32;
   int n_pieces = n_side * N, n_kept = CLUSTER == 1 ? 0 : (n_pieces + CLUSTER - 1) / CLUSTER * CLUSTER;
   u32 weight_barriers = shared_address(inbox + n_kept * 32), x_barriers = weight_barriers + n_side * n_teams * DEPTH * 8;
-  Stream rows(stream + (long long)(first + team) * X_BYTES, n_teams, n_mine, x_units + team * X_DEPTH * X_BYTES,
-              x_barriers + team * X_DEPTH * 16);
-  if (side == 0 && lane == 0) {
-    for (int i = 0; i < X_DEPTH; i++) {
-      init_barrier(rows.full + 8 * i);
-      init_barrier(rows.empty + 8 * i, n_side);
-    }
-  }
+  const u8 *x_first = stream + (long long)(first + team) * X_BYTES, *x_end = stream + (long long)(n_chunks + n_teams) * X_BYTES;
+  Stream<X_BYTES, X_DEPTH> rows(x_first, x_first, x_end, n_teams, n_mine, x_units + team * X_DEPTH * X_BYTES,
+                                x_barriers + team * X_DEPTH * 16);
+  if (side == 0 && lane == 0) rows.init(n_side);
   EvenRuns run = {tiles + ((long long)min(tile, n_tiles - 1) * n_chunks + first) * KIND::BYTES, n_chunks, 0};
   Weights ring(run, team, n_teams, n_mine, weight_units + warp * DEPTH * KIND::BYTES, weight_barriers + warp * Weights::BARRIER_BYTES);
 #if CLUSTER > 1
   arrive_in_cluster();
 #endif
   wait_for_inputs();
-  if (side == 0 && lane == 0)
-    for (int i = 0; i < X_DEPTH && rows.left > 0; i++) rows.copy(i);
+  if (side == 0 && lane == 0) rows.fill();
   __syncthreads();
   float sum[N][4] = {};
 #pragma unroll 1

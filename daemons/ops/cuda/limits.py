@@ -12,8 +12,8 @@ DTYPES = {torch.bfloat16: (), torch.float16: ("FLOAT16_ACTIVATIONS",)}
 """dtype of the activations -> what the kernels are compiled with."""
 CLUSTER_CAPABILITIES = (9, 10)
 """Major capabilities of GPUs whose blocks work in clusters."""
-WIDE_CAPABILITY = (9, 0)
-"""That of GPUs whose matrix units read a factor from shared memory (wgmma)."""
+WIDE_CAPABILITY, WIDE_ARCHITECTURE = (9, 0), "sm_90a"
+"""Those of GPUs whose matrix units read a factor from shared memory (wgmma); no later one runs this code."""
 FAST_MEMORY = 4e12
 """Bytes a second from which on products of some rows wait for instructions, not memory: H200 4.9e12, H100 3.4e12."""
 

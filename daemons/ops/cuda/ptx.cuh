@@ -103,37 +103,51 @@ DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #ifdef WIDE_PRODUCTS
 // c [64, 8 N] (+)= a [64, 16] b [16, 8 N]: each warp has 16 rows of a and c as above, c[n] for columns 8 n and on.  b: where the
 // second factor lies (see wide.cuh).
+#define SUMS_OF(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 template <int N> DEVICE void start_product(float (&c)[N][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int adds) {
-  static_assert(1 <= N && N <= 4);
+  static_assert((1 <= N && N <= 4) || N == 8 || N == 16);
   if constexpr (N == 1)
     asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %9, 0; wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, "
-        "{%4, %5, %6, %7}, %8, p, 1, 1, 0;}"
-        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3])
+        "{.reg .pred p; setp.ne.b32 p, %9, 0; wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, {%4, "
+        "%5, %6, %7}, %8, p, 1, 1, 0;}"
+        : SUMS_OF(0)
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
   else if constexpr (N == 2)
     asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, "
-        "%6, %7}, {%8, %9, %10, %11}, %12, p, 1, 1, 0;}"
-        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),
-          "+f"(c[1][3])
+        "{.reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0, %1, %2, %3, %4, "
+        "%5, %6, %7}, {%8, %9, %10, %11}, %12, p, 1, 1, 0;}"
+        : SUMS_OF(0), SUMS_OF(1)
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
   else if constexpr (N == 3)
     asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %17, 0; wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, "
-        "%6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, %16, p, 1, 1, 0;}"
-        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),
-          "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3])
+        "{.reg .pred p; setp.ne.b32 p, %17, 0; wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 {%0, %1, %2, %3, %4, "
+        "%5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, %16, p, 1, 1, 0;}"
+        : SUMS_OF(0), SUMS_OF(1), SUMS_OF(2)
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
+  else if constexpr (N == 4)
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0, %1, %2, %3, %4, "
+        "%5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;}"
+        : SUMS_OF(0), SUMS_OF(1), SUMS_OF(2), SUMS_OF(3)
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
+  else if constexpr (N == 8)
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, "
+        "%5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
+        "%28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
+        : SUMS_OF(0), SUMS_OF(1), SUMS_OF(2), SUMS_OF(3), SUMS_OF(4), SUMS_OF(5), SUMS_OF(6), SUMS_OF(7)
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
   else
     asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, "
-        "%6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;}"
-        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),
-          "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]),
-          "+f"(c[3][2]), "+f"(c[3][3])
+        "{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {%0, %1, %2, %3, %4, "
+        "%5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
+        "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
+        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;}"
+        : SUMS_OF(0), SUMS_OF(1), SUMS_OF(2), SUMS_OF(3), SUMS_OF(4), SUMS_OF(5), SUMS_OF(6), SUMS_OF(7),
+          SUMS_OF(8), SUMS_OF(9), SUMS_OF(10), SUMS_OF(11), SUMS_OF(12), SUMS_OF(13), SUMS_OF(14), SUMS_OF(15)
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
 }
+#undef SUMS_OF
 
 // Registers are as they were written: before products that read them.
 DEVICE void publish_registers() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

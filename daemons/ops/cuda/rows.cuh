@@ -5,6 +5,7 @@
 #include "tiles.cuh"
 
 constexpr int COLUMNS = 256, NUMBER_BYTES = 4096, SUM_BYTES = KIND::SUMS ? 256 : 0, FACTOR_BYTES = 32;
+constexpr int EIGHT_ROWS_BYTES = NUMBER_BYTES + SUM_BYTES + FACTOR_BYTES;
 
 // As the lanes of a warp read them as the second factor.
 struct LaneOrder {
@@ -53,10 +54,11 @@ template <class ORDER = LaneOrder> DEVICE void keep_rows(u8* numbers, u8* sums, 
   if (lane % 4 == 0) *(float*)(factors + lane) = power.back;
 }
 
+template <class ORDER = LaneOrder>
 DEVICE void keep_rows(u8* numbers, u8* sums, u8* factors, const u16* x, bool exists, int column, int width, int lane) {
   uint4 raw[8];
   load_rows(raw, x, exists, column, width, lane);
-  keep_rows(numbers, sums, factors, raw, lane);
+  keep_rows<ORDER>(numbers, sums, factors, raw, lane);
 }
 
 // Where the next chunk of 8 N rows is that a block keeps

@@ -10,14 +10,12 @@ from torch import Tensor
 
 from daemons.ops.cuda.compiler import compile_kernel
 from daemons.ops.cuda.driver import Kernel, load_kernel
-from daemons.ops.cuda.limits import DTYPES, SharedMemory, eight_rows_bytes
+from daemons.ops.cuda.limits import DTYPES, WIDE_ARCHITECTURE, SharedMemory, eight_rows_bytes
 from daemons.weights.packed import PackedWeights, tile_bytes
 from lucevisor.model.quant_types import TILE_ROWS, padded_rows
 
 MAX_SLAB_ROWS = 32
 WARPS = 16
-ARCHITECTURE = "sm_90a"
-"""wgmma is code for this architecture alone, which no later one runs."""
 FEWEST_CHUNKS, MANY_CHUNKS = 8, 16
 """So many chunks of a block pay for the parts' way through memory; with more than eight rows, for which others need
 more room or launches, so many of the matrix."""
@@ -96,7 +94,7 @@ def fitting_shape(kind: str, n_rows: int, n_chunks: int, n_tiles: int, limits: S
 
 def compile_slabs(kind: str, shape: SlabShape, dtype: torch.dtype, *defines: str) -> bytes:
     """Machine code of the kernels of gemv_slabs.cu.  Raises CompileError."""
-    return compile_kernel("gemv_slabs.cu", ARCHITECTURE, (*shape.constants(kind), *DTYPES[dtype], *defines))
+    return compile_kernel("gemv_slabs.cu", WIDE_ARCHITECTURE, (*shape.constants(kind), *DTYPES[dtype], *defines))
 
 
 class SlabGemv:

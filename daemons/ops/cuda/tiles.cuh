@@ -37,6 +37,8 @@ template <bool FIFTH> struct Codes {
     if (FIFTH) high = load_shared8(high_bits + row * 32 + (lane & 3) * 8);
   }
 
+  DEVICE u32 loaded() const { return words[0].x ^ words[1].x ^ (FIFTH ? high.x : 0); }
+
   // 1024 + code of pair Q of group J, or 1024 + 16 code if J is odd
   template <int J, int Q> DEVICE u32 biased(u32 magic) const {
     const uint4& half = words[J / 4];
@@ -59,7 +61,7 @@ template <bool FIFTH> struct Codes {
 
 template <bool FIFTH> struct IntegerScales {
   static constexpr int HIGH = 2048, SCALES = HIGH + (FIFTH ? 512 : 0), BYTES = SCALES + 256;
-  static constexpr int GROUPS = 8, LANE = 16, MAX_SUMS = 2;
+  static constexpr int N_GROUPS = 8, LANE = 16, MAX_SUMS = 2;
   static constexpr bool SUMS = true;
   Codes<FIFTH> codes[2];
   uint4 scales[2];
@@ -74,6 +76,9 @@ template <bool FIFTH> struct IntegerScales {
       minima[r] = load_shared4(at + SCALES + row * 16 + (lane & 3) * 4);
     }
   }
+
+  // Made of a word of each load
+  DEVICE u32 loaded() const { return codes[0].loaded() ^ codes[1].loaded() ^ scales[0].x ^ scales[1].x ^ minima[0] ^ minima[1]; }
 
   template <class ORDER, int N> DEVICE void add(float (&sum)[N][4], const Activations (&x)[N]) const {
     constexpr bool SCALED = N > MAX_SUMS;
@@ -124,10 +129,13 @@ template <bool FIFTH> struct IntegerScales {
     }
   }
 
+  // Factors of row g or g + 8
+  DEVICE float d(int r) const { return low_float(d_and_dmin(scales[r])); }
+  DEVICE float dmin(int r) const { return high_float(d_and_dmin(scales[r])); }
+
   // A lane's sum i of a chunk
   DEVICE float total(int i, float inner, float excess, float minimum) const {
-    u32 d_dmin = d_and_dmin(scales[i / 2]);
-    return low_float(d_dmin) * (inner - 1024.f * excess) - high_float(d_dmin) * minimum;
+    return d(i / 2) * (inner - 1024.f * excess) - dmin(i / 2) * minimum;
   }
 
  private:
@@ -147,7 +155,7 @@ template <bool FIFTH> struct IntegerScales {
   // Groups from J on
   template <int J, bool SCALED, class ORDER, int N>
   DEVICE void groups(float (&inner)[N][4], const Activations (&x)[N], u32 magic) const {
-    if constexpr (J < GROUPS) {
+    if constexpr (J < N_GROUPS) {
       u32 a[4][2];
       numbers<J, SCALED>(a, magic);
 #pragma unroll
@@ -176,7 +184,7 @@ template <bool FIFTH> struct IntegerScales {
 // acts on all groups of a row, and number<J, Q>(r, magic), pair Q of group J.
 
 template <class SELF, int GROUPS> struct GroupScales {
-  static constexpr int LANE = GROUPS == 8 ? 16 : 8;
+  static constexpr int N_GROUPS = GROUPS, LANE = GROUPS == 8 ? 16 : 8;
   static constexpr bool SUMS = false;
 
   template <class ORDER, int N> DEVICE void add(float (&sum)[N][4], const Activations (&x)[N]) const {
@@ -189,8 +197,8 @@ template <class SELF, int GROUPS> struct GroupScales {
       for (int i = 0; i < 4; i++) sum[n][i] += x[n].factors[i % 2] * self.step(i / 2) * inner[n][i];
   }
 
-  // Group J as a lane has it of the first factor
-  template <int J, bool> DEVICE void numbers(u32 (&a)[32 / GROUPS][2], u32 magic) const {
+  // Group J as a lane has it of the first factor; SCALED: times its scale
+  template <int J, bool SCALED> DEVICE void numbers(u32 (&a)[32 / GROUPS][2], u32 magic) const {
     const SELF& self = *(const SELF*)this;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -199,6 +207,11 @@ template <class SELF, int GROUPS> struct GroupScales {
       if constexpr (GROUPS == 8) {
         a[2][r] = self.template number<J, 2>(r, magic);
         a[3][r] = self.template number<J, 3>(r, magic);
+      }
+      if constexpr (SCALED) {
+        u32 two = self.template scale_twice<J>(r, magic);
+#pragma unroll
+        for (int q = 0; q < 32 / GROUPS; q++) a[q][r] = mul_half2(a[q][r], two);
       }
     }
   }
@@ -240,6 +253,7 @@ template <class SELF, int GROUPS> struct GroupScales {
 // ---- Q4_0, Q5_0, Q8_0: a float16 scale for each group of 32
 
 template <class SELF> struct FloatScales : GroupScales<SELF, 8> {
+  static constexpr int MAX_SUMS = 8;  // its scales never act on codes: the products would be rounded
   uint4 steps[2];
 
   template <int J> DEVICE float scale(int r, u32) const {
@@ -263,6 +277,8 @@ template <bool FIFTH> struct Signed4 : FloatScales<Signed4<FIFTH>> {
     }
   }
 
+  DEVICE u32 loaded() const { return codes[0].loaded() ^ codes[1].loaded() ^ this->steps[0].x ^ this->steps[1].x; }
+
   template <int J, int Q> DEVICE u32 number(int r, u32 magic) const {
     u32 biased = codes[r].template biased<J, Q>(magic);
     if (J % 2) return fma_half2(biased, 0x2C002C00u, FIFTH ? 0xD500D500u : 0xD480D480u);  // / 16, - 64 - 16 or 8
@@ -284,16 +300,24 @@ struct Q8_0 : FloatScales<Q8_0> {
     }
   }
 
+  DEVICE u32 loaded() const {
+    u32 words = steps[0].x ^ steps[1].x;
+#pragma unroll
+    for (int j = 0; j < 8; j++) words ^= codes[0][j].x ^ codes[1][j].x;
+    return words;
+  }
+
   template <int J, int Q> DEVICE u32 number(int r, u32 magic) const {
     u32 four = (Q < 2 ? codes[r][J].x : codes[r][J].y) ^ 0x80808080u;  // + 128
     return add_half2(__byte_perm(four, magic, Q % 2 ? 0x5352 : 0x5150), 0xE480E480u);
   }
 };
 
-// ---- Q6_K: a signed 8-bit scale for each group of 16, one float16 scale for all
+// ---- Q6_K: a signed 8-bit scale for each group of 16, one float16 scale for all.  With more than MAX_SUMS eights of rows scales act
+// on codes: products up to 2,048 are exact, larger ones, up to 4,096, are rounded to even numbers.
 
 struct Q6_K : GroupScales<Q6_K, 16> {
-  static constexpr int HIGH = 2048, SCALES = 3072, STEPS = 3328, BYTES = 3360;
+  static constexpr int HIGH = 2048, SCALES = 3072, STEPS = 3328, BYTES = 3360, MAX_SUMS = 4;
   uint2 codes[2][4], high[2][2];
   uint4 scales[2];
   u32 steps[2];
@@ -311,9 +335,24 @@ struct Q6_K : GroupScales<Q6_K, 16> {
     }
   }
 
+  DEVICE u32 loaded() const {
+    u32 words = 0;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      words ^= codes[r][0].x ^ codes[r][1].x ^ codes[r][2].x ^ codes[r][3].x;
+      words ^= high[r][0].x ^ high[r][1].x ^ scales[r].x ^ steps[r];
+    }
+    return words;
+  }
+
   template <int J> DEVICE float scale(int r, u32) const {
     u32 four = J / 4 == 0 ? scales[r].x : J / 4 == 1 ? scales[r].y : J / 4 == 2 ? scales[r].z : scales[r].w;
     return (float)(signed char)(four >> (8 * (J % 4)));
+  }
+
+  template <int J> DEVICE u32 scale_twice(int r, u32 magic) const {
+    u32 four = J / 4 == 0 ? scales[r].x : J / 4 == 1 ? scales[r].y : J / 4 == 2 ? scales[r].z : scales[r].w;
+    return add_half2(__byte_perm(four ^ 0x80808080u, magic, 0x5050 + 0x0101 * (J % 4)), 0xE480E480u);  // 1024 + 128 + scale
   }
 
   DEVICE float step(int r) const { return low_float(steps[r]); }
