@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from daemons.ops.cuda.compiler import CompileError, compile_kernel
-from daemons.ops.cuda.limits import DTYPES
-from daemons.ops.cuda.slabs import ARCHITECTURE, SlabShape
+from daemons.ops.cuda.limits import DTYPES, WIDE_ARCHITECTURE
+from daemons.ops.cuda.slabs import SlabShape
 
 triton = importlib.util.find_spec("triton")
 DISASSEMBLER = Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm" if triton and triton.origin else Path()
@@ -51,7 +51,7 @@ def test_the_delta_net_reads_its_inputs_behind_the_wait(heads, halves, blocks_ea
 def test_parts_of_sums_are_read_behind_the_wait_and_all_before_one_is_added(gated, tmp_path):
     """Of 12, with 71 registers; a compiler that keeps 32 blocks on a multiprocessor has 32 of them."""
     shape = SlabShape(gated, 2, 2, 1, 132, 0, from_shared=True)
-    lines = machine_code(tmp_path, "gemv_slabs_sums", "gemv_slabs.cu", ARCHITECTURE, shape.constants("Q4_K"))
+    lines = machine_code(tmp_path, "gemv_slabs_sums", "gemv_slabs.cu", WIDE_ARCHITECTURE, shape.constants("Q4_K"))
     [wait] = [i for i, line in enumerate(lines) if "ACQBULK" in line]
     parts = [i for i, line in enumerate(lines) if "LDG.E.128" in line]
     assert len(parts) == 12
