@@ -117,7 +117,7 @@ class Engine:
 
         Raises NotReady without a pipeline or a hold, or while draining, QueueFull, InvalidRequest, ContextOverflow.
         """
-        self._check_taking(request.client_id)
+        self._check_taking(request)
         return self._submit(request, None, hold=self.on_submit(request))
 
     def resume(self, request_id: str) -> None:
@@ -137,7 +137,7 @@ class Engine:
         request = GenerationRequest(
             request_id=request_id, prompt=TokenBuffer(ids), max_tokens=1, sampling=SamplingParams(temperature=0.0)
         )
-        self._check_taking(request.client_id)
+        self._check_taking(request)
         collector = self._rows[request_id] = RowCollector(len(request.prompt), hidden=want_hidden)
         try:
             with self._submit(request, WantedRows(hidden=want_hidden, rows=rows_per_step)) as handle:
@@ -410,11 +410,11 @@ class Engine:
     def _planning(self) -> bool:
         return not self.freezer.paused and not self._stages.active
 
-    def _check_taking(self, client: str) -> None:
+    def _check_taking(self, request: GenerationRequest) -> None:
         if self._refusal or not (self.ready or self.recovery.holding):
             raise NotReady(self._refusal or self._unavailable)
-        max_queue = self._settings.max_queue
-        if not self.scheduler.accepts(client, max_queue):
+        client, max_queue = request.client_id, self._settings.max_queue
+        if not self.scheduler.accepts(request, max_queue):
             queue, retry_s = self.scheduler.queue, self.scheduler.retry_after_s(client)
             raise QueueFull(queue.n_waiting(client), queue.n_clients(client), max_queue, retry_s)
 

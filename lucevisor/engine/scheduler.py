@@ -432,6 +432,8 @@ class Admission:
         return operations
 
 
+_SHORT_STEPS: Final = 128
+"""Most steps, chunks of the prompt and tokens of the answer, of a request that a full queue takes."""
 MAX_SKIPPED_STEPS: Final = 4
 """Steps in a row that may skip a prompt for shorter ones; twice as many while the first stage is never free."""
 
@@ -502,9 +504,17 @@ class Scheduler:
         self._shares.add_request(request.client_id)
         self.queue.add(record)
 
-    def accepts(self, client: str, max_queue: int) -> bool:
-        """Return whether a further request of ``client`` may wait.  Clients share the queue equally."""
-        return self.queue.n_waiting(client) < max(1, max_queue // self.queue.n_clients(client))
+    def accepts(self, request: GenerationRequest, max_queue: int) -> bool:
+        """Return whether a request may wait.  Clients share the queue equally.
+
+        Short requests may exceed a share by an eighth and one, so that long ones in the queue do not keep them out.
+        """
+        client = request.client_id
+        share = max(1, max_queue // self.queue.n_clients(client))
+        n_steps = -(-len(request.prompt) // self.limits.prefill_chunk) + request.max_tokens
+        if n_steps <= _SHORT_STEPS:
+            share += share // 8 + 1
+        return self.queue.n_waiting(client) < share
 
     def resume(self, request_id: str) -> None:
         """Let a held request start.  Does nothing if it is over already."""

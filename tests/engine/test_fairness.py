@@ -255,10 +255,15 @@ def test_clients_share_the_queue() -> None:
     for client in ("a", "b", "c"):
         for i in range(20):
             asked = request(f"{client}{i}", range(100), 400, client_id=client)
-            if scheduler.accepts(client, 12):
+            if scheduler.accepts(asked, 12):
                 scheduler.submit(asked, 0.0)
     assert {client: scheduler.queue.n_waiting(client) for client in "abcd"} == {"a": 12, "b": 6, "c": 4, "d": 0}
-    assert [scheduler.accepts(client, 12) for client in "abcd"] == [False, False, False, True]
+    assert not scheduler.accepts(request("more", range(100), 400, client_id="a"), 12)
+    assert scheduler.accepts(request("more", range(100), 400, client_id="d"), 12)
+    shorts = [request(f"short{i}", range(100), 64, client_id="c") for i in range(2)]
+    assert scheduler.accepts(shorts[0], 12)
+    scheduler.submit(shorts[0], 0.0)
+    assert not scheduler.accepts(shorts[1], 12)
 
 
 def test_one_request_of_a_key_does_not_wait_behind_200_of_another() -> None:

@@ -168,7 +168,7 @@ class TimedPipeline:
         first = next(self._number)  # no two prompts alike
         prompt = [first, *range(n_prompt - 1)]
         asked = request(name, prompt, n, client_id=key, stop_ids=frozenset({STOP}))
-        if not self.scheduler.accepts(key, self.max_queue):
+        if not self.scheduler.accepts(asked, self.max_queue):
             self.refused[key] += 1
             if on_end is not None:
                 on_end()
