@@ -123,6 +123,8 @@ def main() -> None:
             where = f"{e.filename}: " if e.filename is not None else ""
             _complain(partial(click.echo, f"lucevisor: {where}{e.strerror or e}", err=True))
         code = ExitCode.FAILED
+    if sys.stderr is not None:
+        _complain(sys.stderr.flush)  # its terminal may be gone
     sys.exit(int(code) if isinstance(code, int) else 0)
 
 

@@ -1,4 +1,7 @@
-"""``lucevisor demo``: a tour of the features in half a minute, on any machine with a cpu."""
+"""``lucevisor demo``: a tour of the features in half a minute, on any machine with a cpu.
+
+A daemon is killed in the middle of an answer; the answer goes on, and is the one that an undisturbed run gives.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from lucevisor.source_tree import locate
 if TYPE_CHECKING:
     from openai import OpenAI
 
+_STOP_S = 60.0  # a stop takes two seconds, and more on a busy machine
 KILL_AFTER = 4
 """Pieces of the answer that come before the kill."""
 QUESTIONS = [
@@ -31,6 +35,7 @@ QUESTIONS = [
 
 
 def demo_config() -> Path:
+    """etc/demo.toml, of the source tree or of the installed package."""
     path = locate("etc") / "demo.toml"
     if not path.is_file():
         raise LucevisorError(f"{path} is missing: install lucevisor again, or give a configuration with --config")
@@ -48,7 +53,6 @@ def demo_config() -> Path:
 def demo(config: Path | None, overrides: tuple[str, ...], max_tokens: int) -> int:
     """Start the bundled model over two daemons on a free port, ask three questions, kill one daemon in the middle of
     an answer, stop."""
-    from lucevisor.cli.operate import stop
     from lucevisor.cli.start import start
 
     with tempfile.TemporaryDirectory(prefix="lucevisor-demo-") as directory:
@@ -61,13 +65,14 @@ def demo(config: Path | None, overrides: tuple[str, ...], max_tokens: int) -> in
         for override in merge_overrides(exact, overrides):
             arguments += ["--set", override]
         began = time.monotonic()
-        admin = AdminClient(Path(directory) / "lucevisor" / "demo" / "admin.sock")
+        run_dir = Path(directory) / "lucevisor" / "demo"
+        admin = AdminClient(run_dir / "admin.sock")
         try:
             code = int(start.main(arguments, standalone_mode=False))
             return _run(admin, began, max_tokens, exact=bool(exact)) if code == ExitCode.DONE else code
         finally:
-            with contextlib.suppress(NotRunningError):
-                stop.main(["--name", "demo", "--timeout", "60"], standalone_mode=False)
+            if run_dir.exists():
+                _stop(admin, run_dir)
 
 
 def _run(admin: AdminClient, began: float, max_tokens: int, *, exact: bool) -> int:
@@ -136,3 +141,14 @@ def _ask(client: OpenAI, status: dict[str, Any], question: str, max_tokens: int,
     result = f"{n_tokens} tokens in {seconds:.2f} s, {n_tokens / seconds:.1f} tokens/s, computed by {path}"
     click.echo(f"\n   the stream paused for {gap_s:.2f} s, and no token was lost" if kill else f"\n   {result}")
     return text.strip()
+
+
+def _stop(admin: AdminClient, directory: Path) -> None:
+    with contextlib.suppress(NotRunningError):
+        admin.call("POST", "/stop")
+    deadline = time.monotonic() + _STOP_S
+    while directory.exists():
+        if time.monotonic() > deadline:
+            raise LucevisorError(f"the demo's supervisor did not stop within {_STOP_S:.0f} s; see {directory}")
+        time.sleep(0.02)
+    click.echo("stopped")
