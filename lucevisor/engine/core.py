@@ -372,15 +372,15 @@ class Engine:
 
     def find_unanswered(self, stage: int, step_id: int) -> UnansweredStep | None:
         """Return a step that a stage has yet to answer, for the check of its answer."""
-        step = None if self.pipeline is None else self.pipeline.find_unanswered(stage, step_id)
-        if step is None or self.pipeline is None:
+        pending = None if self.pipeline is None else self.pipeline.find_unanswered(stage, step_id)
+        if pending is None or self.pipeline is None:
             return None
         n_top: dict[int, int] = {}
         if stage == self.pipeline.n_stages - 1:
             scheduled = next((step for step in self.scheduler.in_flight if step.step_id == step_id), None)
             parts = scheduled.parts.items() if scheduled is not None else ()
             n_top = {sequence: part.record.request.sampling.n_top_logprobs for sequence, part in parts}
-        return UnansweredStep(step, n_top)
+        return UnansweredStep(*pending, n_top)
 
     # ---- the end
 

@@ -481,12 +481,13 @@ class Pipeline:
             self.close()
             self._on_failed(PipelineFailure(stage, code, message))
 
-    def find_unanswered(self, stage: int, step_id: int) -> Step | None:
+    def find_unanswered(self, stage: int, step_id: int) -> tuple[Step, float] | None:
+        """Return a step that a stage, or the draft stage, has yet to answer, and the seconds since it was submitted."""
         held = self._held[stage] if 0 <= stage < self.n_stages else ()
         entry = next((entry for entry in held if entry.step.step_id == step_id), None)
         if stage == self.n_stages:
             entry = self.drafts.find_unanswered(step_id)
-        return None if entry is None else entry.step
+        return None if entry is None else (entry.step, self._clock() - entry.started_at)
 
     def oldest_in_flight(self, now: float) -> StepInFlight | None:
         """Return the step that a daemon has worked on for longest, or None when all stages are idle.

@@ -1,8 +1,8 @@
 """Check what a daemon says before anything uses it: the border of the supervisor, and of a daemon's token ring.
 
 Pure.  A daemon may be damaged, of another build, or have memory that flips bits; types and lengths were checked when
-its frame was decoded.  Here: ids in the vocabulary, finite numbers, and counts within what was asked.  A late answer is
-no fault here; the pipeline checks the order.
+its frame was decoded.  Here: ids in the vocabulary, finite numbers, counts within what was asked, and no time longer
+than it can have taken.  A late answer is no fault here; the pipeline checks the order.
 """
 
 from __future__ import annotations
@@ -16,29 +16,33 @@ import msgspec
 
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.loading import Hello, Load, Loaded
-from lucevisor.protocol.messages import Message, Progress, WindowScores
+from lucevisor.protocol.messages import Heartbeat, Message, Progress, WindowScores
 from lucevisor.protocol.steps import PENDING, PendingCancelled, Sampled, Scored, Slice, Step, StepResult
 
 MAX_INTEGER: Final = 2**56
 """More than any count or number of bytes."""
+CLOCK_SLACK_S: Final = 1.0
+"""By so much two processes may disagree about a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnansweredStep:
-    """A step that a stage has yet to answer.  ``n_top``: how many of the best ids come with each token of a sequence,
-    -1 none and no log-probability either; without the output stage empty.
+    """A step that a stage has yet to answer.  ``elapsed_s``: since it was planned.  ``n_top``: how many of the best ids
+    come with each token of a sequence, -1 none and no log-probability either; without the output stage empty.
     """
 
     step: Step
+    elapsed_s: float
     n_top: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class DaemonFacts:
-    """Facts about a daemon from other sources than itself.  ``load``: the Load that it was sent, None before;
-    ``replays``: with a replay.  ``vocabulary``: ids of the model.
+    """Facts about a daemon from other sources than itself.  ``age_s``: since its process was started.  ``load``: the
+    Load that it was sent, None before; ``replays``: with a replay.  ``vocabulary``: ids of the model.
     """
 
+    age_s: float
     load: Load | None = None
     replays: bool = False
     vocabulary: int = MAX_INTEGER
@@ -92,36 +96,59 @@ def ids_fault(where: str, ids: Iterable[int], vocabulary: int) -> str:
 
 def _check_message(message: Message, payload: memoryview, daemon: DaemonFacts) -> None:
     match message:
-        case Hello(devices=devices):
+        case Hello(devices=devices, host_total_bytes=host_total_bytes):
+            _check_counts("Hello", host_total_bytes=host_total_bytes)
             for device in devices:
-                _require(0 <= device.free_bytes <= device.total_bytes, "Hello.devices: more is free than there is")
+                _check_counts("Hello.devices", index=device.index, free_bytes=device.free_bytes)
+                _require(device.free_bytes <= device.total_bytes, "Hello.devices: more bytes are free than there are")
             _require(len({device.index for device in devices}) == len(devices), "Hello.devices: one is listed twice")
         case Loaded():
             _check_loaded(message, daemon)
+        case Heartbeat():
+            _check_time("Heartbeat.busy_s", message.busy_s, daemon.age_s)
+            _check_counts("Heartbeat", count=message.count, step_id=message.step_id, n_steps=message.n_steps,
+                          n_tokens=message.n_tokens, rss_bytes=message.rss_bytes)  # fmt: skip
+            for n_bytes in message.free_bytes:
+                _check_counts("Heartbeat", free_bytes=n_bytes)
         case Progress():
+            _check_counts("Progress", done_bytes=message.done_bytes, total_bytes=message.total_bytes)
             _require(message.stage in daemon.stages or message.stage == -1, f"Progress is of stage {message.stage}")
         case PendingCancelled(stage=stage):
             _require(stage in daemon.stages, f"PendingCancelled is of stage {stage}, which it does not run")
-        case WindowScores(n_scores=n_scores):
+        case WindowScores(n_scores=n_scores, compute_s=compute_s):
+            _check_counts("WindowScores", n_scores=n_scores)
+            _check_time("WindowScores.compute_s", compute_s, daemon.age_s)
             _require(len(payload) == 4 * n_scores, f"WindowScores: {n_scores} scores in {len(payload)} bytes")
             _check_finite("the scores", payload.cast("f").tolist() if n_scores else [])
         case _:
-            pass
+            if (seconds := getattr(message, "seconds", None)) is not None:
+                _check_time(f"{type(message).__name__}.seconds", seconds, daemon.age_s)
+            if (n_saved := getattr(message, "n_bytes", None)) is not None:
+                _check_counts(type(message).__name__, n_bytes=n_saved)
 
 
 def _check_loaded(message: Loaded, daemon: DaemonFacts) -> None:
     load = daemon.load
+    _check_time("Loaded.seconds", message.seconds, daemon.age_s)
     asked = [] if load is None else [(shard.device, shard.layers) for plan in load.stages for shard in plan.shards]
     found = [(use.device, use.layers) for use in message.shards]
     _require(found == asked, f"Loaded.shards are {len(found)}, which are not the {len(asked)} of the Load")
     _require(message.draft is None or (load is not None and load.draft is not None), "Loaded.draft was not asked for")
     _require(message.score is None or (load is not None and load.score is not None), "Loaded.score was not asked for")
     _require(not message.replayed or daemon.replays, "Loaded.replayed, but it was sent nothing to replay")
+    for use in [*message.shards, message.draft, message.score]:
+        if use is not None:
+            _check_counts("Loaded", weight_bytes=use.weight_bytes, state_bytes=use.state_bytes,
+                          free_bytes=use.free_bytes, host_state_bytes=use.host_state_bytes)  # fmt: skip
 
 
 def _check_result(result: StepResult, daemon: DaemonFacts, asked: UnansweredStep | None) -> None:
     _require(result.stage in daemon.stages, f"StepResult is of stage {result.stage}, which it does not run")
-    _check_finite("seconds", (result.compute_s, result.wait_s, result.hop_s, result.upkeep_s))
+    elapsed_s = daemon.age_s if asked is None else min(asked.elapsed_s, daemon.age_s)
+    _check_time("compute_s", result.compute_s, elapsed_s)
+    _check_time("hop_s", result.hop_s, elapsed_s)
+    _check_time("wait_s", result.wait_s, daemon.age_s)
+    _check_time("upkeep_s", result.upkeep_s, daemon.age_s)
     slices = None if asked is None else {piece.sequence: piece for piece in asked.step.slices}
     n_top = {} if asked is None else asked.n_top
     draws = result.stage in daemon.output_stages
@@ -237,6 +264,17 @@ def _check_finite(what: str, numbers: Iterable[float]) -> None:
     for number in numbers:
         if not math.isfinite(number):
             raise _Fault(f"{what}: {number} is not a number to work with")
+
+
+def _check_time(what: str, seconds: float, max_s: float) -> None:
+    if not -CLOCK_SLACK_S / 100 <= seconds <= max_s + CLOCK_SLACK_S:  # also what is not a number
+        raise _Fault(f"{what} is {seconds} s, which it cannot have taken: at most {max_s:.3f} s")
+
+
+def _check_counts(what: str, **counts: int) -> None:
+    for name, n in counts.items():
+        if not 0 <= n <= MAX_INTEGER:
+            raise _Fault(f"{what}.{name} is {n}")
 
 
 def _check_numbers(value: object, what: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -121,7 +122,8 @@ class Daemon:
         self._emit = emit
         self._ready = False
         self._distrusted = False  # it sent an impossible message, so all others are ignored
-        self._facts = DaemonFacts()
+        self._facts = DaemonFacts(0.0)
+        self._started_at = time.monotonic()
         self._loading: asyncio.Task[None] | None = None
         self._ended: ProcessEnd | None = None
         self._log = _log.bind(group=self.name)
@@ -196,7 +198,7 @@ class Daemon:
         try:
             order = await self._callbacks.make_load(self.name, hello)
             replays = bool(order.load.replay)
-            self._facts = DaemonFacts(order.load, replays=replays, vocabulary=order.vocabulary)
+            self._facts = DaemonFacts(0.0, order.load, replays=replays, vocabulary=order.vocabulary)
             self.link.send(order.load, fds=order.fds)
         except LinkClosed:
             return  # on_closed reports it
@@ -214,6 +216,7 @@ class Daemon:
         """Return whether a frame is valid; an impossible one fails the daemon."""
         if self._distrusted:
             return False
+        self._facts.age_s = time.monotonic() - self._started_at
         message, asked = frame.message, None
         if isinstance(message, StepResult) and self._ready:
             asked = self._callbacks.find_step(self.name, message.stage, message.step_id)

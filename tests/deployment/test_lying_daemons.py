@@ -25,6 +25,7 @@ from tests.engine.toy_pipeline import VOCABULARY, Violation
 
 MANY = pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])
 N_CASES = pytest.mark.parametrize("n_cases", [120, MANY])
+AGE_S = 60.0
 
 FLOATS = (math.nan, math.inf, -math.inf, -1.0, 1e9, 0.25)
 INTEGERS = (-1, -(2**40), 2**62, 0, 1, 7, VOCABULARY, 2**31)
@@ -118,7 +119,7 @@ def play(seed: int) -> tuple[bool, bool]:
                 if due < 0:
                     lied = True
                     message = typing.cast(StepResult, lie(message, rng))
-            facts = DaemonFacts(load_of(groups, group), vocabulary=VOCABULARY)
+            facts = DaemonFacts(AGE_S, load_of(groups, group), vocabulary=VOCABULARY)
             fault = fault_of(
                 message, frame.payload, facts, groups.engine.find_unanswered(message.stage, message.step_id)
             )
@@ -158,6 +159,7 @@ def play(seed: int) -> tuple[bool, bool]:
 def assert_finite(value: object) -> None:
     if isinstance(value, float):
         assert math.isfinite(value)
+        assert value < 1e6
     elif isinstance(value, dict):
         for inner in value.values():
             assert_finite(inner)
@@ -169,7 +171,7 @@ def assert_finite(value: object) -> None:
 @N_CASES
 def test_a_daemon_that_lies_is_replaced_and_honest_ones_stay(n_cases: int) -> None:
     outcomes = [play(seed) for seed in range(n_cases)]
-    assert sum(at_border for at_border, _ in outcomes) > 0.1 * n_cases
+    assert sum(at_border for at_border, _ in outcomes) > 0.2 * n_cases
     assert sum(found for _, found in outcomes) >= sum(at_border for at_border, _ in outcomes)
 
 
@@ -194,7 +196,7 @@ def floats_in(value: object) -> typing.Iterator[float]:
 @N_CASES
 def test_what_passes_the_border_has_finite_numbers(n_cases: int) -> None:
     """Whatever message, whatever field."""
-    facts = {name: DaemonFacts(load, vocabulary=VOCABULARY) for name, (_, load, _) in TRUE.items()}
+    facts = {name: DaemonFacts(AGE_S, load, vocabulary=VOCABULARY) for name, (_, load, _) in TRUE.items()}
     for seed in range(n_cases):
         rng = random.Random(seed)
         name = rng.choice(sorted(TRUE))
