@@ -53,7 +53,7 @@ def each_damage(tmp_path, n_tokens=40):
         for name in names(tmp_path):
             (tmp_path / name).unlink()
         path.write_bytes(data)
-        store._index.put(entry)
+        store._index[entry.file] = entry
 
     return store, entry, good, put
 
