@@ -188,13 +188,17 @@ def test_only_requests_of_a_killed_daemon_fail(box: Box) -> None:
     assert {tuple(ids) for _, _, how, ids in clients.ended if how == "done" and ids} == {tuple(expected[1])}
     assert [g["state"] for g in box.status()["groups"]] == ["ready", "ready"]
 
-    for _ in range(4):  # a few records fit into the last page of the file
+    fillers = [box.disk / "filler"]
+    for i in range(4):  # a few records fit into the last page of the file
         if n_dropped := dropped(status["url"]):
             break
+        fillers.append(box.disk / f"filler {i}")  # room that snapshots left
+        fill(fillers[-1])
         box.cli.run("restart", "right", "--socket", str(box.socket), timeout_s=120)
     assert n_dropped > 0
     n_before = len(box.records())
-    (box.disk / "filler").unlink()
+    for filler in fillers:
+        filler.unlink()
     assert clients.ask("import re\n")[0] == "done"
     wait_until(lambda: len(box.records()) > n_before + 1, 30, "the log goes on")
     missing = [one for one in box.records() if one["event"] == "log records dropped"]
