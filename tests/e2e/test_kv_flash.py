@@ -15,9 +15,7 @@ from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.kv.residency import Residency
 from lucevisor.model.families import open_spec
 from tests.combinations import slow
-from tests.e2e.conversations import DEMO
-from tests.e2e.service import GOLDEN, generate, generate_all, running, write_config
-from tests.e2e.snapshot_service import snapshots_of, told_of, until
+from tests.e2e.service import DEMO, GOLDEN, generate, generate_all, running, snapshots_of, told_of, until, write_config
 from tests.e2e.test_pflash import DEMO_FOLDER, TEXTS, text_of
 from tests.e2e.test_reload import changed, layers_of
 from tests.families.golden import opened
