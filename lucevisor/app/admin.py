@@ -140,7 +140,7 @@ class AdminPort(Protocol):
 
     async def reload(self, overrides: list[str]) -> dict[str, object]:
         """Read the configuration again, with further KEY=VALUE overrides, and go on with it; return the keys that
-        changed.
+        changed.  Raises LucevisorError, after which all is as it was.
         """
 
 

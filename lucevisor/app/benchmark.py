@@ -247,7 +247,10 @@ class LlamaBench:
         return self.program.with_name("llama-batched-bench")
 
     def run(self, wanted: Sequence[Case]) -> dict[Case, float]:
-        """Return tokens/s of one repetition each; without several streams if only llama-bench is there."""
+        """Return tokens/s of one repetition each; without several streams if only llama-bench is there.
+
+        Raises LucevisorError.
+        """
         found: dict[Case, float] = {}
         alone = [case for case in wanted if case.streams == 1]
         for depth in dict.fromkeys(case.depth for case in alone):
