@@ -369,7 +369,7 @@ def test_sources_say_how_many_tokens_a_decode_has(file: str) -> None:
     assert re.findall(r"\bMAX_TOKENS = (\d+)", text) == [str(MAX_DECODE_TOKENS)]
 
 
-# ---- C++ kernels of the cpu against float64 arithmetic and against torch's forms of the same operations
+# ---- C++ kernels against float64 and torch
 
 
 def blocks(kind, n_rows, seed=0):

@@ -103,15 +103,11 @@ def test_only_four_bit_types_have_four_bit_codes():
         four_bit(BY_NAME["Q6_K"], torch.zeros(1, 210, dtype=torch.uint8))
 
 
-# ---- Packed weights are the blocks' bytes in the order that daemons.weights.packed says
+# ---- packed weights
 
 
 PACKED_KINDS = sorted(REPACKED)
-
-
 SHORT = sorted(name for name in REPACKED if BY_NAME[name].block_elements == 32)
-
-
 """Types whose rows may end within a chunk."""
 
 
@@ -206,7 +202,7 @@ def number(kind, packed, codes, high, n, chunk, e):
     return d * f32(field & 63) * f32(q) - dmin * f32(field >> 6 & 63)
 
 
-# ---- Weights with NaN or infinite numbers are found when they are read, by the name of their tensor
+# ---- weights with NaN or infinite numbers
 
 
 INVALID = {"F32": (0x7F800000, 0x7FC00000), "BF16": (0x7F80, 0xFFC0)}  # infinity and NaN; float16 by default
@@ -282,18 +278,12 @@ def test_usual_blocks_are_valid_or_checked_when_they_are_dequantised(kind):
     assert checks_blocks(BY_NAME[kind]) == (kind in NATIVE)
 
 
-# ---- Every quant type through the loader: alone, mixed in one product, in stacks of experts; conversions are reported
+# ---- quant types through the loader
 
 
 CONVERTED = ["IQ2_XXS", "IQ3_S", "TQ1_0", "TQ2_0"]
-
-
 MIXED_KINDS = [*sorted(NATIVE), "F32", "F16", "BF16", *CONVERTED]
-
-
 TORCH = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
-
-
 N, K, X = 48, 512, 3
 
 

@@ -113,12 +113,10 @@ def test_a_daemon_begins_before_torch_is_imported() -> None:
     assert done.stdout.strip() == "[]"
 
 
-# ---- A compilation that fails costs once in a process and is told once
+# ---- failed compilations
 
 
 CPU = torch.device("cpu")
-
-
 DEMO = Path(__file__).parents[2] / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"
 
 

@@ -42,7 +42,7 @@ from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Sli
 from tests.combinations import combinations
 from tests.daemons.cpu_kernels import needs_cpu_kernels
 from tests.daemons.tiny_models import Tiny, write
-from tests.deployment.test_weight_digests import GOLDEN, flip, settled
+from tests.deployment.test_weights import GOLDEN, flip, settled
 from tests.families.golden import opened
 from tests.families.pipeline import How, Pipeline, load_stages, pools_of
 from tests.families.rounding import Formats, bounds, explained, middle_error
@@ -312,7 +312,7 @@ def test_another_state_than_was_asked_for_is_refused(model: Path) -> None:
         load(model, files.identities)
 
 
-# ---- A daemon loads the drafter that was planned, takes the memory that was planned, and serves without it if it must
+# ---- drafters
 
 
 DRAFT_SIZES = {"pages": 6, "max_context": 128, "max_sequences": 2, "prefill_chunk": 64}
@@ -351,7 +351,6 @@ WHERE = (
     (["left:0", "right:0"], {"device": "left:0"}),
     (["left:0", "right:0"], {"device": "draft:0"}),
 )
-
 
 DRAFTERS = ((TARGET, UPSTREAM, "dflash"), (TARGET, DFLASH2, "dflash"), (MTP, MTP, "mtp"))
 
@@ -430,7 +429,7 @@ def test_a_daemon_that_is_there_for_the_drafter_fails_without_it(tmp_path, how):
         loaded(placement, "draft", TARGET, drafter)
 
 
-# ---- Weights read by several threads at once
+# ---- reading with several threads
 
 
 @pytest.fixture
@@ -500,18 +499,12 @@ def test_readers_that_find_no_memory_to_begin_end_the_load(
         StagingBuffers(gguf_files, torch.device("cpu"), 2).load([chunk])
 
 
-# ---- Host memory while a model of half a gigabyte loads, measured in a process of its own
+# ---- host memory while a model of half a gigabyte loads
 
 
 ROOT = Path(__file__).parents[2]
-
-
 CHILD = ROOT / "bench" / "load_child.py"
-
-
 SMALL = 160 << 20
-
-
 """Read buffer, one chunk as float32 in several stages of conversion, and what the allocator keeps of it."""
 
 

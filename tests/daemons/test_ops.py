@@ -287,18 +287,12 @@ def test_convolution_is_torchs_depth_wise_one(n):
     assert torch.equal(window[:, -3:], torch.cat((left, inputs), dim=1)[:, -3:])
 
 
-# ---- Attention that reads host memory in place: what chunks that are copied first give, for slices side by side
+# ---- attention over host memory in place
 
 
 LAYERS = (LayerSpec(0, Space.FULL, {}, attention_state(2, 32, 32)),)
-
-
 SPEC = ModelSpec("test", "test", "F32", 16, 100, 4096, LAYERS, {}, {}, 0, None)
-
-
 SIZES = PoolSizes(40, 0, 0, host_pages=30)
-
-
 CPU = torch.device("cpu")
 
 
@@ -356,7 +350,7 @@ def test_the_table_of_host_rows_follows_what_leaves() -> None:
     assert sequences.tables(CPU)[HOST][at, 0].item() == 29
 
 
-# ---- Parts of attention, merged by the log of the sum of their weights, are attention over all keys
+# ---- parts of attention
 
 
 def random(*shape: int) -> torch.Tensor:

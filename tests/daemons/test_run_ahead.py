@@ -242,18 +242,12 @@ def test_neighbours_are_filled_by_one_copy() -> None:
     assert metadata.tolist() == [51, 52, 0, 53, 50, 0]
 
 
-# ---- A stage queues a step behind the one on its device, and answers that while it waits for the next rows
+# ---- steps queued on the device
 
 
 LATE_S = 0.004
-
-
 WAIT_S = 20.0
-
-
 N_REGIONS = arena_regions(2)
-
-
 N_TOKENS = 12
 
 
@@ -485,7 +479,7 @@ def test_a_device_that_fails_is_reported_with_the_step_that_it_computed(monkeypa
         assert not both.threads[0].is_alive()
 
 
-# ---- The first of two stages has a verify step before its drafts, and starts when the output stage's daemon tells them
+# ---- posted verify steps
 
 
 N_DRAFTS, ROUNDS = 3, 8
@@ -629,12 +623,10 @@ def test_tokens_and_drafts_are_those_of_steps_that_wait(
     assert unseen.reported == [[], *started_with]
 
 
-# ---- Tokens on their way from the output stage to the first one
+# ---- the token ring
 
 
 N_RING_REGIONS = 4
-
-
 VOCABULARY = 200
 
 

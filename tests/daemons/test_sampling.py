@@ -296,7 +296,7 @@ def test_scores_that_are_not_numbers_are_void() -> None:
     assert sampler.take_invalid() == [1]
 
 
-# ---- Filters, mirostat and DRY against llama.cpp's samplers, as tests/oracles/llama_samplers.py recorded them
+# ---- filters, mirostat and DRY against llama.cpp (tests/oracles/llama_samplers.py)
 
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "golden" / "llama-samplers.json").read_text())
@@ -334,7 +334,7 @@ def test_dry_penalises_as_llama_cpp(case: dict[str, Any]) -> None:
     assert row.tolist() == pytest.approx(case["logits"], rel=1e-5)
 
 
-# ---- Masks in a daemon: waiting for them on the link, and rows that lose what they forbid
+# ---- masks
 
 
 MASKED = [Slice(0, 9, [1], True, masked=True), Slice(1, 4, [1, 2, 3], True, n_drafts=2, masked=True)]

@@ -252,7 +252,7 @@ def test_tensors_of_another_shape_are_refused(spec, tmp_path):
     store.close()
 
 
-# ---- Transfers beside the compute thread: steps go on, cancel waits for what must end, and the queue is bounded
+# ---- transfers beside the compute thread
 
 
 class Gate:

@@ -425,27 +425,15 @@ def test_gathered_keys_are_those_a_position_may_see(seed, window):
                 row += 1
 
 
-# ---- Ids of drafts' states: rows of updates and of windows, and no state; what is made of them, and what is refused
+# ---- states of drafts
 
 
 DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
-
-
 DRAFT_SIZES = PoolSizes(full_pages=0, window_pages=0, states=6, host_states=2, draft_states=5)
-
-
 LIVE, OTHER, FREE = 1, 3, 2
-
-
 DRAFTS, HOSTS = range(4, 9), range(9, 11)
-
-
 KEPT = [LIVE, 6, 4, 8]
-
-
 N_KEY, N_VALUE, DIM = 1, 2, 16
-
-
 N_DRAFT_LAYERS = 3
 
 
@@ -635,12 +623,10 @@ def test_a_model_goes_on_with_the_bits_of_single_tokens(n_accepted: int) -> None
         assert torch.equal(found, wanted)
 
 
-# ---- Recurrent states of which some lie in host memory: copies both ways, snapshots of them, and what they cannot be
+# ---- recurrent states in host memory
 
 
 HOST_SIZES = PoolSizes(full_pages=4, window_pages=0, states=5, host_states=3)
-
-
 N = 133
 
 
@@ -794,18 +780,12 @@ def test_memory_is_unlocked_before_it_is_unmapped(monkeypatch):
     assert not mapped(address)
 
 
-# ---- Pages in host memory: what the supervisor's tables say of them is what a daemon's memory holds, byte for byte
+# ---- pages in host memory
 
 
 POOL = 6
-
-
 MAX_SEQUENCES = 4
-
-
 LAYERS = tuple(LayerSpec(i, Space.FULL, {}, attention_state(1 + i, 4, 4)) for i in range(2))
-
-
 SPEC = ModelSpec("test", "test", "F32", 16, 100, 4096, LAYERS, {}, {}, 0, None)
 
 
@@ -952,8 +932,6 @@ class HostPagesMachine(RuleBasedStateMachine):
 
 
 HostPagesMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
-
-
 TestHostPages = HostPagesMachine.TestCase
 
 

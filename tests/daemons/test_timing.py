@@ -58,7 +58,7 @@ def test_layers_that_cannot_be_run_are_a_line_and_no_times():
     assert "the model has layers [0,8)" in line.detail
 
 
-# ---- ``bench --tune``: what is measured is kept and used, and a file that is damaged or of others changes nothing
+# ---- tuning
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import psutil
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.errors import NotRunningError
 from tests.daemon_forks import Forker
+from tests.waiting import wait_until
 
 RULES = "\n".join(f"import module_{i}  # rule {i}" for i in range(60))
 
@@ -66,13 +66,6 @@ def chat(url: str, system: str, turns: Sequence[str]) -> tuple[str, int, int]:
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "etc" / "demo.toml"
 FORKED = (sys.executable, "-m", "tests.forked_command", "lucevisor")
-
-
-def wait_until(condition: Any, seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)  # status costs the supervisor some milliseconds
 
 
 class Cli:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,7 +82,6 @@ async def generate_all(
 
 DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
 
-
 MODELS = {
     "demo": DEMO,
     **{
@@ -91,7 +89,6 @@ MODELS = {
         for name in ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna")
     },
 }
-
 
 ANSWER = 12
 
@@ -141,7 +138,6 @@ async def converse(service: Service, vocabulary: int, n_conversations: int) -> T
 
 MIN_TOKENS = 8
 
-
 CONFIG = """
 [engine]
 dtype = "float32"
@@ -157,10 +153,7 @@ dir = "{directory}"
 kind = "off"  # tests count the tokens that are computed
 """
 
-
 SPLITS = {1: "1", 2: "0.5,0.5", 3: "0.08,0.46,0.46"}
-
-
 PROMPT = [random.Random(3).randrange(5, 500) for _ in range(300)]
 
 
@@ -193,9 +186,3 @@ def told_of(service: Service) -> Counter[str]:
     """What the store counted."""
     now = snapshots_of(service).store.statistics
     return Counter(saved=now.n_saved, restored=now.n_restored, failed=sum(now.failures.values()))
-
-
-async def until(reached: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not reached():  # noqa: ASYNC110 - files and counters have no event
-            await asyncio.sleep(0.02)

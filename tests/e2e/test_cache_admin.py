@@ -9,7 +9,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.process import DEMO, Cli, chat, wait_until
+from tests.e2e.process import DEMO, Cli, chat
+from tests.waiting import wait_until
 
 RULES = " ".join(f"Rule {i}: answer in one sentence and name the module." for i in range(40))
 

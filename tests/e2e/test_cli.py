@@ -22,10 +22,11 @@ import torch
 
 from lucevisor.errors import ExitCode
 from tests.combinations import slow
-from tests.e2e.process import DEMO, ROOT, Cli, alive, post, wait_until
+from tests.e2e.process import DEMO, ROOT, Cli, alive, post
 from tests.e2e.promised_status import Status
 from tests.e2e.service import GOLDEN, write_config
 from tests.families.golden import opened
+from tests.waiting import wait_until
 
 
 def test_demo_answers_survives_a_kill_in_mid_answer_and_leaves_nothing(user_cli: Cli) -> None:

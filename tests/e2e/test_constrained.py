@@ -162,7 +162,7 @@ def test_the_other_apis_constrain_too(client: openai.OpenAI, endpoint: str) -> N
     jsonschema.validate(block["input"], weather(strict=True)["function"]["parameters"])
 
 
-# ---- The unmodified `openai` client against the demo model over two real daemons
+# ---- the unmodified `openai` client
 
 
 PLAIN_QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]

@@ -22,9 +22,10 @@ from gguf import GGUFReader
 
 from tests.combinations import slow
 from tests.daemon_forks import Forker
-from tests.e2e.process import DEMO, Cli, alive, post, wait_until
+from tests.e2e.process import DEMO, Cli, alive, post
 from tests.e2e.promised_status import Status
 from tests.e2e.service import GOLDEN, write_config
+from tests.waiting import wait_until
 
 QUESTION = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0, "max_tokens": 24}
 

@@ -24,8 +24,8 @@ from tests.e2e.service import (
     running,
     snapshots_of,
     told_of,
-    until,
 )
+from tests.waiting import until
 
 
 async def converse_and_save(service: Service, vocabulary: int, n: int) -> Told:
