@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from msgspec import structs
 
@@ -160,6 +161,10 @@ class ToyEngine:
                 self.daemons.remove(home)
         self.engine.drafter.detach()
 
+    def crash_stage(self, stage: int) -> bool:
+        """The daemon that runs this stage alone dies."""
+        return self.crash([daemon.stages.keys() for daemon in self.daemons if daemon.stages].index({stage}))
+
     def crash(self, index: int) -> bool:
         """A daemon with stages dies; return whether its stages can be rebuilt."""
         home = [daemon for daemon in self.daemons if daemon.stages][index]
@@ -257,6 +262,13 @@ class ToyEngine:
                 request.prompt, request.sampling, n, request.stop_ids, request.constraint
             )
         return self._alone[request.request_id]
+
+
+def attached(limits: EngineLimits, **more: Any) -> ToyEngine:
+    """An engine with its pipeline."""
+    toy = ToyEngine(limits, **more)
+    toy.attach()
+    return toy
 
 
 def _without_drafter(step: Step, made: Mapping[int, Sequence[int]]) -> Step:
