@@ -38,7 +38,7 @@ from lucevisor.placement.devices import with_target_devices
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.placement.stages import LoadFiles, load_message
-from lucevisor.protocol.arena import Arena, SharedBuffer, descriptors
+from lucevisor.protocol.arena import Arena, descriptors
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import Heartbeat, Progress
@@ -211,7 +211,7 @@ class Deployment:
         self.epoch = epoch
         self.placement: Placement | None = None
         self.unfit = ""  # why it cannot be placed: it needs more memory than there is
-        self.buffers: dict[tuple[bool, int], SharedBuffer] = {}  # by (whether it is for captures, boundary)
+        self.buffers: dict[tuple[bool, int], Arena] = {}  # by (whether it is for captures, boundary)
         self.transfers: ShardTransfers | None = None
         self.scoring: ScoringStage | None = None  # of PFlash, when it is placed
         self._config, self._model, self._weights, self._limits, self._owner = config, model, weights, limits, owner
