@@ -227,9 +227,10 @@ def test_a_neighbour_that_is_gone_stops_nobody() -> None:
         reader.endpoint.close()
         writer.open(2, reader)  # nobody listens there any more
         write(writer.buffer, 0, 1, b"rows")
+    plan = replace(PLAN, tokens=True)  # no copies, which nobody reads here
     with daemons(2) as (writer, reader):
-        reader.open(1)
-        writer.open(2, reader)
+        reader.open(1, plan=plan)
+        writer.open(2, reader, plan)
         reader.buffer.close()
         for step in range(1, 40):
             write(writer.buffer, 0, step, b"x" * REGION_BYTES)
