@@ -16,7 +16,7 @@ from lucevisor.engine.request import RequestHandle
 from lucevisor.errors import LucevisorError
 from lucevisor.snapshots.store import SnapshotStore
 from lucevisor.text.grammar.matcher import GrammarCompiler
-from lucevisor.text.preamble import Normalise
+from lucevisor.text.normalise import Normalise
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -51,20 +51,20 @@ class RequestContext:
         return str(self.fields.get("error", ""))
 
     def cancel(self) -> None:
-        """Cancel the request's sequences; its handler sees them end and tells the client."""
+        """Cancel the request's sequences.  Its handler gets their last events and answers the client."""
         for handle in self.handles:
             handle.cancel()
 
 
 Reader = Callable[[dict[str, Any], "AppContext"], PreparedRequest | bytes]
-"""Prepares the request in a decoded body, or answers it; raises ApiError.  Workers find it by its name.
+"""Function that prepares the request in a decoded body, or returns the JSON answer.  Raises ApiError.
 
-Its docstring is the summary in /openapi.json.
+A module-level function, because workers unpickle it by name.  Its docstring is the summary in /openapi.json.
 """
 
 
 class BodyReader(Protocol):
-    """The preprocessing workers, which know this context."""
+    """Interface of the preprocessing workers."""
 
     def start(self, ctx: AppContext, /) -> None: ...
 
@@ -173,7 +173,7 @@ def _no_restart(group: str, now: bool, /) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class AppContext:
-    """Everything handlers use.  `not_ready` returns an empty sequence when the pipeline is ready; it must not block."""
+    """State that all handlers share.  `not_ready` must not block; it returns () when the pipeline is ready."""
 
     model: ModelCard
     tokenizer: Tokenizer

@@ -1,4 +1,4 @@
-"""Checks and sampling parameters that the endpoints share.
+"""Sampler parameters and checks that the endpoints share.  The samplers themselves run in the output stage's daemon.
 
 Choice 0 of a request samples exactly as the same request with n = 1.
 """

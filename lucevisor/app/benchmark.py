@@ -27,7 +27,7 @@ from lucevisor.protocol.steps import SamplingParams
 
 @dataclass(slots=True)
 class BenchmarkResult:
-    """Tokens/s of a case, a number a round; ``against``: those of llama-bench, where it knows the case."""
+    """Tokens/s of one case in each round.  ``against``: the same by llama-bench; empty if it cannot run the case."""
 
     case: Case
     rounds: list[float] = field(default_factory=list)
@@ -50,8 +50,9 @@ class BenchmarkResult:
 async def measure(
     service: Service, wanted: Sequence[Case], n_rounds: int, against: LlamaBench | None
 ) -> AsyncIterator[list[BenchmarkResult]]:
-    """Run the cases ``n_rounds`` times after one to warm up, prompts after two: the first step of a size compiles, the
-    second one is captured.  Each round is followed by one of llama-bench; yield the figures after each.
+    """Run the cases ``n_rounds`` times and yield the figures after each round, which llama-bench follows with its own.
+
+    Answers have one warm-up round and prompts two: the first step of a size compiles kernels, the second is captured.
 
     Raises LucevisorError for a case that does not fit the service's context, or whose requests fail.
     """

@@ -1,4 +1,4 @@
-"""Reads the log file of a supervisor across rotations.  Every line comes whole and once, oldest first."""
+"""Reader of a supervisor's log file across rotations.  Returns every line whole and once, oldest first."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from lucevisor.app.logs import N_OLD_FILES, record_of
+from lucevisor.app.logs import N_OLD_FILES, parse_record
 
-_POLL_S: Final = 0.2  # between looks for later lines
+_POLL_S: Final = 0.2  # between reads with --follow
 _READ_BYTES: Final = 64 * 2**10
 _LINE_BYTES: Final = 16 * 2**20  # longer lines are not ours and are skipped
 
@@ -28,7 +28,7 @@ def follow_log(path: Path, query: LogQuery, ended: Callable[[], bool]) -> Iterat
         while True:
             was_over = query.follow and ended()  # before the read: nothing is written after it
             lines = reader.lines()
-            matching = [line for line in lines if wanted(line, query)]
+            matching = [line for line in lines if matches_query(line, query)]
             if newest is not None:
                 newest.extend(matching)  # until all that is there has been read
                 matching, newest = ([], newest) if lines else (list(newest), None)
@@ -69,7 +69,10 @@ class LogReader:
             self._open(files[later[0]], later[0])  # if it was rotated meanwhile, look again
 
     def _read(self, file: BinaryIO) -> list[str]:
-        """Return the whole lines of one block.  The rest is read again: the writer may take it back."""
+        """Return the whole lines of one block.
+
+        An incomplete last line is read again, because the writer may truncate it.
+        """
         n_bytes = _READ_BYTES
         while True:
             data = os.pread(file.fileno(), n_bytes, self._offset)
@@ -120,20 +123,20 @@ class LogQuery:
     level: str = "debug"
 
 
-def wanted(line: str, query: LogQuery) -> bool:
+def matches_query(line: str, query: LogQuery) -> bool:
     if query.group is None and query.since_s == 0 and query.level == "debug":
         return True
-    record = record_of(line)
+    record = parse_record(line)
     if record is None:
         return False
     if query.group is not None and record.get("group") != query.group:
         return False
     if _SEVERITY.get(str(record.get("level", "info")).upper(), logging.INFO) < _SEVERITY[query.level.upper()]:
         return False
-    return query.since_s == 0 or seconds_of(record) >= query.since_s
+    return query.since_s == 0 or timestamp_of(record) >= query.since_s
 
 
-def seconds_of(record: dict[str, Any]) -> float:
+def timestamp_of(record: dict[str, Any]) -> float:
     try:
         return datetime.fromisoformat(str(record.get("timestamp"))).timestamp()
     except ValueError:

@@ -125,7 +125,7 @@ def bench(
 
 
 def _refuse_idle(*, tunes: bool, writes: bool) -> None:
-    """Nothing is to be measured; raise UsageError unless that makes sense."""
+    """Raise UsageError if there is nothing to measure, unless --tune alone was asked for."""
     if not tunes:
         raise click.UsageError("nothing to measure: give --prompt or --answer, or --tune")
     if writes:

@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from lucevisor.app.log_reader import LogQuery, follow_log, seconds_of
-from lucevisor.app.logs import FILE, STARTED, ConsoleLine, record_of
-from lucevisor.app.rundir import check_name, find, is_locked, log_path, run_path, running
+from lucevisor.app.log_reader import LogQuery, follow_log, timestamp_of
+from lucevisor.app.logs import FILE, STARTED, ConsoleLine, parse_record
+from lucevisor.app.rundir import check_name, find_supervisor, is_locked, log_path, run_path, running_supervisors
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import target_options
 from lucevisor.errors import ExitCode, NotRunningError, nearest
@@ -78,11 +78,11 @@ def logs(
 def _find_log(name: str | None, socket: Path | None) -> tuple[Path, Path, list[str]]:
     """Return the log file, the run directory and the groups of the supervisor that is meant; groups only if it runs."""
     try:
-        target = find(name, socket)
+        target = find_supervisor(name, socket)
         status = AdminClient(target.socket).call("GET", "/status")
         return Path(status["log"]), target.socket.parent, [group["name"] for group in status["groups"]]
     except NotRunningError as error:
-        if socket is not None or (name is None and running()):
+        if socket is not None or (name is None and running_supervisors()):
             raise
         path = log_path(check_name(name)) / FILE if name is not None else _newest()
         if path is None or not path.is_file():
@@ -92,12 +92,12 @@ def _find_log(name: str | None, socket: Path | None) -> tuple[Path, Path, list[s
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    return filter(None, map(record_of, follow_log(path, LogQuery(), lambda: True)))
+    return filter(None, map(parse_record, follow_log(path, LogQuery(), lambda: True)))
 
 
 def _last_start(path: Path) -> float:
     """Return when the last run began; 0 when that is too long ago for the log."""
-    return max((seconds_of(record) for record in _records(path) if record.get("event") == STARTED), default=0.0)
+    return max((timestamp_of(record) for record in _records(path) if record.get("event") == STARTED), default=0.0)
 
 
 def _newest() -> Path | None:

@@ -1,4 +1,4 @@
-"""Carries scores from the scoring model's tokens to the served model's, by where each token's bytes lie.  Pure."""
+"""Carries scores from the scoring model's tokens to the served model's, by where each token's bytes lie."""
 
 from __future__ import annotations
 

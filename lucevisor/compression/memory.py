@@ -1,6 +1,6 @@
 """Remembers how parts were shortened, so that a part that returns is shortened in the same way.
 
-The beginning of a growing chat then stays the same, and prefix slots keep matching it.  Pure.
+The beginning of a growing chat then stays the same, and prefix slots keep matching it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SelectionCache:
         return self._kept.get(key)
 
     def add(self, tokens: Sequence[int], ranges: Sequence[Range]) -> None:
-        """Remember what was kept."""
+        """Store the kept tokens of a prompt."""
         self._kept[_key(tokens)] = tuple(ranges)
         while len(self._kept) > self._max_parts:
             self._kept.popitem(last=False)

@@ -42,7 +42,7 @@ def parts_of(ids: Sequence[int], turn_ends: Sequence[int], roles: Sequence[str],
     """Return the parts, ascending.
 
     ``turn_ends``: offsets at which chat turns are complete; ``roles``: of the request's messages, [] for a raw prompt.
-    A raw prompt with chat turns, or turns that do not match the messages, have none: nothing says who speaks.
+    A raw prompt with chat turns, or turns that do not match the messages, have none, because their roles are unknown.
     """
     if not roles:
         return [] if turn_ends else list(_between_markers(ids, 0, len(ids), texts))

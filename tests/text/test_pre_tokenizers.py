@@ -7,7 +7,7 @@ import json
 import pytest
 from tokenizers import Tokenizer as Library
 
-from lucevisor.text.schemes import SCHEMES
+from lucevisor.text.pre_tokenizers import PRE_TOKENIZERS
 from lucevisor.text.tokenizer import Tokenizer
 from tests.text.awkward import AWKWARD
 from tests.text.vocabularies import DEMO_JSON, byte_metadata, demo_metadata
@@ -15,7 +15,7 @@ from tests.text.vocabularies import DEMO_JSON, byte_metadata, demo_metadata
 
 def pieces(pre: str, text: str) -> list[str]:
     """The pieces that merges cannot leave, as text."""
-    return [text[start:stop] for _, (start, stop) in SCHEMES[pre].pre_tokenizer().pre_tokenize_str(text)]
+    return [text[start:stop] for _, (start, stop) in PRE_TOKENIZERS[pre].pre_tokenizer().pre_tokenize_str(text)]
 
 
 @pytest.mark.parametrize(
