@@ -154,11 +154,11 @@ def test_a_disk_that_hangs_stops_nobody(tmp_path):
     text = f"""
 import os
 for fd in os.listdir("/proc/self/fd"):
-    if os.path.realpath("/proc/self/fd/" + fd) == str(logs.path().resolve()):
+    if os.path.realpath("/proc/self/fd/" + fd) == str(logs.log_file().resolve()):
         os.dup2(os.pipe()[1], int(fd))
 for i in range({logs.N_QUEUED + 2000}): log.info("much", i=i, text="x" * 100)
 logs.close()
-print(logs.dropped()["file"])
+print(logs.dropped_records()["file"])
 """
     process = script(text, str(tmp_path), stderr=subprocess.DEVNULL, stdout=subprocess.PIPE)
     said, _ = process.communicate(timeout=100)
@@ -186,7 +186,7 @@ class TestStandardError:
         process.stdout.close()
 
     def test_a_reader_that_went_away_and_a_full_device(self, tmp_path):
-        text = "for i in range(100): log.info('line', i=i)\nlogs.close()\nprint(logs.dropped())"
+        text = "for i in range(100): log.info('line', i=i)\nlogs.close()\nprint(logs.dropped_records())"
         with open("/dev/full", "w") as full:
             done = script(text, str(tmp_path), stderr=full, stdout=subprocess.PIPE)
             said, _ = done.communicate(timeout=60)
