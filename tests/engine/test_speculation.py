@@ -390,6 +390,12 @@ def test_looked_up_drafts_are_drafted_when_they_are_verified() -> None:
     assert statistics.by_origin["fresh"] == DraftCounts()
 
 
+def test_drafts_whose_drafter_is_gone_are_drafted_when_they_are_verified() -> None:
+    statistics = DraftStatistics()
+    statistics.decoded("fresh", 3, 1, looked_up=False, reported=False)
+    assert (statistics.total.n_verified, statistics.total.n_drafted) == (3, 3)
+
+
 def test_the_draft_stages_time_is_that_of_drafts_or_upkeep() -> None:
     statistics = DraftStatistics()
     statistics.drafted(
