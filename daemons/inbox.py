@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from daemons.errors import StateError
-from lucevisor.protocol.arena import Doorbells
+from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.messages import Shutdown
 from lucevisor.protocol.steps import CancelPending, DraftStep, Masks, Reset, Slice
@@ -61,36 +61,36 @@ class Inbox:
         return ends or self._link.closed_because is not None
 
     def await_rows(
-        self, bells: Doorbells, region: int, step_id: int, computing: Callable[[], bool] = lambda: False
+        self, rows: SharedBuffer, region: int, step_id: int, posted: bool, computing: Callable[[], bool] = lambda: False
     ) -> float:
-        """Wait until the rows of a posted step are there; return the seconds since then, or since the call if shorter.
+        """Wait until the rows of a step are there; return the seconds since then, or since the call if shorter.
 
         Polls for ``spin_s``, then sleeps until the bell or the link wakes it; never sleeps while ``computing`` returns
         True.  Raises StepCancelled.
         """
         began = time.monotonic()
         until = began + self.spin_s
-        while not bells.rung(region, step_id):
+        while not (rows.rung(region, step_id) or (not posted and rows.placed(region, step_id) is not None)):
             if self.is_cancelling:
                 raise StepCancelled(f"step {step_id}")
             spins = computing() or time.monotonic() < until
-            if spins and any(bells.rung(region, step_id) for _ in range(_POLLS_PER_LINK_CHECK)):
+            if spins and any(rows.rung(region, step_id) for _ in range(_POLLS_PER_LINK_CHECK)):
                 break
-            self._check_link(bells, None if not spins else 0)
-        return min(bells.since_s(region), time.monotonic() - began)
+            self._check_link(rows, None if not spins else 0)
+        return min(rows.since_s(region), time.monotonic() - began)
 
-    def _check_link(self, bells: Doorbells, timeout_ms: int | None) -> None:
+    def _check_link(self, rows: SharedBuffer, timeout_ms: int | None) -> None:
         """Queue a frame that has arrived; without a timeout sleep until there is one, or a bell is rung."""
         if (link := self._link.fileno()) >= 0 and not self._link.buffered:
             poll = select.poll()
             poll.register(link, select.POLLIN)
-            poll.register(bells.wake_fd, select.POLLIN)
+            poll.register(rows.wake_fd, select.POLLIN)
             holds = timeout_ms is None and self._link.holds
             ready = {fd for fd, _ in poll.poll(_HOLD_MS if holds else timeout_ms)}
             if holds and not ready:
                 self._link.flush()
-            if bells.wake_fd in ready:
-                bells.drain()
+            if rows.wake_fd in ready:
+                rows.drain()
             if link not in ready:
                 return
         frame = self._link.receive()

@@ -22,7 +22,7 @@ from daemons.options import Options, parse
 from daemons.pulse import Reporter
 from lucevisor.protocol import fault_hooks
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError
-from lucevisor.protocol.messages import Channel, Failed
+from lucevisor.protocol.messages import Failed, StreamKind
 from lucevisor.protocol.process import EXIT_CONFIGURATION, EXIT_FAILED, end_with_parent
 from lucevisor.protocol.transport import BlockingLink
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     link_socket = _inherited(options.link_fd)
     pulse_socket = _inherited(options.pulse_fd)
     link = BlockingLink(link_socket, name=f"{options.group} link")
-    pulse = BlockingLink(pulse_socket, channel=Channel.PULSE, name=f"{options.group} pulse")
+    pulse = BlockingLink(pulse_socket, stream=StreamKind.PULSE, name=f"{options.group} pulse")
     reporter = Reporter(pulse, on_lost=_terminate_self)
     _exit_in_order_on_sigterm(link_socket, reporter)
     reporter.start()

@@ -31,7 +31,7 @@ from daemons.runner import ModelRunner
 from daemons.snapshots.transfers import TransferExecutor
 from daemons.step_output import StepOutput
 from lucevisor.model.values import Backend
-from lucevisor.protocol.arena import Doorbells
+from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.errors import LinkClosed, ProtocolError
 from lucevisor.protocol.frames import POSTED, Frame
 from lucevisor.protocol.handshake import source_hash
@@ -270,10 +270,16 @@ class _MessageLoop:
             if isinstance(message, DraftStep):
                 outcome = self._runtime.run_draft(message, wait_s)
             else:
-                await_rows = self._await_rows if posted else None
                 between = partial(self._answer_if_done, idle=False)
                 outcome = self._runtime.run_step(
-                    message, stage, wait_s, self._inbox.wait_for_masks, self._answer_deferred, await_rows, between
+                    message,
+                    stage,
+                    wait_s,
+                    self._inbox.wait_for_masks,
+                    self._answer_deferred,
+                    self._await_rows,
+                    posted,
+                    between,
                 )
         except (LinkClosed, _StepFailed):
             raise
@@ -323,10 +329,10 @@ class _MessageLoop:
             return self._fail(f"step {pending[0].step_id}", e, "the draft stage")
         return None
 
-    def _await_rows(self, bells: Doorbells, region: int, step_id: int) -> float:
+    def _await_rows(self, rows: SharedBuffer, region: int, step_id: int, posted: bool) -> float:
         if self._deferred is None:
             self._reporter.phase("idle")
-        seconds = self._inbox.await_rows(bells, region, step_id, self._answer_if_done)
+        seconds = self._inbox.await_rows(rows, region, step_id, posted, self._answer_if_done)
         self._reporter.phase("step", step_id)
         return seconds
 

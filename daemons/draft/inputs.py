@@ -96,7 +96,7 @@ class DraftInputs:
         captures = []
         for source in self.plan.sources if step.n_tokens else ():
             if source.arena is not None:
-                rows = self._boundaries[source.arena].read(step.region, step.n_tokens)
+                rows = self._boundaries[source.arena].read(step)
             elif source.stage in kept.captures:
                 rows = kept.captures[source.stage]
             else:

@@ -141,7 +141,7 @@ class EngineConfig:
     """Sequences that run concurrently; others wait in the queue. `auto`: 32 on GPUs, or 16 or 8 where more would
     shorten the context or halve the pages; 8 on a cpu."""
     prefill_chunk: Annotated[Annotated[int, Meta(ge=1, le=2**20)] | AutoWord, Key(unit="tokens")] = "auto"
-    """Maximum tokens of a prompt in one step; fewer while other requests decode. `auto`: 2048 on GPUs with memory for
+    """Maximum tokens of a prompt in one step; on a cpu 128 beside other requests. `auto`: 2048 on GPUs with memory for
     it, else 512."""
     pages: Annotated[Annotated[int, Meta(ge=1, le=2**31 - 1)] | AutoWord, Key(unit="pages")] = "auto"
     """Pages of 64 tokens in each pool. `auto`: as many as sequences and prefix slots can use, and as devices' free

@@ -23,7 +23,7 @@ from lucevisor.protocol.arena import ORDERED
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.steps import PendingCancelled, Reset, ResetDone, StepResult
-from lucevisor.protocol.transport import Link
+from lucevisor.protocol.transport import Channel
 
 log = structlog.get_logger("assembly")
 
@@ -42,7 +42,7 @@ class DraftAssembly:
         self._alone, self._with_output = alone, with_output
         self.attached = False
         self._engine, self._on_change = engine, on_change
-        self._link: Link | None = None
+        self._link: Channel | None = None
         self._serving = False  # a pipeline is attached
         self._n_resets = 0
         self._token = 0  # of the last Reset; 0: none is unanswered
@@ -52,7 +52,7 @@ class DraftAssembly:
         """True until its daemon answers a Reset."""
         return self._token > 0
 
-    def on_ready(self, link: Link) -> None:
+    def on_ready(self, link: Channel) -> None:
         """Its daemon finished loading, the drafter included."""
         self._link = link
         if self._serving:
@@ -137,7 +137,7 @@ class PipelineAssembly:
         if draft_group:
             alone, with_output = draft_group not in stage_groups, draft_group == stage_groups[-1]
             self._draft = DraftAssembly(engine, draft_group, alone=alone, with_output=with_output, on_change=on_change)
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, Channel] = {}
         self._lost: set[str] = set()  # groups whose stages the pipeline has lost
         self._with_state: set[str] = set()  # groups whose daemons took over their predecessors' state
         self._draft_restored = False  # the drafter's daemon took over that of its predecessor, too
@@ -186,7 +186,7 @@ class PipelineAssembly:
     def on_ready(
         self,
         group: str,
-        link: Link,
+        link: Channel,
         *,
         with_draft: bool = False,
         restored: bool = False,

@@ -43,7 +43,7 @@ from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import Heartbeat, Progress
 from lucevisor.protocol.steps import Step
-from lucevisor.protocol.transport import Link
+from lucevisor.protocol.transport import Channel
 from lucevisor.protocol.validation import UnansweredStep
 from lucevisor.snapshots.transfers import ShardTransfers
 from lucevisor.supervision.daemon import Callbacks, LoadOrder
@@ -220,7 +220,7 @@ class Deployment:
         self._sizes = sizes
         self.needed: Final = target_groups(config)  # the groups with layers, which serving needs
         self._placing = PlacementBarrier(self.needed, self._place, config.groups.keys() - self.needed)
-        self.links: dict[str, Link] = {}  # of READY groups
+        self.links: dict[str, Channel] = {}  # of READY groups
         self._draft_loaded = False  # the draft group is READY and has loaded the drafter
         self._draft_problem = ""  # why the draft group runs without the drafter
         self._detached = ""  # why the engine dropped the drafter
@@ -442,7 +442,7 @@ class Deployment:
             return ""
         return f"group {group} read another state of the files than the one that runs"
 
-    def _on_ready(self, group: str, link: Link, _hello: Hello, loaded: Loaded) -> None:
+    def _on_ready(self, group: str, link: Channel, _hello: Hello, loaded: Loaded) -> None:
         self.links[group] = link
         with_draft = False
         if group == self.draft_group:
@@ -510,7 +510,7 @@ class Deployment:
             self._assembly.detach_drafter("its group is restarted")
         self.groups[group].drained(child)
 
-    async def _restore_replacement(self, group: str, link: Link, memory: StateMemory, *, with_draft: bool) -> None:
+    async def _restore_replacement(self, group: str, link: Channel, memory: StateMemory, *, with_draft: bool) -> None:
         """Let a new daemon read what its predecessor held, then join the others."""
         assert self.transfers is not None
         restored = True

@@ -26,7 +26,7 @@ from lucevisor.model.values import PAGE_TOKENS, Dtype, Space
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.loading import Load
 from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
-from lucevisor.protocol.transport import Link
+from lucevisor.protocol.transport import Channel
 from lucevisor.snapshots.file_format import unit_tensors
 from lucevisor.snapshots.transfers import ShardTransfers, Transfer, TransferFile
 from lucevisor.supervision.daemon import LoadOrder
@@ -37,7 +37,7 @@ log = structlog.get_logger("deployment")
 class RestoredState(NamedTuple):
     """Links of daemons that have read what others held; ``with_draft``: the drafter's state, too."""
 
-    links: Collection[Link] = ()
+    links: Collection[Channel] = ()
     with_draft: bool = False
 
 

@@ -23,6 +23,7 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.page_ranking import PageRelevance, note_rankings
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StageLink, StepInFlight
+from lucevisor.engine.policy import SchedulingPolicy
 from lucevisor.engine.rebuild import CannotRebuild, RebuildPlan
 from lucevisor.engine.recovery import PauseReason, Recovery, StageRecovery, StateReplay
 from lucevisor.engine.request import (
@@ -60,7 +61,7 @@ class EngineSettings:
     ``journal_pages``: the memory of the journal; without one all stages compute again what one has lost.
     ``rate_window_s``: the span of ``tokens_per_s`` in statistics.  ``blame`` names the first stage of a step whose rows
     are NaN or infinite.  ``validate``: check all accounts whenever the engine is idle; raises AccountingError.
-    ``mask_threads`` False: masks are made on the calling thread.
+    ``mask_threads`` False: masks are made on the calling thread.  ``policy``: the scheduler's; None: FairShare.
 
     ``on_step`` gets every finished step, ``on_pipeline_failed`` the reason why the pipeline failed, and
     ``on_drafter_lost`` the reason why the drafter was detached.
@@ -75,6 +76,7 @@ class EngineSettings:
     blame: Callable[[Step], str] = lambda _: "the output stage"
     validate: bool = False
     mask_threads: bool = True
+    policy: SchedulingPolicy | None = None
     clock: Callable[[], float] = time.monotonic
     on_step: Callable[[PipelineResult], None] = lambda _: None
     on_pipeline_failed: Callable[[PipelineFailure], None] = lambda _: None
@@ -86,7 +88,7 @@ class Engine:
 
     def __init__(self, limits: EngineLimits, settings: EngineSettings) -> None:
         self._settings, self._clock = settings, settings.clock
-        self.scheduler = Scheduler(limits)
+        self.scheduler = Scheduler(limits, policy=settings.policy)
         self.pipeline: Pipeline | None = None
         journal = make_journal(settings.rows, self.scheduler.pools, settings.journal_pages)
         self._stages = StageRecovery(self.scheduler, journal)

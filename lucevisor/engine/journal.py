@@ -38,8 +38,8 @@ class RowStore(Protocol):
     def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         """Copy rows of a step from its region."""
 
-    def place(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
-        """Copy rows into a step's region."""
+    def place(self, boundary: int, step: Step, copies: Sequence[RowCopy]) -> None:
+        """Copy rows into the region of a step, and tell its reader."""
 
     def copy(self, source: int, target: int, n_rows: int) -> None:
         """Copy the first rows of a block to another."""
@@ -187,9 +187,9 @@ class Journal:
             copies.append(RowCopy(block.index, part.offset, part.row, part.n))
         return copies
 
-    def place(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
-        """Write rows to where the next stage reads them."""
-        self._store.place(boundary, region, copies)
+    def place(self, boundary: int, step: Step, copies: Sequence[RowCopy]) -> None:
+        """Write the rows of a step to where the next stage reads them."""
+        self._store.place(boundary, step, copies)
 
     def gather(self, steps: Sequence[Sequence[RowCopy]]) -> int:
         """Write the rows of steps to a new file, as the store does."""

@@ -51,11 +51,6 @@ class RunningRequests(Collection[RequestRecord]):
         """True if no further sequence may be open."""
         return not self.sequence_ids.n_free
 
-    @property
-    def youngest(self) -> RequestRecord:
-        """The request that came last: the first to give its pages up."""
-        return max(self._records.values(), key=lambda record: record.arrival)
-
     def open(self, record: RequestRecord, match: PrefixMatch) -> list[Operation] | None:
         """Open a sequence that starts with ``match``.  None, taking nothing, while there is no room for it."""
         if not self.fits(record, match):

@@ -457,7 +457,7 @@ def choose_chunk(inputs: SizingInputs, ranges: Sequence[LayerRange]) -> Sizing:
         longer = compute_sizes(replace(inputs, prefill_chunk=chunk), ranges)
         if longer.fits and _leaves_enough(longer, usual):
             if longer.prefill_chunk > usual.prefill_chunk:
-                why = "GPUs compute prompts faster so, and there is memory for it; less beside others"
+                why = "GPUs compute prompts faster so, and there is memory for it"
                 longer = replace(longer, reasons=(*longer.reasons, f"prefill_chunk {longer.prefill_chunk}: {why}"))
             return longer
     return usual

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from lucevisor.protocol.codec import WITH_DESCRIPTORS, byte_views, decode, encode, n_descriptors
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
 from lucevisor.protocol.frames import HEADER_BYTES, KIND_OFFSET, MAGIC, Frame, Header, foreign_bytes, parse_header
-from lucevisor.protocol.messages import KIND_OF, Channel, Message, MessageKind, Role
+from lucevisor.protocol.messages import KIND_OF, Message, MessageKind, Role, StreamKind
 from lucevisor.protocol.states import INITIAL, LinkState, legal, refusal
 
 if TYPE_CHECKING:
@@ -29,17 +29,17 @@ _NOTHING = memoryview(b"")
 
 
 class Connection:
-    """Protocol state of one end of a channel."""
+    """Protocol state of one end of a stream."""
 
-    def __init__(self, role: Role, channel: Channel = Channel.LINK, name: str = "link") -> None:
+    def __init__(self, role: Role, stream: StreamKind = StreamKind.LINK, name: str = "link") -> None:
         self.name = name
         self.error: RemoteProtocolError | None = None
-        self._channel = channel
+        self._stream = stream
         self._role = role
         self._peer = Role.DAEMON if role is Role.SUPERVISOR else Role.SUPERVISOR
-        self._incoming = legal(channel, self._peer)
-        self._outgoing = legal(channel, role)
-        self.state = INITIAL[channel]
+        self._incoming = legal(stream, self._peer)
+        self._outgoing = legal(stream, role)
+        self.state = INITIAL[stream]
         self._small = memoryview(bytearray(READ_BUFFER_BYTES))
         self._start = 0  # unread bytes are _small[_start:_end]
         self._end = 0
@@ -141,7 +141,7 @@ class Connection:
     def _advance(self, kind: MessageKind) -> None:
         following = self._may_send.get(kind)
         if following is None:
-            text = refusal(self._channel, self._role, self._state, kind)
+            text = refusal(self._stream, self._role, self._state, kind)
             raise LocalProtocolError(text, self.name, "wait for the answer that allows it")
         if following is not self._state:
             self.state = following
@@ -174,7 +174,7 @@ class Connection:
             return False
         header = parse_header(self._small[start : start + HEADER_BYTES])
         if header.kind not in self._may_receive:
-            text = refusal(self._channel, self._peer, self._state, header.kind)
+            text = refusal(self._stream, self._peer, self._state, header.kind)
             raise RemoteProtocolError(text, "frame header", "supervisor and daemon differ: restart the group")
         self._header = header
         self._start = start + HEADER_BYTES

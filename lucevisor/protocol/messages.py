@@ -39,7 +39,7 @@ class Role(StrEnum):
     DAEMON = "daemon"
 
 
-class Channel(StrEnum):
+class StreamKind(StrEnum):
     """The two sockets of a daemon."""
 
     LINK = "link"
@@ -317,7 +317,7 @@ class MessageType(NamedTuple):
     max_metadata_bytes: int
     max_payload_bytes: int
     reason: str
-    channel: Channel = Channel.LINK
+    stream: StreamKind = StreamKind.LINK
 
 
 _STEP_LIMITS = (
@@ -360,10 +360,10 @@ MESSAGES: dict[MessageKind, MessageType] = {
     MessageKind.TRANSFER_FAILED: MessageType(TransferFailed, _UP, 1 * MIB, 0, "a traceback"),
     MessageKind.SHUTDOWN: MessageType(Shutdown, _DOWN, 64 * KIB, 0, "one sentence"),
     MessageKind.FAILED: MessageType(Failed, _UP, 1 * MIB, 0, "a traceback"),
-    MessageKind.HEARTBEAT: MessageType(Heartbeat, _UP, 4 * KIB, 0, "a dozen numbers", Channel.PULSE),
-    MessageKind.PROGRESS: MessageType(Progress, _UP, 4 * KIB, 0, "a dozen numbers", Channel.PULSE),
+    MessageKind.HEARTBEAT: MessageType(Heartbeat, _UP, 4 * KIB, 0, "a dozen numbers", StreamKind.PULSE),
+    MessageKind.PROGRESS: MessageType(Progress, _UP, 4 * KIB, 0, "a dozen numbers", StreamKind.PULSE),
     MessageKind.LOG_LINE: MessageType(
-        LogLine, _UP, 256 * KIB, 0, "one record; the sender truncates long texts", Channel.PULSE
+        LogLine, _UP, 256 * KIB, 0, "one record; the sender truncates long texts", StreamKind.PULSE
     ),
 }
 KIND_OF: dict[type[Message], MessageKind] = {message.record: kind for kind, message in MESSAGES.items()}

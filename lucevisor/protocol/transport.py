@@ -25,12 +25,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LinkClosed, LinkOverflow, ProtocolError, RemoteProtocolError
 from lucevisor.protocol.frames import MAX_DESCRIPTORS, Frame
-from lucevisor.protocol.messages import Channel, Message, Role
+from lucevisor.protocol.messages import Message, Role, StreamKind
 from lucevisor.protocol.states import LinkState
 
 if TYPE_CHECKING:
@@ -50,6 +50,31 @@ _DAEMON_GONE = "the daemon has exited; see its log"
 _PEER_GONE = "the peer has exited or closed the link; a daemon exits now, a supervisor restarts the group"
 
 
+class Channel(Protocol):
+    """A connection to a daemon, as all that only sends sees it."""
+
+    @property
+    def passes_handles(self) -> bool:
+        """True if descriptors may travel with a frame."""
+
+    @property
+    def closed(self) -> bool:
+        """True if nothing more can be sent or received."""
+
+    def send(
+        self, message: Message | bytes, *, request_id: int = 0, payload: Sequence[Buffer] = (), fds: Sequence[int] = ()
+    ) -> None:
+        """Send one frame without waiting.
+
+        ``message``: a record, or bytes of ``codec.encode`` (then without payload and descriptors).  Payload buffers are
+        not copied: they must not change until the daemon has answered.  Raises ProtocolError, LocalProtocolError if
+        this message is not allowed.
+        """
+
+    def close(self, reason: str = ...) -> None:
+        """Close the connection and drop what is queued; idempotent."""
+
+
 class Link:
     """Frames over ``sock``, which this object owns.  Create it inside the running loop.
 
@@ -64,7 +89,7 @@ class Link:
         on_closed: Callable[[ProtocolError], None],
         *,
         role: Role = Role.SUPERVISOR,
-        channel: Channel = Channel.LINK,
+        stream: StreamKind = StreamKind.LINK,
         name: str = "link",
         max_queued_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
@@ -74,7 +99,7 @@ class Link:
         self._sock = sock
         self._poll = select.epoll()
         self._poll.register(sock.fileno(), select.EPOLLIN)
-        self._connection = Connection(role, channel, name)
+        self._connection = Connection(role, stream, name)
         self._name = name
         self._on_frame = on_frame
         self._on_closed = on_closed
@@ -89,6 +114,11 @@ class Link:
     def closed(self) -> bool:
         """True if nothing more can be sent or received."""
         return self._closed is not None
+
+    @property
+    def passes_handles(self) -> bool:
+        """True if descriptors may travel with a frame."""
+        return self._sock.family == socket.AF_UNIX
 
     @property
     def state(self) -> LinkState:
@@ -261,14 +291,14 @@ class BlockingLink:
         sock: socket.socket,
         *,
         role: Role = Role.DAEMON,
-        channel: Channel = Channel.LINK,
+        stream: StreamKind = StreamKind.LINK,
         name: str = "link",
     ) -> None:
         sock.setblocking(True)
         sock.set_inheritable(False)
         self.closed_because: LinkClosed | None = None
         self._sock = sock
-        self._connection = Connection(role, channel, name)
+        self._connection = Connection(role, stream, name)
         self._name = name
         self._frames: deque[Frame] = deque()
         self._send_lock = Lock()

@@ -31,7 +31,7 @@ from pathlib import Path
 from lucevisor.config import GroupConfig
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.messages import Channel
+from lucevisor.protocol.messages import StreamKind
 from lucevisor.protocol.transport import Link
 from lucevisor.supervision.events import ProcessSignal
 
@@ -329,7 +329,7 @@ class Child:
     def open_pulse(
         self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None]
     ) -> Link:
-        return Link(self.pulse_socket, on_frame, on_closed, channel=Channel.PULSE, name=name)
+        return Link(self.pulse_socket, on_frame, on_closed, stream=StreamKind.PULSE, name=name)
 
     def send(self, to_send: ProcessSignal) -> None:
         """Signal the process; nothing happens when it has ended. Raises ProcessLookupError when it has been reaped."""

@@ -24,7 +24,7 @@ from lucevisor.protocol.handshake import Expected, check_hello
 from lucevisor.protocol.loading import Hello, Load, Loaded
 from lucevisor.protocol.messages import Failed, Heartbeat, LogLine, Progress, Shutdown
 from lucevisor.protocol.steps import StepResult
-from lucevisor.protocol.transport import Link
+from lucevisor.protocol.transport import Channel
 from lucevisor.protocol.validation import MAX_INTEGER, DaemonFacts, UnansweredStep, fault_of
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.child import Child, ProcessEnd
@@ -70,7 +70,7 @@ class Callbacks:
 
     make_load: Callable[[str, Hello], Awaitable[LoadOrder]]
     check_loaded: Callable[[str, Loaded], str] = _accept
-    on_ready: Callable[[str, Link, Hello, Loaded], None] = _ignore
+    on_ready: Callable[[str, Channel, Hello, Loaded], None] = _ignore
     on_lost: Callable[[str, str], None] = _ignore
     on_frame: Callable[[str, Frame], None] = _ignore
     find_step: Callable[[str, int, int], UnansweredStep | None] = _no_step
@@ -114,9 +114,9 @@ class Daemon:
         self.hello: Hello | None = None
         self.loaded: Loaded | None = None
         self.heartbeat: Heartbeat | None = None
-        self.link: Link
+        self.link: Channel
         self.child: Child
-        self._pulse: Link
+        self._pulse: Channel
         self._expected = expected
         self._callbacks = callbacks
         self._emit = emit

@@ -21,7 +21,7 @@ from lucevisor.model.values import Backend
 from lucevisor.protocol.handshake import Expected
 from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import Heartbeat
-from lucevisor.protocol.transport import Link
+from lucevisor.protocol.transport import Channel
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.child import SpawnError
 from lucevisor.supervision.daemon import Callbacks, Daemon
@@ -140,7 +140,7 @@ class GroupSupervisor:
         return {stream: tuple(of.kept) for stream, of in lines.items()}
 
     @property
-    def link(self) -> Link | None:
+    def link(self) -> Channel | None:
         usable = self.state in (State.READY, State.DRAINING)
         return self._live_daemon.link if self._live_daemon and usable else None
 

@@ -16,13 +16,11 @@ from pydantic import TypeAdapter
 
 from lucevisor.api.dialects.anthropic import MessageFormatter
 from lucevisor.api.keys import ApiKeys
-from lucevisor.api.output import ChoiceDelta, UsageTotals
+from lucevisor.api.output import UsageTotals
 from lucevisor.config import ApiKey
-from lucevisor.text.output_parser import OutputParser
-from lucevisor.text.template import ChatTemplate
 from tests.api.conftest import Live, decoded, prompt_of, script
-from tests.api.output_texts import CALL, CONTEXT, prepared, texts
-from tests.api.scripted_model import MODEL, Rig, ids_of, metadata, say
+from tests.api.output_texts import CALL, CONTEXT, chunked, deltas_of, prepared, texts
+from tests.api.scripted_model import MODEL, Rig, ids_of, say
 
 HI = [{"role": "user", "content": "Hi"}]
 ADD = {
@@ -32,7 +30,6 @@ ADD = {
 }
 THINK = {"type": "enabled", "budget_tokens": 32}
 EVENT = TypeAdapter(RawMessageStreamEvent)
-OUTPUT_FORMAT = ChatTemplate.from_gguf(metadata()).output_format
 
 
 @pytest.fixture(scope="module")
@@ -357,7 +354,6 @@ class TestErrors:
 @given(texts, st.lists(st.integers(1, 12), min_size=1, max_size=6), st.booleans(), st.booleans())
 @settings(max_examples=100)
 def test_any_chunking_adds_up_to_the_same_message(text, sizes, thinks, shows):
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     totals = UsageTotals(prompt=9, cached=4, generated=5, reasoning=2)
 
     def formatter():
@@ -365,22 +361,16 @@ def test_any_chunking_adds_up_to_the_same_message(text, sizes, thinks, shows):
         made.unique_id, made.response_id = "1", "msg_1"
         return made
 
-    def deltas(parts):
-        parser = OutputParser(thinks, tools, OUTPUT_FORMAT)
-        events = [event for part in parts for event in parser.push(part)] + parser.flush()
-        return [*(ChoiceDelta(event) for event in events), ChoiceDelta(None, finish_reason="stop")]
-
-    parts, at, n = [], 0, 0
-    while at < len(text):
-        parts.append(text[at : at + sizes[n % len(sizes)]])
-        at += sizes[n % len(sizes)]
-        n += 1
     stream = formatter()
-    events = [*stream.start(0), *(e for d in deltas(parts) for e in stream.delta(0, d)), *stream.end(totals)]
+    events = [
+        *stream.start(0),
+        *(e for d in deltas_of(chunked(text, sizes), thinks=thinks) for e in stream.delta(0, d)),
+        *stream.end(totals),
+    ]
     message = None
     for event in json.loads(json.dumps(events)):
         if event["type"] != "ping":
             message = accumulate_event(event=EVENT.validate_python(event), current_snapshot=message, json_bufs={})
-    whole = json.loads(msgspec.json.encode(formatter().full([deltas([text])], totals)))
+    whole = json.loads(msgspec.json.encode(formatter().full([deltas_of([text], thinks=thinks)], totals)))
     told = message.model_dump(exclude_none=True)
     assert told == {k: v for k, v in whole.items() if v is not None}

@@ -394,12 +394,3 @@ class TestHalfClose:
             sock = dial(server, sent)
             sock.shutdown(socket.SHUT_WR)
             assert read_all(sock) == b""
-
-    def test_a_client_that_is_gone_ends_its_request(self, serve):
-        server = serve()
-        server.do(lambda rig: setattr(rig.stage, "held", True))
-        sock = dial(server, post(BODY))
-        until(lambda: server.do(lambda rig: rig.engine.statistics().running) == 1)
-        sock.close()
-        until(lambda: server.do(lambda rig: rig.engine.statistics().running + rig.engine.statistics().queued) == 0)
-        server.do(lambda rig: rig.stage.release())

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lucevisor.api.app_context import AppContext, ModelCard, SamplingDefaults
 from lucevisor.api.dialects.llamacpp import TokenizeBody
 from lucevisor.api.dialects.openai_chat import ChatBody
 from lucevisor.api.dialects.openai_completions import CompletionBody
 from lucevisor.api.dialects.openai_responses import ResponsesBody
-from lucevisor.api.errors import ApiError
-from lucevisor.api.schemas import ALIASES, NEUTRAL, REFUSED, decode_object, ignored, to_record
+from lucevisor.api.errors import ApiError, from_request_error, from_submit_error
+from lucevisor.api.parameters import n_top_logprobs, sampling_params, seed_of_choice
+from lucevisor.api.schemas import ALIASES, NEUTRAL, REFUSED, GenerationBody, decode_object, ignored, to_record
+from lucevisor.engine.request import ContextOverflow, InvalidRequest, NotReady, QueueFull, RequestError, SubmitError
+from lucevisor.protocol.steps import Mirostat, SamplingParams
+from lucevisor.text.tokenizer import breaker_tokens
+from tests.api.scripted_model import tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -89,24 +97,6 @@ class TestTextThatNoUtf8Holds:
 
 
 class TestValues:
-    def test_a_body_with_everything(self):
-        body = to_record(
-            ChatBody,
-            CHAT
-            | {
-                "temperature": 1,
-                "top_p": 0.5,
-                "stop": "x",
-                "logit_bias": {"5": -100},
-                "stream_options": {"include_usage": True},
-                "tool_choice": {"type": "function", "function": {"name": "f"}},
-            },
-        )
-        assert body.temperature == 1.0
-        assert body.stops == ("x",)
-        assert body.stream_options is not None
-        assert body.stream_options.include_usage
-
     def test_null_is_the_default(self):
         names = [f.name for f in msgspec.structs.fields(ChatBody) if f.name != "messages"]
         assert to_record(ChatBody, CHAT | dict.fromkeys(names)) == to_record(ChatBody, CHAT)
@@ -165,10 +155,6 @@ class TestValues:
     def test_a_path_inside_a_parameter(self, fields, param):
         assert refused(ChatBody, CHAT | fields).param == param
 
-    def test_the_message_shows_the_value_and_the_limit(self):
-        message = refused(ChatBody, CHAT | {"temperature": 3}).message
-        assert message == "temperature: 3: expected number <= 2.0"
-
     def test_a_required_parameter(self):
         error = refused(ChatBody, {})
         assert (error.param, error.code) == ("messages", "missing_required_parameter")
@@ -210,12 +196,6 @@ class TestOtherParameters:
         error = refused(ChatBody, CHAT | {"stream_options": {"includ_usage": True}})
         assert error.param == "stream_options.includ_usage"
         assert "did you mean include_usage?" in error.message
-
-    @pytest.mark.parametrize("name", ["cache_prompt", "metadata", "reasoning_format", "service_tier", "user", "new"])
-    def test_others_are_taken_and_named(self, name):
-        to_record(ChatBody, CHAT | {name: "x"})
-        assert ignored(ChatBody, CHAT | {name: "x"}) == (name,)
-        assert ignored(ChatBody, CHAT | {name: None}) == ()
 
     def test_llama_cpp_names_are_obeyed(self):
         assert to_record(ChatBody, CHAT | {"repeat_penalty": 1.5, "n_predict": 7}) == to_record(
@@ -285,3 +265,182 @@ def test_any_object_is_a_record_or_a_named_refusal(kind, fields):
         refusal = error
     assert refusal is None or (refusal.status == 400 and refusal.param)
     assert len(str(refusal)) < 1000
+
+
+# ---- Parameters become the record the tail samples by; defaults come from the file, then from OpenAI
+
+
+CONTEXT = AppContext(
+    model=ModelCard(name="m", created_s=0), tokenizer=tokenizer(), template=None, not_ready=list, banned=(8190, 8191)
+)
+
+
+def test_defaults_are_openais():
+    expected = SamplingParams(seed=7, banned=(8190, 8191))
+    assert sampling_params(GenerationBody(), CONTEXT, 7, -1) == expected
+
+
+def test_defaults_of_the_file_and_what_a_request_says():
+    metadata = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.min_p": 0.1}
+    context = replace(CONTEXT, defaults=SamplingDefaults.from_gguf(metadata))
+    sampling = sampling_params(GenerationBody(top_k=5, min_p=0.0), context, 0, -1)
+    assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.5, 5, 0.0)
+
+
+@pytest.mark.parametrize("value", ["0.5", True, None, -1.0, 3.0, float("nan"), [0.5]])
+def test_a_broken_default_of_the_file_is_left_out(value):
+    assert SamplingDefaults.from_gguf({"general.sampling.temp": value}) == SamplingDefaults()
+
+
+def test_every_parameter_arrives():
+    body = GenerationBody(
+        temperature=0.1,
+        top_p=0.2,
+        top_k=3,
+        min_p=0.4,
+        seed=-5,
+        presence_penalty=0.6,
+        frequency_penalty=0.7,
+        repetition_penalty=1.8,
+        logit_bias={"9": 1.5, "0": -100},
+        ignore_eos=True,
+    )
+    assert sampling_params(body, CONTEXT, 1, 4) == SamplingParams(
+        temperature=0.1,
+        top_p=0.2,
+        top_k=3,
+        min_p=0.4,
+        seed=-5,
+        presence_penalty=0.6,
+        frequency_penalty=0.7,
+        repetition_penalty=1.8,
+        logit_bias={9: 1.5, 0: -100.0},
+        n_top_logprobs=4,
+        banned=tuple(sorted({8190, 8191, *tokenizer().eos_ids})),
+    )
+
+
+@pytest.mark.parametrize(("asked", "given"), [(0.0, 0.0), (4e-113, 0.0), (9e-5, 0.0), (1e-4, 1e-4), (2.0, 2.0)])
+def test_a_temperature_that_float32_cannot_divide_by_is_greedy(asked, given):
+    assert sampling_params(GenerationBody(temperature=asked), CONTEXT, 0, -1).temperature == given
+
+
+def test_minus_one_switches_top_k_off():
+    assert sampling_params(GenerationBody(top_k=-1), CONTEXT, 0, -1).top_k == 0
+
+
+def test_samplers_of_llama_cpp_arrive():
+    body = GenerationBody(
+        typical_p=0.5,
+        top_n_sigma=1.5,
+        xtc_probability=0.25,
+        dry_multiplier=0.8,
+        dry_allowed_length=3,
+        dry_sequence_breakers=["\n"],
+        mirostat=2,
+        mirostat_tau=4.0,
+    )
+    sampling = sampling_params(body, CONTEXT, 0, -1)
+    assert (sampling.typical_p, sampling.top_n_sigma) == (0.5, 1.5)
+    assert (sampling.xtc_probability, sampling.xtc_threshold) == (0.25, 0.1)
+    assert sampling.mirostat == Mirostat(2, 4.0, 0.1)
+    assert sampling.dry is not None
+    assert (sampling.dry.multiplier, sampling.dry.base, sampling.dry.allowed_length) == (0.8, 1.75, 3)
+    heads = {tokenizer().token_bytes(head) for head, *tail in sampling.dry.breakers if not tail}
+    assert b"\n" in heads
+    assert all(b"\n" in word for word in heads)
+
+
+@pytest.mark.parametrize(
+    "off",
+    [{"mirostat": 0}, {"dry_multiplier": 0.0, "dry_base": 2.0}, {"dry_multiplier": 1.0, "dry_penalty_last_n": 0},
+     {"typical_p": 1.0}, {"xtc_probability": 0.0}, {"top_n_sigma": -1.0}],
+)  # fmt: skip
+def test_values_that_switch_a_sampler_off(off):
+    assert sampling_params(GenerationBody(**off), CONTEXT, 7, -1) == sampling_params(GenerationBody(), CONTEXT, 7, -1)
+
+
+def test_a_breaker_over_several_tokens_has_a_head_and_a_tail():
+    found = breaker_tokens(tokenizer(), ("ab:",))
+    words = [[tokenizer().token_bytes(token) for token in one] for one in found]
+    assert [b"a", b"b", b":"] in words
+    assert all(b"".join(one).endswith(b"ab:") or b"ab:" in one[0] for one in words)
+
+
+def test_breakers_that_are_everywhere_are_refused(monkeypatch):
+    monkeypatch.setattr("lucevisor.text.tokenizer.MAX_BREAKER_SEQUENCES", 100)
+    with pytest.raises(ApiError, match="dry_sequence_breakers: the breakers are in"):
+        sampling_params(GenerationBody(dry_multiplier=1.0, dry_sequence_breakers=["e"]), CONTEXT, 0, -1)
+
+
+@pytest.mark.parametrize(
+    ("n_probs", "wanted", "result"), [(None, None, -1), (0, None, -1), (0, 4, 4), (3, None, 3), (3, 3, 3)]
+)
+def test_n_probs_is_another_name_of_logprobs(n_probs, wanted, result):
+    assert n_top_logprobs(GenerationBody(n_probs=n_probs), wanted, "logprobs") == result
+
+
+def test_n_probs_that_contradict_logprobs():
+    with pytest.raises(ApiError, match="n_probs: 3 contradicts top_logprobs = 5"):
+        n_top_logprobs(GenerationBody(n_probs=3), 5, "top_logprobs")
+
+
+@pytest.mark.parametrize("key", ["", "x", "-1", "+1", " 1", "1.0", "8192", "1_0", "٣", "9" * 5000])
+def test_a_bias_that_names_no_token(key):
+    with pytest.raises(ApiError) as caught:
+        sampling_params(GenerationBody(logit_bias={key: 1.0}), CONTEXT, 0, -1)
+    assert caught.value.status == 400
+    assert str(caught.value.param).startswith("logit_bias")
+    assert len(caught.value.message) < 300
+
+
+@given(st.integers(-(2**63), 2**63 - 1))
+def test_seeds_of_choices_are_distinct_and_fit_64_bits(seed):
+    seeds = [seed_of_choice(seed, i) for i in range(5)]
+    assert seeds[0] == seed
+    assert len(set(seeds)) == 5
+    assert all(-(2**63) <= s < 2**63 for s in seeds)
+
+
+# ---- Every refusal and end of the engine has its status, type and code
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "param", "retry"),
+    [
+        (QueueFull(8, 2, 16, 7), 429, "queue_full", None, "7"),
+        (NotReady("group left is away"), 503, "not_ready", None, "5"),
+        (ContextOverflow(9, 8, 64), 400, "context_length_exceeded", "messages", None),
+        (InvalidRequest("prompt", "is empty"), 400, "invalid_request", "messages", None),
+        (InvalidRequest("max_tokens", "is 0"), 400, "invalid_request", "max_tokens", None),
+        (SubmitError("odd"), 500, "refused", None, None),
+    ],
+)
+def test_refusals(error, status, code, param, retry):
+    told = from_submit_error(error, "messages", 5)
+    assert (told.status, told.code, told.param, told.headers.get("Retry-After")) == (status, code, param, retry)
+    assert error.message in told.message
+
+
+@pytest.mark.parametrize(("code", "status"), [("shard_lost", 503), ("shutting_down", 503), ("protocol_error", 500)])
+def test_ends_of_running_requests(code, status):
+    told = from_request_error(RequestError(code, "why"), 3)
+    assert (told.status, told.code, told.message, told.type) == (status, code, "why", "server_error")
+    assert told.headers == ({"Retry-After": "3"} if status == 503 else {})
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "invalid_request_error"),
+        (413, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (500, "server_error"),
+        (503, "server_error"),
+    ],
+)
+def test_types(status, kind):
+    assert ApiError(status, "x").type == kind

@@ -141,14 +141,6 @@ async def test_gauges_of_running_and_queued_requests(client):
     assert value(found, "lucevisor_pages", space="recurrent", where="free") == 2
 
 
-async def test_openmetrics_is_spoken_too(client):
-    async with client.session.get(
-        client.url + "/metrics", headers={"Accept": "application/openmetrics-text"}
-    ) as response:
-        assert response.content_type == "application/openmetrics-text"
-        assert (await response.text()).endswith("# EOF\n")
-
-
 async def test_metrics_before_there_is_an_engine(start):
     client = await start(Rig(attach=False, engine=None))
     assert "lucevisor_group_state" in await families(client)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.api.output import ChoiceDelta, GenerationFailed, OutputProcessor
+from lucevisor.api.generation import merged
+from lucevisor.api.output import (
+    ChoiceDelta,
+    GenerationFailed,
+    OutputProcessor,
+    TokenRecord,
+    chat_logprobs,
+    completion_logprobs,
+    token_text,
+)
 from lucevisor.api.prepared import GenerationOptions
-from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, Usage
+from lucevisor.engine.request import FinishedEvent, RequestError, RequestHandle, Timings, TokenEvent, Usage
 from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.output_format import OutputFormat
 from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
@@ -81,11 +92,6 @@ class TestPlainText:
         assert [i for p in deltas for i in p.token_ids] == [*ids_of("Hello there"), EOS]
         assert [p.finish_reason for p in deltas] == [None] * (len(deltas) - 1) + ["stop"]
         assert usage.generated == len(ids_of("Hello there")) + 1  # type: ignore[attr-defined]
-
-    def test_length_is_told(self):
-        deltas, usage = read(plain(), "Hello", end("length"))
-        assert deltas[-1].finish_reason == "length"
-        assert usage.generated == len(ids_of("Hello"))  # type: ignore[attr-defined]
 
     @given(st.text(max_size=30), st.booleans())
     @settings(max_examples=100, deadline=None)
@@ -178,10 +184,6 @@ class TestChat:
         assert abs(usage.reasoning - n_thought) <= 1  # type: ignore[attr-defined]
         assert usage.generated == len(ids_of(f"{thought}\n</think>\n\n{answer}")) + 1  # type: ignore[attr-defined]
 
-    def test_without_reasoning_none_is_counted(self):
-        _, usage = read(chat(), "It is 4.")
-        assert usage.reasoning == 0  # type: ignore[attr-defined]
-
     def test_reasoning_that_never_ends(self):
         deltas, usage = read(chat(thinking=True), "still thinking", end("length"))
         assert (reasoning(deltas), content(deltas)) == ("still thinking", "")
@@ -210,10 +212,6 @@ class TestChat:
         more, _ = reader.finish(end("cancelled"))
         assert sum(isinstance(p.event, ToolCallDelta) for p in deltas + more) == 1
         assert more[-1].finish_reason == "tool_calls"
-
-    def test_two_calls_where_many_are_allowed(self):
-        deltas, _ = read(chat(tools=True), CALL + "\n" + CALL)
-        assert [p.event.index for p in deltas if isinstance(p.event, ToolCallDelta)] == [0, 1]
 
     def test_a_call_without_its_closing_tag_counts_the_end_token(self):
         text = CALL.removesuffix("</tool_call>")
@@ -289,11 +287,6 @@ class TestStopsInChat:
         assert content(deltas) == '<tool_call>\n{"'
         assert deltas[-1].stop == "nothing"
 
-    @pytest.mark.parametrize(("include", "text"), [(False, "one "), (True, "one two")])
-    def test_it_may_be_included(self, include, text):
-        deltas, _ = read(chat(stops=("two",), include=include), "one two three")
-        assert content(deltas) == text
-
     @given(
         st.lists(st.sampled_from(["Hello", " ", "\n", "ö🎉", "<tool", "STOP", CALL, "</think>", "add"]), max_size=8),
         st.booleans(),
@@ -353,3 +346,135 @@ class TestFailures:
     def test_a_cancellation_that_is_not_ours_is_an_error(self):
         with pytest.raises(GenerationFailed):
             plain().finish(end("cancelled"))
+
+
+# ---- Log-probabilities in both shapes: finite, and with tokens told apart
+
+
+def test_a_part_of_a_character_is_told_as_bytes():
+    first, *rest = ids_of("ö")
+    assert rest
+    assert token_text(tokenizer(), first) == "bytes:\\xc3"
+    assert token_text(tokenizer(), ids_of("Hello")[0]) == "Hello"
+
+
+def test_chat_shape():
+    a, b = ids_of("Hello")[0], ids_of("ö")[0]
+    told = chat_logprobs(tokenizer(), [TokenRecord(TokenEvent(a, -0.5, ((a, -0.5), (b, -math.inf))), 0)])
+    entry = {"token": "Hello", "logprob": -0.5, "bytes": list(b"Hello")}
+    other = {"token": "bytes:\\xc3", "logprob": -9999.0, "bytes": [0xC3]}
+    assert told == {"content": [{**entry, "top_logprobs": [entry, other]}], "refusal": None}
+
+
+def test_completion_shape_holds_the_chosen_token_too():
+    a, b = ids_of("Hello")[0], ids_of(",")[0]
+    told = completion_logprobs(
+        tokenizer(), [TokenRecord(TokenEvent(a, -2.0, ((b, -0.1),)), 0), TokenRecord(TokenEvent(b, -0.3), 5)]
+    )
+    assert told == {
+        "tokens": ["Hello", ","],
+        "token_logprobs": [-2.0, -0.3],
+        "top_logprobs": [{",": -0.1, "Hello": -2.0}, {",": -0.3}],
+        "text_offset": [0, 5],
+    }
+
+
+def test_a_missing_or_impossible_number_is_finite():
+    for impossible in (math.nan, -math.inf, math.inf, None):
+        record = TokenRecord(TokenEvent(5, impossible), 0)
+        assert chat_logprobs(tokenizer(), [record])["content"][0]["logprob"] == -9999.0  # type: ignore[index]
+
+
+# ---- Several sequences as one stream: all events, in order for each, and no task or sequence left behind
+
+
+END = FinishedEvent("stop", Usage(1, 0, 3), Timings(0, 0, 0))
+
+
+CANCELLED = FinishedEvent("cancelled", Usage(1, 0, 3), Timings(0, 0, 0))
+
+
+def handles(n):
+    made = []
+    for i in range(n):
+        made.append(RequestHandle(str(i), lambda request_id: made[int(request_id)].push(CANCELLED)))
+    return made
+
+
+def others():
+    return [t for t in asyncio.all_tasks() if t is not asyncio.current_task() and "pump" in repr(t)]
+
+
+async def test_all_events_in_the_order_of_each():
+    both = handles(2)
+    for token in range(200):
+        both[0].push(TokenEvent(token))
+        both[1].push(TokenEvent(token + 1000))
+    for handle in both:
+        handle.push(END)
+    seen = {0: [], 1: []}
+    async with merged(both) as events:
+        for _ in range(402):
+            index, event = await events.get()
+            seen[index].append(event)
+    for index in (0, 1):
+        assert [e.token for e in seen[index][:-1]] == list(range(index * 1000, index * 1000 + 200))
+        assert seen[index][-1] is END
+    assert not others()
+
+
+async def test_a_wait_that_ends_without_an_event_loses_nothing():
+    (one,) = handles(1)
+    async with merged([one]) as events:
+        for token in range(20):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(events.get(), 0.001)
+            one.push(TokenEvent(token))
+            assert await events.get() == (0, TokenEvent(token))
+
+
+async def test_an_error_of_the_reader_is_raised_as_it_is_and_cancels_all():
+    both = handles(2)
+
+    async def read():
+        async with merged(both):
+            await asyncio.sleep(0)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await read()
+    assert [h.finished for h in both] == [CANCELLED, CANCELLED]
+    assert not others()
+
+
+async def test_a_cancelled_reader_cancels_all():
+    both = handles(2)
+
+    async def read():
+        async with merged(both) as events:
+            await events.get()
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [h.finished for h in both] == [CANCELLED, CANCELLED]
+    assert not others()
+
+
+async def test_a_defect_of_a_sequence_reaches_the_reader():
+    class Broken(RequestHandle):
+        async def __anext__(self):
+            raise ZeroDivisionError
+
+    fine = handles(1)[0]
+
+    async def read():
+        async with merged([fine, Broken("x", lambda _: None)]) as events:
+            await events.get()
+
+    with pytest.raises(ZeroDivisionError):
+        await read()
+    assert fine.finished is CANCELLED
+    assert not others()

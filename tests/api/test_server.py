@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from lucevisor.api.app_context import ApiSettings, NotReadyPart
-from lucevisor.api.server import create_app, drain, listen, serve
+from lucevisor.api.server import adopt, create_app, drain, listen, serve, url_of
 from lucevisor.errors import ConfigError
 from tests.api.conftest import until
 from tests.api.raw_http import BODY, CHAT, head, raw_post
@@ -24,12 +24,6 @@ def endless(rig, step_s=0.002):
 
 
 class TestBinding:
-    async def test_port_0_is_a_free_port(self):
-        runner, url = await serve(create_app(Rig().context), listen("127.0.0.1", 0))
-        assert url.startswith("http://127.0.0.1:")
-        assert not url.endswith(":0")
-        await runner.cleanup()
-
     async def test_any_address_is_told_as_one_that_can_be_asked(self):
         runner, url = await serve(create_app(Rig().context), listen("0.0.0.0", 0))
         async with aiohttp.ClientSession() as session, session.get(url + "/health") as response:
@@ -126,14 +120,6 @@ class TestLostShard:
         client.rig.attach()
         client.rig.stage.script = say("ok")
         assert (await client.chat())[0] == 200
-
-    async def test_whole_answers_get_a_503(self, client):
-        endless(client.rig)
-        asked = asyncio.create_task(client.chat())
-        await until(lambda: client.rig.engine.statistics().generated_tokens > 2)
-        client.rig.lose()
-        status, answer = await asked
-        assert (status, answer["error"]["code"]) == (503, "shard_lost")
 
 
 class TestHeld:
@@ -309,9 +295,37 @@ class TestDefects:
         assert (status, answer["error"]["code"]) == (500, "internal_error")
 
 
-async def test_many_requests_at_once_leave_nothing(client):
-    endless(client.rig, 0.001)
-    answers = await asyncio.gather(*(client.chat(max_tokens=10) for _ in range(8)))
-    assert {status for status, _ in answers} == {200}
-    assert len({a["choices"][0]["message"]["content"] for _, a in answers}) == 1
-    assert client.rig.n_busy == 0
+# ---- Sockets that were opened elsewhere, and where they may be bound
+
+
+def test_a_socket_that_is_bound_as_configured_is_adopted():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+        assert adopt([sock], "127.0.0.1", port) == adopt([sock], "localhost", 0) == [sock]
+        assert url_of(sock) == f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(("host", "more"), [("127.0.0.2", 0), ("::1", 0), ("127.0.0.1", 1)])
+def test_a_socket_that_is_bound_elsewhere_is_refused(host, more):
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1] + more
+        with pytest.raises(ConfigError, match=r"server\.port.*listens on 127\.0\.0\.1:"):
+            adopt([sock], host, port)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [(socket.AF_UNIX, socket.SOCK_STREAM), (socket.AF_INET, socket.SOCK_DGRAM)]
+)
+def test_one_of_another_kind_is_refused(family, kind):
+    with socket.socket(family, kind) as sock, pytest.raises(ConfigError, match="not a TCP socket"):
+        adopt([sock], "127.0.0.1", 0)
+
+
+def test_every_address_of_a_name_is_listened_on():
+    sockets = listen("localhost", 0)
+    try:
+        assert {sock.getsockname()[0] for sock in sockets} <= {"127.0.0.1", "::1"}
+        assert all(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) for sock in sockets)
+    finally:
+        for sock in sockets:
+            sock.close()

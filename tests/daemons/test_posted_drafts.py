@@ -151,7 +151,7 @@ def test_tokens_and_drafts_are_those_of_steps_that_wait(
     spin_s: float, n_sequences: int, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend is Backend.CPU:
-        for place in ("boundary", "runner", "deferred", "draft.stage"):
+        for place in ("runner", "deferred", "draft.stage"):
             monkeypatch.setattr(f"daemons.{place}.recorded", lambda *_, **__: LateTimedEvent())
     spec, ids = open_spec(MTP), opened("qwen35").ids
     wanted = plain_tokens(Daemon.of(spec, ids, backend, [GREEDY] * n_sequences), (ROUNDS + 1) * (N + 1))

@@ -126,7 +126,7 @@ class TwoStages:
                 sources = [CaptureSource(1, [*own.captures], None)]
                 draft = DraftPlan(2, DraftKind.MTP, [str(drafter)], 0, own.layers, sources)
                 plan = replace(plan, captures=[*own.captures])
-            fds = [os.dup(a.fd) for a in self.arenas] + [os.dup(a.bells.wake_fd) for a in self.arenas]
+            fds = [os.dup(a.fd) for a in self.arenas] + [os.dup(a.wake_fd) for a in self.arenas]
             sizes = pools_of(spec), 4, 80
             load = Load(files, Dtype.FLOAT32, Dtype.FLOAT32, [plan], plans, *sizes, draft=draft, spin_s=spin_s)
             runner, _ = ModelRunner.load(load, backend, fds, Reporter())  # type: ignore[arg-type]
@@ -231,8 +231,7 @@ def test_tokens_are_those_of_stages_that_wait(
         return events[-1]
 
     if backend is Backend.CPU:
-        for place in ("boundary", "runner"):
-            monkeypatch.setattr(f"daemons.{place}.recorded", late)
+        monkeypatch.setattr("daemons.runner.recorded", late)
     with two_stages(golden.spec, backend, 0.0) as both:
         wanted = run(both, golden.ids, batches)
     assert not events
@@ -249,13 +248,13 @@ def test_tokens_are_those_of_stages_that_wait(
 def test_a_bell_is_rung_when_the_rows_have_left_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     golden = opened("qwen35")
     event = LateEvent(at=float("inf"))
-    monkeypatch.setattr("daemons.boundary.recorded", lambda _: event)
+    monkeypatch.setattr("daemons.runner.recorded", lambda _: event)
     with two_stages(golden.spec, Backend.CPU, 0.05) as both:
         slices = [Slice(0, 0, golden.ids[:5], True)]
         for stage in (0, 1):
             both.post(Step(1, 1, opening(golden.spec, 0, GREEDY), slices), stage)
         wait_until(lambda: event.polled > 100)
-        assert not both.arenas[0].bells.rung(1, 1)
+        assert not both.arenas[0].rung(1, 1)
         # a loss takes back what waits behind it; the step on the device is answered all the same
         both.post(Step(2, 2, [], [Slice(0, 5, [PENDING], True)], depends_on_step=1), 0)
         wait_until(lambda: ("step", 2) in both.reporters[0].phases)
@@ -278,7 +277,7 @@ def test_a_device_that_fails_is_reported_with_the_step_that_it_computed(monkeypa
             raise RuntimeError("an illegal memory access was encountered")
 
     golden = opened("qwen35")
-    monkeypatch.setattr("daemons.boundary.recorded", lambda _: FailingEvent())
+    monkeypatch.setattr("daemons.runner.recorded", lambda _: FailingEvent())
     with two_stages(golden.spec, Backend.CPU, 0.05) as both:
         both.post(Step(1, 1, opening(golden.spec, 0, GREEDY), [Slice(0, 0, golden.ids[:5], True)]), 0)
         frame = both.links[0].receive()

@@ -11,7 +11,7 @@ import torch
 
 from daemons.errors import StateError
 from daemons.token_ring import RunAheadStep, TokenRing
-from lucevisor.protocol.arena import Arena, Doorbells
+from lucevisor.protocol.arena import Arena, SharedBuffer
 from lucevisor.protocol.loading import ArenaPlan, token_region_bytes
 from lucevisor.protocol.steps import (
     PENDING,
@@ -35,13 +35,13 @@ def arena() -> Iterator[Arena]:
 
 @pytest.fixture
 def ends(arena: Arena) -> Iterator[tuple[TokenRing, TokenRing]]:
-    first = Arena.attach(os.dup(arena.fd), arena.plan, os.dup(arena.bells.wake_fd))
+    first = Arena.attach(os.dup(arena.fd), arena.plan, os.dup(arena.wake_fd))
     yield TokenRing(arena, VOCABULARY), TokenRing(first, VOCABULARY)
     first.close()
 
 
-def rung(bells: Doorbells, region: int, step_id: int) -> float:
-    assert bells.rung(region, step_id)
+def rung(tokens: SharedBuffer, region: int, step_id: int, posted: bool) -> float:
+    assert tokens.rung(region, step_id)
     return 0.25
 
 

@@ -24,8 +24,8 @@ from lucevisor.model.spec import LayerSpec, StateTensor
 from lucevisor.model.values import Dtype, Space
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import SamplingParams
-from tests.engine.test_freezer import freeze
 from tests.engine.test_outputs import Play, Scenario, lookups
+from tests.engine.test_recovery import freeze
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, check_answers, events_of, limits, request, told
 from tests.engine.toy_pipeline import ToyConstraint
 from tests.engine.toy_transfers import ToyTransfers

@@ -17,14 +17,12 @@ from lucevisor.engine.request import FinishedEvent, RequestError, TokenEvent
 from lucevisor.engine.step import ScheduledSlice, StepPlan
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import Step
-from tests.engine.toy_engine import ToyEngine, events_of, limits, request, told
+from tests.engine.toy_engine import ToyEngine, attached, events_of, limits, request, told
 from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint
 
 
 def toy(n_stages: int = 2) -> ToyEngine:
-    one = ToyEngine(limits(max_sequences=8, pools=PoolSizes(40, 0, 8), max_step_tokens=200), n_stages=n_stages)
-    one.attach()
-    return one
+    return attached(limits(max_sequences=8, pools=PoolSizes(40, 0, 8), max_step_tokens=200), n_stages=n_stages)
 
 
 async def test_constrained_requests_run_beside_plain_ones() -> None:

@@ -8,15 +8,31 @@ import weakref
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 
-from lucevisor.engine.request import FinishedEvent, InvalidRequest, NotReady, QueueFull, RequestError, TokenEvent
+from lucevisor.engine.pipeline import PipelineResult
+from lucevisor.engine.request import (
+    ContextOverflow,
+    FinishedEvent,
+    NotReady,
+    QueueFull,
+    RequestError,
+    RequestHandle,
+    RequestState,
+    Timings,
+    TokenEvent,
+    Usage,
+)
 from lucevisor.engine.rows import RowCollector, RowsMissing, max_rows_per_step
+from lucevisor.engine.sequence import InvalidTransition, RequestRecord, WantedRows
+from lucevisor.engine.statistics import BoundaryTotals, RateWindow, StageTotals, StepTotals
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.messages import MAX_PAYLOAD_BYTES
-from lucevisor.protocol.steps import PendingCancelled, StepResult
-from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
+from lucevisor.protocol.steps import PendingCancelled, Slice, Step, StepResult
+from tests.engine.toy_engine import LOST, ToyEngine, attached, events_of, limits, request, told
 from tests.engine.toy_pipeline import mix, toy_row
 
 NO_PAYLOAD = memoryview(b"")
@@ -25,9 +41,7 @@ STOPPED = RequestError("shutting_down", "the server stops; send the request to a
 
 
 def ready(*, n_stages: int = 1, **changes: object) -> ToyEngine:
-    toy = ToyEngine(limits(**changes), n_stages=n_stages)
-    toy.attach()
-    return toy
+    return attached(limits(**changes), n_stages=n_stages)
 
 
 async def test_a_request_streams_its_tokens_and_ends() -> None:
@@ -56,8 +70,7 @@ def test_before_a_pipeline_is_there_requests_are_refused_with_the_reason() -> No
 
 
 def test_a_full_queue_is_refused_with_the_time_a_place_takes() -> None:
-    toy = ToyEngine(limits(max_sequences=1, pools=PoolSizes(16, 0, 1)), max_queue=2)
-    toy.attach()
+    toy = attached(limits(max_sequences=1, pools=PoolSizes(16, 0, 1)), max_queue=2)
     for name in "abc":
         toy.engine.submit(request(name, n=1))
     with pytest.raises(QueueFull, match=r"2 of your requests are waiting.* try again in 5 s") as caught:
@@ -71,17 +84,6 @@ def test_a_full_queue_is_refused_with_the_time_a_place_takes() -> None:
     with pytest.raises(QueueFull) as caught:
         toy.engine.submit(request("g", n=200))
     assert caught.value.retry_after_s == 4  # two, one after the other, of 2 s each
-
-
-def test_a_refused_request_leaves_nothing_behind() -> None:
-    toy = ready()
-    with pytest.raises(InvalidRequest):
-        toy.engine.submit(request("a", ()))
-    toy.engine.submit(request("a"))
-    with pytest.raises(InvalidRequest, match="in use"):
-        toy.engine.submit(request("a"))
-    toy.run()
-    assert toy.engine.statistics().queued == 0
 
 
 async def test_cancel_ends_the_stream_and_frees_the_pages_within_the_call() -> None:
@@ -124,36 +126,6 @@ async def test_a_wrong_result_of_the_last_stage_ends_the_pipeline() -> None:
     assert [f.code for f in toy.failures] == ["protocol_error"]
     assert "stage 1" in toy.failures[0].message
     assert (await events_of(handle))[-1].error.code == "protocol_error"  # type: ignore[union-attr]
-
-
-async def test_a_step_that_cannot_be_sent_ends_running_requests_at_once() -> None:
-    toy = ready(n_stages=2)
-    handles = [toy.engine.submit(request(name)) for name in "ab"]
-    toy.work(0)
-    toy.daemons[0].dead = True
-    toy.engine.submit(request("c", n=1))
-    assert [f.code for f in toy.failures] == ["shard_lost"]
-    assert not toy.engine.ready
-    for handle in handles:
-        error = (await events_of(handle))[-1].error  # type: ignore[union-attr]
-        assert error.code == "shard_lost"
-        assert "could not be sent to stage 0: the daemon is dead" in error.message
-
-
-def test_what_a_detached_pipeline_still_says_is_ignored() -> None:
-    toy = ready()
-    toy.engine.submit(request("a"))
-    old, daemon = toy.pipeline, toy.daemons[0]
-    toy.lose()
-    toy.attach()
-    handle = toy.engine.submit(request("b"))
-    assert old is not None
-    old.receive(*daemon.run_one())
-    old.fail(0, "protocol_error", "too late")
-    assert toy.failures == []
-    toy.run()
-    assert handle.finished is not None
-    assert handle.finished.reason == "length"
 
 
 def test_a_request_that_is_over_is_forgotten() -> None:
@@ -231,18 +203,6 @@ def test_statistics_tell_what_happened() -> None:
     assert toy.engine.statistics().tokens_per_s == 0.0
 
 
-def test_the_engine_tells_which_step_a_daemon_is_at() -> None:
-    toy = ready()
-    assert toy.engine.oldest_in_flight() is None
-    toy.engine.submit(request("a"))
-    toy.now = 7.0
-    oldest = toy.engine.oldest_in_flight()
-    assert oldest is not None
-    assert (oldest.step_id, oldest.stage, oldest.elapsed_s) == (1, 0, 7.0)
-    toy.lose()
-    assert toy.engine.oldest_in_flight() is None
-
-
 @pytest.mark.parametrize("n_stages", [1, 3])
 async def test_rows_of_every_position_come_back_in_order_beside_other_requests(n_stages: int) -> None:
     toy = ready(n_stages=n_stages)
@@ -286,8 +246,7 @@ async def test_rows_that_do_not_come_are_an_error_with_the_reason() -> None:
 
 
 async def test_logits_that_are_no_numbers_end_their_request_alone_and_name_the_stage() -> None:
-    toy = ToyEngine(limits(), n_stages=2)
-    toy.attach()
+    toy = attached(limits(), n_stages=2)
     bad, good = (toy.engine.submit(request(name, n=6)) for name in ("bad", "good"))
     assert toy.pipeline is not None
     receive, drawn = toy.pipeline.receive, list[int]()
@@ -326,3 +285,110 @@ def test_as_many_rows_as_fit_and_no_more(vocabulary: int, embedding: int, n_laye
 def test_a_text_without_any_step_is_not_complete() -> None:
     with pytest.raises(RowsMissing, match="rows of 0 positions came back for 3 tokens"):
         RowCollector(3, hidden=False).output()
+
+
+# ---- The table of request states, and what refusals tell
+
+
+def test_a_prompt_too_long_for_the_context_is_told_what_to_do() -> None:
+    error = ContextOverflow(prompt_tokens=1024, max_context=1024, page_tokens=2048)
+    assert (error.prompt_tokens, error.max_context, error.limit_tokens) == (1024, 1024, 1024)
+    for part in ("1024 tokens", "max_context is 1024", "at most 1023 tokens", "raise engine.max_context"):
+        assert part in error.message
+
+
+def test_a_prompt_too_long_for_the_pages_names_the_pages() -> None:
+    error = ContextOverflow(prompt_tokens=700, max_context=1024, page_tokens=640)
+    assert error.limit_tokens == 640
+    for part in ("page pool holds 640 tokens", "at most 639 tokens", "engine.pages"):
+        assert part in error.message
+
+
+# ---- a reader's end
+
+
+END = FinishedEvent("length", Usage(1, 0, 1), Timings(0, 0, 0))
+
+
+async def collect_events(handle: RequestHandle) -> list[object]:
+    return [event async for event in handle]
+
+
+def test_leaving_the_block_cancels_what_still_runs() -> None:
+    cancelled: list[str] = []
+    with pytest.raises(ConnectionResetError), RequestHandle("r", cancelled.append):
+        raise ConnectionResetError
+    assert cancelled == ["r"]
+
+
+# ---- records
+
+
+def record(n_prompt: int, wanted: WantedRows | None = None) -> RequestRecord:
+    return RequestRecord(request("r", range(n_prompt)), 0, 4, 10.0, wanted)
+
+
+@given(st.integers(1, 500), st.integers(1, 100), st.integers(0, 499))
+def test_chunks_end_at_the_same_places_wherever_one_begins(n_prompt: int, chunk: int, start: int) -> None:
+    one = record(n_prompt)
+    whole = [0]
+    while whole[-1] < n_prompt:
+        whole.append(one.next_stop(whole[-1], chunk))
+    assert whole[-1] == n_prompt
+    assert all(stop % chunk == 0 for stop in whole[:-1])
+    if start < n_prompt:
+        assert one.next_stop(start, chunk) == next(stop for stop in whole if stop > start)
+
+
+def test_a_change_that_is_not_in_the_table_is_refused() -> None:
+    one = record(3)
+    with pytest.raises(InvalidTransition, match="request r: queued -> decode"):
+        one.move(RequestState.DECODE)
+    one.move(RequestState.CANCELLED)
+    assert one.ended
+    with pytest.raises(InvalidTransition):
+        one.move(RequestState.QUEUED)
+
+
+def test_times_of_a_request_that_never_started() -> None:
+    finished = record(3).finished_event("cancelled", 12.0, None, None)
+    assert finished.timings == Timings(2.0, 0.0, 0.0)
+    assert finished.usage == Usage(3, 0, 0)
+
+
+# ---- Rates are events over seconds; totals add up
+
+
+def test_a_young_window_divides_by_its_age_and_an_old_one_forgets() -> None:
+    window = RateWindow(10.0, now=0.0)
+    window.add(30, 1.0)
+    assert window.rate(2.0) == pytest.approx(15.0)
+    assert window.rate(10.9) == pytest.approx(3.0)
+    assert window.rate(11.1) == 0
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 50)), max_size=80), st.floats(0, 20))
+def test_a_rate_is_never_more_than_what_happened(events: list[tuple[float, int]], idle_s: float) -> None:
+    window = RateWindow(10.0, now=0.0)
+    now = 0.0
+    happened: list[tuple[float, int]] = []
+    for pause_s, n in events:
+        now += pause_s
+        window.add(n, now)
+        happened.append((now, n))
+    now += idle_s
+    seconds = max(min(10.0, now), 0.1)
+    most = sum(n for t, n in happened if t >= now - 10.0 - 1e-9)
+    least = sum(n for t, n in happened if t >= now - 10.0 + 0.1 + 1e-9)
+    assert least - 1e-6 <= window.rate(now) * seconds <= most + 1e-6
+
+
+def test_totals_add_up_by_stage_and_boundary() -> None:
+    totals = StepTotals()
+    for step_id in (1, 2):
+        results = tuple(StepResult(step_id, stage, compute_s=0.5 + stage, wait_s=0.25) for stage in range(2))
+        step = Step(step_id, 0, [], [Slice(0, 0, [1, 2, 3], True)])
+        totals.add(PipelineResult(step, results, (memoryview(b""),) * 2, (0.125,), 4.0))
+    assert (totals.n_steps, totals.n_tokens, totals.seconds) == (2, 6, 8.0)
+    assert totals.stages == [StageTotals(2, 1.0, 0.5), StageTotals(2, 3.0, 0.5)]
+    assert totals.boundaries == [BoundaryTotals(2, 6, 0.25)]

@@ -2,12 +2,96 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
+from msgspec.structs import replace
 
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StepInFlight
+from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LinkClosed
-from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
-from tests.engine.pipeline_wires import Bench
+from lucevisor.protocol.frames import POSTED
+from lucevisor.protocol.messages import Role
+from lucevisor.protocol.states import LinkState
+from lucevisor.protocol.steps import (
+    PENDING,
+    CancelPending,
+    CloseSequence,
+    Drafted,
+    DraftStep,
+    OpenSequence,
+    PendingCancelled,
+    Sampled,
+    SamplingParams,
+    Slice,
+    Step,
+    StepResult,
+)
+
+
+class Wire:
+    """``sent``: (flags, message) of each frame; ``recalls``; ``error``: raised by whatever is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, Step | DraftStep]] = []
+        self.recalls: list[CancelPending] = []
+        self.error: Exception | None = None
+        self._connection = Connection(Role.DAEMON)
+        self._connection.state = LinkState.READY
+
+    def send(self, message: object, /, *, payload: object = ()) -> None:
+        if self.error is not None:
+            raise self.error
+        if isinstance(message, CancelPending):
+            self.recalls.append(message)
+            return
+        assert isinstance(message, bytes)
+        self._connection.receive(message)
+        for frame in self._connection.events():
+            assert isinstance(frame.message, Step | DraftStep)
+            step = frame.message.step if isinstance(frame.message, DraftStep) else frame.message
+            assert frame.request_id == step.step_id
+            self.sent.append((frame.flags, frame.message))
+
+    @property
+    def steps(self) -> list[tuple[int, Step]]:
+        """(flags, step) of all but draft steps."""
+        return [(flags, message) for flags, message in self.sent if isinstance(message, Step)]
+
+    @property
+    def ids(self) -> list[tuple[int, int]]:
+        return [(flags, step.step_id) for flags, step in self.steps]
+
+
+class Bench:
+    """``homes[s]``: the wire of stage s; one more wire than there are stages may serve a drafter."""
+
+    def __init__(self, homes: Sequence[int], *, has_doorbells: bool = False) -> None:
+        self.now = 0.0
+        self.wires = [Wire() for _ in range(max(homes) + 1)]
+        self.results: list[PipelineResult] = []
+        self.plans: list[Step] = []  # submitted when a step ends, as the engine does
+        self.failures: list[PipelineFailure] = []
+        self.pipeline = Pipeline(
+            [self.wires[home] for home in homes],
+            self.on_result,
+            self.failures.append,
+            clock=lambda: self.now,
+            has_doorbells=has_doorbells,
+        )
+
+    def on_result(self, result: PipelineResult) -> None:
+        self.results.append(result)
+        if self.plans:
+            self.pipeline.submit(self.plans.pop(0))
+
+    def answer(self, step_id: int, *stages: int, hop_s: float = 0.0) -> None:
+        for stage in stages:
+            self.pipeline.receive(StepResult(step_id, stage, hop_s=hop_s))
+
+    @property
+    def done(self) -> list[int]:
+        return [result.step.step_id for result in self.results]
 
 
 def step(step_id: int) -> Step:
@@ -152,3 +236,389 @@ def test_who_takes_a_result_may_close_the_pipeline_or_send_the_next_step() -> No
     for i in (1, 2, 3):
         pipeline.receive(StepResult(i, 0))
     assert (taken, bench.failures, bench.wires[0].ids) == ([1, 2], [], [(0, 1), (0, 2), (0, 3)])
+
+
+# ---- Posted steps: every stage has them at once, answers come in any order, and a loss takes back what has not begun
+
+
+def posting(n_stages: int = 3) -> Bench:
+    return Bench(range(n_stages), has_doorbells=True)
+
+
+def posted_step(step_id: int) -> Step:
+    return Step(step_id, step_id % 4, [OpenSequence(step_id, 0, SamplingParams())], [Slice(4, 0, [7, 8], True)])
+
+
+def test_all_stages_get_a_step_at_once_and_later_ones_wait_for_its_rows() -> None:
+    bench = posting()
+    bench.pipeline.submit(posted_step(1))
+    assert [wire.ids for wire in bench.wires] == [[(0, 1)], [(1 | POSTED, 1)], [(2 | POSTED, 1)]]
+    bench.answer(1, 0)
+    bench.answer(1, 1, hop_s=3e-5)
+    bench.answer(1, 2, hop_s=4e-5)
+    assert [result.hops_s for result in bench.results] == [(3e-5, 4e-5)]
+    assert [len(wire.steps) for wire in bench.wires] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0), (2, 0, 1), (1, 0, 2)])
+def test_an_answer_that_overtakes_that_of_the_stage_before_waits_for_it(order: tuple[int, ...]) -> None:
+    bench, rows = posting(), list[tuple[int, int]]()
+    bench.pipeline.on_rows = lambda posted_step, stage: rows.append((posted_step.step_id, stage))
+    bench.pipeline.submit(posted_step(1))
+    bench.pipeline.submit(posted_step(2))
+    for stage in order:
+        assert not bench.done
+        bench.answer(1, stage)
+    assert bench.done == [1]
+    assert [answer.stage for answer in bench.results[0].results] == [0, 1, 2]
+    assert rows == [(1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("other", [{"want_hidden": True}, {"rank_pages": [4]}, {"slices": []}], ids=str)
+def test_what_is_not_posted_goes_from_stage_to_stage_and_holds_up_what_is_behind(other: dict[str, object]) -> None:
+    bench = posting(2)
+    bench.pipeline.submit(replace(posted_step(1), **other))  # type: ignore[arg-type]
+    bench.pipeline.submit(posted_step(2))
+    assert bench.wires[1].ids == []
+    bench.answer(1, 0)
+    bench.pipeline.submit(posted_step(3))
+    assert bench.wires[1].ids == [(1, 1)]  # step 2 is first
+    bench.answer(2, 0)
+    bench.pipeline.submit(posted_step(4))
+    assert bench.wires[1].ids == [(1, 1), (1, 2)]
+    bench.answer(3, 0)
+    bench.pipeline.submit(posted_step(5))
+    assert bench.wires[1].ids == [(1, 1), (1, 2), (1, 3)]
+    bench.answer(4, 0)
+    bench.pipeline.submit(posted_step(6))
+    assert bench.wires[1].ids[3:] == [(1, 4)]
+    bench.answer(5, 0)
+    bench.answer(6, 0)
+    bench.pipeline.submit(posted_step(7))  # nothing is on its way to the second stage that it has not
+    assert bench.wires[1].ids[-1] == (1 | POSTED, 7)
+
+
+def test_a_loss_takes_back_what_has_not_begun_and_it_is_sent_again_from_stage_to_stage() -> None:
+    bench, told = posting(), list[bool]()
+    bench.pipeline.on_steps_returned = lambda: told.append(bench.pipeline.settled)
+    bench.pipeline.submit(posted_step(1))
+    bench.pipeline.submit(posted_step(2))
+    bench.answer(1, 0)  # stage 1 is at step 1, stage 0 at step 2
+    bench.pipeline.lose([0])
+    assert [wire.recalls for wire in bench.wires] == [[], [CancelPending(1)], [CancelPending(2)]]
+    bench.answer(1, 1)
+    bench.pipeline.receive(PendingCancelled(1, [2], operated=True))
+    bench.pipeline.receive(
+        PendingCancelled(2, [1, 2], operated=False)
+    )  # step 1 has come to stage 2: it goes there at once
+    assert bench.wires[2].ids == [(2 | POSTED, 1), (2 | POSTED, 2), (2, 1)]
+    assert told == [False, False]
+    bench.answer(1, 2)
+    assert bench.done == [1]
+    assert bench.pipeline.settled
+    fresh = Wire()
+    bench.pipeline.restore({0: fresh}, {})  # type: ignore[dict-item]
+    bench.answer(2, 0, 1, 2)
+    assert bench.done == [1, 2]
+    assert fresh.ids == [(0, 2)]
+    assert bench.wires[1].ids[2:] == [(1, 2)]
+    assert bench.wires[1].steps[-1][1].operations == []  # it has had them
+    assert bench.wires[2].steps[-1][1].operations == posted_step(2).operations
+    assert not bench.failures
+
+
+def test_a_recall_of_what_a_stage_has_not_fails_the_pipeline() -> None:
+    bench = posting()
+    bench.pipeline.submit(posted_step(1))
+    bench.pipeline.lose([0])
+    bench.pipeline.receive(PendingCancelled(1, [5], operated=False))
+    assert [(failure.stage, failure.code) for failure in bench.failures] == [(1, "protocol_error")]
+
+
+# ---- steps that run ahead of their tokens
+
+
+def ahead(step_id: int, depends_on_step: int) -> Step:
+    return Step(step_id, step_id % 4, [], [Slice(4, 9 + step_id, [PENDING], True)], depends_on_step=depends_on_step)
+
+
+def drawn(bench: Bench, step_id: int, token: int) -> None:
+    bench.pipeline.receive(StepResult(step_id, 1, [Sampled(4, token)]))
+
+
+def started(bench: Bench, step_id: int, token: int) -> None:
+    """The first stage answers, with the token that it was told."""
+    bench.pipeline.receive(StepResult(step_id, 0, [Sampled(4, token)]))
+
+
+def test_the_first_stage_has_a_step_before_the_token_it_starts_from() -> None:
+    bench = posting(2)
+    bench.pipeline.submit(posted_step(1))
+    bench.pipeline.submit(ahead(2, 1))
+    assert bench.wires[0].ids == [(0, 1), (POSTED, 2)]
+    bench.answer(1, 0)
+    started(bench, 2, 33)  # heard before the result of step 1
+    drawn(bench, 1, 33)
+    drawn(bench, 2, 34)
+    assert bench.done == [1, 2]
+    assert bench.results[1].step.slices[0].tokens == [33]
+    assert not bench.failures
+
+
+def test_a_stage_that_went_on_with_another_token_than_was_drawn_again_fails_the_pipeline() -> None:
+    bench = posting(2)
+    bench.pipeline.submit(posted_step(1))
+    bench.pipeline.submit(ahead(2, 1))
+    bench.answer(1, 0)
+    started(bench, 2, 33)  # the output stage rang, and was lost before its result was heard
+    bench.pipeline.lose([1])
+    assert bench.pipeline.settled
+    bench.pipeline.restore({1: Wire()}, {})  # type: ignore[dict-item]
+    drawn(bench, 1, 35)
+    assert [failure.code for failure in bench.failures] == ["protocol_error"]
+    assert bench.done == []
+
+
+# ---- steps that run ahead of their drafts
+
+
+def verifying(step_id: int, drafts_of: int, drafts: list[int]) -> Step:
+    return Step(step_id, step_id % 4, [], [Slice(4, 9, [7, *drafts], True, 3, num_draft_tokens=3)], drafts_of=drafts_of)
+
+
+def drafting(n_stages: int) -> Bench:
+    """A step behind which drafts are made, in the last stage's daemon, and one that is to verify them."""
+    bench = posting(n_stages)
+    bench.pipeline.drafts.attach(bench.wires[-1], with_output=True)  # type: ignore[arg-type]
+    bench.pipeline.submit(replace(posted_step(1), slices=[Slice(4, 0, [7, 8], True, num_draft_tokens=3)]))
+    bench.answer(1, *range(n_stages))
+    bench.pipeline.submit(verifying(2, 1, [PENDING] * 3))
+    assert bench.wires[0].ids[1:] == [(POSTED, 2)]
+    return bench
+
+
+def drafted(bench: Bench, *tokens: int) -> None:
+    bench.pipeline.receive(StepResult(1, len(bench.wires), drafts=[Drafted(4, [*tokens])]))
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_the_first_stage_has_a_step_before_its_drafts(*, heard: bool) -> None:
+    bench, tail = drafting(2), Wire()
+    if heard:
+        drafted(bench, 11, 12, 13)
+    bench.pipeline.receive(StepResult(2, 0, [Sampled(4, token) for token in (11, 12, 13)]))
+    bench.pipeline.drafts.detach()
+    bench.pipeline.lose([1])  # rows are those of the drafts that the first stage was told
+    bench.pipeline.restore({1: tail}, {})  # type: ignore[dict-item]
+    assert tail.steps == [(1, verifying(2, 0, [11, 12, 13]))]
+
+
+def test_drafts_that_are_heard_before_the_end_of_their_step_are_put_into_the_next_one() -> None:
+    bench = posting(2)
+    bench.pipeline.drafts.attach(bench.wires[-1], with_output=True)
+    bench.pipeline.submit(replace(posted_step(1), slices=[Slice(4, 0, [7, 8], True, num_draft_tokens=3)]))
+    bench.answer(1, 1)
+    drafted(bench, 11, 12, 13)
+    bench.plans = [verifying(2, 1, [PENDING] * 3)]
+    bench.answer(1, 0)
+    assert [entry.step for entry in bench.pipeline.in_flight] == [verifying(2, 0, [11, 12, 13])]
+
+
+def test_the_watchdog_sees_a_first_stage_that_has_its_drafts() -> None:
+    bench = drafting(2)
+    waiting = bench.pipeline.oldest_in_flight(1e9)
+    assert waiting is not None
+    assert waiting.stage == 2  # the draft stage
+    drafted(bench, 11, 12, 13)
+    working = bench.pipeline.oldest_in_flight(1e9)
+    assert working is not None
+    assert (working.stage, working.step_id) == (0, 2)
+    bench = drafting(2)
+    bench.pipeline.drafts.detach()  # its daemon tells them all the same
+    working = bench.pipeline.oldest_in_flight(1e9)
+    assert working is not None
+    assert working.stage == 0
+
+
+# ---- The pipeline's draft stage: which steps it gets, when and with what, and that its loss is not the pipeline's
+
+
+class DraftBench(Bench):
+    """Two stages on a wire each; the drafter beside the last one, or on wire 2."""
+
+    def __init__(self, *, with_output: bool, has_doorbells: bool = False) -> None:
+        super().__init__([0, 1], has_doorbells=has_doorbells)
+        self.wires.append(Wire())
+        self.log: list[str] = []
+        self.n_sent_before: list[int] = []  # to the drafter, by result
+        self.pipeline.drafts.on_drafted = lambda result: self.log.append(f"drafts {result.step_id}")
+        self.pipeline.drafts.on_lost = lambda failure: self.log.append(failure.message)
+        self.drafter = self.wires[1 if with_output else 2]
+        self.with_output = with_output
+
+    def attach(self) -> None:
+        self.pipeline.drafts.attach(self.drafter, with_output=self.with_output)
+
+    def on_result(self, result: PipelineResult) -> None:
+        super().on_result(result)
+        self.log.append(f"result {result.step.step_id}")
+        self.n_sent_before.append(len(self.drafter.sent))
+
+
+def drafted_step(step_id: int) -> Step:
+    return Step(step_id, 0, [], [Slice(4, 0, [7, 8], True), Slice(2, 0, [1], True), Slice(3, 0, [5], False)])
+
+
+SAMPLED = [Sampled(4, 42), Sampled(2, 9), Sampled(2, 10)]
+
+
+def test_in_the_output_stages_daemon_a_step_goes_to_the_drafter_right_behind_the_last_stage() -> None:
+    bench = DraftBench(with_output=True)
+    bench.attach()
+    bench.pipeline.submit(drafted_step(1))
+    assert bench.drafter.sent == []
+    bench.pipeline.receive(StepResult(1, 0))
+    assert bench.drafter.sent == [(1, drafted_step(1)), (2, DraftStep(drafted_step(1), None))]
+    bench.pipeline.receive(StepResult(1, 1, SAMPLED))
+    bench.pipeline.receive(StepResult(1, 2))
+    assert bench.log == ["result 1", "drafts 1"]
+
+
+def test_in_another_daemon_it_gets_a_step_with_the_tokens_once_they_are_known_and_before_anybody_else() -> None:
+    bench = DraftBench(with_output=False)
+    bench.attach()
+    bench.pipeline.submit(drafted_step(1))
+    bench.pipeline.receive(StepResult(1, 0))
+    assert bench.drafter.sent == []
+    bench.pipeline.receive(StepResult(1, 1, SAMPLED))
+    assert bench.drafter.sent == [(2, DraftStep(drafted_step(1), [[42], [9, 10], []]))]
+    assert bench.n_sent_before == [1]
+
+
+def test_a_draft_stage_in_another_daemon_gets_the_tokens_of_a_step_that_ran_ahead() -> None:
+    stage, drafter = Wire(), Wire()
+    pipeline = Pipeline([stage], lambda _: None, lambda failure: pytest.fail(failure.message))
+    drafts_ahead = Step(2, 1, [], [Slice(2, 1, [PENDING], True), Slice(4, 2, [PENDING], True)])
+    pipeline.submit(Step(1, 0, [], [Slice(4, 0, [7, 8], True), Slice(2, 0, [1], True)]))
+    pipeline.drafts.attach(drafter, with_output=False)
+    pipeline.submit(drafts_ahead)
+    pipeline.receive(StepResult(1, 0, [Sampled(4, 42), Sampled(2, 10)]))
+    pipeline.receive(StepResult(2, 0, [Sampled(2, 11), Sampled(4, 43)]))
+    known = Step(2, 1, [], [Slice(2, 1, [10], True), Slice(4, 2, [42], True)])
+    assert drafter.sent == [(1, DraftStep(known, [[11], [43]]))]
+
+
+def drafts_ahead(step_id: int, depends_on_step: int) -> Step:
+    return Step(step_id, 0, [], [Slice(2, step_id, [PENDING], True)], depends_on_step=depends_on_step)
+
+
+def test_a_draft_stage_gets_posted_steps_and_those_that_run_ahead_together_with_the_output_stage() -> None:
+    bench = DraftBench(with_output=True, has_doorbells=True)
+    bench.attach()
+    steps = [Step(1, 0, [], [Slice(2, 1, [7], True)]), drafts_ahead(2, 1)]
+    for one in steps:
+        bench.pipeline.submit(one)
+    assert bench.drafter.sent == [message for one in steps for message in ((1 | POSTED, one), (2, DraftStep(one)))]
+    for step_id in (1, 2):
+        bench.pipeline.receive(StepResult(step_id, 0, [Sampled(2, 41)] if step_id == 2 else []))
+        bench.pipeline.receive(StepResult(step_id, 1, [Sampled(2, 40 + step_id)]))
+    for step_id in (1, 2):
+        bench.pipeline.receive(StepResult(step_id, 2))
+    assert bench.log == ["result 1", "result 2", "drafts 1", "drafts 2"]
+
+
+def test_the_watchdog_does_not_see_drafts_behind_a_step_that_waits_for_its_rows() -> None:
+    bench = DraftBench(with_output=True, has_doorbells=True)
+    bench.attach()
+    bench.pipeline.submit(drafted_step(1))
+    bench.now = 2.0
+    bench.pipeline.receive(StepResult(1, 0))
+    assert bench.pipeline.oldest_in_flight(5.0) == StepInFlight(1, 1, 3.0)
+
+
+@pytest.mark.parametrize("with_output", [True, False])
+def test_a_draft_stage_gets_only_steps_submitted_while_it_is_attached(*, with_output: bool) -> None:
+    bench = DraftBench(with_output=with_output)
+    bench.pipeline.submit(drafted_step(1))
+    bench.attach()
+    bench.pipeline.submit(drafted_step(2), opening=[CloseSequence(5)])
+    bench.pipeline.submit(drafted_step(3), first_stage=1)  # a replay
+    bench.pipeline.receive(StepResult(3, 1, SAMPLED))
+    for stage in (0, 1):
+        for step_id in (1, 2):
+            bench.pipeline.receive(StepResult(step_id, stage, SAMPLED))
+    sent = [message for _, message in bench.drafter.sent if isinstance(message, DraftStep)]
+    assert [message.step for message in sent] == [Step(2, 0, [CloseSequence(5)], drafted_step(2).slices)]
+    bench.pipeline.drafts.detach()
+    bench.pipeline.receive(StepResult(2, 2))  # too late, and no harm
+    assert bench.log == ["result 3", "result 1", "result 2"]
+    assert not bench.failures
+
+
+@pytest.mark.parametrize("with_output", [True, False])
+def test_while_it_rests_a_draft_stage_gets_nothing_but_what_closes_or_opens_its_sequences(*, with_output: bool) -> None:
+    bench = DraftBench(with_output=with_output)
+    bench.attach()
+    bench.pipeline.submit(drafted_step(1))
+    bench.pipeline.drafts.suspended = True
+    bench.pipeline.submit(drafted_step(2), opening=[CloseSequence(5)])
+    bench.pipeline.submit(drafted_step(3))
+    for stage in (0, 1):
+        for step_id in (1, 2, 3):
+            bench.pipeline.receive(StepResult(step_id, stage, SAMPLED))
+    sent = [message.step for _, message in bench.drafter.sent if isinstance(message, DraftStep)]
+    assert [(one.step_id, one.operations) for one in sent] == [(1, drafted_step(1).operations), (2, [CloseSequence(5)])]
+    for step_id in (1, 2):
+        bench.pipeline.receive(StepResult(step_id, 2))  # what it was sent before, it answers
+    assert not bench.failures
+
+
+@pytest.mark.parametrize("error", [LinkClosed("group draft", "link", "wait"), BrokenPipeError("gone")])
+def test_a_dead_drafter_is_lost_and_the_pipeline_goes_on(error: Exception) -> None:
+    bench = DraftBench(with_output=False)
+    bench.attach()
+    bench.drafter.error = error
+    bench.pipeline.submit(drafted_step(1))
+    bench.pipeline.receive(StepResult(1, 0))
+    bench.pipeline.receive(StepResult(1, 1, SAMPLED))
+    lost, result = bench.log
+    assert lost.startswith("step 1 could not be sent to the draft stage: ")
+    assert result == "result 1"
+    bench.pipeline.submit(drafted_step(2))
+    bench.pipeline.receive(StepResult(2, 0))
+    bench.pipeline.receive(StepResult(2, 1, SAMPLED))
+    assert bench.log[2:] == ["result 2"]
+    assert not bench.failures
+
+
+def test_a_drafter_that_answers_out_of_order_is_lost() -> None:
+    bench = DraftBench(with_output=False)
+    bench.attach()
+    bench.pipeline.receive(StepResult(1, 2))
+    assert bench.log == ["the draft stage answered step 1 while no step was due"]
+    bench.attach()
+    for step_id in (1, 2):
+        bench.pipeline.submit(drafted_step(step_id))
+        bench.pipeline.receive(StepResult(step_id, 0))
+        bench.pipeline.receive(StepResult(step_id, 1, SAMPLED))
+    bench.pipeline.receive(StepResult(2, 2))
+    assert bench.log[-1] == "the draft stage answered step 2 while step 1 was due"
+    assert not bench.failures
+
+
+@pytest.mark.parametrize("with_output", [True, False])
+def test_the_watchdog_sees_the_step_that_the_drafter_works_on(*, with_output: bool) -> None:
+    bench = DraftBench(with_output=with_output)
+    bench.attach()
+    bench.pipeline.submit(drafted_step(1))
+    bench.now = 1.0
+    bench.pipeline.receive(StepResult(1, 0))
+    bench.now = 3.0
+    assert bench.pipeline.oldest_in_flight(4.0) == StepInFlight(1, 1, 3.0)
+    bench.pipeline.receive(StepResult(1, 1, SAMPLED))
+    assert bench.pipeline.oldest_in_flight(4.0) == StepInFlight(1, 2, 1.0)
+    bench.pipeline.receive(StepResult(1, 2))
+    assert bench.pipeline.oldest_in_flight(4.0) is None
+    bench.pipeline.submit(drafted_step(2))
+    bench.pipeline.close()
+    assert bench.pipeline.oldest_in_flight(9.0) is None

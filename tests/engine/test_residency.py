@@ -24,7 +24,8 @@ from lucevisor.model.pages import HEAD_PAGES, max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import PENDING, PageIn, PageOut, SamplingParams, Slice
-from tests.engine.toy_engine import HYBRID, ToyEngine, events_of, limits, request, told
+from tests.engine.toy_disk import talk, through_disk, toy_stages
+from tests.engine.toy_engine import HYBRID, ToyEngine, attached, events_of, limits, request, told
 from tests.engine.toy_pipeline import ToyModel, draw, mix
 
 POOL = Residency(6)
@@ -159,8 +160,7 @@ def test_tokens_are_those_of_the_pages_that_the_policy_attends_to(
     """The resident ones; under ``exact`` all of the context; ranked ones after they came back."""
     residency, host_pages = policy
     bound = bounds(spaces, full_pages=full_pages, host_pages=host_pages, drafts=drafts, residency=residency)
-    toy = ToyEngine(bound, n_stages=n_stages)
-    toy.attach()
+    toy = attached(bound, n_stages=n_stages)
     handles = {}
     for one in wanted:
         if residency is EXACT and len(one.prompt) + 1 > (6 + host_pages) * PAGE_TOKENS:
@@ -191,13 +191,11 @@ async def test_rankings_depend_on_the_sequence_alone() -> None:
     asked = request("a", [k % 7 for k in range(500)], 200)
     alone = await answer(bounds(host_pages=60, residency=RANKED), asked)
     assert await answer(bounds(host_pages=60, residency=RANKED, drafts=3), asked) == alone
-    toy = ToyEngine(bounds(full_pages=18, host_pages=60, residency=RANKED), n_stages=2)
-    toy.attach()
+    toy = attached(bounds(full_pages=18, host_pages=60, residency=RANKED), n_stages=2)
     handles = [toy.engine.submit(one) for one in (request("b", [5] * 600, 90), asked, request("c", [9] * 470, 60))]
     toy.run()
     assert check_tokens(toy, swapped=True)
-    one_stage = ToyEngine(bounds(full_pages=18, host_pages=60, residency=RANKED))
-    one_stage.attach()
+    one_stage = attached(bounds(full_pages=18, host_pages=60, residency=RANKED))
     others = [one_stage.engine.submit(one) for one in (request("b", [5] * 600, 90), asked, request("c", [9] * 470, 60))]
     one_stage.run()
     assert told(await events_of(others[1]))[0] == alone
@@ -205,8 +203,7 @@ async def test_rankings_depend_on_the_sequence_alone() -> None:
 
 
 def test_a_request_whose_pages_find_no_host_memory_ends_and_others_go_on() -> None:
-    toy = ToyEngine(bounds(host_pages=5))
-    toy.attach()
+    toy = attached(bounds(host_pages=5))
     asked = [request(name, [ord(name) % 97] * 500, 300) for name in "ab"]
     handles = [toy.engine.submit(one) for one in asked]
     toy.run()
@@ -221,8 +218,7 @@ def test_a_request_whose_pages_find_no_host_memory_ends_and_others_go_on() -> No
 
 
 def test_pages_in_host_memory_are_counted() -> None:
-    toy = ToyEngine(bounds(host_pages=20))
-    toy.attach()
+    toy = attached(bounds(host_pages=20))
     toy.engine.submit(request("a", [1] * 600, 100))
     while toy.engine.statistics().generated_tokens < 3:
         toy.work(0)
@@ -232,8 +228,7 @@ def test_pages_in_host_memory_are_counted() -> None:
 
 
 async def answer(bound: EngineLimits, asked: GenerationRequest) -> list[int]:
-    toy = ToyEngine(bound)
-    toy.attach()
+    toy = attached(bound)
     handle = toy.engine.submit(asked)
     toy.run()
     tokens, finished = told(await events_of(handle))
@@ -243,8 +238,7 @@ async def answer(bound: EngineLimits, asked: GenerationRequest) -> list[int]:
 
 @pytest.mark.parametrize("residency", [EXACT, RANKED])
 async def test_two_long_sequences_are_both_right(residency: Residency) -> None:
-    toy = ToyEngine(bounds(full_pages=12, host_pages=40, residency=residency))
-    toy.attach()
+    toy = attached(bounds(full_pages=12, host_pages=40, residency=residency))
     asked = [request(name, [ord(name) % 97] * 600, 100) for name in "ab"]
     handles = [toy.engine.submit(one) for one in asked]
     toy.run()
@@ -259,8 +253,7 @@ async def test_two_long_sequences_are_both_right(residency: Residency) -> None:
 
 
 async def test_slots_hold_whole_prefixes_only() -> None:
-    toy = ToyEngine(bounds(slots=8, full_pages=30))
-    toy.attach()
+    toy = attached(bounds(slots=8, full_pages=30))
     short, long = [k * k % 97 for k in range(200)], [(k * k + 1) % 97 for k in range(700)]
     for name, prompt in (("a", short), ("b", long), ("c", short), ("d", long)):
         handle = toy.engine.submit(request(name, prompt, 3))
@@ -281,8 +274,7 @@ def test_a_second_long_prompt_does_not_wait_for_a_slot_that_is_never_made() -> N
 
 async def test_a_file_that_would_be_paged_out_is_not_restored() -> None:
     """What it predicts next was computed from all of its pages."""
-    toy = ToyEngine(bounds(slots=8, full_pages=30))
-    toy.attach()
+    toy = attached(bounds(slots=8, full_pages=30))
     assert await toy.engine.slots.reserve(384) is None
     reservation = await toy.engine.slots.reserve(383)
     assert reservation is not None
@@ -294,8 +286,7 @@ async def test_a_small_model_ranks_the_pages_of_prompts(error: Exception) -> Non
     """Before the last token; a sequence waits for it, others do not, and where the model is away pages stay."""
     small = Residency(6, "drafter")
     asked = [request(name, [(k * k) % 89 for k in range(n)], 90) for name, n in (("a", 560), ("b", 100), ("c", 500))]
-    toy = ToyEngine(bounds(full_pages=18, host_pages=60, residency=small))
-    toy.attach()
+    toy = attached(bounds(full_pages=18, host_pages=60, residency=small))
     seen: list[int] = []
     released = asyncio.Event()
 
@@ -330,3 +321,93 @@ def test_neighbours_of_a_page_that_matters_stay_with_it() -> None:
         [0, 5, 6, 7, 8, 9, 10, 11], [1, 2, 3, 4], with_neighbours([0.1] * 2 + [0.9] + [0.1] * 7)
     )
     assert (out, back) == ([5, 6, 7], [1, 2, 3])
+
+
+# ---- KV Flash: prefix slots whose pages are partly in host memory, in memory and on disk
+
+
+SPACES = [PLAIN, SLIDING, HYBRID]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(SPACES),
+    st.integers(1, 2),
+    st.sampled_from([12, 14, 30]),
+    st.sampled_from([14, 40]),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 150), st.integers(1, 70)), min_size=2, max_size=7),
+)
+def test_exact_goes_on_from_any_slot(spaces, n_stages, full_pages, host_pages, turns) -> None:
+    bound = bounds(spaces, full_pages=full_pages, host_pages=host_pages, slots=6)
+    toy = attached(bound, n_stages=n_stages)
+    texts = [[(i * k) % 89 for k in range(330)] for i in range(3)]
+    for turn, (who, n_more, n_answer) in enumerate(turns):
+        text = texts[who]
+        if len(text) + n_more + n_answer > 880:
+            continue
+        text += [(7 * i + who) % 97 for i in range(n_more)]
+        tokens, n_cached = asyncio.run(talk(toy, str(turn), text, n_answer))
+        assert tokens == toy.alone(request(str(turn), text, n_answer))
+        event(f"cached beyond the pool: {n_cached > 6 * 64}")
+        text += tokens
+    held = toy.engine.statistics().host_pages.used
+    toy.engine.prefixes.clear()
+    event(f"slots in host memory: {held > 0}")
+    assert toy.engine.statistics().host_pages.used == 0
+
+
+@pytest.mark.parametrize("residency", [EXACT, RANKED])
+@pytest.mark.parametrize("spaces", SPACES)
+async def test_after_a_restart_tokens_are_those_of_before(spaces: frozenset[Space], residency: Residency) -> None:
+    bound = bounds(spaces, full_pages=30, host_pages=60, slots=6, residency=residency)
+    toy = attached(bound, n_stages=2)
+    text = [(k * k) % 89 for k in range(560)]
+    tokens, _ = await talk(toy, "a", text, 40)
+    text += tokens
+    other, paged_out = await through_disk(toy, len(text) - 1, bound)
+    assert paged_out is not None
+    assert paged_out.pool_pages == 6
+    asked = [*text, *range(50)]
+    found, n_cached = await talk(other, "b", asked, 60)
+    assert n_cached == len(text) - 1
+    assert (found, n_cached) == await talk(toy, "b", asked, 60)
+    if residency.attends_host:
+        assert found == toy.alone(request("b", asked, 60))
+
+
+@pytest.mark.parametrize("pool", [6, 7, 9, 14])
+@pytest.mark.parametrize("saved", [6, 9, 14])
+async def test_a_file_is_restored_into_any_pool(saved: int, pool: int) -> None:
+    def bound(n: int) -> EngineLimits:
+        return bounds(HYBRID, full_pages=40, host_pages=40, slots=6, residency=Residency(n, "exact"))
+
+    toy = attached(bound(saved))
+    text = [(k * k) % 89 for k in range(700)]
+    text += (await talk(toy, "a", text, 20))[0]
+    other, paged_out = await through_disk(toy, len(text) - 1, bound(pool))
+    n_out = max(0, pages_of(len(text)) - pool)
+    assert len(paged_out.entries if paged_out is not None else ()) == n_out
+    asked = [*text, *range(20)]
+    found, n_cached = await talk(other, "b", asked, 70)
+    assert n_cached == len(text) - 1
+    assert found == toy.alone(request("b", asked, 70))
+    assert not any(len(one.tables[Space.FULL]) > 99 for stage in toy_stages(other) for one in stage.sequences.values())
+
+
+async def test_sequences_take_host_memory_back_from_slots() -> None:
+    toy = attached(bounds(full_pages=12, host_pages=8, slots=6))
+    first = [k % 7 for k in range(700)]
+    await talk(toy, "a", first, 5)
+    assert toy.engine.statistics().host_pages.used > 0
+    other = [k % 11 for k in range(800)]
+    tokens, n_cached = await talk(toy, "b", other, 5)
+    assert n_cached == 0
+    assert tokens == toy.alone(request("b", other, 5))
+
+
+async def test_what_follows_dropped_pages_is_not_shared_beyond_the_pool() -> None:
+    toy = attached(bounds(full_pages=30, host_pages=60, slots=6, residency=RANKED))
+    text = [(k * k) % 89 for k in range(600)]
+    await talk(toy, "a", text, 5)
+    _, n_cached = await talk(toy, "b", [*text[:550], 1, 2, 3], 5)
+    assert n_cached == 5 * 64  # of the slot of 604 tokens only what was computed with all before it resident

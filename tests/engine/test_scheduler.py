@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -18,11 +19,15 @@ from lucevisor.engine.request import (
 )
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import WantedRows
+from lucevisor.engine.spec_decode.controller import RequestDrafts, SpecDecodeController
 from lucevisor.engine.step import StepPlan, WrongResult
+from lucevisor.kv.page_pool import PageUse
 from lucevisor.model.values import Space
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import (
+    PENDING,
     CloseSequence,
+    Drafted,
     OpenSequence,
     Sampled,
     SamplingParams,
@@ -32,8 +37,9 @@ from lucevisor.protocol.steps import (
     StepResult,
     ZeroState,
 )
-from tests.engine.scheduler_steps import answer, decoding, plans, shape
-from tests.engine.toy_engine import limits, request
+from tests.engine.scheduler_steps import answer, decoding, plans, shape, warm
+from tests.engine.toy_engine import ALL_SPACES, limits, request
+from tests.engine.toy_pipeline import ToyConstraint
 
 # ---- filling a step
 
@@ -97,12 +103,6 @@ def test_beside_others_the_prompts_of_a_step_share_a_budget_shortest_first() -> 
     scheduler.apply(answer(first), 0.0)
     [second] = plans(scheduler)
     assert shape(second) == [("long", 64, 128, False), ("short", 60, 1, True)]
-
-
-def test_alone_a_long_prompt_gets_whole_chunks_and_every_step_in_flight() -> None:
-    scheduler = Scheduler(limits(prefill_chunk=256, max_step_tokens=300, pools=PoolSizes(64, 0, 4)), n_stages=2)
-    scheduler.submit(request("long", range(1000), n=1), 0.0)
-    assert [shape(p) for p in plans(scheduler)] == [[("long", at, 256, False)] for at in (0, 256, 512)]
 
 
 def test_beside_a_short_prompt_a_long_one_leaves_the_first_stage_free() -> None:
@@ -244,15 +244,6 @@ def test_a_result_that_does_not_fit_its_step_is_refused_and_changes_nothing(resu
     assert scheduler.apply(answer(plan, 2), 0.0) == [("a", TokenEvent(2))]
 
 
-def test_nothing_is_admitted_while_admission_is_off() -> None:
-    scheduler = decoding(limits(), "a", n_stages=2)
-    scheduler.submit(request("b"), 0.0)
-    scheduler.admission.open = False
-    assert [p.request_ids for p in plans(scheduler)] == [("a",)]
-    scheduler.admission.open = True
-    assert [p.request_ids for p in plans(scheduler)] == [("b",)]
-
-
 # ---- log-probabilities of prompts
 
 
@@ -284,12 +275,6 @@ def test_every_token_but_the_first_is_scored_once_and_the_prefix_is_computed_aga
         assert last.prompt_scores == tuple(TokenScore(-float(t), ((t, -float(t)),)) for t in prompt[1:])
 
 
-def test_requests_without_scores_ask_for_none() -> None:
-    scheduler = Scheduler(limits())
-    scheduler.submit(request("a", range(100)), 0.0)
-    assert not any(s.scored for plan in plans(scheduler) for s in plan.step.slices)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [[], [Scored(0, 1, [-1.0], [[]])], [Scored(0, 2, [-1.0, -2.0], [[], []])], [Scored(5, 1, [-1.0, -2.0], [[], []])]],
@@ -317,3 +302,230 @@ def test_capacity_is_what_context_and_pages_allow() -> None:
     assert limits(pools=PoolSizes(3, 0, 4)).capacity_tokens == 192
     recurrent_only = limits(spaces=frozenset({Space.RECURRENT}), pools=PoolSizes(0, 0, 4))
     assert recurrent_only.capacity_tokens == 1024
+
+
+# ---- Admission and pages: who starts, who gives its pages up, and how it goes on
+
+
+def test_the_shortest_starts_first_and_one_without_room_is_not_overtaken_by_longer_ones() -> None:
+    scheduler = Scheduler(limits(pools=PoolSizes(4, 0, 4)))
+    for name, n_prompt in (("a", 200), ("b", 100), ("c", 3), ("d", 230)):
+        scheduler.submit(request(name, range(n_prompt), n=1), 0.0)
+    found, order = plans(scheduler), []
+    assert (scheduler.n_running, scheduler.n_queued) == (2, 2)
+    while found:
+        order += [name for name in found[0].request_ids if name not in order]
+        scheduler.apply(answer(found.pop(0)), 0.0)
+        found += plans(scheduler)
+    assert order == ["c", "b", "a", "d"]
+
+
+def test_the_youngest_gives_its_pages_to_an_older_one_and_goes_on_later() -> None:
+    scheduler = Scheduler(limits(max_sequences=3, pools=PoolSizes(4, 0, 3)))
+    for name in "ab":
+        scheduler.submit(request(name, range(62), n=90), 0.0)
+    told: dict[str, int] = {"a": 0, "b": 0}
+    order: list[str] = []
+    preempted_at = None
+    while not scheduler.idle:
+        found = plans(scheduler)
+        for p in found:
+            for name, event in scheduler.apply(answer(p), 0.0):
+                if isinstance(event, TokenEvent):
+                    told[name] += 1
+                else:
+                    order.append(name)
+        if scheduler.preemption.n_preempted and preempted_at is None:
+            preempted_at = dict(told)
+            assert scheduler.pools.usage()[Space.FULL] == PageUse(3, 4)
+            assert (scheduler.n_running, scheduler.n_queued) == (1, 1)
+    assert preempted_at == {
+        "a": 69,
+        "b": 67,
+    }  # two pages each hold 62 + 66; a ran ahead
+    assert order == ["a", "b"]
+    assert told == {"a": 90, "b": 90}
+    assert scheduler.preemption.n_preempted == 1
+
+
+def preempted(stop_ids: frozenset[int] = frozenset(), waiting: str = "") -> tuple[Scheduler, list[StepPlan]]:
+    """a has just taken a page of b while a token of b was under way: steps of b and of a are in flight."""
+    scheduler = Scheduler(limits(max_sequences=2, pools=PoolSizes(4, 0, 2)), n_stages=2)
+    for name, n_prompt in (("a", 61), ("b", 30)):
+        scheduler.submit(request(name, range(n_prompt), n=90, stop_ids=stop_ids), 0.0)
+    flight = plans(scheduler)
+    for name in waiting:
+        scheduler.submit(request(name, n=900), 0.0)  # too long to start in another's place
+    while not scheduler.preemption.n_preempted:
+        scheduler.apply(answer(flight.pop(0)), 0.0)
+        flight += plans(scheduler)
+    assert [p.request_ids for p in flight] == [("b",), ("a",)]
+    assert (scheduler.n_running, scheduler.n_queued) == (1, 1 + len(waiting))
+    return scheduler, flight
+
+
+def test_a_preempted_request_goes_before_those_that_wait() -> None:
+    scheduler, flight = preempted(waiting="c")
+    scheduler.cancel("a", 0.0)
+    assert plans(scheduler) == []  # b waits for its token under way, and c behind it
+    scheduler.apply(answer(flight.pop(0)), 0.0)
+    found = plans(scheduler)
+    opened = [o.sampling for p in found for o in p.step.operations if isinstance(o, OpenSequence)]
+    assert opened == [request("b").sampling, request("c").sampling]
+
+
+def test_window_pages_of_the_past_are_given_back_while_decoding() -> None:
+    bounds = limits(spaces=ALL_SPACES, window_tokens=64, pools=PoolSizes(16, 3, 4))
+    scheduler = Scheduler(bounds)
+    scheduler.submit(request("a", range(100), n=400), 0.0)
+    most = 0
+    while not scheduler.idle:
+        for p in plans(scheduler):
+            most = max(most, scheduler.pools.usage()[Space.WINDOW].used)
+            scheduler.apply(answer(p), 0.0)
+    assert most == 2
+    assert {use.used for use in scheduler.pools.usage().values()} == {0}
+
+
+# ---- Steps sent while the one that samples their tokens is running
+
+
+def tokens(scheduler: Scheduler) -> list[list[list[int]]]:
+    """The tokens of the slices of each step that can be sent now."""
+    return [[piece.tokens for piece in plan.step.slices] for plan in plans(scheduler)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"sampling": SamplingParams(repetition_penalty=1.1)},
+        {"sampling": SamplingParams(n_top_logprobs=0)},
+        {"constraint": ToyConstraint(1)},
+    ],
+    ids=["penalties", "log-probabilities", "constraint"],
+)
+def test_all_wait_where_one_needs_its_tokens(more: dict[str, object]) -> None:
+    scheduler = Scheduler(limits(pools=PoolSizes(16, 0, 4)))
+    scheduler.submit(request("a", n=50), 0.0)
+    scheduler.submit(replace(request("b", n=50), **more), 0.0)
+    for _ in range(6):
+        for plan in plans(scheduler):
+            assert not any(PENDING in piece.tokens for piece in plan.step.slices)
+            scheduler.apply(answer(plan), 0.0)
+
+
+def test_a_prompt_is_not_kept_waiting() -> None:
+    scheduler = decoding(limits(pools=PoolSizes(16, 0, 4)), "a")
+    scheduler.submit(request("b"), 0.0)
+    assert tokens(scheduler) == [[[7], [1, 2, 3]]]
+
+
+@pytest.mark.parametrize("n_stages", [2, 3])
+def test_each_micro_batch_has_a_step_under_way_and_one_behind_it(n_stages: int) -> None:
+    scheduler = decoding(limits(pools=PoolSizes(32, 0, 16), max_sequences=8), "abcdef", n_stages=n_stages)
+    scheduler.attach(n_stages, has_doorbells=True)
+    found = plans(scheduler)
+    of = [{s.sequence for s in plan.step.slices} for plan in found]
+    assert of[:n_stages] == of[n_stages:]
+    assert {len(sequences) for sequences in of} == {6 // n_stages}
+    assert [plan.step.depends_on_step for plan in found[n_stages:]] == [plan.step.step_id for plan in found[:n_stages]]
+    for _ in range(20):
+        scheduler.apply(answer(found.pop(0)), 0.0)
+        [behind] = plans(scheduler)
+        assert behind.step.depends_on_step == found[n_stages - 1].step.step_id
+        found.append(behind)
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3])
+def test_a_request_starts_while_all_micro_batches_run_ahead(n_stages: int) -> None:
+    scheduler = decoding(limits(pools=PoolSizes(32, 0, 16), max_sequences=8), "abcdef", n_stages=n_stages)
+    scheduler.attach(n_stages, has_doorbells=True)
+    found = plans(scheduler)
+    assert len(found) == 2 * n_stages
+    scheduler.submit(request("g"), 0.0)
+    for n_answered in range(2 * n_stages):
+        if any("g" in plan.request_ids for plan in found):
+            assert n_answered <= n_stages  # those that ran ahead
+            return
+        scheduler.apply(answer(found.pop(0)), 0.0)
+        found += plans(scheduler)
+    raise AssertionError("it waits until another one ends")
+
+
+def test_micro_batches_that_became_unequal_are_dealt_again() -> None:
+    scheduler = decoding(limits(pools=PoolSizes(32, 0, 16), max_sequences=8), "abcd", n_stages=2)
+    scheduler.attach(2, has_doorbells=True)
+    found = plans(scheduler)
+    for name in found[0].request_ids:
+        scheduler.cancel(name, 0.0)
+    while found:
+        scheduler.apply(answer(found.pop(0)), 0.0)
+        found += plans(scheduler)
+        if len(found) == 4 and all(len(plan.step.slices) == 1 for plan in found):
+            return
+    raise AssertionError("one of two sequences waits for the other")
+
+
+def running_ahead(stop_ids: frozenset[int] = frozenset()) -> tuple[Scheduler, list[StepPlan]]:
+    """A request with a cached prompt of 130 tokens and one of its own; two steps are in flight, for two more."""
+    scheduler = Scheduler(warm(spaces=frozenset({Space.FULL, Space.RECURRENT})))
+    scheduler.submit(request("a", range(130), n=50, stop_ids=stop_ids), 0.0)
+    while len(found := plans(scheduler)) != 2 or found[1].step.slices[0].tokens != [PENDING]:
+        for plan in found:
+            scheduler.apply(answer(plan), 0.0)
+    return scheduler, found
+
+
+def test_a_request_that_stops_leaves_all_it_computed_in_the_cache() -> None:
+    scheduler, [running, ahead] = running_ahead(frozenset({9}))
+    [(_, event)] = scheduler.apply(answer(running, 9), 0.0)
+    assert isinstance(event, FinishedEvent)
+    assert event.reason == "stop"
+    assert scheduler.apply(answer(ahead, 3), 0.0) == []
+    assert scheduler.idle
+    scheduler.submit(request("b", [*range(130), 7, 9, 50], n=1), 0.0)
+    [plan] = plans(scheduler)
+    assert [(s.start, s.tokens) for s in plan.step.slices] == [(132, [50])]
+
+
+DRAFTER = SpeculationSettings(max_drafts=3, drafter=True)
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3])
+@pytest.mark.parametrize("with_output", [True, False])
+def test_a_drafter_that_is_not_asked_does_not_end_the_run(*, with_output: bool, n_stages: int) -> None:
+    scheduler = decoding(
+        limits(pools=PoolSizes(16, 0, 4, draft_states=8), speculation=DRAFTER), "ab", n_stages=n_stages
+    )
+    scheduler.attach(n_stages, has_doorbells=True)
+    scheduler.attach_drafter(with_output=with_output)
+    scheduler.drafting.speculation = Asked(3)
+    in_flight, drafting = plans(scheduler), list[StepPlan]()
+    assert in_flight[0].opening is not None
+    for i in range(20):
+        done = in_flight.pop(0)
+        scheduler.apply(answer(done, 5), 0.0)
+        drafting.append(done)
+        if len(drafting) > 1 and not drafting[0].step.upkeep:  # the drafter is a step behind
+            scheduler.drafting.on_drafts(StepResult(drafting[0].step.step_id, n_stages))
+        del drafting[: len(drafting) - 1]
+        assert done.opening is not None or done.step.upkeep == (with_output and n_stages > 1)
+        found = plans(scheduler)
+        in_flight += found
+        if i > n_stages:
+            assert len(in_flight) == 2 * min(2, n_stages)  # of each micro-batch one is under way and one behind it
+            assert [s.tokens for plan in found for s in plan.step.slices] == [[PENDING]] * len(found[0].step.slices)
+
+
+class Asked(SpecDecodeController):
+    """Asks for as many drafts as ``turns`` say, then for none, and verifies all."""
+
+    def __init__(self, max_drafts: int) -> None:
+        super().__init__(max_drafts)
+        self.turns: list[int] = []
+
+    def num_draft_tokens(self, own: RequestDrafts, n_decoding: int) -> int:
+        return self.turns.pop(0) if self.turns else 0
+
+    def num_verify_tokens(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
+        return max(len(drafted.tokens) for _, drafted in drafts)

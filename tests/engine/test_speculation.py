@@ -2,18 +2,180 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lucevisor.engine.request import FinishedEvent, TokenEvent
 from lucevisor.engine.spec_decode.controller import RequestDrafts, SpecDecodeController
 from lucevisor.engine.spec_decode.ngram import NgramLookup
+from lucevisor.engine.spec_decode.statistics import ORIGINS, DraftCounts, DraftStatistics, StepShare
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.protocol.loading import DraftKind
+from lucevisor.protocol.loading import DraftKind, PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import Drafted
 from tests.combinations import combinations
-from tests.engine.draft_simulation import Machine, Simulation, cpu_demo, fixed_rate, h200_dflash, h200_mtp
+from tests.engine.toy_engine import attached, events_of, limits, request, told
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``verify_s(rows, slices)``, ``draft_s(n)``: seconds of a step, and of ``n`` drafts of each slice.
+
+    ``jitter``: measured times vary by up to this share.  ``first_s``: what the first two steps of a shape take more, to
+    compile and capture.  ``apart``: drafts are made beside the stage.  ``wait_s``: between a step that asks for drafts
+    and the next one, beside them; plain steps run ahead.
+    """
+
+    verify_s: Callable[[int, int], float]
+    draft_s: Callable[[int], float]
+    jitter: float = 0.0
+    first_s: float = 0.0
+    apart: bool = False
+    wait_s: float = 0.0
+
+
+def cpu_demo(jitter: float = 0.0) -> Machine:
+    """A small model on a cpu: a plain step 16 ms, one of 8 rows 1.4 x, drafts 4 ms."""
+    return Machine(lambda rows, slices: 0.016 * (1 + 0.4 / 7 * (rows - 1)), lambda n: 0.004, jitter)
+
+
+def h200_dflash(jitter: float = 0.0) -> Machine:
+    """27B on an H200: 8 rows 1.15 x, more than 32 rows other kernels, a block of drafts 0.13 x."""
+
+    def verify(rows: int, slices: int) -> float:
+        return 0.014 * (1 + 0.15 / 7 * (rows - 1) + (0.03 * (rows - 32) if rows > 32 else 0.0) + 0.005 * slices)
+
+    return Machine(verify, lambda n: 0.0019, jitter, first_s=0.04, wait_s=0.001)
+
+
+def h200_mtp(jitter: float = 0.0) -> Machine:
+    """The same with an MTP head: each draft reads a block and the output matrix."""
+    return Machine(h200_dflash().verify_s, lambda n: 0.0009 * n + 0.0002, jitter, first_s=0.04, wait_s=0.001)
+
+
+@dataclass
+class Run:
+    """Tokens and seconds of a simulated decode; ``plain_s``: of the same tokens without drafts."""
+
+    n_tokens: int = 0
+    seconds: float = 0.0
+    plain_s: float = 0.0
+    widths: list[int] = field(default_factory=list)  # drafts of a slice, by step
+
+    @property
+    def rate(self) -> float:
+        return self.n_tokens / self.seconds
+
+
+class Simulation:
+    """Requests that decode for ever over one stage; ``chances[i]``: of a draft at position i of any request, given that
+    all before it were accepted.
+    """
+
+    def __init__(
+        self, machine: Machine, chances: Sequence[float], n: int, controller: SpecDecodeController, seed: int = 0
+    ) -> None:
+        self.machine, self.chances, self.controller, self.rng = machine, chances, controller, random.Random(seed)
+        controller.apart = machine.apart
+        self.requests: list[RequestDrafts] = []
+        self._drafts: dict[int, list[bool]] = {}
+        self._ready_at: list[float] = []
+        self._done: dict[frozenset[int], tuple[float, int, int, bool]] = {}  # result, asked, verified, cold
+        self._seen: dict[object, int] = {}
+        self._now = self._drafter_free_at = 0.0
+        self.join(n)
+
+    def join(self, n: int) -> None:
+        """So many requests more decode."""
+        for _ in range(n):
+            self.requests.append(RequestDrafts())
+            self._ready_at.append(self._now)
+
+    def decode(self, n_tokens: int) -> Run:
+        """Until every request has on average so many tokens more."""
+        run, began_at = Run(), self._now
+        while run.n_tokens < n_tokens * len(self.requests):
+            self._step(run)
+        run.seconds = self._now - began_at
+        return run
+
+    def _step(self, run: Run) -> None:
+        m, controller = len(self.requests), self.controller
+        n_groups = controller.choose_groups(1)
+        chosen = sorted(sorted(range(m), key=self._ready_at.__getitem__)[: -(-m // n_groups)])
+        n = len(chosen)
+        requests = [self.requests[i] for i in chosen]
+        right = [self._drafts.pop(i, []) for i in chosen]
+        offers = [
+            (r, controller.candidates(r, Drafted(0, [1] * len(own)))) for r, own in zip(requests, right, strict=True)
+        ]
+        width = controller.num_verify_tokens(offers, m) if any(right) else 0
+        asked, *_ = [controller.num_draft_tokens(r, m) for r in requests]
+        step_s, cold = self._timed(self.machine.verify_s(n * (1 + width), n), ("verify", n, width))
+        batch = frozenset(chosen)
+        before = self._done.pop(batch, None)
+        wait_s = self.machine.wait_s if before is not None and before[1] else 0.0
+        self._now = max(self._now, *(self._ready_at[i] for i in chosen)) + wait_s + step_s
+        controller.record_step()
+        self._done = {other: done for other, done in self._done.items() if other.isdisjoint(batch)}
+        if before is not None and before[1] == width and (width or not before[2]):
+            jitter = 1 + self.machine.jitter * self.rng.uniform(-1, 1)
+            seconds = (self._now - before[0]) * jitter
+            controller.record_round(width, seconds, asked=width > 0, cold=cold or before[3])
+        for i, own in zip(chosen, right, strict=True):
+            n_accepted = [*own[:width], False].index(False)
+            if width:
+                controller.record_verdict(self.requests[i], width, n_accepted)
+            run.n_tokens += 1 + n_accepted
+            run.plain_s += (1 + n_accepted) / m * self.machine.verify_s(m, m)
+        run.widths.append(width)
+        cold = self._draft(chosen, asked)
+        self._done[batch] = self._result_at, asked, width, cold
+
+    def _draft(self, chosen: Sequence[int], asked: int) -> bool:
+        self._result_at = self._now
+        if not asked:
+            for i in chosen:
+                self._ready_at[i] = self._now
+            return False
+        seconds, cold = self._timed(self.machine.draft_s(asked), ("draft", len(chosen), asked), 0.25)
+        if self.machine.apart:
+            self._drafter_free_at = ready_at = max(self._now, self._drafter_free_at) + seconds
+        else:
+            self._now = ready_at = self._now + seconds
+        for i in chosen:
+            self._ready_at[i] = ready_at
+            chances = [self.chances[min(at, len(self.chances) - 1)] for at in range(asked)]
+            self._drafts[i] = [self.rng.random() < chance for chance in chances]
+        return cold
+
+    def _timed(self, seconds: float, shape: tuple[object, ...], share: float = 1.0) -> tuple[float, bool]:
+        """Return what a step takes, and whether it was cold; plain decoding was warmed up at load."""
+        self._seen[shape] = self._seen.get(shape, 0) + 1
+        cold = self._seen[shape] <= 2 and self.machine.first_s > 0 and shape[2] != 0
+        return seconds + cold * share * self.machine.first_s, cold
+
+
+def fixed_rate(machine: Machine, chances: Sequence[float], n: int, width: int) -> float:
+    """Tokens a second with always ``width`` drafts, on average and without first steps; 0: plain decoding."""
+    tokens, product = 1.0, 1.0
+    for at in range(width):
+        product *= chances[min(at, len(chances) - 1)]
+        tokens += product
+    drafts_s = machine.draft_s(width) + machine.wait_s if width else 0.0
+    alone = n * tokens / (machine.verify_s(n * (1 + width), n) + drafts_s)
+    if not machine.apart or n == 1 or not width:
+        return alone
+    half = -(-n // 2)
+    step_s = machine.verify_s(half * (1 + width), half)
+    return max(alone, n * tokens / max(step_s + drafts_s, 2 * step_s, 2 * drafts_s))
+
 
 MAX = 7
 MACHINES = {
@@ -185,3 +347,160 @@ def test_a_copied_passage_asks_the_drafter_for_nothing() -> None:
     drafts.lookup.index()
     controller.candidates(drafts, Drafted(0, []))
     assert controller.num_draft_tokens(drafts, 1) > 0
+
+
+# ---- Counts of speculation: sums of what happened, kept apart by origin, that agree with the tokens that requests got
+
+
+def test_acceptance_is_counted_by_position() -> None:
+    counts = DraftCounts()
+    for n_drafts, n_accepted in ((3, 3), (3, 1), (2, 0), (0, 0)):
+        counts.decoded(n_drafts, n_accepted)
+    assert (counts.n_plain, counts.n_verify) == (1, 3)
+    assert (counts.verified, counts.accepted) == ([3, 3, 2], [2, 1, 1])
+    assert counts.acceptance_by_position == [2 / 3, 1 / 3, 1 / 2]
+    assert counts.acceptance_length == pytest.approx(1 + 4 / 3)
+    assert counts.tokens_per_step == pytest.approx(1 + 4 / 4)
+
+
+def test_before_anything_was_verified_there_is_no_acceptance() -> None:
+    counts = DraftStatistics().total
+    assert (counts.acceptance_length, counts.tokens_per_step, counts.acceptance_by_position) == (0, 0, [])
+    counts.decoded(0, 0)
+    assert (counts.acceptance_length, counts.tokens_per_step) == (0, 1)
+
+
+def test_padding_counts_only_where_it_is_right_by_chance() -> None:
+    statistics = DraftStatistics()
+    statistics.decoded("fresh", 2, 1, looked_up=False)
+    statistics.decoded("fresh", 0, 0, looked_up=False)
+    assert (statistics.total.verified, statistics.total.n_drafted) == ([1, 1], 0)
+    statistics.decoded("fresh", 0, 1, looked_up=False)
+    assert (statistics.total.verified, statistics.total.accepted) == ([2, 1], [2, 0])
+    assert (statistics.total.n_drafted, statistics.total.n_plain) == (1, 1)
+
+
+def test_looked_up_drafts_are_drafted_when_they_are_verified() -> None:
+    statistics = DraftStatistics()
+    statistics.decoded("restored", 4, 3, looked_up=True)
+    statistics.decoded("restored", 0, 0, looked_up=True)  # a match that was not worth a row
+    lookups = statistics.lookups
+    assert (lookups.n_verify, lookups.n_verified, lookups.n_accepted) == (1, 4, 3)
+    assert statistics.by_origin["restored"].n_drafted == 4
+    assert statistics.by_origin["fresh"] == DraftCounts()
+
+
+def test_drafts_whose_drafter_is_gone_are_drafted_when_they_are_verified() -> None:
+    statistics = DraftStatistics()
+    statistics.decoded("fresh", 3, 1, looked_up=False, reported=False)
+    assert (statistics.total.n_verified, statistics.total.n_drafted) == (3, 3)
+
+
+def test_the_draft_stages_time_is_that_of_drafts_or_upkeep() -> None:
+    statistics = DraftStatistics()
+    statistics.drafted(
+        [StepShare("fresh", 4, 4), StepShare("restored", 4, 4), StepShare("fresh", 8, 0)], [3, 2, 0], 1.6
+    )
+    statistics.drafted([StepShare("fresh", 1, 0)], [0], 0.5)
+    assert (statistics.n_steps, statistics.total.n_drafted) == (1, 5)
+    assert [statistics.by_origin[one].draft_s for one in ORIGINS] == pytest.approx([0.4, 0.4, 0.0])
+    assert statistics.upkeep_s == pytest.approx(0.8 + 0.5)
+
+
+shares = st.builds(
+    lambda origin, n, used: StepShare(origin, n, n if used else 0),
+    st.sampled_from(ORIGINS),
+    st.integers(1, 40),
+    st.booleans(),
+)
+
+
+@given(st.lists(st.tuples(st.lists(shares, max_size=5), st.floats(0, 2)), max_size=20))
+def test_times_add_up_to_those_of_the_steps(steps: list[tuple[list[StepShare], float]]) -> None:
+    statistics = DraftStatistics()
+    for step, seconds in steps:
+        statistics.drafted(step, [0] * len(step), seconds)
+        statistics.stepped(step, seconds)
+    total = statistics.total
+    assert total.draft_s + statistics.upkeep_s == pytest.approx(sum(seconds for _, seconds in steps))
+    assert total.verify_s == pytest.approx(total.draft_s)
+
+
+verdicts = st.tuples(st.sampled_from(ORIGINS), st.integers(0, 6), st.integers(0, 6), st.booleans())
+
+
+# ---- of an engine
+
+
+@pytest.mark.parametrize("with_output", [True, False])
+def test_counts_agree_with_the_tokens_of_fresh_and_restored_requests(*, with_output: bool) -> None:
+    settings = SpeculationSettings(max_drafts=4, drafter=True, fixed=True)
+    cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1)
+    toy = attached(limits(speculation=settings, prefix=cached, pools=PoolSizes(16, 0, 8, draft_states=12)))
+    toy.attach_drafter(with_output=with_output, wrong=3)
+    answers: list[tuple[int, FinishedEvent]] = []
+    prompt = list(range(40))
+    for name in ("first", "again"):
+        one = request(name, prompt, n=30)
+        answer = toy.alone(one)
+        toy.texts[one.sampling.seed] = [*prompt, *answer]
+        handle = toy.engine.submit(one)
+        toy.run()
+        *tokens, finished = asyncio.run(events_of(handle))
+        assert isinstance(finished, FinishedEvent)
+        answers.append((sum(isinstance(token, TokenEvent) and token.drafted for token in tokens), finished))
+        prompt = [*prompt, *answer]
+    drafts = toy.engine.statistics().drafts
+    for origin, (n_flagged, finished) in zip(ORIGINS[:2], answers, strict=True):
+        counts, usage = drafts.by_origin[origin], finished.usage
+        assert (usage.cached_tokens > 0) == (origin == "restored")
+        assert 0 < counts.n_accepted < counts.n_verified
+        assert n_flagged == usage.accepted_tokens == counts.n_accepted
+        assert usage.draft_tokens == counts.n_verified <= counts.n_drafted
+        # The prompt yields one token, every decode one and its accepted drafts.
+        assert usage.generated_tokens == 1 + counts.n_plain + counts.n_verify + counts.n_accepted
+        assert min(counts.draft_s, counts.verify_s) > 0
+    answered = toy.steps  # 0.25 s each for the stage, and for the draft stage
+    assert drafts.total.verify_s < 0.25 * len(answered)
+    assert drafts.total.draft_s + drafts.upkeep_s == pytest.approx(0.25 * len(answered))
+
+
+async def test_every_decode_counts_where_its_sequence_began() -> None:
+    """Preempted and begun again from a slot, and gone on after a loss, restarts included."""
+    settings = SpeculationSettings(max_drafts=4, drafter=True, fixed=True)
+    cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1)
+    bounds = limits(speculation=settings, prefix=cached, pools=PoolSizes(16, 0, 8, draft_states=12))
+    toy = attached(bounds, n_stages=2, hold_s=60.0, journal_pages=100)
+    toy.attach_drafter(with_output=False, wrong=3)
+    one = request("one", range(80), n=150)
+    toy.texts[one.sampling.seed] = [*one.prompt, *toy.alone(one)]
+    handle = toy.engine.submit(one)
+    by_origin = toy.engine.scheduler.drafting.statistics.by_origin
+
+    def seen() -> list[int]:
+        return [counts.n_plain + counts.n_verify for counts in by_origin.values()]
+
+    def work_until_more() -> list[int]:
+        before = seen()
+        while sum(seen()) < sum(before) + 3:
+            assert toy.work(0)
+        return [now - then for now, then in zip(seen(), before, strict=True)]
+
+    assert work_until_more() == [3, 0, 0]
+    scheduler = toy.engine.scheduler
+    scheduler._operations += scheduler.preemption.preempt(scheduler.running.youngest, toy.now)
+    assert work_until_more() == [0, 3, 0]
+    assert scheduler.preemption.n_preempted == 1
+    assert toy.crash(0)
+    toy.come_back()
+    while not toy.engine.ready:
+        toy.work(0)
+    assert work_until_more() == [0, 0, 3]
+    frozen = asyncio.create_task(toy.engine.freezer.freeze(10.0))
+    await asyncio.sleep(0)
+    await toy.play()
+    assert toy.crash(1)
+    toy.come_back(await frozen)
+    assert work_until_more() == [0, 0, 3]
+    toy.run()
+    assert told(await events_of(handle))[0] == toy.alone(one)

@@ -12,7 +12,7 @@ from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.validation import AccountingError
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
-from tests.engine.toy_engine import ALL_SPACES, ToyEngine, limits, request
+from tests.engine.toy_engine import ALL_SPACES, ToyEngine, attached, limits, request
 
 CACHE = PrefixSettings(
     max_slots=20,
@@ -26,8 +26,7 @@ CACHE = PrefixSettings(
 def used() -> ToyEngine:
     """An idle engine with prefix slots."""
     bounds = limits(spaces=ALL_SPACES, window_tokens=80, prefix=CACHE, pools=PoolSizes(32, 16, 12))
-    toy = ToyEngine(bounds, n_stages=2)
-    toy.attach()
+    toy = attached(bounds, n_stages=2)
     for name, n in (("a", 150), ("b", 200), ("c", 90)):
         toy.engine.submit(request(name, range(n), n=3))
         toy.run()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from msgspec import structs
 
 from lucevisor.engine.core import Engine, EngineSettings, FrozenState
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
+from lucevisor.engine.policy import SchedulingPolicy
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, RequestHandle, TokenEvent
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
@@ -63,6 +65,7 @@ class ToyEngine:
         hold_s: float = 0.0,
         journal_pages: int = 0,
         max_losses: int = 4,
+        policy: SchedulingPolicy | None = None,
     ):
         self.limits, self.homes = limits, homes or range(n_stages)
         self.rows, self.journal_pages = ToyRows(), journal_pages
@@ -90,6 +93,7 @@ class ToyEngine:
                 on_drafter_lost=self.lost.append,
                 validate=True,
                 mask_threads=False,
+                policy=policy,
             ),
         )
         self.daemons: list[ToyDaemon] = []
@@ -159,6 +163,10 @@ class ToyEngine:
             else:
                 self.daemons.remove(home)
         self.engine.drafter.detach()
+
+    def crash_stage(self, stage: int) -> bool:
+        """The daemon that runs this stage alone dies."""
+        return self.crash([daemon.stages.keys() for daemon in self.daemons if daemon.stages].index({stage}))
 
     def crash(self, index: int) -> bool:
         """A daemon with stages dies; return whether its stages can be rebuilt."""
@@ -257,6 +265,13 @@ class ToyEngine:
                 request.prompt, request.sampling, n, request.stop_ids, request.constraint
             )
         return self._alone[request.request_id]
+
+
+def attached(limits: EngineLimits, **more: Any) -> ToyEngine:
+    """An engine with its pipeline."""
+    toy = ToyEngine(limits, **more)
+    toy.attach()
+    return toy
 
 
 def _without_drafter(step: Step, made: Mapping[int, Sequence[int]]) -> Step:

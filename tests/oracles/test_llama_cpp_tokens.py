@@ -19,8 +19,7 @@ from gguf import GGUFReader
 
 from lucevisor.text.tokenizer import Tokenizer
 from tests.oracles.peer import Peer, vocabulary_file
-from tests.text.awkward import AWKWARD
-from tests.text.vocabularies import DEMO_GGUF, NORMAL, ROOT, USER_DEFINED
+from tests.text.vocabularies import AWKWARD, DEMO_GGUF, NORMAL, ROOT, USER_DEFINED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -31,7 +30,7 @@ text is lost in llama.cpp and ``<unk>`` here.
 """
 PUBLISHED = ("gemma-4", "qwen35", "qwen2")
 NORMALISED = ("qwen2", "qwen35")
-DOCUMENTS = ("README.md", "docs/families.md", "docs/protocol.md", "tests/text/awkward.py", "daemons/ops/basic.py")
+DOCUMENTS = ("README.md", "docs/families.md", "docs/protocol.md", "tests/text/vocabularies.py", "daemons/ops/basic.py")
 SCRIPTS = [(0x20, 0x7E), (0xA0, 0x24F), (0x370, 0x52F), (0x5D0, 0x5EA), (0x621, 0x64A), (0x905, 0x939), (0xE01, 0xE3A)]
 SCRIPTS += [(0x2010, 0x2044), (0x3041, 0x30FE), (0x4E00, 0x9FA5), (0xAC00, 0xD7A3), (0x1F300, 0x1F64F)]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lucevisor.protocol import messages
 from lucevisor.protocol.codec import encode, n_descriptors
-from lucevisor.protocol.messages import MESSAGES, Channel, MessageKind, Role
+from lucevisor.protocol.messages import MESSAGES, MessageKind, Role, StreamKind
 from lucevisor.protocol.states import TRANSITIONS, LinkState, legal
 from lucevisor.protocol.steps import Step, StepResult
 
@@ -89,7 +89,7 @@ class Stream(typing.NamedTuple):
     """A legal stream of frames from one end, and the state its receiver starts in."""
 
     receiver: Role
-    channel: Channel
+    channel: StreamKind
     state: LinkState
     frames: list[Sent]
 
@@ -101,10 +101,10 @@ class Stream(typing.NamedTuple):
 @st.composite
 def streams(draw, max_frames=6):
     """A random walk through the table of states by messages of one end."""
-    channel = draw(st.sampled_from(list(Channel)))
-    receiver = draw(st.sampled_from(list(Role))) if channel is Channel.LINK else Role.SUPERVISOR
+    channel = draw(st.sampled_from(list(StreamKind)))
+    receiver = draw(st.sampled_from(list(Role))) if channel is StreamKind.LINK else Role.SUPERVISOR
     sender = Role.DAEMON if receiver is Role.SUPERVISOR else Role.SUPERVISOR
-    start = state = draw(st.sampled_from(list(LinkState))) if channel is Channel.LINK else LinkState.READY
+    start = state = draw(st.sampled_from(list(LinkState))) if channel is StreamKind.LINK else LinkState.READY
     frames = []
     fd = 1000  # numbers only: nothing opens or closes them
     for _ in range(draw(st.integers(1, max_frames))):

@@ -9,7 +9,7 @@ from lucevisor.protocol.codec import encode
 from lucevisor.protocol.connection import READ_BUFFER_BYTES, Connection
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
 from lucevisor.protocol.loading import ArenaPlan
-from lucevisor.protocol.messages import Channel, Check, Failed, Heartbeat, LogLine, Role, Shutdown
+from lucevisor.protocol.messages import Check, Failed, Heartbeat, LogLine, Role, Shutdown, StreamKind
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Reset, Step, StepResult
 from tests.protocol.message_strategies import streams
@@ -96,12 +96,12 @@ def test_receiving_into_the_buffers(lengths, texts, reads):
 @pytest.mark.parametrize(
     ("role", "channel", "state", "message"),
     [
-        (Role.SUPERVISOR, Channel.LINK, LinkState.GREETING, StepResult(1, 0)),
-        (Role.SUPERVISOR, Channel.LINK, LinkState.READY, Step(1, 0)),
-        (Role.DAEMON, Channel.LINK, LinkState.CLOSING, Step(1, 0)),
-        (Role.DAEMON, Channel.PULSE, LinkState.READY, Shutdown()),
-        (Role.SUPERVISOR, Channel.LINK, LinkState.READY, Heartbeat(1, "idle", 0.0, 0, 0, 0, 0, [])),
-        (Role.SUPERVISOR, Channel.PULSE, LinkState.READY, Failed("a", "b", "c", "d")),
+        (Role.SUPERVISOR, StreamKind.LINK, LinkState.GREETING, StepResult(1, 0)),
+        (Role.SUPERVISOR, StreamKind.LINK, LinkState.READY, Step(1, 0)),
+        (Role.DAEMON, StreamKind.LINK, LinkState.CLOSING, Step(1, 0)),
+        (Role.DAEMON, StreamKind.PULSE, LinkState.READY, Shutdown()),
+        (Role.SUPERVISOR, StreamKind.LINK, LinkState.READY, Heartbeat(1, "idle", 0.0, 0, 0, 0, 0, [])),
+        (Role.SUPERVISOR, StreamKind.PULSE, LinkState.READY, Failed("a", "b", "c", "d")),
     ],
 )
 def test_messages_out_of_order_or_on_the_wrong_channel_are_rejected(role, channel, state, message):
@@ -149,7 +149,7 @@ def test_too_few_and_too_many_descriptors_are_rejected_and_returned(data, fds, t
 
 
 def test_unfinished_names_what_is_truncated():
-    connection = Connection(Role.SUPERVISOR, Channel.PULSE)
+    connection = Connection(Role.SUPERVISOR, StreamKind.PULSE)
     data = encode(LogLine("info", "loaded"))
     connection.receive(data[:7])
     assert connection.unfinished == "after 7 bytes of a header"

@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from lucevisor.protocol.messages import Channel, MessageKind, Role
+from lucevisor.protocol.messages import MessageKind, Role, StreamKind
 from lucevisor.protocol.states import TRANSITIONS, LinkState, legal, refusal
 
 
 def test_crossing_messages_break_nothing():
     """What one end may send stays legal, and ends in the same state, whatever the other end sends meanwhile."""
     for state in TRANSITIONS:
-        down, up = (legal(Channel.LINK, role)[state] for role in (Role.SUPERVISOR, Role.DAEMON))
+        down, up = (legal(StreamKind.LINK, role)[state] for role in (Role.SUPERVISOR, Role.DAEMON))
         for first, after_first in down.items():
             for second, after_second in up.items():
                 assert TRANSITIONS[after_first].get(second) == TRANSITIONS[after_second].get(first) is not None, (
@@ -25,30 +25,30 @@ def test_crossing_messages_break_nothing():
     ("channel", "sender", "state", "kind", "text"),
     [
         (
-            Channel.LINK,
+            StreamKind.LINK,
             Role.SUPERVISOR,
             LinkState.GREETING,
             MessageKind.LOAD,
             "LOAD is not allowed in state greeting, where the sup",
         ),
-        (Channel.LINK, Role.SUPERVISOR, LinkState.LOADING, MessageKind.STEP, "supervisor may send SHUTDOWN$"),
-        (Channel.LINK, Role.DAEMON, LinkState.IDLE, MessageKind.HELLO, "HELLO is not allowed in state idle"),
+        (StreamKind.LINK, Role.SUPERVISOR, LinkState.LOADING, MessageKind.STEP, "supervisor may send SHUTDOWN$"),
+        (StreamKind.LINK, Role.DAEMON, LinkState.IDLE, MessageKind.HELLO, "HELLO is not allowed in state idle"),
         (
-            Channel.LINK,
+            StreamKind.LINK,
             Role.DAEMON,
             LinkState.READY,
             MessageKind.STEP,
             "STEP is sent by the supervisor on the link, not by the dae",
         ),
         (
-            Channel.LINK,
+            StreamKind.LINK,
             Role.DAEMON,
             LinkState.READY,
             MessageKind.HEARTBEAT,
             "sent by the daemon on the pulse, not by the daemon on",
         ),
         (
-            Channel.PULSE,
+            StreamKind.PULSE,
             Role.SUPERVISOR,
             LinkState.READY,
             MessageKind.STEP,

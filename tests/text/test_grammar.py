@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -16,7 +18,9 @@ from hypothesis import strategies as st
 from lucevisor.text.grammar import forms
 from lucevisor.text.grammar.matcher import Grammar, GrammarCompiler, GrammarError, Matcher
 from lucevisor.text.grammar.rules import Rules
+from lucevisor.text.grammar.schemas import prepared
 from lucevisor.text.reasoning import THINK, ReasoningTags, after_reasoning
+from lucevisor.text.references import UnresolvedReferenceError, flattened, with_definitions
 from lucevisor.text.tokenizer import Tokenizer
 from tests.text.vocabularies import CONTROL, USER_DEFINED, byte_metadata, demo_metadata
 
@@ -41,7 +45,7 @@ def matcher(
     return compiler(name).compile(grammar).matcher()
 
 
-def compiled(part: forms.Part, name: str) -> Grammar:
+def compiled_part(part: forms.Part, name: str) -> Grammar:
     rules = Rules(tokenizer(name))
     return compiler(name).compile(rules.grammar(rules.part(part)))
 
@@ -272,13 +276,6 @@ def test_long_texts_are_allowed(part: forms.Part) -> None:
     matcher(part, "demo")
 
 
-def test_an_unknown_keyword_is_left_out_only_where_asked() -> None:
-    schema = {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}}
-    with pytest.raises(GrammarError, match="uniqueItems"):
-        matcher(forms.json_schema(schema))
-    matcher(forms.json_schema(schema, lenient=True))
-
-
 ESCAPED = [*map(chr, range(0x26)), "/", "[", "\\", "]", "a", "é"]
 
 
@@ -300,7 +297,7 @@ def test_a_class_of_ranges_has_what_it_names(negated: bool, ranges: list[tuple[s
 def check_class(class_: str) -> None:
     """What is allowed is in the class, and all of the class is but for NUL."""
     part = forms.json_schema({"type": "array", "items": {"type": "string", "pattern": f"^{class_}$"}})
-    grammar = compiled(part, "small")
+    grammar = compiled_part(part, "small")
     for char in ESCAPED:
         ids = tokenizer().encode(json.dumps([char], ensure_ascii=False))
         is_allowed = grammar.matcher().n_valid(0, [], ids) == len(ids)
@@ -353,7 +350,7 @@ def test_a_long_string_with_a_bound_is_followed_to_its_end() -> None:
 def test_what_some_outputs_take_of_a_grammar_is_not_missing_to_others(n: int) -> None:
     """Strings of 30 bounds: together they have more states than one lexer may have, each alone has not."""
     bounds, rng = lengths(30, 1_000, 97), random.Random(2)
-    grammar = compiled(forms.json_schema({"type": "object", "properties": bounds}), "demo")
+    grammar = compiled_part(forms.json_schema({"type": "object", "properties": bounds}), "demo")
     running = grammar.matcher()
     for _ in range(n):
         name = rng.choice(list(bounds))
@@ -362,3 +359,508 @@ def test_what_some_outputs_take_of_a_grammar_is_not_missing_to_others(n: int) ->
         walk = grammar.matcher()
         assert set(first(walk, ids, "demo")) <= tokenizer("demo").eos_ids | set(tokenizer("demo").encode(" \n"))
     assert {tokenizer("demo").token_bytes(i)[:1] for i in first(running, [], "demo")} == {b"{"}
+
+
+# ---- Prepared schemas: strict ones are enforced whole or refused by name, others lose only what cannot be enforced
+
+
+A = {"type": "object", "properties": {"a": {"type": "boolean"}}}
+
+
+SHUT = {**A, "additionalProperties": False}
+
+
+BOOLEAN = {"type": "boolean"}
+
+
+def compiled_schema(schema: dict[str, Any], *, lenient: bool = False) -> Grammar:
+    return compiled_part(forms.json_schema(schema, lenient=lenient), "small")
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    walk, ids = grammar.matcher(), tokenizer().encode(text)
+    if walk.n_valid(0, [], ids) < len(ids):
+        return False
+    return not tokenizer().eos_ids.isdisjoint(allowed(walk.masks(0, ids, [])))
+
+
+def allows(schema: dict[str, Any], value: object, *, lenient: bool = False) -> bool:
+    return accepts(compiled_schema(schema, lenient=lenient), json.dumps(value, ensure_ascii=False))
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (A, SHUT),
+        ({"type": "array", "items": A}, {"type": "array", "items": SHUT}),
+        ({"anyOf": [A, {"type": "null"}]}, {"anyOf": [SHUT, {"type": "null"}]}),
+        ({"$defs": {"x": A}, "$ref": "#/$defs/x"}, {"$ref": "#/$defs/d0", "$defs": {"d0": SHUT}}),
+        (
+            {"$defs": {"x": A}, "$ref": "#/$defs/x", "x-order": 3, "title": "T"},
+            {"$ref": "#/$defs/d0", "$defs": {"d0": SHUT}},
+        ),
+        ({"allOf": [A], "default": {}}, {"allOf": [SHUT]}),
+        ({"properties": {"p": A}}, {"properties": {"p": SHUT}, "additionalProperties": False}),
+        ({"properties": {"$ref": A}}, {"properties": {"$ref": SHUT}, "additionalProperties": False}),
+        ({"enum": [A]}, {"enum": [A]}),
+        ({**A, "x-vendor": {"$ref": "http://other/x"}, "nullable": True}, SHUT),
+        ({"type": "object"}, {"type": "object"}),
+        ({**A, "additionalProperties": True}, {**A, "additionalProperties": True}),
+        ({**A, "additionalProperties": {"type": "null"}}, {**A, "additionalProperties": {"type": "null"}}),
+        ({**A, "patternProperties": {"^x": True}}, {**A, "patternProperties": {"^x": True}}),
+    ],
+)
+def test_plain_objects_are_closed(schema: dict[str, Any], expected: object) -> None:
+    assert prepared(schema, lenient=False) == expected
+
+
+PERSON = {"properties": {"name": {"type": "null"}}, "required": ["name"]}
+
+
+COMPOSED = {
+    "type": "object",
+    "properties": {"head": {"allOf": [PERSON, {"properties": {"age": BOOLEAN}}]}, "plain": A},
+    "allOf": [{"$ref": "#/$defs/tail"}, {"properties": {"more": A}}],
+    "$defs": {"tail": {"properties": {"tail": BOOLEAN}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"),
+    [
+        ({"head": {"name": None, "age": True}, "plain": {"a": True}, "tail": True, "more": {"a": True}}, True),
+        ({"head": {"name": None}}, True),
+        ({}, True),
+        ({"other": 1}, False),
+        ({"head": {"name": None, "other": 1}}, False),
+        ({"plain": {"other": 1}}, False),
+        ({"more": {"other": 1}}, False),
+    ],
+)
+def test_composed_objects_have_the_properties_that_any_of_the_schemas_names(value: object, fits: bool) -> None:
+    assert allows(COMPOSED, value) == fits
+
+
+def test_a_property_of_several_schemas_has_what_all_of_them_name() -> None:
+    x, y = ({"properties": {"p": {"properties": {name: BOOLEAN}, "required": [name]}}} for name in "xy")
+    assert allows({"allOf": [x, y], "required": ["p"]}, {"p": {"x": True, "y": False}})
+
+
+E_MAIL = {"type": "string", "pattern": r"^(?!\.)[a-z.]+@[a-z]+\.com$", "maxLength": 9}
+
+
+# Either compiles alone; only what follows a character shows that both together are too much.
+WORDS = {"type": "string", "pattern": r"^$|(^(?:\S+\s+){0,9}\S+$)", "minLength": 1, "maxLength": 5000}
+
+
+TWO = {"a": BOOLEAN, "b": BOOLEAN}
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword", "fits", "others"),
+    [
+        (E_MAIL, "pattern at #", [".@x.com", "what"], ["more than nine", 1]),
+        ({"type": "string", "pattern": r"\bfoo\b", "minLength": 2}, "pattern at #", ["foo", "ba"], ["f"]),
+        (WORDS, "pattern at #", ["a b", "c" * 5000], ["", "c" * 5001]),
+        ({"type": "string", "pattern": r"^(a|b)\1$"}, "pattern at #", ["aa", "ab"], [1]),
+        ({"type": "string", "format": "colour", "maxLength": 3}, "format at #", ["red"], ["blue"]),
+        ({"type": "array", "items": BOOLEAN, "uniqueItems": True}, "uniqueItems at #", [[True, True]], [[1]]),
+        (
+            {"type": "array", "contains": BOOLEAN, "items": {"type": ["boolean", "null"]}},
+            "contains at #",
+            [[None]],
+            [[1]],
+        ),
+        ({"not": {"type": "string"}, "type": ["string", "null"]}, "not at #", [None], [1]),
+        ({"if": {"const": 1}, "then": False, "type": "integer"}, "if at #", [2], ["2"]),
+        (
+            {"type": "object", "patternProperties": {"^a": BOOLEAN, "^ab": {"type": "null"}}},
+            "patternProperties/^ab at #",
+            [{"a": True}, {"x": 1}],
+            [{"a": 1}],
+        ),
+        (
+            {
+                "type": "object",
+                "patternProperties": {"^a": BOOLEAN, "(?=b)": {"type": "null"}},
+                "additionalProperties": False,
+            },
+            "patternProperties/(?=b) at #",
+            [{"a": True}, {"b": None}],
+            [{"a": 1}],
+        ),
+        (
+            {"type": "object", "properties": TWO, "additionalProperties": True, "minProperties": 1},
+            "minProperties at #",
+            [{"a": True}, {"c": 1}],
+            [{"a": 1}],
+        ),
+        (
+            {"properties": {"x": {"type": "integer", "maximum": -9007199254740993}}},
+            "maximum at #/properties/x",
+            [{"x": -9007199254740994}],
+            [{"x": ""}],
+        ),
+        ({"type": "number", "multipleOf": 1e-300, "minimum": 0}, "multipleOf at #", [0.5], [-1]),
+        ({"enum": [10**30, "a"], "type": ["integer", "string"]}, "enum at #", [10**30, "a"], [None]),
+        ({"$ref": "other.json#/x", "type": "null"}, "$ref at #", [None], [1]),
+        (
+            {"type": "object", "properties": {"a": {"$ref": "#", "minProperties": 1}}},
+            "minProperties at #/properties/a",
+            [{"a": {"a": {}}}],
+            [{"a": 1}],
+        ),
+        ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 3}]}, "oneOf at #", [1, 3.5], ["a"]),
+        ({"oneOf": [{"enum": [1]}, {"enum": [1.0, 2]}]}, "oneOf at #", [1, 2], ["a"]),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_or_dropped_alone(
+    schema: dict[str, Any], keyword: str, fits: list[object], others: list[object]
+) -> None:
+    with pytest.raises(GrammarError) as refused:
+        prepared(schema, lenient=False)
+    assert str(refused.value).startswith(keyword)
+    grammar = compiled_schema(schema, lenient=True)
+    assert [value for value in [*fits, *others] if accepts(grammar, json.dumps(value))] == fits
+
+
+INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "others"),
+    [
+        ({"type": "string", "maxLength": 2.0}, ["ab"], ["abc"]),
+        ({"type": "string", "pattern": r"^[[{]\/\u0041{2}}$"}, ["[/AA}"], ["[/A}"]),
+        (INT64, [0, 2**53 - 1], [2**53, -(2**63)]),
+        ({**A, "required": ["z"]}, [{"z": 1}, {"a": True, "z": 1}], [{}, {"a": True}, {"z": 1, "x": 1}]),
+        ({**SHUT, "properties": TWO, "minProperties": 1}, [{"a": True}, {"b": True}], [{}]),
+        (
+            {"properties": {**TWO, "c": BOOLEAN}, "minProperties": 2, "maxProperties": 2},
+            [{"a": True, "c": True}],
+            [{}, {"a": True}, {"a": True, "b": True, "c": True}],
+        ),
+        (
+            {"type": "object", "additionalProperties": BOOLEAN, "maxProperties": 1},
+            [{}, {"x": True}],
+            [{"x": True, "y": True}],
+        ),
+        (
+            {"properties": TWO, "dependentRequired": {"a": ["b"]}},
+            [{}, {"b": True}, {"a": True, "b": True}],
+            [{"a": True}],
+        ),
+        ({"properties": TWO, "dependentSchemas": {"a": {"required": ["b"]}}}, [{"b": True}], [{"a": True}]),
+        (
+            {"properties": TWO, "type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            [{"a": True}, {"b": True}],
+            [{}, {"a": True, "b": True}],
+        ),
+        ({"properties": TWO, "type": "object", "not": {"required": ["a"]}}, [{"b": True}], [{"a": True}]),
+        (
+            {"type": "object", "propertyNames": {"enum": ["x", "y"]}, "additionalProperties": BOOLEAN},
+            [{"x": True}, {}],
+            [{"z": True}, {"x": 1}],
+        ),
+        ({"type": "object", "propertyNames": {"pattern": "^[a-c]$"}}, [{"a": 1, "b": 2}], [{"d": 1}]),
+        (
+            {"type": "object", "patternProperties": {"^a": BOOLEAN, "^ab": BOOLEAN}, "additionalProperties": False},
+            [{"abc": True}, {"a": True}],
+            [{"b": True}, {"a": 1}],
+        ),
+        ({**A, "unevaluatedProperties": False}, [{"a": True}], [{"b": 1}]),
+        ({"prefixItems": [BOOLEAN], "unevaluatedItems": False}, [[True]], [[True, 1]]),
+        ({"type": "array", "items": [BOOLEAN], "additionalItems": False}, [[True]], [[True, 1]]),
+        ({"type": "number", "minimum": 1, "exclusiveMinimum": True}, [1.5], [1]),
+        (
+            {
+                "$id": "http://x/y",
+                "$defs": {"a": {"$anchor": "q", "type": "null"}, "~b/": BOOLEAN},
+                "prefixItems": [{"$ref": "#q"}, {"$ref": "y#/$defs/~0b~1"}, {"$ref": "#/prefixItems/0"}],
+            },
+            [[None, True, None]],
+            [[None, None, None], [None, True, True]],
+        ),
+        ({"type": "array", "uniqueItems": True, "maxItems": 1}, [[1]], [[1, 2]]),
+        ({"enum": ["c", None], "type": ["string", "null"]}, ["c", None], ["n"]),
+        (
+            {"type": "array", "minItems": 1, "prefixItems": [BOOLEAN], "items": {"$ref": "#"}},
+            [[True], [True, [False]]],
+            [[], [True, []]],
+        ),
+        (
+            {
+                "properties": {"a": {"$ref": "#/$defs/n"}, "b": BOOLEAN},
+                "$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}},
+            },
+            [{}, {"b": True}],
+            [{"a": {}}],
+        ),
+        (
+            {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+            [None, {"a": {"a": None}}],
+            [{}],
+        ),
+        (
+            {
+                "oneOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/d"}],
+                "$defs": {
+                    "c": {"properties": {"kind": {"const": "c"}}, "required": ["kind"], "type": "object"},
+                    "d": {
+                        "properties": {"kind": {"const": "d"}, "size": BOOLEAN},
+                        "required": ["kind"],
+                        "type": "object",
+                    },
+                },
+            },
+            [{"kind": "c"}, {"kind": "d", "size": True}],
+            [{"kind": "c", "size": True}],
+        ),
+    ],
+)
+def test_a_strict_schema_is_enforced(schema: dict[str, Any], fits: list[object], others: list[object]) -> None:
+    for lenient in (False, True) if schema is not INT64 else (False,):
+        grammar = compiled_schema(schema, lenient=lenient)
+        assert [value for value in [*fits, *others] if accepts(grammar, json.dumps(value))] == fits
+
+
+@pytest.mark.parametrize("pattern", ["^a$", "^(a|b)$", "^[ab]?$"])
+def test_a_pattern_that_properties_cover_offers_no_key_that_cannot_follow(pattern: str) -> None:
+    schema = {
+        "properties": {"": BOOLEAN, **TWO},
+        "patternProperties": {pattern: BOOLEAN},
+        "additionalProperties": False,
+    }
+    walk = compiled_schema(schema).matcher()
+    row = walk.masks(0, tokenizer().encode('{"":true,"a":true,"b":true'), [])
+    assert {tokenizer().token_bytes(i) for i in allowed(row)} <= {b"}", b" ", b"\n"}
+    assert allows(schema, {"a": True})
+    assert not allows(schema, {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"properties": {"x": {"type": "thing"}}}, '"thing" is not a type'),
+        ({"properties": {"x": {"minLength": "3"}}}, "minLength at #/properties/x"),
+        ({"properties": [1]}, "properties at #"),
+        ({"items": 3}, "#/items is not an object"),
+        ({"anyOf": {}}, "anyOf at #"),
+        ({"type": "string", "enum": []}, "no value fits"),
+        ({"type": "object", "required": ["z"], "additionalProperties": False}, "no value fits"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no value fits"),
+        (
+            {
+                "anyOf": [{"$ref": "#/$defs/a"}, False],
+                "$defs": {
+                    "a": {"type": "array", "minItems": 2, "prefixItems": [True], "items": {"$ref": "#/$defs/b"}},
+                    "b": {"allOf": [{"type": "object", "required": ["c"], "properties": {"c": {"$ref": "#/$defs/a"}}}]},
+                },
+            },
+            "no value fits",
+        ),
+        (functools.reduce(lambda inner, _: {"items": inner}, range(500), {}), "nested"),
+        (
+            {
+                "$defs": {f"a{i}": {"items": {"$ref": f"#/$defs/a{(i + 1) % 300}"}} for i in range(300)},
+                "$ref": "#/$defs/a0",
+            },
+            "nested",
+        ),
+    ],
+)
+def test_what_is_no_schema_is_refused_either_way(schema: dict[str, Any], told: str) -> None:
+    for lenient in (False, True):
+        with pytest.raises(GrammarError) as refused:
+            prepared(schema, lenient=lenient)
+        assert told in str(refused.value)
+
+
+# -- against jsonschema
+
+NAMES = ["a", "b", "c"]
+
+
+names = st.sampled_from(NAMES)
+
+
+leaves = st.sampled_from([
+    {}, True, False, BOOLEAN, {"type": "null"}, {"enum": [0, {"a": 1}, "a"]}, {"type": "integer", "minimum": 1},
+    {"type": "string", "pattern": "^a"}, {"type": "string", "maxLength": 1}, {"const": "b"},
+])  # fmt: skip
+
+
+schemas = st.recursive(
+    leaves,
+    lambda inner: (
+        st.fixed_dictionaries(
+            {"type": st.just("object")},
+            optional={
+                "properties": st.dictionaries(names, inner, max_size=2),
+                "required": st.lists(names, max_size=2, unique=True),
+                "additionalProperties": inner,
+                "patternProperties": st.dictionaries(st.sampled_from(["^a", "b$", "^(?!a)", "c"]), inner, max_size=2),
+                "minProperties": st.integers(0, 3),
+                "maxProperties": st.integers(0, 3),
+                "propertyNames": st.sampled_from([{"enum": ["a", "c"]}, {"pattern": "^[ab]"}, {"maxLength": 2}]),
+                "dependentRequired": st.dictionaries(names, st.lists(names, max_size=1), max_size=1),
+                "anyOf": st.lists(inner, min_size=1, max_size=2),
+                "not": inner,
+                "unevaluatedProperties": st.booleans(),
+            },
+        )
+        | st.fixed_dictionaries({"anyOf": st.lists(inner, min_size=1, max_size=2)})
+        | st.fixed_dictionaries({"oneOf": st.lists(inner, min_size=1, max_size=2)})
+        | st.fixed_dictionaries({"allOf": st.lists(inner, min_size=1, max_size=2)})
+        | st.fixed_dictionaries(
+            {"type": st.just("array")},
+            optional={
+                "items": inner,
+                "prefixItems": st.lists(inner, min_size=1, max_size=2),
+                "uniqueItems": st.booleans(),
+            },
+        )
+    ),
+    max_leaves=6,
+).filter(lambda schema: isinstance(schema, dict))
+
+
+values = st.recursive(
+    st.booleans() | st.none() | st.integers(0, 2) | st.sampled_from(["", "a", "ab", "b"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def grammar_of(schema: dict[str, Any], *, lenient: bool) -> Grammar | None:
+    try:
+        return compiled_schema(schema, lenient=lenient)
+    except GrammarError as error:
+        if lenient and "no value fits" not in str(error) and "allows no output" not in str(error):
+            raise
+        return None
+
+
+def any_value(grammar: Grammar, rng: random.Random) -> str | None:
+    walk, output = grammar.matcher(), list[int]()
+    while len(output) < 120:
+        choices = allowed(walk.masks(max(0, len(output) - 1), output[-1:], []))
+        assert choices, tokenizer().decode(output)
+        ends = [i for i in choices if i in tokenizer().eos_ids]
+        if ends and (len(ends) == len(choices) or rng.random() < 0.3):
+            return tokenizer().decode(output)
+        plain = [i for i in choices if tokenizer().token_bytes(i)[:1] in b'"}],:{[abc01tfn']
+        output.append(rng.choice(plain or [i for i in choices if i not in ends]))
+    return None
+
+
+@settings(max_examples=150, deadline=None)
+@given(schemas, st.integers(0, 2**32), st.booleans())
+def test_whatever_a_grammar_writes_fits_a_strict_schema(schema: dict[str, Any], seed: int, lenient: bool) -> None:
+    grammar = grammar_of(schema, lenient=lenient)
+    text = grammar and any_value(grammar, random.Random(seed))
+    if text is not None and not lenient:
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+def orders(value: Any) -> Iterator[Any]:
+    """A value with the properties of its objects in all orders."""
+    if isinstance(value, list):
+        yield from (list(items) for items in itertools.product(*map(list, map(orders, value))))
+    elif isinstance(value, dict):
+        for keys in itertools.permutations(value):
+            for items in itertools.product(*(list(orders(value[key])) for key in keys)):
+                yield dict(zip(keys, items, strict=True))
+    else:
+        yield value
+
+
+def opened(schema: Any) -> Any:
+    """The schema with every object open, so that none is closed."""
+    if isinstance(schema, list):
+        return [opened(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {key: value if key in ("enum", "const") else opened(value) for key, value in schema.items()}
+    if schema.get("type") == "object" and not {"additionalProperties", "unevaluatedProperties"} & schema.keys():
+        result["additionalProperties"] = True
+    return result
+
+
+@settings(max_examples=150, deadline=None)
+@given(schemas, st.lists(values, max_size=6))
+def test_a_dropped_keyword_refuses_nothing(schema: dict[str, Any], candidates: list[Any]) -> None:
+    schema = opened(schema)
+    grammar = grammar_of(schema, lenient=True)
+    for value in candidates:
+        if jsonschema.Draft202012Validator(schema).is_valid(value):
+            assert grammar is not None
+            assert any(accepts(grammar, json.dumps(ordered)) for ordered in itertools.islice(orders(value), 200)), value
+
+
+# ---- References are resolved against the whole schema: what a flattened schema says, the schema said
+
+
+ENUM = {"type": "string", "enum": ["open", "done"]}
+
+
+REFERRING: dict[str, dict[str, Any]] = {
+    "a property": {"properties": {"x": {"$ref": "#/properties/status"}, "status": ENUM}},
+    "the root": {"type": "object", "properties": {"x": {"$ref": "#"}}},
+    "escaped steps": {"properties": {"x": {"$ref": "#/$defs/a~1b~0c%20d"}}, "$defs": {"a/b~c d": ENUM}},
+    "an element": {"properties": {"x": {"$ref": "#/properties/y/anyOf/1"}, "y": {"anyOf": [{"type": "null"}, ENUM]}}},
+    "an anchor": {"properties": {"x": {"$ref": "#word"}}, "$defs": {"w": {"$anchor": "word", **ENUM}}},
+    "definitions": {"properties": {"x": {"$ref": "#/definitions/w"}}, "definitions": {"w": ENUM}},
+    "any place": {"properties": {"x": {"$ref": "#/components/w"}}, "components": {"w": ENUM}},
+    "shadowed definitions": {
+        "properties": {"x": {"$ref": "#/$defs/w", "$defs": {"w": {"type": "null"}}}},
+        "$defs": {"w": ENUM},
+    },
+    "nested definitions": {"properties": {"x": {"$ref": "#/properties/x/$defs/w", "$defs": {"w": ENUM}}}},
+    "an identifier": {
+        "$id": "https://example.org/root.json",
+        "properties": {"x": {"$ref": "word.json"}},
+        "$defs": {"w": {"$id": "word.json", **ENUM}},
+    },
+    "definitions of an identified part": {
+        "$id": "https://example.org/root.json",
+        "properties": {"x": {"$id": "part.json", "$ref": "#/$defs/w", "$defs": {"w": ENUM}}},
+        "$defs": {"w": {"type": "null"}},
+    },
+    "a chain": {"properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/b"}, "b": ENUM}},
+    "beside other keywords": {"properties": {"x": {"$ref": "#/$defs/w", "maxLength": 4}}, "$defs": {"w": {}}},
+    "a schema of false": {"properties": {"x": {"$ref": "#/$defs/w"}}, "$defs": {"w": False}},
+    "a property named $ref": {"properties": {"$ref": {"type": "string"}, "x": {"const": {"$ref": "#/nowhere"}}}},
+}
+
+
+@pytest.mark.parametrize("name", sorted(REFERRING))
+@settings(max_examples=60, deadline=None)
+@given(value=st.recursive(
+    st.sampled_from(["open", "done", "opened", None, 1, {"$ref": "#/nowhere"}]),
+    lambda inner: st.dictionaries(st.sampled_from(["x", "y", "status"]), inner, max_size=2),
+    max_leaves=3,
+))  # fmt: skip
+def test_a_flattened_schema_says_the_same(name: str, value: object) -> None:
+    flat = flattened(REFERRING[name], lenient=False)
+    validators = [jsonschema.Draft202012Validator(schema) for schema in (REFERRING[name], flat)]
+    for instance in (value, {"x": value}):
+        right, flattened_says = (schema.is_valid(instance) for schema in validators)
+        assert flattened_says == right
+
+
+@pytest.mark.parametrize("name", sorted(REFERRING))
+def test_a_part_of_it_stands_alone(name: str) -> None:
+    flat = flattened(REFERRING[name])
+    part = with_definitions(flat["properties"]["x"], flat.get("$defs", {}))
+    for value in ("open", "opened", None, {"x": "open"}, {"x": 1}):
+        right = jsonschema.Draft202012Validator(REFERRING[name]).is_valid({"x": value})
+        assert jsonschema.Draft202012Validator(part).is_valid(value) == right
+
+
+@pytest.mark.parametrize("reference", ["#/$defs/none", "#none", "other.json", "#/required/0", "http://[", 5])
+def test_a_reference_that_leads_nowhere_is_refused_or_left_out(reference: object) -> None:
+    schema = {"properties": {"x": {"$ref": reference, "type": "string"}}, "required": ["x"]}
+    with pytest.raises(UnresolvedReferenceError, match="leads nowhere"):
+        flattened(schema, lenient=False)
+    assert flattened(schema)["properties"] == {"x": {"type": "string"}}

@@ -177,16 +177,12 @@ def check_random_schemas(kind: str, seeds: range) -> int:
     return n_ended
 
 
+@pytest.mark.parametrize(
+    ("n", "n_least"), [(25, 10), pytest.param(3000, 1500, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
 @pytest.mark.parametrize("kind", sorted(NAMES))
-def test_random_schemas_are_enforced_and_read_back(kind: str) -> None:
-    assert check_random_schemas(kind, range(25)) >= 10
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", sorted(NAMES))
-def test_3000_random_schemas_are_enforced_and_read_back(kind: str) -> None:
-    assert check_random_schemas(kind, range(3000)) >= 1500
+def test_random_schemas_are_enforced_and_read_back(kind: str, n: int, n_least: int) -> None:
+    assert check_random_schemas(kind, range(n)) >= n_least
 
 
 @pytest.mark.parametrize("kind", BARE)

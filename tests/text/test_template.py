@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from datetime import datetime
 
+import jinja2
 import pytest
 from hypothesis import given, settings
+from jinja2.exceptions import SecurityError
 
+from lucevisor.text import template_language
+from lucevisor.text.provenance import TracedText
 from lucevisor.text.template import ChatTemplate, TemplateError
+from lucevisor.text.template_language import TemplateLanguage
 from lucevisor.text.tokenizer import Tokenizer
 from tests.text.test_tokenizer import marker_soup
 from tests.text.vocabularies import CONTROL, byte_metadata, demo_metadata, demo_oracle
@@ -67,25 +74,10 @@ class TestDemoModel:
         prompt = TEMPLATE.render(chat, tools=tools, enable_thinking=thinking, add_generation_prompt=generate)
         assert prompt.text == expected
 
-    def test_a_transcript(self):
-        prompt = TEMPLATE.render(CHATS[3], tools=TOOLS[:0])
-        assert prompt.text == (
-            "<|im_start|>user\ndoc?<|im_end|>\n"
-            "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-            '<tool_call>\n{"name": "get_doc", "arguments": {"name": "os.path"}}\n</tool_call>\n'
-            '<tool_call>\n{"name": "get_doc", "arguments": {"name": "os.path"}}\n</tool_call><|im_end|>\n'
-            "<|im_start|>user\n<tool_response>\ntext <|im_end|>\n</tool_response>\n"
-            "<tool_response>\nmore\n</tool_response><|im_end|>\n"
-            "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-        )
-
     @pytest.mark.parametrize("chat", [CHATS[0], CHATS[1], CHATS[2], CHATS[4]])
     def test_ids_of_an_honest_chat_equal_those_of_the_trained_tokenizer(self, chat):
         prompt = TEMPLATE.render(chat, tools=TOOLS)
         assert prompt.ids(DEMO) == demo_oracle().encode(prompt.text).ids
-
-    def test_tools_are_json_as_they_came(self):
-        assert json.dumps(TOOLS[0], ensure_ascii=False) in TEMPLATE.render(CHATS[0], tools=TOOLS).text
 
     @pytest.mark.parametrize(("thinking", "opened"), [(True, True), (False, False), (None, False)])
     def test_whether_reasoning_is_open(self, thinking, opened):
@@ -314,11 +306,6 @@ class TestErrors:
         with pytest.raises(TemplateError, match=r"tokenizer.chat_template (line 1: No filter|cannot be compiled)"):
             source(text)
 
-    def test_a_refusal_of_the_template_reaches_the_client(self):
-        template = source("{{ raise_exception('Conversation roles must alternate') }}")
-        with pytest.raises(TemplateError, match="refuses these messages: Conversation roles must alternate"):
-            template.render(CHATS[0])
-
     @pytest.mark.parametrize(
         "text",
         ["{{ messages[9].content }}", "{{ messages[0].content + 1 }}", "{{ messages | items | list }}", "{{ 1 / 0 }}"],
@@ -370,3 +357,212 @@ def test_a_template_that_takes_no_system_message_is_checked_all_the_same():
         "{{ '%s%s' % ('<|im_start|>', messages[0].role) }}"
     )
     assert template.lost_markers(DEMO) == ["<|im_start|>"]
+
+
+# ---- Templates that would run or grow without end are refused, and those that models come with are not
+
+
+TALK = [{"role": "user", "content": "x"}]
+
+
+TWICE = "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = TWICE %}{% endfor %}{{ ns.x }}"
+
+
+GROWING = [
+    *("{{ 'a' * 10**9 }}", "{{ 10**9 * 'a' }}", "{{ [0] * 10**9 }}", "{{ (0,) * 10**10 }}", "{{ 2**100000000 }}"),
+    *(TWICE.replace("TWICE", by) for by in ("ns.x ~ ns.x", "ns.x + ns.x", "ns.x * 2", "[ns.x, ns.x] | join(ns.x)")),
+    *(
+        TWICE.replace("TWICE", by)
+        for by in ("ns.x.join([ns.x, ns.x])", "ns.x.replace('a', 'aa')", "ns.x | replace('', ns.x)")
+    ),
+    TWICE.replace("'a'", "messages[0].content").replace("TWICE", "ns.x + ns.x"),
+    "{% set ns = namespace(x=10) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
+    *("{{ ('a\n' * 9999) | indent('a' * 9999) }}", "{{ lipsum(n=10**6) }}", "{% for i in range(10**9) %}{% endfor %}"),
+    "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+]
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(template_language, "MAX_CPU_S", 0.2)
+
+
+@pytest.mark.parametrize("source", GROWING)
+def test_what_grows_without_end_is_refused(short, source):
+    with pytest.raises(TemplateError):
+        ChatTemplate(source, {}).render(TALK)
+
+
+RUNNING = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{{ f(n - 1) if n else '' }}{{ f(n - 1) if n else '' }}{% endmacro %}{{ f(60) }}",
+    "{% for i in range(99999) %}{% set x = range(99999) | sum %}{% endfor %}",
+    "{% set x = range(99999) | list %}{% for i in x if 77777777 in x %}{% endfor %}",
+    "{% for i in range(99999) %}{% set x = range(9999) | map('string') | list %}{% endfor %}",
+    "{% for i in range(99999) recursive %}{{ loop(range(9999)) if i < 99 }}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", RUNNING)
+def test_what_runs_without_end_is_stopped_by_its_time(short, source):
+    began_s = time.thread_time()
+    with pytest.raises(TemplateError, match=r"takes longer than 0\.2 s|recursion"):
+        ChatTemplate(source, {}).render(TALK)
+    assert time.thread_time() - began_s < 20
+
+
+def test_a_long_source_is_refused_and_a_long_answer_is_not():
+    with pytest.raises(TemplateError, match=f"has more than {256 << 10} characters"):
+        ChatTemplate("a" * ((256 << 10) + 1), {})
+    long = "x" * 4_000_000
+    assert ChatTemplate("{{ messages[0].content }}", {}).render([{"role": "user", "content": long}]).text == long
+
+
+def test_a_long_talk_is_far_from_the_limits(monkeypatch):
+    monkeypatch.setattr(template_language, "MAX_CPU_S", 1.0)
+    talk = [{"role": role, "content": "words"} for _ in range(100) for role in ("user", "assistant")]
+    assert ChatTemplate.from_gguf(demo_metadata()).render(talk).text.count("words") == 200
+
+
+def test_filters_keep_what_jinja_knows_of_their_arguments():
+    source = "{{ [3, 1] | sort | join(',') }} {{ [{'a': 1}] | map(attribute='a') | list }} "
+    source += "{{ ['x'] | map('upper') | first }}"
+    assert ChatTemplate(source, {}).render(TALK).text == "1,3 [1] X"
+
+
+# ---- The dialect gives the text that transformers gives, and knows which characters the template wrote
+
+
+DATA = {
+    "messages": [
+        {"role": "user", "content": "  hello world \n", "parts": ["x", "y", "z"]},
+        {"role": "assistant", "content": "a<b>c\n\nd", "calls": {"k": 'v"', "n": None, "f": 1.5, "é": [1, {"y": "z"}]}},
+    ],
+    "word": "word",
+    "words": ["one", "two", "three"],
+    "empty": "",
+}
+
+
+TEMPLATES = [
+    "TEXT {{ word }} TEXT",
+    "{{ 'A' + word + 'B' }}{{ 'A' ~ word ~ 1 ~ 'B' ~ none }}",
+    "{%- for m in messages -%}{{- '<|' + m.role + '|>' -}}{{ m['content'] | trim }}{{ '\\n' }}{%- endfor %}",
+    "{% for m in messages %}\n  {{ loop.index }}{{ m.role }}\n{% endfor %}\n",
+    "    {% if word %}\nYES\n    {% endif %}\nEND",
+    "{% set ns = namespace(t='S') %}{% for w in words %}{% set ns.t = ns.t ~ w ~ ',' %}{% endfor %}{{ ns.t }}",
+    "{% set block %}BEFORE {{ word }} AFTER{% endset %}{{ block | trim }}|{{ block.split(' ')[1] }}",
+    "{% macro show(x, y='D') %}[{{ x }}{{ y }}]{% endmacro %}{{ show(word) + 'E' }}{{ show('C', word) }}",
+    "{% macro outer() %}({{ caller() }}){% endmacro %}{% call outer() %}IN{{ word }}{% endcall %}",
+    "{% filter trim %}  PAD {{ word }}  {% endfilter %}",
+    "{{ words | join(', AND ') }}{{ [word, 'X'] | join }}{{ messages | join('|', attribute='role') }}",
+    "{{ ', '.join(words) }}{{ words[0].join(['A', 'B']) }}",
+    "{{ word | replace('w', 'WW') }}{{ word.replace('o', 'OO', 1) }}{{ 'A-A' | replace('-', word) }}",
+    "{{ ('A\\n' + word + '\\n\\nB') | indent }}{{ word | indent(2, true) }}{{ 'A\\n\\nB' | indent('> ', blank=true) }}",
+    "{{ messages | tojson }}{{ messages[1].calls | tojson(indent=2) }}{{ {'K': word} | tojson(sort_keys=true) }}",
+    "{{ 'A<B>&' | tojson }}{{ word | tojson(ensure_ascii=true, separators=(',', ':')) }}",
+    "{% for k, v in messages[1].calls | dictsort %}{{ k }}={{ v | string }};{% endfor %}",
+    "{% for k, v in messages[1].calls.items() %}{{ k }}{{ v }}{% endfor %}{{ messages[1].calls | length }}",
+    "{% for w in words %}{% if w == 'two' %}{% continue %}{% endif %}{{ w }}{% if loop.last %}{% break %}{% endif %}"
+    "{% endfor %}",
+    "{% for m in messages[::-1] %}{{ m.role }}{% if not loop.last %}, {% endif %}{% endfor %}{{ words[1:] }}",
+    "{{ words[-1] }}{{ messages[-1].role }}",
+    "{{ messages[1].content.split('<b>')[0] + 'X' }}{{ messages[1].content.rstrip('d').splitlines() }}",
+    "{{ 'YES' if '<b>' in messages[1].content else 'NO' }}{{ word.startswith('w') }}{{ word is string }}",
+    "{{ missing }}{{ missing | default('DEF') }}{{ empty or 'E' }}{{ missing is defined }}{{ none }}",
+    "{{ word | upper | lower }}{{ word | capitalize }}{{ word | length }}{{ words | first }}{{ words | last }}",
+    "{{ words | map('upper') | list }}{{ words | select('equalto', 'two') | list }}{{ words | reverse | list }}",
+    "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list }}",
+    "{{ {'A': 'B'}['A'] }}{{ ['P', 'Q'][1] }}{{ ('T', word)[1] }}{{ {'A': ['B', ('C',)]} }}{{ 1.5 }}{{ 3 // 2 }}",
+    "{% set table = {'user': 'U', 'assistant': 'V'} %}{% for m in messages %}{{ table[m.role] }}{% endfor %}",
+    "{% generation %}G{{ word }}{% set word = 'INNER' %}{% endgeneration %}{{ word }}",
+    "{{ '%s-%s' % (word, 'Z') }}{{ 'F{}'.format(word) }}{{ word * 2 }}{{ 'AB' * 2 }}{{ word[1:3] }}{{ word[0] }}",
+    "{%- set dict2 = dict(a='Q', b=word) -%}{{ dict2.a }}{{ dict2['b'] }}{{ range(3) | list }}",
+    "{{ 'A' | e }}{{ '<' | safe }}{{ true }}",
+    "{{ word | string | trim | truncate(3, true, '') }}{{ 'x y' | title }}{{ 'S' if false }}",
+    "{# comment #}{% raw %}{{ RAW }}{% endraw %}{{- '\\t' -}}   {{ 'é😀\"\\\\' }}",
+    "{% if messages[0].content is not none and messages | length > 1 %}A{% elif word %}B{% else %}C{% endif %}",
+    "{{ joiner(', ')() }}{% set j = joiner('; ') %}{% for w in words %}{{ j() }}{{ w }}{% endfor %}",
+    "{{ cycler('A', 'B').next() }}{{ dict.fromkeys(words, 'V') }}",
+    "{% autoescape words[0] == 'x' %}TEXT {{ word }}{{ 'A<' }}{% endautoescape %}",
+    "{% autoescape true %}TEXT {{ messages[1].content }}{{ 'A<' ~ word }}{% endautoescape %}",
+    "{{ word.partition('r') }}{{ word.rsplit('o', 1) }}{{ word.find('r') }}{{ word.count('o') }}{{ 'A' < word }}",
+]
+
+
+def language():
+    return TemplateLanguage(lambda: datetime(2024, 2, 29, 12, 30))
+
+
+@pytest.mark.parametrize("source", TEMPLATES)
+def test_rendered_text_equals_that_of_transformers(source):
+    oracle = pytest.importorskip("transformers.utils.chat_template_utils")
+    expected = oracle._compile_jinja_template(source).render(**DATA)
+    result = language().from_string(source).render(**DATA)
+    assert result == expected
+    assert isinstance(result, TracedText)
+
+
+# Where the case of letters is changed they no longer tell.
+@pytest.mark.parametrize("source", [case for case in TEMPLATES if not re.search("upper|capitalize|title", case)])
+def test_no_foreign_letter_is_taken_for_the_template_s(source):
+    result = language().from_string(source).render(**DATA)
+    own = "".join(letter for letter, origin in zip(result, result.origin, strict=True) if origin)
+    assert not re.search("[a-z]", re.sub("True|None|é", "", own))  # constants print as Python has them
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "LITERAL{{ 'LITERAL' }}{{ 'LIT' + 'ERAL' }}{{ 'LIT' ~ 'ERAL' }}",
+        "{% set x = 'LITERAL' %}{{ x }}{{ x | trim }}{{ x[0:3] }}{{ x.strip() }}{{ [x][0] }}{{ {'k': x}.k }}",
+        "{% set x %}LITERAL{% endset %}{{ x }}{% macro m() %}LITERAL{% endmacro %}{{ m() }}{{ m() | trim }}",
+        "{{ ['LIT', 'ERAL'] | join('-') }}{{ '-'.join(['LIT', 'ERAL']) }}{{ 'LATERAL' | replace('LAT', 'LIT') }}",
+        "{{ 'LIT\\nERAL' | indent }}{{ missing | default('LITERAL') }}{{ missing or 'LITERAL' }}",
+        "{% for x in ['LIT', 'ERAL'] %}{{ x }}{% endfor %}{{ namespace(x='LITERAL').x }}{{ dict(x='LITERAL').x }}",
+        "{{ 'A|B'.split('|')[1] }}{{ ('LIT', 'ERAL')[1] }}{{ 'LIT' * 2 }}{{ 'lit' | upper }}{{ 'LITERAL' | string }}",
+        "{% generation %}LITERAL{% endgeneration %}{% filter trim %}LITERAL{% endfilter %}{% raw %}LITERAL{% endraw %}",
+    ],
+)
+def test_literals_stay_the_template_s_own(source):
+    result = language().from_string(source).render()
+    assert result
+    assert all(result.origin), result
+
+
+def test_literals_put_into_foreign_text_stay_the_template_s_own():
+    source = (
+        "{{ word.replace('w', 'A') }}{{ word.join(['B', 'C']) }}{{ word | replace('w', 'D') }}{{ words | join('E') }}"
+    )
+    result = language().from_string(source).render(**DATA)
+    assert result == "AordBwordCDordoneEtwoEthree"
+    assert [letter for letter, origin in zip(result, result.origin, strict=True) if origin] == list("ABCDEE")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__ }}",
+        "{{ (messages | first).__init__.__globals__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ word.format.__globals__ }}",
+        "{{ '{0.__class__}'.format(word) }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{% set ns = namespace() %}{% set ns._x = 1 %}",
+        "{{ namespace(__class__=1) }}",
+        "{{ dict.update(messages[0], {'role': 'x'}) }}",
+        "{{ ''.own.__globals__ }}",
+        "{{ 'x'.strip.__func__ }}",
+    ],
+)
+def test_a_template_reaches_neither_python_nor_its_arguments(source):
+    messages = [{"role": "user", "content": "hi"}]
+    try:
+        shown = language().from_string(source).render(messages=messages, word="w")
+    except (SecurityError, jinja2.TemplateError, TypeError):
+        shown = ""
+    assert "class" not in shown
+    assert "function" not in shown
+    assert messages == [{"role": "user", "content": "hi"}]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import unicodedata
 
 import pytest
@@ -12,11 +14,14 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 from tokenizers.models import BPE
 
+from lucevisor.text.pre_tokenizers import PRE_TOKENIZERS
+from lucevisor.text.token_bound import NFC_SHRINKS
 from lucevisor.text.tokenizer import Detokenizer, Segment, Tokenizer
 from lucevisor.text.vocabulary import TokenizerError
-from tests.text.awkward import AWKWARD
 from tests.text.vocabularies import (
+    AWKWARD,
     CONTROL,
+    DEMO_JSON,
     GEMMA_MARKERS,
     NORMAL,
     ROOT,
@@ -333,3 +338,194 @@ def test_control_tokens_show_only_if_asked():
     assert stream([8183, 8184]) == ["", "", ""]
     assert stream([8183, 8184], visible=[8184]) == ["", "<|im_end|>", ""]
     assert stream([8186]) == ["<think>", ""]
+
+
+# ---- Each scheme cuts text as the published tokenizer does
+
+
+def pieces(pre: str, text: str) -> list[str]:
+    """The pieces that merges cannot leave, as text."""
+    return [text[start:stop] for _, (start, stop) in PRE_TOKENIZERS[pre].pre_tokenizer().pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "expected"),
+    [
+        ("gpt-2", "don't  stop 1234!\n", ["don", "'t", " ", " stop", " 1234", "!", "\n"]),
+        ("gpt-2", "DON'T", ["DON", "'", "T"]),
+        ("smollm", "x 1234", ["x", " ", "1", "2", "3", "4"]),
+        ("llama-bpe", "DON'T 1234567 x=1;\n\n y", ["DON", "'T", " ", "123", "456", "7", " x", "=", "1", ";\n\n", " y"]),
+        ("qwen2", "I'm at 1234,\n  x\t y", ["I", "'m", " at", " ", "1", "2", "3", "4", ",\n", " ", " x", "\t", " y"]),
+        ("qwen2", "हिन्दी", ["ह", "िन", "्द", "ी"]),
+        ("qwen35", "हिन्दी", ["हिन्दी"]),
+        ("qwen35", "q\u0307\u0323x", ["q\u0307\u0323x"]),
+        ("gpt-4o", "HelloWorld's 1234/\n", ["Hello", "World's", " ", "123", "4", "/\n"]),
+        ("laguna", "a\r\n\r\n  b 12", ["a", "\r\n\r\n", " ", " b", " ", "1", "2"]),
+        ("laguna", "a,\n\nb", ["a", ",", "\n\n", "b"]),
+        ("laguna", "a\n\rb", ["a", "\n\r", "b"]),
+        ("qwen2", "a,\n\nb", ["a", ",\n\n", "b"]),
+        ("default", "a 12345 (x)", ["a", " ", "123", "45", " ", "(", "x", ")"]),
+    ],
+)
+def test_cuts(pre, text, expected):
+    assert pieces(pre, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("pre", "module", "name"),
+    [
+        ("qwen2", "qwen2.tokenization_qwen2", "Qwen2Tokenizer"),
+        ("qwen35", "qwen3_5.tokenization_qwen3_5", "Qwen3_5Tokenizer"),
+        ("gpt-2", "gpt2.tokenization_gpt2", "GPT2Tokenizer"),
+    ],
+)
+def test_ids_equal_those_of_transformers(pre, module, name):
+    transformers = pytest.importorskip(f"transformers.models.{module}")
+    metadata = {**demo_metadata(), "tokenizer.ggml.pre": pre}
+    vocab = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"][:8182])}
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    oracle = getattr(transformers, name)(vocab=vocab, merges=merges)
+    tokens = Tokenizer.from_gguf(metadata)
+    for text in AWKWARD:
+        # The class makes <|endoftext|> a token; to us it is foreign text here.
+        plain = text.replace("<|endoftext|>", "")
+        expected = oracle.encode(plain, add_special_tokens=False) if plain else []
+        assert tokens.encode(plain) == expected, text
+
+
+def test_laguna_equals_a_tokenizer_made_from_its_published_pipeline():
+    """The pre-tokenizer section of Laguna's tokenizer.json, no normaliser, with the demo's merges."""
+    published = json.loads(DEMO_JSON.read_text())
+    words = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    published["normalizer"] = None
+    published["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {
+                "type": "Split",
+                "pattern": {"Regex": "(?:\\r?\\n)+(?!\\r?\\n)"},
+                "behavior": "MergedWithNext",
+                "invert": False,
+            },
+            {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        ],
+    }
+    oracle = Library.from_str(json.dumps(published))
+    tokens = Tokenizer.from_gguf({**demo_metadata(), "tokenizer.ggml.pre": "laguna"})
+    for text in AWKWARD:
+        assert tokens.encode(text, parse_special=True) == oracle.encode(text).ids, text
+
+
+def test_a_whole_piece_that_is_a_token_needs_no_merges_for_llama():
+    """`ignore_merges`: the word is in the vocabulary, but no merge leads to it."""
+    metadata = byte_metadata("llama-bpe", {"hello": 1})
+    assert Tokenizer.from_gguf(metadata).encode("hello") == [264]
+    metadata["tokenizer.ggml.pre"] = "qwen2"
+    assert len(Tokenizer.from_gguf(metadata).encode("hello")) == 5
+
+
+def test_decomposed_accents_are_composed_for_qwen_and_left_alone_for_laguna():
+    decomposed = "e\u0301"
+    for pre, back in (("qwen2", "é"), ("qwen35", "é"), ("laguna", decomposed), ("llama-bpe", decomposed)):
+        tokens = Tokenizer.from_gguf(byte_metadata(pre, {}))
+        assert tokens.decode(tokens.encode(decomposed)) == back
+
+
+def test_a_file_that_names_no_pre_tokenizer_gets_the_default():
+    metadata = byte_metadata("default", {})
+    expected = Tokenizer.from_gguf(metadata).encode("12345 the")
+    del metadata["tokenizer.ggml.pre"]
+    assert Tokenizer.from_gguf(metadata).encode("12345 the") == expected
+
+
+# ---- The bound from bytes never exceeds the tokens that a text has, and is not far below them where it matters
+
+
+@functools.cache
+def tokenizers() -> dict[str, Tokenizer]:
+    markers = {"<|im_end|>": CONTROL, "<|think|>": USER_DEFINED, "\n\n\n": USER_DEFINED}
+    by_scheme = {pre: byte_metadata(pre, markers) for pre in ("qwen2", "qwen35", "llama-bpe", "laguna", "default")}
+    return {
+        name: Tokenizer.from_gguf(metadata)
+        for name, metadata in {**by_scheme, "demo": demo_metadata(), "gemma": gemma_metadata()}.items()
+    }
+
+
+# Runs of what long tokens are made of, letters that NFC puts together, markers, halves of surrogate pairs.
+long_runs = st.one_of(
+    st.builds(
+        lambda unit, n: unit * n,
+        st.sampled_from(
+            [" ", "▁", "\n", "\t", "=", "-", "a", "the", "<|im_end|>", "<eos>", "\n\n\n", "日", "\ud800", "?", "\ufffd"]
+        ),
+        st.integers(1, 80),
+    ),
+    st.lists(
+        st.sampled_from(
+            ["\u1fbe", "\u0308", "\u0301", "\u212a", "\u1112", "\u1161", "\u11ab", "e", "\u1fef", "\u037e"]
+        ),
+        max_size=30,
+    ).map("".join),
+    st.sampled_from(AWKWARD),
+    st.text(max_size=20),
+)
+
+
+@pytest.mark.parametrize("name", ["demo", "gemma", "qwen2", "qwen35", "llama-bpe", "laguna", "default"])
+@given(runs=st.lists(st.tuples(long_runs, st.booleans()), max_size=6))
+@settings(max_examples=150, deadline=None)
+def test_a_text_never_has_fewer_tokens(name, runs):
+    tokenizer = tokenizers()[name]
+    segments = [Segment(text, trusted) for text, trusted in runs]
+    bound = tokenizer.bound.min_tokens("".join(text for text, _ in runs))
+    assert bound <= len(tokenizer.encode_segments(segments))
+
+
+@pytest.mark.parametrize("name", ["demo", "gemma", "llama-bpe"])
+def test_every_token_alone_and_repeated(name):
+    tokenizer = tokenizers()[name]
+    for token_id in range(0, tokenizer.n_vocab, 5):
+        text = tokenizer.decode([token_id], skip_special=False)
+        for times in (1, 3):
+            assert tokenizer.bound.min_tokens(text * times) <= len(tokenizer.encode(text * times, parse_special=True))
+
+
+def test_how_far_nfc_shortens():
+    """No character's longest spelling is longer than NFC_SHRINKS times what NFC writes for it."""
+    composed = [c for c in map(chr, range(0x110000)) if unicodedata.decomposition(c) or "\uac00" <= c <= "\ud7a3"]
+    apart = {c: unicodedata.normalize("NFD", c) for c in composed}
+    longest: dict[str, int] = {}  # the most bytes of one character that stands for this one alone
+    for c, parts in apart.items():
+        if len(parts) == 1:
+            longest[parts] = max(longest.get(parts, len(parts.encode())), len(c.encode()))
+    for c, parts in (apart | {c: c for c in longest}).items():
+        spelled = sum(longest.get(part, len(part.encode())) for part in parts)
+        assert len(c.encode()) <= spelled
+        if unicodedata.normalize("NFC", c) == c:
+            assert spelled <= NFC_SHRINKS * len(c.encode()), hex(ord(c))
+
+
+def test_where_it_matters():
+    bound = tokenizers()["demo"].bound
+    assert bound.max_token_bytes == 40
+    assert bound.min_tokens("") == 0
+    assert bound.min_tokens(" " * 4000) == 100
+    assert bound.min_tokens("x" * 1_000_000) > 40_000
+    assert bound.min_tokens("The quick brown fox. " * 50_000) >= 30_000
+    assert bound.min_tokens("日" * 400_000) == 400_000 * 3 // (NFC_SHRINKS * 40)  # NFC: by bytes alone
+
+
+def test_unknown_when_characters_are_fused():
+    metadata = gemma_metadata()
+    tokens = [t for t in metadata["tokenizer.ggml.tokens"] if t != "<0x41>"]
+    kinds = [
+        kind
+        for kind, t in zip(metadata["tokenizer.ggml.token_type"], metadata["tokenizer.ggml.tokens"], strict=True)
+        if t != "<0x41>"
+    ]
+    more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    assert Tokenizer.from_gguf({**metadata, **more}).bound.min_tokens("x" * 10_000) == 0
