@@ -67,11 +67,11 @@ async def test_the_policy_says_who_starts_next(policy: SchedulingPolicy, order: 
 
 @pytest.mark.parametrize("n_stages", [1, 3])
 async def test_answers_do_not_depend_on_the_policy(n_stages: int) -> None:
-    few = limits(pools=PoolSizes(12, 0, 4))  # so that pages run short
+    few = limits(pools=PoolSizes(9, 0, 4))  # so that pages run short
     for policy in (FirstCome(), FairShare(few)):
         toy = ToyEngine(few, n_stages=n_stages, policy=policy)
         toy.attach()
-        asked = [request(f"{i}", range(i, 40 * i + 9), n=30 + 5 * i, client_id=f"{i % 3}") for i in range(9)]
+        asked = [request(f"{i}", range(i, 40 * i + 9), n=150 + 5 * i, client_id=f"{i % 3}") for i in range(9)]
         handles = [toy.engine.submit(one) for one in asked]
         toy.run()
         for one, handle in zip(asked, handles, strict=True):

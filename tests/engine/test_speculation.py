@@ -488,7 +488,7 @@ async def test_every_decode_counts_where_its_sequence_began() -> None:
 
     assert work_until_more() == [3, 0, 0]
     scheduler = toy.engine.scheduler
-    scheduler._operations += scheduler.preemption.preempt(scheduler.running.youngest, toy.now)
+    scheduler._operations += scheduler.preemption.preempt(next(iter(scheduler.running)), toy.now)
     assert work_until_more() == [0, 3, 0]
     assert scheduler.preemption.n_preempted == 1
     assert toy.crash(0)
