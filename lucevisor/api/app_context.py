@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol
+
+import msgspec
+from msgspec import Meta
 
 from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.api.prepared import PreparedRequest
@@ -96,16 +99,15 @@ class ModelCard:
         return self.name if ":" in self.name else f"{self.name}:latest"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingDefaults:
-    """Default sampling parameters; the field defaults are those of OpenAI's API."""
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Default sampling parameters, as a model card sets them; the field defaults are those of OpenAI's API."""
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object], plain: SamplingDefaults | None = None) -> SamplingDefaults:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from lucevisor.api.app_context import AppContext, SamplingDefaults
 from lucevisor.api.errors import ApiError, bad_parameter

@@ -32,24 +32,6 @@ from lucevisor.text.vocabulary import TokenizerError, named_tokens
 
 log = structlog.get_logger("lucevisor")
 
-_Fraction = Annotated[float, Meta(ge=0, le=1)]
-
-
-class CardSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Sampling parameters that a card sets."""
-
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: _Fraction | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
-    min_p: _Fraction | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-
-    def defaults(self) -> SamplingDefaults:
-        return SamplingDefaults(
-            **{name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
-        )
-
 
 class FamilyCard(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One card: for models of these ``architectures`` whose ``general.name`` the expression ``name`` is found in.
@@ -60,8 +42,8 @@ class FamilyCard(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     architectures: list[str]
     name: str
     stop: list[str] = []
-    sampling: CardSampling = msgspec.field(default_factory=CardSampling)
-    sampling_without_thinking: CardSampling | None = None
+    sampling: SamplingDefaults = SamplingDefaults()
+    sampling_without_thinking: SamplingDefaults | None = None
     thinking_budgets: dict[
         Literal["none", "minimal", "low", "medium", "high", "xhigh"], Annotated[int, Meta(ge=0)]
     ] = {}

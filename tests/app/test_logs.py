@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor.app import logs
-from lucevisor.app.log_reader import LogQuery, LogReader, matches_query
 from lucevisor.app.logs import ConsoleLine, short_request
+from lucevisor.cli.logs import LogQuery, LogReader, matches_query
 
 log = structlog.get_logger("t")
 
