@@ -3,8 +3,8 @@
 A deployment starts its groups, waits for every hello, places the model once, makes the buffers, and has the daemons
 load.  A daemon that is restarted gets the same Load again: another placement is another deployment.  Deployments share
 nothing but the weights, so a later one may start and load while an earlier one serves; it takes over the engine with
-``attach`` after the earlier one's ``detach``.  Knows no HTTP, no requests and no snapshots.
-Invariant: what a daemon says reaches the deployment that started it, and no other.
+``attach`` after the earlier one's ``detach``.  Invariant: messages of a daemon reach the deployment that started it,
+and no other.
 """
 
 from __future__ import annotations
@@ -55,12 +55,14 @@ from lucevisor.supervision.states import State
 from lucevisor.suspend_clock import SuspendAwareClock
 
 OPTIONAL_GROUPS_S = 5.0
-"""Time to wait for optional groups, once all others have said hello."""
+"""Seconds to wait for optional groups once all others have sent hello."""
 
 
 class PlacementBarrier:
-    """Made in a running loop.  ``place`` gets the hellos of all ``groups``, and of those of ``others`` that came in
-    time."""
+    """Waits for the hellos of all groups, then places the model once.  Create it in a running loop.
+
+    ``place`` gets the hellos of all ``groups``, and of those ``others`` that arrive within OPTIONAL_GROUPS_S.
+    """
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class PlacementBarrier:
                     await self._news.wait()
 
     def remove(self, group: str) -> None:
-        """The process that said hello, or should have, is gone."""
+        """Remove the hello of a process that has exited."""
         self._hellos.pop(group, None)
         self._failed.add(group)
         self._news.set()
@@ -131,7 +133,7 @@ _SHARED = (
 
 
 def with_sizes(config: Config, sizes: Placement | None) -> Config:
-    """Return ``config`` with what is automatic in its engine as it was chosen for ``sizes``, if given."""
+    """Return ``config`` with the engine's automatic values replaced by those of ``sizes``, if given."""
     if sizes is None:
         return config
     engine = replace(
@@ -146,8 +148,8 @@ def with_sizes(config: Config, sizes: Placement | None) -> Config:
     return replace(config, engine=engine)
 
 
-def why_unfit(placement: Placement | Infeasible, sizes: Placement | None) -> str:
-    """Return why a model cannot be placed, or not with these sizes of the running requests; empty if it can."""
+def infeasible_reason(placement: Placement | Infeasible, sizes: Placement | None) -> str:
+    """Return why a placement is not possible, or not with the ``sizes`` of running requests; empty if it is."""
     if isinstance(placement, Infeasible):
         return placement.message
     if sizes is None:
@@ -211,7 +213,7 @@ class Deployment:
     ) -> None:
         self.epoch = epoch
         self.placement: Placement | None = None
-        self.unfit = ""  # why it cannot be placed: it needs more memory than there is
+        self.infeasible_reason = ""  # why it cannot be placed: it needs more memory than there is
         self._boundaries: Boundaries | None = None
         self.transfers: ShardTransfers | None = None
         self.scoring: ScoringStage | None = None  # of PFlash, when it is placed
@@ -258,7 +260,7 @@ class Deployment:
             for name, group in config.groups.items()
         }
 
-    # ---- life
+    # ---- start and stop
 
     async def start(self) -> None:
         """Start every group; returns when all are spawned."""
@@ -359,7 +361,7 @@ class Deployment:
         return blamed
 
     def drafter_failed(self, failure: PipelineFailure) -> None:
-        """The engine dropped its drafter, and does without it until the drafter's daemon is replaced."""
+        """Continue without the drafter, which the engine detached, until its daemon is replaced."""
         self._detached = failure.message
         if self._assembly is not None:
             self._assembly.detach_drafter(failure.message)
@@ -428,9 +430,9 @@ class Deployment:
         speeds = await speeds_for(model.spec, model.files, config, inventory)
         config = with_sizes(config, self._sizes)
         result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.scorer)
-        self.unfit = why_unfit(result, self._sizes)
-        if isinstance(result, Infeasible) or self.unfit:
-            raise LucevisorError(self.unfit)
+        self.infeasible_reason = infeasible_reason(result, self._sizes)
+        if isinstance(result, Infeasible) or self.infeasible_reason:
+            raise LucevisorError(self.infeasible_reason)
         for notice in result.notices:
             log.warning("placement notice", notice=notice)
         devices = [f"{d.device} {d.layers}" for d in result.devices]
@@ -545,10 +547,10 @@ class Deployment:
     def _on_heartbeat(self, group: str, heartbeat: Heartbeat) -> None:
         log.debug("heartbeat", group=group, phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))
 
-    # ---- the watch for work that takes too long
+    # ---- watchdog
 
     async def _watch(self) -> None:
-        """Report work that a daemon has had in hand for longer than the limit, at each look."""
+        """Report work that has taken a daemon longer than the limit, once a second."""
         clock, seen_at = SuspendAwareClock(), dict[tuple[str, str], float]()
         while True:
             await asyncio.sleep(WATCH_S)

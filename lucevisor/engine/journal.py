@@ -75,7 +75,7 @@ class _PageRun(msgspec.Struct, gc=False):  # quicker to make than a tuple with n
 
 @dataclass(frozen=True, slots=True)
 class _Filing:
-    """What a step adds: copies of pages (source, target, rows), then its rows.  A page is (id, generation)."""
+    """Journal entries of a step: copies of pages (source, target, rows), then its rows.  A page is (id, generation)."""
 
     step: Step
     copied: list[tuple[tuple[int, int], tuple[int, int], int]]
@@ -168,7 +168,7 @@ class Journal:
             self._store.file(boundary, filing.step.region, copies)
 
     def on_step_finished(self, step_id: int) -> None:
-        """Forget a step that the last stage has answered."""
+        """Drop a step that the last stage has answered."""
         self._filings.pop(step_id, None)
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Groups shards into stages, and makes the arenas and the Load message of each group.  Pure.
+"""Pipeline stages from shards, and the arenas and the Load message of each group.
 
 Invariant: neighbouring stages belong to different groups (consecutive shards of one group form one stage), and exactly
 one arena lies between two stages, and between a stage with captures and a draft stage of another group.

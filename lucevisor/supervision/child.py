@@ -1,6 +1,6 @@
 """One daemon process: spawned, signalled, drained and reaped here and nowhere else.
 
-Knows no states and no messages. Invariants: the process is a child of the main thread (the kernel ties a daemon's life
+Invariants: the process is a child of the main thread (the kernel ties a daemon's life
 to that thread); it inherits its ends of link and pulse and no other descriptor; signals and the wait go through a
 pidfd, so a reused pid is never hit; it is reaped once, and nothing of it stays open afterwards.
 
@@ -82,7 +82,7 @@ def daemon_command(group: GroupConfig, threads: int, python: str) -> list[str]:
     return [python, "-u", "-X", "faulthandler", "-m", "daemons", *options]
 
 
-N_KEPT = 400
+N_KEPT_LINES = 400
 LONGEST_LINE = 8192
 LINES_PER_SECOND = 500
 
@@ -91,7 +91,7 @@ class OutputLines:
     """One stream. `feed` it bytes; `kept` is what a post-mortem shows."""
 
     def __init__(self) -> None:
-        self.kept: deque[str] = deque(maxlen=N_KEPT)
+        self.kept: deque[str] = deque(maxlen=N_KEPT_LINES)
         self._rest = bytearray()
         self._cut = False  # the present line is too long: skip to its end
         self._second = 0.0
@@ -152,8 +152,8 @@ _ABORTED = re.compile(  # what the C and C++ libraries print before they abort
 )
 
 
-def cause(output: Iterable[str]) -> str:
-    """Return the line of stderr that says why the process ended, with the innermost frame of this project, or "".
+def failure_cause(output: Iterable[str]) -> str:
+    """Return the line of stderr with the reason for the exit and the innermost frame of this project, or "".
 
     That is faulthandler's fatal error rather than the modules it lists below; a traceback's exception rather than the
     hints that torch prints below; otherwise the last line.
@@ -244,7 +244,7 @@ def explain_kill(before: int | None, after: int | None) -> str:
 
 _READ_BYTES = 65536
 _DRAIN_AT_EXIT_BYTES = 4 * 2**20
-_LACK = {
+_SHORTAGES = {
     errno.EMFILE: "the supervisor's limit of open files (`ulimit -n`) is reached",
     errno.ENFILE: "the machine's limit of open files (fs.file-max) is reached",
     errno.EAGAIN: "the limit of processes (`ulimit -u`, or of the control group) is reached",
@@ -392,7 +392,7 @@ class Child:
     def _hint(self, code: int | None, number: int | None) -> str:
         if number == signal.SIGKILL and not self._killed:
             return explain_kill(self._oom_kills, oom_kills())
-        return cause(self.lines["stderr"].kept) if code or number in _CRASHES else ""
+        return failure_cause(self.lines["stderr"].kept) if code or number in _CRASHES else ""
 
 
 def _limit_files(pid: int) -> None:
@@ -470,6 +470,6 @@ def spawn(
             sock.close()
         what = f"{error.filename!r}: " if error.filename is not None else ""
         reason = f"cannot start a daemon: {what}{error.strerror}"
-        if error.errno in _LACK:
-            reason += f": {_LACK[error.errno]}; tried again until it works"
-        raise SpawnError(reason, configuration=error.errno not in _LACK) from error
+        if error.errno in _SHORTAGES:
+            reason += f": {_SHORTAGES[error.errno]}; tried again until it works"
+        raise SpawnError(reason, configuration=error.errno not in _SHORTAGES) from error

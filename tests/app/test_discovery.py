@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.app.discovery import choose_groups, model_name, query, save_config, write_config
+from lucevisor.app.discovery import choose_groups, model_name, probe_interpreter, save_config, write_config
 from lucevisor.config import load
 from lucevisor.errors import ConfigError, LucevisorError
 
@@ -45,7 +45,7 @@ def test_each_vendor_gets_a_group_of_the_first_interpreter_that_sees_its_devices
     monkeypatch.setattr(sys, "executable", stand_in(folder, "own", BLIND))
     answers = (("cuda", CUDA), ("rocm", HIP), ("again", CUDA), ("cpu", CPU))
     pythons = [stand_in(folder, name, answer) for name, answer in answers]
-    monkeypatch.setattr("lucevisor.app.discovery.fits", lambda model, groups: True)
+    monkeypatch.setattr("lucevisor.app.discovery.model_fits", lambda model, groups: True)
     groups = choose_groups("m.gguf", pythons)
     assert [(group.backend, group.python, len(group.devices)) for group in groups] == [
         ("cuda", pythons[0], 1),
@@ -55,7 +55,7 @@ def test_each_vendor_gets_a_group_of_the_first_interpreter_that_sees_its_devices
     assert config.model.path == str(folder / "m.gguf")
     assert {name: group.python for name, group in config.groups.items()} == {"cuda": pythons[0], "hip": pythons[1]}
     assert config.placement.devices == ()
-    monkeypatch.setattr("lucevisor.app.discovery.fits", lambda model, groups: False)
+    monkeypatch.setattr("lucevisor.app.discovery.model_fits", lambda model, groups: False)
     assert [group.backend for group in choose_groups("m.gguf", pythons)] == ["cuda", "hip", "cpu"]
 
 
@@ -84,8 +84,8 @@ def test_what_cannot_run_a_daemon_is_refused(folder: Path, monkeypatch: pytest.M
         choose_groups("m.gguf", [])
     with pytest.raises(ConfigError, match=r"--python = .*No such file"):
         choose_groups("m.gguf", ["./none"])
-    assert "is not a Python interpreter" in query("/bin/true").problem
-    assert query(sys.executable) == query(sys.executable)
+    assert "is not a Python interpreter" in probe_interpreter("/bin/true").problem
+    assert probe_interpreter(sys.executable) == probe_interpreter(sys.executable)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lucevisor.app import rundir
-from lucevisor.app.rundir import AlreadyRunningError, RunDirectory, is_locked, running
+from lucevisor.app.rundir import AlreadyRunningError, RunDirectory, is_locked, running_supervisors
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.errors import ConfigError, LucevisorError
 from tests.another_user import as_nobody, needs_root, open_directory
@@ -70,7 +70,7 @@ def test_a_name_that_is_taken():
     one.claim()
     with pytest.raises(AlreadyRunningError, match=rf"'t' runs already \(pid {os.getpid()}\)"):
         RunDirectory("t").claim()
-    assert [r.pid for r in running()] == [os.getpid()]
+    assert [r.pid for r in running_supervisors()] == [os.getpid()]
     one.close()
     one.close()
     assert not one.path.exists()
@@ -198,15 +198,15 @@ def test_what_was_removed_is_made_again_and_found(runtime):
     assert one.is_intact
     shutil.rmtree(runtime / "lucevisor")
     assert not one.is_intact
-    assert running() == []
+    assert running_supervisors() == []
     one.renew()
-    assert [(r.name, r.pid) for r in running()] == [("t", os.getpid())]
+    assert [(r.name, r.pid) for r in running_supervisors()] == [("t", os.getpid())]
     assert one.own.is_dir()
     with pytest.raises(AlreadyRunningError):
         RunDirectory("t").claim()
     (one.path / "pid").unlink()
     one.renew()  # the lock file is there, and this process holds it
-    assert [r.pid for r in running()] == [os.getpid()]
+    assert [r.pid for r in running_supervisors()] == [os.getpid()]
     one.close()
     assert not one.path.exists()
 
@@ -242,13 +242,13 @@ def test_without_a_runtime_directory_there_is_one_below_the_temporary_directory(
             one = RunDirectory("t")
             assert one.path == directory / f"lucevisor-{os.geteuid()}" / "t"
             one.claim()
-            assert [r.name for r in running()] == ["t"]
+            assert [r.name for r in running_supervisors()] == ["t"]
             one.close()
         one.path.parent.rmdir()
         one.path.parent.mkdir()  # by root: another user's
         with as_nobody():
             with pytest.raises(ConfigError, match="belongs to another user"):
-                running()
+                running_supervisors()
             with pytest.raises(ConfigError, match="cannot be used: Permission denied"):
                 RunDirectory("t").claim()
 
@@ -262,4 +262,4 @@ def test_the_directory_of_another_user_is_named(monkeypatch):
             as_nobody(),
             pytest.raises(ConfigError, match=f"{directory}/lucevisor.*: it belongs to another user"),
         ):
-            running()
+            running_supervisors()

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.compression.alignment import aligned
 from lucevisor.compression.compressor import CompressionSettings, Compressor
 from lucevisor.compression.selection import CHUNK_TOKENS
-from lucevisor.compression.windows import QUERY_TOKENS, QUESTION_TOKENS, Windows
+from lucevisor.compression.windows import QUERY_TOKENS, QUESTION_TOKENS, Windows, align_scores
 from lucevisor.errors import ScoringError
 from lucevisor.model.gguf_files import open_model
 from lucevisor.text.template import ChatTemplate
@@ -187,7 +186,7 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=60)
 
 @given(lengths, lengths)
 def test_places_follow_the_text(of, target):
-    found = aligned(list(range(len(of))), of, target)
+    found = align_scores(list(range(len(of))), of, target)
     assert len(found) == len(target)
     assert found == sorted(found)
     total, wanted = sum(target), []

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.scheduler import MAX_OVERTAKEN_SIZES, MAX_SKIPPED_STEPS, ClientShares, Scheduler
+from lucevisor.engine.policy import MAX_OVERTAKEN_SIZES, MAX_SKIPPED_STEPS, ClientShares
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes

@@ -10,7 +10,7 @@ import pytest
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.placement.devices import SPARE_DEVICE_BYTES, SPARE_HOST_BYTES
-from lucevisor.placement.report import as_json, text
+from lucevisor.placement.report import plan_json, plan_text
 from lucevisor.placement.result import Placement
 from tests.placement.made import BOX, BOX_SPLIT, CPUS, configure, cpu, gpu, placed
 
@@ -24,8 +24,8 @@ def test_a_journal_takes_no_more_than_all_pages_at_all_boundaries(demo: ModelSpe
     found = planned(demo, tmp_path, ["left:0", "right:0"])
     row_bytes = found.arenas[0].region_bytes // found.max_step_tokens
     assert found.journal_bytes == found.pools.full_pages * PAGE_TOKENS * row_bytes
-    assert "the journal up to" in text(found)
-    assert as_json(found)["journal_bytes"] == found.journal_bytes
+    assert "the journal up to" in plan_text(found)
+    assert plan_json(found)["journal_bytes"] == found.journal_bytes
 
 
 def test_the_limit_of_a_journal_is_kept_in_whole_pages(demo: ModelSpec, tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_without_a_boundary_or_a_hold_there_is_none(demo: ModelSpec, tmp_path: P
     alone = planned(demo, tmp_path, ["left:0"])
     assert alone.journal_bytes == planned(demo, tmp_path, ["left:0", "right:0"], hold_s=0.0).journal_bytes == 0
     assert planned(demo, tmp_path, ["left:0", "right:0"], journal=0).journal_bytes == 0
-    assert "journal" not in text(alone)
+    assert "journal" not in plan_text(alone)
 
 
 def test_what_preempted_requests_may_take_is_said(demo: ModelSpec, tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_what_preempted_requests_may_take_is_said(demo: ModelSpec, tmp_path: Pat
         cache = replace(config.cache, prefix_slots=n_slots)
         found = placed(demo, replace(config, cache=cache, engine=replace(config.engine, swap_space=3 << 30)))
         assert found.swap_bytes == n_bytes
-        assert ("preempted requests up to 3.00 GiB" in text(found)) == bool(n_bytes)
+        assert ("preempted requests up to 3.00 GiB" in plan_text(found)) == bool(n_bytes)
 
 
 @pytest.mark.parametrize(
@@ -62,5 +62,5 @@ def test_their_memory_is_kept_free(
     for n in (0, 1, 3):
         found = placed(demo, replace(config, recovery=replace(config.recovery, spares=n)), inventory)
         kept.append(found.devices[0].reserve_bytes)
-        assert ("also for spares" in text(found)) == (n > 0)
+        assert ("also for spares" in plan_text(found)) == (n > 0)
     assert (kept[1] - kept[0], kept[2] - kept[0]) == (each, 3 * each)

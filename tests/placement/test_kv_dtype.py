@@ -8,7 +8,7 @@ from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, Space
 from lucevisor.placement.planner import plan
-from lucevisor.placement.report import text
+from lucevisor.placement.report import plan_text
 from lucevisor.placement.result import Placement
 from lucevisor.placement.stages import LoadFiles, load_message
 from tests.placement.made import DEMO, configure
@@ -37,7 +37,7 @@ def test_the_plan_counts_the_bits_of_keys_and_values(spec, tmp_path, kv_dtype, b
     assert exact.devices[0].weight_bytes == smaller.devices[0].weight_bytes
     (reason,) = [r for r in smaller.reasons if r.startswith("keys and values of 64 tokens in all layers take")]
     assert f" as {kv_dtype}, " in reason
-    assert reason in text(smaller)
+    assert reason in plan_text(smaller)
     assert not any(r.startswith("keys and values of") for r in exact.reasons)
 
 

@@ -11,7 +11,7 @@ from lucevisor.config import Config, KvFlashConfig
 from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_resident_chunk, pages_of, pool_pages
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import LayerRange, Space
-from lucevisor.placement.report import as_json, text
+from lucevisor.placement.report import plan_json, plan_text
 from tests.placement.made import configure, cpu, gpu, placed, wrong
 
 
@@ -26,8 +26,8 @@ def test_a_context_that_did_not_fit_does(big: ModelSpec, tmp_path) -> None:
     assert without.max_context < bounded.max_context == big.context_tokens
     assert bounded.pools.full_pages == 2 * 128
     assert bounded.pool_pages == 128
-    assert "at most 128 pages each on the devices" in text(bounded)
-    assert as_json(bounded)["pages"]["resident"] == 128
+    assert "at most 128 pages each on the devices" in plan_text(bounded)
+    assert plan_json(bounded)["pages"]["resident"] == 128
     assert any("kvflash: 128 pages of a sequence stay" in reason for reason in bounded.reasons)
 
 

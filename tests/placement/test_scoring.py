@@ -12,7 +12,7 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend
 from lucevisor.placement.planner import plan
-from lucevisor.placement.report import as_json, rows, text
+from lucevisor.placement.report import plan_json, plan_rows, plan_text
 from lucevisor.placement.result import Infeasible, Placement, PlacementError
 from lucevisor.placement.stages import LoadFiles, load_message
 from tests.model.drafter_files import TARGET
@@ -49,10 +49,10 @@ def test_the_scoring_model_is_where_it_is_configured_else_beside_the_last_layers
     p = placed(small, configured(tmp_path, "device=left:0", "window=600", dtype="float32"), None, scorer)
     assert p.scorer is not None
     assert (p.scorer.group, p.scorer.window_tokens) == ("left", 600)
-    assert [row.layers for row in rows(p)][-1] == "scoring"
-    assert "scoring model: lucevisor-demo-scorer on left:0, as configured" in text(p)
-    assert as_json(p)["pflash"]["name"] == "lucevisor-demo-scorer"
-    assert as_json(placed(small, configured(tmp_path, dtype="float32")))["pflash"] is None
+    assert [row.layers for row in plan_rows(p)][-1] == "scoring"
+    assert "scoring model: lucevisor-demo-scorer on left:0, as configured" in plan_text(p)
+    assert plan_json(p)["pflash"]["name"] == "lucevisor-demo-scorer"
+    assert plan_json(placed(small, configured(tmp_path, dtype="float32")))["pflash"] is None
 
 
 def test_the_daemon_takes_the_bytes_that_were_planned(small, scorer, tmp_path):

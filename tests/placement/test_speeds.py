@@ -16,7 +16,7 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.placement.devices import Inventory, target_devices
 from lucevisor.placement.planner import partition_problem, plan
-from lucevisor.placement.report import as_json, text
+from lucevisor.placement.report import plan_json, plan_text
 from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.placement.sizing import SizingInputs
 from lucevisor.placement.speeds import (
@@ -175,14 +175,14 @@ def test_a_plan_by_speeds_is_quick_and_explained(big, tmp_path):
     result = plan(big, config, box, speeds)
     assert time.process_time() - started < 10
     assert isinstance(result, Placement)
-    shown = text(result)
+    shown = plan_text(result)
     assert "layers: goal latency: 512 prompt tokens and 256 generated tokens take all devices together" in shown
     assert "speeds were measured 2026-01-02 03:04 UTC" in shown
     assert f"left:0: {result.devices[3].layers.stop - result.devices[3].layers.start} layer" in shown
-    as_data = as_json(result)
+    as_data = plan_json(result)
     assert (as_data["goal"], as_data["speeds_measured"]) == ("latency", "2026-01-02 03:04 UTC")
     assert as_data["devices"][3]["decode_s"] == pytest.approx(0.022)
-    assert "the first start with this model measures them" in text(plan(big, config, box))
+    assert "the first start with this model measures them" in plan_text(plan(big, config, box))
 
 
 times = st.floats(1e-5, 1e-2)
