@@ -25,7 +25,9 @@ _due_s = 0.0
 
 
 @torch.inference_mode()
-def run_step(self, step, stage_index, wait_s, masks=None, queued=lambda: None, await_rows=None, between=None):
+def run_step(
+    self, step, stage_index, wait_s, masks=None, queued=lambda: None, await_rows=None, posted=False, between=None
+):
     """In place of ModelRunner.run_step.  After a pause the step takes no time."""
     global _due_s
     started = time.monotonic()
@@ -39,10 +41,10 @@ def run_step(self, step, stage_index, wait_s, masks=None, queued=lambda: None, a
             following(torch.zeros(step.n_tokens, dtype=torch.int64))
             sampled = following.tokens
         elif plan.source is not None and await_rows is not None:
-            await_rows(self._boundaries[plan.source].bells, step.region, step.step_id)
+            await_rows(self._boundaries[plan.source].buffer, step.region, step.step_id, posted)
         time.sleep(max(0.0, _due_s - time.monotonic()))
         if plan.target is not None:
-            self._boundaries[plan.target].bells.ring(step.region, step.step_id)
+            self._boundaries[plan.target].ring(step)
         else:
             ends = [(piece.sequence, piece.start + len(piece.tokens)) for piece in step.slices if piece.sample]
             sampled = [Sampled(sequence, IDS[end % len(IDS)]) for sequence, end in ends]

@@ -1,7 +1,4 @@
-"""Boundary activations (pipeline parallelism's intermediate tensors) from one stage to the next: one region per step.
-
-Invariant: when ``write`` returns, the bytes are where the next stage reads them, unless ``wait`` is False.
-"""
+"""Boundary activations (intermediate tensors of pipeline parallelism) between two stages: one region per step."""
 
 from __future__ import annotations
 
@@ -9,21 +6,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from daemons import device as devices
-from daemons.deferred import QueuedStep, recorded
 from daemons.errors import DeviceError, LoadError
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype
-from lucevisor.protocol.arena import Arena, Doorbells
+from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.loading import Load
 from lucevisor.protocol.steps import Step
 
-RowWait = Callable[[Doorbells, int, int], float]
+RowWait = Callable[[SharedBuffer, int, int, bool], float]
 """Waits for the rows of a region and step; see Inbox.await_rows."""
 
 
@@ -48,96 +43,85 @@ class RowArrival:
         return max(0.0, min(self.waited_s, self.at - since))
 
 
-class BoundaryBuffer(Protocol):
-    """The rows between two stages, in any memory."""
+class BoundaryBuffer:
+    """The rows between two stages, ``width`` numbers each, as tensors over ``buffer``.
 
-    @property
-    def bells(self) -> Doorbells:
-        """The doorbells, which name the step whose rows are in each region."""
+    ``pinned``: its memory is registered with the device driver for its copies.
+    """
 
-    def read(self, region: int, n_rows: int) -> Tensor:
-        """Return the rows ``[n_rows, width]`` that the previous stage wrote, on the cpu; valid during the step."""
-
-    def write(self, region: int, rows: Tensor, *, wait: bool = True) -> None:
-        """Copy ``rows`` ``[T, width]``, on any device, to where the next stage reads them.
-
-        Without ``wait`` it returns at once, and the caller waits for the device before the doorbell is rung.
-        """
-
-    def close(self) -> None:
-        """Release the memory; idempotent."""
-
-
-class SharedMemoryBuffer:
-    """Rows in an arena that both neighbours map; ``pinned``: registered with the device driver for its copies."""
-
-    def __init__(self, arena: Arena, dtype: Dtype, width: int, *, pinned: bool = False) -> None:
-        self._arena, self._dtype, self._width = arena, dtype, width
-        self._locked = pinned and devices.register_host(arena.view())
+    def __init__(self, buffer: SharedBuffer, dtype: Dtype, width: int, *, pinned: bool = False) -> None:
+        self.buffer, self._dtype, self._width = buffer, dtype, width
+        self._locked = pinned and devices.register_host(buffer.view())
         self._last: dict[int, Tensor] = {}  # by region: its rows when it was used last
 
-    @property
-    def bells(self) -> Doorbells:
-        return self._arena.bells
+    def read(self, step: Step) -> Tensor:
+        """Return the rows ``[T, width]`` of a step on the cpu, valid during the step.
 
-    def read(self, region: int, n_rows: int) -> Tensor:
-        """Return a view of the region.  Raises DeviceError when the rows do not fit."""
+        Raises DeviceError when they do not fit.
+        """
+        placed = self.buffer.placed(step.region, step.step_id)
+        return self._rows(step.region, step.n_tokens) if placed is None else self._tensor(placed, step.n_tokens)
+
+    def write(self, step: Step, rows: Tensor, *, wait: bool = True) -> None:
+        """Copy ``rows`` ``[T, width]``, on any device, to the region of a step.
+
+        Without ``wait`` it returns at once, and the caller waits for the device before it calls ``ring``.  Raises
+        DeviceError when they do not fit.
+        """
+        self._rows(step.region, rows.shape[0]).copy_(rows, non_blocking=True)
+        if wait:
+            devices.synchronize(rows.device)
+
+    def ring(self, step: Step) -> None:
+        """Tell the next stage that the rows of a step are there."""
+        n_bytes = step.n_tokens * self._width * devices.torch_dtype(self._dtype).itemsize
+        self.buffer.ring(step.region, step.step_id, n_bytes)
+
+    def _rows(self, region: int, n_rows: int) -> Tensor:
         last = self._last.get(region)
-        if last is not None and last.shape[0] == n_rows:
-            return last
-        buffer, dtype = self._arena.region(region), devices.torch_dtype(self._dtype)
+        if last is None or last.shape[0] != n_rows:
+            last = self._last[region] = self._tensor(self.buffer.region(region), n_rows)
+        return last
+
+    def _tensor(self, memory: memoryview, n_rows: int) -> Tensor:
+        dtype = devices.torch_dtype(self._dtype)
         n_bytes = n_rows * self._width * dtype.itemsize
-        if n_bytes > len(buffer):
+        if n_bytes > len(memory):
             raise DeviceError(
                 "arena region",
                 f"{n_rows} rows of {self._width} {self._dtype.value} take {n_bytes} bytes, "
-                f"the region has {len(buffer)}",
+                f"the region has {len(memory)}",
                 "send fewer tokens in a step: max_step_tokens and the arena's region size disagree",
             )
         if n_rows == 0:
             return torch.empty(0, self._width, dtype=dtype)
-        rows = torch.frombuffer(buffer, dtype=dtype, count=n_rows * self._width).view(n_rows, self._width)
-        self._last[region] = rows
-        return rows
-
-    def write(self, region: int, rows: Tensor, *, wait: bool = True) -> None:
-        """Copy into the region.  Raises DeviceError when the rows do not fit."""
-        self.read(region, rows.shape[0]).copy_(rows, non_blocking=True)
-        if wait:
-            devices.synchronize(rows.device)
+        return torch.frombuffer(memory, dtype=dtype, count=n_rows * self._width).view(n_rows, self._width)
 
     def close(self) -> None:
-        """Release the arena."""
+        """Release the memory; idempotent."""
         if self._locked:
-            devices.unregister_host(self._arena.view())
+            devices.unregister_host(self.buffer.view())
         self._locked = False
         self._last.clear()
-        self._arena.close()
+        self.buffer.close()
 
 
 def boundary_rows(
-    boundaries: Sequence[BoundaryBuffer], source: int | None, step: Step, await_rows: RowWait | None
+    boundaries: Sequence[BoundaryBuffer], source: int | None, step: Step, await_rows: RowWait | None, *, posted: bool
 ) -> tuple[Tensor | None, RowArrival]:
-    """Return the rows that the previous stage writes for a step, and their arrival; None for the first stage."""
+    """Return the rows that the previous stage writes for a step, and their arrival; None for the first stage.
+
+    Those of a step that is not ``posted`` have been written, maybe by the supervisor and elsewhere than in the region.
+    """
     if source is None:
         return None, RowArrival()
     boundary = boundaries[source]
-    rows = boundary.read(step.region, step.n_tokens)
     if await_rows is None:
-        return rows, RowArrival()
-    return rows, RowArrival(partial(await_rows, boundary.bells, step.region, step.step_id))
-
-
-def write_boundary_rows(boundary: BoundaryBuffer, step: Step, rows: Tensor, *, wait: bool) -> QueuedStep | None:
-    """Write the rows of a step for the next stage and ring its doorbell.
-
-    Without ``wait`` the returned QueuedStep rings it.
-    """
-    boundary.write(step.region, rows, wait=wait)
-    if not wait:
-        return QueuedStep(recorded(rows.device), boundary.bells, step.region, step.step_id)
-    boundary.bells.ring(step.region, step.step_id)
-    return None
+        return boundary.read(step), RowArrival()
+    if not posted:
+        await_rows(boundary.buffer, step.region, step.step_id, False)
+        return boundary.read(step), RowArrival()
+    return boundary.read(step), RowArrival(partial(await_rows, boundary.buffer, step.region, step.step_id, True))
 
 
 def arena_width(load: Load, arena: int, spec: ModelSpec) -> int:

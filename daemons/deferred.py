@@ -1,7 +1,7 @@
 """Asynchronous results of a step (async scheduling): the next step is queued before the host has them.
 
-The next step reads tokens and drafts on the device (``PlaceholderFill``), and the host gets an asynchronous copy.  The
-doorbell of boundary rows is rung when they have left the device.  ``wait`` completes a result.
+The next step reads tokens and drafts on the device (``PlaceholderFill``), and the host gets an asynchronous copy.
+``wait`` completes a result.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lucevisor.protocol.arena import Doorbells
 from lucevisor.protocol.steps import Drafted
 
 
@@ -25,12 +24,9 @@ def recorded(device: torch.device, *, timed: bool = False) -> torch.cuda.Event:
 
 @dataclass(slots=True, eq=False)
 class QueuedStep:
-    """A step without a result for the host: at most boundary rows being copied to a region, and their doorbell."""
+    """A step without a result for the host: at most boundary rows being copied to a region."""
 
     done: torch.cuda.Event
-    bells: Doorbells | None = None
-    region: int = 0
-    step_id: int = 0
 
     @property
     def ready(self) -> bool:
@@ -38,10 +34,8 @@ class QueuedStep:
         return bool(self.done.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Wait for the device, then ring the doorbell."""
+        """Wait for the device."""
         self.done.synchronize()
-        if self.bells is not None:
-            self.bells.ring(self.region, self.step_id)
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 A step is computed while the supervisor still makes its masks; only sampling waits for them.  A posted step is sent
 before the previous stage has finished it; only its layers wait for the rows.
-Invariant: frames other than masks come out in the order of the link.
+Invariant: frames other than masks and rows come out in the order of the link.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from daemons.errors import StateError
-from lucevisor.protocol.arena import Doorbells
+from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.messages import Shutdown
-from lucevisor.protocol.steps import CancelPending, DraftStep, Masks, Reset, Slice
+from lucevisor.protocol.steps import CancelPending, DraftStep, Masks, PlacedRows, Reset, Slice, Step
 from lucevisor.protocol.transport import BlockingLink
 
 _POLLS_PER_LINK_CHECK: Final = 20
@@ -35,19 +35,24 @@ class StepCancelled(Exception):
 
 
 class Inbox:
-    """Frames of one link.  ``spin_s``: how long ``await_rows`` polls before it sleeps."""
+    """Frames of one link.  ``spin_s``: how long ``await_rows`` polls before it sleeps.
 
-    def __init__(self, link: BlockingLink) -> None:
-        self._link = link
+    ``place`` gets rows from the supervisor.
+    """
+
+    def __init__(
+        self, link: BlockingLink, place: Callable[[PlacedRows, memoryview], None] = lambda rows, _: None
+    ) -> None:
+        self._link, self._place = link, place
         self._waiting: deque[Frame] = deque()  # received while a step waited for something
         self._masks: dict[int, tuple[Masks, memoryview]] = {}  # by step id
         self.spin_s = 0.0
 
     def receive(self) -> Frame | None:
-        """Return the next frame that is not a mask, as BlockingLink.receive."""
+        """Return the next frame that is neither masks nor rows, as BlockingLink.receive."""
         while True:
             frame = self._waiting.popleft() if self._waiting else self._link.receive()
-            if frame is None or not self._store_masks(frame):
+            if frame is None or not self._store(frame):
                 return frame
 
     def wait(self, timeout_s: float) -> bool:
@@ -57,44 +62,56 @@ class Inbox:
     @property
     def is_cancelling(self) -> bool:
         """True if posted steps that have not begun are to be dropped."""
-        ends = any(isinstance(frame.message, CancelPending | Reset | Shutdown) for frame in self._waiting)
+        return self.is_resetting or any(isinstance(frame.message, CancelPending) for frame in self._waiting)
+
+    @property
+    def is_resetting(self) -> bool:
+        """True if every sequence is to be dropped."""
+        ends = any(isinstance(frame.message, Reset | Shutdown) for frame in self._waiting)
         return ends or self._link.closed_because is not None
 
+    def await_captures(self, rows: SharedBuffer, step: Step) -> None:
+        """Wait for the captures of a step, which are written or on the way.  Raises StepCancelled."""
+        while not (rows.rung(step.region, step.step_id) or rows.placed(step.region, step.step_id) is not None):
+            if self.is_resetting:
+                raise StepCancelled(f"step {step.step_id}")
+            self._check_link(rows, None)
+
     def await_rows(
-        self, bells: Doorbells, region: int, step_id: int, computing: Callable[[], bool] = lambda: False
+        self, rows: SharedBuffer, region: int, step_id: int, posted: bool, computing: Callable[[], bool] = lambda: False
     ) -> float:
-        """Wait until the rows of a posted step are there; return the seconds since then, or since the call if shorter.
+        """Wait until the rows of a step are there; return the seconds since then, or since the call if shorter.
 
         Polls for ``spin_s``, then sleeps until the bell or the link wakes it; never sleeps while ``computing`` returns
         True.  Raises StepCancelled.
         """
         began = time.monotonic()
         until = began + self.spin_s
-        while not bells.rung(region, step_id):
+        while not (rows.rung(region, step_id) or (not posted and rows.placed(region, step_id) is not None)):
             if self.is_cancelling:
                 raise StepCancelled(f"step {step_id}")
             spins = computing() or time.monotonic() < until
-            if spins and any(bells.rung(region, step_id) for _ in range(_POLLS_PER_LINK_CHECK)):
+            if spins and any(rows.rung(region, step_id) for _ in range(_POLLS_PER_LINK_CHECK)):
                 break
-            self._check_link(bells, None if not spins else 0)
-        return min(bells.since_s(region), time.monotonic() - began)
+            self._check_link(rows, None if not spins else 0)
+        return min(rows.since_s(region), time.monotonic() - began)
 
-    def _check_link(self, bells: Doorbells, timeout_ms: int | None) -> None:
+    def _check_link(self, rows: SharedBuffer, timeout_ms: int | None) -> None:
         """Queue a frame that has arrived; without a timeout sleep until there is one, or a bell is rung."""
         if (link := self._link.fileno()) >= 0 and not self._link.buffered:
             poll = select.poll()
             poll.register(link, select.POLLIN)
-            poll.register(bells.wake_fd, select.POLLIN)
+            poll.register(rows.wake_fd, select.POLLIN)
             holds = timeout_ms is None and self._link.holds
             ready = {fd for fd, _ in poll.poll(_HOLD_MS if holds else timeout_ms)}
             if holds and not ready:
                 self._link.flush()
-            if bells.wake_fd in ready:
-                bells.drain()
+            if rows.wake_fd in ready:
+                rows.drain()
             if link not in ready:
                 return
         frame = self._link.receive()
-        if frame is not None and not self._store_masks(frame):
+        if frame is not None and not self._store(frame):
             self._waiting.append(frame)
 
     def wait_for_masks(self, step_id: int, slices: list[Slice]) -> Tensor | None:
@@ -107,7 +124,7 @@ class Inbox:
             frame = self._link.receive()
             if frame is None:
                 return None
-            if not self._store_masks(frame):
+            if not self._store(frame):
                 self._waiting.append(frame)
                 if isinstance(frame.message, Reset | Shutdown):
                     return None
@@ -124,7 +141,7 @@ class Inbox:
             frame = self._link.receive()
             if frame is None:
                 break
-            if not self._store_masks(frame):
+            if not self._store(frame):
                 self._waiting.append(frame)
         message = self._waiting[0].message if self._waiting else None
         return message if isinstance(message, DraftStep) and message.step.step_id == step_id else None
@@ -133,8 +150,13 @@ class Inbox:
         """Drop all masks."""
         self._masks.clear()
 
-    def _store_masks(self, frame: Frame) -> bool:
-        if not isinstance(frame.message, Masks):
-            return False
-        self._masks[frame.message.step_id] = frame.message, frame.payload
+    def _store(self, frame: Frame) -> bool:
+        """Store what a step waits for; return False for any other frame."""
+        match frame.message:
+            case Masks() as masks:
+                self._masks[masks.step_id] = masks, frame.payload
+            case PlacedRows() as rows:
+                self._place(rows, frame.payload)
+            case _:
+                return False
         return True

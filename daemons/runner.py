@@ -17,15 +17,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from daemons import device as devices
-from daemons.boundary import (
-    BoundaryBuffer,
-    RowArrival,
-    RowWait,
-    SharedMemoryBuffer,
-    arena_width,
-    boundary_rows,
-    write_boundary_rows,
-)
+from daemons.boundary import BoundaryBuffer, RowArrival, RowWait, arena_width, boundary_rows
 from daemons.deferred import DeferredDrafts, DeferredTokens, PlaceholderFill, QueuedStep, recorded
 from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
@@ -45,8 +37,8 @@ from daemons.warm import warm_up_all
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.values import Backend
-from lucevisor.protocol.arena import Arena, attach_all
-from lucevisor.protocol.loading import DeviceUse, Load, Loaded, StagePlan
+from lucevisor.protocol.arena import SharedBuffer, open_arenas
+from lucevisor.protocol.loading import ArenaPlan, DeviceUse, Load, Loaded, StagePlan
 from lucevisor.protocol.steps import DraftStep, PageScores, Sampled, Scored, Slice, Step, StepResult
 
 MaskSource = Callable[[int, list[Slice]], Tensor | None]
@@ -56,7 +48,7 @@ MaskSource = Callable[[int, list[Slice]], Tensor | None]
 class ModelRunner:
     """The stages of one daemon, and its draft and scoring stages if it runs them; made by :meth:`load`."""
 
-    def __init__(self, load: Load, backend: Backend, arenas: Sequence[Arena], files: GgufFiles) -> None:
+    def __init__(self, load: Load, backend: Backend, arenas: Sequence[SharedBuffer], files: GgufFiles) -> None:
         self._load = load
         self._backend = backend
         self.stages: dict[int, LoadedStage] = {}
@@ -64,8 +56,8 @@ class ModelRunner:
         self._sampler: Sampler | None = None
         self.spec = read_spec(files, load.options)
         pinned = backend is not Backend.CPU
-        self._boundaries: list[BoundaryBuffer] = [
-            SharedMemoryBuffer(arena, load.dtype, arena_width(load, i, self.spec), pinned=pinned)
+        self._boundaries = [
+            BoundaryBuffer(arena, load.dtype, arena_width(load, i, self.spec), pinned=pinned)
             for i, arena in enumerate(arenas)
         ]
         tokens = next((p.tokens for p in load.stages if p.tokens is not None), None)
@@ -82,19 +74,28 @@ class ModelRunner:
         self._draft: DraftStage | None = None
         self.draft_step: Callable[[int], DraftStep | None] = lambda step_id: None  # see Inbox.draft_step
         self.flush_answers: Callable[[], None] = lambda: None  # those that wait for the next one: BlockingLink.flush
-        self._draft_inputs = None if load.draft is None else DraftInputs(load.draft, self._boundaries)
+        self.await_captures: Callable[[SharedBuffer, Step], None] = lambda rows, step: None  # see Inbox.await_captures
+        self._draft_inputs = None
+        if load.draft is not None:
+            wait = lambda rows, step: self.await_captures(rows, step)  # noqa: E731
+            self._draft_inputs = DraftInputs(load.draft, self._boundaries, wait)
 
     @classmethod
-    def load(cls, load: Load, backend: Backend, fds: Sequence[int], reporter: Reporter) -> tuple[ModelRunner, Loaded]:
-        """Attach the arenas, load and warm up every stage, and load the draft stage and the scoring stage.
+    def load(
+        cls,
+        load: Load,
+        backend: Backend,
+        fds: Sequence[int],
+        reporter: Reporter,
+        open_buffers: Callable[[Sequence[ArenaPlan], Sequence[int]], Sequence[SharedBuffer]] = open_arenas,
+    ) -> tuple[ModelRunner, Loaded]:
+        """Open the boundary memory, load and warm up every stage, and load the draft stage and the scoring stage.
 
         Raises GgufError, ArenaError, LoadError or DeviceError.
         """
         started = time.monotonic()
-        n_own = 2 * len(load.arenas)
-        if len(fds) != n_own + bool(load.replay):
-            raise ValueError(f"Load names {n_own + bool(load.replay)} files, {len(fds)} descriptors arrived")
-        runner = cls(load, backend, attach_all(fds[:n_own], load.arenas), open_files(load))
+        n_own = len(fds) - bool(load.replay)
+        runner = cls(load, backend, open_buffers(load.arenas, fds[:n_own]), open_files(load))
         replays = layerwise_replays(load, runner.spec, fds[-1] if load.replay else -1)
         uses, kernels = list[DeviceUse](), dict[str, str]()
         for plan in load.stages:
@@ -169,12 +170,13 @@ class ModelRunner:
         masks: MaskSource = lambda step_id, slices: None,
         queued: Callable[[], None] = lambda: None,
         await_rows: RowWait | None = None,
+        posted: bool = False,
         between: Callable[[], object] = lambda: None,
     ) -> StepOutput:
         """Execute one step on one of the stages.
 
-        ``masks`` is called before constrained slices are sampled.  ``await_rows`` of a posted step is called when all
-        but its rows is prepared; it may raise StepCancelled, after which the step's operations count as applied.
+        ``masks`` is called before constrained slices are sampled.  ``await_rows``, of a ``posted`` step, is called when
+        all but its rows is prepared; it may raise StepCancelled, after which the step's operations count as applied.
         ``queued`` is called before anything waits for the device, to finish the previous step, whose result may be
         deferred.  ``between`` is called between launches and may finish it earlier.
         """
@@ -191,8 +193,9 @@ class ModelRunner:
         arrival, cold = RowArrival(), False
         deferred: DeferredTokens | QueuedStep | None = None
         payload, sampled, scored, page_scores = Payload(), list[Sampled](), list[Scored](), list[PageScores]()
+        written: list[BoundaryBuffer] = []
         if step.n_tokens:
-            rows_in, arrival = boundary_rows(self._boundaries, plan.source, step, await_rows)
+            rows_in, arrival = boundary_rows(self._boundaries, plan.source, step, await_rows, posted=posted)
             out = stage.forward(step, rows_in, fill or following, arrival)
             if following is not None:
                 arrival, step, sampled = following.arrival, following.step, following.tokens
@@ -201,14 +204,18 @@ class ModelRunner:
             if step.want_hidden:
                 payload.add("hidden", torch.stack([h.float().cpu() for h in out.hidden]))  # maybe of several devices
             if out.captures is not None:
-                self._hand_captures(plan, step, out.captures, queued, queues)
+                written += self._hand_captures(plan, step, out.captures, queued, queues)
             if plan.target is not None:
-                deferred = write_boundary_rows(self._boundaries[plan.target], step, out.rows, wait=not queues)
+                written.append(self._boundaries[plan.target])
+                written[-1].write(step, out.rows, wait=not queues)
+                deferred = QueuedStep(recorded(out.rows.device)) if queues else None
             else:
                 told = queued if fill is None else partial(self._share_known_tokens, asked, queued)
                 scored = self._count_and_score(stage, step, out.rows, queued)
                 found = self._sample(stage, step, out.rows, masks, payload, told, between, queues)
                 deferred, sampled = (None, found) if isinstance(found, list) else (found, [])
+        if deferred is None:
+            _ring(written, step)
         queued()
         self._has_unfinished_step = deferred is not None
         if inputs is not None and deferred is None:
@@ -221,7 +228,7 @@ class ModelRunner:
             step.step_id, stage_index, sampled, compute_s, wait_s, payload.segments,
             scored=scored, page_scores=page_scores, hop_s=arrival.hop_s, upkeep_s=upkeep_s, cold=cold, invalid=invalid,
         )  # fmt: skip
-        return StepOutput(result, payload.arrays, deferred, step, started)
+        return StepOutput(result, payload.arrays, deferred, step, started, [] if deferred is None else written)
 
     def _with_tokens(
         self, plan: StagePlan, step: Step, await_tokens: RowWait | None
@@ -260,6 +267,8 @@ class ModelRunner:
         else:
             return output
         now, self._has_unfinished_step = min(now, time.monotonic()), False
+        if output.step is not None:
+            _ring(output.written, output.step)
         if self._draft_inputs is not None and output.step is not None:
             self._draft_inputs.store_tokens(output.step, sampled)
         begun, self._settled_at = max(output.started, self._settled_at), now
@@ -285,16 +294,18 @@ class ModelRunner:
 
     def _hand_captures(
         self, plan: StagePlan, step: Step, captures: Tensor, queued: Callable[[], None], queues: bool
-    ) -> None:
-        """Pass a stage's captures to the draft stage, in this daemon or in another."""
+    ) -> list[BoundaryBuffer]:
+        """Pass a stage's captures to the draft stage, in this daemon or in another; return where they are written."""
         if not queues:
             queued()
         if plan.capture_target is not None:
             # the output stage, and a stage that queues steps, wait for their device before they answer the step
             wait = not (plan.output or queues) or captures.device != self.stages[plan.stage].device
-            self._boundaries[plan.capture_target].write(step.region, captures, wait=wait)
-        elif self._draft_inputs is not None:
+            self._boundaries[plan.capture_target].write(step, captures, wait=wait)
+            return [self._boundaries[plan.capture_target]]
+        if self._draft_inputs is not None:
             self._draft_inputs.store_captures(step, plan.stage, captures)
+        return []
 
     def awaits_drafts(self, step: Step) -> bool:
         """Return whether the device would be idle after a step until ``run_draft``."""
@@ -406,3 +417,9 @@ class ModelRunner:
         draft, inputs = self._draft, self._draft_inputs
         if self.defers_drafts and self._wants_drafts(step) and draft is not None and inputs is not None:
             inputs.extend(draft, self.draft_step(step.step_id), drawn)
+
+
+def _ring(written: Sequence[BoundaryBuffer], step: Step) -> None:
+    """Announce the rows of a step, which have left the device; captures come first."""
+    for boundary in written:
+        boundary.ring(step)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from daemons.boundary import BoundaryBuffer
 from daemons.deferred import DeferredDrafts, DeferredTokens, QueuedStep
 from lucevisor.protocol.steps import Drafted, DraftStep, Step, StepResult
 
@@ -28,8 +30,9 @@ class Payload:
 class StepOutput:
     """A step result and its payload, float32 arrays.
 
-    ``deferred``: tokens, drafts or rows of ``step`` that ``ModelRunner.finish_step`` waits for.  ``started``: when its
-    boundary rows had arrived.
+    ``deferred``: tokens, drafts or rows of ``step`` that ``ModelRunner.finish_step`` waits for.  ``written``: the
+    boundaries that the step's rows are being copied to, to be rung then.  ``started``: when its boundary rows had
+    arrived.
     """
 
     result: StepResult
@@ -37,6 +40,7 @@ class StepOutput:
     deferred: DeferredTokens | QueuedStep | DeferredDrafts | None = None
     step: Step | None = None
     started: float = 0.0
+    written: Sequence[BoundaryBuffer] = ()
 
     @property
     def is_drafting(self) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from daemons.boundary import RowArrival, RowWait
 from daemons.deferred import PlaceholderFill
 from daemons.errors import StateError
-from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.steps import PENDING, Sampled, Slice, Step, StepResult
 from lucevisor.protocol.validation import ids_fault
 
@@ -27,7 +27,7 @@ _HEAD = 2
 class TokenRing:
     """One end of the arena for tokens.  ``vocabulary``: number of valid ids; others raise StateError."""
 
-    def __init__(self, arena: Arena, vocabulary: int) -> None:
+    def __init__(self, arena: SharedBuffer, vocabulary: int) -> None:
         self._arena, self._vocabulary = arena, vocabulary
         self._regions = [arena.region(i).cast("q") for i in range(arena.plan.n_regions)]
 
@@ -47,11 +47,11 @@ class TokenRing:
         for own in tokens.values():
             numbers.extend([*own, *own[-1:] * (width - len(own))])  # as Slice.with_drafts fills up
         self._numbers(step_id)[: len(numbers)] = memoryview(numbers)
-        self._arena.bells.ring(self._region(step_id), step_id)
+        self._arena.ring(self._region(step_id), step_id, 8 * len(numbers))
 
     def wait(self, step_id: int, await_tokens: RowWait) -> float:
         """Wait until the tokens of a step are there; see RowWait."""
-        return await_tokens(self._arena.bells, self._region(step_id), step_id)
+        return await_tokens(self._arena, self._region(step_id), step_id, True)
 
     def read(self, step_id: int) -> dict[int, list[int]]:
         """Return the tokens of each sequence of a step, equally many.  Raises StateError for invalid contents."""

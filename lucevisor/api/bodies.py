@@ -68,7 +68,7 @@ async def _compressed(read: PreparedRequest, compressor: Compressor) -> Prepared
 
 
 async def _read(reader: Reader, body: list[bytes], ctx: AppContext, bodies: BufferedBodies) -> PreparedRequest | bytes:
-    """Read a whole body where it belongs: a grammar is compiled in a worker, which may crash or be killed."""
+    """Read a whole body, in a worker if it is long or has a grammar, which could crash or block the process."""
     if sum(map(len, body)) <= INLINE_BYTES:
         await take_turn(bodies.turns)
         fields = decode_object(b"".join(body))

@@ -138,7 +138,7 @@ class OpenAiFormatter(ResponseFormatter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One choice: what to generate and how to process it.  `new_prompt`: no earlier choice has the same prompt."""
+    """Engine request and output processor of one choice.  `new_prompt`: no earlier choice has the same prompt."""
 
     request: GenerationRequest
     processor: OutputProcessor

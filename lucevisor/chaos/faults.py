@@ -1,7 +1,7 @@
 """The faults of `lucevisor chaos`, injected from outside or through a process's fault hooks.
 
-Knows processes and files, no traffic.  Invariant: when a fault's function returns, the processes it stopped run again
-or were replaced, and the limits it set are lifted.
+Invariant: when a fault's function returns, the processes it stopped run again or were replaced, and the limits it set
+are lifted.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from lucevisor.errors import LucevisorError, NotRunningError
 from lucevisor.protocol import fault_hooks
 
 READY_S: Final = 600.0
-"""How long a fault may keep the endpoint from being ready."""
+"""Seconds that a fault may keep the endpoint from being ready."""
 HEARTBEAT_S: Final = 3.0
 """After this long without a heartbeat a daemon is replaced, while faults are injected."""
 FOREVER_S: Final = 100_000.0
 AIM_S: Final = 10.0
-"""How long a fault waits for a daemon to save or to restore; then any daemon gets it."""
+"""Seconds that a fault waits for a daemon to save or restore a snapshot; then it hits any daemon."""
 _POLL_S: Final = 0.02
 
 
 Order = Callable[[str, str, dict[str, Any] | None], Awaitable[dict[str, Any]]]
-"""Asks the admin socket of the supervisor that serves: method, path, body."""
+"""Calls the admin socket of the serving supervisor.  Arguments: method, path, body."""
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ START_S: Final = 600.0
 STOP_S: Final = 60.0
 IDLE_S: Final = 60.0
 TWO_AT_ONCE: Final = 0.25
-"""How often a second fault comes while the first one lasts."""
+"""Probability of a second fault while the first one lasts."""
 _POLL_S: Final = 0.05
 
 EXACT: Final = (
@@ -40,7 +40,7 @@ EXACT: Final = (
 
 
 Ask = Callable[[Path, str, str, dict[str, Any] | None], dict[str, Any]]
-"""Asks an admin socket: method, path, body.  Raises LucevisorError."""
+"""Calls an admin socket.  Arguments: socket, method, path, body.  Raises LucevisorError."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class Report:
     recovery: dict[str, Any] = field(default_factory=dict)
     descriptors: tuple[int, int] = (0, 0)
     left: list[str] = field(default_factory=list)
-    """What was left over: what should be free when nothing runs, and was not."""
+    """Resources that were not free when nothing ran any more."""
 
     @property
     def good(self) -> bool:

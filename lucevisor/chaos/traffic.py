@@ -1,6 +1,6 @@
-"""Clients that ask the same questions again and again, and know the answers.
+"""Clients that repeat the same questions and compare the answers with expected ones.
 
-Knows HTTP only, no faults.  Invariant: every request ends as right, wrong (other tokens) or lost (anything but a whole
+Invariant: every request ends as right, wrong (other tokens) or lost (anything but a whole
 answer), and is counted once.
 """
 

@@ -23,14 +23,16 @@ from lucevisor.protocol.arena import ORDERED
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.steps import PendingCancelled, Reset, ResetDone, StepResult
-from lucevisor.protocol.transport import Link
+from lucevisor.protocol.transport import Channel
 
 log = structlog.get_logger("assembly")
 
 
 class DraftAssembly:
-    """``group`` runs the draft stage; ``alone``: it runs no other stage; ``with_output``: it runs the output stage,
-    too.  ``on_change`` is called when ``attached`` changes.
+    """Attaches the draft stage of ``group`` to the engine.
+
+    ``alone``: the group runs no other stage.  ``with_output``: it runs the output stage, too.  ``on_change`` is called
+    when ``attached`` changes.
     """
 
     def __init__(
@@ -40,17 +42,17 @@ class DraftAssembly:
         self._alone, self._with_output = alone, with_output
         self.attached = False
         self._engine, self._on_change = engine, on_change
-        self._link: Link | None = None
+        self._link: Channel | None = None
         self._serving = False  # a pipeline is attached
         self._n_resets = 0
         self._token = 0  # of the last Reset; 0: none is unanswered
 
     @property
     def resetting(self) -> bool:
-        """True while its daemon has a Reset to answer."""
+        """True until its daemon answers a Reset."""
         return self._token > 0
 
-    def on_ready(self, link: Link) -> None:
+    def on_ready(self, link: Channel) -> None:
         """Its daemon finished loading, the drafter included."""
         self._link = link
         if self._serving:
@@ -111,12 +113,15 @@ class DraftAssembly:
 
 
 MAX_REPLAYS: Final = 2
-"""Loads of a group with a replay since the last loss; the next one goes without, should it be the replay that fails."""
+"""Loads of a group with a replay since the last loss.  Further loads have none, in case the replay is what fails."""
 
 
 class PipelineAssembly:
-    """``stage_groups[s]`` is the group that runs stage s, ``draft_group`` the one that runs the draft stage, if any.
-    ``on_change`` is called when ``complete`` or ``drafting`` changes."""
+    """Joins the daemons of one placement into a pipeline.
+
+    ``stage_groups[s]`` runs stage s, ``draft_group`` the draft stage, if any.  ``on_change`` is called when
+    ``complete`` or ``drafting`` changes.
+    """
 
     def __init__(
         self,
@@ -132,7 +137,7 @@ class PipelineAssembly:
         if draft_group:
             alone, with_output = draft_group not in stage_groups, draft_group == stage_groups[-1]
             self._draft = DraftAssembly(engine, draft_group, alone=alone, with_output=with_output, on_change=on_change)
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, Channel] = {}
         self._lost: set[str] = set()  # groups whose stages the pipeline has lost
         self._with_state: set[str] = set()  # groups whose daemons took over their predecessors' state
         self._draft_restored = False  # the drafter's daemon took over that of its predecessor, too
@@ -165,8 +170,10 @@ class PipelineAssembly:
         return frozenset(self._resetting | drafter)
 
     async def replay(self, group: str, timeout_s: float) -> StateReplay | None:
-        """Return what a group's next daemon is to compute while it loads; None if its stages are not lost, or the
-        engine has nothing for it, or had for MAX_REPLAYS daemons that did not load.  The caller closes the file."""
+        """Return the steps that a group's next daemon computes while it loads; the caller closes their file.
+
+        None if its stages are not lost, if there are no such steps, and after MAX_REPLAYS daemons that did not load.
+        """
         if group not in self._lost or self._replaying[group] == MAX_REPLAYS:
             return None
         stages = [stage for stage, name in enumerate(self._stage_groups) if name == group]
@@ -179,7 +186,7 @@ class PipelineAssembly:
     def on_ready(
         self,
         group: str,
-        link: Link,
+        link: Channel,
         *,
         with_draft: bool = False,
         restored: bool = False,
@@ -247,9 +254,7 @@ class PipelineAssembly:
                 pass
 
     def detach(self, error: RequestError | None = None) -> None:
-        """Detach for good; ``error`` ends running requests.  None: the engine has left this pipeline, or is about to be
-        told.
-        """
+        """Detach for good.  ``error`` ends running requests; None: the caller detaches the engine."""
         had_one = self._pipeline is not None
         self._detached = True
         self._links.clear()

@@ -1,7 +1,6 @@
 """The memory of the journal: boundary rows, copied between the arenas and blocks of one page each.
 
-Knows bytes, neither sequences nor steps.  Memory is taken from the system when a block is first written.
-Invariant: never more than ``Placement.journal_bytes``.
+Memory is taken from the system when a block is first written. Invariant: never more than ``Placement.journal_bytes``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ import structlog
 from lucevisor.engine.journal import RowCopy
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.placement.result import Placement
-from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.arena import SharedBuffer
+from lucevisor.protocol.steps import Step
 from lucevisor.protocol.threads import ThreadExecutor
 
 log = structlog.get_logger("journal")
@@ -30,18 +30,22 @@ class JournalRows:
     Raises OSError or MemoryError.
     """
 
-    def __init__(self, arenas: Mapping[int, Arena], row_bytes: int, n_bytes: int) -> None:
+    def __init__(self, arenas: Mapping[int, SharedBuffer], row_bytes: int, n_bytes: int) -> None:
         self.n_pages = n_bytes // (PAGE_TOKENS * row_bytes)
         memory = mmap.mmap(-1, self.n_pages * PAGE_TOKENS * row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)  # a first touch of 4 KiB pages costs as much as the copy
         self._blocks = np.frombuffer(memory, dtype=np.uint8).reshape(-1, PAGE_TOKENS, row_bytes)
         self._all_rows = self._blocks.reshape(-1, row_bytes)
+        self._arenas, self._row_bytes = arenas, row_bytes
         self._regions = {
             (boundary, region): _rows(arena.region(region), row_bytes)
             for boundary, arena in arenas.items()
             for region in range(arena.plan.n_regions)
         }
-        self._thread = ThreadExecutor(1, "journal")  # it begins now, as the event loop cannot wait for one
+        self._thread = ThreadExecutor(1, "journal")  # started now, because the event loop cannot wait for it
+
+    def has_rows(self, boundary: int, step: Step) -> bool:
+        return self._arenas[boundary].rung(step.region, step.step_id)
 
     def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         rows = self._regions[boundary, region]
@@ -51,10 +55,11 @@ class JournalRows:
             else:
                 self._blocks[block, offset : offset + n] = rows[row : row + n]
 
-    def place(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
-        rows = self._regions[boundary, region]
+    def place(self, boundary: int, step: Step, copies: Sequence[RowCopy]) -> None:
+        rows = self._regions[boundary, step.region]
         for block, offset, row, n in copies:
             rows[row : row + n] = self._blocks[block, offset : offset + n]
+        self._arenas[boundary].ring(step.region, step.step_id, step.n_tokens * self._row_bytes)
 
     def copy(self, source: int, target: int, n_rows: int) -> None:
         """Copy the first rows of a block to another."""
@@ -81,7 +86,7 @@ class JournalRows:
                 while rows:
                     n_written = os.pwrite(fd, rows, at)
                     rows, at = rows[n_written:], at + n_written
-        except OSError as error:  # whoever reads finds that rows are missing
+        except OSError as error:  # the reader notices that rows are missing
             log.warning("rows for replay not written", reason=str(error))
         finally:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
@@ -93,7 +98,7 @@ def _rows(region: memoryview, row_bytes: int) -> npt.NDArray[np.uint8]:
     return found[: len(found) // row_bytes * row_bytes].reshape(-1, row_bytes)
 
 
-def journal_rows(buffers: Mapping[tuple[bool, int], Arena], placement: Placement) -> JournalRows | None:
+def journal_rows(buffers: Mapping[tuple[bool, int], SharedBuffer], placement: Placement) -> JournalRows | None:
     """Return the journal's memory for a placement; None without a journal, or where the system has too little."""
     if not placement.journal_bytes:
         return None

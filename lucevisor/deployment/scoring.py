@@ -1,6 +1,6 @@
-"""The scoring stage as a scorer: sends windows to its daemon, a few tokens at a time, and returns what they score.
+"""Scoring stage (PFlash): sends windows of tokens to its daemon and returns their scores.
 
-Its daemon may be missing at any time: then scoring fails with a reason, and prompts stay whole.
+Without its daemon scoring fails with a reason, and prompts stay whole.
 Invariant: one message is unanswered at most, so steps of other stages of the daemon wait for one at most.
 """
 
@@ -16,7 +16,7 @@ from lucevisor.placement.result import PlacedScorer
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.messages import ScoreWindow, WindowScores
-from lucevisor.protocol.transport import Link
+from lucevisor.protocol.transport import Channel
 
 log = structlog.get_logger("scoring")
 
@@ -26,7 +26,7 @@ class ScoringStage:
 
     def __init__(self, placed: PlacedScorer) -> None:
         self.placed = placed
-        self._link: Link | None = None
+        self._link: Channel | None = None
         self._unavailable_reason = "its daemon is starting"
         self._turn = asyncio.Lock()
         self._n_windows = 0
@@ -51,7 +51,7 @@ class ScoringStage:
         """Work of its daemon, for messages; empty: none."""
         return f"window {self._sent.window} at {self._sent.start}" if self._sent is not None else ""
 
-    def on_ready(self, group: str, link: Link, problem: str) -> None:
+    def on_ready(self, group: str, link: Channel, problem: str) -> None:
         """A daemon finished loading; with a ``problem`` without the scoring model."""
         if group != self.placed.group:
             return

@@ -1,11 +1,9 @@
 """The engine core: joins scheduler and pipeline, and hands events to the readers of requests.
 
 One thread, no task of its own: every entry (a request, a cancellation, a result, a pipeline that comes or goes) changes
-the scheduler, sends all steps that have become possible, then delivers events.  Knows ids only: no text, no sockets, no
-pages.
-When a daemon is lost, requests are held (recovery.py): running ones go back to the queue with all their tokens, new
-ones are taken, and the next pipeline computes them.  Without a hold running ones end with the error, and new ones are
-refused with NotReady.
+the scheduler, sends all steps that have become possible, then delivers events.  When a daemon is lost, requests are
+held (recovery.py): running ones go back to the queue with all their tokens, new ones are taken, and the next pipeline
+computes them.  Without a hold running ones end with the error, and new ones are refused with NotReady.
 
 Invariant: a request that submit returned gets exactly one FinishedEvent, even if the pipeline fails or the engine is
 closed.
@@ -25,6 +23,7 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.page_ranking import PageRelevance, note_rankings
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StageLink, StepInFlight
+from lucevisor.engine.policy import SchedulingPolicy
 from lucevisor.engine.rebuild import CannotRebuild, RebuildPlan
 from lucevisor.engine.recovery import PauseReason, Recovery, StageRecovery, StateReplay
 from lucevisor.engine.request import (
@@ -55,14 +54,14 @@ MAX_LOSSES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What the owner of an engine sets.  The callbacks run inside the engine: they return at once and do not call it.
+    """Settings and callbacks of an engine.  Callbacks run inside the engine: they must not block and must not call it.
 
     ``max_queue``: requests that may wait.  ``hold_s``: seconds for which requests wait for a lost daemon; 0: not at
     all.  ``max_losses``: losses in a row, without a token in between, that end a running request.  ``rows`` and
     ``journal_pages``: the memory of the journal; without one all stages compute again what one has lost.
     ``rate_window_s``: the span of ``tokens_per_s`` in statistics.  ``blame`` names the first stage of a step whose rows
     are NaN or infinite.  ``validate``: check all accounts whenever the engine is idle; raises AccountingError.
-    ``mask_threads`` False: masks are made on the calling thread.
+    ``mask_threads`` False: masks are made on the calling thread.  ``policy``: the scheduler's; None: FairShare.
 
     ``on_step`` gets every finished step, ``on_pipeline_failed`` the reason why the pipeline failed, and
     ``on_drafter_lost`` the reason why the drafter was detached.
@@ -77,6 +76,7 @@ class EngineSettings:
     blame: Callable[[Step], str] = lambda _: "the output stage"
     validate: bool = False
     mask_threads: bool = True
+    policy: SchedulingPolicy | None = None
     clock: Callable[[], float] = time.monotonic
     on_step: Callable[[PipelineResult], None] = lambda _: None
     on_pipeline_failed: Callable[[PipelineFailure], None] = lambda _: None
@@ -88,7 +88,7 @@ class Engine:
 
     def __init__(self, limits: EngineLimits, settings: EngineSettings) -> None:
         self._settings, self._clock = settings, settings.clock
-        self.scheduler = Scheduler(limits)
+        self.scheduler = Scheduler(limits, policy=settings.policy)
         self.pipeline: Pipeline | None = None
         journal = make_journal(settings.rows, self.scheduler.pools, settings.journal_pages)
         self._stages = StageRecovery(self.scheduler, journal)
@@ -351,7 +351,7 @@ class Engine:
 
     @property
     def invalid(self) -> str:
-        """Which stage computed NaN or infinities in place of the newest tokens, within ``rate_window_s`` seconds."""
+        """The stage that computed NaN or infinities instead of the newest tokens within ``rate_window_s``, or empty."""
         if self._invalid is None or self._clock() - self._invalid[1] > self._settings.rate_window_s:
             return ""
         return self._invalid[0]

@@ -362,8 +362,8 @@ class Drafting:
         ends = [i for i, sampled in enumerate(drawn) if sampled.token in record.request.stop_ids]
         if ends:  # the request ends there
             n_accepted = min(n_accepted, ends[0] + 1)
-        looked_up = record.drafts.looked_up
-        self.statistics.decoded(part.origin, part.num_real_drafts, n_accepted, looked_up=looked_up)
+        looked_up, reported = record.drafts.looked_up, not part.slice.drafts_pend
+        self.statistics.decoded(part.origin, part.num_real_drafts, n_accepted, looked_up=looked_up, reported=reported)
         record.drafts.n_verified += max(part.num_real_drafts, n_accepted)
         record.drafts.n_accepted += n_accepted
 

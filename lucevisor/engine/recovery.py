@@ -31,7 +31,7 @@ from lucevisor.protocol.loading import StageReplay
 from lucevisor.protocol.steps import Operation, Step
 
 PauseReason = Literal["loss", "restart", "reload"]
-"""Why requests paused: a daemon was lost, an operator restarted it, or moved layers to other daemons."""
+"""Reason of a pause: a daemon was lost, an operator restarted it, or moved layers to other daemons."""
 
 PAUSE_REASONS: tuple[PauseReason, ...] = get_args(PauseReason)
 
@@ -471,7 +471,7 @@ class StageRecovery:
 
     def _send(self, pipeline: Pipeline, stage: int, rebuild_step: RebuildStep) -> None:
         if rebuild_step.rows and self._journal is not None:
-            self._journal.place(stage - 1, rebuild_step.step.region, rebuild_step.rows)
+            self._journal.place(stage - 1, rebuild_step.step, rebuild_step.rows)
         self._regions[stage].append(rebuild_step.step.region)
         with contextlib.suppress(ProtocolError, OSError):  # lost again: the owner is notified
             pipeline.rebuild(stage, rebuild_step.step, self._links[stage])
@@ -481,7 +481,7 @@ class StageRecovery:
         """Let the steps on their way go on."""
         for stage, rebuild_step in self._rows:
             assert self._journal is not None
-            self._journal.place(stage - 1, rebuild_step.step.region, rebuild_step.rows)
+            self._journal.place(stage - 1, rebuild_step.step, rebuild_step.rows)
         self._pipeline = self.opening = None  # what waited is done now, by other stages than the lost ones, too
         self._ended.clear()
         self._forget_plans()

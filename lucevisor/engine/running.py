@@ -1,8 +1,8 @@
 """The requests that have a sequence in the shards, and the ids they hold there.
 
-Pure.  Opens, grows and closes sequences, and says which operations do the same in the daemons; the scheduler decides
-when, and sends them in order.  Invariant: a request is in here exactly while it has a live sequence; what it holds is
-free as soon as ``close`` returns, but for what prefix slots hold too.
+Opens, grows and closes sequences, and says which operations do the same in the daemons; the scheduler decides when, and
+sends them in order.  Invariant: a request is in here exactly while it has a live sequence; what it holds is free as
+soon as ``close`` returns, but for what prefix slots hold too.
 """
 
 from __future__ import annotations
@@ -50,11 +50,6 @@ class RunningRequests(Collection[RequestRecord]):
     def full(self) -> bool:
         """True if no further sequence may be open."""
         return not self.sequence_ids.n_free
-
-    @property
-    def youngest(self) -> RequestRecord:
-        """The request that came last: the first to give its pages up."""
-        return max(self._records.values(), key=lambda record: record.arrival)
 
     def open(self, record: RequestRecord, match: PrefixMatch) -> list[Operation] | None:
         """Open a sequence that starts with ``match``.  None, taking nothing, while there is no room for it."""

@@ -1,4 +1,4 @@
-"""The scheduler: waiting queue, admission, continuous batching, chunked prefill, preemption and fair shares of clients.
+"""The scheduler: waiting queue, admission, continuous batching, chunked prefill and preemption, as a policy decides.
 
 Pure: requests and step results in, step plans and events out; ``now`` (seconds, monotonic) is an argument.
 docs/scheduling.md has the rules.
@@ -16,10 +16,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Final, Protocol
+from typing import Protocol
 
 from lucevisor.engine.drafting import Drafting, with_same_draft_step
 from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.policy import FairShare, SchedulingPolicy
 from lucevisor.engine.prefix_reuse import NO_MATCH, PrefixReuse
 from lucevisor.engine.request import (
     Event,
@@ -51,75 +52,11 @@ from lucevisor.protocol.loading import arena_regions
 from lucevisor.protocol.steps import Operation, Sampled, Step, StepResult
 
 
-class ClientShares:
-    """Tokens charged to each client that has unfinished requests, or owes some.
-
-    A virtual token counter, as in "Fairness in Serving Large Language Models".  A client is an API key, or without keys
-    an address.  The one that was charged least goes first.  An idle client that returns is raised to the least busy
-    one, so credit cannot be saved up; a busy one falls behind by at most ``credit`` tokens.
-    """
-
-    def __init__(self, credit: int) -> None:
-        self._credit = credit
-        self._served: dict[str, int] = {}
-        self._requests: Counter[str] = Counter()
-        self._min_served = 0  # of those with requests
-
-    @property
-    def contested(self) -> bool:
-        """True if more than one client has unfinished requests."""
-        return len(self._requests) > 1
-
-    def add_request(self, client: str) -> None:
-        if client not in self._requests:
-            self._served[client] = max(self._served.get(client, 0), self._min_served)
-            owing = self._served.items()
-            self._served = {
-                name: n for name, n in owing if n > self._min_served or name in self._requests or name == client
-            }
-        self._requests[client] += 1
-        self._update()
-
-    def remove_request(self, client: str) -> None:
-        self._requests[client] -= 1
-        if not self._requests[client]:
-            del self._requests[client]
-        if not self._requests:
-            self._served.clear()
-        self._update()
-
-    def charge(self, tokens: Iterable[tuple[str, int]]) -> None:
-        if not self.contested:
-            return  # only differences matter
-        for client, n in tokens:
-            self._served[client] += n
-        least = max(self._served[client] for client in self._requests) - self._credit
-        for client in self._requests:
-            self._served[client] = max(self._served[client], least)
-        self._update()
-
-    def lead(self, client: str) -> int:
-        """Return how many more tokens ``client`` was served than the least served busy client."""
-        return self._served[client] - self._min_served if self.contested else 0
-
-    def _update(self) -> None:
-        self._min_served = min((self._served[client] for client in self._requests), default=0)
-
-
-MAX_OVERTAKEN_SIZES: Final = 2
-"""Sizes of a request that later ones may overtake it by, in tokens, before it is next."""
-
-
 class RequestQueue:
-    """The waiting queue.  Iteration has no particular order; ``in_order`` has.
+    """The waiting queue.  Iteration has no particular order; ``in_order`` has that of the policy."""
 
-    First come requests with priority (a sequence was preempted for them, or they lost theirs with a daemon), then those
-    of the client that was served least; within a client preempted requests, then the shortest prompt, with ageing.  A
-    request charges its size to the older ones it overtakes.  One that was charged twice its own size is next.
-    """
-
-    def __init__(self, shares: ClientShares) -> None:
-        self._shares = shares
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._policy = policy
         self._waiting: dict[RequestRecord, None] = {}
         self._order: list[RequestRecord] | None = None  # as long as it holds
         self._n_waiting: Counter[str] = Counter()  # by client, without preempted requests
@@ -147,11 +84,8 @@ class RequestQueue:
 
     def start(self, record: RequestRecord) -> None:
         self.remove(record)
-        if record.started_at is None and not record.has_priority:
-            size = max(PAGE_TOKENS, record.size)  # even the shortest prompt takes a sequence
-            for other in self._waiting:
-                if other.arrival < record.arrival and other.request.client_id == record.request.client_id:
-                    other.n_overtaken_tokens += size
+        if record.started_at is None:
+            self._policy.on_started(record, self._waiting)
 
     def invalidate_order(self) -> None:
         """Sort again, because the size or the priority of a waiting request changed."""
@@ -168,29 +102,11 @@ class RequestQueue:
         """Return how many requests start before a further one of ``client``: its own, and as many of each other."""
         return sum(min(n, self._n_waiting[client]) for n in self._n_waiting.values())
 
-    def in_order(self, live: Collection[RequestRecord]) -> list[RequestRecord]:
-        """Return the waiting requests, next first.  ``live``: the running ones, whose prompts count for their
-        clients."""
-        if self._order is None or self._shares.contested:
-            self._order = self.sorted(self._waiting, live)
+    def in_order(self, running: Iterable[RequestRecord]) -> list[RequestRecord]:
+        """Return the waiting requests, next first."""
+        if self._order is None or not self._policy.order_is_stable:
+            self._order = self._policy.waiting_order(self._waiting, running)
         return self._order
-
-    def sorted(self, records: Collection[RequestRecord], live: Collection[RequestRecord]) -> list[RequestRecord]:
-        """Return some of the waiting requests, next first, as of now."""
-        promised: Counter[str] = Counter()
-        if self._shares.contested:
-            for record in live:
-                if record.live is not None and record.state is RequestState.PREFILL:
-                    promised[record.request.client_id] += len(record.tokens) - record.live.n_scheduled
-
-        def turn(record: RequestRecord) -> tuple[int, int, int, int, int]:
-            if record.has_priority:
-                return 1, 0, 0, 0, record.arrival
-            client, new = record.request.client_id, record.started_at is None
-            aged = max(0, MAX_OVERTAKEN_SIZES * record.size - record.n_overtaken_tokens) if new else 0
-            return 2, self._shares.lead(client) + promised[client], new, aged, record.arrival
-
-        return sorted(records, key=turn)
 
 
 class SwapSpace(Protocol):
@@ -213,77 +129,17 @@ class SwapSpace(Protocol):
         """Free the copy."""
 
 
-class PreemptionCandidates:
-    """The running requests as candidates for preemption.  ``chunk``: prompt tokens per step.  ``swaps``: the state of a
-    preempted request goes to host memory.
-    """
-
-    def __init__(self, running: Iterable[RequestRecord], shares: ClientShares, chunk: int, *, swaps: bool) -> None:
-        self._shares, self._chunk, self._swaps = shares, chunk, swaps
-        self._held: Counter[str] = Counter()
-        self._by_service: list[RequestRecord] = []  # the longest served first
-        for record in running:
-            self._held[record.request.client_id] += 1
-            if not record.uncached:
-                self._by_service.append(record)
-        self._by_service.sort(key=lambda record: (-record.n_steps_served(chunk), record.arrival))
-        self._max_held = max(self._held.values(), default=0)
-        self._victims_by_client: dict[str, RequestRecord | None] = {}  # by client, the result of _victim_by_share
-        self._longest = self._by_service[0].n_steps_served(chunk) if self._by_service else 0
-
-    def victim(self, record: RequestRecord) -> RequestRecord | None:
-        """Return the running request to preempt for a waiting one; None if it has to wait."""
-        client = record.request.client_id
-        if client not in self._victims_by_client:
-            self._victims_by_client[client] = self._victim_by_share(client)
-        if (candidate := self._victims_by_client[client]) is not None:
-            return candidate
-        if record.started_at is not None:
-            return None
-        return next(self.victims_of(record.request, record.size), None)
-
-    def _victim_by_share(self, client: str) -> RequestRecord | None:
-        """Return a request of the client with the most sequences, if that has two more than ``client``."""
-        if self._max_held < self._held[client] + 2:
-            return None
-        richest = (record for record in self._by_service if self._held[record.request.client_id] == self._max_held)
-        candidate = next(richest, None)
-        if candidate is None or self._shares.lead(client) > self._shares.lead(candidate.request.client_id):
-            return None
-        return candidate
-
-    def victims_of(self, request: GenerationRequest, n_prompt: int) -> Iterator[RequestRecord]:
-        """Yield the running requests that were served for longer than a waiting one may take: of its own client, or of
-        one with more sequences.
-        """
-        n_steps = -(-n_prompt // self._chunk) + request.max_tokens
-        if n_steps > self._longest:  # nearly all of a long queue
-            return
-        n_own = self._held[request.client_id]
-        for record in self._by_service:
-            served = record.n_steps_served(self._chunk)
-            if served < n_steps:
-                return
-            again = 0 if self._swaps or record.live is None else record.live.n_computed / self._chunk
-            may = record.request.client_id == request.client_id or self._held[record.request.client_id] > n_own
-            if may and served >= again:
-                yield record
-
-
 class Preemption:
     """Preempts running requests.  ``swap`` None: their state is recomputed instead of swapped.
 
-    When pages are short, the youngest request is preempted.  When sequences are short, a waiting request may replace a
-    running one of the client with the most sequences, if those are two more than its own client's; or one that was
-    served for at least as many steps as the waiting one may take.  The state of a preempted request is published as a
-    prefix slot, pinned until the swap space has its bytes, and read back before the request continues.
+    The policy says which, when sequences or pages are short.  The state of a preempted request is published as a prefix
+    slot, pinned until the swap space has its bytes, and read back before the request continues.
     """
 
     def __init__(
-        self, running: RunningRequests, queue: RequestQueue, reuse: PrefixReuse, shares: ClientShares, chunk: int
+        self, running: RunningRequests, queue: RequestQueue, reuse: PrefixReuse, policy: SchedulingPolicy
     ) -> None:
-        self._running, self._queue, self._reuse, self._shares = running, queue, reuse, shares
-        self._chunk = chunk
+        self._running, self._queue, self._reuse, self._policy = running, queue, reuse, policy
         self.swap: SwapSpace | None = None
         self.n_preempted = 0
         self.n_swapped = 0  # of them, those whose bytes went to host memory
@@ -293,12 +149,9 @@ class Preemption:
         """True if pages of preempted requests will be free soon, so that no other request is preempted."""
         return self.swap is not None and self.swap.n_writing > 0
 
-    def candidates(self) -> PreemptionCandidates:
-        return PreemptionCandidates(self._running, self._shares, self._chunk, swaps=self.swap is not None)
-
     def next_preemption(self, waiting: Iterable[RequestRecord]) -> tuple[RequestRecord, RequestRecord] | None:
         """Return the first waiting request that may start in the place of a running one, and that one."""
-        candidates = self.candidates()
+        candidates = self._policy.victims(self._running, swaps=self.swap is not None)
         for record in waiting:
             if record.has_priority and self.pages_pending:
                 return None
@@ -362,7 +215,7 @@ class Admission:
         queue: RequestQueue,
         running: RunningRequests,
         reuse: PrefixReuse,
-        shares: ClientShares,
+        policy: SchedulingPolicy,
         preemption: Preemption,
     ) -> None:
         self.open = True  # False: no request starts
@@ -370,7 +223,7 @@ class Admission:
         self._queue = queue
         self._running = running
         self._reuse = reuse
-        self._shares = shares
+        self._policy = policy
 
     def admit(self, now: float, last_step: int) -> list[Operation]:
         """Start all requests there is room for, and those for which others give way; return the operations that close
@@ -411,8 +264,8 @@ class Admission:
             if opened is None:
                 break
             operations += opened
-            if self._shares.contested:  # its prompt now counts for its client
-                waiting = deque(self._queue.sorted(waiting, self._running))
+            if not self._policy.order_is_stable:  # its prompt now counts for its client
+                waiting = deque(self._policy.waiting_order(waiting, self._running))
         return operations
 
     def _start(self, record: RequestRecord, match: PrefixMatch, now: float, last_step: int) -> list[Operation] | None:
@@ -432,12 +285,6 @@ class Admission:
         return operations
 
 
-_SHORT_STEPS: Final = 128
-"""Most steps, chunks of the prompt and tokens of the answer, of a request that a full queue takes."""
-MAX_SKIPPED_STEPS: Final = 4
-"""Steps in a row that may skip a prompt for shorter ones; twice as many while the first stage is never free."""
-
-
 def has_rows(record: RequestRecord) -> bool:
     """Return whether a request has tokens that no step computes yet."""
     return record.live is not None and record.live.n_scheduled < record.n_tokens
@@ -448,9 +295,11 @@ Events = list[tuple[str, Event]]
 
 
 class Scheduler:
-    """Requests in, step plans out.  ``n_stages``: of the pipeline, until ``attach`` gives another number."""
+    """Requests in, step plans out.  ``n_stages``: of the pipeline, until ``attach`` gives another number.  ``policy``:
+    FairShare by default.
+    """
 
-    def __init__(self, limits: EngineLimits, n_stages: int = 1) -> None:
+    def __init__(self, limits: EngineLimits, n_stages: int = 1, policy: SchedulingPolicy | None = None) -> None:
         self.limits = limits
         self.n_stages = n_stages
         self.runs_ahead = n_stages == 1  # decodes may be planned before their tokens are known
@@ -463,15 +312,14 @@ class Scheduler:
         self.running = RunningRequests(limits, self.pools, self.reuse)
         self.drafting = Drafting(limits, self.pools, self.running, n_stages)
         self._records: dict[str, RequestRecord] = {}
-        self._shares = ClientShares(credit=4 * limits.prefill_chunk)
-        self.queue = RequestQueue(self._shares)
-        self.preemption = Preemption(self.running, self.queue, self.reuse, self._shares, limits.prefill_chunk)
-        self.admission = Admission(self.queue, self.running, self.reuse, self._shares, self.preemption)
+        self._policy = policy or FairShare(limits)
+        self.queue = RequestQueue(self._policy)
+        self.preemption = Preemption(self.running, self.queue, self.reuse, self._policy)
+        self.admission = Admission(self.queue, self.running, self.reuse, self._policy, self.preemption)
         self._operations: list[Operation] = []
         self._flushing = False  # send waiting operations with a step of their own if need be
         self.in_flight: deque[ScheduledStep] = deque()
         self._n_at_first_stage = 0  # steps that it has not answered
-        self._shared_until = 0.0  # until when long prompts leave room for others
         self._service_s = 0.0  # mean time from start to end of a request; 0: none ended
         self._n_arrivals = 0
         self._last_step = 0
@@ -501,20 +349,13 @@ class Scheduler:
         self.reuse.on_submitted(record)
         record.prefix.held = hold
         self._records[request.request_id] = record
-        self._shares.add_request(request.client_id)
+        self._policy.on_submitted(request.client_id)
         self.queue.add(record)
 
     def accepts(self, request: GenerationRequest, max_queue: int) -> bool:
-        """Return whether a request may wait.  Clients share the queue equally.
-
-        Short requests may exceed a share by an eighth and one, so that long ones in the queue do not keep them out.
-        """
-        client = request.client_id
-        share = max(1, max_queue // self.queue.n_clients(client))
-        n_steps = -(-len(request.prompt) // self.limits.prefill_chunk) + request.max_tokens
-        if n_steps <= _SHORT_STEPS:
-            share += share // 8 + 1
-        return self.queue.n_waiting(client) < share
+        """Return whether a request may wait."""
+        client, queue = request.client_id, self.queue
+        return self._policy.accepts(request, queue.n_waiting(client), queue.n_clients(client), max_queue)
 
     def resume(self, request_id: str) -> None:
         """Let a held request start.  Does nothing if it is over already."""
@@ -670,48 +511,25 @@ class Scheduler:
                     prompts.append(record)
                 elif placeholders or not record.live.waiting_for_step:
                     decodes.append(ScheduledSlice(record, record.live, record.n_tokens))
-        long_prompts = [record for record in prompts if self._is_long(record)]
-        if long_prompts and any(record.state is RequestState.DECODE or not self._is_long(record) for record in records):
-            self._shared_until = now + 8.0  # long prompts go on leaving room: a client that was answered may ask again
-        shared = bool(long_prompts) and now < self._shared_until
-        if shared and (self._n_at_first_stage or len(self.in_flight) >= self.n_stages):
-            # A chunk that waits behind another one would be in front of a short prompt, too.
-            held = [record for record in long_prompts if self._n_skipped(record) < 2 * MAX_SKIPPED_STEPS]
-            if held:
-                prompts = [record for record in prompts if record not in held]
-                decodes.clear()  # they go with its next chunk: a step of their own would delay it
+        n_left = self.limits.max_step_tokens
+        if prompts:
+            busy = self._n_at_first_stage > 0 or len(self.in_flight) >= self.n_stages
+            share = self._policy.share_step(prompts, records, self._last_step, now, busy=busy)
+            prompts, n_left = [*share.prompts], share.prefill_tokens
+            if not share.decodes:
+                decodes.clear()
         decodes.sort(key=lambda slice_: (slice_.live.last_step, slice_.record.arrival))
         if self.n_stages > 1:
             decodes = with_same_draft_step(decodes)
         chosen = self.drafting.with_drafts(decodes[: self._n_decodes(records)])
-        n_left = self.limits.max_step_tokens - sum(slice_.n_tokens for slice_ in chosen)
-        if shared:
-            n_left = min(n_left, self.limits.long_prefill_tokens)
+        n_left = min(n_left, self.limits.max_step_tokens - sum(slice_.n_tokens for slice_ in chosen))
         chosen += self._choose_prompts(prompts, n_left, alone=not chosen)
         return chosen or self.choose_ahead(records)
 
-    def _is_long(self, record: RequestRecord) -> bool:
-        """Return whether a prompt is long, so that it leaves room for others."""
-        live = record.live
-        return live is not None and record.wanted is None and live.n_prefill > self.limits.long_prefill_tokens
-
-    def _n_skipped(self, record: RequestRecord) -> int:
-        """Return how many steps skipped a prompt since its last slice."""
-        return self._last_step - record.live.last_step if record.live is not None else 0
-
     def _choose_prompts(self, prompts: Iterable[RequestRecord], n_left: int, *, alone: bool) -> list[ScheduledSlice]:
-        """Choose slices of prompts, ``n_left`` tokens at most; ``alone``: the step has no decode."""
-
-        def order(record: RequestRecord) -> tuple[bool, int, int, int, int]:
-            assert record.live is not None
-            overdue = self._n_skipped(record) >= MAX_SKIPPED_STEPS
-            # Clients closer together than a chunk count as equal: the shortest prompt goes first.
-            lead = self._shares.lead(record.request.client_id) // self.limits.prefill_chunk
-            n_tokens = len(record.tokens) - record.live.n_scheduled
-            return not overdue, record.live.last_step if overdue else 0, lead, n_tokens, record.arrival
-
+        """Choose slices of prompts, in order, ``n_left`` tokens at most; ``alone``: the step has no decode."""
         chosen: list[ScheduledSlice] = []
-        for record in sorted(prompts, key=order):
+        for record in prompts:
             if record.wanted is not None and (chosen or not alone):
                 continue  # its rows are the step's payload, so no other request may be in it
             if (chunk := self._prompt_chunk(record, n_left)) is None:
@@ -738,7 +556,7 @@ class Scheduler:
 
         A micro-batch whose drafts are being made counts: its verification would wait behind that of another one.
         """
-        n_groups = self.drafting.n_groups(self.n_stages)
+        n_groups = self._policy.n_decode_groups(self.n_stages, self.drafting.n_groups(self.n_stages))
         ids = {step.step_id for step in self.in_flight}
         n_under_way = sum(step.decodes and step.depends_on_step not in ids for step in self.in_flight)
         if n_under_way + self.drafting.n_drafting >= n_groups:
@@ -809,7 +627,7 @@ class Scheduler:
                     break
                 if len(self.running) == 1 and self.reuse.index.pinning:
                     break  # a snapshot is being written or read: its pages come back by themselves
-                self._operations += self.preemption.preempt(self.running.youngest, now)
+                self._operations += self.preemption.preempt(self._policy.page_victim(self.running), now)
         return with_pages
 
     def _fit_drafts(self, slice_: ScheduledSlice) -> ScheduledSlice:
@@ -823,7 +641,7 @@ class Scheduler:
         waiting = [slice_.live.waiting_for_step for slice_ in chosen if slice_.drafts_pend] if self.n_stages > 1 else []
         drafts_of = max(waiting, default=0)
         slices = [slice_.schedule(self._last_step, self.drafting.draft_from(slice_.live)) for slice_ in chosen]
-        self._shares.charge(
+        self._policy.on_planned(
             (slice_.record.request.client_id, len(s.tokens) - s.n_drafts)
             for slice_, s in zip(chosen, slices, strict=True)
         )
@@ -871,7 +689,7 @@ class Scheduler:
                 live.accept(i)
             self._append_token(events, record, sampled, now, drafted=drafted)
         if part.slice.n_drafts and record.live is live:
-            self._shares.charge([(record.request.client_id, len(drawn) - 1)])
+            self._policy.on_planned([(record.request.client_id, len(drawn) - 1)])
             self._operations += self.running.end_verification(live)
 
     def _append_token(
@@ -912,7 +730,7 @@ class Scheduler:
             seconds = now - record.started_at
             self._service_s += (seconds - self._service_s) / (16 if self._service_s else 1)
         self.preemption.drop_swapped(record)
-        self._shares.remove_request(record.request.client_id)
+        self._policy.on_finished(record.request.client_id)
         del self._records[record.request.request_id]
         return record.request.request_id, record.finished_event(reason, now, error, stop_id)
 

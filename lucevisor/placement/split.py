@@ -1,7 +1,6 @@
 """Layer split: by weights, by explicit ranges, by balancing a cost, or the fastest one that fits.
 
-Knows no device and no model, only costs of ranges and the boundaries that the model allows.  Invariant: the ranges
-cover every layer once, in order, and none is empty.
+Invariant: the ranges cover every layer once, in order, and none is empty.
 """
 
 from __future__ import annotations
@@ -202,8 +201,7 @@ def fastest_partition(problem: PartitionProblem, slack: float = SLACK) -> Partit
 def _search(problem: PartitionProblem, limit_s: float | None = None) -> _Partial | None:
     """Return the fastest partition, or the evenest within ``limit_s``; the lowest one on a tie.
 
-    Dynamic programming over the shards: of the partials that end at one layer only those count that no other matches or
-    beats in all that the rest depends on.
+    Dynamic programming over the shards.  Of the partials that end at one layer, the Pareto front is kept.
     """
 
     def weight(partial: _Partial) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Arena: a shared memory ring buffer between two stages, one region per step.
+"""Boundary memory between two stages, one region per step: ``SharedBuffer``, and the arena, in shared memory.
 
 Knows memfd, seals and mmap; no tensors, no frames.  Invariants: the memory cannot shrink, so reads never raise SIGBUS;
 it has no name in the file system, so a crash leaves nothing behind.  Access is ordered by the frames on the links, or
@@ -18,10 +18,13 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from lucevisor.protocol.errors import ArenaError
 from lucevisor.protocol.loading import ArenaPlan
+
+if TYPE_CHECKING:
+    from typing import Self
 
 SLOT_BYTES: Final = 64  # a cache line each: the reader of one does not slow the writer of another
 ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
@@ -35,45 +38,41 @@ MAX_REGIONS = PAGE_BYTES // SLOT_BYTES
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class Doorbells:
-    """The bells of an arena over ``page``, and ``wake_fd``, an eventfd that this object owns; -1: nobody sleeps."""
+class SharedBuffer(Protocol):
+    """The boundary between two stages: a region per step in flight, which the writer fills and the reader is told of.
 
-    def __init__(self, page: memoryview, wake_fd: int) -> None:
-        self._numbers = page.cast("Q")
-        self.wake_fd = wake_fd
+    Regions are given out by the supervisor, which reuses one when its step has ended: they are the writer's credits.
+    """
 
-    @staticmethod
-    def make_wake_fd() -> int:
-        """Return a descriptor on which the reader of an arena sleeps; both its stages have it."""
-        return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    plan: ArenaPlan
+    shared_memory: bool
+    """Writer, reader and supervisor map the same bytes.  Otherwise each has its own, and rows travel."""
+    wake_fd: int
+    """Readable after a ring; -1: nobody sleeps here."""
 
-    def ring(self, region: int, step_id: int) -> None:
-        """Say that the rows of a step are there."""
-        at = region * (SLOT_BYTES // 8)
-        self._numbers[at + 1] = time.monotonic_ns()
-        self._numbers[at] = step_id
-        if self.wake_fd >= 0:
-            os.eventfd_write(self.wake_fd, 1)
+    def view(self) -> memoryview:
+        """Return all regions, writable, for registration with a device."""
+
+    def region(self, index: int) -> memoryview:
+        """Return a region: ``plan.region_bytes`` writable, page-aligned bytes."""
+
+    def ring(self, region: int, step_id: int, n_bytes: int) -> None:
+        """Tell the reader that the rows of a step, the first ``n_bytes`` of a region, are there."""
 
     def rung(self, region: int, step_id: int) -> bool:
-        """Return whether the rows of a step are there."""
-        return self._numbers[region * (SLOT_BYTES // 8)] == step_id
+        """Return whether the rows of a step are in its region."""
+
+    def placed(self, region: int, step_id: int) -> memoryview | None:
+        """Return the rows of a step that the supervisor has sent, which are not in its region; None if it has not."""
 
     def since_s(self, region: int) -> float:
-        """Seconds since a region's bell was rung."""
-        return (time.monotonic_ns() - self._numbers[region * (SLOT_BYTES // 8) + 1]) / 1e9
+        """Return the seconds since a region's last ring."""
 
     def drain(self) -> None:
-        """Let the next sleep last until the next ring.  Look at the bell after this."""
-        with suppress(BlockingIOError):  # nobody rang
-            os.eventfd_read(self.wake_fd)
+        """Let the next sleep on ``wake_fd`` last until the next ring.  Call ``rung`` after this."""
 
     def close(self) -> None:
-        """Close the descriptor; idempotent."""
-        self._numbers.release()
-        if self.wake_fd >= 0:
-            os.close(self.wake_fd)
-            self.wake_fd = -1
+        """Release the memory; idempotent.  What a tensor uses stays mapped until the tensor is gone."""
 
 
 def stride_bytes(plan: ArenaPlan) -> int:
@@ -97,18 +96,22 @@ def arena_bytes(plan: ArenaPlan) -> int:
 class Arena:
     """One mapping of the memory, from :meth:`create` or :meth:`attach`.
 
-    ``fd`` is the descriptor to pass on; -1 for an attached arena and after ``close``.  ``bells``: of its regions.
+    ``fd`` is the descriptor to pass on; -1 for an attached arena and after ``close``.  ``wake_fd``, an eventfd, is the
+    object's own.
     """
+
+    shared_memory = True
 
     def __init__(self, plan: ArenaPlan, fd: int, mapping: mmap.mmap, wake_fd: int) -> None:
         self.plan = plan
         self.fd = fd
         self._mapping: mmap.mmap | None = mapping
         self._stride = stride_bytes(plan)
-        self.bells = Doorbells(memoryview(mapping)[self._stride * plan.n_regions :], wake_fd)
+        self._bells = memoryview(mapping)[self._stride * plan.n_regions :].cast("Q")
+        self.wake_fd = wake_fd
 
     @classmethod
-    def create(cls, plan: ArenaPlan) -> Arena:
+    def create(cls, plan: ArenaPlan) -> Self:
         """Allocate, seal and map the memory.  ArenaError when the plan is invalid or memory is short."""
         n_bytes = arena_bytes(plan)
         fd = os.memfd_create(f"lucevisor-arena-{plan.boundary}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -116,7 +119,7 @@ class Arena:
             os.ftruncate(fd, n_bytes)
             os.posix_fallocate(fd, 0, n_bytes)  # fail here with an error, not at first touch with a signal
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-            return cls(plan, fd, _map(fd, n_bytes), Doorbells.make_wake_fd())
+            return cls(plan, fd, _map(fd, n_bytes), os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         except OSError as error:
             os.close(fd)
             raise ArenaError(
@@ -126,7 +129,7 @@ class Arena:
             ) from error
 
     @classmethod
-    def attach(cls, fd: int, plan: ArenaPlan, wake_fd: int = -1) -> Arena:
+    def attach(cls, fd: int, plan: ArenaPlan, wake_fd: int = -1) -> Self:
         """Map the memory of a received descriptor.  Takes over ``fd`` and closes it, also on failure; and ``wake_fd``,
         which it keeps.
 
@@ -166,12 +169,36 @@ class Arena:
         start = index * self._stride
         return self.view()[start : start + self.plan.region_bytes]
 
+    def ring(self, region: int, step_id: int, n_bytes: int) -> None:
+        """Ring the doorbell of a region."""
+        at = region * (SLOT_BYTES // 8)
+        self._bells[at + 1] = time.monotonic_ns()
+        self._bells[at] = step_id
+        if self.wake_fd >= 0:
+            os.eventfd_write(self.wake_fd, 1)
+
+    def rung(self, region: int, step_id: int) -> bool:
+        return self._bells[region * (SLOT_BYTES // 8)] == step_id
+
+    def placed(self, region: int, step_id: int) -> memoryview | None:
+        return None  # the supervisor writes to the region, too
+
+    def since_s(self, region: int) -> float:
+        return (time.monotonic_ns() - self._bells[region * (SLOT_BYTES // 8) + 1]) / 1e9
+
+    def drain(self) -> None:
+        with suppress(BlockingIOError):  # nobody rang
+            os.eventfd_read(self.wake_fd)
+
     def close(self) -> None:
         """Release the mapping; idempotent.  Memory used by a view or tensor stays mapped until the last is gone."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        self.bells.close()
+        self._bells.release()
+        if self.wake_fd >= 0:
+            os.close(self.wake_fd)
+            self.wake_fd = -1
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
             with suppress(BufferError):  # exported views: the mapping ends with them
@@ -180,11 +207,11 @@ class Arena:
 
 def descriptors(arenas: Sequence[Arena]) -> list[int]:
     """Return the descriptors sent with a Load: the memory of each arena, then the eventfd of each reader."""
-    return [*(arena.fd for arena in arenas), *(arena.bells.wake_fd for arena in arenas)]
+    return [*(arena.fd for arena in arenas), *(arena.wake_fd for arena in arenas)]
 
 
-def attach_all(fds: Sequence[int], plans: Sequence[ArenaPlan]) -> list[Arena]:
-    """Attach the arenas of a Load and its descriptors.  Raises ArenaError, and ValueError for another number."""
+def open_arenas(plans: Sequence[ArenaPlan], fds: Sequence[int]) -> list[Arena]:
+    """Attach the arenas of a Load by its descriptors.  Raises ArenaError, and ValueError for another number."""
     if len(fds) != 2 * len(plans):
         raise ValueError(f"Load names {len(plans)} arenas, {len(fds)} descriptors arrived")
     return [Arena.attach(*one) for one in zip(fds[: len(plans)], plans, fds[len(plans) :], strict=True)]

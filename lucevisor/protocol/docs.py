@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lucevisor.protocol.codec import WITH_DESCRIPTORS
 from lucevisor.protocol.frames import MAX_FLAGS
-from lucevisor.protocol.messages import KIB, MESSAGES, MIB, Channel, MessageKind
+from lucevisor.protocol.messages import KIB, MESSAGES, MIB, MessageKind, StreamKind
 from lucevisor.protocol.states import INITIAL, TRANSITIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -22,7 +22,7 @@ COMMAND = "python -m lucevisor.protocol.docs"
 def messages() -> str:
     """One row per kind: who sends it where, what it carries, and its limits with their reasons."""
     rows = [
-        "| kind | message | channel | from | max metadata | max payload | carries | reason for the limits |",
+        "| kind | message | stream | from | max metadata | max payload | carries | reason for the limits |",
         "|---:|---|---|---|---:|---:|---|---|",
     ]
     for kind, message in MESSAGES.items():
@@ -32,7 +32,7 @@ def messages() -> str:
         cells = [
             str(int(kind)),
             f"`{message.record.__name__}`",
-            message.channel.value,
+            message.stream.value,
             message.sender.value,
             _size(message.max_metadata_bytes),
             _size(message.max_payload_bytes),
@@ -54,11 +54,11 @@ def fields() -> str:
 
 
 def states() -> str:
-    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {INITIAL[Channel.LINK].name}"]
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {INITIAL[StreamKind.LINK].name}"]
     for state, row in TRANSITIONS.items():
         moves: dict[str, list[str]] = {}
         for kind, after in row.items():
-            if MESSAGES[kind].channel is Channel.LINK:
+            if MESSAGES[kind].stream is StreamKind.LINK:
                 moves.setdefault(after.name, []).append(MESSAGES[kind].record.__name__)
         lines += [f"    {state.name} --> {after}: {', '.join(names)}" for after, names in moves.items()]
     return "\n".join([*lines, "```"])

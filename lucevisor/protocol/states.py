@@ -1,4 +1,4 @@
-"""The protocol's state machine: who may send which message, on which channel, in which order.
+"""The protocol's state machine: who may send which message, on which stream, in which order.
 
 Both ends use the same tables; nothing here depends on which end it runs on.  Invariants: a link's state changes only
 through :data:`TRANSITIONS`, by a message sent or received; what one end may send stays legal while the other end's
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from enum import Enum
 
-from lucevisor.protocol.messages import MESSAGES, Channel, MessageKind, Role
+from lucevisor.protocol.messages import MESSAGES, MessageKind, Role, StreamKind
 
 
 class LinkState(Enum):
-    """State of a link.  A pulse is always READY."""
+    """State of a link.  A pulse, and a connection for rows, is always READY."""
 
     GREETING = "greeting"  # no Hello yet
     IDLE = "idle"  # interpreter and torch are up, no weights: a spare stays here
@@ -22,7 +22,11 @@ class LinkState(Enum):
     CLOSING = "closing"  # Shutdown was sent; what the daemon still sends is read
 
 
-INITIAL: dict[Channel, LinkState] = {Channel.LINK: LinkState.GREETING, Channel.PULSE: LinkState.READY}
+INITIAL: dict[StreamKind, LinkState] = {
+    StreamKind.LINK: LinkState.GREETING,
+    StreamKind.PULSE: LinkState.READY,
+    StreamKind.ROWS: LinkState.READY,
+}
 
 _BEFORE_READY = {MessageKind.HELLO, MessageKind.LOAD, MessageKind.LOADED}
 
@@ -50,27 +54,31 @@ TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     LinkState.CLOSING: {  # answers were in transit when Shutdown was sent, which may be sent again
         kind: LinkState.CLOSING
         for kind, message in MESSAGES.items()
-        if kind is MessageKind.SHUTDOWN or (message.channel is Channel.LINK and message.sender is Role.DAEMON)
+        if kind is MessageKind.SHUTDOWN or (message.stream is StreamKind.LINK and message.sender is Role.DAEMON)
     },
 }
 
 
-def legal(channel: Channel, sender: Role) -> dict[LinkState, dict[MessageKind, LinkState]]:
-    """Return the part of :data:`TRANSITIONS` that ``sender`` drives on ``channel``."""
+def legal(stream: StreamKind, sender: Role) -> dict[LinkState, dict[MessageKind, LinkState]]:
+    """Return the part of :data:`TRANSITIONS` that ``sender`` drives on ``stream``.
+
+    Both ends of a connection for rows are daemons, and send the same.
+    """
+    sender = Role.DAEMON if stream is StreamKind.ROWS else sender
     return {
-        state: {kind: after for kind, after in row.items() if _sender(kind) == (channel, sender)}
+        state: {kind: after for kind, after in row.items() if _sender(kind) == (stream, sender)}
         for state, row in TRANSITIONS.items()
     }
 
 
-def refusal(channel: Channel, sender: Role, state: LinkState, kind: MessageKind) -> str:
-    """Return why ``sender`` must not send ``kind`` on ``channel`` in this state."""
-    right_channel, right_sender = _sender(kind)
-    if (right_channel, right_sender) != (channel, sender):
-        return f"{kind.name} is sent by the {right_sender} on the {right_channel}, not by the {sender} on the {channel}"
-    allowed = ", ".join(k.name for k in legal(channel, sender)[state]) or "nothing"
+def refusal(stream: StreamKind, sender: Role, state: LinkState, kind: MessageKind) -> str:
+    """Return why ``sender`` must not send ``kind`` on ``stream`` in this state."""
+    right_stream, right_sender = _sender(kind)
+    if (right_stream, right_sender) != (stream, sender):
+        return f"{kind.name} is sent by the {right_sender} on the {right_stream}, not by the {sender} on the {stream}"
+    allowed = ", ".join(k.name for k in legal(stream, sender)[state]) or "nothing"
     return f"{kind.name} is not allowed in state {state.value}, where the {sender} may send {allowed}"
 
 
-def _sender(kind: MessageKind) -> tuple[Channel, Role]:
-    return MESSAGES[kind].channel, MESSAGES[kind].sender
+def _sender(kind: MessageKind) -> tuple[StreamKind, Role]:
+    return MESSAGES[kind].stream, MESSAGES[kind].sender

@@ -1,8 +1,7 @@
 """System calls on the snapshot directory: lock, headers, names, and verifying tensor checksums (xxh3).
 
-Knows the header format, but no policy and no daemons.  Invariants: files without a name of ours are never opened or
-changed; every failure is an OSError or a SnapshotError, never a signal: files are read, not mapped, because an
-unreadable mapped page would kill the process with SIGBUS.
+Invariants: files without a name of ours are never opened or changed; every failure is an OSError or a SnapshotError,
+never a signal: files are read, not mapped, because an unreadable mapped page would kill the process with SIGBUS.
 """
 
 from __future__ import annotations

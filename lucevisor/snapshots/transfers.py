@@ -15,7 +15,7 @@ from lucevisor.model.values import LayerRange
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.messages import Restore, Restored, Save, Saved, SlotPlace, SnapshotTensor, TransferFailed
-from lucevisor.protocol.transport import Link
+from lucevisor.protocol.transport import Channel
 
 
 @dataclass(slots=True, eq=False)
@@ -62,12 +62,12 @@ class ShardTransfers:
     def __init__(self, layers: Mapping[str, Sequence[LayerRange]], draft_group: str = "") -> None:
         self._layers = {group: tuple(ranges) for group, ranges in layers.items()}
         self._draft_group = draft_group
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, Channel] = {}
         self._transfers: dict[int, Transfer] = {}
         self._ids = count(1)
         self._refusing = ""  # why no snapshot is saved or restored
 
-    def on_ready(self, group: str, link: Link) -> None:
+    def on_ready(self, group: str, link: Channel) -> None:
         """A daemon finished loading."""
         self._links[group] = link
         self._refusing = ""

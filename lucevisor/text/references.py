@@ -19,7 +19,7 @@ Schema = Mapping[str, Any]
 
 REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
 VALUES: Final = frozenset(["enum", "const", "default", "example", "examples"])
-"""Keywords whose values are no schemas, whatever they look like."""
+"""Keywords whose values are never schemas."""
 
 NAMED: Final = frozenset(["properties", "patternProperties", "dependentSchemas", "dependencies"])
 """Keywords whose values are schemas by name."""

@@ -223,7 +223,7 @@ def test_every_family_has_a_card():
         ("qwen35", "Qwen3.5-27B", 1.0, 0.7),
         ("qwen35moe", "Qwen3.6 35B A3B", 1.0, 0.7),
         ("gemma4", "Gemma-4-31B-It", 1.0, None),
-        ("laguna", "Laguna-XS.2", None, None),
+        ("laguna", "Laguna-XS.2", 1.0, None),
     ],
 )
 def test_a_model_finds_its_card(architecture, name, temperature, direct):
@@ -246,10 +246,10 @@ def test_what_goes_before_what():
     assert card is not None
     assert card.sampling_without_thinking is not None
     file = {"general.sampling.top_k": 40}
-    defaults = SamplingDefaults.from_gguf(file, card.sampling.defaults())
+    defaults = SamplingDefaults.from_gguf(file, card.sampling)
     context = AppContext(
         model=ModelCard(name="m", created_s=0), tokenizer=tokenizer(), template=None, not_ready=list,
-        defaults=defaults, direct_defaults=card.sampling_without_thinking.defaults(),
+        defaults=defaults, direct_defaults=card.sampling_without_thinking,
     )  # fmt: skip
 
     def sampled(direct=False, structured=False, **asked):

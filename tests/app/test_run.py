@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lucevisor.app.run import EarlySignals, fault_limits, refuse_faults
+from lucevisor.app.run import EarlySignals, parse_fault_limits, refuse_fault_hooks
 from lucevisor.app.status import LoadProgress
 from lucevisor.config import load
 from lucevisor.errors import ConfigError
@@ -63,24 +63,24 @@ def test_later_signals_are_noted_for_the_loop() -> None:
 )
 def test_hooks_are_refused(environ, overrides, key):
     with pytest.raises(ConfigError, match="lucevisor chaos") as refused:
-        refuse_faults(load(DEMO, overrides), environ)
+        refuse_fault_hooks(load(DEMO, overrides), environ)
     assert refused.value.key == key
 
 
 def test_without_them_nothing_is_refused():
-    refuse_faults(load(DEMO), {"LUCEVISOR_FAULTS": ""})
+    refuse_fault_hooks(load(DEMO), {"LUCEVISOR_FAULTS": ""})
 
 
 def test_deadlines():
-    limits = fault_limits("heartbeat_s=0.5,step_s=3")
+    limits = parse_fault_limits("heartbeat_s=0.5,step_s=3")
     assert (limits.heartbeat_s, limits.step_s, limits.reap_s) == (0.5, 3.0, 30.0)
-    assert fault_limits("").heartbeat_s == 10.0
+    assert parse_fault_limits("").heartbeat_s == 10.0
 
 
 @pytest.mark.parametrize("text", ["heartbeat_s", "heartbeat_s=soon", "heartbeat_s=0", "n_restarts=3", "x_s=1"])
 def test_something_else_is_refused(text):
     with pytest.raises(ConfigError, match="--allow-faults"):
-        fault_limits(text)
+        parse_fault_limits(text)
 
 
 # ---- progress of a start

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from lucevisor.app import rundir
-from lucevisor.app.discovery import choose_groups, model_name, query, save_config, write_config
-from lucevisor.app.rundir import AlreadyRunningError, RunDirectory, is_locked, running
+from lucevisor.app.discovery import choose_groups, model_name, probe_interpreter, save_config, write_config
+from lucevisor.app.rundir import AlreadyRunningError, RunDirectory, is_locked, running_supervisors
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.config import load
 from lucevisor.errors import ConfigError, LucevisorError
@@ -74,7 +74,7 @@ def test_a_name_that_is_taken():
     one.claim()
     with pytest.raises(AlreadyRunningError, match=rf"'t' runs already \(pid {os.getpid()}\)"):
         RunDirectory("t").claim()
-    assert [r.pid for r in running()] == [os.getpid()]
+    assert [r.pid for r in running_supervisors()] == [os.getpid()]
     one.close()
     one.close()
     assert not one.path.exists()
@@ -202,15 +202,15 @@ def test_what_was_removed_is_made_again_and_found(runtime):
     assert one.is_intact
     shutil.rmtree(runtime / "lucevisor")
     assert not one.is_intact
-    assert running() == []
+    assert running_supervisors() == []
     one.renew()
-    assert [(r.name, r.pid) for r in running()] == [("t", os.getpid())]
+    assert [(r.name, r.pid) for r in running_supervisors()] == [("t", os.getpid())]
     assert one.own.is_dir()
     with pytest.raises(AlreadyRunningError):
         RunDirectory("t").claim()
     (one.path / "pid").unlink()
     one.renew()  # the lock file is there, and this process holds it
-    assert [r.pid for r in running()] == [os.getpid()]
+    assert [r.pid for r in running_supervisors()] == [os.getpid()]
     one.close()
     assert not one.path.exists()
 
@@ -246,13 +246,13 @@ def test_without_a_runtime_directory_there_is_one_below_the_temporary_directory(
             one = RunDirectory("t")
             assert one.path == directory / f"lucevisor-{os.geteuid()}" / "t"
             one.claim()
-            assert [r.name for r in running()] == ["t"]
+            assert [r.name for r in running_supervisors()] == ["t"]
             one.close()
         one.path.parent.rmdir()
         one.path.parent.mkdir()  # by root: another user's
         with as_nobody():
             with pytest.raises(ConfigError, match="belongs to another user"):
-                running()
+                running_supervisors()
             with pytest.raises(ConfigError, match="cannot be used: Permission denied"):
                 RunDirectory("t").claim()
 
@@ -266,7 +266,7 @@ def test_the_directory_of_another_user_is_named(monkeypatch):
             as_nobody(),
             pytest.raises(ConfigError, match=f"{directory}/lucevisor.*: it belongs to another user"),
         ):
-            running()
+            running_supervisors()
 
 
 # ---- interpreters and their devices
@@ -303,7 +303,7 @@ def test_each_vendor_gets_a_group_of_the_first_interpreter_that_sees_its_devices
     monkeypatch.setattr(sys, "executable", stand_in(folder, "own", BLIND))
     answers = (("cuda", CUDA), ("rocm", HIP), ("again", CUDA), ("cpu", CPU))
     pythons = [stand_in(folder, name, answer) for name, answer in answers]
-    monkeypatch.setattr("lucevisor.app.discovery.fits", lambda model, groups: True)
+    monkeypatch.setattr("lucevisor.app.discovery.model_fits", lambda model, groups: True)
     groups = choose_groups("m.gguf", pythons)
     assert [(group.backend, group.python, len(group.devices)) for group in groups] == [
         ("cuda", pythons[0], 1),
@@ -313,7 +313,7 @@ def test_each_vendor_gets_a_group_of_the_first_interpreter_that_sees_its_devices
     assert config.model.path == str(folder / "m.gguf")
     assert {name: group.python for name, group in config.groups.items()} == {"cuda": pythons[0], "hip": pythons[1]}
     assert config.placement.devices == ()
-    monkeypatch.setattr("lucevisor.app.discovery.fits", lambda model, groups: False)
+    monkeypatch.setattr("lucevisor.app.discovery.model_fits", lambda model, groups: False)
     assert [group.backend for group in choose_groups("m.gguf", pythons)] == ["cuda", "hip", "cpu"]
 
 
@@ -342,8 +342,8 @@ def test_what_cannot_run_a_daemon_is_refused(folder: Path, monkeypatch: pytest.M
         choose_groups("m.gguf", [])
     with pytest.raises(ConfigError, match=r"--python = .*No such file"):
         choose_groups("m.gguf", ["./none"])
-    assert "is not a Python interpreter" in query("/bin/true").problem
-    assert query(sys.executable) == query(sys.executable)
+    assert "is not a Python interpreter" in probe_interpreter("/bin/true").problem
+    assert probe_interpreter(sys.executable) == probe_interpreter(sys.executable)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.compression.alignment import aligned
 from lucevisor.compression.compressor import CompressionSettings, Compressor
 from lucevisor.compression.parts import MIN_PART_TOKENS, PromptPart, last_words_end, parts_of, roles_of_turns
 from lucevisor.compression.selection import (
@@ -24,7 +23,7 @@ from lucevisor.compression.selection import (
     keep_ratio_at,
     select,
 )
-from lucevisor.compression.windows import QUERY_TOKENS, QUESTION_TOKENS, Windows
+from lucevisor.compression.windows import QUERY_TOKENS, QUESTION_TOKENS, Windows, align_scores
 from lucevisor.errors import ScoringError
 from lucevisor.model.gguf_files import open_model
 from lucevisor.text.template import ChatTemplate
@@ -198,7 +197,7 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=60)
 
 @given(lengths, lengths)
 def test_places_follow_the_text(of, target):
-    found = aligned(list(range(len(of))), of, target)
+    found = align_scores(list(range(len(of))), of, target)
     assert len(found) == len(target)
     assert found == sorted(found)
     total, wanted = sum(target), []

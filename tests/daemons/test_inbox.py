@@ -32,7 +32,7 @@ class Ends:
             link._connection.state = LinkState.READY
         plan = ArenaPlan(0, 64, 3)
         self.before = Arena.create(plan)
-        self.arena = Arena.attach(os.dup(self.before.fd), plan, os.dup(self.before.bells.wake_fd))
+        self.arena = Arena.attach(os.dup(self.before.fd), plan, os.dup(self.before.wake_fd))
         self.inbox = Inbox(self.daemon)
         self.inbox.spin_s = spin_s
 
@@ -40,7 +40,7 @@ class Ends:
         self.supervisor.send(message, payload=[rows])
 
     def await_rows(self, region: int, step_id: int) -> float:
-        return self.inbox.await_rows(self.arena.bells, region, step_id)
+        return self.inbox.await_rows(self.arena, region, step_id, posted=True)
 
     def later(self, work: object, *arguments: object) -> threading.Timer:
         timer = threading.Timer(0.05, work, arguments)  # type: ignore[arg-type]
@@ -60,8 +60,8 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
 
 def test_bells_of_other_steps_and_regions_do_not(ends: Ends) -> None:
     for region, step_id in ((1, 6), (0, 7), (1, 8)):
-        ends.before.bells.ring(region, step_id)
-    timer = ends.later(ends.before.bells.ring, 1, 7)
+        ends.before.ring(region, step_id, 0)
+    timer = ends.later(ends.before.ring, 1, 7, 0)
     ends.await_rows(1, 7)
     timer.join()
 
@@ -70,7 +70,7 @@ def test_frames_that_come_meanwhile_keep_their_order_and_masks_are_set_aside(end
     ends.supervisor.send(Step(8, 0))
     ends.supervisor.send(Masks(7, 1, 1), payload=[b"a"])
     ends.supervisor.send(Step(9, 1))
-    timer = ends.later(ends.before.bells.ring, 0, 7)
+    timer = ends.later(ends.before.ring, 0, 7, 0)
     ends.await_rows(0, 7)
     timer.join()
     assert ends.inbox.wait_for_masks(7, [Slice(0, 0, [1], sample=True, masked=True)]).tolist() == [[ord("a")]]  # type: ignore[union-attr]
@@ -98,7 +98,7 @@ def test_an_answer_that_waits_for_the_next_one_does_not_wait_as_long_as_rows_do(
     thread.start()
     assert ends.supervisor.wait(5.0)
     assert ends.supervisor.receive().message == StepResult(6, 2)  # type: ignore[union-attr]
-    ends.before.bells.ring(1, 7)
+    ends.before.ring(1, 7, 0)
     thread.join()
 
 

@@ -34,7 +34,7 @@ from lucevisor.model.drafters import open_draft, read_draft_spec
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
-from lucevisor.protocol.arena import Arena, Doorbells
+from lucevisor.protocol.arena import Arena, SharedBuffer
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.frames import POSTED
 from lucevisor.protocol.loading import (
@@ -314,7 +314,7 @@ class TwoStages:
                 sources = [CaptureSource(1, [*own.captures], None)]
                 draft = DraftPlan(2, DraftKind.MTP, [str(drafter)], 0, own.layers, sources)
                 plan = replace(plan, captures=[*own.captures])
-            fds = [os.dup(a.fd) for a in self.arenas] + [os.dup(a.bells.wake_fd) for a in self.arenas]
+            fds = [os.dup(a.fd) for a in self.arenas] + [os.dup(a.wake_fd) for a in self.arenas]
             sizes = pools_of(spec), 4, 80
             load = Load(files, Dtype.FLOAT32, Dtype.FLOAT32, [plan], plans, *sizes, draft=draft, spin_s=spin_s)
             runner, _ = ModelRunner.load(load, backend, fds, Reporter())  # type: ignore[arg-type]
@@ -419,8 +419,7 @@ def test_tokens_are_those_of_stages_that_wait(
         return events[-1]
 
     if backend is Backend.CPU:
-        for place in ("boundary", "runner"):
-            monkeypatch.setattr(f"daemons.{place}.recorded", late)
+        monkeypatch.setattr("daemons.runner.recorded", late)
     with two_stages(golden.spec, backend, 0.0) as both:
         wanted = run(both, golden.ids, batches)
     assert not events
@@ -437,13 +436,13 @@ def test_tokens_are_those_of_stages_that_wait(
 def test_a_bell_is_rung_when_the_rows_have_left_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     golden = opened("qwen35")
     event = LateEvent(at=float("inf"))
-    monkeypatch.setattr("daemons.boundary.recorded", lambda _: event)
+    monkeypatch.setattr("daemons.runner.recorded", lambda _: event)
     with two_stages(golden.spec, Backend.CPU, 0.05) as both:
         slices = [Slice(0, 0, golden.ids[:5], True)]
         for stage in (0, 1):
             both.post(Step(1, 1, opening(golden.spec, 0, GREEDY), slices), stage)
         wait_until(lambda: event.polled > 100)
-        assert not both.arenas[0].bells.rung(1, 1)
+        assert not both.arenas[0].rung(1, 1)
         # a loss takes back what waits behind it; the step on the device is answered all the same
         both.post(Step(2, 2, [], [Slice(0, 5, [PENDING], True)], depends_on_step=1), 0)
         wait_until(lambda: ("step", 2) in both.reporters[0].phases)
@@ -466,7 +465,7 @@ def test_a_device_that_fails_is_reported_with_the_step_that_it_computed(monkeypa
             raise RuntimeError("an illegal memory access was encountered")
 
     golden = opened("qwen35")
-    monkeypatch.setattr("daemons.boundary.recorded", lambda _: FailingEvent())
+    monkeypatch.setattr("daemons.runner.recorded", lambda _: FailingEvent())
     with two_stages(golden.spec, Backend.CPU, 0.05) as both:
         both.post(Step(1, 1, opening(golden.spec, 0, GREEDY), [Slice(0, 0, golden.ids[:5], True)]), 0)
         frame = both.links[0].receive()
@@ -602,7 +601,7 @@ def test_tokens_and_drafts_are_those_of_steps_that_wait(
     spin_s: float, n_sequences: int, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend is Backend.CPU:
-        for place in ("boundary", "runner", "deferred", "draft.stage"):
+        for place in ("runner", "deferred", "draft.stage"):
             monkeypatch.setattr(f"daemons.{place}.recorded", lambda *_, **__: LateTimedEvent())
     spec, ids = open_spec(MTP), opened("qwen35").ids
     wanted = plain_tokens(Daemon.of(spec, ids, backend, [GREEDY] * n_sequences), (ROUNDS + 1) * (N_DRAFTS + 1))
@@ -639,13 +638,13 @@ def arena() -> Iterator[Arena]:
 
 @pytest.fixture
 def rings(arena: Arena) -> Iterator[tuple[TokenRing, TokenRing]]:
-    first = Arena.attach(os.dup(arena.fd), arena.plan, os.dup(arena.bells.wake_fd))
+    first = Arena.attach(os.dup(arena.fd), arena.plan, os.dup(arena.wake_fd))
     yield TokenRing(arena, VOCABULARY), TokenRing(first, VOCABULARY)
     first.close()
 
 
-def rung(bells: Doorbells, region: int, step_id: int) -> float:
-    assert bells.rung(region, step_id)
+def rung(tokens: SharedBuffer, region: int, step_id: int, posted: bool) -> float:
+    assert tokens.rung(region, step_id)
     return 0.25
 
 

@@ -39,6 +39,7 @@ from lucevisor.protocol.messages import (
     Restored,
     Role,
     Saved,
+    StreamKind,
     Timing,
     TransferFailed,
     WindowScores,
@@ -48,6 +49,7 @@ from lucevisor.protocol.steps import (
     PageScores,
     PendingCancelled,
     ResetDone,
+    RowsCopy,
     Sampled,
     SamplingParams,
     Scored,
@@ -80,6 +82,7 @@ MESSAGES_SAID: list[tuple[Message, Load | None, memoryview]] = [
     (WindowScores(1, 2, 0.1), LOAD, memoryview(struct.pack("2f", 0.5, 0.25))),
     (PendingCancelled(0, [3, 4], operated=True), LOAD, NONE),
     (ResetDone(4), LOAD, NONE),
+    (RowsCopy(False, 0, 1, 3, 1, 0), LOAD, memoryview(b"rows")),
     (Failed("step 3", "cpu:0", "out of memory", "free some"), LOAD, NONE),
     (Checked([CheckLine("cpu:0", True, "fine")], [Timing(0.1, 0.2)]), LOAD, NONE),
     (Saved(1, 100, 0.1), LOAD, NONE),
@@ -243,7 +246,11 @@ def test_a_daemon_that_lies_is_replaced_and_honest_ones_stay(n_cases: int) -> No
     assert sum(found for _, found in outcomes) >= sum(at_border for at_border, _ in outcomes)
 
 
-FROM_DAEMONS = [message.record for message in MESSAGES.values() if message.sender is Role.DAEMON]
+FROM_DAEMONS = [
+    message.record
+    for message in MESSAGES.values()
+    if message.sender is Role.DAEMON and message.stream is not StreamKind.ROWS
+]
 
 
 def floats_in(value: object) -> typing.Iterator[float]:

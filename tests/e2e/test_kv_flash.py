@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from lucevisor.app.compression import make_page_scorer
+from lucevisor.app.pflash import make_page_scorer
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.kv.residency import Residency
 from lucevisor.model.families import open_spec

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.policy import MAX_OVERTAKEN_SIZES, MAX_SKIPPED_STEPS, ClientShares
 from lucevisor.engine.request import FinishedEvent
-from lucevisor.engine.scheduler import MAX_OVERTAKEN_SIZES, MAX_SKIPPED_STEPS, ClientShares, Scheduler
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import RequestRecord, SwappedPrefix
 from lucevisor.engine.step import StepPlan
 from lucevisor.kv.prefix_cache import PrefixIndex, PrefixSettings, Reservation

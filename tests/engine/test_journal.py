@@ -38,7 +38,7 @@ class Bench:
         copies = self.journal.find_rows(0, pages_between(live, start, stop), start, stop)
         if copies is None:
             return None
-        self.journal.place(0, 1, copies)
+        self.journal.place(0, Step(0, 1), copies)
         return self.rows.regions[0, 1][1]
 
 

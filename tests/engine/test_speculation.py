@@ -390,6 +390,12 @@ def test_looked_up_drafts_are_drafted_when_they_are_verified() -> None:
     assert statistics.by_origin["fresh"] == DraftCounts()
 
 
+def test_drafts_whose_drafter_is_gone_are_drafted_when_they_are_verified() -> None:
+    statistics = DraftStatistics()
+    statistics.decoded("fresh", 3, 1, looked_up=False, reported=False)
+    assert (statistics.total.n_verified, statistics.total.n_drafted) == (3, 3)
+
+
 def test_the_draft_stages_time_is_that_of_drafts_or_upkeep() -> None:
     statistics = DraftStatistics()
     statistics.drafted(
@@ -482,7 +488,7 @@ async def test_every_decode_counts_where_its_sequence_began() -> None:
 
     assert work_until_more() == [3, 0, 0]
     scheduler = toy.engine.scheduler
-    scheduler._operations += scheduler.preemption.preempt(scheduler.running.youngest, toy.now)
+    scheduler._operations += scheduler.preemption.preempt(next(iter(scheduler.running)), toy.now)
     assert work_until_more() == [0, 3, 0]
     assert scheduler.preemption.n_preempted == 1
     assert toy.crash(0)

@@ -12,6 +12,7 @@ from msgspec import structs
 from lucevisor.engine.core import Engine, EngineSettings, FrozenState
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
+from lucevisor.engine.policy import SchedulingPolicy
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, RequestHandle, TokenEvent
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
@@ -56,6 +57,7 @@ class ToyEngine:
         hold_s: float = 0.0,
         journal_pages: int = 0,
         max_losses: int = 4,
+        policy: SchedulingPolicy | None = None,
     ):
         self.limits, self.homes = limits, homes or range(n_stages)
         self.rows, self.journal_pages = ToyRows(), journal_pages
@@ -83,6 +85,7 @@ class ToyEngine:
                 on_drafter_lost=self.lost.append,
                 validate=True,
                 mask_threads=False,
+                policy=policy,
             ),
         )
         self.daemons: list[ToyDaemon] = []

@@ -693,6 +693,9 @@ class ToyRows:
     def _block(self, block: int) -> list[int]:
         return self._blocks.setdefault(block, [0] * PAGE_TOKENS)
 
+    def has_rows(self, boundary: int, step: Step) -> bool:
+        return self.regions.get((boundary, step.region), (PLACED, []))[0] == step.step_id
+
     def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         for one in copies:
             rows = self.regions[boundary, region][1][one.row : one.row + one.n]
@@ -700,11 +703,11 @@ class ToyRows:
             missing = [0] * (one.n - len(rows))  # of drafts that were not made after all: what the region had before
             self._block(one.block)[one.offset : one.offset + one.n] = [*rows, *missing]
 
-    def place(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
+    def place(self, boundary: int, step: Step, copies: Sequence[RowCopy]) -> None:
         rows = [0] * max(one.row + one.n for one in copies)
         for one in copies:
             rows[one.row : one.row + one.n] = self._block(one.block)[one.offset : one.offset + one.n]
-        self.regions[boundary, region] = (PLACED, rows)
+        self.regions[boundary, step.region] = (PLACED, rows)
 
     def copy(self, source: int, target: int, n_rows: int) -> None:
         self._block(target)[:n_rows] = self._block(source)[:n_rows]

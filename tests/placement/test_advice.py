@@ -15,7 +15,7 @@ from lucevisor.model.pages import pages_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.planner import plan
-from lucevisor.placement.report import as_json, rows, table, text
+from lucevisor.placement.report import plan_json, plan_rows, plan_table, plan_text
 from lucevisor.placement.result import Infeasible
 from lucevisor.protocol.loading import DeviceInfo
 from tests.placement.made import BOX, BOX_SPLIT, CPUS, GIB, bare_spec, box, configure, cpu, gpu, placed, refused, wrong
@@ -207,25 +207,25 @@ def test_sizes(n_bytes, shown):
 def test_what_fits(demo, tmp_path):
     inventory = {"cuda": [gpu(name="RTX 3090")], "left": [cpu()]}
     p = placed(demo, configure(tmp_path, DEVICES, [1, 2, 1]), inventory)
-    assert [(r.group, r.device, r.layers, r.verdict) for r in rows(p)] == [
+    assert [(r.group, r.device, r.layers, r.verdict) for r in plan_rows(p)] == [
         ("cuda", "cuda:0 RTX 3090", "[0,2)", "fits"),
         ("left", "left:0 CPU", "[2,6)", "fits"),
         ("left", "left:1 CPU", "[6,8)", "fits"),
     ]
     weights = [d.weight_bytes for d in p.devices]
-    assert [r.weights for r in rows(p)] == list(map(format_bytes, weights))
-    lines = table(p).splitlines()
+    assert [r.weights for r in plan_rows(p)] == list(map(format_bytes, weights))
+    lines = plan_table(p).splitlines()
     start, end = lines[0].index("DEVICE"), lines[0].index("WEIGHTS") + len("WEIGHTS")
     assert {(line[start - 1], line[start : start + 2], line[end - 1 : end + 1]) for line in lines[1:]} == {
         (" ", "cu", "B "),
         (" ", "le", "B "),
     }
-    shown = text(p)
+    shown = plan_text(p)
     assert shown.startswith("lucevisor-demo-22m (qwen35, 8 layers, Q4_K) on 3 devices, 2 stages\n")
     assert all(reason in shown for reason in p.reasons)
     assert "host: 16.0 GiB are free for left:0, left:1 together; 1.60 GiB of that are kept free" in shown
     assert "It does not fit" not in shown
-    data = json.loads(json.dumps(as_json(p)))
+    data = json.loads(json.dumps(plan_json(p)))
     assert (data["fits"], data["advice"]) == (True, [])
     assert data["model"] == {"name": "lucevisor-demo-22m", "architecture": "qwen35", "layers": 8, "quant": "Q4_K"}
     assert data["pages"]["full"] == p.pools.full_pages
@@ -245,16 +245,16 @@ def test_what_is_short_is_shown_with_advice(demo, tmp_path):
     result = refused(demo, configure(tmp_path, DEVICES, [1, 2, 1]), {"cuda": [tight], "left": [cpu()]})
     [shortage] = result.shortages
     short = format_bytes(shortage.short_bytes)
-    assert [r.verdict for r in rows(result)] == [f"short by {short}", "fits", "fits"]
-    shown = text(result)
+    assert [r.verdict for r in plan_rows(result)] == [f"short by {short}", "fits", "fits"]
+    shown = plan_text(result)
     assert f"cuda:0 is {short} short: cuda:0 would take" in shown
     assert all(line in shown for line in result.advice)
-    data = json.loads(json.dumps(as_json(result)))
+    data = json.loads(json.dumps(plan_json(result)))
     assert (data["fits"], data["advice"]) == (False, list(result.advice))
     assert [(d["fits"], d["short_bytes"] > 0) for d in data["devices"]] == [(False, True), (True, False), (True, False)]
 
 
 def test_unknown_memory_is_shown_as_such(demo, tmp_path):
     result = plan(demo, configure(tmp_path, DEVICES))
-    assert {(r.free, r.verdict) for r in rows(result)} == {("unknown", "unknown")}
-    assert as_json(result)["fits"] is None
+    assert {(r.free, r.verdict) for r in plan_rows(result)} == {("unknown", "unknown")}
+    assert plan_json(result)["fits"] is None

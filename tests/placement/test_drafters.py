@@ -12,7 +12,7 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.placement import sizing
 from lucevisor.placement.planner import plan
-from lucevisor.placement.report import as_json, rows, text
+from lucevisor.placement.report import plan_json, plan_rows, plan_text
 from lucevisor.placement.result import Infeasible, Placement, PlacementError
 from lucevisor.placement.sizing import DRAFT_SHARE
 from lucevisor.protocol.loading import DraftKind, token_region_bytes
@@ -94,14 +94,14 @@ def test_an_index_that_does_not_exist_is_refused_with_the_nearest(small, dflash,
 def test_a_draft_vocabulary_has_room_beside_the_drafter(head_27b, dflash, small, tmp_path):
     """61,952 rows of 5,120 columns in Q6_K with a token id each, on a GPU, also beside a copy of the whole matrix."""
     spec, head = head_27b
-    rows = 61952 * (5120 // 256 * 210 + 8)
-    assert rows == 260_694_016
+    n_bytes = 61952 * (5120 // 256 * 210 + 8)
+    assert n_bytes == 260_694_016
     for devices, where in ((["cuda:0"], {}), (["cuda:0"], {"device": "hip:0"})):
         config = configure(tmp_path, devices, [1], {"kind": "mtp"} | where, max_sequences=1, pages=1000)
         p = placed(spec, config, {"cuda": [gpu(0, 80)], "hip": [gpu(0, 80)]}, drafter=head)
         assert p.draft_device is not None
         layouts = head.layouts(Backend.CUDA, p.dtype, with_output=not where, with_embedding=not where)
-        assert p.draft_device.weight_bytes == sum(layout.n_bytes for layout in layouts) + rows
+        assert p.draft_device.weight_bytes == sum(layout.n_bytes for layout in layouts) + n_bytes
     assert head.draft_vocabulary_bytes(Backend.CPU, Dtype.BFLOAT16) == 0
     assert dflash.draft_vocabulary_bytes(Backend.CUDA, Dtype.BFLOAT16) == 0  # few tokens, none of them packed
 
@@ -193,9 +193,9 @@ def test_verifying_takes_updates_and_windows_beside_the_states(head_27b, tmp_pat
     assert 0.05 * spec.unit_bytes(Space.RECURRENT, LayerRange(0, 64), Dtype.BFLOAT16) > DRAFT_27B
     reason = "updates for verifying 12 drafts, 7.13 MiB each: all of 4 sequences"
     assert reason in p.details
-    assert "updates for 12 drafts" in text(p, verbose=True)
-    assert "updates for" not in text(p)
-    assert as_json(p)["pages"]["draft_states"] == 12
+    assert "updates for 12 drafts" in plan_text(p, verbose=True)
+    assert "updates for" not in plan_text(p)
+    assert plan_json(p)["pages"]["draft_states"] == 12
 
 
 CASES = [(19, 1), (20, 8), (24, 8), (32, 64)]
@@ -231,16 +231,16 @@ def test_verifying_takes_its_share_and_never_the_pages_of_others(head_27b, tmp_p
 def test_the_plan_shows_the_drafter(head_27b, tmp_path):
     spec, head = head_27b
     p = placed(spec, configure(tmp_path, ["cuda:0", "hip:0", "hip:1"], [1, 1, 1], AUTO), box(), drafter=head)
-    *_, last = rows(p)
+    *_, last = plan_rows(p)
     assert (last.group, last.layers, last.verdict) == ("hip", "drafter", "fits")
-    shown = text(p)
+    shown = plan_text(p)
     assert "drafts: made by synthetic (mtp) on hip:1 or looked up in the text, at most 6 of a sequence" in shown
     assert "drafter: on hip:1, where the last layers are; it reads what comes out of layers 63" in shown
-    found = as_json(p)["draft"]
+    found = plan_json(p)["draft"]
     assert isinstance(found, dict)
     assert (found["kind"], found["stage"], found["captures"], found["left_out"]) == ("mtp", 2, [63], None)
     assert found["device"]["device"] == "hip:1"
-    without = as_json(placed(spec, configure(tmp_path, ["cuda:0"], [1]), {"cuda": [gpu(0, 80)]}))["draft"]
+    without = plan_json(placed(spec, configure(tmp_path, ["cuda:0"], [1]), {"cuda": [gpu(0, 80)]}))["draft"]
     assert without == {
         "kind": None, "lookup": False, "max_drafts": 0, "fixed": False, "left_out": None, "stage": None,
         "captures": [], "device": None,

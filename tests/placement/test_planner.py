@@ -26,7 +26,7 @@ from lucevisor.placement.devices import (
     SPARE_HOST_BYTES,
     with_target_devices,
 )
-from lucevisor.placement.report import as_json, text
+from lucevisor.placement.report import plan_json, plan_text
 from lucevisor.placement.result import Placement, PlacementError, Shard
 from lucevisor.placement.stages import LoadFiles, load_message
 from lucevisor.protocol.loading import PoolSizes
@@ -271,8 +271,8 @@ def test_a_journal_takes_no_more_than_all_pages_at_all_boundaries(demo: ModelSpe
     found = planned(demo, tmp_path, ["left:0", "right:0"])
     row_bytes = found.arenas[0].region_bytes // found.max_step_tokens
     assert found.journal_bytes == found.pools.full_pages * PAGE_TOKENS * row_bytes
-    assert "the journal up to" in text(found)
-    assert as_json(found)["journal_bytes"] == found.journal_bytes
+    assert "the journal up to" in plan_text(found)
+    assert plan_json(found)["journal_bytes"] == found.journal_bytes
 
 
 def test_the_limit_of_a_journal_is_kept_in_whole_pages(demo: ModelSpec, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_without_a_boundary_or_a_hold_there_is_none(demo: ModelSpec, tmp_path: P
     alone = planned(demo, tmp_path, ["left:0"])
     assert alone.journal_bytes == planned(demo, tmp_path, ["left:0", "right:0"], hold_s=0.0).journal_bytes == 0
     assert planned(demo, tmp_path, ["left:0", "right:0"], journal=0).journal_bytes == 0
-    assert "journal" not in text(alone)
+    assert "journal" not in plan_text(alone)
 
 
 def test_what_preempted_requests_may_take_is_said(demo: ModelSpec, tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_what_preempted_requests_may_take_is_said(demo: ModelSpec, tmp_path: Pat
         cache = replace(config.cache, prefix_slots=n_slots)
         found = placed(demo, replace(config, cache=cache, engine=replace(config.engine, swap_space=3 << 30)))
         assert found.swap_bytes == n_bytes
-        assert ("preempted requests up to 3.00 GiB" in text(found)) == bool(n_bytes)
+        assert ("preempted requests up to 3.00 GiB" in plan_text(found)) == bool(n_bytes)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_their_memory_is_kept_free(
     for n in (0, 1, 3):
         found = placed(demo, replace(config, recovery=replace(config.recovery, spares=n)), inventory)
         kept.append(found.devices[0].reserve_bytes)
-        assert ("also for spares" in text(found)) == (n > 0)
+        assert ("also for spares" in plan_text(found)) == (n > 0)
     assert (kept[1] - kept[0], kept[2] - kept[0]) == (each, 3 * each)
 
 
@@ -333,7 +333,7 @@ def test_the_plan_counts_the_bits_of_keys_and_values(demo, tmp_path, kv_dtype, b
     assert exact.devices[0].weight_bytes == smaller.devices[0].weight_bytes
     (reason,) = [r for r in smaller.reasons if r.startswith("keys and values of 64 tokens in all layers take")]
     assert f" as {kv_dtype}, " in reason
-    assert reason in text(smaller)
+    assert reason in plan_text(smaller)
     assert not any(r.startswith("keys and values of") for r in exact.reasons)
 
 
@@ -358,8 +358,8 @@ def test_a_context_that_did_not_fit_does(big: ModelSpec, tmp_path) -> None:
     assert without.max_context < bounded.max_context == big.context_tokens
     assert bounded.pools.full_pages == 2 * 128
     assert bounded.pool_pages == 128
-    assert "at most 128 pages each on the devices" in text(bounded)
-    assert as_json(bounded)["pages"]["resident"] == 128
+    assert "at most 128 pages each on the devices" in plan_text(bounded)
+    assert plan_json(bounded)["pages"]["resident"] == 128
     assert any("kvflash: 128 pages of a sequence stay" in reason for reason in bounded.reasons)
 
 

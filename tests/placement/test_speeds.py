@@ -19,7 +19,7 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend
 from lucevisor.placement.devices import Inventory, target_devices
 from lucevisor.placement.planner import partition_problem, plan
-from lucevisor.placement.report import as_json, rows, text
+from lucevisor.placement.report import plan_json, plan_rows, plan_text
 from lucevisor.placement.result import Infeasible, Placement, PlacementError
 from lucevisor.placement.sizing import SizingInputs
 from lucevisor.placement.speeds import MeasurementRequest, SpeedModel, Speeds, kinds_of, measurement_request, model_key
@@ -161,14 +161,14 @@ def test_a_plan_by_speeds_is_quick_and_explained(big, tmp_path):
     result = plan(big, config, box, speeds)
     assert time.process_time() - started < 10
     assert isinstance(result, Placement)
-    shown = text(result)
+    shown = plan_text(result)
     assert "layers: goal latency: 512 prompt tokens and 256 generated tokens take all devices together" in shown
     assert "speeds were measured 2026-01-02 03:04 UTC" in shown
     assert f"left:0: {result.devices[3].layers.stop - result.devices[3].layers.start} layer" in shown
-    as_data = as_json(result)
+    as_data = plan_json(result)
     assert (as_data["goal"], as_data["speeds_measured"]) == ("latency", "2026-01-02 03:04 UTC")
     assert as_data["devices"][3]["decode_s"] == pytest.approx(0.022)
-    assert "the first start with this model measures them" in text(plan(big, config, box))
+    assert "the first start with this model measures them" in plan_text(plan(big, config, box))
 
 
 times = st.floats(1e-5, 1e-2)
@@ -233,10 +233,10 @@ def test_the_scoring_model_is_where_it_is_configured_else_beside_the_last_layers
     p = placed(small, configured(tmp_path, "device=left:0", "window=600", dtype="float32"), None, scorer=scorer)
     assert p.scorer is not None
     assert (p.scorer.group, p.scorer.window_tokens) == ("left", 600)
-    assert [row.layers for row in rows(p)][-1] == "scoring"
-    assert "scoring model: lucevisor-demo-scorer on left:0, as configured" in text(p)
-    assert as_json(p)["pflash"]["name"] == "lucevisor-demo-scorer"
-    assert as_json(placed(small, configured(tmp_path, dtype="float32")))["pflash"] is None
+    assert [row.layers for row in plan_rows(p)][-1] == "scoring"
+    assert "scoring model: lucevisor-demo-scorer on left:0, as configured" in plan_text(p)
+    assert plan_json(p)["pflash"]["name"] == "lucevisor-demo-scorer"
+    assert plan_json(placed(small, configured(tmp_path, dtype="float32")))["pflash"] is None
 
 
 def test_the_daemon_takes_the_bytes_that_were_planned(small, scorer, tmp_path):

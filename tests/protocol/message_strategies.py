@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lucevisor.protocol import messages
 from lucevisor.protocol.codec import encode, n_descriptors
-from lucevisor.protocol.messages import MESSAGES, Channel, MessageKind, Role
+from lucevisor.protocol.messages import MESSAGES, MessageKind, Role, StreamKind
 from lucevisor.protocol.states import TRANSITIONS, LinkState, legal
 from lucevisor.protocol.steps import Step, StepResult
 
@@ -68,6 +68,8 @@ def result_with_payload(draw):
 def message_and_payload(kind):
     """(message, payload) of a kind; a payload only where the kind may carry one."""
     plain = st.tuples(MESSAGE[kind], st.just(b""))
+    if kind in (MessageKind.ROWS, MessageKind.ROWS_COPY, MessageKind.PLACED_ROWS):
+        return st.tuples(MESSAGE[kind], st.binary(min_size=1, max_size=300))
     if kind is MessageKind.STEP:
         return st.one_of(plain, st.tuples(record(Step), st.binary(max_size=300)))
     return st.one_of(plain, result_with_payload()) if kind is MessageKind.STEP_RESULT else plain
@@ -89,7 +91,7 @@ class Stream(typing.NamedTuple):
     """A legal stream of frames from one end, and the state its receiver starts in."""
 
     receiver: Role
-    channel: Channel
+    channel: StreamKind
     state: LinkState
     frames: list[Sent]
 
@@ -101,10 +103,10 @@ class Stream(typing.NamedTuple):
 @st.composite
 def streams(draw, max_frames=6):
     """A random walk through the table of states by messages of one end."""
-    channel = draw(st.sampled_from(list(Channel)))
-    receiver = draw(st.sampled_from(list(Role))) if channel is Channel.LINK else Role.SUPERVISOR
+    channel = draw(st.sampled_from(list(StreamKind)))
+    receiver = draw(st.sampled_from(list(Role))) if channel is StreamKind.LINK else Role.SUPERVISOR
     sender = Role.DAEMON if receiver is Role.SUPERVISOR else Role.SUPERVISOR
-    start = state = draw(st.sampled_from(list(LinkState))) if channel is Channel.LINK else LinkState.READY
+    start = state = draw(st.sampled_from(list(LinkState))) if channel is StreamKind.LINK else LinkState.READY
     frames = []
     fd = 1000  # numbers only: nothing opens or closes them
     for _ in range(draw(st.integers(1, max_frames))):

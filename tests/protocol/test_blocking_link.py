@@ -20,7 +20,7 @@ from lucevisor.protocol import fault_hooks
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LinkClosed, RemoteProtocolError
 from lucevisor.protocol.loading import ArenaPlan
-from lucevisor.protocol.messages import Channel, Check, Role
+from lucevisor.protocol.messages import Check, Role, StreamKind
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Reset, Slice, Step, StepResult
 from lucevisor.protocol.threads import StartedThread, ThreadExecutor
@@ -103,8 +103,8 @@ def test_full_socket_buffers_block_and_lose_nothing(pair):
 
 def test_threads_that_send_at_once_do_not_mix_frames():
     a, b = socket.socketpair()
-    out = BlockingLink(a, channel=Channel.PULSE)
-    back = BlockingLink(b, role=Role.SUPERVISOR, channel=Channel.PULSE)
+    out = BlockingLink(a, stream=StreamKind.PULSE)
+    back = BlockingLink(b, role=Role.SUPERVISOR, stream=StreamKind.PULSE)
     from lucevisor.protocol.messages import LogLine
 
     def write(name):

@@ -19,11 +19,11 @@ from lucevisor.protocol.messages import (
     MAX_PAYLOAD_BYTES,
     MESSAGES,
     MIB,
-    Channel,
     Failed,
     MessageKind,
     Role,
     Shutdown,
+    StreamKind,
 )
 from lucevisor.protocol.states import TRANSITIONS, legal
 from lucevisor.protocol.steps import Step, StepResult
@@ -201,7 +201,7 @@ def test_the_flags_of_a_step_name_its_stage():
 def test_crossing_messages_break_nothing():
     """What one end may send stays legal, and ends in the same state, whatever the other end sends meanwhile."""
     for state in TRANSITIONS:
-        down, up = (legal(Channel.LINK, role)[state] for role in (Role.SUPERVISOR, Role.DAEMON))
+        down, up = (legal(StreamKind.LINK, role)[state] for role in (Role.SUPERVISOR, Role.DAEMON))
         for first, after_first in down.items():
             for second, after_second in up.items():
                 assert TRANSITIONS[after_first].get(second) == TRANSITIONS[after_second].get(first) is not None, (

@@ -9,7 +9,7 @@ from lucevisor.protocol.codec import encode
 from lucevisor.protocol.connection import READ_BUFFER_BYTES, Connection
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
 from lucevisor.protocol.loading import ArenaPlan
-from lucevisor.protocol.messages import Channel, Check, Failed, Heartbeat, LogLine, Role, Shutdown
+from lucevisor.protocol.messages import Check, Failed, Heartbeat, LogLine, Role, Shutdown, StreamKind
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Reset, Step, StepResult
 from tests.protocol.message_strategies import streams
@@ -98,29 +98,35 @@ def test_receiving_into_the_buffers(lengths, texts, reads):
     [
         (
             Role.SUPERVISOR,
-            Channel.LINK,
+            StreamKind.LINK,
             LinkState.GREETING,
             StepResult(1, 0),
             "STEP_RESULT is not allowed in state greet",
         ),
         (
             Role.SUPERVISOR,
-            Channel.LINK,
+            StreamKind.LINK,
             LinkState.READY,
             Step(1, 0),
             "sent by the supervisor on the link, not by the dae",
         ),
-        (Role.DAEMON, Channel.LINK, LinkState.CLOSING, Step(1, 0), "STEP is not allowed in state closing"),
-        (Role.DAEMON, Channel.LINK, LinkState.LOADING, Step(1, 0), "supervisor may send SHUTDOWN"),
-        (Role.DAEMON, Channel.PULSE, LinkState.READY, Shutdown(), "on the link, not by the supervisor on the pulse"),
+        (Role.DAEMON, StreamKind.LINK, LinkState.CLOSING, Step(1, 0), "STEP is not allowed in state closing"),
+        (Role.DAEMON, StreamKind.LINK, LinkState.LOADING, Step(1, 0), "supervisor may send SHUTDOWN"),
+        (Role.DAEMON, StreamKind.PULSE, LinkState.READY, Shutdown(), "on the link, not by the supervisor on the pulse"),
         (
             Role.SUPERVISOR,
-            Channel.LINK,
+            StreamKind.LINK,
             LinkState.READY,
             Heartbeat(1, "idle", 0.0, 0, 0, 0, 0, []),
             "sent by the daemon on the pulse, not by the daemon on the link",
         ),
-        (Role.SUPERVISOR, Channel.PULSE, LinkState.READY, Failed("a", "b", "c", "d"), "sent by the daemon on the link"),
+        (
+            Role.SUPERVISOR,
+            StreamKind.PULSE,
+            LinkState.READY,
+            Failed("a", "b", "c", "d"),
+            "sent by the daemon on the link",
+        ),
     ],
 )
 def test_messages_out_of_order_or_on_the_wrong_channel_are_rejected(role, channel, state, message, text):
@@ -168,7 +174,7 @@ def test_too_few_and_too_many_descriptors_are_rejected_and_returned(data, fds, t
 
 
 def test_unfinished_names_what_is_truncated():
-    connection = Connection(Role.SUPERVISOR, Channel.PULSE)
+    connection = Connection(Role.SUPERVISOR, StreamKind.PULSE)
     data = encode(LogLine("info", "loaded"))
     connection.receive(data[:7])
     assert connection.unfinished == "after 7 bytes of a header"

@@ -177,7 +177,7 @@ def drop(frame):
 
 
 def read_blocking(sock, stream):
-    link = BlockingLink(sock, role=stream.receiver, channel=stream.channel)
+    link = BlockingLink(sock, role=stream.receiver, stream=stream.channel)
     link._connection.state = stream.state
     with contextlib.closing(link), contextlib.suppress(RemoteProtocolError):
         while (frame := link.receive()) is not None:
@@ -187,7 +187,7 @@ def read_blocking(sock, stream):
 def read_asyncio(sock, stream):
     async def main():
         ended = asyncio.get_running_loop().create_future()
-        link = Link(sock, drop, ended.set_result, role=stream.receiver, channel=stream.channel)
+        link = Link(sock, drop, ended.set_result, role=stream.receiver, stream=stream.channel)
         link._connection.state = stream.state
         assert isinstance(await asyncio.wait_for(ended, 60), RemoteProtocolError | LinkClosed)
         link.close()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from daemons import pulse
 from daemons.pulse import N_WAITING, Reporter
 from lucevisor.app import logs
-from lucevisor.protocol.messages import Channel, Heartbeat, LogLine, Progress, Role
+from lucevisor.protocol.messages import Heartbeat, LogLine, Progress, Role, StreamKind
 from lucevisor.protocol.transport import BlockingLink
 from lucevisor.supervision.daemon import without_reserved_names
 from lucevisor.supervision.states import State
@@ -29,8 +29,8 @@ def ends():
     """A reporter that is not started, the supervisor's end, and an event that tells that the pulse was lost."""
     near, far = socket.socketpair()
     lost = threading.Event()
-    supervisor = BlockingLink(far, role=Role.SUPERVISOR, channel=Channel.PULSE)
-    link = BlockingLink(near, channel=Channel.PULSE)
+    supervisor = BlockingLink(far, role=Role.SUPERVISOR, stream=StreamKind.PULSE)
+    link = BlockingLink(near, stream=StreamKind.PULSE)
     reporter = Reporter(link, lost.set)
     yield reporter, supervisor, lost
     supervisor.close()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lucevisor.text.grammar.forms import json_schema
 from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.rules import Rules
-from lucevisor.text.tools.constraint import calls_only, freed, functions
+from lucevisor.text.tools.constraint import calls_only, functions, without_schemas
 from tests.text.call_walks import NAMES, compiler, matcher, parsed, tokenizer, written
 
 Schema = dict[str, Any]
@@ -466,7 +466,7 @@ def test_tools_that_are_too_much_can_be_freed(kind: str) -> None:
     small = tool("small", {"x": {"const": 1}}, ["x"])
     with pytest.raises(GrammarError, match="fuel"):
         matcher(kind, [big, small])
-    offered = freed(functions([big, small]))
+    offered = without_schemas(functions([big, small]))
     assert offered[1:] == functions([small])
     rules = Rules(tokenizer(True))
     compiler(True).compile(rules.grammar(calls_only(rules, NAMES[kind], offered)))

@@ -93,7 +93,7 @@ class LookupCounts:
 
 
 class StepShare(NamedTuple):
-    """What a slice takes of a step: ``rows`` of work for drafts, of all its ``n_rows``."""
+    """Share of a step that a slice takes: ``rows`` of work for drafts, of all its ``n_rows``."""
 
     origin: PrefixOrigin
     n_rows: int
@@ -132,13 +132,15 @@ class DraftStatistics:
         for share, part_s in _shared_out(shares, seconds):
             self.by_origin[share.origin].verify_s += part_s
 
-    def decoded(self, origin: PrefixOrigin, num_real_drafts: int, n_accepted: int, *, looked_up: bool) -> None:
+    def decoded(
+        self, origin: PrefixOrigin, num_real_drafts: int, n_accepted: int, *, looked_up: bool, reported: bool = True
+    ) -> None:
         """Count a verdict.  ``n_accepted``: drafts among the tokens that were kept; a padding token that is right by
-        chance counts as a draft.
+        chance counts as a draft.  ``reported`` False: the drafter was detached before it answered.
         """
         counts, n_drafts = self.by_origin[origin], max(num_real_drafts, n_accepted)
         counts.decoded(n_drafts, n_accepted)
-        counts.n_drafted += n_drafts if looked_up else n_drafts - num_real_drafts
+        counts.n_drafted += n_drafts - num_real_drafts if reported and not looked_up else n_drafts
         if looked_up and n_drafts:
             self.lookups.n_verify += 1
             self.lookups.n_verified += n_drafts

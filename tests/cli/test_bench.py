@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lucevisor.app import benchmark
-from lucevisor.app.benchmark import BenchmarkResult, Case, LlamaBench, cases, table
+from lucevisor.cli import bench as benchmark
+from lucevisor.cli.bench import BenchmarkResult, Case, LlamaBench, cases, table
 from lucevisor.errors import LucevisorError
 
 

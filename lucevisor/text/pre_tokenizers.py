@@ -1,4 +1,4 @@
-"""Pre-tokenizers: how each value of `tokenizer.ggml.pre` splits and normalises text before BPE.
+"""Pre-tokenizers by `tokenizer.ggml.pre`: normalisation and splitting of text before BPE.
 
 Ids equal those of the Hugging Face tokenizer that the model was trained with.  Sources: llama.cpp
 `src/llama-vocab.cpp` (names and aliases), transformers `tokenization_qwen2.py`, `tokenization_qwen3_5.py`,
@@ -15,8 +15,8 @@ from enum import Enum, auto
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 
-class Normal(Enum):
-    """How text is normalised before it is split."""
+class Normalization(Enum):
+    """Normalisation of text before it is split."""
 
     NONE = auto()
     NFC = auto()
@@ -24,7 +24,7 @@ class Normal(Enum):
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitRule:
     """One regular expression (Oniguruma syntax) that splits text; `behavior`: what happens to a match."""
 
     pattern: str
@@ -32,7 +32,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Scheme:
+class PreTokenizerSpec:
     """One way to turn text into the symbols that BPE merges.
 
     `byte_level`: symbols are the 256 letters of GPT-2's byte alphabet; else characters, with `<0xNN>` for unknown ones.
@@ -41,17 +41,17 @@ class Scheme:
     `added_text`: user-defined tokens that are ordinary text; other user-defined tokens are template markers.
     """
 
-    cuts: tuple[Cut, ...] = ()
-    normal: Normal = Normal.NONE
+    cuts: tuple[SplitRule, ...] = ()
+    normal: Normalization = Normalization.NONE
     byte_level: bool = True
     ignore_merges: bool = False
     whole_text: re.Pattern[str] | None = None
     added_text: re.Pattern[str] = re.compile(r"\s+")
 
     def normalizer(self) -> normalizers.Normalizer | None:
-        if self.normal is Normal.NFC:
+        if self.normal is Normalization.NFC:
             return normalizers.NFC()
-        if self.normal is Normal.METASPACE:
+        if self.normal is Normalization.METASPACE:
             return normalizers.Replace(" ", "▁")
         return None
 
@@ -79,39 +79,39 @@ _O200K = (
 )
 
 # llama.cpp's own fallback for files that name no pre-tokenizer; no published tokenizer.json has it.
-DEFAULT = Scheme(
+DEFAULT = PreTokenizerSpec(
     (
-        Cut(r"[\p{P}\$\+<=>\^~\|]+"),
-        Cut(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"),
-        Cut(r"\p{N}+"),
-        Cut(r"[0-9][0-9][0-9]"),
+        SplitRule(r"[\p{P}\$\+<=>\^~\|]+"),
+        SplitRule(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"),
+        SplitRule(r"\p{N}+"),
+        SplitRule(r"[0-9][0-9][0-9]"),
     )
 )
-GPT2 = Scheme((Cut(_GPT2),))
-SMOLLM = Scheme((Cut(r"\p{N}"), Cut(_GPT2)))
-LLAMA3 = Scheme((Cut(_LLAMA3),), ignore_merges=True)
-GPT4O = Scheme((Cut(_O200K),))
+GPT2 = PreTokenizerSpec((SplitRule(_GPT2),))
+SMOLLM = PreTokenizerSpec((SplitRule(r"\p{N}"), SplitRule(_GPT2)))
+LLAMA3 = PreTokenizerSpec((SplitRule(_LLAMA3),), ignore_merges=True)
+GPT4O = PreTokenizerSpec((SplitRule(_O200K),))
 # Qwen's tokenizer.json normalises to NFC; llama.cpp does not, so its ids differ for decomposed accents and Hangul jamo.
-QWEN2 = Scheme((Cut(_QWEN2),), normal=Normal.NFC)
-QWEN35 = Scheme((Cut(_QWEN35),), normal=Normal.NFC)
+QWEN2 = PreTokenizerSpec((SplitRule(_QWEN2),), normal=Normalization.NFC)
+QWEN35 = PreTokenizerSpec((SplitRule(_QWEN35),), normal=Normalization.NFC)
 # Laguna's tokenizer.json keeps CR LF together and glues each run of line ends to what follows; llama.cpp cuts at LF
 # only, so its ids differ for CR LF text.
-LAGUNA = Scheme((Cut(r"(?:\r?\n)+(?!\r?\n)", "merged_with_next"), Cut(_QWEN2)))
+LAGUNA = PreTokenizerSpec((SplitRule(r"(?:\r?\n)+(?!\r?\n)", "merged_with_next"), SplitRule(_QWEN2)))
 # Gemma merges over the whole text. No token mixes line ends with anything else, so runs of them are found first, the
 # longest token winning; the HTML tags that older files mark as user-defined are text as well.
-GEMMA4 = Scheme(
-    normal=Normal.METASPACE,
+GEMMA4 = PreTokenizerSpec(
+    normal=Normalization.METASPACE,
     byte_level=False,
     whole_text=re.compile(r"\n+"),
     added_text=re.compile(r"\s+|▁+|</?[a-z][a-z0-9]*>"),
 )
 
 
-def _rows(*rows: tuple[Scheme, Iterable[str]]) -> dict[str, Scheme]:
+def _rows(*rows: tuple[PreTokenizerSpec, Iterable[str]]) -> dict[str, PreTokenizerSpec]:
     return {name: scheme for scheme, names in rows for name in names}
 
 
-SCHEMES: dict[str, Scheme] = _rows(
+PRE_TOKENIZERS: dict[str, PreTokenizerSpec] = _rows(
     (DEFAULT, ["default"]),
     (GPT2, ["gpt-2", "phi-2"]),
     (SMOLLM, ["smollm", "starcoder"]),

@@ -29,7 +29,7 @@ _DATE: Final = re.compile(
 )
 
 
-def normalised(messages: Sequence[Mapping[str, object]], mode: Normalise) -> list[dict[str, object]]:
+def normalise_prompt(messages: Sequence[Mapping[str, object]], mode: Normalise) -> list[dict[str, object]]:
     """Return the messages with their volatile lines fixed or moved; unchanged with "off".
 
     "fix": replace the values of billing headers and dates by fixed words.  "move": the same for billing headers; append

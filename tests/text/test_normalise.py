@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.text.preamble import FIXED, MOVED, Normalise, normalised
+from lucevisor.text.normalise import FIXED, MOVED, Normalise, normalise_prompt
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
 from tests.text.vocabularies import demo_metadata
@@ -46,11 +46,11 @@ def agent(turn: int) -> list[dict[str, object]]:
 )
 def test_a_line_with_a_date_is_fixed_or_moved(line: str) -> None:
     chat = [{"role": "system", "content": f"One\n{line}\nTwo"}, {"role": "user", "content": "hi"}]
-    fixed = str(normalised(chat, "fix")[0]["content"]).split("\n")
+    fixed = str(normalise_prompt(chat, "fix")[0]["content"]).split("\n")
     assert (fixed[0], fixed[2]) == ("One", "Two")
     assert fixed[1].endswith(f" {FIXED}")
     assert not any(letter.isdigit() for letter in fixed[1])
-    moved = normalised(chat, "move")
+    moved = normalise_prompt(chat, "move")
     assert str(moved[0]["content"]).split("\n")[1].endswith(f" {MOVED}")
     assert moved[1] == {"role": "user", "content": f"hi\n\n{line.strip()}"}
 
@@ -69,7 +69,7 @@ def test_a_line_with_a_date_is_fixed_or_moved(line: str) -> None:
 @pytest.mark.parametrize("mode", ["fix", "move"])
 def test_other_lines_stay(line: str, mode: Normalise) -> None:
     chat = [{"role": "system", "content": line}, {"role": "user", "content": "hi"}]
-    assert normalised(chat, mode) == chat
+    assert normalise_prompt(chat, mode) == chat
 
 
 @pytest.mark.parametrize("mode", ["fix", "move"])
@@ -82,7 +82,7 @@ def test_only_the_opening_is_touched_and_the_given_messages_stay(mode: Normalise
         {"role": "user", "content": [{"type": "text", "text": line}]},
     ]
     before = copy.deepcopy(chat)
-    result = normalised(chat, mode)
+    result = normalise_prompt(chat, mode)
     assert chat == before
     assert result[1:3] == chat[1:3]
     parts = result[0]["content"]
@@ -95,16 +95,16 @@ def test_only_the_opening_is_touched_and_the_given_messages_stay(mode: Normalise
 def test_a_date_stays_where_there_is_no_message_to_move_it_to() -> None:
     line = {"role": "system", "content": "Today's date: 2025-11-21"}
     for chat in ([line], [line, {"role": "user", "content": "a"}, {"role": "assistant", "content": "It is"}]):
-        assert normalised(chat, "move") == chat
+        assert normalise_prompt(chat, "move") == chat
 
 
 def test_strange_content_is_left_to_others() -> None:
     chat = [{"role": "system", "content": 5}, {"role": "system"}, {"role": "user", "content": None}]
-    assert [m.get("content") for m in normalised(chat, "fix")] == [5, None, None]
+    assert [m.get("content") for m in normalise_prompt(chat, "fix")] == [5, None, None]
 
 
 def test_off_changes_nothing() -> None:
-    assert normalised(agent(2), "off") == agent(2)
+    assert normalise_prompt(agent(2), "off") == agent(2)
 
 
 @pytest.mark.parametrize(("mode", "least"), [("off", 0.0), ("fix", 0.97), ("move", 0.9)])
@@ -114,7 +114,7 @@ def test_the_gain_for_an_agent_that_changes_its_header_every_turn(mode: Normalis
     assert template is not None
     for turn in range(2):
         one, two = (
-            template.render(normalised(agent(n), mode), enable_thinking=False).encoded(tokenizer)
+            template.render(normalise_prompt(agent(n), mode), enable_thinking=False).encoded(tokenizer)
             for n in (turn, turn + 1)
         )
         n_common = TokenBuffer(one.ids).n_common(TokenBuffer(two.ids), len(one.ids))

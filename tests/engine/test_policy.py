@@ -1,0 +1,79 @@
+"""Another scheduling policy: what a scheduler does not decide itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import pytest
+
+from lucevisor.engine.policy import FairShare, SchedulingPolicy, StepShare
+from lucevisor.engine.request import GenerationRequest
+from lucevisor.engine.sequence import RequestRecord
+from lucevisor.protocol.loading import PoolSizes
+from tests.engine.toy_engine import ToyEngine, events_of, limits, request, told
+
+
+class FirstCome:
+    """Requests start in the order in which they came, keep what they have, and compute their prompts in that order."""
+
+    order_is_stable = True
+
+    def waiting_order(
+        self, waiting: Collection[RequestRecord], running: Iterable[RequestRecord]
+    ) -> list[RequestRecord]:
+        return sorted(waiting, key=lambda record: (not record.has_priority, record.arrival))
+
+    def accepts(self, request: GenerationRequest, n_waiting: int, n_clients: int, max_queue: int) -> bool:
+        return n_waiting < max_queue
+
+    def share_step(
+        self, prompts: Sequence[RequestRecord], running: Iterable[RequestRecord], last_step: int, now: float, *,
+        busy: bool,
+    ) -> StepShare:  # fmt: skip
+        return StepShare(sorted(prompts, key=lambda record: record.arrival), 1 << 20)
+
+    def n_decode_groups(self, n_stages: int, n_fastest: int) -> int:
+        return n_stages
+
+    def victims(self, running: Iterable[RequestRecord], *, swaps: bool) -> FirstCome:
+        return self
+
+    def victim(self, record: RequestRecord) -> None:
+        return None
+
+    def page_victim(self, running: Iterable[RequestRecord]) -> RequestRecord:
+        return max(running, key=lambda record: record.arrival)
+
+    def on_submitted(self, client: str) -> None: ...
+    def on_started(self, record: RequestRecord, waiting: Iterable[RequestRecord]) -> None: ...
+    def on_planned(self, tokens: Iterable[tuple[str, int]]) -> None: ...
+    def on_finished(self, client: str) -> None: ...
+
+
+ONE_SEQUENCE = limits(max_sequences=1, pools=PoolSizes(16, 0, 1))
+
+
+@pytest.mark.parametrize(("policy", "order"), [(FirstCome(), "abc"), (FairShare(ONE_SEQUENCE), "acb")])
+async def test_the_policy_says_who_starts_next(policy: SchedulingPolicy, order: str) -> None:
+    toy = ToyEngine(ONE_SEQUENCE, policy=policy)
+    toy.attach()
+    asked = [request("a", range(100)), request("b", range(200)), request("c", range(10))]
+    handles = [toy.engine.submit(one) for one in asked]
+    ended: list[str] = []
+    while toy.work(0):
+        ended += [h.request_id for h in handles if h.finished is not None and h.request_id not in ended]
+    assert ended == [*order]
+
+
+@pytest.mark.parametrize("n_stages", [1, 3])
+async def test_answers_do_not_depend_on_the_policy(n_stages: int) -> None:
+    few = limits(pools=PoolSizes(9, 0, 4))  # so that pages run short
+    for policy in (FirstCome(), FairShare(few)):
+        toy = ToyEngine(few, n_stages=n_stages, policy=policy)
+        toy.attach()
+        asked = [request(f"{i}", range(i, 40 * i + 9), n=150 + 5 * i, client_id=f"{i % 3}") for i in range(9)]
+        handles = [toy.engine.submit(one) for one in asked]
+        toy.run()
+        for one, handle in zip(asked, handles, strict=True):
+            assert told(await events_of(handle))[0] == toy.alone(one)
+        assert toy.engine.statistics().preemptions > 0
