@@ -173,7 +173,10 @@ class RunDirectory:
         return held and all(path.exists() for path in (self.path / "pid", self.own, self.socket, self.handover))
 
     def renew(self) -> None:
-        """Recreate the directory, without sockets, after systemd removed it at the last logout."""
+        """Recreate the directory, without sockets, after systemd removed it at the last logout.
+
+        Raises AlreadyRunningError when another supervisor took the name meanwhile.
+        """
         lock = self._try_lock()  # a new file; the one that this process holds has no name any more
         if lock is None:
             lock = self.lock
