@@ -1,4 +1,4 @@
-"""Starts a supervisor, sends it requests, injects random faults, and reports which answers were right, wrong or lost."""
+"""Runs a supervisor under requests and random faults, and reports which answers were right, wrong or lost."""
 
 from __future__ import annotations
 
