@@ -101,8 +101,10 @@ def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
     dtype = placed.placement.dtype if isinstance(placed, Infeasible) else placed.dtype
     arena = check_arena()
 
-    def check(_: str) -> tuple[Check, list[int]]:
-        return Check([str(f) for f in model.files], layer, dtype, [arena.plan]), [arena.fd]
+    def check(group: str) -> tuple[Check, list[int]]:
+        arenas = [arena] if loaded.groups[group].transport == "shared_memory" else []
+        order = Check([str(f) for f in model.files], layer, dtype, [one.plan for one in arenas])
+        return order, [one.fd for one in arenas]
 
     try:
         answers = asyncio.run(probe_groups(loaded, check))

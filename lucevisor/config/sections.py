@@ -47,6 +47,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 KvDType = Literal["auto", "float32", "float16", "bfloat16", "q8_0"]
 AutoWord = Literal["auto"]
 Goal = Literal["latency", "throughput"]
+Transport = Literal["shared_memory", "tcp"]
 
 USUAL_CHUNK: Final = 512
 """Tokens of an automatic prefill chunk where a longer one gains nothing or does not fit."""
@@ -96,6 +97,10 @@ class GroupConfig:
     Backend cpu."""
     cores: tuple[Annotated[int, Meta(ge=0, le=8191)], ...] = ()
     """Processor cores the daemon is pinned to. Empty: not pinned."""
+    transport: Transport = "shared_memory"
+    """How the supervisor and other groups reach the daemon. `tcp`: over connections on the loopback interface, which
+    are not authenticated. No files travel then: there are no snapshots, swap space and `reload`, and a restarted group
+    computes its state again."""
 
     def environment(self) -> dict[str, str]:
         """Return what to add to the daemon's environment: `env`, and the variable for `visible_devices`."""

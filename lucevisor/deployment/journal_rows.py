@@ -44,6 +44,9 @@ class JournalRows:
         }
         self._thread = ThreadExecutor(1, "journal")  # started now, because the event loop cannot wait for it
 
+    def has_rows(self, boundary: int, step: Step) -> bool:
+        return self._arenas[boundary].rung(step.region, step.step_id)
+
     def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         rows = self._regions[boundary, region]
         for block, offset, row, n in copies:

@@ -43,6 +43,7 @@ from lucevisor.model.values import PAGE_TOKENS, Backend
 from lucevisor.placement.result import Placement
 from lucevisor.placement.sizing import slot_unit_bytes
 from lucevisor.protocol.messages import Progress
+from lucevisor.protocol.tcp_buffer import LOOPBACK
 from lucevisor.snapshots.manager import SnapshotManager, open_snapshots
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.launcher import LocalLauncher, stage_packages
@@ -216,7 +217,8 @@ class Service:
         self._stopping: asyncio.Task[None] | None = None
         self._was_ready = False
         try:
-            self._launcher = LocalLauncher(stage_packages(run_dir))
+            tcp = any(group.transport == "tcp" for group in config.groups.values())
+            self._launcher = LocalLauncher(stage_packages(run_dir), LOOPBACK if tcp else "")
         except OSError as error:
             raise unusable(run_dir, error) from error
         self._limits = limits or SupervisionLimits()

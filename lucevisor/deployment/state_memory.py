@@ -168,19 +168,19 @@ class ReplacementState:
         self._rows: dict[str, int] = {}  # descriptors of the files that loads carry
 
     async def load_order(
-        self, group: str, load: Load, fds: Sequence[int], assembly: PipelineAssembly | None
+        self, group: str, load: Load, assembly: PipelineAssembly | None, *, replays: bool = True
     ) -> LoadOrder:
-        """Return a load with the steps that its daemon is to replay meanwhile.  It skips the warm-up, whose kernels are
-        in caches, where requests wait for it.
+        """Return a load, without its boundary memory.  It carries the steps that its daemon is to replay meanwhile, if
+        it ``replays``, and skips the warm-up, whose kernels are in caches, where requests wait for it.
         """
         self._close_rows(group)
         if assembly is None or assembly.complete:
-            return LoadOrder(load, fds)
-        replay = None if group in self._exported else await assembly.replay(group, _SETTLE_S)
+            return LoadOrder(load)
+        replay = None if group in self._exported or not replays else await assembly.replay(group, _SETTLE_S)
         if replay is None:
-            return LoadOrder(replace(load, warm_up=not assembly.holding), fds)
+            return LoadOrder(replace(load, warm_up=not assembly.holding))
         self._rows[group] = replay.file
-        return LoadOrder(replace(load, replay=[*replay.stages], warm_up=False), [*fds, replay.file])
+        return LoadOrder(replace(load, replay=[*replay.stages], warm_up=False), [replay.file])
 
     async def export(
         self,

@@ -32,7 +32,7 @@ from lucevisor.config import GroupConfig
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.messages import StreamKind
-from lucevisor.protocol.transport import Link
+from lucevisor.protocol.transport import Link, open_channel
 from lucevisor.supervision.events import ProcessSignal
 
 _OF_PYTHON = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONEXECUTABLE", "PYTHONSAFEPATH", "PYTHONOPTIMIZE")
@@ -423,8 +423,12 @@ def spawn(
     directory: Path,
     on_line: Callable[[str, str], None],
     on_exit: Callable[[ProcessEnd], None],
+    *,
+    tcp: bool = False,
 ) -> Child:
-    """Start a process with two inherited sockets, named in its arguments, its own session and no other descriptor.
+    """Start a process with two sockets, named in its arguments, its own session and no other descriptor.
+
+    The sockets are inherited, or with ``tcp`` on the loopback interface.
 
     Its own session keeps a terminal's Ctrl-C and hang-up with the supervisor. Raises SpawnError; call it in the main
     thread.
@@ -432,25 +436,29 @@ def spawn(
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a daemon is killed when the thread that spawned it ends: spawn in the main thread")
     sockets: list[socket.socket] = []
+    inherited: list[socket.socket] = []
+    addresses = []
     try:
-        sockets += socket.socketpair()
-        sockets += socket.socketpair()
-        link, child_link, pulse, child_pulse = sockets
-        fds = (child_link.fileno(), child_pulse.fileno())
+        for _ in range(2):
+            ours, address, theirs = open_channel(tcp=tcp)
+            sockets.append(ours)
+            addresses.append(address)
+            inherited += [] if theirs is None else [theirs]
+        link, pulse = sockets
         process = subprocess.Popen(
-            [*command, f"--link-fd={fds[0]}", f"--pulse-fd={fds[1]}", f"--parent-pid={os.getpid()}"],
+            [*command, f"--link={addresses[0]}", f"--pulse={addresses[1]}", f"--parent-pid={os.getpid()}"],
             env=env,
             cwd=directory,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            pass_fds=fds,
+            pass_fds=[sock.fileno() for sock in inherited],
             start_new_session=True,
         )
         _limit_files(process.pid)
-        child_link.close()  # or end of file would never come
-        child_pulse.close()
+        for sock in inherited:
+            sock.close()  # or end of file would never come
         try:
             return Child(process, link, pulse, on_line, on_exit)
         except OSError:
@@ -458,7 +466,7 @@ def spawn(
                 process.kill()
             raise
     except OSError as error:
-        for sock in sockets:
+        for sock in sockets + inherited:
             sock.close()
         what = f"{error.filename!r}: " if error.filename is not None else ""
         reason = f"cannot start a daemon: {what}{error.strerror}"

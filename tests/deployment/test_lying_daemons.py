@@ -15,7 +15,7 @@ from lucevisor.engine.request import FinishedEvent, TokenEvent
 from lucevisor.model.values import Dtype, LayerRange
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import DraftKind, DraftPlan, Load, PoolSizes, ShardPlan, StagePlan
-from lucevisor.protocol.messages import MESSAGES, Message, Role
+from lucevisor.protocol.messages import MESSAGES, Message, Role, StreamKind
 from lucevisor.protocol.steps import SamplingParams, StepResult
 from lucevisor.protocol.validation import DaemonFacts, fault_of
 from tests.deployment.daemon_groups import Groups, drained
@@ -175,7 +175,11 @@ def test_a_daemon_that_lies_is_replaced_and_honest_ones_stay(n_cases: int) -> No
     assert sum(found for _, found in outcomes) >= sum(at_border for at_border, _ in outcomes)
 
 
-FROM_DAEMONS = [message.record for message in MESSAGES.values() if message.sender is Role.DAEMON]
+FROM_DAEMONS = [
+    message.record
+    for message in MESSAGES.values()
+    if message.sender is Role.DAEMON and message.stream is not StreamKind.ROWS
+]
 
 
 def floats_in(value: object) -> typing.Iterator[float]:

@@ -34,21 +34,20 @@ class LostPipeline:
         lambda state: state.take("lost"),
         lambda state: state.drop("lost"),
         lambda state: state.close(),
-        lambda state: asyncio.run(state.load_order("lost", LOAD, [], None)),
+        lambda state: asyncio.run(state.load_order("lost", LOAD, None)),
     ],
 )
 def test_a_replay_goes_with_the_load_and_its_file_is_closed(
     read_or_dropped: Callable[[ReplacementState], None],
 ) -> None:
     state, assembly = ReplacementState([]), cast(PipelineAssembly, LostPipeline())
-    order = asyncio.run(state.load_order("lost", LOAD, [7], assembly))
+    order = asyncio.run(state.load_order("lost", LOAD, assembly))
     assert order.load.replay == [StageReplay(0, [])]
     assert not order.load.warm_up
-    kept, file = order.fds
-    assert kept == 7
+    [file] = order.fds
     inode = os.fstat(file).st_ino
     read_or_dropped(state)
     with contextlib.suppress(OSError):
         assert os.fstat(file).st_ino != inode  # the number may be another file's by now
-    other = asyncio.run(state.load_order("other", LOAD, [7], assembly))
-    assert (other.load.replay, other.load.warm_up, other.fds) == ([], False, [7])
+    other = asyncio.run(state.load_order("other", LOAD, assembly))
+    assert (other.load.replay, other.load.warm_up, other.fds) == ([], False, ())

@@ -31,7 +31,16 @@ from lucevisor.protocol.messages import (
     TransferFailed,
     WindowScores,
 )
-from lucevisor.protocol.steps import Drafted, PageScores, PendingCancelled, ResetDone, Sampled, Scored, StepResult
+from lucevisor.protocol.steps import (
+    Drafted,
+    PageScores,
+    PendingCancelled,
+    ResetDone,
+    RowsCopy,
+    Sampled,
+    Scored,
+    StepResult,
+)
 
 STAGE = StagePlan(0, [ShardPlan(0, LayerRange(0, 4))], None, None, embedding=True, output=True)
 DRAFT = DraftPlan(1, DraftKind.MTP, [], 0, LayerRange(0, 1), [])
@@ -55,6 +64,7 @@ MESSAGES_SAID: list[tuple[Message, Load | None, memoryview]] = [
     (WindowScores(1, 2, 0.1), LOAD, memoryview(struct.pack("2f", 0.5, 0.25))),
     (PendingCancelled(0, [3, 4], operated=True), LOAD, NONE),
     (ResetDone(4), LOAD, NONE),
+    (RowsCopy(False, 0, 1, 3, 1, 0), LOAD, memoryview(b"rows")),
     (Failed("step 3", "cpu:0", "out of memory", "free some"), LOAD, NONE),
     (Checked([CheckLine("cpu:0", True, "fine")], [Timing(0.1, 0.2)]), LOAD, NONE),
     (Saved(1, 100, 0.1), LOAD, NONE),

@@ -19,13 +19,23 @@ GOLDEN = DATA / "golden"
 _numbers = itertools.count()
 
 
-def write_config(directory: Path, model: Path, groups: dict[str, int], ranges: Sequence[str], extra: str = "") -> Path:
+TRANSPORTS = ("shared_memory", "tcp")
+
+
+def write_config(
+    directory: Path,
+    model: Path,
+    groups: dict[str, int],
+    ranges: Sequence[str],
+    extra: str = "",
+    transport: str = "shared_memory",
+) -> Path:
     """A configuration of cpu groups: ``groups`` maps a name to its number of shards; ``ranges`` like "0-4", in
     order."""
     devices = [f"{name}:{i}" for name, n in groups.items() for i in range(n)]
     text = f'[model]\npath = "{model}"\n'
     for name in groups:
-        text += f'[groups.{name}]\nbackend = "cpu"\nthreads = 1\n'
+        text += f'[groups.{name}]\nbackend = "cpu"\nthreads = 1\ntransport = "{transport}"\n'
     text += f"[placement]\ntarget_devices = {devices}\ntarget_layer_split = {list(ranges)}\n".replace("'", '"')
     path = directory / f"config{next(_numbers)}.toml"
     path.write_text(text + extra)

@@ -695,6 +695,9 @@ class ToyRows:
     def _block(self, block: int) -> list[int]:
         return self._blocks.setdefault(block, [0] * PAGE_TOKENS)
 
+    def has_rows(self, boundary: int, step: Step) -> bool:
+        return self.regions.get((boundary, step.region), (PLACED, []))[0] == step.step_id
+
     def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         for one in copies:
             rows = self.regions[boundary, region][1][one.row : one.row + one.n]
