@@ -13,11 +13,7 @@ from typing import Final
 from aiohttp import web
 
 from lucevisor.api.app_context import AppContext
-from lucevisor.api.connections import ConnectionRunner
-from lucevisor.api.metrics import Metrics
-from lucevisor.api.middleware import refuse_expectations, request_middleware, set_headers, wait_until_idle
-from lucevisor.api.openapi import ROUTES
-from lucevisor.api.request_context import (
+from lucevisor.api.app_state import (
     ACTIVE,
     APP_CONTEXT,
     BUFFERED_BODIES,
@@ -27,6 +23,10 @@ from lucevisor.api.request_context import (
     ActiveRequests,
     BufferedBodies,
 )
+from lucevisor.api.connections import ConnectionRunner
+from lucevisor.api.metrics import Metrics
+from lucevisor.api.middleware import refuse_expectations, request_middleware, set_headers, wait_until_idle
+from lucevisor.api.openapi import ROUTES
 from lucevisor.api.response_store import ResponseStore
 from lucevisor.errors import ConfigError, LucevisorError
 

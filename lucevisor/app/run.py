@@ -31,9 +31,9 @@ from lucevisor.api.app_context import (
     NotReadyPart,
     SamplingDefaults,
 )
+from lucevisor.api.app_state import ACTIVE
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.preprocessing import Preprocessor
-from lucevisor.api.request_context import ACTIVE
 from lucevisor.api.server import adopt, create_app, listen
 from lucevisor.app import logs, traces
 from lucevisor.app.admin import CacheOperations

@@ -48,7 +48,7 @@ from lucevisor.snapshots.policy import (
     SnapshotMatch,
     StoreStatistics,
     file_name,
-    read_name,
+    name_prefix,
 )
 from lucevisor.snapshots.transfers import TransferFile
 
@@ -184,8 +184,7 @@ class SnapshotStore:
                     log.info("snapshot leftover removed", file=one.file, n_bytes=one.n_bytes)
         found: dict[str, SnapshotEntry] = {}
         for one in files:
-            name = read_name(one.file)
-            if name.kind is FileKind.SNAPSHOT and name.model == self.model.fingerprint[:16]:
+            if one.kind is FileKind.SNAPSHOT and one.file.startswith(name_prefix(self.model.fingerprint)):
                 with suppress(SnapshotRefused):
                     found[one.file] = self._entry(one)
         listed = {one.file for one in files}

@@ -11,7 +11,7 @@ import structlog
 
 from lucevisor.api import schemas as bodies
 from lucevisor.api.app_context import ApiSettings
-from lucevisor.api.request_context import take_turn
+from lucevisor.api.app_state import take_turn
 from tests.api.raw_http import BODY, CHAT
 from tests.api.scripted_model import Rig, say
 

@@ -15,13 +15,13 @@ from aiohttp import web
 from msgspec import Meta
 
 from lucevisor.api.app_context import AppContext
+from lucevisor.api.app_state import RESPONSE_STORE, context_of
 from lucevisor.api.bodies import json_response
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, CustomTool, custom_function
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.generation import ResponseFormatter, answer
 from lucevisor.api.output import ChoiceDelta, TokenRecord, UsageTotals, chat_logprobs
 from lucevisor.api.prepared import CUSTOM_INPUT, STORED_RESPONSES, PreparedRequest, ResponseOptions, custom_input
-from lucevisor.api.request_context import RESPONSE_STORE, context_of
 from lucevisor.api.response_store import StoredResponse, with_stored
 from lucevisor.api.schemas import (
     MAX_TOP_LOGPROBS,
