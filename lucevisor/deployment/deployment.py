@@ -43,7 +43,7 @@ from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import Heartbeat, Progress
-from lucevisor.protocol.steps import RowsCopy, Step
+from lucevisor.protocol.steps import RowsCopy, Step, StepResult
 from lucevisor.protocol.transport import Channel
 from lucevisor.protocol.validation import UnansweredStep
 from lucevisor.snapshots.transfers import ShardTransfers
@@ -496,6 +496,8 @@ class Deployment:
             if fault := self._boundaries.rows_arrived(group, frame.message, frame.payload):
                 self.groups[group].distrust(fault)
             return
+        if isinstance(frame.message, StepResult) and self._boundaries is not None:
+            self._boundaries.step_answered(group)
         if any(part is not None and part.frame(group, frame) for part in (self.transfers, self.scoring)):
             return
         if self._assembly is not None:
