@@ -95,7 +95,7 @@ class ModelCard:
 
     @property
     def tagged(self) -> str:
-        """The name as Ollama writes it, with a tag; its clients add this one to any name without."""
+        """The name with a tag, as Ollama writes it; its clients add `:latest` to a name without one."""
         return self.name if ":" in self.name else f"{self.name}:latest"
 
 

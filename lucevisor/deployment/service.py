@@ -109,8 +109,8 @@ async def watch_holds(engine: Engine, hold_s: float) -> None:
                     recovery.changed.clear()
                     await recovery.changed.wait()
         except TimeoutError:
-            away = engine.statistics().reason
-            text = f"{away}; the request was held for {hold_s:g} s (recovery.hold_s); send it again later"
+            unavailable = engine.statistics().reason
+            text = f"{unavailable}; the request was held for {hold_s:g} s (recovery.hold_s); send it again later"
             engine.detach(RequestError("shard_lost", text), permanent=True)
 
 
@@ -363,7 +363,7 @@ class Service:
 
     @property
     def stopping(self) -> bool:
-        """True once the stop has begun."""
+        """True after the stop has begun."""
         return self._stopping is not None
 
     @property

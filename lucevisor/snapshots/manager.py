@@ -1,10 +1,10 @@
 """Snapshot manager: saves prefix slots (KV cache) to disk and restores them.
 
-Joins engine, store and daemons; ``policy`` decides by numbers, the daemons and the store move the bytes.  A request
-whose prompt is better known on disk than in memory is held while the file is read into reserved pages and checksummed;
-then the slot is published and the request resumes.  After any failure the request resumes without it.
-Invariant: a slot is published only if every daemon restored its part and all checksums match; pages and descriptors are
-kept until every daemon is done with them.
+Joins engine, store and daemons; ``policy`` decides by numbers, the daemons and the store move the bytes.  If a file
+covers more of a request's prompt than the slots in memory, the request is held while the file is read into reserved
+pages and checksummed; then the slot is published and the request resumes.  After any failure the request resumes
+without it.  Invariant: a slot is published only if every daemon restored its part and all checksums match; pages and
+descriptors are kept until every daemon is done with them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from lucevisor.snapshots.store import (
 from lucevisor.snapshots.transfers import ShardTransfers, Transfer
 
 TRANSFER_S = 60.0
-"""Timeout of a save or restore: its disk hangs."""
+"""Timeout of a save or restore in seconds; after it the disk is considered hung."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -252,8 +252,10 @@ class SnapshotManager:
             self._wake.set()
 
     def _on_evict(self, slot: PrefixSlot) -> None:
-        """Delay an eviction to save the slot, if it is worth a file and no other save is running.  Of a preempted
-        request memory is needed at once, and its answer is not at an end."""
+        """Delay an eviction to save the slot, if it is worth a file and no other save is running.
+
+        The slot of a preempted request is not saved: its memory is needed at once, and its answer is incomplete.
+        """
         if slot.origin == "preempted" or self._saving.locked() or self._reject_reason(slot, SaveTrigger.EVICTION):
             return
         self._engine.prefixes.pin(slot)
