@@ -112,13 +112,14 @@ class SnapshotManager:
         self._spawn(self._save_turns(), "save snapshots at turns")
 
     async def save_all(self, deadline_s: float) -> int:
-        """Save all slots in memory that are worth it, most useful first; return the number of files written.
+        """Save all slots in memory that are worth it, most recently used first; return the number of files written.
 
         Call before the shards lose their state.  No save starts after the deadline.
         """
         end, n_saved = time.monotonic() + deadline_s, 0
         await self._renew()
-        slots = {slot.number: slot for slot in self._engine.prefixes.slots if slot.origin != "preempted"}
+        by_use = sorted(self._engine.prefixes.slots, key=lambda slot: (slot.used_at, slot.number), reverse=True)
+        slots = {slot.number: slot for slot in by_use if slot.origin != "preempted"}
         candidates = [self._candidate(slot) for slot in slots.values()]
         for candidate in plan_shutdown_saves(candidates, self._policy):
             left = end - time.monotonic()
@@ -298,7 +299,7 @@ class SnapshotManager:
         tokens = slot.tokens
         known = self.store.find(tokens, len(tokens))
         n_bytes = max_file_bytes(self.store.model, len(tokens))
-        return Candidate(slot.number, len(tokens), n_bytes, known.n_tokens if known is not None else 0, slot.n_uses)
+        return Candidate(slot.number, len(tokens), n_bytes, known.n_tokens if known is not None else 0)
 
     def _reject_reason(self, slot: PrefixSlot, trigger: SaveTrigger) -> str:
         reason = reject_save_reason(self._candidate(slot), trigger, self._policy)
