@@ -119,7 +119,8 @@ class SnapshotManager:
         end, n_saved = time.monotonic() + deadline_s, 0
         await self._renew()
         by_use = sorted(self._engine.prefixes.slots, key=lambda slot: (slot.used_at, slot.number), reverse=True)
-        slots = {slot.number: slot for slot in by_use if slot.origin != "preempted"}
+        saved = [self._shortest_alike(slot) for slot in by_use if slot.origin != "preempted"]
+        slots = {slot.number: slot for slot in saved}
         candidates = [self._candidate(slot) for slot in slots.values()]
         for candidate in plan_shutdown_saves(candidates, self._policy):
             left = end - time.monotonic()
@@ -277,8 +278,9 @@ class SnapshotManager:
                     await asyncio.sleep(pause_s)
                     continue
                 await self._renew()
-                slot = max(self._candidates.values(), key=lambda slot: slot.n_tokens)
-                del self._candidates[slot.number]
+                longest = max(self._candidates.values(), key=lambda slot: slot.n_tokens)
+                del self._candidates[longest.number]
+                slot = self._shortest_alike(longest)
                 if slot.alive and not self._reject_reason(slot, SaveTrigger.TURN):
                     saving = self._spawn(self._save(slot, TRANSFER_S), "save a turn")
                     await asyncio.wait({saving})  # an exception is logged and does not end this loop
@@ -294,6 +296,15 @@ class SnapshotManager:
     @property
     def _policy(self) -> SavePolicy:
         return replace(self._limits, disk_bytes=self.store.budget)
+
+    def _shortest_alike(self, slot: PrefixSlot) -> PrefixSlot:
+        """Return the shortest slot that has all but a few tokens of another one: its file serves more prompts, such as
+        the same prompt again beside the next turn.
+        """
+        shortest = slot
+        while (parent := shortest.parent) is not None and slot.n_tokens - parent.n_tokens < self._limits.min_tokens:
+            shortest = parent
+        return shortest
 
     def _candidate(self, slot: PrefixSlot) -> Candidate:
         tokens = slot.tokens
