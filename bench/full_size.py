@@ -30,7 +30,7 @@ from make_gguf import SHAPES, stats, write
 from memory_watch import Poll, Watcher, resident
 from records import RESULTS, conditions, write_json
 
-from lucevisor.app.benchmark import Case, tokens_per_s
+from lucevisor.cli.bench import Case, tokens_per_s
 from lucevisor.config import load
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Service

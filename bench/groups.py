@@ -26,7 +26,7 @@ from records import RESULTS, conditions, write_json
 from services import Observer
 
 from lucevisor.app import logs
-from lucevisor.app.benchmark import Case, tokens_per_s
+from lucevisor.cli.bench import Case, tokens_per_s
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec

@@ -1,16 +1,19 @@
-"""What a hop costs: supervisor to a daemon process and back, beside a raw socketpair, ZeroMQ and gRPC in the same run.
+"""What a hop costs: supervisor to a daemon process and back, beside raw sockets, ZeroMQ and gRPC in the same run.
 
     python bench/hop.py [--rounds 20] [--cores free|same|apart] [--save | --json PATH]
 
 Every contender has its own child process; rounds of all contenders alternate, so that drift of the machine hits all
 alike.  Times are per round trip, after one warm-up round that is not counted.  --cores: where the kernel may run them:
-anywhere, all on core 0, or this process on core 0 and the children on core 1.  --save writes
-bench/results/hop-CORES.json.  ZeroMQ and gRPC are left out where they are not installed.
+anywhere, all on core 0, or this process on core 0 and the children on core 1.  "link, TCP rows" is transport = "tcp":
+links and rows over the loopback interface, with a copy of the rows for the supervisor on the way back.  One way, rows
+are sent ahead of their answers; those over TCP lie in their regions already, as a device leaves them there.  --save
+writes bench/results/hop-CORES.json.  ZeroMQ and gRPC are left out where they are not installed.
 """
 
 import argparse
 import asyncio
 import os
+import select
 import socket
 import statistics
 import subprocess
@@ -20,32 +23,37 @@ import time
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import uvloop
+from msgspec.structs import replace
 from records import machine, save, write_json
 
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.arena import Arena, descriptors
 from lucevisor.protocol.codec import encode
-from lucevisor.protocol.loading import ArenaPlan, Load, PoolSizes
+from lucevisor.protocol.loading import ArenaPlan, Load, PoolSizes, RowsConnection
 from lucevisor.protocol.messages import Role
 from lucevisor.protocol.steps import Slice, Step
-from lucevisor.protocol.transport import BlockingLink, Link
+from lucevisor.protocol.tcp_buffer import LOOPBACK, RowsEndpoint
+from lucevisor.protocol.transport import BlockingLink, Link, connect
 
 PEERS = Path(__file__).with_name("hop_peers.py")
 EMPTY = 55  # bytes the raw contenders send for an empty step: about the length of its frame
 SIZES = {"10 KiB": 10 * 1024, "5 MiB": 5 * 1024 * 1024}
+N_ROWS, IN_FLIGHT = 512, 4  # of 5,120 bfloat16 in 5 MiB; regions of a boundary
+ONE_WAY = f"5 MiB rows, one way, {IN_FLIGHT} in flight"
 TARGET_RATIO, TARGET_EXTRA_US = 1.5, 30.0
 
 
 class Child:
     """A peer process over a socketpair (``sock``) or a socket path."""
 
-    def __init__(self, kind, n_bytes=0, path="", cpu=None):
+    def __init__(self, kind, n_bytes=0, path="", cpu=None, tcp=False):
         self.sock = None
         fds = []
         if not path:
-            self.sock, theirs = socket.socketpair()
+            self.sock, theirs = tcp_pair() if tcp else socket.socketpair()
             path, fds = str(theirs.fileno()), [theirs.fileno()]
         self.process = subprocess.Popen(
             [sys.executable, str(PEERS), kind, path, str(n_bytes)],
@@ -65,11 +73,20 @@ class Child:
             self.process.wait()
 
 
+def tcp_pair():
+    with socket.create_server((LOOPBACK, 0)) as server:
+        ours = connect("{}:{}".format(*server.getsockname()))
+        theirs, _ = server.accept()
+    for sock in (ours, theirs):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+    return ours, theirs
+
+
 class Raw:
     """Blocking sockets on both sides, nothing decoded: the least that Python can do."""
 
-    def __init__(self, n_bytes, cpu):
-        self.child = Child("raw", n_bytes, cpu=cpu)
+    def __init__(self, n_bytes, cpu, *, tcp=False):
+        self.child = Child("raw", n_bytes, cpu=cpu, tcp=tcp)
         self.data = os.urandom(n_bytes)
         self.buffer = memoryview(bytearray(n_bytes))
 
@@ -96,15 +113,138 @@ class Raw:
         self.child.end()
 
 
+class RawOneWay:
+    """Rows over a raw TCP connection, some ahead of the bytes that acknowledge them."""
+
+    def __init__(self, n_bytes, cpu):
+        self.child = Child("sink", n_bytes, cpu=cpu, tcp=True)
+        self.data = os.urandom(n_bytes)
+
+    async def open(self):
+        pass
+
+    async def round(self, n):
+        start, answered, sock = time.perf_counter_ns(), 0, self.child.sock
+        for i in range(n):
+            if i - answered == IN_FLIGHT:
+                answered += len(sock.recv(IN_FLIGHT))
+            sock.sendall(self.data)
+        while answered < n:
+            answered += len(sock.recv(IN_FLIGHT))
+        return [(time.perf_counter_ns() - start) / n]
+
+    async def close(self):
+        self.child.sock.close()
+        self.child.end()
+
+
+def open_buffers(n_bytes, n_regions, *, tcp, tokens=False):
+    """Two boundaries, to the child and back: what opens them here, our ends, and what the child is told."""
+    plans = [ArenaPlan(i, n_bytes, n_regions, tokens=tokens) for i in range(2)]
+    if not tcp:
+        arenas = [Arena.create(plan) for plan in plans]
+        return None, arenas, plans
+    endpoint = RowsEndpoint(SimpleNamespace(send=lambda *_, **__: None), LOOPBACK)  # no supervisor wants copies
+    buffers = endpoint.open([replace(plan, connection=RowsConnection(1)) for plan in plans], [])
+    return endpoint, buffers, [replace(plan, connection=RowsConnection(2, endpoint.address)) for plan in plans]
+
+
+def await_rows(buffer, region, step_id):
+    while not buffer.rung(region, step_id):
+        select.select([buffer.wake_fd], [], [])
+        buffer.drain()
+
+
+class OurRows:
+    """From ring to ring: what a hop is for two stages of a posted step, without links and copies."""
+
+    def __init__(self, n_bytes, cpu, *, tcp):
+        self.child, self.tcp, self.n_bytes = Child("rows", cpu=cpu, tcp=tcp), tcp, n_bytes
+        self.rows, self.step_id = os.urandom(n_bytes), 0
+        self.endpoint, self.buffers, self.plans = open_buffers(n_bytes, 2, tcp=tcp, tokens=True)
+
+    async def open(self):
+        self.link = BlockingLink(self.child.sock, role=Role.SUPERVISOR)
+        self.link.receive()
+        load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], self.plans, PoolSizes(1, 1, 1), 1, 1)
+        self.link.send(load, fds=[] if self.tcp else descriptors(self.buffers))
+        self.link.receive()
+
+    async def round(self, n):
+        times = []
+        for _ in range(n):
+            self.step_id += 1
+            region = self.step_id % 2
+            start = time.perf_counter_ns()
+            self.buffers[0].region(region)[:] = self.rows
+            self.buffers[0].ring(region, self.step_id, self.n_bytes)
+            await_rows(self.buffers[1], region, self.step_id)
+            times.append(time.perf_counter_ns() - start)
+        return times
+
+    async def close(self):
+        self.link.close()
+        self.child.end()
+        for buffer in self.buffers:
+            buffer.close()
+        if self.endpoint is not None:
+            self.endpoint.close()
+
+
+class OurOneWay:
+    """Rows from region to region, some ahead of their answers; blocking links on both sides."""
+
+    def __init__(self, n_bytes, cpu, *, tcp):
+        self.child, self.tcp, self.n_bytes = Child("link", cpu=cpu, tcp=tcp), tcp, n_bytes
+        self.rows = os.urandom(n_bytes)
+        self.endpoint, self.buffers, self.plans = open_buffers(n_bytes, IN_FLIGHT, tcp=tcp)
+        self.step_id = 0
+
+    async def open(self):
+        self.link = BlockingLink(self.child.sock, role=Role.SUPERVISOR)
+        self.link.receive()
+        plans, sizes = self.plans[:1], (PoolSizes(1, 1, 1), 1, 1)
+        fds = [] if self.tcp else descriptors(self.buffers[:1])
+        self.link.send(Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], plans, *sizes), fds=fds)
+        self.link.receive()
+
+    async def round(self, n):
+        start, answered = time.perf_counter_ns(), 0
+        for i in range(n):
+            if i - answered == IN_FLIGHT:
+                self.link.receive()
+                answered += 1
+            self.step_id += 1
+            region = self.step_id % IN_FLIGHT
+            if not self.tcp:
+                self.buffers[0].region(region)[:] = self.rows
+            self.link.send(Step(self.step_id, region))
+            self.buffers[0].ring(region, self.step_id, self.n_bytes)
+        while answered < n:
+            self.link.receive()
+            answered += 1
+        return [(time.perf_counter_ns() - start) / n]
+
+    async def close(self):
+        self.link.close()
+        self.child.end()
+        for buffer in self.buffers:
+            buffer.close()
+        if self.endpoint is not None:
+            self.endpoint.close()
+
+
 class OurLink:
-    """aio.Link here, BlockingLink there.  ``how``: empty, decode, arena, inline."""
+    """aio.Link here, BlockingLink there.  ``how``: empty, decode, arena, tcp, inline."""
 
     def __init__(self, how, n_bytes, cpu):
         self.how = how
-        self.child = Child("link", cpu=cpu)
+        self.child = Child("link", cpu=cpu, tcp=how == "tcp")
         self.rows = os.urandom(n_bytes)
-        self.arenas = [Arena.create(ArenaPlan(i, n_bytes, 2)) for i in range(2)] if how == "arena" else []
-        self.times = []
+        self.endpoint, self.arenas, self.plans = None, [], []
+        if how in ("arena", "tcp"):
+            self.endpoint, self.arenas, self.plans = open_buffers(n_bytes, 2, tcp=how == "tcp")
+        self.times, self.step_id = [], 0
 
     async def open(self):
         loop = asyncio.get_running_loop()
@@ -112,9 +252,8 @@ class OurLink:
         self.link = Link(self.child.sock, self._on_frame, self._on_closed)
         await self.ready  # hello
         self.ready = loop.create_future()
-        plans = [arena.plan for arena in self.arenas]
-        load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], plans, PoolSizes(1, 1, 1), 1, 1)
-        self.link.send(load, fds=descriptors(self.arenas))
+        load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], self.plans, PoolSizes(1, 1, 1), 1, 1)
+        self.link.send(load, fds=descriptors(self.arenas) if self.how == "arena" else [])
         await self.ready  # loaded
         self.left = 0
 
@@ -124,10 +263,13 @@ class OurLink:
 
     def _on_frame(self, frame):
         now = time.perf_counter_ns()
+        if frame.kind.name == "ROWS_COPY":
+            return
         if frame.kind.name != "STEP_RESULT":
             self.ready.set_result(None)
             return
-        if self.how == "arena":  # the next stage would make a tensor on this view
+        if self.arenas:  # the next stage would make a tensor on this view
+            await_rows(self.arenas[1], frame.message.step_id % 2, frame.message.step_id)
             view = self.arenas[1].region(frame.message.step_id % 2)
             now = time.perf_counter_ns()
             assert view[-1] == self.rows[-1]
@@ -141,15 +283,17 @@ class OurLink:
             self.ready.set_result(None)
 
     def _step(self):
-        n = self.left
+        self.step_id += 1
+        n = self.step_id
         self.start = time.perf_counter_ns()
         if self.how == "inline":
             self.link.send(Step(n, 0), payload=[self.rows])
         elif self.how == "decode":
             self.link.send(encode(Step(n, 0, slices=[Slice(i, 1000 + n, [n], True) for i in range(8)])))
         else:
-            if self.how == "arena":
+            if self.arenas:
                 self.arenas[0].region(n % 2)[:] = self.rows
+                self.arenas[0].ring(n % 2, n, len(self.rows))
             self.link.send(encode(Step(n, n % 2)))
 
     async def round(self, n):
@@ -161,9 +305,11 @@ class OurLink:
 
     async def close(self):
         self.link.close()
+        self.child.end()
         for arena in self.arenas:
             arena.close()
-        self.child.end()
+        if self.endpoint is not None:
+            self.endpoint.close()
 
 
 class OurBlockingLink:
@@ -261,6 +407,7 @@ def contenders(cpu, directory):
     metrics = {
         "empty step": {
             "raw socketpair": (Raw(EMPTY, cpu), 200),
+            "raw TCP": (Raw(EMPTY, cpu, tcp=True), 200),
             "link": (OurLink("empty", 0, cpu), 200),
             "link, 8 sequences": (OurLink("decode", 0, cpu), 200),
             "link, both ends blocking": (OurBlockingLink(cpu), 200),
@@ -271,10 +418,23 @@ def contenders(cpu, directory):
         n = 100 if n_bytes < 100_000 else 10
         metrics[f"{name} rows, both ways"] = {
             "raw socketpair": (Raw(n_bytes, cpu), n),
+            "raw TCP": (Raw(n_bytes, cpu, tcp=True), n),
             "link, arena": (OurLink("arena", n_bytes, cpu), n),
+            "link, TCP rows": (OurLink("tcp", n_bytes, cpu), n),
             "link, inline": (OurLink("inline", n_bytes, cpu), n),
             **{peer_name: (peer(n_bytes, cpu, directory), n) for peer_name, peer in peers},
         }
+        metrics[f"{name} rows, ring to ring and back"] = {
+            "raw TCP": (Raw(n_bytes, cpu, tcp=True), n),
+            "arena": (OurRows(n_bytes, cpu, tcp=False), n),
+            "TCP rows": (OurRows(n_bytes, cpu, tcp=True), n),
+        }
+    n_bytes = SIZES["5 MiB"]
+    metrics[ONE_WAY] = {
+        "raw TCP": (RawOneWay(n_bytes, cpu), 40),
+        "arena": (OurOneWay(n_bytes, cpu, tcp=False), 40),
+        "TCP rows": (OurOneWay(n_bytes, cpu, tcp=True), 40),
+    }
     return metrics
 
 
@@ -313,7 +473,8 @@ def summarise(times):
         base = statistics.median(next(iter(group.values())))
         for name, found in group.items():
             p50, p90 = statistics.median(found), statistics.quantiles(found, n=10)[-1]
-            rows.append({"metric": metric, "contender": name, "p50_us": p50, "p90_us": p90, "ratio": p50 / base})
+            row = {"metric": metric, "contender": name, "p50_us": p50, "p90_us": p90, "ratio": p50 / base}
+            rows.append(row | ({"rows_per_s": N_ROWS / p50 * 1e6} if metric == ONE_WAY else {}))
     return rows
 
 
@@ -341,6 +502,13 @@ def main():
     verdict = "met" if found["link"] <= limit else "missed"
     formula = f"{TARGET_RATIO} x raw + {TARGET_EXTRA_US:.0f} us = {limit:.0f} us"
     print(f"target, empty step: {found['link']:.0f} us <= {formula}: {verdict}")
+    p50 = {(row["metric"], row["contender"]): row["p50_us"] for row in rows}
+    decode = "10 KiB rows, ring to ring and back"
+    added = (p50[decode, "TCP rows"] - p50[decode, "arena"]) / 2
+    print(f"a hop of 10 KiB over TCP: {added:+.0f} us beside shared memory")
+    speeds = {row["contender"]: row["rows_per_s"] for row in rows if row["metric"] == ONE_WAY}
+    share = speeds["TCP rows"] / speeds["raw TCP"]
+    print(", ".join(f"{name} {speed:,.0f} rows/s" for name, speed in speeds.items()) + f": {share:.0%} of raw TCP")
     record = {"conditions": where, "rounds": options.rounds, "rows": rows, "limit_us": limit}
     if options.save:
         save(f"hop-{options.cores}", record)

@@ -1,20 +1,21 @@
 """The far ends of bench/hop.py: one process each, ``python hop_peers.py KIND ADDRESS BYTES``.
 
-raw: ADDRESS is a descriptor; reads BYTES, writes BYTES.  link: ADDRESS is a descriptor; a daemon without a
-model.  zmq, grpc: ADDRESS is a path; echo.
+raw: ADDRESS is a descriptor; reads BYTES, writes BYTES.  sink: the same, but writes one.  link: a daemon without a
+model at a descriptor; rows: one that hands rows back.  zmq, grpc: ADDRESS is a path; echo.
 """
 
 import os
 import platform
+import select
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from lucevisor.model.values import Backend
-from lucevisor.protocol.arena import attach_all
-from lucevisor.protocol.loading import Hello, Load, Loaded
+from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Shutdown
 from lucevisor.protocol.steps import Sampled, Step, StepResult
+from lucevisor.protocol.tcp_buffer import RowsEndpoint
 from lucevisor.protocol.transport import BlockingLink
 
 
@@ -31,8 +32,43 @@ def raw(address, n_bytes):
         sock.sendall(buffer)
 
 
-def link(address, _):
+def sink(address, n_bytes):
+    sock = socket.socket(fileno=int(address))
+    buffer = memoryview(bytearray(n_bytes))
+    while True:
+        n = 0
+        while n < n_bytes:
+            got = sock.recv_into(buffer[n:])
+            if got == 0:
+                return
+            n += got
+        sock.send(b"1")
+
+
+def await_rows(buffer, region, step_id):
+    while not buffer.rung(region, step_id):
+        select.select([buffer.wake_fd], [], [])
+        buffer.drain()
+
+
+def rows(address, _):
     link = BlockingLink(socket.socket(fileno=int(address)))
+    load = greet(link)
+    there, back = RowsEndpoint(link).open(load.message.arenas, load.fds)
+    link.send(Loaded([], {}, 0.0))
+    step_id = 1
+    while True:
+        while not there.rung(step_id % 2, step_id):
+            if link.fileno() in select.select([there.wake_fd, link.fileno()], [], [])[0]:
+                return
+            there.drain()
+        back.region(step_id % 2)[:] = there.region(step_id % 2)
+        back.ring(step_id % 2, step_id, back.plan.region_bytes)
+        step_id += 1
+
+
+def greet(link):
+    """Say hello, and return the Load."""
     link.send(
         Hello(
             protocol=PROTOCOL_VERSION,
@@ -47,18 +83,25 @@ def link(address, _):
             packages={},
         )
     )
-    arenas = []
+    return link.receive()
+
+
+def link(address, _):
+    link = BlockingLink(socket.socket(fileno=int(address)))
+    load = greet(link)
+    arenas = RowsEndpoint(link).open(load.message.arenas, load.fds)
+    link.send(Loaded([], {}, 0.0))
     while (frame := link.receive()) is not None:
         match frame.message:
-            case Load() as load:
-                arenas = attach_all(frame.fds, load.arenas)
-                link.send(Loaded([], {}, 0.0))
             case Step() as step if len(frame.payload):
                 result = StepResult(step.step_id, 0, segments=[("rows", [len(frame.payload) // 4])])
                 link.send(result, payload=[frame.payload])
             case Step() as step:
-                if arenas:  # rows in, rows out: as little as a stage can do
+                if arenas:
+                    await_rows(arenas[0], step.region, step.step_id)
+                if len(arenas) > 1:  # rows in, rows out: as little as a stage can do
                     arenas[1].region(step.region)[:] = arenas[0].region(step.region)
+                    arenas[1].ring(step.region, step.step_id, arenas[1].plan.region_bytes)
                 link.send(StepResult(step.step_id, 0, [Sampled(s.sequence, 1) for s in step.slices]))
             case Shutdown():
                 return
@@ -93,4 +136,6 @@ def grpc(address, _):
 
 
 if __name__ == "__main__":
-    {"raw": raw, "link": link, "zmq": zmq, "grpc": grpc}[sys.argv[1]](sys.argv[2], int(sys.argv[3]))
+    {"raw": raw, "sink": sink, "rows": rows, "link": link, "zmq": zmq, "grpc": grpc}[sys.argv[1]](
+        sys.argv[2], int(sys.argv[3])
+    )

@@ -2,7 +2,7 @@
 
 A step is computed while the supervisor still makes its masks; only sampling waits for them.  A posted step is sent
 before the previous stage has finished it; only its layers wait for the rows.
-Invariant: frames other than masks come out in the order of the link.
+Invariant: frames other than masks and rows come out in the order of the link.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from daemons.errors import StateError
 from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.messages import Shutdown
-from lucevisor.protocol.steps import CancelPending, DraftStep, Masks, Reset, Slice
+from lucevisor.protocol.steps import CancelPending, DraftStep, Masks, PlacedRows, Reset, Slice, Step
 from lucevisor.protocol.transport import BlockingLink
 
 _POLLS_PER_LINK_CHECK: Final = 20
@@ -35,19 +35,24 @@ class StepCancelled(Exception):
 
 
 class Inbox:
-    """Frames of one link.  ``spin_s``: how long ``await_rows`` polls before it sleeps."""
+    """Frames of one link.  ``spin_s``: how long ``await_rows`` polls before it sleeps.
 
-    def __init__(self, link: BlockingLink) -> None:
-        self._link = link
+    ``place`` gets rows from the supervisor.
+    """
+
+    def __init__(
+        self, link: BlockingLink, place: Callable[[PlacedRows, memoryview], None] = lambda rows, _: None
+    ) -> None:
+        self._link, self._place = link, place
         self._waiting: deque[Frame] = deque()  # received while a step waited for something
         self._masks: dict[int, tuple[Masks, memoryview]] = {}  # by step id
         self.spin_s = 0.0
 
     def receive(self) -> Frame | None:
-        """Return the next frame that is not a mask, as BlockingLink.receive."""
+        """Return the next frame that is neither masks nor rows, as BlockingLink.receive."""
         while True:
             frame = self._waiting.popleft() if self._waiting else self._link.receive()
-            if frame is None or not self._store_masks(frame):
+            if frame is None or not self._store(frame):
                 return frame
 
     def wait(self, timeout_s: float) -> bool:
@@ -57,8 +62,20 @@ class Inbox:
     @property
     def is_cancelling(self) -> bool:
         """True if posted steps that have not begun are to be dropped."""
-        ends = any(isinstance(frame.message, CancelPending | Reset | Shutdown) for frame in self._waiting)
+        return self.is_resetting or any(isinstance(frame.message, CancelPending) for frame in self._waiting)
+
+    @property
+    def is_resetting(self) -> bool:
+        """True if every sequence is to be dropped."""
+        ends = any(isinstance(frame.message, Reset | Shutdown) for frame in self._waiting)
         return ends or self._link.closed_because is not None
+
+    def await_captures(self, rows: SharedBuffer, step: Step) -> None:
+        """Wait for the captures of a step, which are written or on the way.  Raises StepCancelled."""
+        while not (rows.rung(step.region, step.step_id) or rows.placed(step.region, step.step_id) is not None):
+            if self.is_resetting:
+                raise StepCancelled(f"step {step.step_id}")
+            self._check_link(rows, None)
 
     def await_rows(
         self, rows: SharedBuffer, region: int, step_id: int, posted: bool, computing: Callable[[], bool] = lambda: False
@@ -94,7 +111,7 @@ class Inbox:
             if link not in ready:
                 return
         frame = self._link.receive()
-        if frame is not None and not self._store_masks(frame):
+        if frame is not None and not self._store(frame):
             self._waiting.append(frame)
 
     def wait_for_masks(self, step_id: int, slices: list[Slice]) -> Tensor | None:
@@ -107,7 +124,7 @@ class Inbox:
             frame = self._link.receive()
             if frame is None:
                 return None
-            if not self._store_masks(frame):
+            if not self._store(frame):
                 self._waiting.append(frame)
                 if isinstance(frame.message, Reset | Shutdown):
                     return None
@@ -124,7 +141,7 @@ class Inbox:
             frame = self._link.receive()
             if frame is None:
                 break
-            if not self._store_masks(frame):
+            if not self._store(frame):
                 self._waiting.append(frame)
         message = self._waiting[0].message if self._waiting else None
         return message if isinstance(message, DraftStep) and message.step.step_id == step_id else None
@@ -133,8 +150,13 @@ class Inbox:
         """Drop all masks."""
         self._masks.clear()
 
-    def _store_masks(self, frame: Frame) -> bool:
-        if not isinstance(frame.message, Masks):
-            return False
-        self._masks[frame.message.step_id] = frame.message, frame.payload
+    def _store(self, frame: Frame) -> bool:
+        """Store what a step waits for; return False for any other frame."""
+        match frame.message:
+            case Masks() as masks:
+                self._masks[masks.step_id] = masks, frame.payload
+            case PlacedRows() as rows:
+                self._place(rows, frame.payload)
+            case _:
+                return False
         return True

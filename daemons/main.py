@@ -24,7 +24,7 @@ from lucevisor.protocol import fault_hooks
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError
 from lucevisor.protocol.messages import Failed, StreamKind
 from lucevisor.protocol.process import EXIT_CONFIGURATION, EXIT_FAILED, end_with_parent
-from lucevisor.protocol.transport import BlockingLink
+from lucevisor.protocol.transport import BlockingLink, open_socket
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,8 +36,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     if options.cores:
         os.sched_setaffinity(0, options.cores)  # before torch counts them and starts threads
-    link_socket = _inherited(options.link_fd)
-    pulse_socket = _inherited(options.pulse_fd)
+    link_socket, pulse_socket = open_socket(options.link), open_socket(options.pulse)
     link = BlockingLink(link_socket, name=f"{options.group} link")
     pulse = BlockingLink(pulse_socket, stream=StreamKind.PULSE, name=f"{options.group} pulse")
     reporter = Reporter(pulse, on_lost=_terminate_self)
@@ -85,12 +84,6 @@ def _die_with_parent(parent_pid: int) -> None:
             file=sys.stderr,
         )
         sys.exit(EXIT_CONFIGURATION)
-
-
-def _inherited(fd: int) -> socket.socket:
-    """Return the socket of an inherited descriptor, which child processes do not inherit."""
-    os.set_inheritable(fd, False)
-    return socket.socket(fileno=fd)
 
 
 def _exit_in_order_on_sigterm(link_socket: socket.socket, reporter: Reporter) -> None:

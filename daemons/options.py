@@ -14,15 +14,18 @@ from lucevisor.model.values import Backend
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options from the supervisor.  `threads` 0: torch's choice; `cores` empty: no pinning."""
+    """Options from the supervisor.  `link` and `pulse` are addresses.  `threads` 0: torch's choice; `cores` empty: no
+    pinning.  `rows`: the host to listen at for rows of neighbours; empty where all share memory.
+    """
 
     group: str
     backend: Backend
-    link_fd: int
-    pulse_fd: int
+    link: str
+    pulse: str
     parent_pid: int
     threads: int
     cores: tuple[int, ...]
+    rows: str = ""
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -32,18 +35,20 @@ def parse(argv: Sequence[str]) -> Options:
     )
     parser.add_argument("--group", required=True)
     parser.add_argument("--backend", required=True, choices=[backend.value for backend in Backend])
-    parser.add_argument("--link-fd", required=True, type=int)
-    parser.add_argument("--pulse-fd", required=True, type=int)
+    parser.add_argument("--link", required=True, help="fd:NUMBER or tcp:HOST:PORT")
+    parser.add_argument("--pulse", required=True, help="as --link")
     parser.add_argument("--parent-pid", required=True, type=int)
     parser.add_argument("--threads", required=True, type=int)
     parser.add_argument("--cores", required=True, help="comma-separated, empty for no pinning")
+    parser.add_argument("--rows", required=True, help="host to listen at for rows, empty for none")
     given = parser.parse_args(argv)
     return Options(
         group=given.group,
         backend=Backend(given.backend),
-        link_fd=given.link_fd,
-        pulse_fd=given.pulse_fd,
+        link=given.link,
+        pulse=given.pulse,
         parent_pid=given.parent_pid,
         threads=given.threads,
         cores=tuple(int(core) for core in given.cores.split(",") if core),
+        rows=given.rows,
     )

@@ -37,8 +37,8 @@ from daemons.warm import warm_up_all
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.values import Backend
-from lucevisor.protocol.arena import SharedBuffer, attach_all
-from lucevisor.protocol.loading import DeviceUse, Load, Loaded, StagePlan
+from lucevisor.protocol.arena import SharedBuffer, open_arenas
+from lucevisor.protocol.loading import ArenaPlan, DeviceUse, Load, Loaded, StagePlan
 from lucevisor.protocol.steps import DraftStep, PageScores, Sampled, Scored, Slice, Step, StepResult
 
 MaskSource = Callable[[int, list[Slice]], Tensor | None]
@@ -74,19 +74,28 @@ class ModelRunner:
         self._draft: DraftStage | None = None
         self.draft_step: Callable[[int], DraftStep | None] = lambda step_id: None  # see Inbox.draft_step
         self.flush_answers: Callable[[], None] = lambda: None  # those that wait for the next one: BlockingLink.flush
-        self._draft_inputs = None if load.draft is None else DraftInputs(load.draft, self._boundaries)
+        self.await_captures: Callable[[SharedBuffer, Step], None] = lambda rows, step: None  # see Inbox.await_captures
+        self._draft_inputs = None
+        if load.draft is not None:
+            wait = lambda rows, step: self.await_captures(rows, step)  # noqa: E731
+            self._draft_inputs = DraftInputs(load.draft, self._boundaries, wait)
 
     @classmethod
-    def load(cls, load: Load, backend: Backend, fds: Sequence[int], reporter: Reporter) -> tuple[ModelRunner, Loaded]:
-        """Attach the arenas, load and warm up every stage, and load the draft stage and the scoring stage.
+    def load(
+        cls,
+        load: Load,
+        backend: Backend,
+        fds: Sequence[int],
+        reporter: Reporter,
+        open_buffers: Callable[[Sequence[ArenaPlan], Sequence[int]], Sequence[SharedBuffer]] = open_arenas,
+    ) -> tuple[ModelRunner, Loaded]:
+        """Open the boundary memory, load and warm up every stage, and load the draft stage and the scoring stage.
 
         Raises GgufError, ArenaError, LoadError or DeviceError.
         """
         started = time.monotonic()
-        n_own = 2 * len(load.arenas)
-        if len(fds) != n_own + bool(load.replay):
-            raise ValueError(f"Load names {n_own + bool(load.replay)} files, {len(fds)} descriptors arrived")
-        runner = cls(load, backend, attach_all(fds[:n_own], load.arenas), open_files(load))
+        n_own = len(fds) - bool(load.replay)
+        runner = cls(load, backend, open_buffers(load.arenas, fds[:n_own]), open_files(load))
         replays = layerwise_replays(load, runner.spec, fds[-1] if load.replay else -1)
         uses, kernels = list[DeviceUse](), dict[str, str]()
         for plan in load.stages:

@@ -39,6 +39,7 @@ from lucevisor.protocol.loading import Hello, Load
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Check, Restore, Save, ScoreWindow, Shutdown, WindowScores
 from lucevisor.protocol.process import EXIT_CONFIGURATION, EXIT_FAILED
 from lucevisor.protocol.steps import CancelPending, DraftStep, PendingCancelled, Reset, ResetDone, Step
+from lucevisor.protocol.tcp_buffer import RowsEndpoint
 from lucevisor.protocol.transport import BlockingLink
 
 _POLL_S = 5e-5
@@ -50,17 +51,18 @@ def serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
     """Serve the supervisor until it sends Shutdown or goes away.  Returns the exit code of the process."""
     reporter.phase("start")
     devices.prepare(options.backend, options.threads)
-    link.send(hello(options))
+    endpoint = RowsEndpoint(link, options.rows)
+    link.send(hello(options, endpoint.address))
     for device in devices.accelerators(options.backend):
         triton_reject_reason(device, torch.bfloat16)  # imports Triton: half a second that the load need not take
     reporter.phase("idle")
     try:
-        return _MessageLoop(link, reporter, options).run()
+        return _MessageLoop(link, reporter, options, endpoint).run()
     except LinkClosed:
         return 0  # the supervisor is gone
 
 
-def hello(options: Options) -> Hello:
+def hello(options: Options, rows_address: str) -> Hello:
     """Describe this process and what its torch sees."""
     found, device_problem = [], ""
     try:
@@ -81,6 +83,7 @@ def hello(options: Options) -> Hello:
         packages={
             name: found_version for name in ("numpy", "gguf", "msgspec", "triton") if (found_version := _version(name))
         },
+        rows_address=rows_address,
     )
 
 
@@ -108,9 +111,13 @@ class _StepFailed(Exception):
 
 
 class _MessageLoop:
-    def __init__(self, link: BlockingLink, reporter: Reporter, options: Options) -> None:
+    def __init__(
+        self, link: BlockingLink, reporter: Reporter, options: Options, endpoint: RowsEndpoint | None = None
+    ) -> None:
         self._link, self._reporter, self._options = link, reporter, options
-        self._inbox = Inbox(link)
+        self._endpoint = endpoint or RowsEndpoint(link)
+        self._endpoint.on_broken = self._on_rows_broken
+        self._inbox = Inbox(link, self._endpoint.place)
         self._runtime: ModelRunner | None = None
         self._transfers: TransferExecutor | None = None
         self._broken = False
@@ -284,6 +291,8 @@ class _MessageLoop:
         except (LinkClosed, _StepFailed):
             raise
         except StepCancelled:
+            if isinstance(message, DraftStep):
+                return None  # every sequence is dropped
             self._cancelled.append(step.step_id)
             self._operations_applied = True
             return None
@@ -308,6 +317,9 @@ class _MessageLoop:
         assert self._runtime is not None
         try:
             drafts = self._runtime.run_draft(frame.message, 0.0)
+        except StepCancelled:  # every sequence is dropped
+            self._answer(output, n_rows)
+            return None
         except Exception as e:  # process boundary: report, then exit
             self._answer(output, n_rows)
             return self._fail(f"step {output.result.step_id}", e, "the draft stage")
@@ -352,7 +364,9 @@ class _MessageLoop:
     def _load(self, load: Load, fds: tuple[int, ...]) -> int | None:
         self._reporter.phase("load")
         try:
-            self._runtime, loaded = ModelRunner.load(load, self._options.backend, fds, self._reporter)
+            self._runtime, loaded = ModelRunner.load(
+                load, self._options.backend, fds, self._reporter, self._endpoint.open
+            )
             self._transfers = TransferExecutor(
                 self._runtime.state_map(),
                 lambda answer, request_id: self._link.send(answer, request_id=request_id),
@@ -366,6 +380,7 @@ class _MessageLoop:
             return self._fail("load", e, ", ".join(places))
         self._inbox.spin_s = load.spin_s
         self._runtime.draft_step, self._runtime.flush_answers = self._inbox.draft_step, self._link.flush
+        self._runtime.await_captures = self._inbox.await_captures
         self._reporter.memory(free_bytes=self._runtime.free_bytes())
         self._link.send(loaded)
         return None
@@ -373,6 +388,10 @@ class _MessageLoop:
     def _end_transfers(self, reason: str) -> None:
         if self._transfers is not None:
             self._transfers.cancel(reason)
+
+    def _on_rows_broken(self, error: ProtocolError) -> None:
+        self._reporter.log("error", "connection for rows broken", reason=str(error))
+        self._break()
 
     def _break(self) -> None:
         """Wake the compute thread to end the process, because a transfer thread or its device failed."""

@@ -115,7 +115,7 @@ class NotReadyError(LucevisorError):
 
 
 class ScoringError(LucevisorError):
-    """The scoring model did not score a window; the message says why."""
+    """The scoring model did not score a window.  The message has the reason."""
 
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.5) -> str:

@@ -6,7 +6,7 @@ flight, so a detached draft stage costs no memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from daemons.boundary import BoundaryBuffer
 from daemons.deferred import DeferredDrafts, PlaceholderFill
 from daemons.draft.stage import DraftStage
 from daemons.errors import StateError
+from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.loading import DraftPlan, arena_regions
 from lucevisor.protocol.steps import Drafted, DraftStep, Sampled, Slice, Step, tokens_by_sequence
 
@@ -36,8 +37,13 @@ class _StepInputs:
 class DraftInputs:
     """Stores what the stages of this daemon compute for the draft stage, and reads the rest from arenas."""
 
-    def __init__(self, plan: DraftPlan, boundaries: Sequence[BoundaryBuffer]) -> None:
-        self.plan, self._boundaries = plan, boundaries
+    def __init__(
+        self,
+        plan: DraftPlan,
+        boundaries: Sequence[BoundaryBuffer],
+        await_captures: Callable[[SharedBuffer, Step], None] = lambda rows, step: None,
+    ) -> None:
+        self.plan, self._boundaries, self._await_captures = plan, boundaries, await_captures
         self._kept: dict[int, _StepInputs] = {}
         self._lent: dict[int, _StepInputs] = {}  # by stage: the last step, whose captures are the stage's own memory
         self._drafts: dict[int, Sequence[int]] = {}  # newest drafts by sequence, not verified yet
@@ -96,6 +102,7 @@ class DraftInputs:
         captures = []
         for source in self.plan.sources if step.n_tokens else ():
             if source.arena is not None:
+                self._await_captures(self._boundaries[source.arena].buffer, step)
                 rows = self._boundaries[source.arena].read(step)
             elif source.stage in kept.captures:
                 rows = kept.captures[source.stage]

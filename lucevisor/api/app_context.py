@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol
+
+import msgspec
+from msgspec import Meta
 
 from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.api.prepared import PreparedRequest
@@ -16,7 +19,7 @@ from lucevisor.engine.request import RequestHandle
 from lucevisor.errors import LucevisorError
 from lucevisor.snapshots.store import SnapshotStore
 from lucevisor.text.grammar.matcher import GrammarCompiler
-from lucevisor.text.preamble import Normalise
+from lucevisor.text.normalise import Normalise
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -51,20 +54,20 @@ class RequestContext:
         return str(self.fields.get("error", ""))
 
     def cancel(self) -> None:
-        """Cancel the request's sequences; its handler sees them end and tells the client."""
+        """Cancel the request's sequences.  Its handler gets their last events and answers the client."""
         for handle in self.handles:
             handle.cancel()
 
 
 Reader = Callable[[dict[str, Any], "AppContext"], PreparedRequest | bytes]
-"""Prepares the request in a decoded body, or answers it; raises ApiError.  Workers find it by its name.
+"""Function that prepares the request in a decoded body, or returns the JSON answer.  Raises ApiError.
 
-Its docstring is the summary in /openapi.json.
+A module-level function, because workers unpickle it by name.  Its docstring is the summary in /openapi.json.
 """
 
 
 class BodyReader(Protocol):
-    """The preprocessing workers, which know this context."""
+    """Interface of the preprocessing workers."""
 
     def start(self, ctx: AppContext, /) -> None: ...
 
@@ -96,16 +99,15 @@ class ModelCard:
         return self.name if ":" in self.name else f"{self.name}:latest"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingDefaults:
-    """Default sampling parameters; the field defaults are those of OpenAI's API."""
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Default sampling parameters, as a model card sets them; the field defaults are those of OpenAI's API."""
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object], plain: SamplingDefaults | None = None) -> SamplingDefaults:
@@ -173,7 +175,7 @@ def _no_restart(group: str, now: bool, /) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class AppContext:
-    """Everything handlers use.  `not_ready` returns an empty sequence when the pipeline is ready; it must not block."""
+    """State that all handlers share.  `not_ready` must not block; it returns () when the pipeline is ready."""
 
     model: ModelCard
     tokenizer: Tokenizer

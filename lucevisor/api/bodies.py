@@ -12,11 +12,11 @@ from aiohttp import web
 
 from lucevisor.api.access import check_content_type
 from lucevisor.api.app_context import ApiSettings, AppContext, Reader
+from lucevisor.api.app_state import APP_CONTEXT, BUFFERED_BODIES, BufferedBodies, take_turn
 from lucevisor.api.constraint import compiled, constrains
 from lucevisor.api.errors import ApiError
 from lucevisor.api.parameters import searches_vocabulary
 from lucevisor.api.prepared import PreparedRequest
-from lucevisor.api.request_context import APP_CONTEXT, BUFFERED_BODIES, BufferedBodies, take_turn
 from lucevisor.api.schemas import decode_object
 from lucevisor.compression.compressor import Compressor
 from lucevisor.kv.tokens import TokenBuffer
@@ -68,7 +68,7 @@ async def _compressed(read: PreparedRequest, compressor: Compressor) -> Prepared
 
 
 async def _read(reader: Reader, body: list[bytes], ctx: AppContext, bodies: BufferedBodies) -> PreparedRequest | bytes:
-    """Read a whole body where it belongs: a grammar is compiled in a worker, which may crash or be killed."""
+    """Read a whole body, in a worker if it is long or has a grammar, which could crash or block the process."""
     if sum(map(len, body)) <= INLINE_BYTES:
         await take_turn(bodies.turns)
         fields = decode_object(b"".join(body))

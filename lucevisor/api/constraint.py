@@ -1,4 +1,4 @@
-"""Constrained output: the one form that a request asks for, as a grammar for every endpoint."""
+"""Structured outputs (guided decoding): translates response formats, schemas and tool choices into one grammar."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lucevisor.text.grammar.rules import Rules
 from lucevisor.text.llguidance_limits import GrammarError
 from lucevisor.text.reasoning import ReasoningTags, after_reasoning
 from lucevisor.text.tools import Function, ToolFormat, Tools
-from lucevisor.text.tools.constraint import MAX_CALLS, calls_in_text, calls_only, freed, functions
+from lucevisor.text.tools.constraint import MAX_CALLS, calls_in_text, calls_only, functions, without_schemas
 
 MAX_OPTIONS: Final = 1024
 """Texts of a choice."""
@@ -36,16 +36,16 @@ FIELDS: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """A form of output, and the parameter that asks for it."""
+class OutputForm:
+    """A required form of the output, and the request parameter that requires it."""
 
     param: str
     part: Part
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
-    """Calls of tools that an answer may have; ``required``: it consists of them, ``max_calls`` at most."""
+class CallConstraint:
+    """Tool calls that an answer may contain.  ``required``: the answer is 1 to ``max_calls`` calls and nothing else."""
 
     param: str
     offered: Sequence[Function]
@@ -68,8 +68,8 @@ def _is_strict(tool: object) -> bool:
     return any(isinstance(item, Mapping) and item.get("strict") for item in asked)
 
 
-def requested_form(body: GenerationBody) -> Form | None:
-    """Return the form that a body asks for, or None; raises ApiError naming the parameter at fault."""
+def requested_form(body: GenerationBody) -> OutputForm | None:
+    """Return the output form that a body requires, or None.  Raises ApiError naming the parameter at fault."""
     found = [form for form in (_response_format(body.response_format), *_plain_forms(body)) if form is not None]
     if len(found) > 1:
         raise bad_parameter(found[1].param, f"is given together with {found[0].param}; send one of them")
@@ -80,27 +80,28 @@ def requested_form(body: GenerationBody) -> Form | None:
     return found[0] if found else None
 
 
-def requested_calls(tools: Tools, choice: object, form: Form | None, *, parallel: bool) -> Calls | None:
-    """Return the calls that the answer must or may have: where they are required, beside a form, and where a tool is
-    strict.
+def requested_calls(tools: Tools, choice: object, form: OutputForm | None, *, parallel: bool) -> CallConstraint | None:
+    """Return the constraint on tool calls, or None.
+
+    Calls are constrained if they are required, if an output form is set as well, or if a tool is strict.
     """
     if isinstance(choice, ToolChoice) and choice.function is not None:
-        return Calls("tool_choice", functions(tools, [choice.function.name]), 1, required=True)
+        return CallConstraint("tool_choice", functions(tools, [choice.function.name]), 1, required=True)
     offered, max_calls = functions(tools), MAX_CALLS if parallel else 1
     if choice == "required":
-        return Calls("tool_choice", offered, max_calls, required=True)
+        return CallConstraint("tool_choice", offered, max_calls, required=True)
     if offered and (form is not None or any(item.strict for item in offered)):
-        return Calls("tools", offered, max_calls)
+        return CallConstraint("tools", offered, max_calls)
     return None
 
 
 def output_grammar(
-    form: Form | None,
+    form: OutputForm | None,
     ctx: AppContext,
     tags: ReasoningTags | None = None,
     *,
     inside: bool = False,
-    calls: Calls | None = None,
+    calls: CallConstraint | None = None,
 ) -> OutputGrammar | None:
     """Return the checked grammar of an answer, None if nothing constrains it; raises ApiError if it does not compile.
 
@@ -125,13 +126,13 @@ def output_grammar(
         compiled(grammar, ctx)
     except ApiError:
         # Tools that are not strict may be too much, alone or together.
-        if calls is None or (offered := freed(calls.offered)) == list(calls.offered):
+        if calls is None or (offered := without_schemas(calls.offered)) == list(calls.offered):
             raise
         return output_grammar(form, ctx, tags, inside=inside, calls=replace(calls, offered=offered))
     return grammar
 
 
-def _with_calls(rules: Rules, tool_format: ToolFormat, calls: Calls, form: Form | None) -> str:
+def _with_calls(rules: Rules, tool_format: ToolFormat, calls: CallConstraint, form: OutputForm | None) -> str:
     if not calls.required and form is None:
         return calls_in_text(rules, tool_format, calls.offered)
     only = calls_only(rules, tool_format, calls.offered, n_most=calls.max_calls)
@@ -139,21 +140,27 @@ def _with_calls(rules: Rules, tool_format: ToolFormat, calls: Calls, form: Form 
 
 
 def compiled(grammar: OutputGrammar, ctx: AppContext) -> Grammar:
+    """Return a grammar ready for use; raises ApiError 400 with llguidance's message."""
     try:
         return ctx.grammars.compile(grammar.grammar)
     except GrammarError as error:
         raise _invalid_grammar(grammar.param, error) from None
 
 
-def schema_form(schema: Mapping[str, Any] | None, param: str, *, strict: bool) -> Form:
-    """Return the form of JSON by a schema; None: any object.  ``strict``: refuse keywords that cannot be enforced."""
+def schema_form(schema: Mapping[str, Any] | None, param: str, *, strict: bool) -> OutputForm:
+    """Return the form of JSON by a schema; None: any object.  ``strict``: refuse keywords that cannot be enforced.
+
+    Raises ApiError 400 for a schema that is refused or too long.
+    """
     try:
-        return Form(param, forms.any_object() if schema is None else forms.json_schema(schema, lenient=not strict))
+        return OutputForm(
+            param, forms.any_object() if schema is None else forms.json_schema(schema, lenient=not strict)
+        )
     except GrammarError as error:
         raise _invalid_grammar(param, error) from None
 
 
-def _response_format(wanted: ResponseFormat | None) -> Form | None:
+def _response_format(wanted: ResponseFormat | None) -> OutputForm | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
@@ -172,7 +179,7 @@ def _response_format(wanted: ResponseFormat | None) -> Form | None:
     return schema_form(given.schema, "response_format", strict=bool(given.strict))
 
 
-def _plain_forms(body: GenerationBody) -> list[Form | None]:
+def _plain_forms(body: GenerationBody) -> list[OutputForm | None]:
     more = body.structured_outputs
     found = [
         _form("guided_json", body.guided_json, _json),
@@ -194,11 +201,11 @@ def _plain_forms(body: GenerationBody) -> list[Form | None]:
     return found
 
 
-def _form(param: str, value: Any, make: Callable[[Any], Part]) -> Form | None:
+def _form(param: str, value: Any, make: Callable[[Any], Part]) -> OutputForm | None:
     if value is None:
         return None
     try:
-        return Form(param, make(value))
+        return OutputForm(param, make(value))
     except GrammarError as error:
         raise _invalid_grammar(param, error) from None
 

@@ -17,10 +17,10 @@ from aiohttp import web
 
 from lucevisor import __version__
 from lucevisor.api.app_context import AppContext
+from lucevisor.api.app_state import APP_CONTEXT, BUFFERED_BODIES, METRICS
 from lucevisor.api.bodies import json_response, read_body
 from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.parameters import check_model
-from lucevisor.api.request_context import APP_CONTEXT, BUFFERED_BODIES, METRICS
 from lucevisor.errors import LucevisorError
 from lucevisor.text.output_format import OutputFormat
 

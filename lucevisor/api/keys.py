@@ -1,4 +1,4 @@
-"""API keys: which bearer tokens are accepted, and whose they are.
+"""API keys: accepted bearer tokens and their owners.
 
 Stores digests only, and compares with every key, so that the time of a check reveals nothing.
 """

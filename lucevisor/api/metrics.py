@@ -1,4 +1,4 @@
-"""Prometheus metrics; what is not counted here is read at each scrape.  docs/metrics.md lists all."""
+"""Prometheus metrics: counters of the HTTP API, and the engine's statistics read at each scrape (docs/metrics.md)."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class ChoiceDelta:
 
 
 class OutputProcessor:
-    """Reads the events of one sequence.  When `ended` turns true the rest is of no use: cancel the sequence."""
+    """Reads the events of one sequence.  When `ended` turns true, cancel the sequence and ignore its further tokens."""
 
     def __init__(
         self, tokenizer: Tokenizer, options: GenerationOptions, output_format: OutputFormat | None = None

@@ -1,4 +1,4 @@
-"""Checks and sampling parameters that the endpoints share.
+"""Sampler parameters and checks that the endpoints share.  The samplers themselves run in the output stage's daemon.
 
 Choice 0 of a request samples exactly as the same request with n = 1.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from lucevisor.api.app_context import AppContext, SamplingDefaults
 from lucevisor.api.errors import ApiError, bad_parameter

@@ -55,10 +55,13 @@ ALIASES: Final[dict[str, str]] = {
 """llama.cpp's and vLLM's names of parameters."""
 
 EFFORT_BUDGETS: Final[dict[str, int]] = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192, "high": 32768}
-"""Tokens of thinking by effort, for chat templates that do not know effort; a higher one has no limit."""
+"""Tokens of thinking by effort, for chat templates without a `reasoning_effort` variable.
+
+A higher effort has no limit.
+"""
 
 _NOT_MISSPELT: Final = frozenset({"reasoning_format"})
-"""Parameters of other servers that look like declared ones."""
+"""Parameters of other servers whose names resemble declared ones and are no misspellings."""
 
 NOT_HERE: Final = "is not supported by this server; leave it out"
 
@@ -229,6 +232,7 @@ _type_info = functools.cache(inspect.type_info)
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
+    """Return the body's JSON object; raises ApiError 400."""
     try:
         value = msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors

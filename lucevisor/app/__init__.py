@@ -1,7 +1,7 @@
 """Composition root: a running supervisor, its status, logs and run directory.
 
 supervisor  run (READ FIRST; configuration reload), admin, rundir, endpoint, handover, systemd
-reports     status, logs, log_reader, traces
+reports     status, logs, traces
 model       model_files (and model cards), model_source, discovery, compression
 commands    benchmark
 """

@@ -139,8 +139,9 @@ class AdminPort(Protocol):
         """Restart groups one by one; return when the pipeline is READY again.  Raises LucevisorError."""
 
     async def reload(self, overrides: list[str]) -> dict[str, object]:
-        """Read the configuration again, with further KEY=VALUE overrides, and go on with it; return the keys that
-        changed.
+        """Reload the configuration with further KEY=VALUE overrides; return the changed keys.
+
+        Raises LucevisorError, and then changes nothing.
         """
 
 

@@ -46,7 +46,7 @@ except Exception as error:
 
 
 class Interpreter(msgspec.Struct):
-    """What an interpreter answered. ``devices``: names of its GPUs; ``problem``: why it cannot run a daemon, if so."""
+    """Answer of an interpreter.  ``devices``: names of its GPUs.  ``problem``: why it cannot run a daemon, or empty."""
 
     torch: str = ""
     backend: Literal["cpu", "cuda", "hip"] = "cpu"
@@ -55,7 +55,7 @@ class Interpreter(msgspec.Struct):
     python: str = ""
 
     def as_cpu(self) -> Interpreter:
-        """Return it for a group of this machine's processor."""
+        """Return a copy for a cpu group."""
         return msgspec.structs.replace(self, backend="cpu", devices=())
 
     def toml(self) -> str:
@@ -86,7 +86,7 @@ def choose_groups(model: str, pythons: Sequence[str]) -> list[Interpreter]:
     pythons = [os.path.abspath(python) if "/" in python else python for python in pythons]
     candidates = list(dict.fromkeys([*pythons, sys.executable, *_environments()]))
     with ThreadPoolExecutor() as pool:
-        answers = {answer.python: answer for answer in pool.map(query, candidates)}
+        answers = {answer.python: answer for answer in pool.map(probe_interpreter, candidates)}
     for python in pythons:
         if answers[python].problem:
             why = f"cannot run a daemon: {answers[python].problem}"
@@ -98,14 +98,14 @@ def choose_groups(model: str, pythons: Sequence[str]) -> list[Interpreter]:
             f"no interpreter can run a daemon ({problems}); install torch, numpy, gguf and msgspec into one, "
             "and name it with --python"
         )
-    groups = assign(usable)
-    if groups[0].backend != "cpu" and not fits(model, groups):
+    groups = groups_by_vendor(usable)
+    if groups[0].backend != "cpu" and not model_fits(model, groups):
         groups.append(usable[0].as_cpu())
     return groups
 
 
-def assign(interpreters: Sequence[Interpreter]) -> list[Interpreter]:
-    """Return the first interpreter for each vendor whose GPUs one sees; else the first for a group of backend cpu."""
+def groups_by_vendor(interpreters: Sequence[Interpreter]) -> list[Interpreter]:
+    """Return the first interpreter with GPUs of each vendor, or without any the first one as a cpu group."""
     groups: dict[str, Interpreter] = {}
     for interpreter in interpreters:
         if interpreter.devices:
@@ -113,7 +113,7 @@ def assign(interpreters: Sequence[Interpreter]) -> list[Interpreter]:
     return [*groups.values()] or [interpreters[0].as_cpu()]
 
 
-def query(python: str) -> Interpreter:
+def probe_interpreter(python: str) -> Interpreter:
     """Ask an interpreter for its torch and devices. Never raises; see ``problem``."""
     command = [python, "-P", "-c", _PROBE]
     try:
@@ -148,7 +148,7 @@ def save_config(model: str, groups: Sequence[Interpreter], name: str) -> Path:
     return path
 
 
-def fits(model: str, groups: Sequence[Interpreter]) -> bool:
+def model_fits(model: str, groups: Sequence[Interpreter]) -> bool:
     with tempfile.TemporaryDirectory(prefix="lucevisor-init-") as folder:
         path = Path(folder) / "config.toml"
         path.write_text(write_config(model, groups), "utf-8")

@@ -1,12 +1,12 @@
-"""Handing a supervisor's sockets and name over to another one (`lucevisor start --take-over`).
+"""Handover of a supervisor's sockets and name to a new process (`lucevisor start --take-over`).
 
-The one that runs listens on a Unix socket of the run directory.  The messages, in this order:
+The old supervisor listens on a Unix socket in the run directory.  Messages in order:
 
-    new to old   Request: who asks, and for how long the old one may finish requests
-    old to new   HandoverReply, with descriptors (SCM_RIGHTS): the lock of the run directory, the listening sockets
-    new to old   SERVING: it accepts connections; until then the old one goes on as if nothing had been asked
-    old to new   GIVEN: the name is the new one's, and systemd knows
-    old to new   SAVED: prefix slots are in cache.dir; then the end of file when it has ended
+    new to old   HandoverRequest: pid, and the time that running requests may take to finish
+    old to new   HandoverReply with descriptors (SCM_RIGHTS): lock of the run directory, listening sockets
+    new to old   SERVING: the new one accepts connections; until then the old one continues unchanged
+    old to new   GIVEN: the new one owns the name, and systemd is notified
+    old to new   SAVED: prefix slots are in cache.dir; end of file when the old process has exited
 """
 
 from __future__ import annotations
@@ -44,15 +44,18 @@ _MAX_BYTES: Final = 1 << 16
 _MAX_SOCKETS: Final = 16
 
 
-class Request(msgspec.Struct, forbid_unknown_fields=True):
-    """``drain_s``: how long running requests have."""
+class HandoverRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Request of the new process.  ``drain_s``: seconds that running requests may take to finish."""
 
     pid: int
     drain_s: float
 
 
 class HandoverReply(msgspec.Struct, forbid_unknown_fields=True):
-    """``refused``: why there is none.  The rest is systemd's (`lucevisor.app.systemd`)."""
+    """Answer of the running supervisor.  ``refused``: why it hands nothing over, or empty.
+
+    The other fields are its connection to systemd (`lucevisor.app.systemd`).
+    """
 
     pid: int
     refused: str = ""
@@ -101,14 +104,14 @@ class HandoverServer:
             connection.close()
 
     async def _hand_over(self, connection: socket.socket) -> bool:
-        """Return whether the other one serves."""
+        """Run one handover; return whether the new supervisor serves."""
         loop = asyncio.get_running_loop()
         uid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
         if uid not in (os.geteuid(), 0):
             log.warning("handover refused", reason=f"uid {uid} asked for it")
             return False
         async with asyncio.timeout(ANSWER_S):
-            request = msgspec.json.decode(await loop.sock_recv(connection, _MAX_BYTES), type=Request)
+            request = msgspec.json.decode(await loop.sock_recv(connection, _MAX_BYTES), type=HandoverRequest)
         offer, fds = self._source.offer()
         connection.sendmsg([msgspec.json.encode(offer)], descriptors.pack([] if offer.refused else fds))
         if offer.refused:
@@ -127,7 +130,7 @@ class HandoverServer:
 
 
 class HandoverOffer:
-    """Sockets and lock that the running supervisor offers: `decline` them, or accept by `announce_serving`."""
+    """Sockets and lock of the running supervisor.  Call `decline`, or `announce_serving` to accept."""
 
     def __init__(self, connection: socket.socket, offer: HandoverReply, fds: list[int]) -> None:
         self.offer = offer
@@ -141,7 +144,7 @@ class HandoverOffer:
             sock.close()
 
     async def announce_serving(self) -> None:
-        """Tell the other one that connections are accepted; return when it has given up the name, or has ended."""
+        """Confirm that connections are accepted; return when the old supervisor has released the name or exited."""
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._connection, SERVING)
         try:
@@ -155,7 +158,7 @@ class HandoverOffer:
             )
 
     async def wait_for_saves(self) -> AsyncIterator[None]:
-        """Yield when the other one has saved prefix slots, for the last time when it has ended."""
+        """Yield each time the old supervisor has saved prefix slots, and once more when it has exited."""
         loop, more = asyncio.get_running_loop(), True
         with self._connection, contextlib.suppress(OSError):
             while more:
@@ -163,7 +166,7 @@ class HandoverOffer:
                 yield
 
 
-async def request_handover(path: Path, request: Request) -> HandoverOffer | None:
+async def request_handover(path: Path, request: HandoverRequest) -> HandoverOffer | None:
     """Ask the supervisor that listens on ``path`` for its sockets; None when there is none.  Raises LucevisorError."""
     loop = asyncio.get_running_loop()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -207,7 +210,10 @@ async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 
 class Handover:
-    """``drain_s``: how long a supervisor that is taken over from has to finish its requests; None: there is none."""
+    """Both sides of a handover.
+
+    ``drain_s``: seconds that the old supervisor's requests may take; None: no take-over.
+    """
 
     def __init__(
         self,
@@ -241,13 +247,14 @@ class Handover:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.close()
 
-    # ---- the new one
+    # ---- in the new supervisor
 
     async def take_over(self, server: ServerConfig) -> None:
-        """Serve on the sockets and under the name of the supervisor that runs; raises LucevisorError, which changes
-        nothing.
+        """Take over the sockets and the name of the running supervisor.
+
+        Raises LucevisorError, and then nothing has changed.
         """
-        taken = await request_handover(self._run_dir.handover, Request(os.getpid(), self._drain_s))
+        taken = await request_handover(self._run_dir.handover, HandoverRequest(os.getpid(), self._drain_s))
         if taken is None:
             log.info("the other supervisor has ended", name=self._run_dir.name)
             self._run_dir.claim()
@@ -272,16 +279,16 @@ class Handover:
         self.listen()
 
     async def _scan_saved(self, taken: HandoverOffer) -> None:
-        """Use what the other supervisor saves while it ends."""
+        """Rescan cache.dir whenever the old supervisor has saved slots."""
         async for _ in taken.wait_for_saves():
             if self._service.snapshots is not None:
                 await asyncio.to_thread(self._service.snapshots.store.scan)
         log.info("the other supervisor has ended", pid=taken.offer.pid)
 
-    # ---- the one that runs (lucevisor.app.handover.HandoverSource)
+    # ---- in the old supervisor, called by HandoverServer
 
     def offer(self) -> tuple[HandoverReply, list[int]]:
-        """Return what to offer, with the lock of the run directory and the listening sockets."""
+        """Return the reply, the lock of the run directory and the listening sockets."""
         if self._service.state == "draining":
             return HandoverReply(os.getpid(), refused="the running supervisor is stopping"), []
         self._report.reloading()
@@ -292,11 +299,11 @@ class Handover:
         return offer, [self._run_dir.lock, *self._endpoint.sockets]
 
     def on_failed(self) -> None:
-        """The other supervisor failed: continue as before."""
+        """Continue as before, because the new supervisor failed."""
         self._report.ready()
 
-    def on_served(self, request: Request) -> None:
-        """Leave the name to the other one; stop when the running requests have ended."""
+    def on_served(self, request: HandoverRequest) -> None:
+        """Release the name, and stop when the running requests have ended."""
         self._report.report_handed_over(request.pid)
         self._run_dir.release()
         log.info("handed over", to_pid=request.pid, drain_s=request.drain_s)

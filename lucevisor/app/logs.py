@@ -1,7 +1,7 @@
 """Log sinks: JSON lines in a rotating file that outlives the process, console or JSON lines on stderr.
 
 Each sink has a bounded queue and a writer thread.  A record that cannot be queued or written is dropped and counted;
-the next one that is written comes after a record that says how many are missing.
+the next written record is preceded by one with the number of dropped records.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ N_OLD_FILES: Final = 3
 
 REFUSALS_PER_S: Final = 10.0
 REFUSALS_BURST: Final = 100.0
-"""Written records of refused requests; the next one says how many were left out."""
+"""Limit of log records about refused requests.  The next written record has the number of those left out."""
 
 STARTED: Final = "supervisor starts"
 """The first record of a run."""
@@ -98,7 +98,7 @@ class _Sink(QueueListener):
             self._reason = reason
 
     def handle(self, record: logging.LogRecord) -> None:
-        """Write a record, after one that says how many are missing before it."""
+        """Write a record, preceded by a notice with the number of records dropped before it."""
         n_missing = self._n_unreported
         try:
             text = str(record.msg) if getattr(record, "plain", False) else self._formatter.format(record)
@@ -117,7 +117,7 @@ class _Sink(QueueListener):
         event = {"event": "log records dropped", "level": "warning", "timestamp": _iso(time.time())}
         more = {"records": n_missing, "sink": self._name, "reason": self._reason}
         record = logging.LogRecord("lucevisor", logging.WARNING, "", 0, event | more, None, None)
-        record._logger, record._name = None, "warning"  # by which ProcessorFormatter knows records of structlog
+        record._logger, record._name = None, "warning"  # mark it as structlog's for ProcessorFormatter
         return self._formatter.format(record)
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ def _stderr_writer(stream: IO[str]) -> Callable[[bytes], None]:
 
 
 class RefusalLimit:
-    """A processor that bounds the rate of records about refused or malformed requests, which anybody can send."""
+    """Rate limit (token bucket) for log records about refused or malformed requests, which anybody can send."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -261,11 +261,11 @@ def print_line(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def path() -> Path | None:
+def log_file() -> Path | None:
     return Path(_file.baseFilename) if _file is not None else None
 
 
-def dropped() -> Mapping[str, int]:
+def dropped_records() -> Mapping[str, int]:
     return dict(_dropped)
 
 
@@ -297,7 +297,7 @@ def _write_all(fd: int, data: bytes) -> None:
 # ---- text for a terminal
 
 
-def record_of(line: str) -> dict[str, Any] | None:
+def parse_record(line: str) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except ValueError:
@@ -328,7 +328,7 @@ class ConsoleLine:
         return str(self._render(logger, method, event))
 
     def line(self, line: str) -> str:
-        record = record_of(line)
+        record = parse_record(line)
         if record is None or not all(isinstance(record.get(key), str) for key in _ALWAYS):
             return line.rstrip("\n")
         return self(None, "", record)

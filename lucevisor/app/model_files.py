@@ -32,24 +32,6 @@ from lucevisor.text.vocabulary import TokenizerError, named_tokens
 
 log = structlog.get_logger("lucevisor")
 
-_Fraction = Annotated[float, Meta(ge=0, le=1)]
-
-
-class CardSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Sampling parameters that a card sets."""
-
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: _Fraction | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
-    min_p: _Fraction | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-
-    def defaults(self) -> SamplingDefaults:
-        return SamplingDefaults(
-            **{name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
-        )
-
 
 class FamilyCard(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One card: for models of these ``architectures`` whose ``general.name`` the expression ``name`` is found in.
@@ -60,8 +42,8 @@ class FamilyCard(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     architectures: list[str]
     name: str
     stop: list[str] = []
-    sampling: CardSampling = msgspec.field(default_factory=CardSampling)
-    sampling_without_thinking: CardSampling | None = None
+    sampling: SamplingDefaults = SamplingDefaults()
+    sampling_without_thinking: SamplingDefaults | None = None
     thinking_budgets: dict[
         Literal["none", "minimal", "low", "medium", "high", "xhigh"], Annotated[int, Meta(ge=0)]
     ] = {}
@@ -88,7 +70,7 @@ _Notify = Callable[[str], None]
 
 
 def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
-    """Find the files of the model, of its drafter and of its scoring model, and read their headers.
+    """Open the model, its drafter and its scoring model: locate or download the files and read their headers.
 
     Raises ConfigError naming ``model.path``, ``model.chat_template``, ``draft.path``, ``draft.kind``, ``pflash.path``
     or a group that has nothing to do.
@@ -118,6 +100,7 @@ def open_template(config: Config, spec: ModelSpec) -> str | None:
 
 
 def open_tokenizer(config: Config, spec: ModelSpec) -> Tokenizer:
+    """Build the model's tokenizer; raises ConfigError naming ``model.path``."""
     try:
         return Tokenizer.from_gguf(spec.files.metadata if spec.files is not None else {})
     except TokenizerError as error:
@@ -150,19 +133,19 @@ def open_drafter(config: Config, target: ModelSpec, notify: _Notify = lambda _: 
         path = resolve_file(config, "draft.path", source, notify)
         try:
             files = open_draft(draft_paths(path))
-            drafter = _read(files, target, kind if kind != "auto" else _kind_of(files, target), config)
+            drafter = _read_drafter(files, target, kind if kind != "auto" else _draft_kind(files, target), config)
         except (GgufError, OSError) as error:
             hint = f"name a drafter of {target.name}, or remove the key"
             raise _unreadable(config, "draft.path", config.draft.path, error, hint) from error
     elif kind == "mtp" or has_mtp_head(target):
-        drafter = _own_head(config, target)
+        drafter = _built_in_mtp_head(config, target)
     if drafter is None:
         _check_device(config)
     return drafter
 
 
 def _unreadable(config: Config, key: str, value: str, error: Exception, hint: str) -> ConfigError:
-    """Return the error for a file that a key names.  A truncated file's own message already says what to do."""
+    """Return the error for a file that a key names.  The message for a truncated file already has a hint."""
     why = str(error).removeprefix(f"{value}: ")
     if isinstance(error, OSError):
         why, hint = f"cannot be read: {error.strerror or error}", "name a file that this user may read"
@@ -177,10 +160,10 @@ def has_mtp_head(target: ModelSpec) -> bool:
     return isinstance(n, int) and n > 0
 
 
-def _own_head(config: Config, target: ModelSpec) -> ServedDrafter | None:
+def _built_in_mtp_head(config: Config, target: ModelSpec) -> ServedDrafter | None:
     assert target.files is not None
     try:
-        return _read(target.files, target, DraftKind.MTP, config)
+        return _read_drafter(target.files, target, DraftKind.MTP, config)
     except GgufError as error:
         if config.draft.kind == "auto":
             log.warning("the model's MTP head is not used", reason=str(error))
@@ -189,12 +172,12 @@ def _own_head(config: Config, target: ModelSpec) -> ServedDrafter | None:
         raise ConfigError("draft.kind", config.draft.kind, str(error), hint, file=str(config.file)) from error
 
 
-def _read(files: GgufFiles, target: ModelSpec, kind: str, config: Config) -> ServedDrafter:
+def _read_drafter(files: GgufFiles, target: ModelSpec, kind: str, config: Config) -> ServedDrafter:
     return ServedDrafter(read_draft_spec(files, target, kind, model_options(config)), files)
 
 
-def _kind_of(files: GgufFiles, target: ModelSpec) -> DraftKind:
-    """An MTP head has the architecture of its model, an assistant one of its own."""
+def _draft_kind(files: GgufFiles, target: ModelSpec) -> DraftKind:
+    """Return the kind by architecture: an MTP head has its model's, Gemma's assistant its own."""
     is_head = files.metadata.get("general.architecture") in (target.architecture, gemma4_assistant.ARCHITECTURE)
     return DraftKind.MTP if is_head else DraftKind.DFLASH
 

@@ -1,4 +1,4 @@
-"""Finds the file of the model or of its drafter: a path, or ``hf:owner/repo/file`` in huggingface_hub's cache."""
+"""Locates or downloads a model file: a path, or ``hf:owner/repo/file`` in huggingface_hub's cache."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class _Download:
         return first
 
     def _part(self, name: str, commit: str | None) -> Path:
-        """One file of the newest commit, or of ``commit``: found in the cache or fetched."""
+        """Return the cached or downloaded path of one file, of the newest commit or of ``commit``."""
         from huggingface_hub import hf_hub_download, try_to_load_from_cache  # slow to import
 
         repo = self.source.repo_id

@@ -31,16 +31,16 @@ from lucevisor.api.app_context import (
     NotReadyPart,
     SamplingDefaults,
 )
+from lucevisor.api.app_state import ACTIVE
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.preprocessing import Preprocessor
-from lucevisor.api.request_context import ACTIVE
 from lucevisor.api.server import adopt, create_app, listen
 from lucevisor.app import logs, traces
 from lucevisor.app.admin import CacheOperations
-from lucevisor.app.compression import make_compressor, make_page_scorer
 from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.handover import Handover, no_room_error
 from lucevisor.app.model_files import FamilyCard, find_card, open_model, open_tokenizer
+from lucevisor.app.pflash import make_compressor, make_page_scorer
 from lucevisor.app.rundir import RunDirectory, log_path
 from lucevisor.app.status import LoadProgress, status
 from lucevisor.app.systemd import Notifier, SystemdReport, listen_sockets, watchdog_s
@@ -73,7 +73,7 @@ FETCH_S = 6 * 3600.0
 """Time that systemd grants the download of a model file."""
 
 RUN_DIRECTORY_S = 1.0
-"""Seconds between two looks whether the run directory is whole."""
+"""Seconds between two checks of the run directory."""
 
 log = structlog.get_logger("lucevisor")
 
@@ -95,7 +95,7 @@ class EarlySignals:
             signal.signal(number, self._on_signal)
 
     def stop_raising(self) -> None:
-        """Only record signals from now on.  Raises KeyboardInterrupt if there was one that asks for the end."""
+        """Only record signals from now on.  Raises KeyboardInterrupt if SIGINT or SIGTERM has arrived."""
         self._raising = False
         if self.asked:
             raise KeyboardInterrupt
@@ -110,7 +110,7 @@ class EarlySignals:
 
 
 class HangupHandler:
-    """Meaning of a SIGHUP: stop if the terminal that the process runs in was closed, else reload.
+    """Effect of a SIGHUP: a stop if the terminal of the process was closed, else a reload.
 
     Under nohup, or in a session without a terminal as `--daemon` and systemd make it, a closed terminal ends nothing.
     """
@@ -121,12 +121,12 @@ class HangupHandler:
 
     @property
     def ends(self) -> bool:
-        """True if a SIGHUP now asks for the end."""
+        """True if a SIGHUP stops the supervisor now."""
         return self._closed and not self._ignored
 
     @property
     def reloads(self) -> bool:
-        """True if a SIGHUP now asks for a reload."""
+        """True if a SIGHUP reloads the configuration now."""
         return not self._closed
 
     @property
@@ -160,8 +160,9 @@ def raise_file_limit() -> int:
     return _MAX_FILES if soft == resource.RLIM_INFINITY else soft
 
 
-def connections_within(n_files: int, n_groups: int) -> int:
-    """Return how many of `n_files` connections may use: links, pipes and starting a daemon need the others."""
+def max_connections_for(n_files: int, n_groups: int) -> int:
+    """Return the number of connections within `n_files` open files; links, pipes and starts of daemons need the
+    rest."""
     return max(n_files // 4, n_files - 192 - 16 * n_groups)
 
 
@@ -178,10 +179,10 @@ def run(config: Config, name: str, display: LoadProgress, options: RunOptions) -
         if problem:
             log.warning("the log ends with this process", directory=str(run_dir.path), reason=problem)
         if options.limits is None:
-            refuse_faults(config)
+            refuse_fault_hooks(config)
         else:
             fault_hooks.listen({"clock": fault_hooks.shift_clock})
-        model = open_model(config, _fetching)
+        model = open_model(config, _report_download)
         check_before_start(config, model)
         if config.cache.dir and config.cache.prefix_slots:
             check_directory(Path(config.cache.dir))
@@ -215,12 +216,12 @@ def _open_log(config: Config, run_dir: RunDirectory, options: RunOptions) -> str
     return problem
 
 
-def _fetching(what: str) -> None:
+def _report_download(what: str) -> None:
     log.info("fetching", what=what)
     Notifier().send(STATUS=f"fetching {what}", EXTEND_TIMEOUT_USEC=int(FETCH_S * 1e6))
 
 
-_RELOADED_KEYS: Final = {"log.level", "server.api_keys_file", "server.admin_keys_file", "server.cors_origins"}
+_LIVE_KEYS: Final = {"log.level", "server.api_keys_file", "server.admin_keys_file", "server.cors_origins"}
 _TLS_KEYS: Final = {"server.tls_cert_file", "server.tls_key_file"}
 """Applied only with HTTPS on: a listening socket cannot begin to speak TLS, or cease to."""
 
@@ -230,17 +231,17 @@ class Overrides:
     """`KEY=VALUE` overrides of `start`, and those of the last `lucevisor reload`, which hold until the next one."""
 
     file: Path
-    of_start: Sequence[str]
-    of_reload: Sequence[str] = ()
+    from_start: Sequence[str]
+    from_reload: Sequence[str] = ()
 
     @property
     def effective(self) -> list[str]:
-        return merge_overrides(self.of_start, self.of_reload)
+        return merge_overrides(self.from_start, self.from_reload)
 
-    def described(self) -> list[dict[str, object]]:
-        """Return key, value and source of each, and what the file says.  Values of the environment may be secrets."""
+    def as_json_rows(self) -> list[dict[str, object]]:
+        """Return key, value, source and the overridden value of the file.  Environment variables may be secrets."""
         pairs = [override.partition("=")[::2] for override in self.effective]
-        of_reload = {override.partition("=")[0] for override in self.of_reload}
+        of_reload = {override.partition("=")[0] for override in self.from_reload}
         hidden = values_in_file(self.file, [key for key, _ in pairs])
         return [
             {
@@ -253,24 +254,25 @@ class Overrides:
         ]
 
 
-def read_again(overrides: Overrides) -> Config:
+def reload_config(overrides: Overrides) -> Config:
+    """Load the configuration as it is now; raises ConfigError."""
     return load(overrides.file, overrides.effective)
 
 
-def keys_at_once(after: Config, tls: ssl.SSLContext | None) -> set[str]:
-    """Return the keys that ``apply`` applies."""
-    return _RELOADED_KEYS | _TLS_KEYS if tls is not None and after.server.tls_cert_file else set(_RELOADED_KEYS)
+def live_keys(after: Config, tls: ssl.SSLContext | None) -> set[str]:
+    """Return the keys that `apply_live_keys` applies."""
+    return _LIVE_KEYS | _TLS_KEYS if tls is not None and after.server.tls_cert_file else set(_LIVE_KEYS)
 
 
-def apply(
+def apply_live_keys(
     config: Config, after: Config, context: AppContext, tls: ssl.SSLContext | None
 ) -> tuple[Config, list[str], list[str]]:
-    """Apply what needs no new deployment of ``after``; raises ConfigError, and then changes nothing.
+    """Apply the keys of ``after`` that need no new deployment.  Raises ConfigError, and then nothing has changed.
 
-    Returns the configuration in force, the keys that changed, and those whose new value waits.
+    Returns the configuration in force, the keys applied, and the changed keys that need a reload.
     """
-    client_keys, admin_keys = keys_of(after.server)
-    at_once = keys_at_once(after, tls)
+    client_keys, admin_keys = read_server_keys(after.server)
+    at_once = live_keys(after, tls)
     if tls is not None and after.server.tls_cert_file:
         files = Path(after.server.tls_cert_file), Path(after.server.tls_key_file)
         server_context(*files)  # a pair that does not fit would leave the context without a key
@@ -289,11 +291,13 @@ def apply(
     return effective, [k for k in changed if k in at_once], [k for k in changed if k not in at_once]
 
 
-def tls_of(server: ServerConfig) -> ssl.SSLContext | None:
+def tls_context(server: ServerConfig) -> ssl.SSLContext | None:
+    """Return the context with the configured certificate, None without one; raises ConfigError."""
     return server_context(Path(server.tls_cert_file), Path(server.tls_key_file)) if server.tls_cert_file else None
 
 
-def keys_of(server: ServerConfig) -> tuple[Sequence[ApiKey], Sequence[ApiKey]]:
+def read_server_keys(server: ServerConfig) -> tuple[Sequence[ApiKey], Sequence[ApiKey]]:
+    """Return the API keys and the admin keys of the configured files; raises ConfigError."""
     clients = read_api_keys(Path(server.api_keys_file)) if server.api_keys_file else ()
     admins = read_api_keys(Path(server.admin_keys_file), "server.admin_keys_file") if server.admin_keys_file else ()
     return clients, admins
@@ -312,8 +316,8 @@ class Supervisor:
     ) -> None:
         self.config, self.model, self.run_dir = config, model, run_dir
         self._overrides = Overrides(config.file, config.overrides)
-        self._described = self._overrides.described()
-        self._tls = tls_of(config.server)
+        self._described = self._overrides.as_json_rows()
+        self._tls = tls_context(config.server)
         self._traces = traces.configured()
         self._tokenizer = open_tokenizer(config, model.spec)
         self._context = make_app_context(config, model, self._tokenizer, self._not_ready)
@@ -323,10 +327,10 @@ class Supervisor:
         self.service = Service(config, model, run_dir.own, display, self._on_engine, options.limits)
         self._admin_operations = AdminOperations(self.service)
         self.cache = CacheOperations(self.service)
-        self._add_running(self._context)
+        self._connect_service(self._context)
         self._app = create_app(self._context)
         self._endpoint = Endpoint(self._app, self, run_dir.socket, self._tls)
-        self._report = SystemdReport(self._in_a_line)
+        self._report = SystemdReport(self._status_line)
         self._handover = Handover(
             self.service, self._endpoint, run_dir, self._report, options.take_over_s, self._stop_asked.set
         )
@@ -342,7 +346,7 @@ class Supervisor:
         if early.asked:
             self.stop(early.asked)
         if early.reload:
-            self._reread()
+            self._reload_live_keys()
         for notice in self.config.notices:
             log.warning("configuration", notice=str(notice))
         for marker in (
@@ -371,8 +375,9 @@ class Supervisor:
         return ExitCode.DONE
 
     async def _start(self) -> None:
-        """Listen, then start the groups; the other way round to take over.  Raises LucevisorError when a group is given
-        up.
+        """Listen, then start the groups; with --take-over the other way round.
+
+        Raises LucevisorError if the start fails.
         """
         server = self.config.server
         if not self._handover.pending:
@@ -398,7 +403,7 @@ class Supervisor:
             raise no_room_error(self.service)
 
     async def _watch_run_directory(self) -> None:
-        """Make the run directory whole again when something of it was removed, so that commands find this process."""
+        """Recreate the run directory when parts of it were removed, so that commands find this process."""
         result = ""
         while True:
             await asyncio.sleep(RUN_DIRECTORY_S)
@@ -430,8 +435,8 @@ class Supervisor:
     def url(self) -> str:
         return self._endpoint.url
 
-    def _in_a_line(self) -> tuple[str, str]:
-        """Return the state, and what `systemctl status` shows of it."""
+    def _status_line(self) -> tuple[str, str]:
+        """Return the state, and the line that `systemctl status` shows."""
         if self._handover.pending:
             return "starting", f"about to take over: {self.service.reason() or 'ready'}"
         state = self.service.state
@@ -461,14 +466,14 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _reread(self) -> None:
+    def _reload_live_keys(self) -> None:
         try:
-            overrides = Overrides(self.config.file, self._overrides.of_start)
-            config, changed, waiting = apply(self.config, read_again(overrides), self._context, self._tls)
-            # What `lucevisor reload --set` moved stays until the next one; what is applied at once is the file's again.
-            left = [o for o in self._overrides.of_reload if o.partition("=")[0] in waiting]
-            self._overrides = replace(overrides, of_reload=left)
-            self._described = self._overrides.described()
+            overrides = Overrides(self.config.file, self._overrides.from_start)
+            config, changed, waiting = apply_live_keys(self.config, reload_config(overrides), self._context, self._tls)
+            # Overrides of `lucevisor reload --set` that changed the deployment stay; live keys follow the file again.
+            left = [o for o in self._overrides.from_reload if o.partition("=")[0] in waiting]
+            self._overrides = replace(overrides, from_reload=left)
+            self._described = self._overrides.as_json_rows()
         except ConfigError as error:
             log.error("configuration not reloaded: nothing has changed", reason=str(error))
             return
@@ -482,7 +487,7 @@ class Supervisor:
             self.stop("SIGHUP, the terminal was closed")
         elif hangup.reloads:
             with self._report.reload():
-                self._reread()
+                self._reload_live_keys()
 
     async def restart(self, groups: list[str], *, now: bool) -> None:
         for group in groups or list(self.service.groups):
@@ -496,11 +501,11 @@ class Supervisor:
 
     async def _reload(self, overrides: list[str]) -> dict[str, object]:
         with self._report.reload():
-            later = replace(self._overrides, of_reload=overrides)
-            after, described = await asyncio.to_thread(lambda: (read_again(later), later.described()))
+            later = replace(self._overrides, from_reload=overrides)
+            after, described = await asyncio.to_thread(lambda: (reload_config(later), later.as_json_rows()))
             await asyncio.to_thread(check_before_start, after, self.model)
-            changed = await self._admin_operations.reload(after, keys_at_once(after, self._tls))
-            apply(self.config, after, self._context, self._tls)
+            changed = await self._admin_operations.reload(after, live_keys(after, self._tls))
+            apply_live_keys(self.config, after, self._context, self._tls)
         self.config, self._overrides, self._described = after, later, described
         log.info("configuration reloaded, with API keys and certificate", changed=[*changed])
         return changed
@@ -517,8 +522,8 @@ class Supervisor:
 
     # ---- for clients
 
-    def _add_running(self, context: AppContext) -> None:
-        """Give the API what changes while the supervisor runs."""
+    def _connect_service(self, context: AppContext) -> None:
+        """Connect the API to the service's state."""
         context.ready_in_s = self.service.ready_in_s
         context.status = self.status
         context.restart = self._begin_restart
@@ -550,14 +555,18 @@ class Supervisor:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """``take_over_s``: take over from a supervisor of the same name, which has so long to finish requests."""
+    """Options of one run.
+
+    ``take_over_s``: seconds that requests of the supervisor to take over from may take; None: off.
+    """
 
     to_terminal: bool = True
     take_over_s: float | None = None
     limits: SupervisionLimits | None = None
 
 
-def refuse_faults(config: Config, environ: Mapping[str, str] = os.environ) -> None:
+def refuse_fault_hooks(config: Config, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError if the fault hooks of processes would be on."""
     settings = [(fault_hooks.VARIABLE, environ.get(fault_hooks.VARIABLE, ""))]
     for name, group in config.groups.items():
         settings.append(
@@ -569,7 +578,8 @@ def refuse_faults(config: Config, environ: Mapping[str, str] = os.environ) -> No
             raise ConfigError(key, value, why, "unset it; it is for `lucevisor chaos`")
 
 
-def fault_limits(text: str) -> SupervisionLimits:
+def parse_fault_limits(text: str) -> SupervisionLimits:
+    """Parse the deadlines of ``--allow-faults``; raises ConfigError."""
     known = {field.name for field in fields(SupervisionLimits) if field.name.endswith("_s")}
     limits = {}
     for part in filter(None, text.split(",")):
@@ -588,7 +598,7 @@ def make_app_context(
 ) -> AppContext:
     """Return the context of a server that has no engine yet; raises the limit of open files for its connections."""
     metadata = model.metadata
-    client_keys, admin_keys = keys_of(config.server)
+    client_keys, admin_keys = read_server_keys(config.server)
     card = find_card(model.spec.architecture, metadata) or FamilyCard(architectures=[], name="")
     direct = card.sampling_without_thinking
     return AppContext(
@@ -597,14 +607,14 @@ def make_app_context(
         template=ChatTemplate.from_gguf(metadata),
         not_ready=not_ready,
         preprocessor=Preprocessor(metadata),
-        defaults=SamplingDefaults.from_gguf(metadata, card.sampling.defaults()),
-        direct_defaults=None if direct is None else direct.defaults(),
+        defaults=SamplingDefaults.from_gguf(metadata, card.sampling),
+        direct_defaults=direct,
         efforts=dict(card.thinking_budgets.items()),
         stop_ids=card.stop_ids(tokenizer),
         keys=ApiKeys(client_keys),
         admin_keys=ApiKeys(admin_keys),
         settings=_settings(config),
-        log_drops=logs.dropped,
+        log_drops=logs.dropped_records,
         banned=tuple(range(tokenizer.n_vocab, model.spec.vocabulary)),
     )
 
@@ -624,7 +634,7 @@ def _model_card(model: ServedModel, metadata: Mapping[str, object]) -> ModelCard
 
 def _settings(config: Config) -> ApiSettings:
     server = config.server
-    max_connections = connections_within(raise_file_limit(), len(config.groups))
+    max_connections = max_connections_for(raise_file_limit(), len(config.groups))
     if max_connections < server.max_connections:
         log.warning("connection limit lowered", max_connections=max_connections,
                     reason="the limit of open files is low: raise it (`ulimit -Hn`, LimitNOFILE=)")  # fmt: skip

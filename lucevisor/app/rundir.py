@@ -35,7 +35,7 @@ class AlreadyRunningError(LucevisorError):
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningSupervisor:
     """A running supervisor; ``pid`` is -1 while it has no pid file."""
 
     name: str
@@ -77,6 +77,7 @@ _USABLE = "letters, digits, '.', '_' and '-', at most 64, first a letter or digi
 
 
 def check_name(name: str) -> str:
+    """Return a name that a run directory may have; raises ConfigError."""
     if not NAME.match(name):
         raise ConfigError("--name", name, "is not a usable name", _USABLE)
     return name
@@ -91,7 +92,8 @@ def default_name(config: Path) -> str:
 
 
 class RunDirectory:
-    """Claimed by the supervisor for its lifetime, or joined, and adopted later."""
+    """Run directory of one name: claimed for the supervisor's lifetime, or joined during a take-over and adopted
+    later."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -109,7 +111,7 @@ class RunDirectory:
 
     @property
     def own(self) -> Path:
-        """The part that belongs to this process alone."""
+        """Subdirectory of this process alone."""
         return self.path / f"{_OWN}{os.getpid()}"
 
     @property
@@ -124,7 +126,7 @@ class RunDirectory:
             for stale in (self.socket, self.handover, self.path / "pid"):
                 stale.unlink(missing_ok=True)
             for entry in self.path.glob(f"{_OWN}*"):
-                if not _is_of_another(entry) and not (self._joined and entry == self.own):
+                if not _is_other_process(entry) and not (self._joined and entry == self.own):
                     shutil.rmtree(entry, ignore_errors=True)
             if not self._joined:
                 self._make_own()
@@ -145,20 +147,23 @@ class RunDirectory:
         return True
 
     def adopt(self, lock: int) -> None:
-        """Hold the name by the lock that its supervisor gave away.  Raises LucevisorError for another name's lock."""
+        """Own the name through a lock received from the old supervisor.
+
+        Raises LucevisorError for another name's lock.
+        """
         if not os.path.samestat(os.fstat(lock), (self.path / "lock").stat()):
             raise LucevisorError(f"{self.path}: the lock that was handed over is not that of this directory")
         self._lock = lock
         self._write_pid()
 
     def release(self) -> None:
-        """Give the name away: whoever was given the lock holds it from now on."""
+        """Release the name to the process that received the lock."""
         os.close(self.lock)
         self._lock = None
 
     @property
     def is_intact(self) -> bool:
-        """True if nothing of it was removed, or while another process holds the name."""
+        """True if nothing was removed, or if another process owns the name."""
         if self._lock is None:
             return True
         try:
@@ -168,7 +173,10 @@ class RunDirectory:
         return held and all(path.exists() for path in (self.path / "pid", self.own, self.socket, self.handover))
 
     def renew(self) -> None:
-        """Make it again without sockets, after it was removed, as systemd does at the last logout."""
+        """Recreate the directory, without sockets, after systemd removed it at the last logout.
+
+        Raises AlreadyRunningError when another supervisor took the name meanwhile.
+        """
         lock = self._try_lock()  # a new file; the one that this process holds has no name any more
         if lock is None:
             lock = self.lock
@@ -238,7 +246,7 @@ class RunDirectory:
             shutil.rmtree(self.own, ignore_errors=True)
             return
         with contextlib.suppress(OSError):
-            others = [entry for entry in self.path.glob(f"{_OWN}*") if _is_of_another(entry)]
+            others = [entry for entry in self.path.glob(f"{_OWN}*") if _is_other_process(entry)]
             for entry in self.path.iterdir():
                 if entry in others:
                     continue  # of one that was about to take over
@@ -252,7 +260,7 @@ class RunDirectory:
         self._lock = None
 
 
-def _is_of_another(own: Path) -> bool:
+def _is_other_process(own: Path) -> bool:
     """Return whether a ``process-PID`` belongs to another process that runs."""
     pid = own.name.removeprefix(_OWN)
     return pid.isdecimal() and int(pid) != os.getpid() and start_ticks(int(pid)) is not None
@@ -293,7 +301,7 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def running() -> list[Running]:
+def running_supervisors() -> list[RunningSupervisor]:
     """Return this user's running supervisors.  Raises ConfigError when their directory cannot be read."""
     root = runtime_root()
     try:
@@ -302,7 +310,7 @@ def running() -> list[Running]:
         if os.geteuid() not in (0, root.stat().st_uid):  # below $TMPDIR anybody may have made it
             raise unusable(root, PermissionError(errno.EPERM, "it belongs to another user"))
         return [
-            Running(p.name, p / "admin.sock", read_pid(p))
+            RunningSupervisor(p.name, p / "admin.sock", read_pid(p))
             for p in sorted(root.iterdir())
             if p.is_dir() and is_locked(p)
         ]
@@ -310,13 +318,13 @@ def running() -> list[Running]:
         raise unusable(root, error) from error
 
 
-def find(name: str | None, socket: Path | None) -> Running:
+def find_supervisor(name: str | None, socket: Path | None) -> RunningSupervisor:
     """Return the supervisor that a command talks to: by socket, by name, or the only one.  Raises NotRunningError."""
     if socket is not None:
         if not socket.exists():
             raise NotRunningError(f"{socket}: there is no such socket: nothing runs there")
-        return Running(socket.parent.name, socket, read_pid(socket.parent))
-    all_running = running()
+        return RunningSupervisor(socket.parent.name, socket, read_pid(socket.parent))
+    all_running = running_supervisors()
     if name is not None:
         for supervisor in all_running:
             if supervisor.name == check_name(name):
@@ -329,5 +337,5 @@ def find(name: str | None, socket: Path | None) -> Running:
     return all_running[0]
 
 
-def _names(all_running: list[Running]) -> str:
+def _names(all_running: list[RunningSupervisor]) -> str:
     return f" ({', '.join(supervisor.name for supervisor in all_running)})" if all_running else ""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from lucevisor.app import logs
-from lucevisor.app.compression import pflash_status
+from lucevisor.app.pflash import pflash_status
 from lucevisor.compression.compressor import Compressor
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.recovery import RecoveryStatistics
@@ -42,7 +42,7 @@ def status(
         "pid": os.getpid(),
         "url": url,
         "tls_cert_file": service.config.server.tls_cert_file,
-        "log": str(logs.path() or ""),
+        "log": str(logs.log_file() or ""),
         "overrides": list(overrides),
         "state": service.state,
         "reason": service.reason(),
@@ -64,7 +64,7 @@ def status(
 
 
 def _draft(service: Service, now: EngineStatistics | None) -> dict[str, Any]:
-    """``state``: "attached" while a drafter drafts; ``paused``: why decoding is plain now (docs/speculation.md)."""
+    """Speculative decoding.  ``state``: "attached" while a drafter drafts; ``paused``: why decoding is plain now."""
     placement, drafter = service.placement, service.model.drafter
     configured = service.config.draft.kind
     if placement is None:
@@ -140,7 +140,7 @@ def _cache(service: Service, now: CacheStatistics) -> dict[str, Any]:
 
 
 def _group(service: Service, group: GroupSupervisor, progress: LoadProgress) -> dict[str, Any]:
-    """``state_s``: for how long it has been in its state; ``loading``: phase and bytes while it loads."""
+    """One group.  ``state_s``: seconds in the present state; ``loading``: phase and bytes while it loads."""
     placement = service.placement
     stages = placement.stages_of(group.name) if placement is not None else ()
     return {
@@ -191,7 +191,7 @@ def _device(group: GroupSupervisor, use: DeviceUse, free: dict[int, int]) -> dic
 
 
 def _recovery(now: RecoveryStatistics) -> dict[str, Any]:
-    """``held_s``: for how long requests wait for a lost daemon now; the rest is counted since the start."""
+    """Recovery counters since the start.  ``held_s``: seconds that requests have waited for a lost daemon, now."""
     return {
         "held_s": round(now.held_s, 3),
         "pauses": {reason: pause.n for reason, pause in now.pauses.items()},
@@ -252,7 +252,7 @@ def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
 
 
 class LoadProgress(Observer):
-    """Watches groups for the status; subclasses show them.  ``announces``: it may say that requests are served."""
+    """Observer that records the groups' states for the status.  ``announces``: whether `ready` may print."""
 
     def __init__(self) -> None:
         self.announces = True
@@ -276,7 +276,7 @@ class LoadProgress(Observer):
         return time.monotonic() - self._states[group][2] if group in self._states else 0.0
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the groups that were asked to start, as in the status."""
+        """Return the started groups, with the fields of the status."""
         return [
             {
                 "name": name,

@@ -1,4 +1,4 @@
-"""Reports to systemd (sd_notify), and takes over the sockets it opened (LISTEN_FDS)."""
+"""systemd: readiness, status and watchdog (sd_notify), and socket activation (LISTEN_FDS)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ log = structlog.get_logger("lucevisor.systemd")
 _FIRST_FD: Final = 3
 _SEND_S: Final = 1.0
 _REPEATED: Final = {"WATCHDOG", "STATUS", "EXTEND_TIMEOUT_USEC"}
-_LOOK_S: Final = 0.25
+_POLL_S: Final = 0.25
 EXTEND_S: Final = 30.0
-"""While a supervisor starts or stops it asks for this much more time, again and again.  Its own deadlines bound both,
-and one whose event loop hangs stops asking."""
+"""EXTEND_TIMEOUT_USEC while the supervisor starts or stops, sent repeatedly.  The supervisor's own deadlines bound
+both, and a hung event loop sends no extension."""
 
-Look = Callable[[], tuple[str, str]]
+StateReader = Callable[[], tuple[str, str]]
 """Returns ``state`` of the status JSON and one line about it."""
 
 
@@ -61,10 +61,10 @@ def watchdog_s(environ: Mapping[str, str] = os.environ, pid: int | None = None) 
 
 
 class SystemdReport:
-    """Keeps systemd informed while :meth:`run` runs: start, state, watchdog, stop."""
+    """Sends start, state, watchdog and stop to systemd while :meth:`run` runs."""
 
-    def __init__(self, look: Look) -> None:
-        self._look = look
+    def __init__(self, look: StateReader) -> None:
+        self._read_state = look
         self._used = asyncio.Event()
         self.notifier, self.watchdog_s = Notifier({}), 0.0
         self._status = ""
@@ -81,11 +81,11 @@ class SystemdReport:
         """Report until cancelled."""
         extended_s = -EXTEND_S
         while await self._used.wait():
-            state, status = self._look()
+            state, status = self._read_state()
             now = time.monotonic()
             if state == "draining" and not self._stopping:
                 self._stop()
-                extended_s = -EXTEND_S  # what the start was given does not count
+                extended_s = -EXTEND_S  # extensions of the start do not count
             if (state == "starting" or self._stopping) and now - extended_s > EXTEND_S / 4:
                 extended_s = now
                 self.notifier.send(EXTEND_TIMEOUT_USEC=int(EXTEND_S * 1e6))
@@ -96,20 +96,20 @@ class SystemdReport:
                 self.ready()
             if self.watchdog_s:
                 self.notifier.send(WATCHDOG=1)
-            await asyncio.sleep(min(_LOOK_S, self.watchdog_s / 4 or _LOOK_S))
+            await asyncio.sleep(min(_POLL_S, self.watchdog_s / 4 or _POLL_S))
 
     def ready(self) -> None:
-        """Requests are served, for the first time or again after :meth:`reloading`."""
+        """Report READY, at the start or after :meth:`reloading`."""
         self._ready = True
         self.notifier.send(READY=1)
 
     def reloading(self) -> None:
-        """A reload begins; :meth:`ready` ends it."""
+        """Report that a reload begins; :meth:`ready` ends it."""
         self.notifier.send(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000)
 
     @contextmanager
     def reload(self) -> Iterator[None]:
-        """A reload from begin to end, whatever becomes of it; nothing before the service is ready."""
+        """Context of a reload: reports its begin and end, if the service was ready."""
         was_ready = self._ready
         if was_ready:
             self.reloading()
@@ -120,7 +120,7 @@ class SystemdReport:
                 self.ready()
 
     def report_handed_over(self, main_pid: int) -> None:
-        """Another process is the service from now on, and reports."""
+        """Name another process as the service's main process, which reports from now on."""
         self.notifier.send(MAINPID=main_pid)
         self.notifier = Notifier({})
         self._used.clear()

@@ -82,7 +82,7 @@ class Traces:
 
 
 def configured(environ: Mapping[str, str] = os.environ) -> Traces | None:
-    """Return the traces that the environment asks for; None if it asks for none, or the extra is not installed."""
+    """Return the tracer that the environment configures; None without a configuration or without the extra."""
     if not any(environ.get(name) for name in _ENDPOINTS) or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     try:

@@ -30,7 +30,7 @@ COMMANDS = {
     "bench": ("lucevisor.cli.bench", "Measure prompts and answers a second, also beside llama.cpp."),
     "cache": ("lucevisor.cli.cache", "List, verify, prune and remove snapshots on disk."),
     "chat": ("lucevisor.cli.chat", "Talk to a running supervisor."),
-    "chaos": ("lucevisor.cli.chaos", "Inject random faults beside real traffic, and check every answer."),
+    "chaos": ("lucevisor.chaos.command", "Inject random faults beside real traffic, and check every answer."),
     "demo": ("lucevisor.cli.demo", "Start the bundled model over two daemons, ask questions, kill one in mid-answer."),
 }
 
@@ -65,7 +65,7 @@ EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 no
 
 
 class _Lazy(click.Group):
-    """Knows the commands' names and one-line help; imports a command when it is used."""
+    """Group that imports a command's module when the command is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -88,7 +88,7 @@ class _Lazy(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; where a name stands alone, the refusal says how a supervisor is named."""
+        """Run the command.  For a supervisor's name given as an argument, the usage error points to --name."""
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
@@ -151,7 +151,7 @@ def _complain(show: Callable[[], None]) -> None:
 
 
 def _discard(stream: TextIO | None) -> None:
-    """Send what a stream still buffers nowhere: the interpreter writes it when it ends, and would fail again."""
+    """Redirect a stream to /dev/null, so that the interpreter's last flush does not fail again."""
     if stream is not None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -69,7 +69,7 @@ class AdminClient:
         return NotRunningError(f"{self._path}: no answer ({error}); the supervisor is gone")
 
 
-class Watch:
+class WaitDisplay:
     """``with Watch("start") as watch``, then `show` each status.  Draws on standard error if that is a terminal."""
 
     def __init__(self, what: str) -> None:
@@ -77,7 +77,7 @@ class Watch:
         self._began = time.monotonic()
         self._live: Live | None = None
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> WaitDisplay:
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.live import Live
@@ -108,7 +108,7 @@ def call_and_watch(
     client: AdminClient, what: str, target: str, body: dict[str, Any], timeout_s: float
 ) -> dict[str, Any]:
     """POST to the supervisor and return its answer, which may take minutes; meanwhile show how it goes."""
-    with Watch(what) as watch:
+    with WaitDisplay(what) as watch:
         if not watch.on:
             return client.call("POST", target, body, timeout_s)
         with ThreadPoolExecutor(1) as pool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from lucevisor.app.rundir import find
+from lucevisor.app.rundir import find_supervisor
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import target_options
 from lucevisor.config import load
@@ -23,8 +23,8 @@ _WAIT_S = 3600.0
 """Verifying every byte of a large directory takes long."""
 
 JsonObject = dict[str, Any]
-Place = Callable[[str, JsonObject], JsonObject]
-"""Carries out an operation on the snapshots of a supervisor or of a directory."""
+SnapshotTarget = Callable[[str, JsonObject], JsonObject]
+"""Runs an operation (name, arguments) on the snapshots of a supervisor or of a directory."""
 
 
 class _Bytes(click.ParamType[int]):
@@ -38,7 +38,7 @@ class _Bytes(click.ParamType[int]):
 
 
 def _in_directory(directory: Path, disk_bytes: int | None, operation: str, order: JsonObject) -> JsonObject:
-    """Do what a supervisor does for POST /cache/OPERATION; ``disk_bytes``: the budget from CONFIG, if given."""
+    """Run an operation as POST /cache/OPERATION does.  ``disk_bytes``: the budget from CONFIG, if given."""
     from lucevisor.snapshots import maintenance
 
     if operation == "ls":
@@ -60,12 +60,12 @@ def _by_supervisor(client: AdminClient, operation: str, order: JsonObject) -> Js
     return client.call("POST", f"/cache/{operation}", order, timeout_s=_WAIT_S)
 
 
-def _where(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Resolve CONFIG, ``--dir``, ``--name`` or ``--socket`` into ``place``."""
+def _with_target(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options CONFIG, ``--dir``, ``--name`` and ``--socket``, and pass the target that they name."""
 
     @wraps(function)
     def located(config: Path | None, directory: Path | None, name: str | None, socket: Path | None, **more: Any) -> Any:
-        return function(place=_place(config, directory, name, socket), **more)
+        return function(place=_snapshot_target(config, directory, name, socket), **more)
 
     path = click.Path(path_type=Path)
     with_target = target_options(located)
@@ -73,9 +73,11 @@ def _where(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--config", "-c", type=path, help="Configuration file that sets cache.dir.")(with_dir)
 
 
-def _place(config: Path | None, directory: Path | None, name: str | None, socket: Path | None) -> Place:
+def _snapshot_target(
+    config: Path | None, directory: Path | None, name: str | None, socket: Path | None
+) -> SnapshotTarget:
     if config is None and directory is None:
-        return partial(_by_supervisor, AdminClient(find(name, socket).socket))
+        return partial(_by_supervisor, AdminClient(find_supervisor(name, socket).socket))
     if name is not None or socket is not None:
         raise click.UsageError(
             "--config and --dir name a directory, --name and --socket a supervisor: give one of them"
@@ -98,9 +100,9 @@ def cache() -> None:
 
 
 @cache.command("ls")
-@_where
+@_with_target
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_(place: Place, as_json: bool) -> int:
+def list_(place: SnapshotTarget, as_json: bool) -> int:
     """List every snapshot, most recently used first; reads headers only."""
     contents = place("ls", {})
     files, slots, disk_bytes = contents["files"], contents["slots"], contents["disk"]
@@ -124,10 +126,10 @@ def list_(place: Place, as_json: bool) -> int:
 
 
 @cache.command()
-@_where
+@_with_target
 @click.argument("files", nargs=-1)
 @click.option("--set-aside", is_flag=True, help="Rename what is damaged, so that no supervisor tries it.")
-def verify(place: Place, files: tuple[str, ...], set_aside: bool) -> int:
+def verify(place: SnapshotTarget, files: tuple[str, ...], set_aside: bool) -> int:
     """Compare every checksum of FILES, or of all snapshots.  Exit code 1 when one is damaged."""
     n_checked = n_damaged = 0
     for entry in place("verify", {"files": files, "set_aside": set_aside})["checked"]:
@@ -144,20 +146,20 @@ def verify(place: Place, files: tuple[str, ...], set_aside: bool) -> int:
 
 
 @cache.command()
-@_where
+@_with_target
 @click.option("--to", type=_Bytes(), help="Space to keep in use, e.g. 5GiB.  Default: cache.disk.")
 @click.option("--refused", is_flag=True, help="Remove files that were set aside as well.")
-def prune(place: Place, to: int | None, refused: bool) -> int:
+def prune(place: SnapshotTarget, to: int | None, refused: bool) -> int:
     """Remove leftovers, then the least recently used snapshots until the rest fits."""
     _print_gone(place("prune", {"to": to, "refused": refused})["removed"])
     return ExitCode.DONE
 
 
 @cache.command()
-@_where
+@_with_target
 @click.argument("files", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="Remove every snapshot in the directory.")
-def rm(place: Place, files: tuple[str, ...], everything: bool) -> int:
+def rm(place: SnapshotTarget, files: tuple[str, ...], everything: bool) -> int:
     """Remove FILES.  Files that are not snapshots are refused."""
     if bool(files) == everything:
         raise click.UsageError("name FILES, or give --all")

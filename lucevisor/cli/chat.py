@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lucevisor.app.rundir import find
+from lucevisor.app.rundir import find_supervisor
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import RangeOfNumbers, target_options
 from lucevisor.errors import ExitCode, LucevisorError, nearest
@@ -87,7 +87,7 @@ def chat(name: str | None, socket: Path | None, system: str, think: bool, temper
     any."""
     from rich.console import Console
 
-    status = AdminClient(find(name, socket).socket).call("GET", "/status")
+    status = AdminClient(find_supervisor(name, socket).socket).call("GET", "/status")
     client = connect(status, os.environ.get("LUCEVISOR_API_KEY", ""))
     talk = Conversation(system, think, temperature)
     console = Console(highlight=False)
@@ -154,10 +154,10 @@ def _read() -> str | None:
 
 
 def _answer(client: OpenAI, console: Console, model: str, talk: Conversation) -> str:
-    """Ask, show the answer as it comes, and return it; empty if there is none."""
+    """Stream an answer to the terminal and return it; empty if there is none."""
     import openai
 
-    shown = _Shown(console)
+    shown = _AnswerView(console)
     messages: Any = talk.sent()  # the API takes plain dicts, its types do not
     try:
         stream = client.chat.completions.create(
@@ -178,8 +178,8 @@ def _answer(client: OpenAI, console: Console, model: str, talk: Conversation) ->
     return shown.text
 
 
-class _Shown:
-    """An answer on its way: markdown that is redrawn on a terminal, text elsewhere; at the end its speed."""
+class _AnswerView:
+    """View of a streamed answer: markdown on a terminal, plain text elsewhere, and its speed at the end."""
 
     def __init__(self, console: Console) -> None:
         from rich.live import Live
@@ -193,7 +193,7 @@ class _Shown:
         if console.is_terminal:
             self._live = Live(console=console, transient=True, refresh_per_second=8, vertical_overflow="ellipsis")
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> _AnswerView:
         if self._live is not None:
             self._live.start()
         return self
@@ -240,12 +240,12 @@ def connect(status: dict[str, Any], key: str = "") -> OpenAI:
         from openai import DefaultHttpxClient, OpenAI
     except ImportError as e:
         raise LucevisorError("this command needs the `openai` package: pip install 'lucevisor[client]'") from e
-    http_client = DefaultHttpxClient(verify=_trusting(cert)) if (cert := status["tls_cert_file"]) else None
+    http_client = DefaultHttpxClient(verify=_trust_certificate(cert)) if (cert := status["tls_cert_file"]) else None
     return OpenAI(base_url=f"{status['url']}/v1", api_key=key or "none", max_retries=0, http_client=http_client)
 
 
-def _trusting(cert_file: str) -> ssl.SSLContext:
-    """Trust this one certificate, of the supervisor on this machine, whatever name it is for."""
+def _trust_certificate(cert_file: str) -> ssl.SSLContext:
+    """Return a context that trusts this certificate of the local supervisor, for any host name."""
     context = ssl.create_default_context(cafile=cert_file)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

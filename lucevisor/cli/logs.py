@@ -1,26 +1,37 @@
-"""``lucevisor logs``: rendered on a terminal, JSON lines elsewhere.  Reads the file, so it works after the end, too."""
+"""``lucevisor logs``: rendered on a terminal, JSON lines elsewhere.  Reads the file, so it works after the end, too.
+
+The reader goes across rotations and returns every line whole and once, oldest first.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Final
 
 import click
 
-from lucevisor.app.log_reader import LogQuery, follow_log, seconds_of
-from lucevisor.app.logs import FILE, STARTED, ConsoleLine, record_of
-from lucevisor.app.rundir import check_name, find, is_locked, log_path, run_path, running
+from lucevisor.app.logs import FILE, N_OLD_FILES, STARTED, ConsoleLine, parse_record
+from lucevisor.app.rundir import check_name, find_supervisor, is_locked, log_path, run_path, running_supervisors
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import target_options
 from lucevisor.errors import ExitCode, NotRunningError, nearest
 
 MAX_LINES = 1_000_000
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_SEVERITY: Final = logging.getLevelNamesMapping()
+_POLL_S: Final = 0.2  # between reads with --follow
+_READ_BYTES: Final = 64 * 2**10
+_LINE_BYTES: Final = 16 * 2**20  # longer lines are not ours and are skipped
 
 
 class Since(click.ParamType[float]):
@@ -78,11 +89,11 @@ def logs(
 def _find_log(name: str | None, socket: Path | None) -> tuple[Path, Path, list[str]]:
     """Return the log file, the run directory and the groups of the supervisor that is meant; groups only if it runs."""
     try:
-        target = find(name, socket)
+        target = find_supervisor(name, socket)
         status = AdminClient(target.socket).call("GET", "/status")
         return Path(status["log"]), target.socket.parent, [group["name"] for group in status["groups"]]
     except NotRunningError as error:
-        if socket is not None or (name is None and running()):
+        if socket is not None or (name is None and running_supervisors()):
             raise
         path = log_path(check_name(name)) / FILE if name is not None else _newest()
         if path is None or not path.is_file():
@@ -92,12 +103,12 @@ def _find_log(name: str | None, socket: Path | None) -> tuple[Path, Path, list[s
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    return filter(None, map(record_of, follow_log(path, LogQuery(), lambda: True)))
+    return filter(None, map(parse_record, follow_log(path, LogQuery(), lambda: True)))
 
 
 def _last_start(path: Path) -> float:
     """Return when the last run began; 0 when that is too long ago for the log."""
-    return max((seconds_of(record) for record in _records(path) if record.get("event") == STARTED), default=0.0)
+    return max((timestamp_of(record) for record in _records(path) if record.get("event") == STARTED), default=0.0)
 
 
 def _newest() -> Path | None:
@@ -113,3 +124,123 @@ def _check_group(group: str, names: list[str]) -> None:
     if group not in names:
         near = nearest(group, names, 0.0)
         raise click.UsageError(f"there is no group {group!r}: the groups are {', '.join(names)}; nearest: {near}")
+
+
+def follow_log(path: Path, query: LogQuery, ended: Callable[[], bool]) -> Iterator[str]:
+    """Yield the wanted lines of the log at ``path``, oldest first; with ``query.follow`` later ones until ``ended``."""
+    reader = LogReader(path)
+    newest: deque[str] | None = None if query.last is None else deque(maxlen=query.last)
+    try:
+        while True:
+            was_over = query.follow and ended()  # before the read: nothing is written after it
+            lines = reader.lines()
+            matching = [line for line in lines if matches_query(line, query)]
+            if newest is not None:
+                newest.extend(matching)  # until all that is there has been read
+                matching, newest = ([], newest) if lines else (list(newest), None)
+            yield from matching
+            if not lines:
+                if not query.follow or was_over:
+                    return
+                time.sleep(_POLL_S)
+    finally:
+        reader.close()
+
+
+class LogReader:
+    """Call `lines` repeatedly, then `close`."""
+
+    def __init__(self, path: Path) -> None:
+        self._paths = [path.with_name(f"{path.name}.{n}") for n in range(N_OLD_FILES, 0, -1)] + [path]
+        self._file: BinaryIO | None = None
+        self._offset = 0  # of the first line that was not returned
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def lines(self) -> list[str]:
+        """Return some of the next lines; an empty list when there are none yet."""
+        while True:
+            files = self._files()  # before the read: no line is added to an old file after it
+            later = list(files)
+            if self._file is not None:
+                if lines := self._read(self._file):
+                    return lines
+                inode = os.fstat(self._file.fileno()).st_ino
+                later = later[later.index(inode) + 1 :] if inode in files else later
+            if not later:
+                return []
+            self._open(files[later[0]], later[0])  # if it was rotated meanwhile, look again
+
+    def _read(self, file: BinaryIO) -> list[str]:
+        """Return the whole lines of one block.
+
+        An incomplete last line is read again, because the writer may truncate it.
+        """
+        n_bytes = _READ_BYTES
+        while True:
+            data = os.pread(file.fileno(), n_bytes, self._offset)
+            end = data.rfind(b"\n") + 1
+            if not end and len(data) >= _LINE_BYTES:  # not ours: skip it
+                self._offset += len(data)
+                return []
+            if end or len(data) < n_bytes:
+                break
+            n_bytes *= 2
+        self._offset += end
+        return [line.decode("utf-8", "replace") + "\n" for line in data[:end].split(b"\n")[:-1]]
+
+    def _open(self, path: Path, inode: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            file = path.open("rb")
+            if os.fstat(file.fileno()).st_ino == inode:
+                self.close()
+                self._file, self._offset = file, 0
+            else:
+                file.close()
+
+    def _files(self) -> dict[int, Path]:
+        files, before = self._listed(), None
+        while files != before:  # a file that is renamed meanwhile may be missing
+            files, before = self._listed(), files
+        return files
+
+    def _listed(self) -> dict[int, Path]:
+        files = {}
+        for path in self._paths:
+            with contextlib.suppress(OSError):
+                files[path.stat().st_ino] = path
+        return files
+
+
+@dataclass(frozen=True, slots=True)
+class LogQuery:
+    """``last``: how many of the newest lines, None: all; ``since_s``: Unix time, 0: any."""
+
+    group: str | None = None
+    follow: bool = False
+    last: int | None = None
+    since_s: float = 0.0
+    level: str = "debug"
+
+
+def matches_query(line: str, query: LogQuery) -> bool:
+    if query.group is None and query.since_s == 0 and query.level == "debug":
+        return True
+    record = parse_record(line)
+    if record is None:
+        return False
+    if query.group is not None and record.get("group") != query.group:
+        return False
+    if _SEVERITY.get(str(record.get("level", "info")).upper(), logging.INFO) < _SEVERITY[query.level.upper()]:
+        return False
+    return query.since_s == 0 or timestamp_of(record) >= query.since_s
+
+
+def timestamp_of(record: dict[str, Any]) -> float:
+    try:
+        return datetime.fromisoformat(str(record.get("timestamp"))).timestamp()
+    except ValueError:
+        return 0.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from lucevisor.app.rundir import Running, find, is_locked
+from lucevisor.app.rundir import RunningSupervisor, find_supervisor, is_locked
 from lucevisor.cli.admin_client import AdminClient, call_and_watch
 from lucevisor.cli.options import SECONDS, target_options
 from lucevisor.errors import ExitCode, LucevisorError, NotRunningError
@@ -24,7 +24,7 @@ PIPED_COLUMNS = 80
 @click.option("--timeout", "timeout_s", type=SECONDS, default=30.0, show_default=True, help="Seconds to wait.")
 def stop(name: str | None, socket: Path | None, timeout_s: float) -> int:
     """Stop a supervisor and its daemons.  Run it twice to shorten the deadlines."""
-    target = find(name, socket)
+    target = find_supervisor(name, socket)
     try:
         AdminClient(target.socket).call("POST", "/stop")
     except NotRunningError:
@@ -48,7 +48,7 @@ def stop(name: str | None, socket: Path | None, timeout_s: float) -> int:
 @click.option("-v", "--verbose", is_flag=True, help="Show how drafts are verified, too.")
 def status(name: str | None, socket: Path | None, as_json: bool, kernels: bool, verbose: bool) -> int:
     """Show groups, devices, memory and speed."""
-    answer = AdminClient(find(name, socket).socket).call("GET", "/status")
+    answer = AdminClient(find_supervisor(name, socket).socket).call("GET", "/status")
     if as_json:
         click.echo(json.dumps(answer, indent=2))
     else:
@@ -72,7 +72,7 @@ def restart(group: str | None, rolling: bool, now: bool, name: str | None, socke
     """Restart GROUP's daemon (or all, --rolling); returns when the endpoint serves again."""
     if (group is None) == (not rolling):
         raise click.UsageError("name a GROUP, or give --rolling for all of them")
-    target = find(name, socket)
+    target = find_supervisor(name, socket)
     answer, summary = _change(target, "restart", {"groups": [] if rolling else [group], "now": now})
     for entry in answer["groups"]:
         if rolling or entry["name"] == group:
@@ -95,7 +95,7 @@ def reload(overrides: tuple[str, ...], name: str | None, socket: Path | None) ->
 
     Keys that cannot change while requests run are refused by name, and nothing changes.
     """
-    answer, summary = _change(find(name, socket), "reload", {"set": overrides})
+    answer, summary = _change(find_supervisor(name, socket), "reload", {"set": overrides})
     for key, value in answer["changed"].items():
         click.echo(f"{key} = {json.dumps(value)}" if value is not None else f"{key} is gone")
     if not answer["changed"]:
@@ -110,7 +110,7 @@ def reload(overrides: tuple[str, ...], name: str | None, socket: Path | None) ->
     return ExitCode.DONE
 
 
-def _change(target: Running, what: str, order: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def _change(target: RunningSupervisor, what: str, order: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Have a supervisor carry out an order; return its status, and how long it and the requests took."""
     client = AdminClient(target.socket)
     before, began = client.call("GET", "/status")["engine"]["recovery"], time.monotonic()

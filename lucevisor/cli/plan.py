@@ -1,4 +1,4 @@
-"""``lucevisor plan``, ``doctor`` and ``init``: what can be told of a model and this machine before a start."""
+"""``lucevisor plan``, ``doctor`` and ``init``: checks and plans before a start."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     from lucevisor.app.model_files import open_model
     from lucevisor.deployment.preflight import check_before_start
     from lucevisor.deployment.probe import inventory
-    from lucevisor.deployment.speeds import read, speeds_for, wanted
+    from lucevisor.deployment.speeds import read_speeds, request_for_split, speeds_for
     from lucevisor.placement.devices import with_target_devices
     from lucevisor.placement.planner import plan as make_plan
-    from lucevisor.placement.report import as_json as plan_json
-    from lucevisor.placement.report import text
+    from lucevisor.placement.report import plan_json, plan_text
     from lucevisor.placement.result import Infeasible
 
     if measure and no_probe:
@@ -53,10 +52,10 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     if measure:
         speeds = asyncio.run(speeds_for(model.spec, model.files, loaded, found, fresh=True))
     else:
-        request = wanted(model.spec, loaded, found)
-        speeds = None if request is None else read(request, model.spec)
+        request = request_for_split(model.spec, loaded, found)
+        speeds = None if request is None else read_speeds(request, model.spec)
     result = make_plan(model.spec, loaded, found, speeds, model.draft_spec, model.scorer)
-    click.echo(json.dumps(plan_json(result), indent=2) if as_json else text(result, verbose=verbose))
+    click.echo(json.dumps(plan_json(result), indent=2) if as_json else plan_text(result, verbose=verbose))
     for notice in loaded.notices:
         click.echo(f"notice: {notice}", err=True)
     return ExitCode.FAILED if isinstance(result, Infeasible) else ExitCode.DONE
@@ -88,7 +87,7 @@ def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
     """Check each group of CONFIG: imports, torch build, devices, arena mapping, one layer's numbers in the dtype that
     will run; then whether the model fits into the memory that is free."""
     from lucevisor.app.model_files import open_model
-    from lucevisor.deployment.probe import check_arena, each_group, inventory
+    from lucevisor.deployment.probe import check_arena, inventory, probe_groups
     from lucevisor.placement.devices import with_target_devices
     from lucevisor.placement.planner import plan
     from lucevisor.placement.result import Infeasible
@@ -102,11 +101,13 @@ def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
     dtype = placed.placement.dtype if isinstance(placed, Infeasible) else placed.dtype
     arena = check_arena()
 
-    def check(_: str) -> tuple[Check, list[int]]:
-        return Check([str(f) for f in model.files], layer, dtype, [arena.plan]), [arena.fd]
+    def check(group: str) -> tuple[Check, list[int]]:
+        arenas = [arena] if loaded.groups[group].transport == "shared_memory" else []
+        order = Check([str(f) for f in model.files], layer, dtype, [one.plan for one in arenas])
+        return order, [one.fd for one in arenas]
 
     try:
-        answers = asyncio.run(each_group(loaded, check))
+        answers = asyncio.run(probe_groups(loaded, check))
     finally:
         arena.close()
     healthy = [_report(loaded, name, answer) for name, answer in answers.items()]

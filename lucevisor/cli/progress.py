@@ -1,4 +1,4 @@
-"""The live view of a start in the foreground; elsewhere than on a terminal, log records."""
+"""Progress of a start in the foreground: a live view on a terminal, log records elsewhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = structlog.get_logger("lucevisor")
 
 
 class StartDisplay(LoadProgress):
-    """An observer of the service and of its address.  ``with`` it, the live view is on."""
+    """Observer of a service that shows its start; a context manager for the live view."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from lucevisor.app.rundir import check_name, default_name, is_locked, run_path
-from lucevisor.cli.admin_client import AdminClient, Watch
+from lucevisor.cli.admin_client import AdminClient, WaitDisplay
 from lucevisor.cli.options import SECONDS, config_argument, python_option
 from lucevisor.config import load
 from lucevisor.config.formats import HUB_PREFIX
@@ -86,11 +86,11 @@ def start(
     # SIGKILL, as for daemons: `chaos` may be killed while the supervisor is stopped, which would keep SIGTERM waiting.
     if starter_pid is not None and not end_with_parent(starter_pid):
         raise LucevisorError(f"process {starter_pid}, for which this supervisor was to run, has ended")
-    from lucevisor.app.run import RunOptions, fault_limits, run  # imports the whole supervisor
+    from lucevisor.app.run import RunOptions, parse_fault_limits, run  # imports the whole supervisor
     from lucevisor.app.status import LoadProgress
     from lucevisor.cli.progress import StartDisplay
 
-    limits = fault_limits(allow_faults) if allow_faults is not None else None
+    limits = parse_fault_limits(allow_faults) if allow_faults is not None else None
     options = RunOptions(to_terminal=not detached, take_over_s=drain_s if take_over else None, limits=limits)
     if detached:
         return int(run(loaded, chosen, LoadProgress(), options))
@@ -136,7 +136,7 @@ def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
     try:
-        with Watch("start") as watch:
+        with WaitDisplay("start") as watch:
             status = _until_ready(process, AdminClient(directory / "admin.sock"), name, timeout_s, watch)
     except KeyboardInterrupt:
         process.terminate()
@@ -153,9 +153,9 @@ def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_
 
 
 def _until_ready(
-    process: subprocess.Popen[bytes], client: AdminClient, name: str, timeout_s: float, watch: Watch
+    process: subprocess.Popen[bytes], client: AdminClient, name: str, timeout_s: float, watch: WaitDisplay
 ) -> dict[str, Any] | None:
-    """Return the status of a supervisor that is ready, None if it ended and has said why."""
+    """Return the status of the ready supervisor, None if it ended and printed why."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if process.poll() is not None:

@@ -161,7 +161,7 @@ def bar(*parts: tuple[float, str], width: int) -> Text:
 
 
 def draft_lines(d: dict[str, Any], *, verbose: bool = False) -> list[str]:
-    """The drafter and, once drafts were verified, what became of them; each line fits 80 columns, names aside."""
+    """Return lines on the drafter and on verified drafts; each fits 80 columns but for names."""
     lines = []
     if d["state"] != "none":
         where, why = f" on {d['device']}" if d["device"] else "", f": {d['reason']}" if d["reason"] else ""
@@ -195,7 +195,7 @@ def draft_lines(d: dict[str, Any], *, verbose: bool = False) -> list[str]:
 
 
 def override_lines(overrides: Sequence[Status]) -> list[str]:
-    """Keys that are set elsewhere than in the file, and what the file says."""
+    """Return a line for each overridden key, with the value of the file."""
     lines = []
     for override in overrides:
         hides = (
@@ -209,7 +209,7 @@ def override_lines(overrides: Sequence[Status]) -> list[str]:
 
 
 def pflash_lines(p: dict[str, Any]) -> list[str]:
-    """The scoring model and what it shortened; nothing while there is none."""
+    """Return lines on the scoring model and the shortened prompts; none without one."""
     if p["state"] == "none":
         return []
     why, n = f": {p['reason']}" if p["reason"] else "", p["prompts"]

@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lucevisor.app.rundir import find
+from lucevisor.app.rundir import find_supervisor
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import SECONDS, target_options
 from lucevisor.cli.status_view import (
@@ -59,13 +59,13 @@ class StageLoad:
 
 @click.command()
 @target_options
-@click.option("--every", "every_s", type=SECONDS, default=1.0, show_default=True, help="Seconds between two looks.")
+@click.option("--every", "every_s", type=SECONDS, default=1.0, show_default=True, help="Seconds between two updates.")
 def top(name: str | None, socket: Path | None, every_s: float) -> int:
     """Watch tokens/s, load and wait of each stage, memory and requests; q or Ctrl-C ends it.
 
-    Where the output is no terminal, it is printed once, after two looks.
+    Without a terminal it is printed once, after one interval.
     """
-    client = AdminClient(find(name, socket).socket)
+    client = AdminClient(find_supervisor(name, socket).socket)
     console = Console()
     every_s = max(0.1, every_s)
     before, speeds = client.call("GET", "/status"), deque[float](maxlen=_HISTORY)

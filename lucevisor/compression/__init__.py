@@ -1,5 +1,4 @@
 """Prompt compression (PFlash): long prompts are shortened to their relevant parts before prefill.  docs/pflash.md.
 
-Decides which tokens stay; a scoring model, which runs in a daemon, says how relevant each is.  Knows no HTTP, no
-sockets and no engine.
+A scoring model in a daemon scores the tokens; this package selects those to keep.
 """

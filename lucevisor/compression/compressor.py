@@ -7,14 +7,16 @@ all tokens outside parts are kept.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
+from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import structlog
 
-from lucevisor.compression.memory import SelectionCache
 from lucevisor.compression.parts import PromptPart, parts_of, question_end
 from lucevisor.compression.selection import Range, anchor_chunks, keep_ratio_at, select
 from lucevisor.compression.windows import QUESTION_TOKENS, Windows
@@ -67,6 +69,37 @@ class CompressionStatistics:
     n_scored: int = 0
     n_remembered: int = 0
     seconds: float = 0.0
+
+
+class SelectionCache:
+    """Ranges that were kept of the most recent parts.
+
+    A part that returns is shortened in the same way, so a growing chat keeps its beginning and prefix slots match it.
+    """
+
+    def __init__(self, max_parts: int = 4096) -> None:
+        self._max_parts = max_parts
+        self._kept: OrderedDict[bytes, tuple[Range, ...]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, tokens: Sequence[int]) -> tuple[Range, ...] | None:
+        """Return what was kept of these tokens, or None."""
+        key = _key(tokens)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
+
+    def add(self, tokens: Sequence[int], ranges: Sequence[Range]) -> None:
+        """Store the kept tokens of a prompt."""
+        self._kept[_key(tokens)] = tuple(ranges)
+        while len(self._kept) > self._max_parts:
+            self._kept.popitem(last=False)
+
+
+def _key(tokens: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("i", tokens).tobytes(), digest_size=16).digest()
 
 
 class Compressor:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final, Protocol
+from typing import Final
+
+from lucevisor.text.tokenizer import Tokenizer
 
 HOT_TURNS: Final = 2
 """The last complete turns of a chat in which the assistant has answered: they stay whole until they are older."""
@@ -18,13 +20,6 @@ MIN_PART_TOKENS: Final = 256
 _HEADER_TOKENS: Final = 8
 _ROLE_TOKENS: Final = 2
 _SHORTENED: Final = frozenset({"user", "tool"})
-
-
-class TokenTexts(Protocol):
-    """The methods used of a tokenizer."""
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-    def is_marker(self, token_id: int) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +33,16 @@ class PromptPart:
         return self.stop - self.start
 
 
-def parts_of(ids: Sequence[int], turn_ends: Sequence[int], roles: Sequence[str], texts: TokenTexts) -> list[PromptPart]:
+def parts_of(
+    ids: Sequence[int], turn_ends: Sequence[int], roles: Sequence[str], tokenizer: Tokenizer
+) -> list[PromptPart]:
     """Return the parts, ascending.
 
     ``turn_ends``: offsets at which chat turns are complete; ``roles``: of the request's messages, [] for a raw prompt.
-    A raw prompt with chat turns, or turns that do not match the messages, have none: nothing says who speaks.
+    A raw prompt with chat turns, or turns that do not match the messages, have none, because their roles are unknown.
     """
     if not roles:
-        return [] if turn_ends else list(_between_markers(ids, 0, len(ids), texts))
+        return [] if turn_ends else list(_between_markers(ids, 0, len(ids), tokenizer))
     of_turns = roles_of_turns(roles, len(turn_ends))
     if of_turns is None:
         return []
@@ -54,27 +51,27 @@ def parts_of(ids: Sequence[int], turn_ends: Sequence[int], roles: Sequence[str],
     parts: list[PromptPart] = []
     for role, start, stop in zip(of_turns, [0, *turn_ends], turn_ends, strict=False):
         if role in _SHORTENED:
-            parts += _between_markers(ids, _content_start(ids, start, stop, texts), stop, texts)
+            parts += _between_markers(ids, _content_start(ids, start, stop, tokenizer), stop, tokenizer)
     return parts
 
 
-def question_end(ids: Sequence[int], turn_ends: Sequence[int], texts: TokenTexts) -> int:
+def question_end(ids: Sequence[int], turn_ends: Sequence[int], tokenizer: Tokenizer) -> int:
     """Return where what is asked ends: the content of the last complete turn, before what the template adds."""
     end = turn_ends[-1] if turn_ends else len(ids)
-    while end and turn_ends and (texts.is_marker(ids[end - 1]) or texts.token_bytes(ids[end - 1]).isspace()):
+    while end and turn_ends and (tokenizer.is_marker(ids[end - 1]) or tokenizer.token_bytes(ids[end - 1]).isspace()):
         end -= 1
     return end
 
 
-def last_words_end(ids: Sequence[int], texts: TokenTexts) -> int:
+def last_words_end(ids: Sequence[int], tokenizer: Tokenizer) -> int:
     """Return where the last words of a prompt end whose turns are not known: before what a template adds, which is
     markers, blanks and at most _ROLE_TOKENS other tokens between two markers.  The whole length if there is no more.
     """
     end = n_words = 0
     for at in range(len(ids) - 1, -1, -1):
-        if texts.is_marker(ids[at]):
+        if tokenizer.is_marker(ids[at]):
             end = n_words = 0
-        elif not texts.token_bytes(ids[at]).isspace():
+        elif not tokenizer.token_bytes(ids[at]).isspace():
             end, n_words = end or at + 1, n_words + 1
             if n_words > _ROLE_TOKENS:
                 return end
@@ -100,16 +97,16 @@ def roles_of_turns(roles: Sequence[str], n_turns: int) -> list[str] | None:
     return None
 
 
-def _content_start(ids: Sequence[int], start: int, stop: int, texts: TokenTexts) -> int:
+def _content_start(ids: Sequence[int], start: int, stop: int, tokenizer: Tokenizer) -> int:
     """Return where a turn's content begins: behind the line in which the template names the role."""
     for at in range(start, min(stop, start + _HEADER_TOKENS)):
-        if texts.token_bytes(ids[at]).endswith(b"\n"):
+        if tokenizer.token_bytes(ids[at]).endswith(b"\n"):
             return at + 1
     return min(stop, start + _HEADER_TOKENS)
 
 
-def _between_markers(ids: Sequence[int], start: int, stop: int, texts: TokenTexts) -> Iterator[PromptPart]:
-    markers = [at for at in range(start, stop) if texts.is_marker(ids[at])]
+def _between_markers(ids: Sequence[int], start: int, stop: int, tokenizer: Tokenizer) -> Iterator[PromptPart]:
+    markers = [at for at in range(start, stop) if tokenizer.is_marker(ids[at])]
     for low, high in zip([start - 1, *markers], [*markers, stop], strict=True):
         if high - low - 1 >= MIN_PART_TOKENS:
             yield PromptPart(low + 1, high)

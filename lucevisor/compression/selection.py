@@ -86,8 +86,8 @@ def chunk_scores(scores: Sequence[float]) -> list[float]:
 def anchor_chunks(tokens: Sequence[int], question: Sequence[int], n_searched: int) -> set[int]:
     """Return the chunks of a part around places that repeat ANCHOR_TOKENS tokens of ``question``.
 
-    ``tokens``: all of the part, of which the first ``n_searched`` may repeat it.  A run that occurs too often says
-    nothing and is ignored.
+    ``tokens``: all of the part, of which the first ``n_searched`` may repeat it.  Runs that occur too often are
+    ignored.
     """
     bounds = chunks_of(len(tokens))
     n_chunks, shift = len(bounds), -len(tokens) % CHUNK_TOKENS

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final, Protocol
 
-from lucevisor.compression.alignment import aligned
 from lucevisor.compression.parts import last_words_end
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.text.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ class Windows:
         def align() -> list[float]:
             both = ((own, encoded), (model, tokens))
             lengths, of_target = ([len(tokenizer.token_bytes(i)) for i in of] for tokenizer, of in both)
-            return aligned(found, lengths, of_target)
+            return align_scores(found, lengths, of_target)
 
         return await asyncio.to_thread(align)
 
@@ -94,3 +94,23 @@ class Windows:
             self.counts.n_windows += 1
             self.counts.n_tokens += len(window) + len(question)
         return scores
+
+
+def align_scores(scores: Sequence[float], lengths: Sequence[int], target_lengths: Sequence[int]) -> list[float]:
+    """Carry scores to the tokens of another tokenizer: each gets that of the token in which its middle lies.
+
+    ``lengths``, ``target_lengths``: bytes of each token of the two.  Normalisation may change how many bytes a text
+    has, so places are shares of the whole.
+    """
+    total, target_total = sum(lengths), sum(target_lengths)
+    if not total or not target_total:
+        return [0.0] * len(target_lengths)
+    ends = [end / total for end in accumulate(lengths)]
+    out, at, done = [], 0, 0
+    for length in target_lengths:
+        middle = (done + length / 2) / target_total
+        done += length
+        while at < len(ends) - 1 and ends[at] < middle:
+            at += 1
+        out.append(scores[at])
+    return out

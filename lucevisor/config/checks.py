@@ -81,6 +81,9 @@ def _check_groups(pending: PendingConfig) -> None:
         if visible and variable in (pending.group(name, "env") or {}):
             why = f"sets the same as {GROUPS}.{name}.env.{variable}"
             pending.refuse(f"{GROUPS}.{name}.visible_devices", list(visible), why, "keep one of the two")
+        if pending.group(name, "transport") == "tcp" and pending.values.get("cache.dir"):
+            why, hint = "passes no files, and cache.dir needs that", 'leave cache.dir empty, or set "shared_memory"'
+            pending.refuse(f"{GROUPS}.{name}.transport", "tcp", why, hint)
 
 
 def _check_split(pending: PendingConfig) -> None:

@@ -38,7 +38,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def values_in_file(path: Path, keys: Iterable[str]) -> dict[str, object]:
-    """Return what the file at `path` says for each of `keys`; None where it does not set it.  Raises ConfigError."""
+    """Return the value of each of `keys` in the file at `path`, None for keys that are not set.  Raises ConfigError."""
     tree, values = _read_tree(path), {}
     for key in keys:
         value: object = tree

@@ -47,6 +47,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 KvDType = Literal["auto", "float32", "float16", "bfloat16", "q8_0"]
 AutoWord = Literal["auto"]
 Goal = Literal["latency", "throughput"]
+Transport = Literal["shared_memory", "tcp"]
 
 USUAL_CHUNK: Final = 512
 """Tokens of an automatic prefill chunk where a longer one gains nothing or does not fit."""
@@ -96,6 +97,10 @@ class GroupConfig:
     Backend cpu."""
     cores: tuple[Annotated[int, Meta(ge=0, le=8191)], ...] = ()
     """Processor cores the daemon is pinned to. Empty: not pinned."""
+    transport: Transport = "shared_memory"
+    """How the supervisor and other groups reach the daemon. `tcp`: over connections on the loopback interface, which
+    are not authenticated. No files travel then: there are no snapshots, swap space and `reload`, and a restarted group
+    computes its state again."""
 
     def environment(self) -> dict[str, str]:
         """Return what to add to the daemon's environment: `env`, and the variable for `visible_devices`."""
@@ -106,19 +111,19 @@ class GroupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
-    """Which devices hold which layers."""
+    """Devices and the layers that each of them holds."""
 
     devices: Annotated[tuple[DeviceRef, ...], DEVICE, Key(name="target_devices")] = ()
     """Devices in layer order; each holds one contiguous range of layers. All indices of a cpu group share one memory,
     so `left:0` and `left:1` are two shards in one process. Empty: all devices of all groups, in the order of this
     file."""
     split: Annotated[Split, SPLIT, Key(name="target_layer_split")] = field(default=Auto())
-    """How many layers each device of `target_devices` holds. Weights are shares and need not add up to 1; ranges name
+    """Split of the layers over `target_devices`. Weights are shares and need not add up to 1; ranges name
     the layers: `["0-4", "4-8"]` is layers 0 to 3, then 4 to 7. `"auto"`: the planner chooses, by free memory and the
     speed of each device, which the first start with a model measures."""
     goal: Goal = "latency"
-    """What `target_layer_split = "auto"` minimises: `latency` the time of one request through all devices, `throughput`
-    the time of the slowest stage, which limits the throughput of many requests."""
+    """Objective of `target_layer_split = "auto"`: `latency` minimises the time of one request through all devices,
+    `throughput` the time of the slowest stage, which limits the throughput of many requests."""
 
     def split_text(self) -> str:
         """Return the split in the form of `--set placement.target_layer_split=`."""
@@ -179,7 +184,7 @@ class ServerConfig:
     max_connections: Annotated[int, Meta(ge=1, le=2**16), Key(unit="connections")] = 1024
     """Open connections; a further one replaces the longest idle one, or gets 503."""
     drain_s: Annotated[float, Meta(ge=0.01, le=86400.0), Key(unit="seconds")] = 2.0
-    """How long a stop waits for running requests; then they end with an error."""
+    """Time that a stop waits for running requests; then they end with an error."""
     cors_origins: Annotated[tuple[str, ...], ORIGIN] = ()
     """Origins whose pages may call the endpoint from a browser. Empty: none."""
 
@@ -187,8 +192,7 @@ class ServerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """Reuse of computed prompts, in memory and on disk. Except for `normalise` it never changes answers. See
-    docs/prefix-cache.md.
-    """
+    docs/prefix-cache.md."""
 
     prefix_slots: Annotated[Annotated[int, Meta(ge=0, le=2**20)] | AutoWord, Key(unit="slots")] = "auto"
     """Prompt prefixes kept in memory; 0 is off. `auto`: 512 on GPUs, 32 on a cpu."""
@@ -196,7 +200,7 @@ class CacheConfig:
     """Total memory of prefix slots over all devices: pages that no running request uses, and checkpoints of recurrent
     layers, which are reserved at start. `auto`: half of what GPUs have for pages and states; 1 GiB on a cpu."""
     states: Literal["device", "host"] = "device"
-    """Where checkpoints of recurrent layers are kept. `host`: in host memory, and copied when a slot is made or used;
+    """Memory for checkpoints of recurrent layers. `host`: in host memory, and copied when a slot is made or used;
     the devices hold the states of running sequences only. Pages stay on the devices."""
     dir: Annotated[str, PATH] = ""
     """Directory for snapshots, which survive a restart. Empty: none are written."""
@@ -208,9 +212,9 @@ class CacheConfig:
     """For models with recurrent layers: a prompt without chat turns is checkpointed at its last multiple of so many
     pages of 64 tokens; 0: at its end only."""
     normalise: Literal["off", "fix", "move"] = "off"
-    """What to do with system prompt lines that some agents change every turn, such as a date or a billing header: `off`
-    nothing; `fix` replaces their values by fixed words, so the model does not see them; `move` moves dates behind the
-    last message."""
+    """Treatment of system prompt lines that some agents change every turn, such as a date or a billing header: `off`
+    keeps them; `fix` replaces their values by fixed words, so the model does not see them; `move` moves dates behind
+    the last message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,15 +222,15 @@ class DraftConfig:
     """Speculative decoding: cheaply drafted tokens that the model verifies in one step. It never changes answers."""
 
     kind: Literal["auto", "off", "lookup", "mtp", "dflash"] = "auto"
-    """What drafts. `lookup` repeats what followed the same tokens before; `mtp` is a multi-token prediction head, of
-    the model's own file or of `path`; `dflash` is a drafter model in `path`. `auto`: the drafter in `path`, else the
+    """Source of drafts. `lookup` repeats what followed the same tokens before; `mtp` is a multi-token prediction head,
+    of the model's own file or of `path`; `dflash` is a drafter model in `path`. `auto`: the drafter in `path`, else the
     model's own MTP head if it has one, and `lookup` beside it or alone; a drafter that does not fit is left out with a
     notice."""
     path: Annotated[str, HUB_PATH] = ""
     """The drafter's GGUF file, or its safetensors file or directory; required for `dflash`. Relative to the directory
     of this file."""
     device: Annotated[DeviceRef | None, OPTIONAL_DEVICE] = None
-    """Where the drafter runs: any device of any group, also of one without layers. Empty: where the last layers are."""
+    """Device of the drafter: any device of any group, also of one without layers. Empty: that of the last layers."""
     width: Annotated[Annotated[int, Meta(ge=1, le=64)] | AutoWord, Key(unit="tokens")] = "auto"
     """Maximum number of drafts verified in one step. `auto`: chosen by measured times and acceptance."""
 
@@ -244,9 +248,9 @@ class KvFlashConfig:
     pool_tokens: Annotated[Annotated[int, Meta(ge=0, le=2**31 - 1)] | AutoWord, Key(unit="tokens")] = 0
     """Kept per sequence, 512 or more; 0: off; `auto`: up to 16384."""
     policy: Literal["lru", "qk", "drafter", "exact"] = "lru"
-    """Which pages stay. `lru`: the first and the last ones; `qk`: those that queries attend to most; `drafter`: those
-    that the scoring model of `[pflash]` finds relevant to the end of a prompt; `exact`: the first and the last ones,
-    and all others are read from host memory."""
+    """Selection of the pages that stay. `lru`: the first and the last ones; `qk`: those that queries attend to most;
+    `drafter`: those that the scoring model of `[pflash]` finds relevant to the end of a prompt; `exact`: the first and
+    the last ones, and all others are read from host memory."""
     host: Annotated[int, SIZE] = 8 * 2**30
     """Host memory of all groups for pages that were paged out, which policy `lru` does not need; taken at start, as
     much as `engine.max_sequences` contexts fill."""
@@ -265,8 +269,8 @@ class PFlashConfig:
     """The scoring model's GGUF file, of any family with attention layers, such as Qwen3-0.6B; required unless `mode` is
     off. Relative to the directory of this file."""
     device: Annotated[DeviceRef | None, OPTIONAL_DEVICE] = None
-    """Where the scoring model runs: any device of any group, also of one without layers. Empty: where the last layers
-    are."""
+    """Device of the scoring model: any device of any group, also of one without layers. Empty: that of the last
+    layers."""
     threshold: Annotated[int, Meta(ge=1, le=2**30), Key(unit="tokens")] = 32000
     """Shortest prompt that `auto` shortens."""
     keep_ratio: Annotated[float, Meta(gt=0, le=1)] = 0.05
@@ -285,10 +289,10 @@ class PFlashConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryConfig:
-    """What happens when a daemon dies."""
+    """Recovery from the death of a daemon."""
 
     hold_s: Annotated[float, Meta(ge=0.0, le=86400.0), Key(unit="seconds")] = 120.0
-    """How long running requests wait for a daemon to come back; 0: they fail immediately."""
+    """Time that running requests wait for a daemon to come back; 0: they fail immediately."""
     journal: Annotated[int, SIZE] = 2 * 2**30
     """Host memory for boundary activations, from which a lost shard is rebuilt."""
     spares: Annotated[int, Meta(ge=0, le=8), Key(unit="daemons")] = 0

@@ -26,14 +26,14 @@ from lucevisor.supervision.states import State
 FREEZE_S: Final = 15.0
 """Time for steps in flight until the state moves."""
 
-RELOADED: Final = ("placement.", "groups.", "draft.device", "recovery.journal", "recovery.spares",
+DEPLOYMENT_KEYS: Final = ("placement.", "groups.", "draft.device", "recovery.journal", "recovery.spares",
                    "recovery.restart_limit")  # fmt: skip
 """Keys that a later deployment may have otherwise, and tables of which all keys may."""
-READ_LATER: Final = frozenset({"server.drain_s"})
+LATE_KEYS: Final = frozenset({"server.drain_s"})
 """Keys that are read when they are needed."""
 
 
-def values_of(before: Config, after: Config, at_once: Collection[str]) -> dict[str, object]:
+def changed_values(before: Config, after: Config, at_once: Collection[str]) -> dict[str, object]:
     """Return the keys that differ, with their values in ``after`` (None: not there any more).  ``at_once``: those that
     need no other daemons.
 
@@ -42,7 +42,7 @@ def values_of(before: Config, after: Config, at_once: Collection[str]) -> dict[s
     changed = changed_keys(before, after)
     values = {key: _value(after.as_dict(), key) for key in changed}
     why, hint = "cannot change while the supervisor runs", "leave it as it was, or `lucevisor stop`, then `start`"
-    fixed = [key for key in changed if key not in at_once and not key.startswith(RELOADED)]
+    fixed = [key for key in changed if key not in at_once and not key.startswith(DEPLOYMENT_KEYS)]
     if fixed:
         given = {override.partition("=")[0] for override in after.overrides}
         files = {key: OVERRIDE if key in given else str(after.file) for key in fixed}
@@ -55,7 +55,7 @@ def _value(tree: Mapping[str, Any], key: str) -> object:
     return _value(tree.get(table, {}), rest) if rest else tree.get(table)
 
 
-async def take_state(engine: Engine, earlier: Deployment, spec: ModelSpec) -> StateMemory:
+async def freeze_and_export(engine: Engine, earlier: Deployment, spec: ModelSpec) -> StateMemory:
     """Suspend requests, and copy all state of the daemons to host memory.
 
     Raises LucevisorError, after which requests go on.
@@ -82,7 +82,7 @@ def resume_requests(engine: Engine, earlier: Deployment) -> None:
     engine.freezer.thaw()
 
 
-async def copy_state(memory: StateMemory, later: Deployment) -> RestoredState:
+async def restore_state(memory: StateMemory, later: Deployment) -> RestoredState:
     """Copy state to the daemons of a deployment, which are all READY; return what they have.  Raises LucevisorError."""
     assert later.placement is not None
     assert later.transfers is not None
@@ -151,8 +151,8 @@ class AdminOperations:
         """
         service = self._service
         async with self._one_at_a_time:
-            no_daemons = READ_LATER.union(at_once)
-            changed = values_of(service.config, config, no_daemons)
+            no_daemons = LATE_KEYS.union(at_once)
+            changed = changed_values(service.config, config, no_daemons)
             if service.state != "ready" or service.engine is None or not service.config.recovery.hold_s:
                 reason = service.reason() or "recovery.hold_s is 0, so requests cannot wait for their state"
                 raise NotReadyError(f"nothing is reloaded: {reason}")
@@ -170,19 +170,19 @@ class AdminOperations:
         earlier, later = service.deployment, service.deploy(config)
         try:
             await self._load(later)
-            memory = await take_state(engine, earlier, service.model.spec)
+            memory = await freeze_and_export(engine, earlier, service.model.spec)
             try:
-                restored = await copy_state(memory, later)
+                restored = await restore_state(memory, later)
             except BaseException:
                 resume_requests(engine, earlier)
                 raise
         except BaseException:
             await service.end(later)
-            if not later.unfit or service.stopping:
+            if not later.infeasible_reason or service.stopping:
                 raise
             log.warning(
                 "old and new deployment do not fit at once: requests wait while the weights are loaded",
-                reason=later.unfit,
+                reason=later.infeasible_reason,
             )
             await self._replace(engine, config)
         else:
@@ -203,7 +203,7 @@ class AdminOperations:
         Raises LucevisorError in that case.
         """
         service, earlier = self._service, self._service.deployment
-        memory = await take_state(engine, earlier, service.model.spec)
+        memory = await freeze_and_export(engine, earlier, service.model.spec)
         service.detach(engine)
         await service.end(earlier)
         problem: LucevisorError | None = None
@@ -212,7 +212,7 @@ class AdminOperations:
             restored = RestoredState()
             try:
                 await self._load(later)
-                restored = await copy_state(memory, later)
+                restored = await restore_state(memory, later)
             except LucevisorError as error:
                 log.error("reload", reason=str(error))
                 problem = problem or error

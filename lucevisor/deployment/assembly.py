@@ -29,8 +29,10 @@ log = structlog.get_logger("assembly")
 
 
 class DraftAssembly:
-    """``group`` runs the draft stage; ``alone``: it runs no other stage; ``with_output``: it runs the output stage,
-    too.  ``on_change`` is called when ``attached`` changes.
+    """Attaches the draft stage of ``group`` to the engine.
+
+    ``alone``: the group runs no other stage.  ``with_output``: it runs the output stage, too.  ``on_change`` is called
+    when ``attached`` changes.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class DraftAssembly:
 
     @property
     def resetting(self) -> bool:
-        """True while its daemon has a Reset to answer."""
+        """True until its daemon answers a Reset."""
         return self._token > 0
 
     def on_ready(self, link: Channel) -> None:
@@ -111,12 +113,15 @@ class DraftAssembly:
 
 
 MAX_REPLAYS: Final = 2
-"""Loads of a group with a replay since the last loss; the next one goes without, should it be the replay that fails."""
+"""Loads of a group with a replay since the last loss.  Further loads have none, in case the replay is what fails."""
 
 
 class PipelineAssembly:
-    """``stage_groups[s]`` is the group that runs stage s, ``draft_group`` the one that runs the draft stage, if any.
-    ``on_change`` is called when ``complete`` or ``drafting`` changes."""
+    """Joins the daemons of one placement into a pipeline.
+
+    ``stage_groups[s]`` runs stage s, ``draft_group`` the draft stage, if any.  ``on_change`` is called when
+    ``complete`` or ``drafting`` changes.
+    """
 
     def __init__(
         self,
@@ -165,8 +170,10 @@ class PipelineAssembly:
         return frozenset(self._resetting | drafter)
 
     async def replay(self, group: str, timeout_s: float) -> StateReplay | None:
-        """Return what a group's next daemon is to compute while it loads; None if its stages are not lost, or the
-        engine has nothing for it, or had for MAX_REPLAYS daemons that did not load.  The caller closes the file."""
+        """Return the steps that a group's next daemon computes while it loads; the caller closes their file.
+
+        None if its stages are not lost, if there are no such steps, and after MAX_REPLAYS daemons that did not load.
+        """
         if group not in self._lost or self._replaying[group] == MAX_REPLAYS:
             return None
         stages = [stage for stage, name in enumerate(self._stage_groups) if name == group]
@@ -247,9 +254,7 @@ class PipelineAssembly:
                 pass
 
     def detach(self, error: RequestError | None = None) -> None:
-        """Detach for good; ``error`` ends running requests.  None: the engine has left this pipeline, or is about to be
-        told.
-        """
+        """Detach for good.  ``error`` ends running requests; None: the caller detaches the engine."""
         had_one = self._pipeline is not None
         self._detached = True
         self._links.clear()

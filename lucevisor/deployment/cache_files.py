@@ -1,6 +1,6 @@
-"""Small files in the user's cache directory: what a later start would otherwise compute again.
+"""Small files in the user's cache directory with results that later starts reuse.
 
-Invariant: a reader sees a file whole, as it was or as it is, or not at all.
+Invariant: a reader gets the old file, the new file or none, never a part.
 """
 
 from __future__ import annotations

@@ -3,25 +3,26 @@
 A deployment starts its groups, waits for every hello, places the model once, makes the buffers, and has the daemons
 load.  A daemon that is restarted gets the same Load again: another placement is another deployment.  Deployments share
 nothing but the weights, so a later one may start and load while an earlier one serves; it takes over the engine with
-``attach`` after the earlier one's ``detach``.  Knows no HTTP, no requests and no snapshots.
-Invariant: what a daemon says reaches the deployment that started it, and no other.
+``attach`` after the earlier one's ``detach``.  Invariant: messages of a daemon reach the deployment that started it,
+and no other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
+import msgspec
 import numpy as np
 import structlog
 
 from lucevisor import suspend_clock
 from lucevisor.config import Config
 from lucevisor.deployment.assembly import PipelineAssembly
+from lucevisor.deployment.boundaries import Boundaries
 from lucevisor.deployment.group_settings import group_devices, group_threads, spin_s, target_groups
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
@@ -38,11 +39,11 @@ from lucevisor.placement.devices import with_target_devices
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.placement.stages import LoadFiles, load_message
-from lucevisor.protocol.arena import Arena, descriptors
+from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import Heartbeat, Progress
-from lucevisor.protocol.steps import Step
+from lucevisor.protocol.steps import RowsCopy, Step
 from lucevisor.protocol.transport import Channel
 from lucevisor.protocol.validation import UnansweredStep
 from lucevisor.snapshots.transfers import ShardTransfers
@@ -54,12 +55,14 @@ from lucevisor.supervision.states import State
 from lucevisor.suspend_clock import SuspendAwareClock
 
 OPTIONAL_GROUPS_S = 5.0
-"""Time to wait for optional groups, once all others have said hello."""
+"""Seconds to wait for optional groups once all others have sent hello."""
 
 
 class PlacementBarrier:
-    """Made in a running loop.  ``place`` gets the hellos of all ``groups``, and of those of ``others`` that came in
-    time."""
+    """Waits for the hellos of all groups, then places the model once.  Create it in a running loop.
+
+    ``place`` gets the hellos of all ``groups``, and of those ``others`` that arrive within OPTIONAL_GROUPS_S.
+    """
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class PlacementBarrier:
                     await self._news.wait()
 
     def remove(self, group: str) -> None:
-        """The process that said hello, or should have, is gone."""
+        """Remove the hello of a process that has exited."""
         self._hellos.pop(group, None)
         self._failed.add(group)
         self._news.set()
@@ -130,7 +133,7 @@ _SHARED = (
 
 
 def with_sizes(config: Config, sizes: Placement | None) -> Config:
-    """Return ``config`` with what is automatic in its engine as it was chosen for ``sizes``, if given."""
+    """Return ``config`` with the engine's automatic values replaced by those of ``sizes``, if given."""
     if sizes is None:
         return config
     engine = replace(
@@ -145,8 +148,8 @@ def with_sizes(config: Config, sizes: Placement | None) -> Config:
     return replace(config, engine=engine)
 
 
-def why_unfit(placement: Placement | Infeasible, sizes: Placement | None) -> str:
-    """Return why a model cannot be placed, or not with these sizes of the running requests; empty if it can."""
+def infeasible_reason(placement: Placement | Infeasible, sizes: Placement | None) -> str:
+    """Return why a placement is not possible, or not with the ``sizes`` of running requests; empty if it is."""
     if isinstance(placement, Infeasible):
         return placement.message
     if sizes is None:
@@ -210,12 +213,13 @@ class Deployment:
     ) -> None:
         self.epoch = epoch
         self.placement: Placement | None = None
-        self.unfit = ""  # why it cannot be placed: it needs more memory than there is
-        self.buffers: dict[tuple[bool, int], Arena] = {}  # by (whether it is for captures, boundary)
+        self.infeasible_reason = ""  # why it cannot be placed: it needs more memory than there is
+        self._boundaries: Boundaries | None = None
         self.transfers: ShardTransfers | None = None
         self.scoring: ScoringStage | None = None  # of PFlash, when it is placed
         self._config, self._model, self._weights, self._limits, self._owner = config, model, weights, limits, owner
         self._sizes = sizes
+        self._remote: Final = {name for name, group in config.groups.items() if group.transport != "shared_memory"}
         self.needed: Final = target_groups(config)  # the groups with layers, which serving needs
         self._placing = PlacementBarrier(self.needed, self._place, config.groups.keys() - self.needed)
         self.links: dict[str, Channel] = {}  # of READY groups
@@ -256,7 +260,7 @@ class Deployment:
             for name, group in config.groups.items()
         }
 
-    # ---- life
+    # ---- start and stop
 
     async def start(self) -> None:
         """Start every group; returns when all are spawned."""
@@ -272,11 +276,16 @@ class Deployment:
         if self._watchdog is not None:
             self._watchdog.cancel()
         self._placing.cancel()
-        for buffer in self.buffers.values():
-            buffer.close()
+        if self._boundaries is not None:
+            self._boundaries.close()
         self._replacements.close()
 
     # ---- serving
+
+    @property
+    def buffers(self) -> Mapping[tuple[bool, int], SharedBuffer]:
+        """The boundary memory, by (whether it is for captures, boundary)."""
+        return {} if self._boundaries is None else self._boundaries.buffers
 
     @property
     def loaded(self) -> bool:
@@ -352,7 +361,7 @@ class Deployment:
         return blamed
 
     def drafter_failed(self, failure: PipelineFailure) -> None:
-        """The engine dropped its drafter, and does without it until the drafter's daemon is replaced."""
+        """Continue without the drafter, which the engine detached, until its daemon is replaced."""
         self._detached = failure.message
         if self._assembly is not None:
             self._assembly.detach_drafter(failure.message)
@@ -395,9 +404,12 @@ class Deployment:
             draft_files = await self._draft_files(alone=not placement.stages_of(group))
         threads = group_threads(self._config, group)
         load = load_message(placement, group, files, threads, draft_files, score_files, spin_s=spin_s(self._config))
-        fds = descriptors([self.buffers[arena.capture, arena.boundary] for arena in load.arenas])
-        order = await self._replacements.load_order(group, load, fds, self._assembly)
-        return dataclasses.replace(order, vocabulary=self._model.spec.vocabulary)
+        replays = group not in self._remote  # the rows come as a file
+        order = await self._replacements.load_order(group, load, self._assembly, replays=replays)
+        assert self._boundaries is not None
+        arenas, fds = self._boundaries.open(group, load.arenas, hello.rows_address)
+        load = msgspec.structs.replace(order.load, arenas=arenas)
+        return LoadOrder(load, [*fds, *order.fds], self._model.spec.vocabulary)
 
     async def _draft_files(self, *, alone: bool) -> LoadFiles | None:
         """Return the drafter's files; None when they cannot be used and the daemon has layers to serve."""
@@ -418,16 +430,16 @@ class Deployment:
         speeds = await speeds_for(model.spec, model.files, config, inventory)
         config = with_sizes(config, self._sizes)
         result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.scorer)
-        self.unfit = why_unfit(result, self._sizes)
-        if isinstance(result, Infeasible) or self.unfit:
-            raise LucevisorError(self.unfit)
+        self.infeasible_reason = infeasible_reason(result, self._sizes)
+        if isinstance(result, Infeasible) or self.infeasible_reason:
+            raise LucevisorError(self.infeasible_reason)
         for notice in result.notices:
             log.warning("placement notice", notice=notice)
         devices = [f"{d.device} {d.layers}" for d in result.devices]
         log.info("placement", epoch=self.epoch, dtype=str(result.dtype), kv_dtype=str(result.kv_dtype),
                  max_context=result.max_context, devices=devices)  # fmt: skip
         self.placement = result
-        self.buffers = {(arena.capture, arena.boundary): Arena.create(arena) for arena in result.arenas}
+        self._boundaries = Boundaries(result, self._remote)
         layers = {stage.group: [stage_.layers for stage_ in result.stages_of(stage.group)] for stage in result.stages}
         self.transfers = ShardTransfers(layers, self.draft_group)
         self.scoring = ScoringStage(result.scorer) if result.scorer is not None else None
@@ -442,6 +454,8 @@ class Deployment:
 
     def _on_ready(self, group: str, link: Channel, _hello: Hello, loaded: Loaded) -> None:
         self.links[group] = link
+        if self._boundaries is not None:
+            self._boundaries.on_ready(group, link)
         with_draft = False
         if group == self.draft_group:
             self._draft_problem = self._draft_problem or loaded.draft_problem
@@ -466,6 +480,8 @@ class Deployment:
             self._draft_loaded = False
         if self._assembly is not None:
             self._assembly.on_lost(group, reason)
+        if self._boundaries is not None:
+            self._boundaries.on_lost(group)
         for part in (self.transfers, self.scoring):
             if part is not None:
                 part.on_lost(group, reason)
@@ -475,6 +491,11 @@ class Deployment:
         return None if self._engine is None else self._engine.find_unanswered(stage, step_id)
 
     def _on_frame(self, group: str, frame: Frame) -> None:
+        if isinstance(frame.message, RowsCopy):
+            assert self._boundaries is not None
+            if fault := self._boundaries.rows_arrived(group, frame.message, frame.payload):
+                self.groups[group].distrust(fault)
+            return
         if any(part is not None and part.frame(group, frame) for part in (self.transfers, self.scoring)):
             return
         if self._assembly is not None:
@@ -526,10 +547,10 @@ class Deployment:
     def _on_heartbeat(self, group: str, heartbeat: Heartbeat) -> None:
         log.debug("heartbeat", group=group, phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))
 
-    # ---- the watch for work that takes too long
+    # ---- watchdog
 
     async def _watch(self) -> None:
-        """Report work that a daemon has had in hand for longer than the limit, at each look."""
+        """Report work that has taken a daemon longer than the limit, once a second."""
         clock, seen_at = SuspendAwareClock(), dict[tuple[str, str], float]()
         while True:
             await asyncio.sleep(WATCH_S)

@@ -1,7 +1,6 @@
 """The memory of the journal: boundary rows, copied between the arenas and blocks of one page each.
 
-Knows bytes, neither sequences nor steps.  Memory is taken from the system when a block is first written.
-Invariant: never more than ``Placement.journal_bytes``.
+Memory is taken from the system when a block is first written. Invariant: never more than ``Placement.journal_bytes``.
 """
 
 from __future__ import annotations
@@ -43,7 +42,10 @@ class JournalRows:
             for boundary, arena in arenas.items()
             for region in range(arena.plan.n_regions)
         }
-        self._thread = ThreadExecutor(1, "journal")  # it begins now, as the event loop cannot wait for one
+        self._thread = ThreadExecutor(1, "journal")  # started now, because the event loop cannot wait for it
+
+    def has_rows(self, boundary: int, step: Step) -> bool:
+        return self._arenas[boundary].rung(step.region, step.step_id)
 
     def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         rows = self._regions[boundary, region]
@@ -84,7 +86,7 @@ class JournalRows:
                 while rows:
                     n_written = os.pwrite(fd, rows, at)
                     rows, at = rows[n_written:], at + n_written
-        except OSError as error:  # whoever reads finds that rows are missing
+        except OSError as error:  # the reader notices that rows are missing
             log.warning("rows for replay not written", reason=str(error))
         finally:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)

@@ -1,7 +1,7 @@
 """Checks before any daemon is started: interpreters, their torch, cores, and settings that no plan can be made of.
 
-Loads nothing and imports no torch: an interpreter is asked what it finds, not to import it.
-Invariant: what passes here may still fail at the hello, which knows versions, builds and devices.
+Loads nothing and imports no torch: interpreters list their packages without importing them.  The hello of a daemon
+checks versions, builds and devices later.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _BUILDS: Final = {"cuda": ("cuda", "a CUDA"), "hip": ("hip", "a ROCm")}
 """By backend, the constant of torch/version.py that it needs, and the build's name; cpu groups run with any build."""
 _ANOTHER: Final = f"name an interpreter of Python {MIN_PYTHON} or later that has {', '.join(_PACKAGES)}"
 _ASK_S: Final = 30.0
-"""An interpreter that is silent for so long, on a disk that hangs for example, is left to the daemon's own deadline."""
+"""Seconds to wait for an interpreter.
+
+A slower one, on a hanging disk for example, is left to the daemon's deadline.
+"""
 
 
 class Installed(msgspec.Struct, frozen=True):
@@ -51,7 +54,7 @@ def check_before_start(config: Config, model: ServedModel) -> None:
 
 
 def _check_plan(config: Config, model: ServedModel) -> Iterator[ConfigError]:
-    """Yield what the plan refuses whatever memory the devices have, which is not known yet."""
+    """Yield settings that the plan refuses for any free memory, which is not known yet."""
     try:
         plan(model.spec, with_target_devices(config, {}), {}, None, model.draft_spec, model.scorer)
     except ConfigError as error:
@@ -111,7 +114,7 @@ def _problem(python: str, group: GroupConfig, found: Installed | str) -> tuple[s
         return why, f"{python} -m pip install {names}, or name an interpreter that has them"
     version = found.torch.get("__version__")
     if version is None:
-        return None  # no release of torch: its daemon knows more
+        return None  # not a release of torch: checked at the hello
     if older(version, MIN_TORCH):
         return f"torch {version} of {python} is older than {MIN_TORCH}", f"{python} -m pip install --upgrade torch"
     needed, build = _BUILDS.get(group.backend, ("", ""))

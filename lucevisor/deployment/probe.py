@@ -1,6 +1,6 @@
-"""Asks groups' interpreters which devices they see, and checks them, without loading a model: for `plan` and `doctor`.
+"""Devices and checks of the groups' interpreters without loading a model, for `plan` and `doctor`.
 
-A probe is a real daemon that says hello, may run a check, and is shut down.
+A probe is a daemon that sends hello, may run a check, and is shut down.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ TUNE_S = 600.0
 
 async def inventory(config: Config) -> tuple[dict[str, list[DeviceInfo]], dict[str, str]]:
     """Return the devices of every group whose interpreter answers, and the problem of each other group."""
-    results = await each_group(config, None)
+    results = await probe_groups(config, None)
     return {g: r.hello.devices for g, r in results.items() if r.hello is not None and not r.problem}, {
         g: r.problem for g, r in results.items() if r.problem
     }
 
 
-async def each_group(config: Config, check: Callable[[str], tuple[Check, list[int]]] | None) -> dict[str, Probe]:
+async def probe_groups(config: Config, check: Callable[[str], tuple[Check, list[int]]] | None) -> dict[str, Probe]:
     """Probe all groups at once; ``check(group)`` returns the Check to run there and its descriptors."""
     with launching() as launcher:
 

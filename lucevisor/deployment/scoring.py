@@ -1,6 +1,6 @@
-"""The scoring stage as a scorer: sends windows to its daemon, a few tokens at a time, and returns what they score.
+"""Scoring stage (PFlash): sends windows of tokens to its daemon and returns their scores.
 
-Its daemon may be missing at any time: then scoring fails with a reason, and prompts stay whole.
+Without its daemon scoring fails with a reason, and prompts stay whole.
 Invariant: one message is unanswered at most, so steps of other stages of the daemon wait for one at most.
 """
 

@@ -1,4 +1,5 @@
-"""The model a supervisor serves.  Knows no bytes of tensors: those are for :mod:`lucevisor.deployment.weights`."""
+"""Records of the served model and its drafter: files and headers (:mod:`lucevisor.deployment.weights` has the
+tensors)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class ServedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Files of a model and what their header says.  ``name`` is its id in /v1/models; ``scorer``: the scoring model of
+    """Files of a model and their header.  ``name`` is its id in /v1/models; ``scorer``: the scoring model of
     PFlash; ``chat_template`` takes the place of the one in the files, if it is not None."""
 
     spec: ModelSpec

@@ -1,9 +1,9 @@
-"""One running supervisor: its engine, weights and snapshots, and the deployment that serves them.  Knows no HTTP.
+"""One running supervisor: its engine, weights and snapshots, and the deployment that serves them.
 
-Requests are served while every group with layers is; one that runs the drafter alone may be missing.
+Requests are served while every group with layers is READY; a group with the drafter alone may be missing.
 
-Order at start: start the deployment's groups, place the model when all have said hello, make the engine for that
-placement, load; beside loading, hash the weights and open the snapshots.
+Order at start: start the deployment's groups, place the model when all have sent hello, make the engine for that
+placement, load; while the groups load, hash the weights and open the snapshots.
 Order at stop: let requests end, save prefix slots, end what still runs, stop the groups, close the files.
 Invariant: any number of callers share one shutdown, and nothing is restarted once it has begun.
 """
@@ -43,6 +43,7 @@ from lucevisor.model.values import PAGE_TOKENS, Backend
 from lucevisor.placement.result import Placement
 from lucevisor.placement.sizing import slot_unit_bytes
 from lucevisor.protocol.messages import Progress
+from lucevisor.protocol.tcp_buffer import LOOPBACK
 from lucevisor.snapshots.manager import SnapshotManager, open_snapshots
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.launcher import LocalLauncher, stage_packages
@@ -216,7 +217,8 @@ class Service:
         self._stopping: asyncio.Task[None] | None = None
         self._was_ready = False
         try:
-            self._launcher = LocalLauncher(stage_packages(run_dir))
+            tcp = any(group.transport == "tcp" for group in config.groups.values())
+            self._launcher = LocalLauncher(stage_packages(run_dir), LOOPBACK if tcp else "")
         except OSError as error:
             raise unusable(run_dir, error) from error
         self._limits = limits or SupervisionLimits()
@@ -239,10 +241,10 @@ class Service:
 
     @property
     def placement(self) -> Placement | None:
-        """The placement of the present deployment; None until all groups have said hello."""
+        """The placement of the present deployment; None until all groups have sent hello."""
         return self.deployment.placement
 
-    # ---- life
+    # ---- start and stop
 
     async def start(self) -> None:
         """Start every group; returns when all are launched.  :meth:`wait_ready` waits for READY."""
@@ -391,8 +393,8 @@ class Service:
 
     def failure(self) -> str:
         """Return why groups that requests need are given up, each reason once; empty while none is."""
-        if self.deployment.unfit:
-            return "the model does not fit: " + self.deployment.unfit.replace("\n", "; ")
+        if self.deployment.infeasible_reason:
+            return "the model does not fit: " + self.deployment.infeasible_reason.replace("\n", "; ")
         reasons: dict[str, list[str]] = {}
         for name in self.deployment.needed:
             if (group := self.groups[name]).state is State.FAILED:

@@ -38,18 +38,18 @@ class SpeedFile(msgspec.Struct, frozen=True, kw_only=True):
     speeds: Speeds
 
 
-def wanted(spec: ModelSpec, config: Config, inventory: Inventory) -> MeasurementRequest | None:
+def request_for_split(spec: ModelSpec, config: Config, inventory: Inventory) -> MeasurementRequest | None:
     """Return what to measure for the split of ``config``; None when its ranges do not depend on speeds."""
     threads = {g.name: group_threads(config, g.name) for g in config.groups.values() if g.backend == "cpu"}
     return measurement_request(spec, config, inventory, threads, __version__)
 
 
-def path_of(request: MeasurementRequest) -> Path:
+def speed_file(request: MeasurementRequest) -> Path:
     """Return where the answer to a request is kept."""
     return cache_directory() / f"speeds-{request.conditions.key()}.json"
 
 
-def read(request: MeasurementRequest, spec: ModelSpec) -> Speeds | None:
+def read_speeds(request: MeasurementRequest, spec: ModelSpec) -> Speeds | None:
     """Return what was measured for the same request before, or None."""
 
     def reject_reason(kept: SpeedFile) -> str:
@@ -61,7 +61,7 @@ def read(request: MeasurementRequest, spec: ModelSpec) -> Speeds | None:
             return str(error.args[0])
         return "" if kept.speeds.conditions == request.conditions else "it describes other devices or another model"
 
-    kept = read_json(path_of(request), SpeedFile, "speed file", reject_reason)
+    kept = read_json(speed_file(request), SpeedFile, "speed file", reject_reason)
     return None if kept is None else kept.speeds
 
 
@@ -72,10 +72,10 @@ async def speeds_for(
 
     None where the split does not depend on them, and where measuring fails, which is logged.
     """
-    request = wanted(spec, config, inventory)
+    request = request_for_split(spec, config, inventory)
     if request is None:
         return None
-    speeds = None if fresh else read(request, spec)
+    speeds = None if fresh else read_speeds(request, spec)
     if speeds is not None:
         return speeds
     log.info("measuring how fast the devices are", model=spec.name, targets=request.conditions.targets)
@@ -86,7 +86,7 @@ async def speeds_for(
         log.warning("speeds not measured", reason=f"not done within {MEASURE_S:.0f} s")
         return None
     if speeds is not None:
-        write_json(path_of(request), SpeedFile(speeds=speeds), "speeds")
+        write_json(speed_file(request), SpeedFile(speeds=speeds), "speeds")
     return speeds
 
 

@@ -1,8 +1,8 @@
-"""KV transfer between daemons through host memory: written by those that hold the state, read by their successors.
+"""KV transfer through host memory from the daemons that hold the state to their successors.
 
 One memfd of all pages and recurrent states in use, by layer and unit; every daemon writes or reads its own layers, with
 the messages that snapshots use.  Units are the supervisor's, so the reader may have other layers than the writer had.
-Knows neither sequences nor steps.  Invariant: nothing is read that was not written whole.
+Invariant: nothing is read that was not written whole.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _AT_ONCE = 16
 """Transfers that a daemon has at once; it takes 64, and snapshots send it some, too."""
 
 
-def placed(tensors: Sequence[SnapshotTensor], start: int = 0) -> list[SnapshotTensor]:
+def with_offsets(tensors: Sequence[SnapshotTensor], start: int = 0) -> list[SnapshotTensor]:
     """Return the tensors one behind the other, from an offset on."""
     offsets = accumulate((tensor.n_bytes for tensor in tensors), initial=start)
     return [replace(tensor, offset=offset) for tensor, offset in zip(tensors, offsets, strict=False)]
@@ -73,8 +73,8 @@ class StateMemory:
         parts: list[tuple[SlotPlace, list[SnapshotTensor]]] = []
         self.n_bytes = 0
         for space, ids in units.items():
-            for place in _places(space, ids):
-                parts.append((place, placed(tensors(space, place.n_tokens), self.n_bytes)))
+            for place in _slot_places(space, ids):
+                parts.append((place, with_offsets(tensors(space, place.n_tokens), self.n_bytes)))
                 self.n_bytes += sum(tensor.n_bytes for tensor in parts[-1][1])
         available = psutil.virtual_memory().available
         if 2 * self.n_bytes > available:
@@ -142,7 +142,7 @@ async def export_state(
     return memory
 
 
-def _places(space: Space, ids: Sequence[int]) -> list[SlotPlace]:
+def _slot_places(space: Space, ids: Sequence[int]) -> list[SlotPlace]:
     """Return what holds these units: all pages as if of one sequence, states one by one."""
     if space is Space.RECURRENT:
         return [SlotPlace(0, state=state) for state in ids]
@@ -157,7 +157,7 @@ _SETTLE_S: Final = 1.0
 
 
 class ReplacementState:
-    """By group, what the next daemon starts from: state in host memory, or steps that it replays while it loads.
+    """State for the next daemon of each group: exported state in host memory, or steps to replay while loading.
 
     ``layers``: of the whole model.
     """
@@ -168,19 +168,19 @@ class ReplacementState:
         self._rows: dict[str, int] = {}  # descriptors of the files that loads carry
 
     async def load_order(
-        self, group: str, load: Load, fds: Sequence[int], assembly: PipelineAssembly | None
+        self, group: str, load: Load, assembly: PipelineAssembly | None, *, replays: bool = True
     ) -> LoadOrder:
-        """Return a load with the steps that its daemon is to replay meanwhile.  It skips the warm-up, whose kernels are
-        in caches, where requests wait for it.
+        """Return a load, without its boundary memory.  It carries the steps that its daemon is to replay meanwhile, if
+        it ``replays``, and skips the warm-up, whose kernels are in caches, where requests wait for it.
         """
         self._close_rows(group)
         if assembly is None or assembly.complete:
-            return LoadOrder(load, fds)
-        replay = None if group in self._exported else await assembly.replay(group, _SETTLE_S)
+            return LoadOrder(load)
+        replay = None if group in self._exported or not replays else await assembly.replay(group, _SETTLE_S)
         if replay is None:
-            return LoadOrder(replace(load, warm_up=not assembly.holding), fds)
+            return LoadOrder(replace(load, warm_up=not assembly.holding))
         self._rows[group] = replay.file
-        return LoadOrder(replace(load, replay=[*replay.stages], warm_up=False), [*fds, replay.file])
+        return LoadOrder(replace(load, replay=[*replay.stages], warm_up=False), [replay.file])
 
     async def export(
         self,

@@ -1,9 +1,8 @@
-"""Host memory for what preempted requests have computed; daemons write and read it with the messages of snapshots.
+"""Swap space: host memory for the KV cache of preempted requests, which daemons write and read like snapshots.
 
-One memfd for each request, of the tensors of its slot, so it is read under any layer split.  Knows slots and bytes; who
-is preempted is the scheduler's choice.
-Invariant: never more than ``limit_bytes``, nor more than half of the host memory that is free; a copy is read only if
-every daemon has written its part.
+One memfd for each request, of the tensors of its slot, so it is read under any layer split.  Invariant: never more than
+``limit_bytes``, nor more than half of the host memory that is free; a copy is read only if every daemon has written its
+part.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import psutil
 import structlog
 
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.state_memory import placed
+from lucevisor.deployment.state_memory import with_offsets
 from lucevisor.engine.core import Engine
 from lucevisor.engine.sequence import RequestRecord, SwappedPrefix
 from lucevisor.kv.prefix_cache import Reservation
@@ -37,7 +36,7 @@ class _Copy(TransferFile):
     def __init__(self, tensors: Sequence[SnapshotTensor]) -> None:
         fd = os.memfd_create("lucevisor-swap", os.MFD_CLOEXEC)
         with_draft = any(tensor.draft for tensor in tensors)
-        super().__init__("what a preempted request has computed", fd, placed(tensors), with_draft)
+        super().__init__("what a preempted request has computed", fd, with_offsets(tensors), with_draft)
         self.total_bytes = self.n_bytes(tensors)
         self.busy = False  # daemons write or read it
         self.wanted = True

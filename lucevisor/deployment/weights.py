@@ -1,4 +1,4 @@
-"""Makes sure that all shards load the same bytes.
+"""Checks that all shards load the same weights.
 
 A group may load a file only when its identity (``FileIdentity``) is that of the files that were planned with, or when
 hashing it gave the same digests.  Each file is hashed once, in the background, and the digests are kept for later

@@ -1,4 +1,4 @@
-"""Requests, scheduler, pipeline, and the engine that joins them.  Knows token and page ids: no text, no tensors.
+"""Requests, scheduler, pipeline, and the engine that joins them.
 
 engine      core (READ FIRST); changes, limits, statistics, validation
 requests    request, sequence, running, rows

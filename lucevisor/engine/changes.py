@@ -15,7 +15,7 @@ class Changes:
         self._changed = asyncio.Event()
 
     def notify(self) -> None:
-        """Have everyone who waits look again."""
+        """Wake all waiters, which check their conditions again."""
         self._changed.set()
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:

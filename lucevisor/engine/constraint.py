@@ -13,7 +13,7 @@ from lucevisor.protocol.steps import Masks
 
 
 class Constraint(Protocol):
-    """What the output of one request must be."""
+    """Constraint on the output of one request: a grammar, a thinking budget or a minimum length."""
 
     @property
     def row_bytes(self) -> int:

@@ -1,11 +1,9 @@
 """The engine core: joins scheduler and pipeline, and hands events to the readers of requests.
 
 One thread, no task of its own: every entry (a request, a cancellation, a result, a pipeline that comes or goes) changes
-the scheduler, sends all steps that have become possible, then delivers events.  Knows ids only: no text, no sockets, no
-pages.
-When a daemon is lost, requests are held (recovery.py): running ones go back to the queue with all their tokens, new
-ones are taken, and the next pipeline computes them.  Without a hold running ones end with the error, and new ones are
-refused with NotReady.
+the scheduler, sends all steps that have become possible, then delivers events.  When a daemon is lost, requests are
+held (recovery.py): running ones go back to the queue with all their tokens, new ones are taken, and the next pipeline
+computes them.  Without a hold running ones end with the error, and new ones are refused with NotReady.
 
 Invariant: a request that submit returned gets exactly one FinishedEvent, even if the pipeline fails or the engine is
 closed.
@@ -56,7 +54,7 @@ MAX_LOSSES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What the owner of an engine sets.  The callbacks run inside the engine: they return at once and do not call it.
+    """Settings and callbacks of an engine.  Callbacks run inside the engine: they must not block and must not call it.
 
     ``max_queue``: requests that may wait.  ``hold_s``: seconds for which requests wait for a lost daemon; 0: not at
     all.  ``max_losses``: losses in a row, without a token in between, that end a running request.  ``rows`` and
@@ -353,7 +351,7 @@ class Engine:
 
     @property
     def invalid(self) -> str:
-        """Which stage computed NaN or infinities in place of the newest tokens, within ``rate_window_s`` seconds."""
+        """The stage that computed NaN or infinities instead of the newest tokens within ``rate_window_s``, or empty."""
         if self._invalid is None or self._clock() - self._invalid[1] > self._settings.rate_window_s:
             return ""
         return self._invalid[0]

@@ -35,6 +35,9 @@ class RowCopy(NamedTuple):
 class RowStore(Protocol):
     """The memory of the journal, and that of the boundaries."""
 
+    def has_rows(self, boundary: int, step: Step) -> bool:
+        """Return whether the rows of a step are in its region here."""
+
     def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         """Copy rows of a step from its region."""
 
@@ -72,9 +75,9 @@ class _PageRun(msgspec.Struct, gc=False):  # quicker to make than a tuple with n
 
 @dataclass(frozen=True, slots=True)
 class _Filing:
-    """What a step adds: copies of pages (source, target, rows), then its rows.  A page is (id, generation)."""
+    """Journal entries of a step: copies of pages (source, target, rows), then its rows.  A page is (id, generation)."""
 
-    region: int
+    step: Step
     copied: list[tuple[tuple[int, int], tuple[int, int], int]]
     parts: list[_PageRun] = field(default_factory=list)
 
@@ -100,7 +103,7 @@ class Journal:
             for operation in step.operations
             if isinstance(operation, CopyPage) and operation.space is Space.FULL
         ]
-        filing, row = _Filing(step.region, copied), 0
+        filing, row = _Filing(step, copied), 0
         parts, generation_of = filing.parts, self._pages.generation_of
         for slice_ in step.slices:
             sequence, start, n, live = (
@@ -148,6 +151,8 @@ class Journal:
             ):
                 self._store.copy(known.index, block.index, n_rows)
                 block.n_rows = n_rows
+        if not self._store.has_rows(boundary, filing.step):
+            return  # its stage was lost before it sent them here
         copies, blocks = [], self._blocks
         for part in filing.parts:
             block, offset = blocks.get((boundary, part.page)), part.offset
@@ -160,10 +165,10 @@ class Journal:
             if stop > block.n_rows:
                 block.n_rows = stop
         if copies:
-            self._store.file(boundary, filing.region, copies)
+            self._store.file(boundary, filing.step.region, copies)
 
     def on_step_finished(self, step_id: int) -> None:
-        """Forget a step that the last stage has answered."""
+        """Drop a step that the last stage has answered."""
         self._filings.pop(step_id, None)
 
     def clear(self) -> None:

@@ -15,7 +15,7 @@ from lucevisor.protocol.loading import PoolSizes, SpeculationSettings, arena_reg
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What the scheduler may use.  ``pools`` is the record sent in Load.
+    """Limits of the scheduler.  ``pools`` is the record sent in Load.
 
     ``max_sequences`` and ``max_context`` are vLLM's max_num_seqs and max_model_len.  ``max_step_tokens``
     (max_num_batched_tokens) bounds a step and with it how long a decode may wait for the prefill chunks beside it; one

@@ -1,8 +1,8 @@
-"""Makes the masks of constrained slices in threads, while the shards compute the step.
+"""Logits masks (grammar bitmasks) of constrained slices, made in threads while the shards compute the step.
 
-The event loop hands over a step's jobs and gets the masks back in a callback; neither waits for the other.  Knows no
-scheduler.  Invariants: every step that was handed over comes back exactly once, on the event loop's thread; a daemon
-never waits for masks that do not come: where they cannot be made or sent, the pipeline fails, whose requests are held.
+The event loop hands over a step's jobs and gets the masks back in a callback; neither waits for the other.  Invariants:
+every step that was handed over comes back exactly once, on the event loop's thread; a daemon never waits for masks that
+do not come: where they cannot be made or sent, the pipeline fails, whose requests are held.
 """
 
 from __future__ import annotations

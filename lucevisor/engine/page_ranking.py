@@ -1,7 +1,7 @@
 """Rankings of pages by a small model (KV Flash, policy ``drafter``), once for each prompt, before its last token.
 
-Knows the model's scores, not the model.  While the model is away, pages stay as they are.
-Invariant: a sequence that waits for a ranking continues after it, or has ended.
+While the model is away, pages stay as they are. Invariant: a sequence that waits for a ranking continues after it, or
+has ended.
 """
 
 from __future__ import annotations

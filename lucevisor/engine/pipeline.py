@@ -68,7 +68,7 @@ class PipelineResult:
 
 @dataclass(frozen=True, slots=True)
 class PipelineFailure:
-    """Why a pipeline cannot go on, and the stage whose daemon is to blame."""
+    """Reason for a pipeline's failure, and the stage whose daemon caused it."""
 
     stage: int
     code: ErrorCode

@@ -1,8 +1,7 @@
 """Joins requests and the prefix index: where a sequence starts, what is cached of it, and who waits for whom.
 
-Pure.  Knows records, page tables and the prefix index; returns the operations that carry out its decisions, for the
-scheduler to send in order.  A slot is published as soon as the step that computes its last token is planned, because
-every stage runs later steps later.
+A slot is published as soon as the step that computes its last token is planned, because every stage runs later steps
+later.
 
 Invariant: a sequence that starts at position p finds before it what it would have computed itself, in pages it never
 writes, except the page of p, of which it has a copy.
@@ -65,7 +64,7 @@ class ReuseCounts:
 
 
 class PrefixReuse:
-    """What the scheduler asks the prefix index."""
+    """The scheduler's interface to the prefix index."""
 
     def __init__(self, limits: EngineLimits, pools: PagePools) -> None:
         self._limits = limits

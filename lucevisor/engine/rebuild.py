@@ -1,10 +1,9 @@
-"""What rebuilds a lost stage: tables and states of the running sequences, then their tokens through its layers alone.
+"""Steps that rebuild a lost stage: tables and states of the running sequences, then their tokens through its layers.
 
-Pure.  A new daemon gets the tables as they are after all steps that were planned, then every sequence up to its first
-slice in a step that it has to run; these steps follow without their operations.  Rows come from the journal; a stage
-with the embedding needs none.  Knows ids and rows, neither links nor bytes.
-Invariants: no page is written that another sequence, rebuilt before or needed by a waiting step, reads; every page that
-a sequence still owns afterwards has been rebuilt, or waiting steps write it.
+A new daemon gets the tables as they are after all steps that were planned, then every sequence up to its first slice in
+a step that it has to run; these steps follow without their operations.  Rows come from the journal; a stage with the
+embedding needs none.  Invariants: no page is written that another sequence, rebuilt before or needed by a waiting step,
+reads; every page that a sequence still owns afterwards has been rebuilt, or waiting steps write it.
 """
 
 from __future__ import annotations

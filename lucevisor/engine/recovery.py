@@ -31,7 +31,7 @@ from lucevisor.protocol.loading import StageReplay
 from lucevisor.protocol.steps import Operation, Step
 
 PauseReason = Literal["loss", "restart", "reload"]
-"""Why requests paused: a daemon was lost, an operator restarted it, or moved layers to other daemons."""
+"""Reason of a pause: a daemon was lost, an operator restarted it, or moved layers to other daemons."""
 
 PAUSE_REASONS: tuple[PauseReason, ...] = get_args(PauseReason)
 

@@ -106,7 +106,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class RequestError:
-    """Why a request failed.  ``message`` says what happened, where, and what to do."""
+    """Reason for a request's failure.  ``message``: the fault, its place and a remedy."""
 
     code: ErrorCode
     message: str

@@ -1,7 +1,7 @@
 """Collects the logits and hidden states that steps return as payload, for comparing placements.
 
-Knows payloads and shapes, no requests.  Invariant: rows are returned in the order of positions, each exactly once.
-Shapes: T tokens, V vocabulary, L layers, E hidden; all float32.
+Invariant: rows are returned in the order of positions, each exactly once. Shapes: T tokens, V vocabulary, L layers, E
+hidden; all float32.
 """
 
 from __future__ import annotations

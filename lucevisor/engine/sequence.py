@@ -1,7 +1,7 @@
 """The scheduler's record of one request, and of the sequence it runs as while it holds pages.
 
-Knows tokens, positions and times; decides nothing.  Invariant: a record has a live sequence exactly in the states
-PREFILL and DECODE, and every change of state is in request.TRANSITIONS.
+Invariant: a record has a live sequence exactly in the states PREFILL and DECODE, and every change of state is in
+request.TRANSITIONS.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class InvalidTransition(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WantedRows:
-    """What a step returns besides tokens, for comparing placements; such slices have a step of their own.
+    """Rows that a step returns besides tokens, for comparing placements.  Such slices have a step of their own.
 
     ``rows``: at most so many tokens per step, so that the payload fits a frame.
     """
@@ -128,7 +128,7 @@ class SwappedPrefix:
 
 @dataclass(slots=True, eq=False)
 class PrefixUse:
-    """How a request uses cached prefixes.
+    """Prefix cache use of one request.
 
     ``held``: it waits for a prefix that is being restored.  ``checkpoints``: where its slices end and slots are made,
     and why; ``checkpoint_positions``: the same positions, in order.

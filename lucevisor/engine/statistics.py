@@ -56,7 +56,7 @@ class RateWindow:
 
 @dataclass(slots=True)
 class StageTotals:
-    """What a stage did since the start.  ``wait_s``: its compute thread was idle."""
+    """Totals of a stage since the start.  ``wait_s``: seconds that its compute thread was idle."""
 
     n_steps: int = 0
     compute_s: float = 0.0

@@ -120,7 +120,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
     @property
     def origin(self) -> PrefixOrigin:
-        """Where the state of its prefix comes from."""
+        """Origin of the state of its prefix."""
         if self.record.recovered:
             return "recovered"
         return "restored" if self.live.began_at else "fresh"

@@ -1,10 +1,9 @@
 """The page table (block table) of one sequence: its pages in order of position, in each paged space.
 
 ``full`` pages live as long as the sequence; ``window`` pages are released once no later token can see them.  KV Flash
-pages some out: its table is in residency.py, and the methods that only it implements do nothing here.  Knows positions
-and page ids, not tokens, requests or messages.
-Invariant: entries below ``first_held`` were released or never allocated, this table owns the pages of all others
-exactly once, and only pages that it allocated itself are written through it.
+pages some out: its table is in residency.py, and the methods that only it implements do nothing here.  Invariant:
+entries below ``first_held`` were released or never allocated, this table owns the pages of all others exactly once, and
+only pages that it allocated itself are written through it.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class PagedOut:
-    """Which entries of a sequence lie in host memory, ascending, under which policy and bound, and how the first
-    entries were ranked last.  A sequence with the same bound goes on from it as that one would have.
+    """Entries of a sequence in host memory, ascending, with their policy and bound, and the last ranking of the first
+    entries.  A sequence with the same bound goes on from it as that one would have.
     """
 
     policy: ResidencyPolicy

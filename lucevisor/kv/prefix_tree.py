@@ -24,7 +24,7 @@ NO_STATE: Final = -1
 """State id of models without recurrent layers."""
 
 Origin = Literal["turn", "pages", "prompt", "generation", "shared", "disk", "preempted"]
-"""Why a slot was made: a chat turn ends there, a multiple of ``checkpoint_pages``, the prompt ends, the answer ends,
+"""Reason for a slot: a chat turn ends there, a multiple of ``checkpoint_pages``, the prompt ends, the answer ends,
 two prompts diverge after it, it was restored from a snapshot, or its request was preempted there."""
 
 PageLookup = Callable[[Space, int, int], list[int]]
@@ -33,7 +33,7 @@ PageLookup = Callable[[Space, int, int], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class SlotSource:
-    """What a new slot is made from: its length, its pages, the recurrent states at its end (or NO_STATE), and which of
+    """Source of a new slot: its length, its pages, the recurrent states at its end (or NO_STATE), and which of
     its pages are out, with KV Flash.
     """
 
@@ -121,7 +121,7 @@ class PrefixSlot:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """How far the tree knows a text: all of ``path`` (the root first), then the first pages of ``partial``.
+    """Longest match of a text in the tree: all of ``path`` (the root first), then the first pages of ``partial``.
 
     ``n_pages``: pages that match in all.
     """
@@ -170,7 +170,7 @@ class PrefixTree:
         return self._pools.spaces
 
     def holds(self, space: Space) -> Counter[int]:
-        """How often nodes and slots hold each id of a space."""
+        """Return the reference counts that nodes and slots hold, by id of a space."""
         return self._holds[space]
 
     # ---- lookups

@@ -1,8 +1,7 @@
 """Checks that every page and state id has exactly the owners it is counted for, and that the prefix tree adds up.
 
-A debugging aid (LUCEVISOR_VALIDATE=1): it reads, and never repairs.  It knows allocators and the prefix index; whoever
-calls names the other owners.
-Invariant: no problem is reported for a state that the public methods of ``kv`` can reach without a leak.
+A debugging aid (LUCEVISOR_VALIDATE=1): it reads, and never repairs.  Invariant: no problem is reported for a state that
+the public methods of ``kv`` can reach without a leak.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Mixture-of-experts (MoE) metadata and tensors shared by several families.
 
-Knows tensor names and shapes, no maths.  The routed experts of a layer are 3-D tensors and are never split between
-shards.
+The routed experts of a layer are 3-D tensors and are never split between shards.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """GGUF header parser: metadata and tensor table, nothing else.
 
-Knows no torch, no family and no file system: the caller passes the bytes.  Every count and length is checked against
-the rest of the file, and against the limits below, before anything is allocated.  So a hostile header costs a small
-multiple of its own size, and never more than 1 GiB, however large and sparse the file is.
-Source: the GGUF specification, versions 2 and 3, little-endian.
+Every count and length is checked against the rest of the file, and against the limits below, before anything is
+allocated.  So a hostile header costs a small multiple of its own size, and never more than 1 GiB, however large and
+sparse the file is.  Source: the GGUF specification, versions 2 and 3, little-endian.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Rotary position embedding (RoPE) and YaRN parameters from the metadata.  The daemons compute the frequencies."""
+"""Rotary position embedding (RoPE): frequencies, RoPE scaling and YaRN parameters from the metadata.
+
+The daemons compute the frequencies.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Weight layout of a shard: one :class:`TensorLayout` per tensor, with its format and bytes on the device.
 
 The planner sums these bytes (the memory estimate of weights) and the loader creates exactly these formats, so a plan
-matches what the device holds.  Knows no torch.  Invariants: each tensor of the shard appears once, in the format of its
-role; a shard's bytes are the sum over its layers, embedding and output.
+matches what the device holds.  Invariants: each tensor of the shard appears once, in the format of its role; a shard's
+bytes are the sum over its layers, embedding and output.
 """
 
 from __future__ import annotations

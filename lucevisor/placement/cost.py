@@ -24,7 +24,6 @@ layer frees its part before the next one begins, so the largest layer counts:
 
 T tokens of a step, G <= GRAPH_ROWS of one in a graph, where kernels keep activations in b bytes and the delta rule
 takes KERNEL_COPIES, B sequences decoded together, L longest sequence, E hidden size, V vocabulary, b bytes of a number.
-Knows nothing about free memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The configured devices, matched with the inventory, the memories they allocate from, and the dtypes they compute in.
 
-Knows no model.  Invariant: all cpu devices of all groups share one memory, ``host``; every other device has its own.
+Invariant: all cpu devices of all groups share one memory, ``host``; every other device has its own.
 """
 
 from __future__ import annotations

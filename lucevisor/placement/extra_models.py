@@ -1,7 +1,6 @@
-"""Models beside the served one: a drafter and the scoring model of PFlash.  Where they run, and their sizes.
+"""Placement and sizes of the models beside the served one: a drafter and the scoring model of PFlash.
 
-Pure.  Invariant: a drafter that is configured by kind is placed or the plan is refused; an automatic one may be left
-out.
+Invariant: a drafter that is configured by kind is placed or the plan is refused; an automatic one may be left out.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class DrafterSizing:
 def place_drafter(
     config: Config, drafter: DraftSpec | None, targets: Sequence[TargetDevice], inventory: Inventory | None
 ) -> DrafterSizing | None:
-    """Place the drafter where ``draft.device`` says, else beside the last layers.
+    """Place the drafter on ``draft.device``, or by default on the device of the last layers.
 
     Raises PlacementError for a device that does not exist.
     """
@@ -113,7 +112,7 @@ def choose_drafting(config: Config, draft: DrafterSizing | None, max_sequences: 
     return structs.replace(settings, max_drafts=width, fixed=True)
 
 
-def why_left_out(result: Placement | Infeasible, without: Placement | Infeasible) -> str:
+def left_out_reason(result: Placement | Infeasible, without: Placement | Infeasible) -> str:
     """Return why an automatic drafter is left out; empty if it is used.
 
     It is used where it fits and leaves room for a sequence of REFERENCE_TOKENS, if there is such room without it.
@@ -125,8 +124,8 @@ def why_left_out(result: Placement | Infeasible, without: Placement | Infeasible
     return f"the longest sequence that fits would be {result.max_context} tokens instead of {without.max_context}"
 
 
-def left_out(result: Placement | Infeasible, draft: DrafterSizing, reason: str) -> Placement | Infeasible:
-    """Return a plan without the drafter that says so."""
+def without_drafter(result: Placement | Infeasible, draft: DrafterSizing, reason: str) -> Placement | Infeasible:
+    """Return the plan without the drafter, with a notice and the reason."""
     kind, name = draft.kind, draft.spec.model.name
     notice = f"the drafter {name} on {draft.target.device} is left out: {reason}; draft.kind = {kind} insists on it"
     if isinstance(result, Infeasible):
@@ -166,7 +165,7 @@ def place_scorer(
     inventory: Inventory | None,
     dtypes: tuple[Dtype, Dtype],
 ) -> ScorerSizing | None:
-    """Place the scoring model where ``pflash.device`` says, else beside the last layers.
+    """Place the scoring model on ``pflash.device``, or by default on the device of the last layers.
 
     ``dtypes``: of activations and of keys and values, those of the served model.  Raises PlacementError for a device
     that does not exist and a model that cannot score.

@@ -1,6 +1,6 @@
-"""Placement planner: pipeline-parallel layer ranges for the devices, from a model, a configuration and an inventory.
+"""Placement planner: which device holds which layers (llama.cpp's tensor split, layer mode; vLLM's pipeline parallel).
 
-A layer is never split over devices: there is no tensor parallelism.
+A layer is never split over devices, so there is no tensor parallelism.
 Pure: the caller reads the model's header and queries the devices.  Each choice records its reason where it is made.
 Invariant: a Placement covers every layer once, in the order of ``target_devices``, and fits wherever the free memory is
 known; otherwise the result is an Infeasible with advice.
@@ -34,10 +34,10 @@ from lucevisor.placement.extra_models import (
     DrafterSizing,
     ScorerSizing,
     choose_drafting,
-    left_out,
+    left_out_reason,
     place_drafter,
     place_scorer,
-    why_left_out,
+    without_drafter,
 )
 from lucevisor.placement.formatting import format_bytes, format_seconds
 from lucevisor.placement.result import DevicePlan, Infeasible, Placement, PlacementError
@@ -49,7 +49,7 @@ from lucevisor.placement.sizing import (
     choose_chunk,
     choose_pool,
     compute_sizes,
-    largest,
+    largest_fitting,
     ranges_by_memory,
     reference_load,
     reserved_slots,
@@ -124,22 +124,22 @@ def plan(
 
     def place(config: Config, capacity: Capacity) -> Placement | Infeasible:
         def place_with(draft: DrafterSizing | None) -> Placement | Infeasible:
-            case = _Case(spec, config, targets, (dtype, kv_dtype), speed_model, draft, scoring, capacity)
+            case = _PlanAttempt(spec, config, targets, (dtype, kv_dtype), speed_model, draft, scoring, capacity)
             return case.plan()
 
         with_drafter = place_with(draft)
         if draft is None or config.draft.kind != "auto":
             return with_drafter
         without = place_with(None)
-        reason = why_left_out(with_drafter, without)
-        return left_out(without, draft, reason) if reason else with_drafter
+        reason = left_out_reason(with_drafter, without)
+        return without_drafter(without, draft, reason) if reason else with_drafter
 
     capacity = Capacity.configured(config, MANY_SLOTS if known else FEW_SLOTS)
     small = place(config, capacity)
     if isinstance(small, Infeasible) or not known:
         return small
     chunked = replace(config, engine=replace(config.engine, prefill_chunk=small.prefill_chunk))
-    best = _enlarged(chunked, capacity, small, lambda capacity: place(chunked, capacity))
+    best = _with_largest_capacity(chunked, capacity, small, lambda capacity: place(chunked, capacity))
     if best is small:
         return small
     why = f"max_sequences {best.max_sequences}, prefix slots {best.prefix_slots} of {format_bytes(best.cache_bytes)}: "
@@ -148,7 +148,7 @@ def plan(
     )
 
 
-def _enlarged(
+def _with_largest_capacity(
     config: Config, capacity: Capacity, small: Placement, planned: Callable[[Capacity], Placement | Infeasible]
 ) -> Placement:
     """Return the placement of the largest automatic capacity that leaves context, chunk and drafter as in ``small``."""
@@ -187,7 +187,7 @@ def model_options(config: Config) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class _PlanAttempt:
     """One model on given devices, with or without its drafter."""
 
     spec: ModelSpec
@@ -211,7 +211,7 @@ class _Case:
         drafting = choose_drafting(config, self.draft, Capacity.configured(config, FEW_SLOTS).max_sequences)
         inputs = self._inputs(drafting)
         ranges, partition = self._split(inputs)
-        sizing = _sized(inputs, ranges, config)
+        sizing = _choose_sizes(inputs, ranges, config)
         reasons = [
             *_kv_saving(sizing.inputs),
             *_drafts(config, sizing, drafting),
@@ -446,7 +446,7 @@ def _by_speed(goal: str, partition: Partition) -> str:
     return f"layers: goal {goal}: {request} take {what} {format_seconds(partition.seconds)}; {why}"
 
 
-def _sized(inputs: SizingInputs, ranges: Sequence[LayerRange], config: Config) -> Sizing:
+def _choose_sizes(inputs: SizingInputs, ranges: Sequence[LayerRange], config: Config) -> Sizing:
     """Choose an automatic prefill chunk and an automatic pool of KV Flash, and return the sizes."""
     auto_pool = inputs.pool_pages is not None and config.kvflash.pool_tokens == "auto"
     if auto_pool:
@@ -621,19 +621,19 @@ def advise(sizing: Sizing, ranges: Sequence[LayerRange]) -> tuple[str, ...]:
         "engine.max_sequences": inputs.max_sequences > 1,
     }
     others = [key for key, changes in keys.items() if changes]
-    singles = [_try(inputs, ranges, [key]) for key in (*others[:1], SPLIT_KEY, *others[1:])]
+    singles = [_setting_that_fits(inputs, ranges, [key]) for key in (*others[:1], SPLIT_KEY, *others[1:])]
     if any(singles):
         return tuple(f"it fits with {written}" for written in singles if written)
     for n in range(1, len(others) + 1):
         for chosen in (others[:n], [*others[:n], SPLIT_KEY]):  # ranges last, so that they suit the other changes
-            if written := _try(inputs, ranges, chosen):
+            if written := _setting_that_fits(inputs, ranges, chosen):
                 return (f"it fits with {written} together",)
     weights = format_bytes(sum(use.weight_bytes for use in sizing.uses))
     what = f"no split or setting makes it fit: the weights alone take {weights}"
     return (f"{what}; use a smaller quant of the model, or add a device to placement.target_devices",)
 
 
-def _try(inputs: SizingInputs, ranges: Sequence[LayerRange], keys: Sequence[str]) -> str:
+def _setting_that_fits(inputs: SizingInputs, ranges: Sequence[LayerRange], keys: Sequence[str]) -> str:
     """Return the keys with the values that fit, as in the configuration; empty if it does not fit with them."""
     for key in keys:
         if key == SPLIT_KEY:
@@ -682,4 +682,4 @@ def _changed(inputs: SizingInputs, ranges: Sequence[LayerRange], key: str) -> Si
     def fits(n: int) -> bool:
         return n == 0 or compute_sizes(replace(inputs, max_sequences=n), ranges).fits
 
-    return replace(inputs, max_sequences=max(1, largest(inputs.max_sequences - 1, fits)))
+    return replace(inputs, max_sequences=max(1, largest_fitting(inputs.max_sequences - 1, fits)))

@@ -32,7 +32,7 @@ def placement_of(result: Result) -> Placement:
     return result.placement if isinstance(result, Infeasible) else result
 
 
-def rows(result: Result) -> list[TableRow]:
+def plan_rows(result: Result) -> list[TableRow]:
     """Return a row for each shard, in layer order, one for the drafter and one for the scoring model."""
     p = placement_of(result)
     devices = [(d, str(d.layers)) for d in p.devices]
@@ -55,9 +55,9 @@ def rows(result: Result) -> list[TableRow]:
     ]
 
 
-def table(result: Result) -> str:
+def plan_table(result: Result) -> str:
     """Return the rows with headings as a plain text table; bytes are aligned on the right."""
-    lines = [HEADINGS, *rows(result)]
+    lines = [HEADINGS, *plan_rows(result)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
@@ -68,13 +68,13 @@ def table(result: Result) -> str:
     )
 
 
-def text(result: Result, *, verbose: bool = False) -> str:
+def plan_text(result: Result, *, verbose: bool = False) -> str:
     """Return model, table, sizes, reasons, notices and advice; ``verbose``: details, too."""
     p = placement_of(result)
     where = f"{_counted(len(p.devices), 'device')}, {_counted(len(p.stages), 'stage')}"
     parts = [
         f"{p.model} ({p.architecture}, {p.n_layers} layers, {p.quant}) on {where}",
-        table(result),
+        plan_table(result),
         _sizes(p, verbose=verbose),
         _listed("Why", (*p.reasons, *(p.details if verbose else ()))),
         _listed("Note", p.notices),
@@ -114,7 +114,7 @@ def _listed(heading: str, lines: tuple[str, ...] | list[str]) -> str:
     return "\n".join([f"{heading}:", *(f"  {line}" for line in lines)]) if lines else ""
 
 
-def as_json(result: Result) -> dict[str, object]:
+def plan_json(result: Result) -> dict[str, object]:
     """Return the output of ``plan --json``.  Bytes are numbers; unknown values are null."""
     p = placement_of(result)
     verdicts = [d.fits for d in (*p.devices, p.draft_device, p.scorer_device) if d is not None]

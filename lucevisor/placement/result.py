@@ -120,7 +120,7 @@ class Placement:
     ``devices`` and ``stages`` are in layer order; ``arenas[b]`` lies between stages b and b + 1, and those of captures
     follow.  ``journal_bytes``, ``swap_bytes``: the most host memory that the journal
     and preempted requests take.  ``draft`` and ``draft_device`` are None
-    without a drafter, ``draft_left_out`` says why there is none; ``scorer`` and ``scorer_device`` without a
+    without a drafter, ``draft_left_out`` is the reason; ``scorer`` and ``scorer_device`` without a
     scoring model.
     ``pool_pages``: the most pages of a sequence on the devices with KV Flash; None: all.  ``residency_policy``: which;
     ``tau``: tokens between two of its rankings.
@@ -210,7 +210,7 @@ class Shortage:
 class Infeasible:
     """A valid configuration that does not fit.
 
-    ``placement`` is what was configured; ``advice`` names changes that make it fit, or says that none was found.
+    ``placement`` is what was configured; ``advice``: changes that make it fit, or a sentence that none was found.
     """
 
     placement: Placement

@@ -99,7 +99,7 @@ class SizingInputs:
         return (*self.targets, *(extra.target for extra in (self.draft, self.scorer) if extra is not None))
 
 
-def largest(high: int, fits: Callable[[int], bool]) -> int:
+def largest_fitting(high: int, fits: Callable[[int], bool]) -> int:
     """Return the largest n from 0 to ``high`` that fits, by bisection; -1 if not even 0 does."""
     if not fits(0):
         return -1
@@ -306,7 +306,7 @@ def compute_sizes(inputs: SizingInputs, ranges: Sequence[LayerRange]) -> Sizing:
     """
     sizing, wanted = _compute(inputs, ranges), inputs.n_slots
     if not sizing.fits and wanted:
-        n_slots = largest(wanted - 1, lambda n: _compute(replace(inputs, n_slots=n), ranges).fits)
+        n_slots = largest_fitting(wanted - 1, lambda n: _compute(replace(inputs, n_slots=n), ranges).fits)
         inputs = replace(inputs, n_slots=max(0, n_slots))
         sizing = _compute(inputs, ranges)
     if sizing.fits and inputs.max_drafts and sizing.pools.states:
@@ -342,7 +342,7 @@ def _with_context(sizing: Sizing) -> Sizing:
     room = inputs.pages if inputs.pages is not None else highest if sizing.all_known else UNKNOWN_PAGES
     if room < inputs.sequence_pages(limit):
         highest = room
-    n = largest(highest, lambda n: n == 0 or chosen(n).fits)
+    n = largest_fitting(highest, lambda n: n == 0 or chosen(n).fits)
     if n == 0:  # nothing fits: report what is missing for the configured pages, else for the fewest
         n = 1 if inputs.pages is None else highest
     sizing, own = chosen(n), f"the model's own is {limit}"
@@ -379,13 +379,13 @@ def _with_pages(sizing: Sizing) -> Sizing:
         if not sizing.all_known and max(fewest, UNKNOWN_PAGES) < n:
             n, why = max(fewest, UNKNOWN_PAGES), "limited because free memory is unknown; engine.pages sets it"
         for memory in sizing.memories.values():
-            n_fitting = largest(n, lambda n, memory=memory: chosen(n).fits_in(memory))  # type: ignore[misc]
+            n_fitting = largest_fitting(n, lambda n, memory=memory: chosen(n).fits_in(memory))  # type: ignore[misc]
             if n_fitting < n:
                 n, why = n_fitting, f"as many as fit in {memory.name}; {what} would use {enough}"
         host = sizing.memories.get(HOST)
         if host is not None and host.usable_bytes is not None:
             limit = _host_state_bytes(chosen(0)) + HOST_PAGES * host.usable_bytes
-            n_moderate = max(fewest, largest(n, lambda n: _host_state_bytes(chosen(n)) <= limit))
+            n_moderate = max(fewest, largest_fitting(n, lambda n: _host_state_bytes(chosen(n)) <= limit))
             if n_moderate < n:
                 share = f"{HOST_PAGES:.0%} of the host's usable memory or one sequence"
                 n, why = n_moderate, f"as many as fit in {share}; {what} would use {enough}, and engine.pages sets more"
@@ -430,7 +430,7 @@ def _with_draft_states(without: Sizing, ranges: Sequence[LayerRange]) -> Sizing:
         sizing = _compute(inputs, ranges, n)
         return sizing.fits and sizing.pools.full_pages >= min_pages and sizing.max_context >= min_context
 
-    n = max(0, largest((n_sequences if without.all_known else 1) * without.max_drafts, affordable))
+    n = max(0, largest_fitting((n_sequences if without.all_known else 1) * without.max_drafts, affordable))
     wanted, why = n_sequences * without.max_drafts, f"all of {n_sequences} sequences"
     if n < wanted:
         share = f"{DRAFT_SHARE:.0%} of the pages and of the context"
@@ -486,7 +486,7 @@ def choose_pool(inputs: SizingInputs, ranges: Sequence[LayerRange], chunk: int) 
         resident = min(MIN_POOL_PAGES + n_more, pages_of(sizing.max_context))
         return sizing.fits and sizing.pools.full_pages >= inputs.max_sequences * resident
 
-    return with_pool(max(0, largest(MAX_AUTO_POOL_PAGES - MIN_POOL_PAGES, fits)))
+    return with_pool(max(0, largest_fitting(MAX_AUTO_POOL_PAGES - MIN_POOL_PAGES, fits)))
 
 
 # ---- ranges by memory

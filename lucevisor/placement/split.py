@@ -1,7 +1,6 @@
 """Layer split: by weights, by explicit ranges, by balancing a cost, or the fastest one that fits.
 
-Knows no device and no model, only costs of ranges and the boundaries that the model allows.  Invariant: the ranges
-cover every layer once, in order, and none is empty.
+Invariant: the ranges cover every layer once, in order, and none is empty.
 """
 
 from __future__ import annotations
@@ -95,6 +94,7 @@ def snap_to_legal(
 
 
 def check_count(n_shards: int, n_layers: int) -> None:
+    """Raise SplitError when there are more shards than layers."""
     if n_shards > n_layers:
         layers = f"{n_layers} layers" if n_layers > 1 else "1 layer"
         raise SplitError(
@@ -201,8 +201,7 @@ def fastest_partition(problem: PartitionProblem, slack: float = SLACK) -> Partit
 def _search(problem: PartitionProblem, limit_s: float | None = None) -> _Partial | None:
     """Return the fastest partition, or the evenest within ``limit_s``; the lowest one on a tie.
 
-    Dynamic programming over the shards: of the partials that end at one layer only those count that no other matches or
-    beats in all that the rest depends on.
+    Dynamic programming over the shards.  Of the partials that end at one layer, the Pareto front is kept.
     """
 
     def weight(partial: _Partial) -> tuple[float, float]:

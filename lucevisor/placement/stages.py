@@ -1,4 +1,4 @@
-"""Groups shards into stages, and makes the arenas and the Load message of each group.  Pure.
+"""Pipeline stages from shards, and the arenas and the Load message of each group.
 
 Invariant: neighbouring stages belong to different groups (consecutive shards of one group form one stage), and exactly
 one arena lies between two stages, and between a stage with captures and a draft stage of another group.
@@ -110,8 +110,8 @@ def load_message(
             placement = replace(placement, draft=None)
         draft = placement.draft
     scorer = placement.scorer if placement.scorer is not None and placement.scorer.group == group else None
-    arenas = [arena for arena in placement.arenas if _touches(placement, arena, group)]
-    place = {(arena.capture, arena.boundary): i for i, arena in enumerate(arenas)}
+    arenas = [arena for arena in placement.arenas if group in arena_ends(placement, arena)]
+    place = {arena.key: i for i, arena in enumerate(arenas)}
     return Load(
         files=list(files.paths),
         dtype=placement.dtype,
@@ -151,13 +151,14 @@ def _stage_plan(placement: Placement, stage: Stage, arenas: Sequence[ArenaPlan])
     )
 
 
-def _touches(placement: Placement, arena: ArenaPlan, group: str) -> bool:
-    from_group = placement.stages[arena.boundary].group
+def arena_ends(placement: Placement, arena: ArenaPlan) -> tuple[str, str]:
+    """Return the groups that write and read an arena; empty for captures without a drafter."""
+    writer = placement.stages[arena.boundary].group
     if arena.tokens:
-        return group in (from_group, placement.stages[0].group)
+        return writer, placement.stages[0].group
     if arena.capture:
-        return placement.draft is not None and group in (from_group, placement.draft.group)
-    return group in (from_group, placement.stages[arena.boundary + 1].group)
+        return ("", "") if placement.draft is None else (writer, placement.draft.group)
+    return writer, placement.stages[arena.boundary + 1].group
 
 
 def _draft_plan(

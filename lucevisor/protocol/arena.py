@@ -210,8 +210,8 @@ def descriptors(arenas: Sequence[Arena]) -> list[int]:
     return [*(arena.fd for arena in arenas), *(arena.wake_fd for arena in arenas)]
 
 
-def attach_all(fds: Sequence[int], plans: Sequence[ArenaPlan]) -> list[Arena]:
-    """Attach the arenas of a Load and its descriptors.  Raises ArenaError, and ValueError for another number."""
+def open_arenas(plans: Sequence[ArenaPlan], fds: Sequence[int]) -> list[Arena]:
+    """Attach the arenas of a Load by its descriptors.  Raises ArenaError, and ValueError for another number."""
     if len(fds) != 2 * len(plans):
         raise ValueError(f"Load names {len(plans)} arenas, {len(fds)} descriptors arrived")
     return [Arena.attach(*one) for one in zip(fds[: len(plans)], plans, fds[len(plans) :], strict=True)]

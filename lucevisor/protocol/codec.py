@@ -16,7 +16,7 @@ from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
 from lucevisor.protocol.frames import MAX_DESCRIPTORS, Header, damaged, pack_header
 from lucevisor.protocol.loading import Load
 from lucevisor.protocol.messages import KIND_OF, MAX_PAYLOAD_BYTES, MESSAGES, Check, Message, MessageKind, Restore, Save
-from lucevisor.protocol.steps import StepResult
+from lucevisor.protocol.steps import Rows, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,6 +66,8 @@ def decode(header: Header, metadata: memoryview) -> Message:
         fault = _segments_fault(message, header.payload_bytes)
         if fault:
             raise RemoteProtocolError(fault, "StepResult.segments", "report it with the daemon's log")
+    elif isinstance(message, Rows) and not header.payload_bytes:
+        raise RemoteProtocolError("a frame of rows without rows", header.kind.name, "restart the group")
     elif header.kind in WITH_DESCRIPTORS and n_descriptors(message) > MAX_DESCRIPTORS:
         raise RemoteProtocolError(
             f"its arenas take {n_descriptors(message)}; a frame carries at most {MAX_DESCRIPTORS} descriptors",
@@ -77,7 +79,7 @@ def decode(header: Header, metadata: memoryview) -> Message:
 
 def n_descriptors(message: Message) -> int:
     if isinstance(message, Load):
-        return 2 * len(message.arenas) + bool(message.replay)
+        return 2 * sum(arena.connection is None for arena in message.arenas) + bool(message.replay)
     if isinstance(message, Check):
         return len(message.arenas)
     return 1 if isinstance(message, Save | Restore) else 0

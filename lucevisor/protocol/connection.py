@@ -20,7 +20,7 @@ from lucevisor.protocol.messages import KIND_OF, Message, MessageKind, Role, Str
 from lucevisor.protocol.states import INITIAL, LinkState, legal, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from typing_extensions import Buffer
 
@@ -50,6 +50,8 @@ class Connection:
         self._message: Message | None = None  # its metadata, while the payload is incomplete
         self._frames: list[Frame] = []
         self._fds: deque[int] = deque()
+        self.payload_memory: Callable[[Message, int], memoryview] = _new_memory
+        """Returns where so many bytes of payload go; may raise RemoteProtocolError."""
 
     @property
     def state(self) -> LinkState:
@@ -79,6 +81,11 @@ class Connection:
         if self._large is not None:
             return self._large[self._n_large :]
         return self._small[self._end :] if self._end else self._small
+
+    @property
+    def is_filling(self) -> bool:
+        """True if ``buffer()`` ends where the frame does, or its metadata."""
+        return self._large is not None
 
     def received(self, n_bytes: int, fds: Sequence[int] = ()) -> None:
         """Account for ``n_bytes`` written to ``buffer()``.  Never raises on bad bytes: see ``events`` and ``error``."""
@@ -189,7 +196,7 @@ class Connection:
             self._start = stop
             return True
         if n > READ_BUFFER_BYTES:
-            self._start_large(n)
+            self._start_large(_new_memory(None, n))
         elif stop > READ_BUFFER_BYTES:
             self._move_to_front()
         return False
@@ -199,18 +206,20 @@ class Connection:
         n = self._header.payload_bytes
         if n == 0:
             self._complete(_NOTHING)
-        elif self._end - self._start >= n:
-            payload = memoryview(bytearray(self._small[self._start : self._start + n]))
+        else:
+            assert self._message is not None
+            payload = self.payload_memory(self._message, n)
+            if self._end - self._start < n:
+                self._start_large(payload)
+                return False
+            payload[:] = self._small[self._start : self._start + n]
             self._start += n
             self._complete(payload)
-        else:
-            self._start_large(n)
-            return False
         return True
 
-    def _start_large(self, n_bytes: int) -> None:
-        """Allocate memory for the next ``n_bytes`` and move in what has arrived of them."""
-        self._large = memoryview(bytearray(n_bytes))
+    def _start_large(self, memory: memoryview) -> None:
+        """Fill ``memory`` with the next bytes, and move in what has arrived of them."""
+        self._large = memory
         self._n_large = self._end - self._start
         self._large[: self._n_large] = self._small[self._start : self._end]
         self._start = self._end = 0
@@ -249,6 +258,10 @@ class Connection:
         n = self._end - self._start
         self._small[:n] = self._small[self._start : self._end]
         self._start, self._end = 0, n
+
+
+def _new_memory(_message: Message | None, n_bytes: int) -> memoryview:
+    return memoryview(bytearray(n_bytes))
 
 
 def _named(kind: MessageKind, n: int) -> str:

@@ -37,6 +37,7 @@ class Hello(msgspec.Struct, frozen=True):
     host_total_bytes: int
     packages: dict[str, str]  # versions of numpy, gguf, msgspec and, if installed, triton
     device_problem: str = ""  # why there are no ``devices``
+    rows_address: str = ""  # HOST:PORT where neighbours connect that share no memory with it; empty: it does not listen
 
 
 class ShardPlan(msgspec.Struct, frozen=True):
@@ -133,15 +134,33 @@ def arena_regions(n_stages: int) -> int:
     return 2 * n_stages
 
 
+class RowsConnection(msgspec.Struct, frozen=True):
+    """Connection between the two ends of boundary memory that they do not share.
+
+    ``epoch``: of this load; that of a later one is greater.  ``address``: HOST:PORT of the other end; empty: that
+    connects to this daemon.
+    """
+
+    epoch: int
+    address: str = ""
+
+
 class ArenaPlan(msgspec.Struct, frozen=True):
     """A ring of ``n_regions`` regions of ``region_bytes`` in one memfd.  Descriptors travel with the Load frame, in the
-    same order, then an eventfd for each, on which its reader sleeps."""
+    same order, then an eventfd for each, on which its reader sleeps.  With a ``connection`` each end has memory of its
+    own, and no descriptor travels."""
 
     boundary: int  # between stage ``boundary`` and the next one; with ``capture`` from that stage to the draft stage
     region_bytes: int
     n_regions: int
     capture: bool = False
     tokens: bool = False  # sampled ones and drafts, from the output stage, ``boundary``, to the first one
+    connection: RowsConnection | None = None
+
+    @property
+    def key(self) -> tuple[bool, int]:
+        """What no other arena of a placement has."""
+        return self.capture, self.boundary
 
 
 def token_region_bytes(max_sequences: int, max_drafts: int = 0) -> int:

@@ -14,12 +14,17 @@ import msgspec
 from lucevisor.model.values import Dtype, LayerRange
 from lucevisor.protocol.loading import ArenaPlan, Hello, Load, Loaded
 from lucevisor.protocol.steps import (
+    Attach,
+    Attached,
     CancelPending,
     DraftStep,
     Masks,
     PendingCancelled,
+    PlacedRows,
     Reset,
     ResetDone,
+    Rows,
+    RowsCopy,
     Step,
     StepResult,
 )
@@ -40,10 +45,11 @@ class Role(StrEnum):
 
 
 class StreamKind(StrEnum):
-    """The two sockets of a daemon."""
+    """The two sockets of a daemon, and those for rows between daemons that share no memory."""
 
     LINK = "link"
     PULSE = "pulse"
+    ROWS = "rows"
 
 
 class MessageKind(IntEnum):
@@ -71,9 +77,14 @@ class MessageKind(IntEnum):
     WINDOW_SCORES = 20
     CANCEL_PENDING = 21
     PENDING_CANCELLED = 22
+    ROWS_COPY = 23
+    PLACED_ROWS = 24
     HEARTBEAT = 32
     PROGRESS = 33
     LOG_LINE = 34
+    ATTACH = 48
+    ATTACHED = 49
+    ROWS = 50
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -304,9 +315,24 @@ class TransferFailed(msgspec.Struct, frozen=True):
 # ---- the table
 
 
-Command = Load | Step | DraftStep | Masks | ScoreWindow | CancelPending | Reset | Check | Save | Restore | Shutdown
+Command = (
+    Load
+    | Step
+    | DraftStep
+    | Masks
+    | PlacedRows
+    | ScoreWindow
+    | CancelPending
+    | Reset
+    | Check
+    | Save
+    | Restore
+    | Shutdown
+)
 Answer = Hello | Loaded | StepResult | WindowScores | PendingCancelled | ResetDone | Checked | Saved | Restored
-Message = Command | Answer | TransferFailed | Failed | Heartbeat | Progress | LogLine
+Message = (
+    Command | Answer | TransferFailed | Failed | RowsCopy | Attach | Attached | Rows | Heartbeat | Progress | LogLine
+)
 
 
 class MessageType(NamedTuple):
@@ -322,13 +348,14 @@ class MessageType(NamedTuple):
 
 _STEP_LIMITS = (
     "an id takes at most 5 bytes: the history of a 262,144-token context is 1.3 MiB, a full chunk and the page "
-    "tables of 64 such contexts another 1.5 MiB; payload: boundary rows where there is no arena (planned)"
+    "tables of 64 such contexts another 1.5 MiB"
 )
 _RESULT_LIMITS = (
     "at most 15 bytes per log-probability pair; payload: float32 logits of 256 rows of a 262,144-word vocabulary"
 )
 _LOAD_LIMITS = "paths of a split file, at most 4 KiB each; 5 bytes for each of 131,072 tokens to replay"
 _SAVE_LIMITS = "at most 200 bytes per tensor, 1,024 layers of 4; 5 bytes per page, 16,384 for 1 Mi tokens"
+_ROWS_LIMITS = "six numbers; payload: 8,192 rows of 8,192 float32"
 
 _UP, _DOWN = Role.DAEMON, Role.SUPERVISOR
 MESSAGES: dict[MessageKind, MessageType] = {
@@ -360,10 +387,15 @@ MESSAGES: dict[MessageKind, MessageType] = {
     MessageKind.TRANSFER_FAILED: MessageType(TransferFailed, _UP, 1 * MIB, 0, "a traceback"),
     MessageKind.SHUTDOWN: MessageType(Shutdown, _DOWN, 64 * KIB, 0, "one sentence"),
     MessageKind.FAILED: MessageType(Failed, _UP, 1 * MIB, 0, "a traceback"),
+    MessageKind.ROWS_COPY: MessageType(RowsCopy, _UP, 4 * KIB, MAX_PAYLOAD_BYTES, _ROWS_LIMITS),
+    MessageKind.PLACED_ROWS: MessageType(PlacedRows, _DOWN, 4 * KIB, MAX_PAYLOAD_BYTES, _ROWS_LIMITS),
     MessageKind.HEARTBEAT: MessageType(Heartbeat, _UP, 4 * KIB, 0, "a dozen numbers", StreamKind.PULSE),
     MessageKind.PROGRESS: MessageType(Progress, _UP, 4 * KIB, 0, "a dozen numbers", StreamKind.PULSE),
     MessageKind.LOG_LINE: MessageType(
         LogLine, _UP, 256 * KIB, 0, "one record; the sender truncates long texts", StreamKind.PULSE
     ),
+    MessageKind.ATTACH: MessageType(Attach, _UP, 4 * KIB, 0, "three numbers", StreamKind.ROWS),
+    MessageKind.ATTACHED: MessageType(Attached, _UP, 4 * KIB, 0, "one truth value", StreamKind.ROWS),
+    MessageKind.ROWS: MessageType(Rows, _UP, 4 * KIB, MAX_PAYLOAD_BYTES, _ROWS_LIMITS, StreamKind.ROWS),
 }
 KIND_OF: dict[type[Message], MessageKind] = {message.record: kind for kind, message in MESSAGES.items()}

@@ -13,7 +13,7 @@ from lucevisor.protocol.messages import MESSAGES, MessageKind, Role, StreamKind
 
 
 class LinkState(Enum):
-    """State of a link.  A pulse is always READY."""
+    """State of a link.  A pulse, and a connection for rows, is always READY."""
 
     GREETING = "greeting"  # no Hello yet
     IDLE = "idle"  # interpreter and torch are up, no weights: a spare stays here
@@ -22,7 +22,11 @@ class LinkState(Enum):
     CLOSING = "closing"  # Shutdown was sent; what the daemon still sends is read
 
 
-INITIAL: dict[StreamKind, LinkState] = {StreamKind.LINK: LinkState.GREETING, StreamKind.PULSE: LinkState.READY}
+INITIAL: dict[StreamKind, LinkState] = {
+    StreamKind.LINK: LinkState.GREETING,
+    StreamKind.PULSE: LinkState.READY,
+    StreamKind.ROWS: LinkState.READY,
+}
 
 _BEFORE_READY = {MessageKind.HELLO, MessageKind.LOAD, MessageKind.LOADED}
 
@@ -56,7 +60,11 @@ TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
 
 
 def legal(stream: StreamKind, sender: Role) -> dict[LinkState, dict[MessageKind, LinkState]]:
-    """Return the part of :data:`TRANSITIONS` that ``sender`` drives on ``stream``."""
+    """Return the part of :data:`TRANSITIONS` that ``sender`` drives on ``stream``.
+
+    Both ends of a connection for rows are daemons, and send the same.
+    """
+    sender = Role.DAEMON if stream is StreamKind.ROWS else sender
     return {
         state: {kind: after for kind, after in row.items() if _sender(kind) == (stream, sender)}
         for state, row in TRANSITIONS.items()

@@ -263,6 +263,42 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
         return sum([len(s.tokens) for s in self.slices])  # a list is quicker: every step is counted
 
 
+class Attach(msgspec.Struct, frozen=True, array_like=True):
+    """First message of a connection for rows: the boundary, and the epoch of the daemon that connects."""
+
+    capture: bool
+    boundary: int
+    epoch: int
+
+
+class Attached(msgspec.Struct, frozen=True, array_like=True):
+    """Answer to Attach; False: a connection of a later epoch is there."""
+
+    accepted: bool
+
+
+class Rows(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of a step, in the payload, from the stage that computed them to the one that reads them.
+
+    ``capture`` and ``boundary`` as in ArenaPlan.  ``sequence`` counts the frames of a connection and boundary from 0.
+    """
+
+    capture: bool
+    boundary: int
+    region: int
+    step_id: int
+    epoch: int
+    sequence: int
+
+
+class RowsCopy(Rows, frozen=True, array_like=True):
+    """The same rows for the supervisor, before the answer of the step."""
+
+
+class PlacedRows(Rows, frozen=True, array_like=True):
+    """Rows of a step from the supervisor, where those of the stage before are lost with it, or are computed again."""
+
+
 class Masks(msgspec.Struct, frozen=True, array_like=True):
     """Token masks (grammar bitmasks) of a step's masked slices, for the output stage, sent before or after the Step.
     Sampling waits for them, the layers do not.

@@ -1,4 +1,4 @@
-"""The two ends of a link or pulse over a Unix socket: in the supervisor's event loop, and blocking in a daemon.
+"""The two ends of a link or pulse, over a Unix socket or TCP: in the supervisor's event loop, blocking in a daemon.
 
 The protocol is in ``connection``.  A peer that dies with unread bytes causes ECONNRESET instead of end of file; the
 kernel delivers earlier bytes first, so frames sent before a death are received.  End of file arrives when the *last*
@@ -28,7 +28,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
 from lucevisor.protocol.connection import Connection
-from lucevisor.protocol.errors import LinkClosed, LinkOverflow, ProtocolError, RemoteProtocolError
+from lucevisor.protocol.errors import LinkClosed, LinkOverflow, LocalProtocolError, ProtocolError, RemoteProtocolError
 from lucevisor.protocol.frames import MAX_DESCRIPTORS, Frame
 from lucevisor.protocol.messages import Message, Role, StreamKind
 from lucevisor.protocol.states import LinkState
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 # Plain ints: operations on the enums of socket run Python code, here once per frame.
 RECEIVE_FLAGS = int(socket.MSG_CMSG_CLOEXEC)
 LOST_FLAG = int(socket.MSG_CTRUNC)
+WAIT_FOR_ALL = int(socket.MSG_WAITALL)
 ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
 
 MAX_BUFFERS = 512  # of one sendmsg; the kernel takes at most 1024 (UIO_MAXIOV)
@@ -52,6 +53,9 @@ _PEER_GONE = "the peer has exited or closed the link; a daemon exits now, a supe
 
 class Channel(Protocol):
     """A connection to a daemon, as all that only sends sees it."""
+
+    max_queued_bytes: int
+    """More in the queue mean that the daemon does not read."""
 
     @property
     def passes_handles(self) -> bool:
@@ -76,7 +80,9 @@ class Channel(Protocol):
 
 
 class Link:
-    """Frames over ``sock``, which this object owns.  Create it inside the running loop.
+    """Frames over ``sock``, which this object owns, or over the first connection to it if it listens.
+
+    Create it inside the running loop.
 
     ``on_frame(frame)`` runs in the reader callback; if it raises, the link is closed and the exception goes to the
     loop's exception handler.  ``on_closed(reason)`` gets a LinkClosed, RemoteProtocolError or LinkOverflow.
@@ -94,16 +100,16 @@ class Link:
         max_queued_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        sock.setblocking(False)
-        sock.set_inheritable(False)
+        _prepare(sock, blocking=False)
         self._sock = sock
+        self._listens = bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
         self._poll = select.epoll()
         self._poll.register(sock.fileno(), select.EPOLLIN)
         self._connection = Connection(role, stream, name)
         self._name = name
         self._on_frame = on_frame
         self._on_closed = on_closed
-        self._max_queued_bytes = max_queued_bytes
+        self.max_queued_bytes = max_queued_bytes
         self._queue: deque[tuple[list[bytes | memoryview], list[int]]] = deque()
         self.queued_bytes = 0
         self._write_error: LinkClosed | None = None
@@ -136,12 +142,15 @@ class Link:
         dead = self._closed or self._write_error
         if dead is not None:
             raise LinkClosed(f"the link is closed: {dead.what}", self._name, dead.advice)
+        if fds and not self.passes_handles:
+            what = f"{type(message).__name__} comes with a file, which does not travel over TCP"
+            raise LocalProtocolError(what, self._name, 'set transport = "shared_memory" for the group')
         if isinstance(message, bytes):
             self._connection.send_encoded(message)
             buffers: list[bytes | memoryview] = [message]
         else:
             buffers = self._connection.send(message, request_id, payload=payload)
-        if self._queue:
+        if self._queue or self._listens:
             self._enqueue(buffers, fds)
             return
         try:
@@ -168,7 +177,7 @@ class Link:
     # ---- out
 
     def _enqueue(self, buffers: list[bytes | memoryview], fds: Sequence[int]) -> None:
-        if self.queued_bytes > self._max_queued_bytes:
+        if self.queued_bytes > self.max_queued_bytes:
             overflow = LinkOverflow(
                 f"{self.queued_bytes} bytes are queued and the daemon does not read",
                 self._name,
@@ -217,6 +226,9 @@ class Link:
 
     def _ready(self) -> None:
         """The socket is readable or writable: try both."""
+        if self._listens:
+            self._accept()
+            return
         if self._queue:
             self._flush()
         budget = _READ_BUDGET_BYTES
@@ -226,6 +238,18 @@ class Link:
             if n < len(room):  # drained, or nearly; otherwise the loop calls again
                 return
             budget -= n
+
+    def _accept(self) -> None:
+        """Take the first connection, and no other."""
+        try:
+            sock, _ = self._sock.accept()
+        except (BlockingIOError, ConnectionError):  # it went away again
+            return
+        self._poll.unregister(self._sock.fileno())
+        self._sock.close()
+        self._sock, self._listens = sock, False
+        _prepare(sock, blocking=False)
+        self._poll.register(sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if self._queue else 0))
 
     def _read_rest(self) -> None:
         while self._closed is None:
@@ -294,8 +318,7 @@ class BlockingLink:
         stream: StreamKind = StreamKind.LINK,
         name: str = "link",
     ) -> None:
-        sock.setblocking(True)
-        sock.set_inheritable(False)
+        _prepare(sock, blocking=True)
         self.closed_because: LinkClosed | None = None
         self._sock = sock
         self._connection = Connection(role, stream, name)
@@ -308,6 +331,15 @@ class BlockingLink:
     @property
     def state(self) -> LinkState:
         return self._connection.state
+
+    @property
+    def payload_memory(self) -> Callable[[Message, int], memoryview]:
+        """Returns where so many bytes of payload go; see Connection."""
+        return self._connection.payload_memory
+
+    @payload_memory.setter
+    def payload_memory(self, memory: Callable[[Message, int], memoryview]) -> None:
+        self._connection.payload_memory = memory
 
     def fileno(self) -> int:
         """The socket's descriptor, -1 after ``close``."""
@@ -432,7 +464,8 @@ class BlockingLink:
             with suppress(LinkClosed):  # reading says so, too
                 self.flush()
         try:
-            n, ancillary, flags, _ = self._sock.recvmsg_into([buffer], ANCILLARY_BYTES, RECEIVE_FLAGS)
+            wanted = RECEIVE_FLAGS | WAIT_FOR_ALL if self._connection.is_filling else RECEIVE_FLAGS
+            n, ancillary, flags, _ = self._sock.recvmsg_into([buffer], ANCILLARY_BYTES, wanted)
         except ConnectionError as error:
             self._dead(f"the peer is gone: {error}")
             return
@@ -457,7 +490,41 @@ class BlockingLink:
         close_all(self._connection.take_descriptors())
 
 
-# ---- descriptors and buffers
+# ---- sockets, descriptors and buffers
+
+
+def open_channel(*, tcp: bool) -> tuple[socket.socket, str, socket.socket | None]:
+    """Return the supervisor's socket of a new channel, the address for a daemon, and what the daemon inherits.
+
+    Over TCP the first one listens, on a free port of the loopback interface, for one connection.
+    """
+    if tcp:
+        server = socket.create_server(("127.0.0.1", 0), backlog=1)
+        return server, "tcp:{}:{}".format(*server.getsockname()), None
+    ours, theirs = socket.socketpair()
+    return ours, f"fd:{theirs.fileno()}", theirs
+
+
+def open_socket(address: str) -> socket.socket:
+    """Return a daemon's socket for an address of ``open_channel``.  Raises OSError."""
+    kind, _, place = address.partition(":")
+    if kind == "tcp":
+        return connect(place)
+    os.set_inheritable(int(place), False)
+    return socket.socket(fileno=int(place))
+
+
+def connect(address: str) -> socket.socket:
+    """Connect to HOST:PORT.  Raises OSError."""
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)))
+
+
+def _prepare(sock: socket.socket, *, blocking: bool) -> None:
+    sock.setblocking(blocking)
+    sock.set_inheritable(False)
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
 
 
 def pack(fds: Sequence[int]) -> list[tuple[int, int, Buffer]]:

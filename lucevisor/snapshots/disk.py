@@ -1,8 +1,7 @@
 """System calls on the snapshot directory: lock, headers, names, and verifying tensor checksums (xxh3).
 
-Knows the header format, but no policy and no daemons.  Invariants: files without a name of ours are never opened or
-changed; every failure is an OSError or a SnapshotError, never a signal: files are read, not mapped, because an
-unreadable mapped page would kill the process with SIGBUS.
+Invariants: files without a name of ours are never opened or changed; every failure is an OSError or a SnapshotError,
+never a signal: files are read, not mapped, because an unreadable mapped page would kill the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import xxhash
 from lucevisor.errors import ConfigError
 from lucevisor.protocol.messages import SnapshotTensor
 from lucevisor.snapshots.file_format import LENGTH_BYTES, Fault, SnapshotError, SnapshotHeader, header_bytes, parse
-from lucevisor.snapshots.policy import LOCK_FILE, REFUSED, CacheFile, FileKind, files_to_evict, read_name
+from lucevisor.snapshots.policy import LOCK_FILE, REFUSED, CacheFile, FileKind, files_to_evict, kind_of
 
 CHUNK_BYTES = 1 << 20
 """Read and hash this much at a time: it stays in the CPU cache, and the GIL is released meanwhile."""
@@ -69,7 +68,7 @@ def list_files(directory: Path) -> list[CacheFile]:
     found = []
     with os.scandir(directory) as rows:
         for row in rows:
-            kind = read_name(row.name).kind
+            kind = kind_of(row.name)
             if kind is FileKind.OTHER:
                 continue
             with suppress(FileNotFoundError):  # removed by another supervisor

@@ -145,7 +145,7 @@ def whole_only(layers: Sequence[LayerSpec]) -> bool:
 
 
 def first_visible(layer: LayerSpec, n_tokens: int) -> int:
-    """Return the oldest position of a slot that the next token sees in this layer."""
+    """Return the oldest position of a slot that the next token attends to in this layer."""
     return max(0, n_tokens - layer.window + 1) if layer.space is Space.WINDOW and layer.window else 0
 
 

@@ -8,7 +8,7 @@ refused before anything is done.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.snapshots import disk
 from lucevisor.snapshots.disk import describe_error
 from lucevisor.snapshots.file_format import Fault, SnapshotError
-from lucevisor.snapshots.policy import CacheFile, FileKind, read_name
+from lucevisor.snapshots.policy import CacheFile, FileKind, kind_of
 
 JsonObject = dict[str, Any]
 
@@ -72,8 +72,10 @@ def to_verify(directory: Path, wanted: Sequence[str]) -> list[str]:
 
 
 def verify(directory: Path, file: str, *, set_aside: bool) -> JsonObject:
-    """Compare every checksum of one file.  ``problem`` is empty if it is intact, ``gone`` says that it was removed in
-    the meantime, ``set_aside`` is its new name, if any.  Raises CacheError.
+    """Compare every checksum of one file.  Raises CacheError.
+
+    In the result ``problem`` is empty for an intact file, ``gone`` true for one that was removed meanwhile, and
+    ``set_aside`` the new name of a renamed one.
     """
     problem, gone, aside, path = "", False, "", directory / file
     inode = path.lstat().st_ino if path.is_symlink() or path.exists() else None
@@ -127,7 +129,7 @@ def remove(directory: Path, wanted: Sequence[str], *, everything: bool) -> list[
     """
     held = {file.file for file in _files(directory)}
     for name in () if everything else wanted:
-        if read_name(name).kind is FileKind.OTHER:
+        if kind_of(name) is FileKind.OTHER:
             raise CacheError(f"{name} is not the name of a snapshot: it is not lucevisor's to remove")
         if name not in held:
             raise CacheError(f"{name} is not in {directory}: `lucevisor cache ls` shows what is")
@@ -162,7 +164,3 @@ def _files(directory: Path) -> list[CacheFile]:
 
 def _row(file: CacheFile) -> JsonObject:
     return {"file": file.file, "state": file.kind.value, "n_bytes": file.n_bytes, "used_s": file.used_s}
-
-
-def total_bytes(files: Collection[CacheFile]) -> int:
-    return sum(f.n_bytes for f in files)

@@ -1,4 +1,4 @@
-"""Saves prefix slots to disk and restores them: when, and in which order.
+"""Snapshot manager: saves prefix slots (KV cache) to disk and restores them.
 
 Joins engine, store and daemons; ``policy`` decides by numbers, the daemons and the store move the bytes.  A request
 whose prompt is better known on disk than in memory is held while the file is read into reserved pages and checksummed;

@@ -48,7 +48,7 @@ from lucevisor.snapshots.policy import (
     SnapshotMatch,
     StoreStatistics,
     file_name,
-    read_name,
+    name_prefix,
 )
 from lucevisor.snapshots.transfers import TransferFile
 
@@ -68,7 +68,7 @@ NOT_RESTORED = "not_restored"
 
 
 class SnapshotRefused(LucevisorError):
-    """A file is not restored.  ``fault`` says why in a word, ``reason`` in a sentence."""
+    """A file is not restored.  ``fault``: the kind of reason; ``reason``: a sentence."""
 
     def __init__(self, fault: Fault, file: str, reason: str) -> None:
         super().__init__(f"snapshot {file} is refused: {reason}; the prompt is computed instead")
@@ -184,8 +184,7 @@ class SnapshotStore:
                     log.info("snapshot leftover removed", file=one.file, n_bytes=one.n_bytes)
         found: dict[str, SnapshotEntry] = {}
         for one in files:
-            name = read_name(one.file)
-            if name.kind is FileKind.SNAPSHOT and name.model == self.model.fingerprint[:16]:
+            if one.kind is FileKind.SNAPSHOT and one.file.startswith(name_prefix(self.model.fingerprint)):
                 with suppress(SnapshotRefused):
                     found[one.file] = self._entry(one)
         listed = {one.file for one in files}
@@ -445,7 +444,8 @@ class SnapshotStore:
             raise SnapshotRefused(error.fault, file, str(error)) from error
 
     def _refuse(self, file: str, error: SnapshotError, fd: int = -1) -> None:
-        """Forget a file, log why, and rename it unless it is gone, another model's, or possibly intact."""
+        """Remove a file from the index, log the reason, and rename the file unless it is gone, another model's, or
+        possibly intact."""
         with self._guard:
             self._index.pop(file, None)
         self.statistics.failures[error.fault.value] += 1

@@ -1,6 +1,6 @@
 """One daemon process: spawned, signalled, drained and reaped here and nowhere else.
 
-Knows no states and no messages. Invariants: the process is a child of the main thread (the kernel ties a daemon's life
+Invariants: the process is a child of the main thread (the kernel ties a daemon's life
 to that thread); it inherits its ends of link and pulse and no other descriptor; signals and the wait go through a
 pidfd, so a reused pid is never hit; it is reaped once, and nothing of it stays open afterwards.
 
@@ -32,7 +32,7 @@ from lucevisor.config import GroupConfig
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.messages import StreamKind
-from lucevisor.protocol.transport import Link
+from lucevisor.protocol.transport import Link, open_channel
 from lucevisor.supervision.events import ProcessSignal
 
 _OF_PYTHON = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONEXECUTABLE", "PYTHONSAFEPATH", "PYTHONOPTIMIZE")
@@ -82,7 +82,7 @@ def daemon_command(group: GroupConfig, threads: int, python: str) -> list[str]:
     return [python, "-u", "-X", "faulthandler", "-m", "daemons", *options]
 
 
-N_KEPT = 400
+N_KEPT_LINES = 400
 LONGEST_LINE = 8192
 LINES_PER_SECOND = 500
 
@@ -91,7 +91,7 @@ class OutputLines:
     """One stream. `feed` it bytes; `kept` is what a post-mortem shows."""
 
     def __init__(self) -> None:
-        self.kept: deque[str] = deque(maxlen=N_KEPT)
+        self.kept: deque[str] = deque(maxlen=N_KEPT_LINES)
         self._rest = bytearray()
         self._cut = False  # the present line is too long: skip to its end
         self._second = 0.0
@@ -152,8 +152,8 @@ _ABORTED = re.compile(  # what the C and C++ libraries print before they abort
 )
 
 
-def cause(output: Iterable[str]) -> str:
-    """Return the line of stderr that says why the process ended, with the innermost frame of this project, or "".
+def failure_cause(output: Iterable[str]) -> str:
+    """Return the line of stderr with the reason for the exit and the innermost frame of this project, or "".
 
     That is faulthandler's fatal error rather than the modules it lists below; a traceback's exception rather than the
     hints that torch prints below; otherwise the last line.
@@ -244,7 +244,7 @@ def explain_kill(before: int | None, after: int | None) -> str:
 
 _READ_BYTES = 65536
 _DRAIN_AT_EXIT_BYTES = 4 * 2**20
-_LACK = {
+_SHORTAGES = {
     errno.EMFILE: "the supervisor's limit of open files (`ulimit -n`) is reached",
     errno.ENFILE: "the machine's limit of open files (fs.file-max) is reached",
     errno.EAGAIN: "the limit of processes (`ulimit -u`, or of the control group) is reached",
@@ -392,7 +392,7 @@ class Child:
     def _hint(self, code: int | None, number: int | None) -> str:
         if number == signal.SIGKILL and not self._killed:
             return explain_kill(self._oom_kills, oom_kills())
-        return cause(self.lines["stderr"].kept) if code or number in _CRASHES else ""
+        return failure_cause(self.lines["stderr"].kept) if code or number in _CRASHES else ""
 
 
 def _limit_files(pid: int) -> None:
@@ -423,8 +423,12 @@ def spawn(
     directory: Path,
     on_line: Callable[[str, str], None],
     on_exit: Callable[[ProcessEnd], None],
+    *,
+    tcp: bool = False,
 ) -> Child:
-    """Start a process with two inherited sockets, named in its arguments, its own session and no other descriptor.
+    """Start a process with two sockets, named in its arguments, its own session and no other descriptor.
+
+    The sockets are inherited, or with ``tcp`` on the loopback interface.
 
     Its own session keeps a terminal's Ctrl-C and hang-up with the supervisor. Raises SpawnError; call it in the main
     thread.
@@ -432,25 +436,29 @@ def spawn(
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a daemon is killed when the thread that spawned it ends: spawn in the main thread")
     sockets: list[socket.socket] = []
+    inherited: list[socket.socket] = []
+    addresses = []
     try:
-        sockets += socket.socketpair()
-        sockets += socket.socketpair()
-        link, child_link, pulse, child_pulse = sockets
-        fds = (child_link.fileno(), child_pulse.fileno())
+        for _ in range(2):
+            ours, address, theirs = open_channel(tcp=tcp)
+            sockets.append(ours)
+            addresses.append(address)
+            inherited += [] if theirs is None else [theirs]
+        link, pulse = sockets
         process = subprocess.Popen(
-            [*command, f"--link-fd={fds[0]}", f"--pulse-fd={fds[1]}", f"--parent-pid={os.getpid()}"],
+            [*command, f"--link={addresses[0]}", f"--pulse={addresses[1]}", f"--parent-pid={os.getpid()}"],
             env=env,
             cwd=directory,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            pass_fds=fds,
+            pass_fds=[sock.fileno() for sock in inherited],
             start_new_session=True,
         )
         _limit_files(process.pid)
-        child_link.close()  # or end of file would never come
-        child_pulse.close()
+        for sock in inherited:
+            sock.close()  # or end of file would never come
         try:
             return Child(process, link, pulse, on_line, on_exit)
         except OSError:
@@ -458,10 +466,10 @@ def spawn(
                 process.kill()
             raise
     except OSError as error:
-        for sock in sockets:
+        for sock in sockets + inherited:
             sock.close()
         what = f"{error.filename!r}: " if error.filename is not None else ""
         reason = f"cannot start a daemon: {what}{error.strerror}"
-        if error.errno in _LACK:
-            reason += f": {_LACK[error.errno]}; tried again until it works"
-        raise SpawnError(reason, configuration=error.errno not in _LACK) from error
+        if error.errno in _SHORTAGES:
+            reason += f": {_SHORTAGES[error.errno]}; tried again until it works"
+        raise SpawnError(reason, configuration=error.errno not in _SHORTAGES) from error

@@ -1,6 +1,6 @@
 """One daemon process with its link and pulse: turns what they deliver into events for the machine.
 
-Knows no states: the machine decides what an event means. What the process says is checked before anything uses it
+The machine decides what an event means. Every message of the process is checked before it is used
 (`protocol/validation.py`). Invariants: every event carries this daemon's number; a dead
 daemon's last frames come before its exit, so a `Failed` that explains the exit is never lost; after the exit nothing of
 it is open.
@@ -47,7 +47,7 @@ def _ignore(*_: object) -> None:
 
 
 def _no_step(*_: object) -> None:
-    """Know of no step."""
+    """Return no step."""
 
 
 def _accept(*_: object) -> str:
@@ -167,7 +167,7 @@ class Daemon:
         """Stop passing frames to the owner, once this daemon has been reported lost."""
         self._ready = False
 
-    # ---- what the process sends
+    # ---- frames, output and exit of the process
 
     def on_line(self, stream: str, line: str) -> None:
         self._log.info("output", stream=stream, line=line)
@@ -289,7 +289,7 @@ class Daemon:
         getattr(self._log, level)(event, **without_reserved_names(fields))
 
     def _on_pulse_closed(self, error: ProtocolError) -> None:
-        """Report a lost pulse, but after the link: a daemon that exits closes both, and its link says why."""
+        """Report a lost pulse, but after the link: a daemon that exits closes both, and its link has the reason."""
         self._finish_when_read()
         closed = ev.LinkLost(self.number, f"pulse: {error}")
         asyncio.get_running_loop().call_later(LAST_FRAMES_S, self._emit, closed)

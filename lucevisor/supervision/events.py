@@ -1,6 +1,6 @@
 """Events and instructions of the supervision machine.
 
-Knows nothing of how either is carried out. Invariant: every event and instruction about a process carries its child
+Invariant: every event and instruction about a process carries its child
 number, which is never reused in a group, so events of a dead child are never taken for those of the living one.
 """
 

@@ -1,6 +1,6 @@
 """One backend group: feeds events to the machine and carries out its instructions.
 
-Knows neither placement nor steps: its callbacks decide what to load and what a frame means. Invariants: the machine
+Its callbacks decide what to load and what a frame means. Invariants: the machine
 takes every decision; events reach it one at a time, in order, each with the number of its child; callbacks run on the
 event loop, in the order of the instructions, and must not block.
 """
@@ -37,7 +37,7 @@ _BEYOND_S = 5.0  # how long after the deadline of the machine a wait gives up
 
 
 class RefusedError(LucevisorError):
-    """A request that a group cannot carry out now. The message says why and what to do."""
+    """A request that a group cannot carry out now. The message has the reason and a remedy."""
 
 
 class GroupSupervisor:
@@ -82,7 +82,7 @@ class GroupSupervisor:
 
     @property
     def state(self) -> State:
-        """The group's state; `reason` says why."""
+        """The group's state; `reason` explains it."""
         return self._machine.state
 
     @property

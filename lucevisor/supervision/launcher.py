@@ -80,12 +80,13 @@ def stage_packages(run_dir: Path) -> StagedPackages:
 class LocalLauncher:
     """Starts daemons that run the supervisor's own sources; use it in the main thread.
 
-    `source_hash`: what a daemon must report in its hello.
+    `source_hash`: what a daemon must report in its hello. `rows_host`: where daemons listen for rows of neighbours, if
+    some share no memory.
     """
 
-    def __init__(self, staging: StagedPackages) -> None:
+    def __init__(self, staging: StagedPackages, rows_host: str = "") -> None:
         self.source_hash = staging.source_hash
-        self._staging = staging
+        self._staging, self._rows_host = staging, rows_host
 
     def launch(
         self,
@@ -103,4 +104,5 @@ class LocalLauncher:
             raise SpawnError(str(error), configuration=True) from error
         directory = self._staging.directory
         daemon_env = environment(config, threads, directory, os.environ)
-        return spawn(daemon_command(config, threads, python), daemon_env, directory, on_line, on_exit)
+        command = [*daemon_command(config, threads, python), f"--rows={self._rows_host}"]
+        return spawn(command, daemon_env, directory, on_line, on_exit, tcp=config.transport == "tcp")

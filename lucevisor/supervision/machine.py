@@ -1,6 +1,6 @@
 """The supervision state machine of one backend group: events in, instructions out.
 
-Knows no processes, sockets, clocks or randomness: `now` and random numbers are arguments. Invariants: at most one child
+Free of I/O: `now` and random numbers are arguments. Invariants: at most one child
 exists at a time; no instruction names a child that has exited; READY follows only hello and loaded of the same child;
 every stop ends in STOPPED after the exit, or in FAILED with `quarantined` set when SIGKILL does not end the process;
 then no second child is started until the first has exited; any other FAILED is tried again after a growing pause.
@@ -297,7 +297,7 @@ class Machine:
                 self._out.append(ev.AnnounceReady(child))
             case ev.HelloReceived() | ev.LoadedReceived():
                 what = "hello" if isinstance(event, ev.HelloReceived) else "loaded"
-                self._give_up_child(f"it said {what} out of turn, while {self.state}", _Escalation.TERM)
+                self._give_up_child(f"it sent {what} out of turn, while {self.state}", _Escalation.TERM)
 
     def _give_up_child(self, reason: str, level: _Escalation, configuration: bool = False) -> None:
         """Give up on the child and stop it, beginning at `level`."""
@@ -403,7 +403,7 @@ class Machine:
         self._escalate(level)
 
     def _escalate(self, level: _Escalation) -> None:
-        """Enter `level`: send its signal or message and start its timer. Without a process yet, only remember it."""
+        """Enter `level`: send its signal or message and start its timer. Without a process yet, only store it."""
         self._level = level
         if not self._spawned or self.child is None:
             return

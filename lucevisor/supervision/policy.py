@@ -1,6 +1,6 @@
 """Deadlines, restarts and their limits.
 
-Knows no states and no processes; `now` is any clock that only goes forward, in seconds, and randomness is an
+`now` is any clock that only goes forward, in seconds, and randomness is an
 argument. Invariant: between two calls of `reset`, no window of `SupervisionLimits.window_s` seconds holds more than
 `SupervisionLimits.n_restarts` restarts, apart from those after the pauses of a group that was given up.
 """
@@ -115,7 +115,7 @@ class RestartPolicy:
         self._restarts.append(now)
 
     def reset(self) -> None:
-        """Forget all failures, for an operator asked for a restart."""
+        """Reset all counters, for a restart by an operator."""
         self._restarts.clear()
         self._in_a_row = 0
         self._unready = 0

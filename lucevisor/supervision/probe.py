@@ -1,6 +1,6 @@
-"""A daemon that only says hello, may run a check, and exits: how `plan` and `doctor` look at a group.
+"""Probe: a daemon that sends hello, may run a check, and exits, for `plan` and `doctor`.
 
-Knows no states and never restarts.  Invariant: when :func:`probe` returns, its process is gone.
+A probe is never restarted.  Invariant: when :func:`probe` returns, its process is gone.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ LaunchSpare = Callable[[int, Callable[[ev.Event], None]], Daemon]
 
 @dataclass(frozen=True, slots=True)
 class SpareStatus:
-    """A spare as `status` shows it.  ``warm``: it has said hello."""
+    """A spare as `status` shows it.  ``warm``: it has sent hello."""
 
     pid: int
     warm: bool

@@ -1,6 +1,6 @@
 """The states of a backend group and the only moves between them.
 
-Knows no events, no clocks and no processes. Invariant: a move that `TRANSITIONS` does not list never happens; the
+Invariant: a move that `TRANSITIONS` does not list never happens; the
 diagram of docs/states.md is printed from the same table (`python -m lucevisor.supervision.states --diagram`).
 """
 

@@ -29,7 +29,7 @@ TRIAL_LIMITS: Final = _limits(_STEP_FUEL // 2)
 
 
 class GrammarError(LucevisorError):
-    """A grammar is malformed or takes too much work; the message says why."""
+    """A grammar is malformed or takes too much work.  The message has the reason."""
 
 
 def is_panic(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ class TemplateError(LucevisorError):
 
 @dataclass(frozen=True)
 class TemplateTraits:
-    """What a template supports."""
+    """Features of a chat template."""
 
     content_parts: bool
     developer_role: bool
@@ -70,9 +70,11 @@ def _decoded(arguments: object) -> object:
         return arguments
 
 
-def as_insisted(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return prepared messages for a template that refuses them: calls whose arguments are no object become text of
-    their message, and a chat in which no user speaks gets an empty message of the user's."""
+def for_strict_template(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return prepared messages for a template that refused them.
+
+    Calls whose arguments are no object become text, and a chat without a user message gets an empty one.
+    """
     result = [_with_malformed_calls_as_text(message) for message in messages]
     if not any(message["role"] == "user" for message in result):
         n_opening = next((i for i, m in enumerate(result) if m["role"] not in _SYSTEM), len(result))

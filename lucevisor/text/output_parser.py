@@ -73,7 +73,7 @@ class OutputParser:
         self._searched = 0  # in a call: how much of _text has been searched for the closing tag
         self._unclosed = -1  # in a call: the first closing tag that may be part of a value
         self._close = ""  # in a call: the closing tag
-        self._opening = ""  # and what began it
+        self._opening = ""  # the opening tag of the call
         self._orphan = ""  # closing tag of a call without an opening one, to drop if it follows
         if reasoning_open:
             self._begin(_ParserState.REASONING, _LINE_ENDS)

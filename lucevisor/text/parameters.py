@@ -1,6 +1,6 @@
 """The parameters of a function by its JSON schema, and their values read from text without quotes.
 
-A value that cannot be read as its schema says stays text.
+A value that does not match its schema stays text.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Parameters:
         return definitions
 
     def read(self, name: str, text: str) -> object:
-        """Return a value as the schema says, of a parameter that need not be declared."""
+        """Return the value of a parameter, typed by the schema.  The parameter need not be declared."""
         return read_value(text, self.schema(name))
 
     def schema(self, name: str) -> Schema:
-        """Return what the schema says of one parameter, as a flattened schema."""
+        """Return the flattened schema of one parameter; empty if it is not declared."""
         parts = _members(self._schema, name, self._definitions, {})
         return {"allOf": parts, "$defs": self._definitions} if parts else {}
 
@@ -120,7 +120,7 @@ def type_of(value: object) -> str:
 
 
 def _types(schema: object, definitions: Schema, known: dict[int, frozenset[str]]) -> frozenset[str]:
-    """``known``: of schemas looked at before; one that refers to itself says nothing of itself."""
+    """``known``: of schemas looked at before; one that refers to itself adds nothing."""
     if not isinstance(schema, Mapping):
         return ANY_TYPE if schema is not False else frozenset()
     if id(schema) in known:

@@ -45,21 +45,21 @@ PART: Final = re.compile(
 
 
 class PatternError(GrammarError):
-    """An expression cannot be compiled; the message says why."""
+    """An expression cannot be compiled.  The message has the reason."""
 
 
 class Length:
-    """The least number of characters of texts that an expression matches, told part by part."""
+    """Minimum length of the texts that an expression matches, computed part by part."""
 
     def __init__(self) -> None:
         self._outer = list[tuple[int, int]]()  # the shortest alternative so far and the length of the one begun
         self._shortest, self._begun, self._last = MAX_FORCED, 0, 0
         self.largest = 0
-        """That of the part that has the largest one, up to ``MAX_FORCED``."""
+        """Largest minimum length of any part, up to ``MAX_FORCED``."""
 
     @property
     def whole(self) -> int:
-        """That of the expression, or of the innermost group that is open, up to ``MAX_FORCED``."""
+        """Minimum length of the expression, or of the innermost open group, up to ``MAX_FORCED``."""
         return min(self._shortest, self._begun + self._last)
 
     def add(self, length: int) -> None:
@@ -173,7 +173,7 @@ def _escape(token: str, *, in_class: bool) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def compile_error(schema: str) -> str:
-    """Return what llguidance says against a schema (as JSON), empty if it compiles."""
+    """Return llguidance's error for a schema (as JSON), empty if it compiles."""
     try:
         grammar = f'{{"grammars":[{{"json_schema":{schema}}}]}}'
         message: str = LLMatcher.validate_grammar(grammar, limits=LIMITS)
@@ -204,7 +204,7 @@ def exceeds_work_limit(grammar: str) -> bool:
 
 
 def nothing_fits(message: str) -> bool:
-    """Return whether llguidance says that a schema allows no value."""
+    """Return whether an error of llguidance means that no value fits the schema."""
     return "nsatisfiable" in message or "Regex is empty" in message
 
 

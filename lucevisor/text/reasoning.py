@@ -42,8 +42,8 @@ def after_reasoning(rules: Rules, answer: str, tags: ReasoningTags | None, *, in
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Where an output is.  `tail`: bytes that may begin a tag; `fresh`: only whitespace so far; `n_forced`: tokens of
-    the end of the reasoning taken since the budget was spent."""
+    """Position within an output.  `tail`: bytes that may begin a tag; `fresh`: only whitespace so far; `n_forced`:
+    tokens of the closing tag taken since the budget was exhausted."""
 
     inside: bool
     left: int

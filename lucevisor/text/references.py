@@ -19,7 +19,7 @@ Schema = Mapping[str, Any]
 
 REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
 VALUES: Final = frozenset(["enum", "const", "default", "example", "examples"])
-"""Keywords whose values are no schemas, whatever they look like."""
+"""Keywords whose values are never schemas."""
 
 NAMED: Final = frozenset(["properties", "patternProperties", "dependentSchemas", "dependencies"])
 """Keywords whose values are schemas by name."""
@@ -153,7 +153,7 @@ class Document:
 
 def flattened(schema: Schema, *, lenient: bool = True) -> dict[str, Any]:
     """Return the schema with its references resolved, and the definitions that they reach; ``lenient``: as far as it
-    can.
+    can.  Raises UnresolvedReferenceError.
     """
     return Flattener(schema, lenient).flattened()
 

@@ -17,7 +17,7 @@ from typing import Final
 from jinja2 import TemplateError as JinjaError
 from jinja2 import TemplateSyntaxError
 
-from lucevisor.text.messages import TemplateError, TemplateTraits, as_insisted, prepare_messages
+from lucevisor.text.messages import TemplateError, TemplateTraits, for_strict_template, prepare_messages
 from lucevisor.text.output_format import OutputFormat, detect_format
 from lucevisor.text.provenance import TracedText
 from lucevisor.text.template_language import RaisedByTemplate, TemplateLanguage
@@ -123,7 +123,7 @@ class ChatTemplate:
         try:
             text = self._run(variables)
         except TemplateError:
-            insisted = as_insisted(prepared)
+            insisted = for_strict_template(prepared)
             if insisted == prepared:
                 raise
             text = self._run({**variables, "messages": insisted})

@@ -186,7 +186,7 @@ class TemplateLanguage(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parse a template, and look at the time in each iteration of its loops."""
+        """Parse a template and add a time check to each iteration of its loops."""
         if len(source) > MAX_SOURCE_CHARS:
             raise TemplateLimitExceeded(f"has more than {MAX_SOURCE_CHARS} characters")
         tree = super()._parse(source, name, filename)

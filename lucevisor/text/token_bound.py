@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from lucevisor.text.schemes import Normal, Scheme
+from lucevisor.text.pre_tokenizers import Normalization, PreTokenizerSpec
 from lucevisor.text.vocabulary import TokenType, Vocabulary
 
 NFC_SHRINKS: Final = 4
@@ -24,17 +24,21 @@ SURROGATES: Final = re.compile("[\ud800-\udfff]")
 
 _LETTERS: Final = bytes([*range(0x41, 0x5B), *range(0x61, 0x7B)])
 _NOT_COUNTED: Final = (b"", b" \t\r\n", bytes(i for i in range(256) if i not in _LETTERS))
-"""What each set leaves out: nothing, blanks, all but letters."""
+"""Bytes that each set leaves out: none, blanks, all but letters."""
 
 
 class TokenBound:
     """The bound for one vocabulary."""
 
     def __init__(
-        self, vocabulary: Vocabulary, token_bytes: Iterable[bytes], scheme: Scheme, alphabet: Mapping[int, str]
+        self,
+        vocabulary: Vocabulary,
+        token_bytes: Iterable[bytes],
+        scheme: PreTokenizerSpec,
+        alphabet: Mapping[int, str],
     ) -> None:
         """`alphabet` translates the letters that byte-level tokens are written in (code points) to bytes."""
-        self._nfc = scheme.normal is Normal.NFC
+        self._nfc = scheme.normal is Normalization.NFC
         forms = set(_forms(vocabulary, token_bytes, scheme, alphabet))
         self._most = [max(1, *(len(raw.translate(None, rest)) for raw in forms)) for rest in _NOT_COUNTED]
         self.max_token_bytes = self._most[0]
@@ -56,7 +60,7 @@ class TokenBound:
 
 
 def _forms(
-    vocabulary: Vocabulary, token_bytes: Iterable[bytes], scheme: Scheme, alphabet: Mapping[int, str]
+    vocabulary: Vocabulary, token_bytes: Iterable[bytes], scheme: PreTokenizerSpec, alphabet: Mapping[int, str]
 ) -> Iterator[bytes]:
     """Yield all bytes that a token can stand for: what it decodes to, and for a token that is found in text as it is
     written or may be, its text; a run of U+2581 is found as such and stands for spaces too.
@@ -71,8 +75,8 @@ def _forms(
             yield text.translate(alphabet).encode("latin-1")
 
 
-def _stands_for_every_byte(vocabulary: Vocabulary, scheme: Scheme) -> bool:
-    """Say whether no text is dropped or fused into one unknown token."""
+def _stands_for_every_byte(vocabulary: Vocabulary, scheme: PreTokenizerSpec) -> bool:
+    """Return whether no text is dropped or fused into one unknown token."""
     if scheme.byte_level:
         return True  # a vocabulary that lacks a byte letter is refused when it is loaded
     usable = {

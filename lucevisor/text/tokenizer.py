@@ -17,7 +17,7 @@ from typing import Any, Final
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as BpeCore
 
-from lucevisor.text.schemes import SCHEMES, Normal, Scheme
+from lucevisor.text.pre_tokenizers import PRE_TOKENIZERS, Normalization, PreTokenizerSpec
 from lucevisor.text.token_bound import SURROGATES, TokenBound
 from lucevisor.text.vocabulary import (
     MODEL_KEY,
@@ -47,7 +47,7 @@ class Segment:
 class Tokenizer:
     """The tokenizer of one model: `n_vocab` tokens, `eos_ids` that end a generation, `bos` or None."""
 
-    def __init__(self, vocabulary: Vocabulary, scheme: Scheme) -> None:
+    def __init__(self, vocabulary: Vocabulary, scheme: PreTokenizerSpec) -> None:
         self._vocabulary = vocabulary
         self._scheme = scheme
         self._bytes = _token_bytes(vocabulary, scheme)
@@ -204,22 +204,22 @@ def _decoded(raw: bytes) -> str:
         return ""
 
 
-def _scheme(metadata: Mapping[str, object]) -> Scheme:
+def _scheme(metadata: Mapping[str, object]) -> PreTokenizerSpec:
     model = require(metadata, MODEL_KEY, str)
     if model not in ("gpt2", "gemma4"):
         raise TokenizerError(f"{MODEL_KEY} = {model!r} is not known; known are 'gpt2' (byte-pair merges) and 'gemma4'")
     pre = "gemma4" if model == "gemma4" else require(metadata, PRE_KEY, str, "default")
-    if pre not in SCHEMES:
-        names = ", ".join(sorted(SCHEMES))
+    if pre not in PRE_TOKENIZERS:
+        names = ", ".join(sorted(PRE_TOKENIZERS))
         raise TokenizerError(f"{PRE_KEY} = {pre!r} is not known, so text could be split wrongly; known are {names}")
-    return SCHEMES[pre]
+    return PRE_TOKENIZERS[pre]
 
 
-def _is_plain(text: str, kind: int, scheme: Scheme) -> bool:
+def _is_plain(text: str, kind: int, scheme: PreTokenizerSpec) -> bool:
     return kind == TokenType.USER_DEFINED and scheme.added_text.fullmatch(text) is not None
 
 
-def _build_core(vocabulary: Vocabulary, scheme: Scheme) -> BpeCore:
+def _build_core(vocabulary: Vocabulary, scheme: PreTokenizerSpec) -> BpeCore:
     tokens, types = vocabulary.tokens, vocabulary.types
     usable = {
         text: token_id
@@ -262,7 +262,7 @@ def _build_core(vocabulary: Vocabulary, scheme: Scheme) -> BpeCore:
     return core
 
 
-def _token_bytes(vocabulary: Vocabulary, scheme: Scheme) -> list[bytes]:
+def _token_bytes(vocabulary: Vocabulary, scheme: PreTokenizerSpec) -> list[bytes]:
     """Return the bytes of each token: through GPT-2's byte alphabet, or `<0xNN>` and U+2581 for SentencePiece's way."""
     alphabet = _byte_alphabet()
     result = []
@@ -277,7 +277,7 @@ def _token_bytes(vocabulary: Vocabulary, scheme: Scheme) -> list[bytes]:
         elif kind == TokenType.BYTE and (match := _BYTE_TOKEN.fullmatch(text)):
             result.append(bytes([int(match.group(1), 16)]))
         else:
-            shown = text.replace("▁", " ") if scheme.normal is Normal.METASPACE else text
+            shown = text.replace("▁", " ") if scheme.normal is Normalization.METASPACE else text
             result.append(shown.encode("utf-8", errors="replace"))
     return result
 

@@ -17,7 +17,7 @@ TOKENS_KEY: Final = "tokenizer.ggml.tokens"
 TYPES_KEY: Final = "tokenizer.ggml.token_type"
 MERGES_KEY: Final = "tokenizer.ggml.merges"
 
-# Tokens that end what the model says, by their text: files name one id only (`eos_token_id`), models stop at several.
+# End-of-generation tokens (EOG) by text: files name one id only (`eos_token_id`), models stop at several.
 # Those of llama.cpp's list that a byte-pair vocabulary can hold, and Laguna's end of turn, which older files do not
 # name.
 _ENDINGS: Final = frozenset(
@@ -71,6 +71,7 @@ class Vocabulary:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Vocabulary:
+        """Build the vocabulary from GGUF metadata; raises TokenizerError naming the key."""
         tokens = require(metadata, TOKENS_KEY, list)
         types = require(metadata, TYPES_KEY, list, [int(TokenType.NORMAL)] * len(tokens))
         if len(types) != len(tokens):

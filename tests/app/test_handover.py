@@ -13,11 +13,11 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from lucevisor.app.handover import HandoverOffer, HandoverReply, HandoverServer, Request, request_handover
+from lucevisor.app.handover import HandoverOffer, HandoverReply, HandoverRequest, HandoverServer, request_handover
 from lucevisor.errors import LucevisorError
 from tests.another_user import connect_as_nobody, needs_root, open_directory
 
-ASK = Request(pid=7, drain_s=3.0)
+ASK = HandoverRequest(pid=7, drain_s=3.0)
 
 
 class Source:
@@ -37,7 +37,7 @@ class Source:
     def on_failed(self) -> None:
         self.said.append("keep")
 
-    def on_served(self, request: Request) -> None:
+    def on_served(self, request: HandoverRequest) -> None:
         self.said.append(request)
 
     async def save(self) -> None:

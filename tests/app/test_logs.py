@@ -7,7 +7,6 @@ import logging
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor.app import logs
-from lucevisor.app.log_reader import LogQuery, LogReader, wanted
 from lucevisor.app.logs import ConsoleLine, short_request
+from lucevisor.cli.logs import LogQuery, LogReader, matches_query
+from tests.waiting import wait_until
 
 log = structlog.get_logger("t")
 
@@ -34,13 +34,6 @@ def read(directory: Path) -> list[dict]:
     """All records, oldest first; every line must be whole."""
     paths = [directory / f"{logs.FILE}.{n}" for n in range(logs.N_OLD_FILES, 0, -1)] + [directory / logs.FILE]
     return [json.loads(line) for path in paths if path.exists() for line in path.read_text().split("\n")[:-1]]
-
-
-def until(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 class TestRecords:
@@ -70,11 +63,11 @@ class TestRecords:
                 raise RuntimeError("no")
 
         logs.configure("json", "info", tmp_path, to_terminal=False)
-        before = logs.dropped()["file"]
+        before = logs.dropped_records()["file"]
         log.info("odd", value=Odd())
         log.info("next")
         logs.close()
-        assert logs.dropped()["file"] == before + 1
+        assert logs.dropped_records()["file"] == before + 1
         assert [record["event"] for record in read(tmp_path)] == ["log records dropped", "next"]
 
 
@@ -115,23 +108,23 @@ class TestFullDisk:
     def test_records_are_dropped_and_counted_and_writing_goes_on_when_there_is_room(self, tmp_path, small_disk):
         directory = small_disk(64)
         logs.configure("json", "info", directory, to_terminal=False)
-        before = logs.dropped()["file"]
+        before = logs.dropped_records()["file"]
         log.info("before")
         filler = directory / "filler"
-        until(lambda: len(read(directory)) == 1)
+        wait_until(lambda: len(read(directory)) == 1)
         fill(filler)
         for i in range(200):
             log.info("lost or not", i=i, text="x" * 200)  # some fit into the rest of the last page
         # with the first record: none is on its way any more
-        until(lambda: logs.dropped()["file"] - before + len(read(directory)) == 201)
-        n_dropped = logs.dropped()["file"] - before
+        wait_until(lambda: logs.dropped_records()["file"] - before + len(read(directory)) == 201)
+        n_dropped = logs.dropped_records()["file"] - before
         assert n_dropped > 150
         filler.unlink()
         log.info("after")
         logs.close()
         records = read(directory)  # whole lines only
         assert [record["event"] for record in (records[0], *records[-2:])] == ["before", "log records dropped", "after"]
-        assert records[-2]["records"] == n_dropped == logs.dropped()["file"] - before
+        assert records[-2]["records"] == n_dropped == logs.dropped_records()["file"] - before
         assert records[-2]["reason"] == "No space left on device"
         assert len(records) + n_dropped == 1 + 200 + 2
 
@@ -154,11 +147,11 @@ def test_a_disk_that_hangs_stops_nobody(tmp_path):
     text = f"""
 import os
 for fd in os.listdir("/proc/self/fd"):
-    if os.path.realpath("/proc/self/fd/" + fd) == str(logs.path().resolve()):
+    if os.path.realpath("/proc/self/fd/" + fd) == str(logs.log_file().resolve()):
         os.dup2(os.pipe()[1], int(fd))
 for i in range({logs.N_QUEUED + 2000}): log.info("much", i=i, text="x" * 100)
 logs.close()
-print(logs.dropped()["file"])
+print(logs.dropped_records()["file"])
 """
     process = script(text, str(tmp_path), stderr=subprocess.DEVNULL, stdout=subprocess.PIPE)
     said, _ = process.communicate(timeout=100)
@@ -186,7 +179,7 @@ class TestStandardError:
         process.stdout.close()
 
     def test_a_reader_that_went_away_and_a_full_device(self, tmp_path):
-        text = "for i in range(100): log.info('line', i=i)\nlogs.close()\nprint(logs.dropped())"
+        text = "for i in range(100): log.info('line', i=i)\nlogs.close()\nprint(logs.dropped_records())"
         with open("/dev/full", "w") as full:
             done = script(text, str(tmp_path), stderr=full, stdout=subprocess.PIPE)
             said, _ = done.communicate(timeout=60)
@@ -216,7 +209,7 @@ class TestRotation:
     def test_a_removed_file_is_made_again(self, tmp_path):
         logs.configure("json", "info", tmp_path, to_terminal=False)
         log.info("one")
-        until(lambda: read(tmp_path))
+        wait_until(lambda: read(tmp_path))
         (tmp_path / logs.FILE).unlink()
         log.info("two")
         logs.close()
@@ -226,15 +219,15 @@ class TestRotation:
         directory = tmp_path / "log"
         logs.configure("json", "info", directory, to_terminal=False)
         log.info("one")
-        until(lambda: read(directory))
+        wait_until(lambda: read(directory))
         shutil.rmtree(directory)
         log.info("two")
-        until(lambda: read(directory))
+        wait_until(lambda: read(directory))
         shutil.rmtree(directory)
         directory.write_text("in the way")
-        n_before = logs.dropped()["file"]
+        n_before = logs.dropped_records()["file"]
         log.info("three")
-        until(lambda: logs.dropped()["file"] > n_before)
+        wait_until(lambda: logs.dropped_records()["file"] > n_before)
         directory.unlink()
         log.info("four")
         logs.close()
@@ -334,9 +327,9 @@ def test_any_record_is_rendered(changes):
 )
 def test_group_level_and_time(query, is_wanted):
     record = {"group": "left", "level": "warning", "timestamp": "2026-11-22T22:04:31Z", "event": '"group": "right"'}
-    assert wanted(json.dumps(record), query) is is_wanted
+    assert matches_query(json.dumps(record), query) is is_wanted
 
 
 def test_a_line_that_is_no_record_is_wanted_only_when_all_are():
-    assert wanted("half a li", LogQuery())
-    assert not wanted("half a li", LogQuery(level="info"))
+    assert matches_query("half a li", LogQuery())
+    assert not matches_query("half a li", LogQuery(level="info"))

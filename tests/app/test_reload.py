@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from lucevisor.app.run import Overrides, apply, keys_of, read_again, tls_of
+from lucevisor.app.run import Overrides, apply_live_keys, read_server_keys, reload_config, tls_context
 from lucevisor.config import Config, load
 from lucevisor.errors import ConfigError
 from tests.api.scripted_model import Rig
@@ -27,8 +27,8 @@ class Box:
         self.write()
         self.config = load(self.file)
         self.context = Rig().context
-        self.context.keys.replace(keys_of(self.config.server)[0])
-        self.tls = tls_of(self.config.server)
+        self.context.keys.replace(read_server_keys(self.config.server)[0])
+        self.tls = tls_context(self.config.server)
 
     def write(self, name: str = "old", server: str = "", more: str = "") -> None:
         self.file.write_text(
@@ -37,8 +37,8 @@ class Box:
         )
 
     def reload(self, *overrides: str) -> tuple[list[str], list[str]]:
-        found = read_again(Overrides(self.file, overrides))
-        self.config, changed, waiting = apply(self.config, found, self.context, self.tls)
+        found = reload_config(Overrides(self.file, overrides))
+        self.config, changed, waiting = apply_live_keys(self.config, found, self.context, self.tls)
         return changed, waiting
 
     def accepts(self, key: str) -> bool:
@@ -128,14 +128,14 @@ def test_a_fault_changes_nothing(box: Box, fault: str) -> None:
 def test_overrides_of_a_reload_replace_those_of_the_same_key_until_the_next_one(box: Box) -> None:
     box.write(more='[log]\nlevel = "debug"\n')
     started = Overrides(box.file, ("engine.max_sequences=3", "log.level=error", "groups.left.env.KEY=secret"))
-    later = replace(started, of_reload=("engine.max_sequences=5", "server.max_queue=7"))
-    assert later.described() == [
+    later = replace(started, from_reload=("engine.max_sequences=5", "server.max_queue=7"))
+    assert later.as_json_rows() == [
         {"key": "log.level", "value": "error", "source": "start", "hides": "debug"},
         {"key": "groups.left.env.KEY", "value": None, "source": "start", "hides": None},
         {"key": "engine.max_sequences", "value": "5", "source": "reload", "hides": None},
         {"key": "server.max_queue", "value": "7", "source": "reload", "hides": None},
     ]
-    again = read_again(replace(later, of_reload=()))
+    again = reload_config(replace(later, from_reload=()))
     assert (again.engine.max_sequences, again.log.level, again.server.max_queue) == (3, "error", 256)
-    found = read_again(later)
+    found = reload_config(later)
     assert (found.engine.max_sequences, found.log.level, found.server.max_queue) == (5, "error", 7)

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from lucevisor.app.run import EarlySignals, fault_limits, refuse_faults
+from lucevisor.app.run import EarlySignals, parse_fault_limits, refuse_fault_hooks
+from lucevisor.app.status import LoadProgress
 from lucevisor.config import load
 from lucevisor.errors import ConfigError
+from lucevisor.protocol.messages import Progress
+from lucevisor.supervision.states import State
 from tests.e2e.process import DEMO
 
 
@@ -60,21 +63,41 @@ def test_later_signals_are_noted_for_the_loop() -> None:
 )
 def test_hooks_are_refused(environ, overrides, key):
     with pytest.raises(ConfigError, match="lucevisor chaos") as refused:
-        refuse_faults(load(DEMO, overrides), environ)
+        refuse_fault_hooks(load(DEMO, overrides), environ)
     assert refused.value.key == key
 
 
 def test_without_them_nothing_is_refused():
-    refuse_faults(load(DEMO), {"LUCEVISOR_FAULTS": ""})
+    refuse_fault_hooks(load(DEMO), {"LUCEVISOR_FAULTS": ""})
 
 
 def test_deadlines():
-    limits = fault_limits("heartbeat_s=0.5,step_s=3")
+    limits = parse_fault_limits("heartbeat_s=0.5,step_s=3")
     assert (limits.heartbeat_s, limits.step_s, limits.reap_s) == (0.5, 3.0, 30.0)
-    assert fault_limits("").heartbeat_s == 10.0
+    assert parse_fault_limits("").heartbeat_s == 10.0
 
 
 @pytest.mark.parametrize("text", ["heartbeat_s", "heartbeat_s=soon", "heartbeat_s=0", "n_restarts=3", "x_s=1"])
 def test_something_else_is_refused(text):
     with pytest.raises(ConfigError, match="--allow-faults"):
-        fault_limits(text)
+        parse_fault_limits(text)
+
+
+# ---- progress of a start
+
+
+def test_the_bytes_of_all_shards_while_a_group_loads_and_none_after():
+    kept = LoadProgress()
+    assert kept.loading("left") is None
+    assert kept.state_s("left") == 0.0
+    kept.state("left", State.LOADING, "")
+    kept.progress("left", Progress(stage=0, device=0, done_bytes=10, total_bytes=10, phase="warm up"))
+    kept.progress("left", Progress(stage=0, device=1, done_bytes=2, total_bytes=20, phase="read"))
+    kept.progress("left", Progress(stage=0, device=1, done_bytes=5, total_bytes=20, phase="convert"))
+    assert kept.loading("left") == {"phase": "convert", "done_bytes": 15, "total_bytes": 30}
+    assert kept.loading("right") is None
+    kept.state("left", State.READY, "")
+    assert kept.loading("left") is None
+    kept.progress("left", Progress(stage=0, device=1, done_bytes=20, total_bytes=20, phase="warm up"))
+    assert kept.loading("left") is None, "a report that came late"
+    assert kept.state_s("left") >= 0.0

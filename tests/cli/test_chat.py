@@ -53,7 +53,7 @@ def test_a_wrong_command_changes_nothing(line, said):
 def test_a_conversation(live, monkeypatch):  # noqa: F811
     server = live(lambda: Rig())
     server.do(lambda rig: setattr(rig.stage, "script", say("**Hello** there!")))
-    monkeypatch.setattr(module, "find", lambda *_: type("Target", (), {"socket": None}))
+    monkeypatch.setattr(module, "find_supervisor", lambda *_: type("Target", (), {"socket": None}))
     status = {"url": server.url, "tls_cert_file": "", "model": {"name": MODEL}}
     monkeypatch.setattr(module.AdminClient, "call", lambda *_: status)
     typed = "/temperature 0\nHi\n\nGo \\\non\n/new\nAgain\n"
@@ -72,7 +72,7 @@ def test_a_conversation(live, monkeypatch):  # noqa: F811
 def test_what_was_not_answered_is_not_sent_again(live, monkeypatch):  # noqa: F811
     server = live(lambda: Rig())
     server.do(lambda rig: rig.lose())
-    monkeypatch.setattr(module, "find", lambda *_: type("Target", (), {"socket": None}))
+    monkeypatch.setattr(module, "find_supervisor", lambda *_: type("Target", (), {"socket": None}))
     monkeypatch.setattr(
         module.AdminClient, "call", lambda *_: {"url": server.url, "tls_cert_file": "", "model": {"name": "wrong"}}
     )

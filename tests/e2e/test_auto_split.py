@@ -15,7 +15,7 @@ from lucevisor.app.model_files import open_model
 from lucevisor.config import Config, load
 from lucevisor.deployment.cache_files import write_json
 from lucevisor.deployment.probe import inventory
-from lucevisor.deployment.speeds import SpeedFile, path_of, speeds_for, wanted
+from lucevisor.deployment.speeds import SpeedFile, request_for_split, speed_file, speeds_for
 from lucevisor.placement.devices import with_target_devices
 from lucevisor.placement.speeds import MeasurementRequest
 from lucevisor.protocol.messages import Timing
@@ -45,7 +45,7 @@ def config(tmp_path) -> Path:
 async def request_for(loaded: Config) -> MeasurementRequest:
     found, problems = await inventory(loaded)
     assert not problems
-    request = wanted(open_model(loaded).spec, with_target_devices(loaded, found), found)
+    request = request_for_split(open_model(loaded).spec, with_target_devices(loaded, found), found)
     assert request is not None
     return request
 
@@ -54,7 +54,7 @@ def keep(request: MeasurementRequest, factors: tuple[float, float]) -> None:
     """A made file: target i takes ``factors[i]`` ms a layer and token."""
     timings = [[Timing(f / 1e3, f / 10) for _ in spans] for f, spans in zip(factors, request.spans, strict=True)]
     speeds = request.to_speeds(timings, "2026-01-02 03:04 UTC")
-    write_json(path_of(request), SpeedFile(speeds=speeds), "speeds")
+    write_json(speed_file(request), SpeedFile(speeds=speeds), "speeds")
 
 
 async def planned(cli: Cli, config: Path, *overrides: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.protocol.steps import SamplingParams
 from tests.combinations import slow
-from tests.e2e.service import GOLDEN, generate, running, write_config
+from tests.e2e.service import GOLDEN, TRANSPORTS, generate, running, write_config
 from tests.families.rounding import Bounds, assert_same_tokens, bounds
 
 FACTOR = {"laguna": ["model.yarn_attn_factor=file"]}
@@ -52,8 +52,9 @@ def model_of(name: str) -> tuple[ModelSpec, Bounds]:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_every_split_gives_the_golden_numbers(
-    name: str, groups: dict[str, int], cuts: list[int], tmp_path: Path
+    transport: str, name: str, groups: dict[str, int], cuts: list[int], tmp_path: Path
 ) -> None:
     spec, bound = model_of(name)
     golden = np.load(GOLDEN / name / "golden.npz")
@@ -61,7 +62,7 @@ async def test_every_split_gives_the_golden_numbers(
     prompt = ids[: int(golden["prompt_len"])]
     ends = [0, *cuts, spec.n_layers]
     ranges = [f"{start}-{stop}" for start, stop in pairwise(ends)]
-    config = write_config(tmp_path, GOLDEN / name / "model.gguf", groups, ranges, ENGINE.format(32))
+    config = write_config(tmp_path, GOLDEN / name / "model.gguf", groups, ranges, ENGINE.format(32), transport)
     async with running(config, tmp_path, FACTOR.get(name, [])) as service:
         assert service.engine is not None
         rows = await service.engine.run_ids(ids, want_hidden=True, rows_per_step=32)

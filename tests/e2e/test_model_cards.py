@@ -39,8 +39,8 @@ async def test_temperature_0_gives_the_likeliest_tokens(name: str, model: str, t
         tokenizer=tokenizer(),
         template=None,
         not_ready=tuple,
-        defaults=card.sampling.defaults(),
-        direct_defaults=None if direct is None else direct.defaults(),
+        defaults=card.sampling,
+        direct_defaults=direct,
     )
     ids = np.load(GOLDEN / model / "golden.npz")["input_ids"].tolist()
     config = write_config(tmp_path, path, {"a": 1}, [f"0-{spec.n_layers}"], '[engine]\ndtype = "float32"\n')

@@ -12,9 +12,20 @@ import pytest
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
 from tests.combinations import slow
-from tests.e2e.conversations import ANSWER, MODELS, Told, ask, converse
-from tests.e2e.service import running
-from tests.e2e.snapshot_service import MIN_TOKENS, PROMPT, Place, snapshots_of, told_of, until
+from tests.e2e.service import (
+    ANSWER,
+    MIN_TOKENS,
+    MODELS,
+    PROMPT,
+    Place,
+    Told,
+    ask,
+    converse,
+    running,
+    snapshots_of,
+    told_of,
+)
+from tests.waiting import until
 
 
 async def converse_and_save(service: Service, vocabulary: int, n: int) -> Told:

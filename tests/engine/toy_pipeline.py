@@ -58,8 +58,6 @@ _EMPTY = (-1, _POISON)  # what a page holds: at each offset the position it was 
 _NO_PAYLOAD = memoryview(b"")
 _NO_PAGE = -1  # entry of a window table that starts behind its beginning
 _OUT = -2  # entry of a full table that was paged out
-
-
 Regions = dict[tuple[int, int], tuple[int, list[int]]]
 """By boundary and region: the step that wrote the rows, and the rows."""
 TOKENS = -1
@@ -694,6 +692,9 @@ class ToyRows:
 
     def _block(self, block: int) -> list[int]:
         return self._blocks.setdefault(block, [0] * PAGE_TOKENS)
+
+    def has_rows(self, boundary: int, step: Step) -> bool:
+        return self.regions.get((boundary, step.region), (PLACED, []))[0] == step.step_id
 
     def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         for one in copies:

@@ -10,25 +10,18 @@ from typing import Literal
 import pytest
 
 from lucevisor.config import CacheConfig, Config
-from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.planner import plan
-from lucevisor.placement.report import as_json, text
+from lucevisor.placement.report import plan_json, plan_text
 from lucevisor.placement.result import Placement
-from tests.model.qwen35_file import QWEN36_27B, write
+from tests.model.qwen35_file import QWEN36_27B
 from tests.placement.made import GIB, MIB, bare_spec, configure, cpu, gpu
 
 STATE_27B = 150_994_944 + 3 * QWEN36_27B.channels * 4 * 48
 ON_DEVICE = STATE_27B + (16 * 128 + 48 * 128 + 48) * 4 * 48
 """With what one token does to it."""
-
-
-@pytest.fixture(scope="module")
-def big(tmp_path_factory) -> ModelSpec:
-    """The 27B shape in Q4_K_M."""
-    return open_spec(write(tmp_path_factory.mktemp("gguf") / "27b.gguf", QWEN36_27B))
 
 
 def cached(
@@ -111,10 +104,10 @@ def test_in_host_memory_the_devices_hold_the_states_of_sequences_only(big, tmp_p
     assert in_host.host_state_bytes == {"cuda": 7 * STATE_27B}
     what = "one on the devices for each of 4 sequences; in host memory 6 for prefix slots, and 1 spare"
     assert f"recurrent states 11: {what}" in in_host.reasons
-    shown = text(in_host)
+    shown = plan_text(in_host)
     assert "11 recurrent states (7 of them in host memory); steps" in shown
     assert f"of host memory, checkpoints and pages {format_bytes(7 * STATE_27B)} of group cuda" in shown
-    told = json.loads(json.dumps(as_json(in_host)))
+    told = json.loads(json.dumps(plan_json(in_host)))
     assert (told["pages"]["host_states"], told["host_state_bytes"]) == (7, {"cuda": 7 * STATE_27B})
     assert told["devices"][0]["host_state_bytes"] == 7 * STATE_27B
 

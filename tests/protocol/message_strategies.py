@@ -68,6 +68,8 @@ def result_with_payload(draw):
 def message_and_payload(kind):
     """(message, payload) of a kind; a payload only where the kind may carry one."""
     plain = st.tuples(MESSAGE[kind], st.just(b""))
+    if kind in (MessageKind.ROWS, MessageKind.ROWS_COPY, MessageKind.PLACED_ROWS):
+        return st.tuples(MESSAGE[kind], st.binary(min_size=1, max_size=300))
     if kind is MessageKind.STEP:
         return st.one_of(plain, st.tuples(record(Step), st.binary(max_size=300)))
     return st.one_of(plain, result_with_payload()) if kind is MessageKind.STEP_RESULT else plain

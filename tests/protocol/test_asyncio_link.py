@@ -2,18 +2,63 @@
 
 import asyncio
 import os
+import socket
 
 import pytest
 
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.codec import encode
-from lucevisor.protocol.errors import LinkClosed, LinkOverflow
+from lucevisor.protocol.errors import LinkClosed, LinkOverflow, LocalProtocolError
 from lucevisor.protocol.loading import ArenaPlan
 from lucevisor.protocol.messages import Check, Shutdown
 from lucevisor.protocol.states import LinkState
-from lucevisor.protocol.steps import Slice, Step
-from lucevisor.protocol.transport import BlockingLink
-from tests.protocol.asyncio_links import RESULT, RESULT_BYTES, STEP, new_link, open_fds
+from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
+from lucevisor.protocol.transport import BlockingLink, Link, open_channel, open_socket
+
+RESULT = StepResult(7, 1, [Sampled(3, 5)], segments=[("logits", [4])])
+RESULT_BYTES = encode(RESULT, 7, payload_bytes=16) + b"0123456789abcdef"
+STEP = Step(1, 0, slices=[Slice(3, 100, [5], True)])
+
+
+class Seen:
+    """Collects what a link reports."""
+
+    def __init__(self):
+        self.frames = []
+        self.reasons = []
+        self._changed = asyncio.Event()
+
+    def on_frame(self, frame):
+        self.frames.append(frame)
+        self._changed.set()
+
+    def on_closed(self, reason):
+        self.reasons.append(reason)
+        self._changed.set()
+
+    async def until(self, condition):
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def closed(self):
+        await self.until(lambda: self.reasons)
+        await asyncio.sleep(0.01)  # a second call would come now
+        assert len(self.reasons) == 1
+        return self.reasons[0]
+
+
+def new_link(**options):
+    """(link in READY, what it saw, the daemon's bare socket)."""
+    ours, theirs = socket.socketpair()
+    seen = Seen()
+    link = Link(ours, seen.on_frame, seen.on_closed, name="link of left", **options)
+    link._connection.state = LinkState.READY
+    return link, seen, theirs
+
+
+def open_fds():
+    return len(os.listdir("/proc/self/fd"))
 
 
 def test_frames_in_order_and_end_of_file(run):
@@ -145,6 +190,46 @@ def test_one_frame_over_the_queue_limit_may_wait(run):
             link.send(STEP)
         await seen.closed()
         theirs.close()
+
+    run(main())
+
+
+def test_over_tcp_the_first_connection_is_the_daemon_and_no_file_travels(run):
+    async def main():
+        sock, address, inherited = open_channel(tcp=True)
+        assert inherited is None
+        seen = Seen()
+        link = Link(sock, seen.on_frame, seen.on_closed)
+        link._connection.state = LinkState.READY
+        link.send(STEP)
+        assert link.queued_bytes > 0
+        daemon = BlockingLink(open_socket(address))
+        daemon._connection.state = LinkState.READY
+        frame = await asyncio.to_thread(daemon.receive)
+        assert frame.message == STEP
+        with pytest.raises(ConnectionRefusedError):
+            open_socket(address)
+        assert not link.passes_handles
+        with pytest.raises(LocalProtocolError, match="does not travel over TCP"):
+            link.send(Check([], 0, Dtype.FLOAT32, [ArenaPlan(0, 64, 1)]), fds=[0])
+        daemon.send(RESULT, request_id=7, payload=[b"0123456789abcdef"])
+        await seen.until(lambda: seen.frames)
+        assert (seen.frames[0].message, bytes(seen.frames[0].payload)) == (RESULT, b"0123456789abcdef")
+        daemon.close()
+        assert isinstance(await seen.closed(), LinkClosed)
+
+    run(main())
+
+
+def test_a_link_that_nobody_connects_to_is_closed_like_any_other(run):
+    async def main():
+        sock, address, _ = open_channel(tcp=True)
+        seen = Seen()
+        link = Link(sock, seen.on_frame, seen.on_closed)
+        link.close("the process ended")
+        assert (await seen.closed()).local
+        with pytest.raises(ConnectionRefusedError):
+            open_socket(address)
 
     run(main())
 

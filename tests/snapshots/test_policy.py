@@ -17,8 +17,8 @@ from lucevisor.snapshots.policy import (
     SaveTrigger,
     file_name,
     files_to_evict,
+    kind_of,
     plan_shutdown_saves,
-    read_name,
     reject_save_reason,
 )
 from tests.snapshots.snapshot_parts import made_model, made_slot
@@ -47,8 +47,7 @@ NAME = "lucevisor-0123456789abcdef-0123456789abcdef"
     ],
 )
 def test_file_kinds_by_name(name, kind):
-    assert read_name(name).kind is kind
-    assert read_name(name).model == ("" if kind is FileKind.OTHER else "0123456789abcdef")
+    assert kind_of(name) is kind
 
 
 def test_names_differ_by_tokens_model_and_number_formats():
@@ -61,7 +60,7 @@ def test_names_differ_by_tokens_model_and_number_formats():
     ]
     found = {file_name(s) for s in snapshots}
     assert len(found) == 16
-    assert {read_name(name).kind for name in found} == {FileKind.SNAPSHOT}
+    assert {kind_of(name) for name in found} == {FileKind.SNAPSHOT}
     assert file_name(lay_out(made_model(), made_slot(created_s=1.0))) == file_name(lay_out(made_model(), made_slot()))
 
 

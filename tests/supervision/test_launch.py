@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
-from lucevisor.supervision.child import (
-    LINES_PER_SECOND,
-    LONGEST_LINE,
-    N_KEPT,
-    OutputLines,
-    environment,
-)
+from lucevisor.supervision.child import LINES_PER_SECOND, LONGEST_LINE, N_KEPT_LINES, OutputLines, environment
 from lucevisor.supervision.launcher import stage_packages
 
 INHERITED = {
@@ -137,9 +131,9 @@ def test_output_is_bounded_in_length_count_and_rate():
     assert of.end(0.0) == ["last"]
     passed = of.feed(b"line\n" * 2000, 1.5)
     assert len(passed) == LINES_PER_SECOND
-    assert len(of.kept) == N_KEPT
+    assert len(of.kept) == N_KEPT_LINES
     assert of.feed(b"later\n", 3.0) == [
         f"[{2000 - LINES_PER_SECOND} lines dropped from the log: more than 500 a second]",
         "later",
     ]
-    assert N_KEPT < 1000
+    assert N_KEPT_LINES < 1000

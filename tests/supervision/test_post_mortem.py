@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lucevisor.protocol.steps import Step
-from lucevisor.supervision.child import N_LINES_AFTER, cause, explain_kill, oom_kills
+from lucevisor.supervision.child import N_LINES_AFTER, explain_kill, failure_cause, oom_kills
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import Owner, ready, tiny_group
 
@@ -74,7 +74,7 @@ Extension modules: numpy._core._multiarray_umath, torch._C, msgspec._core (total
     ],
 )
 def test_the_cause_is_the_line_that_says_what_failed_and_the_frame_of_ours(text, found):
-    assert cause(text.splitlines()) == found
+    assert failure_cause(text.splitlines()) == found
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_cause_is_the_line_that_says_what_failed_and_the_frame_of_ours(text,
 def test_the_cause_of_real_crashes(code, found):
     ended = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True)
     assert ended.returncode
-    assert re.fullmatch(found, cause(ended.stderr.splitlines())), ended.stderr
+    assert re.fullmatch(found, failure_cause(ended.stderr.splitlines())), ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 from tokenizers.models import BPE
 
-from lucevisor.text.schemes import SCHEMES
+from lucevisor.text.pre_tokenizers import PRE_TOKENIZERS
 from lucevisor.text.token_bound import NFC_SHRINKS
 from lucevisor.text.tokenizer import Detokenizer, Segment, Tokenizer
 from lucevisor.text.vocabulary import TokenizerError
@@ -345,7 +345,7 @@ def test_control_tokens_show_only_if_asked():
 
 def pieces(pre: str, text: str) -> list[str]:
     """The pieces that merges cannot leave, as text."""
-    return [text[start:stop] for _, (start, stop) in SCHEMES[pre].pre_tokenizer().pre_tokenize_str(text)]
+    return [text[start:stop] for _, (start, stop) in PRE_TOKENIZERS[pre].pre_tokenizer().pre_tokenize_str(text)]
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_a_file_that_names_no_pre_tokenizer_gets_the_default():
     assert Tokenizer.from_gguf(metadata).encode("12345 the") == expected
 
 
-# ---- The bound from bytes never exceeds the tokens that a text has, and is not far below them where it matters
+# ---- the bound from bytes
 
 
 @functools.cache

@@ -165,7 +165,7 @@ _Block = tuple[str, dict[str, Any]]
 
 def read_messages(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
     """Create a message, as Anthropic's API does."""
-    with _named():
+    with _field_names():
         body = to_record(MessagesBody, fields, RULES)
         chat = _translated(body, ctx)
         prepared = chat.read(ctx, _CHAT_NAMES)
@@ -177,13 +177,13 @@ def read_messages(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
 
 def read_count_tokens(fields: dict[str, Any], ctx: AppContext) -> bytes:
     """Count the tokens of a prompt."""
-    with _named():
+    with _field_names():
         chat = _translated(to_record(CountTokensBody, fields, RULES), ctx)
         return msgspec.json.encode({"input_tokens": chat.count(ctx, _CHAT_NAMES)})
 
 
 @contextmanager
-def _named() -> Iterator[None]:
+def _field_names() -> Iterator[None]:
     try:
         yield
     except ApiError as error:
@@ -345,7 +345,10 @@ def _translate_choice(body: PromptBody, chat: ChatRequestBuilder) -> None:
 
 
 def _translate_thinking(body: PromptBody, chat: ChatRequestBuilder, template: ChatTemplate | None) -> None:
-    """Switch thinking as requested, absent means off; where the template has no switch the model does as it does."""
+    """Set the thinking switch as requested (absent: off).
+
+    Without a switch in the template the request has no effect.
+    """
     thinking = body.thinking
     wish = thinking is not None and thinking.type != "disabled"
     if thinking is not None and thinking.type == "enabled":

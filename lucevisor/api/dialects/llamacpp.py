@@ -179,7 +179,7 @@ _STOP_TYPES: Final[dict[FinishReason, str]] = {"length": "limit", "stop": "eos",
 
 @dataclass(slots=True)
 class _Choice:
-    """State of a choice."""
+    """Progress of one choice, for its last event."""
 
     n_prompt: int
     prompt: str
@@ -262,7 +262,7 @@ class LlamaCppFormatter(ResponseFormatter):
 
 
 class InfillFormatter(LlamaCppFormatter):
-    """What fills a gap."""
+    """Formatter of /infill."""
 
     prompt_param = "input_suffix"
 

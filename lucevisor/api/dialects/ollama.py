@@ -14,6 +14,7 @@ from aiohttp import web
 
 from lucevisor import __version__
 from lucevisor.api.app_context import AppContext, ModelCard
+from lucevisor.api.app_state import APP_CONTEXT
 from lucevisor.api.bodies import json_response, prepare
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder
 from lucevisor.api.dialects.openai_completions import infill_ids, read_completion
@@ -23,7 +24,6 @@ from lucevisor.api.info import abilities, page
 from lucevisor.api.output import ChoiceDelta, FinishReason, UsageTotals, chat_logprobs
 from lucevisor.api.parameters import check_model, check_token_ids, check_tokens
 from lucevisor.api.prepared import PreparedRequest
-from lucevisor.api.request_context import APP_CONTEXT
 from lucevisor.api.schemas import NOT_HERE, Flag, ParameterRules, convert, ignored, to_record
 from lucevisor.errors import show
 from lucevisor.text.infill import InfillTokens
@@ -55,14 +55,14 @@ class OllamaBody(msgspec.Struct, kw_only=True):
 
 
 class OllamaChatBody(OllamaBody, kw_only=True):
-    """POST /api/chat.  Without messages it only asks for the model."""
+    """POST /api/chat.  Without messages it only loads the model."""
 
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
 class OllamaGenerateBody(OllamaBody, kw_only=True):
-    """POST /api/generate.  Without a prompt it only asks for the model."""
+    """POST /api/generate.  Without a prompt it only loads the model."""
 
     prompt: str | None = None
     system: str | None = None
@@ -115,15 +115,15 @@ def read_ollama_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest
     body = to_record(OllamaChatBody, fields, RULES)
     check_model(body.model, ctx)
     if not body.messages:
-        return _loaded(fields, ctx, {"message": {"role": "assistant", "content": ""}})
-    chat = ChatRequestBuilder(fields=_common(body, ctx))
+        return _load_response(fields, ctx, {"message": {"role": "assistant", "content": ""}})
+    chat = ChatRequestBuilder(fields=_chat_fields(body, ctx))
     _add_messages(chat, body.messages)
     for index, tool in enumerate(body.tools or ()):
         function = tool.get("function") if tool.get("type", "function") == "function" else None
         if not isinstance(function, dict):
             raise bad_parameter(f"tools[{index}].function", "is missing; send functions")
         chat.add_tool(function, f"tools[{index}]")
-    return _named(chat.read(ctx, _NAMES), OllamaChatBody, fields, body)
+    return _with_ignored(chat.read(ctx, _NAMES), OllamaChatBody, fields, body)
 
 
 def read_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | bytes:
@@ -131,20 +131,20 @@ def read_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedReq
     body = to_record(OllamaGenerateBody, fields, RULES)
     check_model(body.model, ctx)
     if not body.prompt:
-        return _loaded(fields, ctx, {"response": ""})
+        return _load_response(fields, ctx, {"response": ""})
     if body.raw or body.suffix or ctx.template is None:
         for name, given in (("system", body.system), ("context", body.context)):
             if given:
                 raise bad_parameter(
                     name, "cannot be used with raw or suffix; leave it out, or leave raw and suffix out"
                 )
-        return _named(_read_raw(body, ctx), OllamaGenerateBody, fields, body)
-    chat = ChatRequestBuilder(fields=_common(body, ctx))
+        return _with_ignored(_read_raw(body, ctx), OllamaGenerateBody, fields, body)
+    chat = ChatRequestBuilder(fields=_chat_fields(body, ctx))
     if body.system:
         chat.add_message({"role": "system", "content": body.system}, "system")
     chat.add_message({"role": "user", "content": body.prompt}, "prompt")
-    prepared = _continued(chat.read(ctx, _NAMES | {"messages": "prompt"}), body.context or [], ctx)
-    return _named(prepared, OllamaGenerateBody, fields, body)
+    prepared = _with_context(chat.read(ctx, _NAMES | {"messages": "prompt"}), body.context or [], ctx)
+    return _with_ignored(prepared, OllamaGenerateBody, fields, body)
 
 
 def read_show(fields: dict[str, Any], ctx: AppContext) -> bytes:
@@ -154,14 +154,14 @@ def read_show(fields: dict[str, Any], ctx: AppContext) -> bytes:
     return b""
 
 
-def _loaded(fields: dict[str, Any], ctx: AppContext, what: dict[str, object]) -> bytes:
-    """Return the answer to a request that only loads or unloads the model, which is always loaded."""
+def _load_response(fields: dict[str, Any], ctx: AppContext, what: dict[str, object]) -> bytes:
+    """Return the response to a load or unload request.  The model is always loaded."""
     reason = "unload" if fields.get("keep_alive") in (0, "0", "0s") else "load"
     head = {"model": ctx.model.name, "created_at": created_at(ctx.model.created_s)}
     return msgspec.json.encode({**head, **what, "done_reason": reason, "done": True})
 
 
-def _named(
+def _with_ignored(
     prepared: PreparedRequest, kind: type[OllamaBody], fields: dict[str, Any], body: OllamaBody
 ) -> PreparedRequest:
     idle = [f"options.{name}" for name in body.options or () if name not in OPTIONS]
@@ -169,7 +169,7 @@ def _named(
 
 
 def _read_raw(body: OllamaGenerateBody, ctx: AppContext) -> PreparedRequest:
-    fields = _common(body, ctx)
+    fields = _chat_fields(body, ctx)
     logprobs = fields.pop("top_logprobs", 0) if fields.pop("logprobs", None) else None
     for name in ("enable_thinking", "reasoning_effort", "top_logprobs"):
         fields.pop(name, None)
@@ -180,7 +180,7 @@ def _read_raw(body: OllamaGenerateBody, ctx: AppContext) -> PreparedRequest:
         raise error.renamed(_NAMES.get(error.param or "", error.param or "")) from None
 
 
-def _continued(prepared: PreparedRequest, context: list[int], ctx: AppContext) -> PreparedRequest:
+def _with_context(prepared: PreparedRequest, context: list[int], ctx: AppContext) -> PreparedRequest:
     """Put the ids of an earlier conversation before the prompt; raises ApiError."""
     if not context:
         return prepared
@@ -193,7 +193,7 @@ def _continued(prepared: PreparedRequest, context: list[int], ctx: AppContext) -
     return replace(prepared, prompts=[ids]).with_options(turn_ends=[turn_ends], roles=[[]])
 
 
-def _common(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:
+def _chat_fields(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:
     fields: dict[str, Any] = {"stream": body.stream is not False}
     if body.logprobs or body.top_logprobs is not None:
         fields |= {"logprobs": bool(body.logprobs), "top_logprobs": body.top_logprobs}
@@ -346,14 +346,14 @@ class OllamaGenerateFormatter(OllamaFormatter):
 
 
 OLLAMA_VERSION: Final = "0.14.0"
-"""The release of Ollama whose paths and fields are here; clients refuse to talk to servers that look older.
+"""Release of Ollama whose paths and fields are implemented.  Clients refuse servers that report an older one.
 
 Codex wants 0.13.4, the first with /v1/responses; 0.14.0 is the first with /v1/messages.
 """
 
 
 async def root(request: web.Request) -> web.Response:
-    """Return the status page, but to Ollama's own clients the text that they look for."""
+    """Return the status page, or "Ollama is running" to Ollama's own clients, which check for it."""
     if request.headers.get("User-Agent", "").startswith("ollama"):
         return web.Response(text="Ollama is running")
     return await page(request)
@@ -417,7 +417,7 @@ def _model(ctx: AppContext) -> dict[str, object]:
 
 
 def _digest(card: ModelCard) -> str:
-    """Return the 64 hexadecimal digits by which clients know a file; reading all of it would take minutes."""
+    """Return 64 hexadecimal digits that identify the file.  They are not its SHA-256, which would take minutes."""
     return hashlib.sha256(f"{card.name} {card.path} {card.size_bytes} {card.created_s}".encode()).hexdigest()
 
 

@@ -48,8 +48,8 @@ from lucevisor.api.schemas import (
     to_record,
 )
 from lucevisor.errors import show
+from lucevisor.text.normalise import normalise_prompt
 from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
-from lucevisor.text.preamble import normalised
 from lucevisor.text.template import ChatTemplate, EncodedPrompt, RenderedPrompt, TemplateError
 
 
@@ -144,7 +144,7 @@ class CustomTool(msgspec.Struct):
 
 
 def custom_function(tool: CustomTool) -> dict[str, Any]:
-    """Return a custom tool as a function of one text.  Its grammar is told to the model, and not enforced."""
+    """Return a custom tool as a function of one text.  Its grammar is part of the description and is not enforced."""
     description = [tool.description or ""]
     if (grammar := tool.grammar) is not None:
         description.append(f"The input must follow this {grammar.get('syntax', '')} grammar:\n{grammar['definition']}")
@@ -309,7 +309,7 @@ def read_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
         raise bad_parameter("top_logprobs", "is given without logprobs; send logprobs: true as well")
     template = _template(ctx)
     tools, choice = check_tools(body.tools or [], body.tool_choice)
-    messages = normalised(check_messages(body.messages), ctx.settings.normalise)
+    messages = normalise_prompt(check_messages(body.messages), ctx.settings.normalise)
     form = requested_form(body)
     calls = requested_calls(tools, choice, form, parallel=body.parallel_tool_calls is not False)
     prompt = _render(body, messages, tools, template)
@@ -352,15 +352,15 @@ def count_prompt(fields: dict[str, Any], ctx: AppContext) -> int:
 
 
 def _prompt_only(fields: dict[str, Any], ctx: AppContext) -> RenderedPrompt:
-    """Return the prompt of a chat request, without the form of its answer, which takes time to compile."""
+    """Render the prompt of a chat request without compiling the grammar of its answer."""
     body = _read_body(fields, ctx)
     tools, _ = check_tools(body.tools or [], body.tool_choice)
-    messages = normalised(check_messages(body.messages), ctx.settings.normalise)
+    messages = normalise_prompt(check_messages(body.messages), ctx.settings.normalise)
     return _render(body, messages, tools, _template(ctx))
 
 
 def _read_body(fields: dict[str, Any], ctx: AppContext) -> ChatBody:
-    """Return the checked body, with what objects say of thinking in the parameters that say the same."""
+    """Return the checked body, with the `reasoning` and `thinking` objects merged into the plain parameters."""
     body = to_record(ChatBody, fields)
     check_common(body, ctx)
     if body.max_thinking_tokens == -1:
@@ -490,7 +490,10 @@ _INDEXED: Final = re.compile(r"(messages|tools)\[(\d+)\]")
 
 @dataclass(slots=True)
 class ChatRequestBuilder:
-    """`origins`: where each message and tool comes from, by list; `unused`: fields without effect."""
+    """Chat request built from another dialect's body.
+
+    `origins`: path of each message and tool in the client's body, for errors.  `unused`: fields without effect.
+    """
 
     fields: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)

@@ -15,13 +15,13 @@ from aiohttp import web
 from msgspec import Meta
 
 from lucevisor.api.app_context import AppContext
+from lucevisor.api.app_state import RESPONSE_STORE, context_of
 from lucevisor.api.bodies import json_response
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, CustomTool, custom_function
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.generation import ResponseFormatter, answer
 from lucevisor.api.output import ChoiceDelta, TokenRecord, UsageTotals, chat_logprobs
 from lucevisor.api.prepared import CUSTOM_INPUT, STORED_RESPONSES, PreparedRequest, ResponseOptions, custom_input
-from lucevisor.api.request_context import RESPONSE_STORE, context_of
 from lucevisor.api.response_store import StoredResponse, with_stored
 from lucevisor.api.schemas import (
     MAX_TOP_LOGPROBS,
@@ -452,7 +452,7 @@ def _translate_choice(body: ResponsesBody, chat: ChatRequestBuilder) -> None:
 
 
 def _translate_reasoning(body: ResponsesBody, chat: ChatRequestBuilder, template: ChatTemplate | None) -> None:
-    """Pass the effort on; where the template has no switch the model thinks or not as it does."""
+    """Pass the effort on.  Without a switch in the template the request has no effect."""
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort is None or template is None:
         return
@@ -583,7 +583,7 @@ class _ItemEvents:
 
 @dataclass(slots=True)
 class _Item:
-    """The output item that is being written: what it adds up to."""
+    """The open output item and the text collected for it."""
 
     kind: str
     call: ToolCallDelta | None
@@ -773,7 +773,7 @@ def input_items(response_id: str, turns: Sequence[Sequence[_Json]], page: InputI
 
 
 def _complete(item: _Json, item_id: str) -> _Json:
-    """Return an item as clients read it, though they may send it shorter: with id, type, status and parts."""
+    """Return an item with id, type, status and parts, which clients may omit when they send it."""
     result = {"id": item_id, "type": "message", "status": "completed", **item}
     if result["type"] == "message" and isinstance(text := result["content"], str):
         kind = "output_text" if result["role"] == "assistant" else "input_text"
@@ -841,7 +841,7 @@ def _stored(request: web.Request) -> StoredResponse:
 
 
 async def delete_response(request: web.Request) -> web.Response:
-    """Forget a stored response."""
+    """Delete a stored response."""
     name = request.match_info["id"]
     if not request.app[RESPONSE_STORE].delete(name, context_of(request).caller.id):
         raise _not_stored(name)

@@ -93,7 +93,7 @@ class LookupCounts:
 
 
 class StepShare(NamedTuple):
-    """What a slice takes of a step: ``rows`` of work for drafts, of all its ``n_rows``."""
+    """Share of a step that a slice takes: ``rows`` of work for drafts, of all its ``n_rows``."""
 
     origin: PrefixOrigin
     n_rows: int

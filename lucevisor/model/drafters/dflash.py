@@ -214,7 +214,7 @@ def _masks(keys: Keys, n_layers: int) -> tuple[tuple[int, ...], tuple[bool, ...]
 
 
 def _selector(keys: Keys, files: GgufFiles, target: ModelSpec) -> Selector | None:
-    """DFlash 2 is told apart by its tensors: architecture and layout are those of version 1."""
+    """DFlash 2 is detected by its tensors, because architecture and layout are those of version 1."""
     if "selector_hidden.weight" not in files.tensors and not keys.has("selector_top_k"):
         return None
     selector = Selector(

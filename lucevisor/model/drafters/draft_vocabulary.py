@@ -1,6 +1,6 @@
 """Sizes of a draft vocabulary: how many of a model's tokens drafts are drawn from, and the bytes that takes.
 
-Knows no torch.  Invariant: the planner and the drafter's daemon get the same numbers here.
+Invariant: the planner and the drafter's daemon get the same numbers here.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from lucevisor.model.values import Dtype, Space
 
 FAMILIES = ("qwen35", "qwen35moe")
 MAX_DRAFTS = 15
-"""A head sees its own drafts as input: acceptance falls with each."""
+"""A head reads its own drafts as input, so acceptance falls with each."""
 DEFAULT_DRAFTS = 3
 OUTPUT_NORM = "output_norm.weight"
 HIDDEN_LAYER = 1

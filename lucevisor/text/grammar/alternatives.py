@@ -17,7 +17,7 @@ from lucevisor.text.references import Schema, resolved_name
 
 MAX_ALTERNATIVES: Final = 64
 MAX_COMPARED: Final = 10_000
-"""Pairs of alternatives of one tool that are told apart."""
+"""Pairs of alternatives of one tool that are compared."""
 
 _COMPOSING: Final = frozenset(
     [
@@ -198,7 +198,7 @@ def _list(schema: Schema, key: str) -> list[Any]:
 
 
 def _dependencies(schema: Schema) -> Iterator[list[dict[str, Any]]]:
-    """Yield the alternatives of each dependency: its property is absent, or it is there and what it asks for holds."""
+    """Yield the alternatives of each dependency: its property is absent, or it is present and its conditions hold."""
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
         dependencies = schema.get(keyword)
         for name, needed in dependencies.items() if isinstance(dependencies, Mapping) else ():

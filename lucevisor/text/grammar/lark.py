@@ -1,6 +1,6 @@
-"""How long the texts of a grammar in Lark's notation are at least.
+"""Minimum length of the texts of a grammar in Lark's notation.
 
-llguidance takes seconds to find that an expression of very long texts is too much.
+llguidance takes seconds to refuse an expression whose texts are all very long.
 """
 
 from __future__ import annotations

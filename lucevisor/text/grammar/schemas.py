@@ -1,8 +1,8 @@
 """JSON schemas made ready for llguidance: only keywords that it enforces, references resolved, objects closed.
 
 A strict schema is enforced whole or refused, with the keyword and its path.  From any other a keyword that cannot be
-enforced is dropped, alone.  Objects have no properties that the schema does not name, unless it says so: small models
-do not stop writing them.
+enforced is dropped, alone.  Objects have no undeclared properties unless the schema allows them explicitly, because
+small models do not stop writing them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Scope:
 
 @dataclass(slots=True)
 class _Survey:
-    """What schemas that describe the same object say of its properties."""
+    """Properties of an object, over all schemas that describe it."""
 
     names: Counter[str]
     declares: bool = False
@@ -199,7 +199,7 @@ class _Preparation:
             self._active.pop()
         return {"$ref": f"#/$defs/{self._names[name, scope]}"}
 
-    # -- what composed schemas say of an object
+    # -- properties of composed schemas
 
     def survey(self, place: Place) -> _Survey:
         schema = place.schema
@@ -253,7 +253,7 @@ class _Preparation:
 
 
 def _is_choice(schema: Mapping[str, Any]) -> bool:
-    """Return whether a schema only says that a value fits another, or one of several."""
+    """Return whether a schema is only a reference to another, or a choice of several."""
     chosen = [key for key in _APPLICATORS if key in schema]
     alone = len(chosen) == 1 and (
         chosen[0] in ("$ref", "anyOf", "oneOf")
@@ -721,7 +721,7 @@ def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-# -- what llguidance says
+# -- errors of llguidance
 
 
 def _compile_error(ready: Ready) -> str:
@@ -731,20 +731,20 @@ def _compile_error(ready: Ready) -> str:
 
 
 def _refusal(ready: Ready) -> str:
-    """Why a schema does not compile; empty where merely nothing fits it."""
+    """Return why a schema does not compile; empty if it compiles or no value fits it."""
     error = _compile_error(ready)
     return "" if patterns.nothing_fits(error) else error
 
 
 def _refusal_together(ready: dict[str, Any]) -> str:
-    """Why keywords of one type do not go together: of a pattern and a length, it may be known only while followed."""
+    """Return why keywords of one type do not compile together.  For a pattern and a length, run the lexer as well."""
     if (refusal := _refusal(ready)) or not {"pattern", "format"} & ready.keys():
         return refusal
     return _TOO_MUCH_WORK if patterns.exceeds_work_limit(json.dumps({"json_schema": ready})) else ""
 
 
 def _reason(error: str) -> str:
-    """llguidance's message as a sentence about a schema."""
+    """Return llguidance's message as a sentence about the schema."""
     if patterns.nothing_fits(error):
         return "no value fits it"
     for sign, reason in (

@@ -42,7 +42,7 @@ class ToolFormat(Protocol):
 
     @property
     def bare(self) -> tuple[str, str]:
-        """The first tag inside a call and its closing one, for models that forget the opening tag; ("", ""): none."""
+        """The first tag inside a call and its closing one, for models that omit the opening tag; ("", ""): none."""
 
     @property
     def tags(self) -> Sequence[str]:

@@ -29,7 +29,7 @@ def functions(tools: Tools, names: Sequence[str] = ()) -> list[Function]:
     return [function for function in offered if function.name in names or not names]
 
 
-def freed(offered: Sequence[Function]) -> list[Function]:
+def without_schemas(offered: Sequence[Function]) -> list[Function]:
     return [function if function.strict else replace(function, schema=_FREE) for function in offered]
 
 

@@ -101,7 +101,7 @@ class Tiny:
         if "hold gil" in self.how:
             LIBC_WITH_GIL.usleep(2_000_000)
         if "close pulse" in self.how:
-            socket.socket(fileno=os.dup(self.options.pulse_fd)).shutdown(socket.SHUT_RDWR)
+            socket.socket(fileno=os.dup(int(self.options.pulse.removeprefix("fd:")))).shutdown(socket.SHUT_RDWR)
             time.sleep(0.1)
         if "failed load" in self.how:
             self.link.send(Failed("load", "blk.0", "tensor is missing", "get the whole file", "config" in self.how))
@@ -154,7 +154,7 @@ class Tiny:
             hang_with_gil()
         if f"cut at {place}" in self.how:
             frame = encode(StepResult(7, 0))
-            os.write(self.options.link_fd, frame[: int(os.environ["TINY_BYTES"])])
+            os.write(int(self.options.link.removeprefix("fd:")), frame[: int(os.environ["TINY_BYTES"])])
             os.kill(os.getpid(), signal.SIGKILL)
 
 
