@@ -128,6 +128,7 @@ def check_content_type(request: web.Request) -> None:
 
 
 def check_content_encoding(request: web.Request) -> None:
+    """Raise ApiError 415 for a compressed body, as a few bytes may expand to any size."""
     sent = request.headers.get("Content-Encoding", "identity")
     if sent.strip().lower() != "identity":
         raise ApiError(

@@ -140,6 +140,7 @@ def _with_calls(rules: Rules, tool_format: ToolFormat, calls: CallConstraint, fo
 
 
 def compiled(grammar: OutputGrammar, ctx: AppContext) -> Grammar:
+    """Return a grammar ready for use; raises ApiError 400 with llguidance's message."""
     try:
         return ctx.grammars.compile(grammar.grammar)
     except GrammarError as error:
@@ -147,7 +148,10 @@ def compiled(grammar: OutputGrammar, ctx: AppContext) -> Grammar:
 
 
 def schema_form(schema: Mapping[str, Any] | None, param: str, *, strict: bool) -> OutputForm:
-    """Return the form of JSON by a schema; None: any object.  ``strict``: refuse keywords that cannot be enforced."""
+    """Return the form of JSON by a schema; None: any object.  ``strict``: refuse keywords that cannot be enforced.
+
+    Raises ApiError 400 for a schema that is refused or too long.
+    """
     try:
         return OutputForm(
             param, forms.any_object() if schema is None else forms.json_schema(schema, lenient=not strict)

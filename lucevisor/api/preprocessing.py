@@ -59,6 +59,7 @@ class Preprocessor:
         self._begin(self._warm_up(ctx))
 
     async def read(self, reader: Reader, body: Sequence[bytes], ctx: AppContext) -> PreparedRequest | bytes:
+        """Return the request prepared from a body, or the response to it; raises ApiError."""
         worker = self._short if sum(map(len, body)) <= SHORT_BYTES else self._long
         if worker.n_waiting >= ctx.settings.max_waiting_bodies:
             raise ApiError(

@@ -54,6 +54,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def adopt(sockets: Sequence[socket.socket], host: str, port: int) -> list[socket.socket]:
+    """Listen on sockets that were handed over; raises ConfigError when one is bound elsewhere than `host`:`port`."""
     for sock in sockets:
         if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
             raise ConfigError("server.host", host, "the socket that was handed over is not a TCP socket")

@@ -139,7 +139,10 @@ class AdminPort(Protocol):
         """Restart groups one by one; return when the pipeline is READY again.  Raises LucevisorError."""
 
     async def reload(self, overrides: list[str]) -> dict[str, object]:
-        """Reload the configuration with further KEY=VALUE overrides; return the changed keys."""
+        """Reload the configuration with further KEY=VALUE overrides; return the changed keys.
+
+        Raises LucevisorError, and then changes nothing.
+        """
 
 
 class ReadyQuery(msgspec.Struct):

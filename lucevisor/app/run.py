@@ -253,6 +253,7 @@ class Overrides:
 
 
 def reload_config(overrides: Overrides) -> Config:
+    """Load the configuration as it is now; raises ConfigError."""
     return load(overrides.file, overrides.effective)
 
 
@@ -289,10 +290,12 @@ def apply_live_keys(
 
 
 def tls_context(server: ServerConfig) -> ssl.SSLContext | None:
+    """Return the context with the configured certificate, None without one; raises ConfigError."""
     return server_context(Path(server.tls_cert_file), Path(server.tls_key_file)) if server.tls_cert_file else None
 
 
 def read_server_keys(server: ServerConfig) -> tuple[Sequence[ApiKey], Sequence[ApiKey]]:
+    """Return the API keys and the admin keys of the configured files; raises ConfigError."""
     clients = read_api_keys(Path(server.api_keys_file)) if server.api_keys_file else ()
     admins = read_api_keys(Path(server.admin_keys_file), "server.admin_keys_file") if server.admin_keys_file else ()
     return clients, admins
@@ -561,6 +564,7 @@ class RunOptions:
 
 
 def refuse_fault_hooks(config: Config, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError if the fault hooks of processes would be on."""
     settings = [(fault_hooks.VARIABLE, environ.get(fault_hooks.VARIABLE, ""))]
     for name, group in config.groups.items():
         settings.append(
@@ -573,6 +577,7 @@ def refuse_fault_hooks(config: Config, environ: Mapping[str, str] = os.environ) 
 
 
 def parse_fault_limits(text: str) -> SupervisionLimits:
+    """Parse the deadlines of ``--allow-faults``; raises ConfigError."""
     known = {field.name for field in fields(SupervisionLimits) if field.name.endswith("_s")}
     limits = {}
     for part in filter(None, text.split(",")):

@@ -175,7 +175,7 @@ def absolute(text: str, folder: Path, form: Format) -> str:
 
 
 def hub_file(text: str) -> HubFile:
-    """Parse `hf:owner/repo/file`, where file may contain directories."""
+    """Parse `hf:owner/repo/file`, where file may contain directories; raises InvalidValue."""
     owner, _, repo_and_file = text.removeprefix(HUB_PREFIX).partition("/")
     repo, _, file = repo_and_file.partition("/")
     names_good = all(_HUB_NAME.fullmatch(name) for name in (owner, repo))

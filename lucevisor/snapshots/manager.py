@@ -112,13 +112,15 @@ class SnapshotManager:
         self._spawn(self._save_turns(), "save snapshots at turns")
 
     async def save_all(self, deadline_s: float) -> int:
-        """Save all slots in memory that are worth it, most useful first; return the number of files written.
+        """Save all slots in memory that are worth it, most recently used first; return the number of files written.
 
         Call before the shards lose their state.  No save starts after the deadline.
         """
         end, n_saved = time.monotonic() + deadline_s, 0
         await self._renew()
-        slots = {slot.number: slot for slot in self._engine.prefixes.slots if slot.origin != "preempted"}
+        by_use = sorted(self._engine.prefixes.slots, key=lambda slot: (slot.used_at, slot.number), reverse=True)
+        saved = [self._shortest_alike(slot) for slot in by_use if slot.origin != "preempted"]
+        slots = {slot.number: slot for slot in saved}
         candidates = [self._candidate(slot) for slot in slots.values()]
         for candidate in plan_shutdown_saves(candidates, self._policy):
             left = end - time.monotonic()
@@ -278,8 +280,9 @@ class SnapshotManager:
                     await asyncio.sleep(pause_s)
                     continue
                 await self._renew()
-                slot = max(self._candidates.values(), key=lambda slot: slot.n_tokens)
-                del self._candidates[slot.number]
+                longest = max(self._candidates.values(), key=lambda slot: slot.n_tokens)
+                del self._candidates[longest.number]
+                slot = self._shortest_alike(longest)
                 if slot.alive and not self._reject_reason(slot, SaveTrigger.TURN):
                     saving = self._spawn(self._save(slot, TRANSFER_S), "save a turn")
                     await asyncio.wait({saving})  # an exception is logged and does not end this loop
@@ -296,11 +299,20 @@ class SnapshotManager:
     def _policy(self) -> SavePolicy:
         return replace(self._limits, disk_bytes=self.store.budget)
 
+    def _shortest_alike(self, slot: PrefixSlot) -> PrefixSlot:
+        """Return the shortest slot that has all but a few tokens of another one: its file serves more prompts, such as
+        the same prompt again beside the next turn.
+        """
+        shortest = slot
+        while (parent := shortest.parent) is not None and slot.n_tokens - parent.n_tokens < self._limits.min_tokens:
+            shortest = parent
+        return shortest
+
     def _candidate(self, slot: PrefixSlot) -> Candidate:
         tokens = slot.tokens
         known = self.store.find(tokens, len(tokens))
         n_bytes = max_file_bytes(self.store.model, len(tokens))
-        return Candidate(slot.number, len(tokens), n_bytes, known.n_tokens if known is not None else 0, slot.n_uses)
+        return Candidate(slot.number, len(tokens), n_bytes, known.n_tokens if known is not None else 0)
 
     def _reject_reason(self, slot: PrefixSlot, trigger: SaveTrigger) -> str:
         reason = reject_save_reason(self._candidate(slot), trigger, self._policy)

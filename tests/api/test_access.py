@@ -271,7 +271,7 @@ def test_keys_of_one_name_are_one_caller():
     assert len({keys.caller(k).id for k in ("old", "ann", "other")}) == 3
 
 
-# ---- Which key a request came with reaches the scheduler, and a 503 tells when to come back
+# ---- keys and shares
 
 
 @pytest.fixture

@@ -130,12 +130,10 @@ class TestBodies:
         assert (await client.chat())[0] == 200
 
 
-# ---- What a request may hold at most: beyond each bound a 400 that names the parameter.  docs/limits.md lists them
+# ---- bounds of a request (docs/limits.md)
 
 
 PLAIN = "/v1/completions"
-
-
 HI = [{"role": "user", "content": "Hi"}]
 
 

@@ -15,8 +15,8 @@ from lucevisor.api.info import document
 from lucevisor.api.keys import ApiKeys
 from lucevisor.config import ApiKey
 from lucevisor.errors import LucevisorError
-from tests.api.conftest import until
 from tests.api.scripted_model import Rig
+from tests.waiting import until
 
 RESTART = "/admin/restart"
 

@@ -28,8 +28,8 @@ from lucevisor.api.errors import ApiError
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.preprocessing import SHORT_BYTES, Preprocessor
 from lucevisor.api.schemas import decode_object
-from tests.api.conftest import until
 from tests.api.scripted_model import Rig, metadata
+from tests.waiting import until
 
 READERS = {
     "chat": read_chat,

@@ -304,7 +304,7 @@ def test_capacity_is_what_context_and_pages_allow() -> None:
     assert recurrent_only.capacity_tokens == 1024
 
 
-# ---- Admission and pages: who starts, who gives its pages up, and how it goes on
+# ---- admission, pages and preemption
 
 
 def test_the_shortest_starts_first_and_one_without_room_is_not_overtaken_by_longer_ones() -> None:
@@ -387,7 +387,7 @@ def test_window_pages_of_the_past_are_given_back_while_decoding() -> None:
     assert {use.used for use in scheduler.pools.usage().values()} == {0}
 
 
-# ---- Steps sent while the one that samples their tokens is running
+# ---- steps that run ahead of their tokens
 
 
 def tokens(scheduler: Scheduler) -> list[list[list[int]]]:

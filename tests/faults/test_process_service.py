@@ -21,7 +21,8 @@ from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import SamplingParams
 from lucevisor.supervision.states import State
 from tests.e2e.process import ROOT
-from tests.supervision.real_groups import brisk, stage_tiny, until
+from tests.supervision.real_groups import brisk, stage_tiny
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
