@@ -18,11 +18,12 @@ AT_ONCE: Final = 4
 @dataclass(frozen=True, slots=True)
 class SupervisionLimits:
     """Deadlines of supervision in seconds; time in which the supervisor was suspended does not count
-                (`lucevisor.suspend_clock`).
+    (`lucevisor.suspend_clock`).
 
-    `heartbeat_s`: maximum time between heartbeats of an idle daemon; `busy_heartbeat_s`: of one that reported a step, whose
-    heartbeat thread cannot run while another holds the interpreter lock; `load_stall_s`: of one that reported a load or a
-    check."""
+    `heartbeat_s`: maximum time between heartbeats of an idle daemon; `busy_heartbeat_s`: of one that reported a step,
+    whose heartbeat thread cannot run while another holds the interpreter lock; `load_stall_s`: of one that reported a
+    load or a check.
+    """
 
     hello_s: float = 60.0
     load_stall_s: float = 120.0
