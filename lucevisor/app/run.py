@@ -522,7 +522,7 @@ class Supervisor:
 
     def _connect_service(self, context: AppContext) -> None:
         """Connect the API to the service's state."""
-        context.ready_in_s = self.service.ready_in_s
+        context.retry_in_s = self.service.retry_in_s
         context.status = self.status
         context.restart = self._begin_restart
         context.snapshots = self.cache.open_store

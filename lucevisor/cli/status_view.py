@@ -101,8 +101,6 @@ def problem_lines(status: Status) -> Iterator[Text]:
         yield Text.assemble("  ", bar((share, "cyan"), width=30), f" rebuilt {counts} tokens")
     if status["reason"] and all(group["state"] == "ready" for group in status["groups"]):
         yield Text(status["reason"], CHANGING)
-    if status["ready_in_s"] is not None:
-        yield Text(f"expected to serve in {format_seconds(status['ready_in_s'])}")
 
 
 def warning_lines(status: Status) -> Iterator[Text]:
