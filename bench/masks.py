@@ -29,9 +29,8 @@ from lucevisor.text.grammar import forms
 from lucevisor.text.grammar.matcher import GrammarCompiler, GrammarError
 from lucevisor.text.grammar.rules import Rules
 from lucevisor.text.tokenizer import Tokenizer
-from tests.e2e.conversations import DEMO
 from tests.e2e.schemas import schemas
-from tests.e2e.service import running, write_config
+from tests.e2e.service import DEMO, running, write_config
 from tests.text.vocabularies import demo_metadata
 
 LARGE = 248_320

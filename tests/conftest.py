@@ -21,9 +21,10 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,26 @@ def no_thread_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
     for name in ("_start_new_thread", "_start_joinable_thread"):  # what Thread.start calls, by version of Python
         monkeypatch.setattr(threading, name, lambda *_, **__: 0, raising=False)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mount a file system of so many KiB; skips where that is not permitted."""
+    mounted: list[Path] = []
+
+    def mount(n_kib: int) -> Path:
+        directory = tmp_path / f"disk{len(mounted)}"
+        directory.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={n_kib}k,mode=0700", "tmpfs", str(directory)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("there is no mount command")
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+        mounted.append(directory)
+        return directory
+
+    yield mount
+    for directory in mounted:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)

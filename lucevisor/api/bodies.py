@@ -12,11 +12,11 @@ from aiohttp import web
 
 from lucevisor.api.access import check_content_type
 from lucevisor.api.app_context import ApiSettings, AppContext, Reader
+from lucevisor.api.app_state import APP_CONTEXT, BUFFERED_BODIES, BufferedBodies, take_turn
 from lucevisor.api.constraint import compiled, constrains
 from lucevisor.api.errors import ApiError
 from lucevisor.api.parameters import searches_vocabulary
 from lucevisor.api.prepared import PreparedRequest
-from lucevisor.api.request_context import APP_CONTEXT, BUFFERED_BODIES, BufferedBodies, take_turn
 from lucevisor.api.schemas import decode_object
 from lucevisor.compression.compressor import Compressor
 from lucevisor.kv.tokens import TokenBuffer

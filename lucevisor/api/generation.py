@@ -18,13 +18,13 @@ import msgspec
 from aiohttp import web
 
 from lucevisor.api.app_context import AppContext, Reader, RequestContext
+from lucevisor.api.app_state import APP_CONTEXT, METRICS, context_of
 from lucevisor.api.bodies import AddToBody, prepare
 from lucevisor.api.errors import from_request_error, from_submit_error, unavailable
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.output import ChoiceDelta, GenerationFailed, OutputProcessor, UsageTotals
 from lucevisor.api.parameters import seed_of_choice
 from lucevisor.api.prepared import PreparedRequest
-from lucevisor.api.request_context import APP_CONTEXT, METRICS, context_of
 from lucevisor.api.sse import EventFormat, EventStream
 from lucevisor.engine.constraint import Constraint, MinTokens
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestHandle, SubmitError, TokenEvent

@@ -22,9 +22,7 @@ from lucevisor.api.access import (
     preflight,
 )
 from lucevisor.api.app_context import RequestContext
-from lucevisor.api.connections import HttpConnection
-from lucevisor.api.errors import CLIENT_CLOSED, ApiError, internal_error, unavailable
-from lucevisor.api.request_context import (
+from lucevisor.api.app_state import (
     ACTIVE,
     APP_CONTEXT,
     METRICS,
@@ -35,6 +33,8 @@ from lucevisor.api.request_context import (
     request_id_of,
     take_turn,
 )
+from lucevisor.api.connections import HttpConnection
+from lucevisor.api.errors import CLIENT_CLOSED, ApiError, internal_error, unavailable
 from lucevisor.api.sse import ClientGone
 from lucevisor.errors import show
 

@@ -41,7 +41,7 @@ log = structlog.get_logger("lucevisor.api")
 
 
 class WorkerLost(Exception):
-    """The worker died while it had a body, though not of its limits."""
+    """The worker died with a body, but not of its limits."""
 
 
 class Preprocessor:
@@ -59,6 +59,7 @@ class Preprocessor:
         self._begin(self._warm_up(ctx))
 
     async def read(self, reader: Reader, body: Sequence[bytes], ctx: AppContext) -> PreparedRequest | bytes:
+        """Return the request prepared from a body, or the response to it; raises ApiError."""
         worker = self._short if sum(map(len, body)) <= SHORT_BYTES else self._long
         if worker.n_waiting >= ctx.settings.max_waiting_bodies:
             raise ApiError(
@@ -134,7 +135,7 @@ class Preprocessor:
 
 
 class _Worker:
-    """One worker process, started when it is needed.  Who holds `lock` may use it."""
+    """One worker process, started when it is needed.  Hold `lock` to use it."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()

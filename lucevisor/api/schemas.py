@@ -232,6 +232,7 @@ _type_info = functools.cache(inspect.type_info)
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
+    """Return the body's JSON object; raises ApiError 400."""
     try:
         value = msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors

@@ -13,11 +13,7 @@ from typing import Final
 from aiohttp import web
 
 from lucevisor.api.app_context import AppContext
-from lucevisor.api.connections import ConnectionRunner
-from lucevisor.api.metrics import Metrics
-from lucevisor.api.middleware import refuse_expectations, request_middleware, set_headers, wait_until_idle
-from lucevisor.api.openapi import ROUTES
-from lucevisor.api.request_context import (
+from lucevisor.api.app_state import (
     ACTIVE,
     APP_CONTEXT,
     BUFFERED_BODIES,
@@ -27,6 +23,10 @@ from lucevisor.api.request_context import (
     ActiveRequests,
     BufferedBodies,
 )
+from lucevisor.api.connections import ConnectionRunner
+from lucevisor.api.metrics import Metrics
+from lucevisor.api.middleware import refuse_expectations, request_middleware, set_headers, wait_until_idle
+from lucevisor.api.openapi import ROUTES
 from lucevisor.api.response_store import ResponseStore
 from lucevisor.errors import ConfigError, LucevisorError
 
@@ -54,6 +54,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def adopt(sockets: Sequence[socket.socket], host: str, port: int) -> list[socket.socket]:
+    """Listen on sockets that were handed over; raises ConfigError when one is bound elsewhere than `host`:`port`."""
     for sock in sockets:
         if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
             raise ConfigError("server.host", host, "the socket that was handed over is not a TCP socket")

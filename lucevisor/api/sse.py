@@ -75,6 +75,7 @@ class EventStream:
         return self.response.prepared
 
     async def send(self, events: Sequence[object]) -> None:
+        """Send events with JSON data, in one write; raises ClientGone."""
         if events:
             await self._write(b"".join(map(self._encoded, events)))
 

@@ -78,9 +78,9 @@ class CacheOperations:
         """Remove leftovers and files beyond ``disk_bytes`` (None: the configured budget)."""
         store = self._store()
         most = store.disk_bytes if disk_bytes is None else disk_bytes
-        gone = await asyncio.to_thread(maintenance.prune, store.directory, most, refused=refused)
+        removed = await asyncio.to_thread(maintenance.prune, store.directory, most, refused=refused)
         await self._scan(store)
-        return gone
+        return removed
 
     async def remove(self, files: Sequence[str], *, everything: bool) -> list[JsonObject]:
         store = self._store()
@@ -139,7 +139,10 @@ class AdminPort(Protocol):
         """Restart groups one by one; return when the pipeline is READY again.  Raises LucevisorError."""
 
     async def reload(self, overrides: list[str]) -> dict[str, object]:
-        """Reload the configuration with further KEY=VALUE overrides; return the changed keys."""
+        """Reload the configuration with further KEY=VALUE overrides; return the changed keys.
+
+        Raises LucevisorError, and then changes nothing.
+        """
 
 
 class ReadyQuery(msgspec.Struct):

@@ -100,6 +100,7 @@ def open_template(config: Config, spec: ModelSpec) -> str | None:
 
 
 def open_tokenizer(config: Config, spec: ModelSpec) -> Tokenizer:
+    """Build the model's tokenizer; raises ConfigError naming ``model.path``."""
     try:
         return Tokenizer.from_gguf(spec.files.metadata if spec.files is not None else {})
     except TokenizerError as error:

@@ -31,9 +31,9 @@ from lucevisor.api.app_context import (
     NotReadyPart,
     SamplingDefaults,
 )
+from lucevisor.api.app_state import ACTIVE
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.preprocessing import Preprocessor
-from lucevisor.api.request_context import ACTIVE
 from lucevisor.api.server import adopt, create_app, listen
 from lucevisor.app import logs, traces
 from lucevisor.app.admin import CacheOperations
@@ -82,9 +82,7 @@ _MAX_FILES: Final = 65536
 
 
 class EarlySignals:
-    """Handles SIGINT, SIGTERM and SIGHUP until the loop does, so that none is lost in a finaliser or at the loop's
-    start.
-    """
+    """Handles SIGINT, SIGTERM and SIGHUP until the event loop does, so that none is lost during the start."""
 
     def __init__(self) -> None:
         self.asked = ""
@@ -152,10 +150,10 @@ def freeze_gc() -> None:
 def raise_file_limit() -> int:
     """Raise the limit of open files as far as the hard limit allows, to 65,536 at most, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    limit = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
         with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_FILES if soft == resource.RLIM_INFINITY else soft
 
@@ -255,6 +253,7 @@ class Overrides:
 
 
 def reload_config(overrides: Overrides) -> Config:
+    """Load the configuration as it is now; raises ConfigError."""
     return load(overrides.file, overrides.effective)
 
 
@@ -291,10 +290,12 @@ def apply_live_keys(
 
 
 def tls_context(server: ServerConfig) -> ssl.SSLContext | None:
+    """Return the context with the configured certificate, None without one; raises ConfigError."""
     return server_context(Path(server.tls_cert_file), Path(server.tls_key_file)) if server.tls_cert_file else None
 
 
 def read_server_keys(server: ServerConfig) -> tuple[Sequence[ApiKey], Sequence[ApiKey]]:
+    """Return the API keys and the admin keys of the configured files; raises ConfigError."""
     clients = read_api_keys(Path(server.api_keys_file)) if server.api_keys_file else ()
     admins = read_api_keys(Path(server.admin_keys_file), "server.admin_keys_file") if server.admin_keys_file else ()
     return clients, admins
@@ -521,7 +522,7 @@ class Supervisor:
 
     def _connect_service(self, context: AppContext) -> None:
         """Connect the API to the service's state."""
-        context.ready_in_s = self.service.ready_in_s
+        context.retry_in_s = self.service.retry_in_s
         context.status = self.status
         context.restart = self._begin_restart
         context.snapshots = self.cache.open_store
@@ -563,6 +564,7 @@ class RunOptions:
 
 
 def refuse_fault_hooks(config: Config, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError if the fault hooks of processes would be on."""
     settings = [(fault_hooks.VARIABLE, environ.get(fault_hooks.VARIABLE, ""))]
     for name, group in config.groups.items():
         settings.append(
@@ -575,6 +577,7 @@ def refuse_fault_hooks(config: Config, environ: Mapping[str, str] = os.environ) 
 
 
 def parse_fault_limits(text: str) -> SupervisionLimits:
+    """Parse the deadlines of ``--allow-faults``; raises ConfigError."""
     known = {field.name for field in fields(SupervisionLimits) if field.name.endswith("_s")}
     limits = {}
     for part in filter(None, text.split(",")):

@@ -77,6 +77,7 @@ _USABLE = "letters, digits, '.', '_' and '-', at most 64, first a letter or digi
 
 
 def check_name(name: str) -> str:
+    """Return a name that a run directory may have; raises ConfigError."""
     if not NAME.match(name):
         raise ConfigError("--name", name, "is not a usable name", _USABLE)
     return name
@@ -135,7 +136,10 @@ class RunDirectory:
             raise unusable(self.path, error) from error
 
     def join(self) -> bool:
-        """Use the directory beside the supervisor that holds it; False when there is none.  Raises ConfigError."""
+        """Use the directory together with the supervisor that holds it; False when there is none.
+
+        Raises ConfigError.
+        """
         if not is_locked(self.path):
             return False
         try:
@@ -172,7 +176,10 @@ class RunDirectory:
         return held and all(path.exists() for path in (self.path / "pid", self.own, self.socket, self.handover))
 
     def renew(self) -> None:
-        """Recreate the directory, without sockets, after systemd removed it at the last logout."""
+        """Recreate the directory, without sockets, after systemd removed it at the last logout.
+
+        Raises AlreadyRunningError when another supervisor took the name meanwhile.
+        """
         lock = self._try_lock()  # a new file; the one that this process holds has no name any more
         if lock is None:
             lock = self.lock

@@ -54,7 +54,7 @@ class Target:
         return self.pids[-1]
 
     async def status(self) -> dict[str, Any]:
-        """The supervisor's status; at a take-over nothing listens for a moment."""
+        """Return the supervisor's status; at a take-over nothing listens for a moment."""
         end_s = time.monotonic() + READY_S
         while True:
             try:
@@ -65,12 +65,12 @@ class Target:
                 await asyncio.sleep(_POLL_S)
 
     async def daemons(self) -> dict[str, int]:
-        """Pids of the daemons that run, by group."""
+        """Return the pids of the daemons that run, by group."""
         return {group["name"]: group["pid"] for group in (await self.status())["groups"] if group["pid"]}
 
-    async def ready(self, replaced: int = 0, again: Callable[[], None] = lambda: None) -> None:
-        """Wait until daemon ``replaced`` is gone and requests are served: all are ready, and so many steps have
-        finished since then that one of them began since then.  Do ``again`` what another fault may have undone.
+    async def ready(self, replaced: int = 0, repeat: Callable[[], None] = lambda: None) -> None:
+        """Wait until daemon ``replaced`` is gone and requests are served: all are ready, and a step that began
+        since then has finished.  Meanwhile call ``repeat``, in case another fault undid the injection.
 
         There must be traffic.  Raises LucevisorError after READY_S.
         """
@@ -80,7 +80,7 @@ class Target:
             status = await self.status()
             gone = replaced not in [group["pid"] for group in status["groups"]]
             if not gone:
-                again()
+                repeat()
             n_steps = [stage["steps"] for stage in status["engine"]["stages"]]  # none while a successor takes over
             if status["state"] != "ready" or not gone or status["engine"]["held"] or not n_steps:
                 ready_at = None  # another fault came meanwhile
@@ -96,19 +96,19 @@ class Target:
             await asyncio.sleep(_POLL_S)
 
     def processes(self) -> list[psutil.Process]:
-        """The supervisors and all below them."""
-        found: list[psutil.Process] = []
+        """Return the supervisors and all processes below them."""
+        processes: list[psutil.Process] = []
         for pid in self.pids:
             with contextlib.suppress(psutil.NoSuchProcess):
                 supervisor = psutil.Process(pid)
-                found += [supervisor, *supervisor.children(recursive=True)]
-        return found
+                processes += [supervisor, *supervisor.children(recursive=True)]
+        return processes
 
 
 Fault = Callable[[Target, random.Random], Coroutine[None, None, None]]
 
 
-async def _one(target: Target, rng: random.Random) -> int:
+async def _any_daemon(target: Target, rng: random.Random) -> int:
     daemons = await target.daemons()
     if not daemons:
         await target.ready()
@@ -123,14 +123,14 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 async def kill(target: Target, rng: random.Random) -> None:
     """SIGKILL to a daemon."""
-    pid = await _one(target, rng)
+    pid = await _any_daemon(target, rng)
     _signal(pid, signal.SIGKILL)
     await target.ready(pid)
 
 
 async def terminate(target: Target, rng: random.Random) -> None:
     """SIGTERM to a daemon, which ends after its step."""
-    pid = await _one(target, rng)
+    pid = await _any_daemon(target, rng)
     _signal(pid, signal.SIGTERM)
     await target.ready(pid)
 
@@ -184,8 +184,8 @@ async def take_over(target: Target, rng: random.Random) -> None:
     await _kill_during(target, rng, target.take_over())
 
 
-async def _kill_during(target: Target, rng: random.Random, order: Awaitable[object]) -> None:
-    done = asyncio.ensure_future(order)
+async def _kill_during(target: Target, rng: random.Random, operation: Awaitable[object]) -> None:
+    done = asyncio.ensure_future(operation)
     await asyncio.sleep(rng.uniform(0.0, 3.0))
     daemons = [process.pid for process in target.processes() if _runs_daemon(process)]
     if daemons:
@@ -203,14 +203,14 @@ def _runs_daemon(process: psutil.Process) -> bool:
 
 async def stop(target: Target, rng: random.Random) -> None:
     """SIGSTOP to a daemon, until it is replaced."""
-    pid = await _one(target, rng)
+    pid = await _any_daemon(target, rng)
     _signal(pid, signal.SIGSTOP)
     await target.ready(pid, lambda: _signal(pid, signal.SIGSTOP))
 
 
 async def hang(target: Target, rng: random.Random) -> None:
     """A daemon whose interpreter lock is never given back."""
-    pid = await _one(target, rng)
+    pid = await _any_daemon(target, rng)
     with contextlib.suppress(OSError):  # it may just have been replaced
         fault_hooks.inject(target.hooks, pid, "hang", FOREVER_S)
         await target.ready(pid)
@@ -218,7 +218,7 @@ async def hang(target: Target, rng: random.Random) -> None:
 
 async def slow(target: Target, rng: random.Random) -> None:
     """A daemon that runs a fifth of the time, for three seconds."""
-    pid = await _one(target, rng)
+    pid = await _any_daemon(target, rng)
     for _ in range(15):
         _signal(pid, signal.SIGSTOP)
         await asyncio.sleep(0.16)
@@ -228,14 +228,14 @@ async def slow(target: Target, rng: random.Random) -> None:
 
 async def memory(target: Target, rng: random.Random) -> None:
     """A daemon that gets no more memory from the system, for up to four seconds."""
-    pid = await _one(target, rng)
+    pid = await _any_daemon(target, rng)
     with _limited([pid], resource.RLIMIT_AS):
         await asyncio.sleep(rng.uniform(1.0, 4.0))
     await target.ready()
 
 
 async def disk(target: Target, rng: random.Random) -> None:
-    """No process can write another byte to any file, for up to four seconds: as with a full disk."""
+    """No process can write another byte to any file for up to four seconds, as with a full disk."""
     with _limited([process.pid for process in target.processes()], resource.RLIMIT_FSIZE):
         await asyncio.sleep(rng.uniform(1.0, 4.0))
     await target.ready()
@@ -243,7 +243,7 @@ async def disk(target: Target, rng: random.Random) -> None:
 
 @contextlib.contextmanager
 def _limited(pids: list[int], limit: int) -> Iterator[None]:
-    """The soft limit of processes, and of those they start meanwhile, at 0; then at the hard one again."""
+    """Set the soft limit of processes, and of those they start meanwhile, to 0; afterwards to the hard one again."""
     before: dict[psutil.Process, tuple[int, int]] = {}
     try:
         for pid in pids:
@@ -278,7 +278,7 @@ async def snapshot(target: Target, rng: random.Random) -> None:
 
 async def pulse(target: Target, rng: random.Random) -> None:
     """A daemon that computes and sends no heartbeats, for too long or not quite."""
-    pid = await _one(target, rng)
+    pid = await _any_daemon(target, rng)
     with contextlib.suppress(OSError):
         if rng.random() < 0.5:
             fault_hooks.inject(target.hooks, pid, "mute", FOREVER_S)

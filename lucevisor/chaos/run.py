@@ -1,4 +1,4 @@
-"""Starts a supervisor, sends it requests, injects random faults, and reports what became of the answers."""
+"""Runs a supervisor under requests and random faults, and reports which answers were right, wrong or lost."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import click
 import psutil
 
 from lucevisor.chaos.faults import FAULTS, HEARTBEAT_S, READY_S, Target
 from lucevisor.chaos.traffic import Counts, Traffic
+from lucevisor.cli.admin_client import AdminClient
 from lucevisor.config import merge_overrides
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol import fault_hooks
@@ -28,6 +30,8 @@ NAME: Final = "chaos"
 START_S: Final = 600.0
 STOP_S: Final = 60.0
 IDLE_S: Final = 60.0
+ORDER_S: Final = 300.0
+"""Longest restart or reload."""
 TWO_AT_ONCE: Final = 0.25
 """Probability of a second fault while the first one lasts."""
 _POLL_S: Final = 0.05
@@ -37,10 +41,6 @@ EXACT: Final = (
     *("recovery.restart_limit=9999/60s", "recovery.hold_s=600"),
 )
 """Settings of a run; those of the operator replace them."""
-
-
-Ask = Callable[[Path, str, str, dict[str, Any] | None], dict[str, Any]]
-"""Calls an admin socket.  Arguments: socket, method, path, body.  Raises LucevisorError."""
 
 
 @dataclass(slots=True)
@@ -76,12 +76,12 @@ class Report:
     """Resources that were not free when nothing ran any more."""
 
     @property
-    def good(self) -> bool:
+    def passed(self) -> bool:
         return not (self.total.wrong or self.total.lost or self.left)
 
 
 class Chaos:
-    """One run with ``config``, which must compute in float32 to be exact; ``say`` is told what is injected.
+    """One run with ``config``, which must compute in float32 to be exact.  Prints each fault to standard error.
 
     ``faults``: names of FAULTS; each comes as often as the others.
     """
@@ -90,14 +90,13 @@ class Chaos:
         self,
         config: Path,
         overrides: Sequence[str],
-        ask: Ask,
         seed: int,
-        say: Callable[[str], None],
         faults: Sequence[str] = tuple(FAULTS),
     ) -> None:
-        self._config, self._overrides, self._ask, self._say = config, overrides, ask, say
+        self._config, self._overrides = config, overrides
         self._rng = random.Random(seed)
         self._faults = faults
+        self._began_s = time.monotonic()
         self._supervisors: list[subprocess.Popen[bytes]] = []
         self.report = Report(seed, {name: Row() for name in faults})
 
@@ -105,7 +104,7 @@ class Chaos:
         """Return the report, after so many faults or so long.  Raises LucevisorError when the supervisor does not start
         or does not recover.
 
-        The supervisor's log is kept if anything was wrong; ``say`` is told where.
+        Keeps the supervisor's log if anything was wrong, and prints where.
         """
         directory, done = Path(tempfile.mkdtemp(prefix="lucevisor-chaos-")), False
         (directory / "hooks").mkdir()
@@ -118,11 +117,11 @@ class Chaos:
             finally:
                 for process in self._supervisors:
                     self._stop(process)
-            done = self.report.good
+            done = self.report.passed
         finally:
             shutil.rmtree(directory if done else directory / "cache", ignore_errors=True)
             if not done:
-                self._say(f"the supervisor's log is kept below {directory}")
+                self._print(f"the supervisor's log is kept below {directory}")
         return self.report
 
     def _start(self, directory: Path, *more: str) -> subprocess.Popen[bytes]:
@@ -144,7 +143,9 @@ class Chaos:
         socket, pids = _socket(directory), [self._supervisors[0].pid]
 
         async def order(method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-            return await asyncio.to_thread(self._ask, socket, method, path, body)
+            return await asyncio.to_thread(
+                AdminClient(socket).call, method, path, body, 30.0 if body is None else ORDER_S
+            )
 
         async def take_over() -> None:
             earlier, later = self._supervisors[-1], self._start(directory, "--take-over")
@@ -172,22 +173,25 @@ class Chaos:
                 finally:
                     traffic.end()
             self.report.seconds = time.monotonic() - began_s
-            await self._look_back(target)
+            await self._check_idle(target)
 
     def _until_ready(self, directory: Path, process: subprocess.Popen[bytes]) -> str:
         """Return the URL."""
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s and process.poll() is None:
             with contextlib.suppress(LucevisorError):  # it listens later
-                status = self._ask(_socket(directory), "GET", "/status", None)
+                status = AdminClient(_socket(directory)).call("GET", "/status")
                 if (status["state"], status["pid"]) == ("ready", process.pid):
                     return str(status["url"])
             time.sleep(_POLL_S)
-        said = (directory / "output").read_text(errors="replace")
-        raise LucevisorError(f"the supervisor did not start:\n{said[-4000:]}")
+        output = (directory / "output").read_text(errors="replace")
+        raise LucevisorError(f"the supervisor did not start:\n{output[-4000:]}")
+
+    def _print(self, line: str) -> None:
+        click.echo(f"{time.monotonic() - self._began_s:7.1f} s  {line}", err=True)
 
     async def _inject(self, target: Target, traffic: Traffic, end_s: float, n_faults: int | None) -> None:
-        """Faults in turn, in another order in every round."""
+        """Inject the faults in turn, in another order in every round."""
         left: list[str] = []
         n_done = 0
         while time.monotonic() < end_s and n_done != n_faults:
@@ -197,7 +201,7 @@ class Chaos:
             if others and n_done + 1 != n_faults and self._rng.random() < TWO_AT_ONCE:
                 names.append(self._rng.choice(others))
             n_done += len(names)
-            self._say(" and ".join(names))
+            self._print(" and ".join(names))
             running = traffic.running
             async with traffic.counting() as counts:
                 async with asyncio.TaskGroup() as tasks:
@@ -208,7 +212,8 @@ class Chaos:
             for name in dict.fromkeys(names):
                 self.report.rows[name].add(counts)
 
-    async def _look_back(self, target: Target) -> None:
+    async def _check_idle(self, target: Target) -> None:
+        """Wait until no request runs, and report what the supervisor still holds."""
         end_s = time.monotonic() + IDLE_S
         # A restored snapshot is judged by a request of its own.
         while (status := await target.status())["engine"]["running"] and time.monotonic() < end_s:  # noqa: ASYNC110
@@ -217,9 +222,9 @@ class Chaos:
         report.restarts = sum(group["restarts"] for group in status["groups"])
         report.recovery = engine["recovery"] | {"cache": status["cache"]}
         report.descriptors = (report.descriptors[0], psutil.Process(target.pid).num_fds())
-        for what in ("running", "queued", "held"):
-            if engine[what]:
-                report.left.append(f"{engine[what]} requests {what}")
+        for state in ("running", "queued", "held"):
+            if engine[state]:
+                report.left.append(f"{engine[state]} requests {state}")
         if engine["pages"]["used"]:
             report.left.append(f"{engine['pages']['used']} pages used")
 
@@ -227,9 +232,9 @@ class Chaos:
         if process.poll() is not None:
             return
         try:
-            below = psutil.Process(process.pid).children(recursive=True)
+            children = psutil.Process(process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
-            below = []
+            children = []
         process.terminate()
         try:
             process.wait(STOP_S)
@@ -237,12 +242,12 @@ class Chaos:
             process.kill()
             process.wait()
             self.report.left.append(f"the supervisor, {STOP_S:.0f} s after SIGTERM")
-        _, alive = psutil.wait_procs(below, timeout=10.0)
-        self.report.left += [f"process {one.pid}" for one in alive]
+        _, alive = psutil.wait_procs(children, timeout=10.0)
+        self.report.left += [f"process {process.pid}" for process in alive]
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return what a task group ended with."""
+    """Return the first error of a task group."""
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 

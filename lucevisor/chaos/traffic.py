@@ -85,7 +85,7 @@ class Traffic:
             yield
 
     async def learn(self) -> None:
-        """Ask everything once, one after the other: what the answers are without faults.
+        """Ask each question once, one after the other, to learn the answers without faults.
 
         Short prompts, some with an answer in a form or a tool call; long ones with a common beginning; and the same
         conversations one turn later, which use what is kept of the first.
@@ -103,7 +103,7 @@ class Traffic:
                 later = [*prompt, *answer, *prompt[:8]]
                 await self._learn(Question("/v1/completions", {"prompt": later, **sampling}))
         if not await self._has_chat_template():
-            return  # a random model of the tests: what it likes best fits no form
+            return  # a random model of the tests, whose likeliest tokens fit no schema
         for i, form in enumerate([*FORMS, *FORMS]):
             sampling = {"temperature": i // 2, "seed": i, "max_tokens": 64}
             prompt = await self._tokenize(texts[i])

@@ -94,6 +94,7 @@ def snap_to_legal(
 
 
 def check_count(n_shards: int, n_layers: int) -> None:
+    """Raise SplitError when there are more shards than layers."""
     if n_shards > n_layers:
         layers = f"{n_layers} layers" if n_layers > 1 else "1 layer"
         raise SplitError(

@@ -22,7 +22,7 @@ PARTIAL = ".partial"
 REFUSED = ".refused"
 
 _NAME = re.compile(
-    r"lucevisor-(?P<model>[0-9a-f]{16})-[0-9a-f]{16}"
+    r"lucevisor-[0-9a-f]{16}-[0-9a-f]{16}"
     r"(?P<kind>\.safetensors|\.[0-9a-f]{16}\.partial|\.safetensors\.refused(\.[0-9]+)?)"
 )
 
@@ -36,32 +36,25 @@ class FileKind(StrEnum):
     OTHER = "other"  # not ours: never opened or touched
 
 
-@dataclass(frozen=True, slots=True)
-class NameParts:
-    """``model``: the first 16 digits of the fingerprint, empty for OTHER."""
-
-    kind: FileKind
-    model: str
-
-
-def read_name(name: str) -> NameParts:
-    """Parse a file name of the directory."""
+def kind_of(name: str) -> FileKind:
+    """Return the kind of a file of the directory by its name."""
     match = _NAME.fullmatch(name)
     if match is None:
-        return NameParts(FileKind.OTHER, "")
-    end = match["kind"]
-    kind = FileKind.SNAPSHOT
-    if end.endswith(PARTIAL):
-        kind = FileKind.PARTIAL
-    elif REFUSED in end:
-        kind = FileKind.REFUSED
-    return NameParts(kind, match["model"])
+        return FileKind.OTHER
+    if match["kind"].endswith(PARTIAL):
+        return FileKind.PARTIAL
+    return FileKind.REFUSED if REFUSED in match["kind"] else FileKind.SNAPSHOT
 
 
 def file_name(snapshot: SnapshotHeader) -> str:
     """Return the name of a slot's file: files of the same tokens in the same number formats replace each other."""
     text = f"{snapshot.dtype.value} {snapshot.kv_dtype.value} ".encode() + snapshot.packed_tokens
-    return f"lucevisor-{snapshot.fingerprint[:16]}-{sha256(text).hexdigest()[:16]}.safetensors"
+    return f"{name_prefix(snapshot.fingerprint)}{sha256(text).hexdigest()[:16]}.safetensors"
+
+
+def name_prefix(fingerprint: str) -> str:
+    """Return how the names of all snapshots of a model begin."""
+    return f"lucevisor-{fingerprint[:16]}-"
 
 
 @dataclass(frozen=True)
@@ -122,7 +115,6 @@ class Candidate:
     n_tokens: int
     n_bytes: int
     n_saved_tokens: int = 0
-    n_hits: int = 0
 
     @property
     def gain_tokens(self) -> int:
@@ -144,16 +136,11 @@ def reject_save_reason(c: Candidate, trigger: SaveTrigger, policy: SavePolicy) -
 
 
 def plan_shutdown_saves(candidates: Iterable[Candidate], policy: SavePolicy) -> list[Candidate]:
-    """Select what to save before a stop, in order: most computing saved per byte, then the newest, as much as fits
-    into the budget beside better slots that are on disk already.
+    """Select what to save before a stop, of slots in order of their last use, the newest first: as many as fit into the
+    budget beside those before them that are on disk already.  Later ones would be the first to be evicted.
     """
-
-    def order(c: Candidate) -> tuple[float, int]:
-        n_tokens = c.gain_tokens if c.gain_tokens > 0 else c.n_tokens
-        return -n_tokens * (1 + c.n_hits) / max(c.n_bytes, 1), -c.slot
-
     left, chosen = policy.disk_bytes, []
-    for c in sorted(candidates, key=order):
+    for c in candidates:
         if c.n_bytes <= left and (c.gain_tokens <= 0 or not reject_save_reason(c, SaveTrigger.SHUTDOWN, policy)):
             left -= c.n_bytes
             if c.gain_tokens > 0:

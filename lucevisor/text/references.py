@@ -153,7 +153,7 @@ class Document:
 
 def flattened(schema: Schema, *, lenient: bool = True) -> dict[str, Any]:
     """Return the schema with its references resolved, and the definitions that they reach; ``lenient``: as far as it
-    can.
+    can.  Raises UnresolvedReferenceError.
     """
     return Flattener(schema, lenient).flattened()
 

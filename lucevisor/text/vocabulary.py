@@ -71,6 +71,7 @@ class Vocabulary:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Vocabulary:
+        """Build the vocabulary from GGUF metadata; raises TokenizerError naming the key."""
         tokens = require(metadata, TOKENS_KEY, list)
         types = require(metadata, TYPES_KEY, list, [int(TokenType.NORMAL)] * len(tokens))
         if len(types) != len(tokens):

@@ -15,13 +15,6 @@ from lucevisor.api.server import create_app, listen, serve
 from tests.api.scripted_model import Rig, Script, Seen, say, tokenizer
 
 
-async def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
-    """Wait for something that happens in the server, which shares this loop; TimeoutError when it does not."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - the server is not to know that it is watched
-            await asyncio.sleep(0.005)
-
-
 class Client:
     """An HTTP client of a server that runs beside it."""
 

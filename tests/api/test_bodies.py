@@ -11,7 +11,7 @@ import structlog
 
 from lucevisor.api import schemas as bodies
 from lucevisor.api.app_context import ApiSettings
-from lucevisor.api.request_context import take_turn
+from lucevisor.api.app_state import take_turn
 from tests.api.raw_http import BODY, CHAT
 from tests.api.scripted_model import Rig, say
 
@@ -130,12 +130,10 @@ class TestBodies:
         assert (await client.chat())[0] == 200
 
 
-# ---- What a request may hold at most: beyond each bound a 400 that names the parameter.  docs/limits.md lists them
+# ---- bounds of a request (docs/limits.md)
 
 
 PLAIN = "/v1/completions"
-
-
 HI = [{"role": "user", "content": "Hi"}]
 
 

@@ -11,8 +11,8 @@ from lucevisor.api.app_context import SamplingDefaults
 from lucevisor.api.dialects.openai_chat import read_chat
 from lucevisor.api.parameters import budget_of
 from lucevisor.text.template import ChatTemplate
-from tests.api.conftest import until
 from tests.api.scripted_model import MODEL, OPENAI_SAMPLING, Rig, dice, ids_of, say, tokenizer
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.api.conftest import until
 from tests.api.scripted_model import MODEL, OPENAI_SAMPLING, dice, ids_of, say, tokenizer
+from tests.waiting import until
 
 PLAIN = "/v1/completions"
 

@@ -17,12 +17,11 @@ from structlog.testing import capture_logs
 from lucevisor.api.app_context import ApiSettings
 from lucevisor.config import ApiKey
 from tests.api.scripted_model import Rig
+from tests.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
 _dialled = []
 
 
@@ -86,13 +85,6 @@ def metric(server, line):
 
 def dropped(server, reason):
     return metric(server, f'connections_dropped_total{{reason="{reason}"}}')
-
-
-def until(condition, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -168,7 +160,7 @@ class TestBodies:
             request = request.replace(length, b"Transfer-Encoding: chunked").replace(data, b"f4240\r\n%s\r\n" % data)
             request += b"0\r\n\r\n"
         sock = dial(server)
-        until(lambda: server.runner.server.connections)
+        wait_until(lambda: server.runner.server.connections)
         (connection,) = server.runner.server.connections
         server.do(lambda rig: connection.data_received(request))
         head, body = read_one(sock)
@@ -187,8 +179,8 @@ class TestUnreadAnswers:
                 sock.sendall(ask)  # until nothing more is taken
         except (TimeoutError, ConnectionError):
             pass
-        until(lambda: dropped(server, "write") == 1)
-        until(lambda: metric(server, "connections") == 1)  # that of the scrape
+        wait_until(lambda: dropped(server, "write") == 1)
+        wait_until(lambda: metric(server, "connections") == 1)  # that of the scrape
 
     def test_a_stream_that_is_read_by_the_byte_keeps_no_slot_and_delays_nobody(self, serve):
         server = serve(write_timeout_s=0.5)
@@ -203,8 +195,8 @@ class TestUnreadAnswers:
             assert read_one(dial(server, HEALTH))[0].startswith(b"HTTP/1.1 200 ")
             return server.do(lambda rig: rig.n_busy) == 0
 
-        until(is_over)
-        until(lambda: metric(server, 'requests_total{code="499"}') == 1)
+        wait_until(is_over)
+        wait_until(lambda: metric(server, 'requests_total{code="499"}') == 1)
 
     def test_one_that_reads_slowly_is_not(self, serve):
         server = serve(write_timeout_s=1.5)
@@ -235,7 +227,7 @@ class TestCap:
                     assert metric(server, "connections") <= 500
             answer = read_one(dial(server, post(BODY)))
             assert answer[0].startswith(b"HTTP/1.1 200 ")
-            until(lambda: metric(server, "connections") <= 2)
+            wait_until(lambda: metric(server, "connections") <= 2)
             n_closed = dropped(server, "replaced") + dropped(server, "head")
             assert 2000 <= n_closed <= 2025
             assert dropped(server, "refused") == 0
@@ -247,7 +239,7 @@ class TestCap:
         server = serve(max_connections=3)
         server.do(lambda rig: setattr(rig.stage, "held", True))
         asked = [dial(server, post(BODY)) for _ in range(3)]
-        until(lambda: server.do(lambda rig: rig.engine.statistics().running + rig.engine.statistics().queued) == 3)
+        wait_until(lambda: server.do(lambda rig: rig.engine.statistics().running + rig.engine.statistics().queued) == 3)
         head, _, body = read_all(dial(server, HEALTH)).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 ")
         assert b"Retry-After: " in head

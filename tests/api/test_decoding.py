@@ -267,7 +267,7 @@ def test_any_object_is_a_record_or_a_named_refusal(kind, fields):
     assert len(str(refusal)) < 1000
 
 
-# ---- Parameters become the record the tail samples by; defaults come from the file, then from OpenAI
+# ---- sampling parameters and defaults
 
 
 CONTEXT = AppContext(
@@ -402,7 +402,7 @@ def test_seeds_of_choices_are_distinct_and_fit_64_bits(seed):
     assert all(-(2**63) <= s < 2**63 for s in seeds)
 
 
-# ---- Every refusal and end of the engine has its status, type and code
+# ---- status, type and code of every end
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lucevisor.api.app_context import NotReadyPart
 from lucevisor.engine.spec_decode.statistics import StepShare
-from tests.api.conftest import until
 from tests.api.scripted_model import MODEL, Rig, say
+from tests.waiting import until
 
 
 async def test_models(client):

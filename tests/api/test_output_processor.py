@@ -348,7 +348,7 @@ class TestFailures:
             plain().finish(end("cancelled"))
 
 
-# ---- Log-probabilities in both shapes: finite, and with tokens told apart
+# ---- log-probabilities
 
 
 def test_a_part_of_a_character_is_told_as_bytes():
@@ -385,12 +385,10 @@ def test_a_missing_or_impossible_number_is_finite():
         assert chat_logprobs(tokenizer(), [record])["content"][0]["logprob"] == -9999.0  # type: ignore[index]
 
 
-# ---- Several sequences as one stream: all events, in order for each, and no task or sequence left behind
+# ---- several sequences as one stream
 
 
 END = FinishedEvent("stop", Usage(1, 0, 3), Timings(0, 0, 0))
-
-
 CANCELLED = FinishedEvent("cancelled", Usage(1, 0, 3), Timings(0, 0, 0))
 
 

@@ -10,13 +10,13 @@ import time
 
 import pytest
 
+from lucevisor.api.app_state import ACTIVE
 from lucevisor.api.info import document
 from lucevisor.api.keys import ApiKeys
-from lucevisor.api.request_context import ACTIVE
 from lucevisor.config import ApiKey
 from lucevisor.errors import LucevisorError
-from tests.api.conftest import until
 from tests.api.scripted_model import Rig
+from tests.waiting import until
 
 RESTART = "/admin/restart"
 

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from lucevisor.api.app_context import ApiSettings
+from lucevisor.api.app_state import BUFFERED_BODIES
 from lucevisor.api.bodies import INLINE_BYTES
 from lucevisor.api.dialects.llamacpp import read_detokenize, read_tokenize
 from lucevisor.api.dialects.openai_chat import read_apply_template, read_chat
@@ -26,10 +27,9 @@ from lucevisor.api.dialects.openai_completions import read_completion
 from lucevisor.api.errors import ApiError
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.preprocessing import SHORT_BYTES, Preprocessor
-from lucevisor.api.request_context import BUFFERED_BODIES
 from lucevisor.api.schemas import decode_object
-from tests.api.conftest import until
 from tests.api.scripted_model import Rig, metadata
+from tests.waiting import until
 
 READERS = {
     "chat": read_chat,

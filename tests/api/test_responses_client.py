@@ -544,14 +544,11 @@ def test_any_chunking_adds_up_to_the_same_response(text, sizes, thinks, summary)
     assert told_whole | {"completed_at": 0} == whole | {"completed_at": 0}
 
 
-# ---- Stored responses: bounds hold whatever is stored, and a body's reference is found however the body arrives
+# ---- stored responses
 
 
 names = st.sampled_from([f"resp_{i:x}" for i in range(8)])
-
-
 keys = st.sampled_from(["", "ann"])
-
 
 operations = st.lists(
     st.tuples(st.sampled_from(["put", "get", "delete"]), names, keys, st.integers(0, 60)), max_size=40

@@ -13,9 +13,9 @@ from structlog.testing import capture_logs
 from lucevisor.api.app_context import ApiSettings, NotReadyPart
 from lucevisor.api.server import adopt, create_app, drain, listen, serve, url_of
 from lucevisor.errors import ConfigError
-from tests.api.conftest import until
 from tests.api.raw_http import BODY, CHAT, head, raw_post
 from tests.api.scripted_model import LOST, Rig, say
+from tests.waiting import until
 
 
 def endless(rig, step_s=0.002):
@@ -295,7 +295,7 @@ class TestDefects:
         assert (status, answer["error"]["code"]) == (500, "internal_error")
 
 
-# ---- Sockets that were opened elsewhere, and where they may be bound
+# ---- sockets that were opened elsewhere
 
 
 def test_a_socket_that_is_bound_as_configured_is_adopted():

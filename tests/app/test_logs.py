@@ -7,7 +7,6 @@ import logging
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from lucevisor.app import logs
 from lucevisor.app.logs import ConsoleLine, short_request
 from lucevisor.cli.logs import LogQuery, LogReader, matches_query
+from tests.waiting import wait_until
 
 log = structlog.get_logger("t")
 
@@ -34,13 +34,6 @@ def read(directory: Path) -> list[dict]:
     """All records, oldest first; every line must be whole."""
     paths = [directory / f"{logs.FILE}.{n}" for n in range(logs.N_OLD_FILES, 0, -1)] + [directory / logs.FILE]
     return [json.loads(line) for path in paths if path.exists() for line in path.read_text().split("\n")[:-1]]
-
-
-def until(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 class TestRecords:
@@ -118,12 +111,12 @@ class TestFullDisk:
         before = logs.dropped_records()["file"]
         log.info("before")
         filler = directory / "filler"
-        until(lambda: len(read(directory)) == 1)
+        wait_until(lambda: len(read(directory)) == 1)
         fill(filler)
         for i in range(200):
             log.info("lost or not", i=i, text="x" * 200)  # some fit into the rest of the last page
         # with the first record: none is on its way any more
-        until(lambda: logs.dropped_records()["file"] - before + len(read(directory)) == 201)
+        wait_until(lambda: logs.dropped_records()["file"] - before + len(read(directory)) == 201)
         n_dropped = logs.dropped_records()["file"] - before
         assert n_dropped > 150
         filler.unlink()
@@ -216,7 +209,7 @@ class TestRotation:
     def test_a_removed_file_is_made_again(self, tmp_path):
         logs.configure("json", "info", tmp_path, to_terminal=False)
         log.info("one")
-        until(lambda: read(tmp_path))
+        wait_until(lambda: read(tmp_path))
         (tmp_path / logs.FILE).unlink()
         log.info("two")
         logs.close()
@@ -226,15 +219,15 @@ class TestRotation:
         directory = tmp_path / "log"
         logs.configure("json", "info", directory, to_terminal=False)
         log.info("one")
-        until(lambda: read(directory))
+        wait_until(lambda: read(directory))
         shutil.rmtree(directory)
         log.info("two")
-        until(lambda: read(directory))
+        wait_until(lambda: read(directory))
         shutil.rmtree(directory)
         directory.write_text("in the way")
         n_before = logs.dropped_records()["file"]
         log.info("three")
-        until(lambda: logs.dropped_records()["file"] > n_before)
+        wait_until(lambda: logs.dropped_records()["file"] > n_before)
         directory.unlink()
         log.info("four")
         logs.close()

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from lucevisor.app.run import EarlySignals, parse_fault_limits, refuse_fault_hooks
+from lucevisor.app.status import LoadProgress
 from lucevisor.config import load
 from lucevisor.errors import ConfigError
+from lucevisor.protocol.messages import Progress
+from lucevisor.supervision.states import State
 from tests.e2e.process import DEMO
 
 
@@ -78,3 +81,23 @@ def test_deadlines():
 def test_something_else_is_refused(text):
     with pytest.raises(ConfigError, match="--allow-faults"):
         parse_fault_limits(text)
+
+
+# ---- progress of a start
+
+
+def test_the_bytes_of_all_shards_while_a_group_loads_and_none_after():
+    kept = LoadProgress()
+    assert kept.loading("left") is None
+    assert kept.state_s("left") == 0.0
+    kept.state("left", State.LOADING, "")
+    kept.progress("left", Progress(stage=0, device=0, done_bytes=10, total_bytes=10, phase="warm up"))
+    kept.progress("left", Progress(stage=0, device=1, done_bytes=2, total_bytes=20, phase="read"))
+    kept.progress("left", Progress(stage=0, device=1, done_bytes=5, total_bytes=20, phase="convert"))
+    assert kept.loading("left") == {"phase": "convert", "done_bytes": 15, "total_bytes": 30}
+    assert kept.loading("right") is None
+    kept.state("left", State.READY, "")
+    assert kept.loading("left") is None
+    kept.progress("left", Progress(stage=0, device=1, done_bytes=20, total_bytes=20, phase="warm up"))
+    assert kept.loading("left") is None, "a report that came late"
+    assert kept.state_s("left") >= 0.0

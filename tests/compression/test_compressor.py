@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor.compression.compressor import CompressionSettings, Compressor
-from lucevisor.compression.selection import CHUNK_TOKENS
+from lucevisor.compression.parts import MIN_PART_TOKENS, PromptPart, last_words_end, parts_of, roles_of_turns
+from lucevisor.compression.selection import (
+    ANCHOR_TOKENS,
+    CHUNK_TOKENS,
+    HEAD_CHUNKS,
+    TAIL_CHUNKS,
+    anchor_chunks,
+    chunk_scores,
+    chunks_of,
+    keep_ratio_at,
+    select,
+)
 from lucevisor.compression.windows import QUERY_TOKENS, QUESTION_TOKENS, Windows, align_scores
 from lucevisor.errors import ScoringError
 from lucevisor.model.gguf_files import open_model
@@ -194,3 +205,185 @@ def test_places_follow_the_text(of, target):
         middle = (sum(target[:i]) + length / 2) / total * sum(of)
         wanted.append(next(j for j in range(len(of)) if sum(of[: j + 1]) >= middle - 1e-9))
     assert all(abs(a - b) <= 1 for a, b in zip(found, wanted, strict=True))
+
+
+# ---- parts of a prompt that may be shortened
+
+
+DEMO_MODEL = ROOT / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
+LONG = "The quick brown fox jumps over the lazy dog. " * 40
+TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "read", "arguments": "{}"}}]}
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return Tokenizer.from_gguf(open_model([DEMO_MODEL]).metadata)
+
+
+@pytest.fixture(scope="module")
+def template():
+    found = ChatTemplate.from_gguf(open_model([DEMO_MODEL]).metadata)
+    assert found is not None
+    return found
+
+
+def encoded(template, texts, messages, tools=()):
+    prompt = template.render(messages, tools=tools).encoded(texts)
+    return prompt.ids, prompt.turn_ends, [message["role"] for message in messages]
+
+
+def shown(texts, ids, parts: list[PromptPart]) -> list[str]:
+    return [texts.decode(ids[part.start : part.stop], skip_special=False) for part in parts]
+
+
+def test_a_first_question_is_all_that_may_be_shortened_of_its_prompt(template, texts):
+    messages = [{"role": "system", "content": LONG}, {"role": "user", "content": "Read this. " + LONG}]
+    ids, ends, roles = encoded(template, texts, messages, [TOOL])
+    [text] = shown(texts, ids, parts_of(ids, ends, roles, texts))
+    assert text.strip() == ("Read this. " + LONG).strip()
+
+
+def test_what_tools_returned_may_be_shortened_and_what_the_assistant_said_may_not(template, texts):
+    messages = [
+        {"role": "user", "content": "Read it."},
+        CALL,
+        {"role": "tool", "content": "A" + LONG},
+        {"role": "assistant", "content": "B" + LONG},
+        {"role": "user", "content": "C" + LONG},
+        {"role": "assistant", "content": "fine"},
+        {"role": "user", "content": "D" + LONG},
+    ]
+    ids, ends, roles = encoded(template, texts, messages, [TOOL])
+    found = shown(texts, ids, parts_of(ids, ends, roles, texts))
+    assert [text.strip()[0] for text in found] == ["A", "C"], "the last two turns stay whole"
+    assert all(text.strip()[1:].strip() == LONG.strip() for text in found)
+
+
+def test_a_raw_prompt_is_one_part_unless_it_has_turns(template, texts):
+    ids = texts.encode(LONG)
+    assert parts_of(ids, [], [], texts) == [PromptPart(0, len(ids))]
+    rendered, ends, _ = encoded(template, texts, [{"role": "user", "content": LONG}])
+    assert parts_of(rendered, ends, [], texts) == []
+    assert parts_of(rendered, ends, ["user", "user", "user"], texts) == [], "turns that do not match the messages"
+
+
+@pytest.mark.parametrize("last", ["What now?", "Why?", LONG + "Tell me, please.\n"])
+@pytest.mark.parametrize(
+    "earlier", [[], [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Yes?"}]]
+)
+def test_the_last_words_of_a_chat_end_before_what_the_template_adds(template, texts, earlier, last):
+    ids, _, _ = encoded(template, texts, [*earlier, {"role": "user", "content": last}])
+    assert len(ids) > last_words_end(ids, texts)
+    assert texts.decode(ids[: last_words_end(ids, texts)]).rstrip().endswith(last.rstrip())
+
+
+@given(
+    words=st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), min_size=1, max_size=8),
+    sizes=st.lists(st.integers(0, 30), min_size=8, max_size=8),
+)
+def test_parts_are_long_lie_in_one_turn_and_hold_no_marker(words, sizes):
+    texts, template = _cached()
+    messages = [{"role": role, "content": "word " * (20 * size)} for role, size in zip(words, sizes, strict=False)]
+    ids, ends, roles = encoded(template, texts, messages)
+    done = 0
+    for part in parts_of(ids, ends, roles, texts):
+        assert part.start >= done
+        done = part.stop
+        assert len(part) >= MIN_PART_TOKENS
+        assert not any(texts.is_marker(token) for token in ids[part.start : part.stop])
+        assert sum(end > part.start for end in ends) == sum(end >= part.stop for end in ends)
+
+
+_MADE: list = []
+
+
+def _cached():
+    if not _MADE:
+        metadata = open_model([DEMO_MODEL]).metadata
+        _MADE.extend((Tokenizer.from_gguf(metadata), ChatTemplate.from_gguf(metadata)))
+    return _MADE
+
+
+@pytest.mark.parametrize(
+    ("roles", "n_turns", "found"),
+    [
+        (["user"], 1, ["user"]),
+        (["user"], 2, ["system", "user"]),  # the template adds a system turn
+        (["system", "system", "user"], 2, ["system", "user"]),
+        (["user", "assistant", "tool", "tool", "user"], 4, ["user", "assistant", "tool", "user"]),
+        (["user", "assistant", "tool", "tool", "user"], 3, ["user", "assistant", "user"]),
+        (["system", "user", "assistant", "tool", "tool"], 4, ["system", "user", "assistant", "tool"]),
+        (["user", "assistant", "tool", "tool"], 4, ["user", "assistant", "tool", "tool"]),
+        (["user"], 3, None),
+    ],
+)
+def test_roles_of_turns(roles, n_turns, found):
+    assert roles_of_turns(roles, n_turns) == found
+
+
+# ---- chunks that stay
+
+
+scores_of = st.lists(st.floats(0, 1), min_size=1, max_size=1200)
+shares = st.floats(0, 1, exclude_min=True)
+
+
+@given(scores=scores_of, ratio=shares, anchors=st.sets(st.integers(0, 40)))
+def test_as_many_tokens_stay_as_asked_give_or_take_a_chunk(scores, ratio, anchors):
+    ranges = select(scores, ratio, {chunk for chunk in anchors if chunk < len(chunks_of(len(scores)))})
+    n_kept = sum(stop - start for start, stop in ranges)
+    assert n_kept - ratio * len(scores) > -CHUNK_TOKENS
+    assert n_kept <= max(ratio * len(scores), CHUNK_TOKENS)
+    flat = [edge for both in ranges for edge in both]
+    assert flat == sorted(set(flat)), "ascending, and adjacent chunks are one range"
+    assert flat[0] >= 0
+    assert flat[-1] == len(scores), "the end is always kept"
+    assert all(start == 0 or (len(scores) - start) % CHUNK_TOKENS == 0 for start, _ in ranges)
+
+
+@given(scores=scores_of, ratio=shares)
+def test_a_chunk_that_goes_is_no_better_than_one_that_was_chosen_by_its_score(scores, ratio):
+    bounds, means = chunks_of(len(scores)), chunk_scores(scores)
+    ranges = select(scores, ratio)
+    kept = {i for i, (a, b) in enumerate(bounds) if any(low <= a and b <= high for low, high in ranges)}
+    n, n_kept = len(bounds), max(CHUNK_TOKENS, int(len(scores) * ratio)) // CHUNK_TOKENS
+    by_place = set(range(min(HEAD_CHUNKS, n_kept // 8))) | set(range(n - max(1, min(TAIL_CHUNKS, n_kept // 4)), n))
+    short = {0} if len(scores) % CHUNK_TOKENS else set()  # fits where a whole chunk does not
+    chosen = [means[chunk] for chunk in kept - by_place - short]
+    gone = [means[chunk] for chunk in set(range(n)) - kept - short]
+    assert not chosen or not gone or min(chosen) >= max(gone)
+
+
+@given(data=st.data(), tokens=st.lists(st.integers(0, 5), max_size=400))
+def test_anchors_are_the_chunks_around_a_repeated_run(data, tokens):
+    question = data.draw(st.lists(st.integers(0, 5), max_size=12))
+    runs = {tuple(question[i : i + ANCHOR_TOKENS]) for i in range(len(question) - ANCHOR_TOKENS + 1)}
+    n = data.draw(st.integers(0, len(tokens)))
+    places = {run: [i for i in range(n - 3) if tuple(tokens[i : i + 4]) == run] for run in runs}
+    bounds = chunks_of(len(tokens))
+
+    def chunk_of(at):
+        return next(i for i, (start, stop) in enumerate(bounds) if start <= at < stop)
+
+    near = {
+        chunk
+        for found in places.values()
+        if len(found) <= 8
+        for at in found
+        for chunk in range(len(bounds))
+        if chunk_of(at) - 2 <= chunk <= chunk_of(at + 3) + 2
+    }
+    assert anchor_chunks(tokens, question, n) == near
+
+
+@given(
+    n=st.integers(1, 10**6),
+    points=st.dictionaries(st.integers(1, 10**6), shares, min_size=1, max_size=5).map(lambda x: sorted(x.items())),
+)
+def test_the_curve_goes_through_its_points_and_stays_between_them(n, points):
+    found = keep_ratio_at(n, 0.5, points)
+    assert min(share for _, share in points) - 1e-12 <= found <= max(share for _, share in points) + 1e-12
+    for tokens, share in points:
+        assert keep_ratio_at(tokens, 0.5, points) == pytest.approx(share)
+    assert keep_ratio_at(n, 0.5, ()) == 0.5

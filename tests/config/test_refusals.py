@@ -1,9 +1,24 @@
 """Loading a wrong configuration: one clear error for each thing that can be wrong."""
 
+import ast
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from lucevisor.config import load
-from lucevisor.errors import ConfigErrors
+from lucevisor.config.schema import keys_of
+from lucevisor.config.sections import SECTIONS
+from lucevisor.errors import (
+    NO_VALUE,
+    ConfigError,
+    ConfigErrors,
+    ExitCode,
+    LucevisorError,
+    NotReadyError,
+    NotRunningError,
+)
+from tests.certificates import make_certificate
 from tests.config.boxes import SMALLEST, TWO_VENDORS, error_of, errors_of
 
 DEVICES = '["left:0", "right:0"]'
@@ -72,7 +87,6 @@ def assert_told(error, key: str, why: str, hint: str) -> None:
         ("[cache]\nmemory = '1 GiB'", "cache.memory", "1 GiB", "is not a size", "nearest: 1GiB"),
         ("[draft]\ndevice = 'gone:0'", "draft.device", "gone:0", "no group is named gone", "left:0, right:0"),
         ("[pflash]\nkeep_ratio = 0", "pflash.keep_ratio", 0, "is not > 0", "number > 0 and <= 1"),
-        ("[pflash]\nkeep_ratio = nan", "pflash.keep_ratio", None, "is not ", "number > 0 and <= 1"),
         ("[pflash]\nkeep_ratio = 1e400", "pflash.keep_ratio", None, "is not ", "number > 0 and <= 1"),
         ("[pflash]\nkeep_ratio = 1.01", "pflash.keep_ratio", 1.01, "is not <= 1", "number > 0 and <= 1"),
         ("[pflash]\nmode = 'auto'", "pflash.path", "", "is empty", "Qwen3-0.6B"),
@@ -111,7 +125,6 @@ def test_one_wrong_setting(file, more, key, value, why, hint):
         ('path = "m.gguf"', 'path = ""', "model.path", "is empty", "write a value"),
         ('path = "m.gguf"', 'path = " m.gguf"', "model.path", "has surrounding spaces", "m.gguf"),
         ('path = "m.gguf"', 'path = "hf:owner"', "model.path", "is not a file of the hub", "hf:owner/repo/file.gguf"),
-        ('path = "m.gguf"', 'path = "m\\n.gguf"', "model.path", "holds a control character", ""),
         (
             'backend = "cpu"\n[placement]',
             'backend = "gpu"\n[placement]',
@@ -135,7 +148,6 @@ def test_one_wrong_line_of_the_smallest_file(file, old, new, key, why, hint):
         ('["left:0", "hip:0"]', "placement.target_devices[1]", "no group has the backend hip", "left:0, right:0"),
         ('["left:0", "cpu:1"]', "placement.target_devices[1]", "is ambiguous: 2 groups", "left:1, right:1"),
         ('["left:0", "right:01"]', "placement.target_devices[1]", "is not GROUP:INDEX", "nearest: right:1"),
-        ('["left:0", "right: 1"]', "placement.target_devices[1]", "is not GROUP:INDEX", "nearest: right:1"),
         ('["left:0", 0]', "placement.target_devices[1]", "is an integer, not GROUP:INDEX", ""),
         ('"left:0"', "placement.target_devices", "is text, not a list", ""),
         ('["left:0"]', "groups.right", "would have nothing to do", "add right:0"),
@@ -151,15 +163,10 @@ def test_one_wrong_list_of_devices(file, devices, key, why, hint):
         ("[0.5]", "placement.target_layer_split", "has 1 weights for 2 devices", "left:0, right:0"),
         ("[1, 1, 1]", "placement.target_layer_split", "has 3 weights for 2 devices", "left:0, right:0"),
         ('["0-8"]', "placement.target_layer_split", "has 1 ranges for 2 devices", "left:0, right:0"),
-        ("[0.5, 0]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
-        ("[0.5, -0.5]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
         ("[0.5, nan]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
-        ("[0.5, inf]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
-        ("[0.5, 1e400]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
         ("[0.5, true]", "placement.target_layer_split[1]", "is true or false, not a number", ""),
         ('[0.5, "   -1"]', "placement.target_layer_split[1]", "is text, not a number", ""),
         ('["0-4", "5-8"]', "placement.target_layer_split[1]", "does not start at layer 4", "nearest: 4-8"),
-        ('["0-4", "4-4"]', "placement.target_layer_split[1]", "is empty", "nearest: 4-5"),
         ('"atuo"', "placement.target_layer_split", "is not auto", "nearest: auto"),
         ("0.5", "placement.target_layer_split", "is a number, not auto", ""),
     ],
@@ -226,3 +233,164 @@ def test_all_errors_are_told_at_once(file):
     ]
     assert len(str(caught.value).splitlines()) == 5
     assert caught.value.exit_code == 2
+
+
+# ---- exit codes and one-line messages
+
+
+def test_exit_codes_are_the_promised_ones():
+    assert [int(code) for code in ExitCode] == [0, 1, 2, 3, 4]
+    codes = {
+        kind: int(kind.exit_code)
+        for kind in (LucevisorError, ConfigError, ConfigErrors, NotRunningError, NotReadyError)
+    }
+    assert codes == {LucevisorError: 1, ConfigError: 2, ConfigErrors: 2, NotRunningError: 3, NotReadyError: 4}
+
+
+def test_message_says_where_what_and_what_to_do():
+    error = ConfigError("server.port", 70000, "is not in 0..65535", "nearest: 65535", file="box.toml")
+    assert str(error) == "box.toml: server.port = 70000: is not in 0..65535; nearest: 65535"
+    assert str(ConfigError("model.path", NO_VALUE, "is missing")) == "model.path: is missing"
+    assert str(ConfigError("", NO_VALUE, "is not TOML", file="x.toml")) == "x.toml: is not TOML"
+
+
+@pytest.mark.parametrize("value", ["a\nb", "\x1b[2J", "‮", "\x00", "\ud800"])
+def test_a_message_is_one_printable_line(value):
+    text = str(ConfigError(value, value, f"is {value}", f"not {value}", file=value))
+    assert text.isprintable()
+    assert text.encode("utf-8")
+
+
+def test_a_value_nested_too_deep_can_be_shown():
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert str(ConfigError("k", deep, "is odd")) == "k = a list: is odd"
+
+
+# ---- certificate and key of the endpoint
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with two pairs, box and other, a key with a password, and a text."""
+    directory = tmp_path_factory.mktemp("tls")
+    _, key = make_certificate(directory)
+    make_certificate(directory, "other")
+    locked = str(directory / "locked.key")
+    command = ["openssl", "pkey", "-in", str(key), "-aes256", "-passout", "pass:x", "-out", locked]
+    subprocess.run(command, check=True, capture_output=True)
+    (directory / "text").write_text("no certificate\n")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "wrong", "why"),
+    [
+        ("box.crt", "", "tls_key_file", "is empty, and server.tls_cert_file is set"),
+        ("", "box.key", "tls_cert_file", "is empty, and server.tls_key_file is set"),
+        ("absent", "box.key", "tls_cert_file", "is not a file"),
+        ("box.crt", "absent", "tls_key_file", "is not a file"),
+        ("box.crt", "other.key", "tls_cert_file", "is not its key"),
+        ("text", "box.key", "tls_cert_file", "is no certificate"),
+        ("box.crt", "locked.key", "tls_cert_file", "without a password"),
+    ],
+)
+def test_what_is_no_pair_is_refused(file, files: Path, cert: str, key: str, wrong: str, why: str) -> None:
+    named = {"tls_cert_file": cert, "tls_key_file": key}
+    lines = [f"{setting} = '{files / name}'" for setting, name in named.items() if name]
+    with pytest.raises(ConfigError, match=why) as caught:
+        load(file(f"{SMALLEST}[server]\n" + "\n".join(lines) + "\n"))
+    assert caught.value.key == f"server.{wrong}"
+
+
+def test_a_key_that_others_can_read_is_warned_about(file, files: Path, tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    key.chmod(0o644)
+    notices = load(file(f"{SMALLEST}[server]\ntls_cert_file = '{cert}'\ntls_key_file = '{key}'\n")).notices
+    assert [notice.key for notice in notices] == ["server.tls_key_file"]
+
+
+# ---- keys without effect
+
+
+PACKAGE = Path(__file__).parents[2] / "lucevisor"
+
+GPU_AND_CPU = """
+[model]
+path = "m.gguf"
+[groups.gpu]
+backend = "cuda"
+[groups.host]
+backend = "cpu"
+[placement]
+target_devices = ["gpu:0", "host:0"]
+"""
+
+RANKED = ["kvflash.policy=drafter", "kvflash.pool_tokens=8192", "pflash.path=s.gguf", "pflash.device=host:0"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["draft.kind=off", "draft.path=d.gguf", "draft.width=3"], ["draft.path", "draft.width"]),
+        (["draft.kind=off", "draft.device=gpu:0"], ["draft.device"]),
+        (["draft.kind=lookup", "draft.path=d", "draft.device=gpu:0", "draft.width=3"], ["draft.path", "draft.device"]),
+        (["kvflash.policy=drafter", "kvflash.pool_tokens=0"], ["kvflash.policy"]),
+        (["pflash.path=s.gguf", "pflash.mode=always", "pflash.threshold=1"], ["pflash.threshold"]),
+        (["pflash.path=s.gguf", "pflash.mode=auto", "pflash.curve=9:0.5", "pflash.keep_ratio=0.5"],
+         ["pflash.keep_ratio"]),
+        (["cache.prefix_slots=0", "cache.memory=2GiB", "cache.states=host", "cache.min_tokens=9",
+          "cache.checkpoint_pages=1", "engine.swap_space=1GiB"],
+         ["engine.swap_space", "cache.memory", "cache.states", "cache.min_tokens", "cache.checkpoint_pages"]),
+        (["recovery.hold_s=0", "recovery.journal=1GiB", "cache.disk=1GiB", "groups.gpu.threads=2"],
+         ["groups.gpu.threads", "cache.disk", "recovery.journal"]),
+        (["placement.target_layer_split=1,2", "placement.goal=throughput"], ["placement.goal"]),
+        *(([override], [override.partition("=")[0]]) for override in (
+            "cache.disk=1GiB", "kvflash.tau=32", "kvflash.host=1GiB", "pflash.threshold=1", "pflash.keep_ratio=0.5",
+            "pflash.path=scorer.gguf", "pflash.device=gpu:0", "pflash.curve=9:0.5", "pflash.window=1024",
+            "server.allow_open=true", "groups.gpu.threads=2", "groups.host.visible_devices=0",
+        )),
+        (RANKED, []),
+        (["draft.kind=off", "kvflash.pool_tokens=0", "pflash.mode=off", "cache.dir=", "recovery.spares=0",
+          "cache.prefix_slots=0", "recovery.hold_s=0", "recovery.journal=0"], []),
+        (["groups.host.threads=2", "groups.gpu.cores=1", "groups.gpu.visible_devices=0", "engine.kv_dtype=q8_0",
+          "placement.target_layer_split=1,2", "cache.dir=snapshots", "cache.memory=2GiB", "cache.states=host",
+          "cache.min_tokens=9", "cache.checkpoint_pages=1", "draft.kind=dflash", "draft.path=d.gguf",
+          "draft.device=gpu:0", "draft.width=4", "pflash.mode=auto", "pflash.path=s.gguf", "pflash.device=gpu:0",
+          "pflash.threshold=1", "pflash.keep_ratio=0.5", "pflash.window=1024"], []),
+    ],
+)  # fmt: skip
+def test_keys_without_effect_are_named_in_the_order_of_the_file(file, overrides, keys):
+    notices = load(file(GPU_AND_CPU), overrides).notices
+    assert [notice.key for notice in notices] == keys
+    for notice in notices:
+        assert notice.why.startswith("has no effect: ")
+        assert notice.hint
+        assert notice.key in str(notice)
+
+
+def test_a_weight_for_the_only_device(file):
+    text = (
+        '[model]\npath="m"\n[groups.a]\nbackend="cpu"\n[placement]\ntarget_devices=["a:0"]\ntarget_layer_split=[0.5]\n'
+    )
+    assert [notice.key for notice in load(file(text)).notices] == ["placement.target_layer_split"]
+    assert load(file(text), ["placement.target_layer_split=0-9"]).notices == ()
+
+
+def test_allow_open_beside_keys(file, tmp_path):
+    (tmp_path / "keys").write_text("k\n")
+    (tmp_path / "keys").chmod(0o600)
+    overrides = ["server.host=0.0.0.0", "server.allow_open=true", "server.api_keys_file=keys"]
+    assert [notice.key for notice in load(file(GPU_AND_CPU), overrides).notices] == ["server.allow_open"]
+
+
+def test_all_keys_are_read_by_code():
+    read = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "config" or path.name == "sections.py":
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Attribute):
+                    read.add((getattr(node.value, "attr", getattr(node.value, "id", "")), node.attr))
+    fields = {(name, key.field) for name, section in SECTIONS.items() for key in keys_of(section).values()}
+    assert not fields - read

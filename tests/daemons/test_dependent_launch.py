@@ -16,7 +16,6 @@ from daemons.ops.cuda.slabs import SlabShape
 triton = importlib.util.find_spec("triton")
 DISASSEMBLER = Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm" if triton and triton.origin else Path()
 
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not DISASSEMBLER.is_file(), reason="Triton's wheel has no nvdisasm here"),

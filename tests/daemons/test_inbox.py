@@ -15,15 +15,7 @@ from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import ArenaPlan
 from lucevisor.protocol.messages import Message, Role, Shutdown
 from lucevisor.protocol.states import LinkState
-from lucevisor.protocol.steps import (
-    CancelPending,
-    DraftStep,
-    Masks,
-    Reset,
-    Slice,
-    Step,
-    StepResult,
-)
+from lucevisor.protocol.steps import CancelPending, DraftStep, Masks, Reset, Slice, Step, StepResult
 from lucevisor.protocol.transport import BlockingLink
 
 MASKED = [Slice(0, 9, [1], True, masked=True), Slice(1, 4, [1, 2, 3], True, n_drafts=2, masked=True)]

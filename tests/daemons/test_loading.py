@@ -1,13 +1,19 @@
 """The loader: formats, bytes, conversions and errors, on files written by the gguf library."""
 
 import dataclasses
+import json
 import os
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from daemons.device import CPU
 from daemons.errors import DeviceError, LoadError, StateError
@@ -16,21 +22,34 @@ from daemons.models.shard import ShardConfig, ShardModel
 from daemons.models.stage import LoadedStage
 from daemons.ops.selection import KernelSelector
 from daemons.runner import ModelRunner
+from daemons.weights import reading
+from daemons.weights.reading import Read, StagingBuffers, TensorChunk, shares_of
+from lucevisor.config import CacheConfig
+from lucevisor.model.drafters import draft_paths, open_draft, read_draft_spec
 from lucevisor.model.families import open_spec
+from lucevisor.model.gguf_files import GgufFiles, open_model
+from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.quant_types import BY_NAME, REPACKED
-from lucevisor.model.values import Backend, Dtype, FileIdentity, LayerRange
+from lucevisor.model.values import Backend, Dtype, FileIdentity, LayerRange, Space
 from lucevisor.model.weight_layout import shard_layouts, weight_bytes
-from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
+from lucevisor.placement.planner import plan
+from lucevisor.placement.result import Placement
+from lucevisor.placement.stages import LoadFiles, load_message
+from lucevisor.protocol.arena import Arena, descriptors
+from lucevisor.protocol.loading import Load, Loaded, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Progress
-from lucevisor.protocol.steps import Slice, Step
+from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step
 from tests.combinations import combinations
 from tests.daemons.cpu_kernels import needs_cpu_kernels
 from tests.daemons.tiny_models import Tiny, write
-from tests.deployment.test_weight_digests import GOLDEN, flip, settled
+from tests.deployment.test_weights import GOLDEN, flip, settled
+from tests.families.golden import opened
 from tests.families.pipeline import How, Pipeline, load_stages, pools_of
 from tests.families.rounding import Formats, bounds, explained, middle_error
 from tests.families.test_weight_formats import assert_planned
+from tests.model.drafter_files import DFLASH2, DFLASH2_CONFIG, MTP, TARGET, UPSTREAM, checkpoint
 from tests.numerics import BFLOAT16, Narrow, narrow_error, product_error
+from tests.placement.made import configure
 
 IDS = [(i * 31 + 7) % 320 for i in range(90)]
 NATIVE = ["Q4_K", "Q6_K", "Q5_K", "Q8_0", "Q4_0"]
@@ -291,3 +310,221 @@ def test_another_state_than_was_asked_for_is_refused(model: Path) -> None:
     flip(model, model.stat().st_size - 1, 0)
     with pytest.raises(LoadError, match=r"m\.gguf: the file is not the one that the supervisor asked for"):
         load(model, files.identities)
+
+
+# ---- drafters
+
+
+DRAFT_SIZES = {"pages": 6, "max_context": 128, "max_sequences": 2, "prefill_chunk": 64}
+
+
+def placed(folder: Path, model: Path, draft: dict[str, object], devices: list[str], **engine: object) -> Placement:
+    spec = open_spec(model)
+    path = Path(str(draft["path"])) if "path" in draft else None
+    assert spec.files is not None
+    files = spec.files if path is None else open_draft(draft_paths(path))
+    drafter = read_draft_spec(files, spec, str(draft["kind"]))
+    config = configure(folder, devices, [1] * len(devices), draft, **(DRAFT_SIZES | engine))
+    config = replace(config, cache=CacheConfig(prefix_slots=2, states=str(draft.get("states", "device"))))  # type: ignore[arg-type]
+    result = plan(spec, config, drafter=drafter)
+    assert isinstance(result, Placement)
+    return result
+
+
+def loaded(placement: Placement, group: str, model: Path, drafter: Path) -> tuple[ModelRunner, Loaded]:
+    files = LoadFiles([str(path) for path in draft_paths(drafter)])
+    return run(load_message(placement, group, LoadFiles([str(model)]), 1, files))
+
+
+def run(load: Load) -> tuple[ModelRunner, Loaded]:
+    arenas = [Arena.create(arena) for arena in load.arenas]
+    fds = [os.dup(fd) for fd in descriptors(arenas)]  # those of a daemon, which are its own
+    for arena in arenas:
+        arena.close()
+    return ModelRunner.load(load, Backend.CPU, fds, Reporter())  # type: ignore[arg-type]
+
+
+WHERE = (
+    (["left:0", "right:0"], {}),
+    (["left:0"], {}),
+    (["left:0", "left:1"], {"device": "left:0"}),
+    (["left:0", "right:0"], {"device": "left:0"}),
+    (["left:0", "right:0"], {"device": "draft:0"}),
+)
+
+DRAFTERS = ((TARGET, UPSTREAM, "dflash"), (TARGET, DFLASH2, "dflash"), (MTP, MTP, "mtp"))
+
+
+@combinations(dtype=["float32", "bfloat16"], where=range(len(WHERE)), drafter=range(len(DRAFTERS)))
+def test_a_drafter_takes_the_memory_that_was_planned(tmp_path, drafter, where, dtype):
+    (model, path, kind), (devices, draft) = DRAFTERS[drafter], WHERE[where]
+    asked = {"kind": kind} | draft | ({} if model == path else {"path": str(path)})
+    placement = placed(tmp_path, model, asked, devices, dtype=dtype)
+    assert placement.draft is not None
+    assert placement.draft_device is not None
+    runner, answer = loaded(placement, placement.draft.group, model, path)
+    assert answer.draft is not None
+    assert answer.draft_problem == ""
+    assert (answer.draft.layers, answer.draft.weight_bytes, answer.draft.state_bytes) == (
+        placement.draft_device.layers,
+        placement.draft_device.weight_bytes,
+        placement.draft_device.state_bytes,
+    )
+    stages = placement.stages_of(placement.draft.group)
+    assert [use.layers for use in answer.shards] == [shard.layers for stage in stages for shard in stage.shards]
+    assert sorted(runner.stages) == [stage.index for stage in stages]
+
+
+def test_states_of_a_drafter_are_where_those_of_the_model_are(tmp_path):
+    placement = placed(tmp_path, MTP, {"kind": "mtp"}, ["left:0"], dtype="float32")
+    _, on_device = loaded(placement, "left", MTP, MTP)
+    pools = replace(placement, pools=msgspec.structs.replace(placement.pools, host_states=2))
+    _, in_host = loaded(pools, "left", MTP, MTP)
+    assert on_device.draft is not None
+    assert in_host.draft is not None
+    width = open_spec(MTP).hidden_size
+    assert on_device.draft.state_bytes - in_host.draft.state_bytes == in_host.draft.host_state_bytes == 2 * width * 4
+
+
+def test_the_files_that_were_read_are_told_the_drafters_last(tmp_path):
+    folder = checkpoint(tmp_path / "hf", DFLASH2, DFLASH2_CONFIG)
+    placement = placed(tmp_path, TARGET, {"kind": "dflash", "path": str(folder)}, ["left:0"], dtype="float32")
+    _, answer = loaded(placement, "left", TARGET, folder)
+    model, drafter = open_spec(TARGET).files, open_draft(draft_paths(folder))
+    assert model is not None
+    assert answer.identities == [*model.identities, *drafter.identities]
+
+
+def broken(drafter: Path, how: str) -> None:
+    if how == "gone":
+        drafter.unlink()
+    elif how == "cut":
+        drafter.write_bytes(drafter.read_bytes()[:-1000])
+    else:
+        shutil.copyfile(TARGET, drafter)
+
+
+@pytest.mark.parametrize("how", ["gone", "cut", "another"])
+def test_the_output_stage_serves_without_a_drafter_that_cannot_be_loaded(tmp_path, how):
+    drafter = Path(shutil.copy(UPSTREAM, tmp_path / "d.gguf"))
+    placement = placed(tmp_path, TARGET, {"kind": "dflash", "path": str(drafter)}, ["left:0"], dtype="float32")
+    broken(drafter, how)
+    runner, answer = loaded(placement, "left", TARGET, drafter)
+    assert answer.draft is None
+    assert answer.draft_problem.startswith("the drafter cannot be loaded: ")
+    assert "d.gguf" in answer.draft_problem
+    operations = [OpenSequence(0, 0, SamplingParams(temperature=0.0)), SetPages(0, Space.FULL, 0, [0])]
+    output = runner.run_step(Step(1, 0, operations, [Slice(0, 0, [5, 6, 7], sample=True)]), 0, 0.0)
+    assert len(output.result.sampled) == 1
+    runner.reset()
+
+
+@pytest.mark.parametrize("how", ["gone", "another"])
+def test_a_daemon_that_is_there_for_the_drafter_fails_without_it(tmp_path, how):
+    drafter = Path(shutil.copy(UPSTREAM, tmp_path / "d.gguf"))
+    draft = {"kind": "dflash", "path": str(drafter), "device": "draft:0"}
+    placement = placed(tmp_path, TARGET, draft, ["left:0"], dtype="float32")
+    broken(drafter, how)
+    with pytest.raises((GgufError, LoadError, OSError), match=r"d\.gguf|No such file"):
+        loaded(placement, "draft", TARGET, drafter)
+
+
+# ---- reading with several threads
+
+
+@pytest.fixture
+def gguf_files() -> GgufFiles:
+    gguf_files = opened("qwen35").spec.files
+    assert gguf_files is not None
+    return gguf_files
+
+
+@given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 5))
+def test_shares_are_all_bytes_in_order(sizes: list[int], n: int) -> None:
+    least, reading.LEAST_SHARE_BYTES = reading.LEAST_SHARE_BYTES, 3
+    try:
+        tensor = next(iter(opened("qwen35").spec.files.tensors.values()))  # type: ignore[union-attr]
+        reads = [Read(memoryview(bytes(size)), tensor, 100 * i) for i, size in enumerate(sizes)]
+        shares = shares_of(reads, n)
+    finally:
+        reading.LEAST_SHARE_BYTES = least
+    found = [read.skip + k for share in shares for read in share for k in range(len(read.target))]
+    assert found == [read.skip + k for read in reads for k in range(len(read.target))]
+    n_bytes = [sum(len(read.target) for read in share) for share in shares]
+    assert len(shares) == max(1, min(n, sum(sizes) // 3))
+    assert max(n_bytes) - min(n_bytes) <= 1
+
+
+@pytest.mark.parametrize("n_readers", [1, 2, 4])
+def test_several_threads_read_what_one_does(
+    gguf_files: GgufFiles, n_readers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "LEAST_SHARE_BYTES", 1000)
+    chunks = []
+    for tensor in [*gguf_files.tensors.values()][:12]:
+        rows = reading.row_count(tensor)
+        chunks.append(TensorChunk(tensor, rows // 3, rows, (0, tensor.shape[-1])))
+    staging = StagingBuffers(gguf_files, torch.device("cpu"), n_readers)
+    found = staging.load(chunks)
+    for chunk, rows_read in zip(chunks, found, strict=True):
+        tensor, row_bytes = chunk.tensor, rows_read.shape[1]
+        raw = gguf_files.paths[tensor.part].read_bytes()
+        start = tensor.offset + chunk.start * row_bytes
+        assert rows_read.numpy().tobytes() == raw[start : start + chunk.n_bytes]
+    staging.close()
+
+
+def test_a_file_that_was_cut_is_reported_from_any_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "LEAST_SHARE_BYTES", 1000)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(Path(opened("qwen35").spec.files.paths[0]).read_bytes())  # type: ignore[union-attr]
+    gguf_files = open_model([path])
+    last = max(gguf_files.tensors.values(), key=lambda tensor: tensor.offset)
+    os.truncate(path, last.offset + last.n_bytes - 8)
+    staging = StagingBuffers(gguf_files, torch.device("cpu"), 2)
+    with pytest.raises(LoadError, match="unexpected end of file"):
+        staging.load([TensorChunk(last, 0, reading.row_count(last), (0, last.shape[-1]))])
+    staging.close()
+
+
+@pytest.mark.usefixtures("no_thread_begins")
+def test_readers_that_find_no_memory_to_begin_end_the_load(
+    gguf_files: GgufFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "LEAST_SHARE_BYTES", 1000)
+    largest = max(gguf_files.tensors.values(), key=lambda tensor: tensor.n_bytes)
+    chunk = TensorChunk(largest, 0, reading.row_count(largest), (0, largest.shape[-1]))
+    StagingBuffers(gguf_files, torch.device("cpu"), 1).load([chunk])  # needs none
+    with pytest.raises(MemoryError, match="did not begin"):
+        StagingBuffers(gguf_files, torch.device("cpu"), 2).load([chunk])
+
+
+# ---- host memory while a model of half a gigabyte loads
+
+
+ROOT = Path(__file__).parents[2]
+CHILD = ROOT / "bench" / "load_child.py"
+SMALL = 160 << 20
+"""Read buffer, one chunk as float32 in several stages of conversion, and what the allocator keeps of it."""
+
+
+def child(*words: object) -> dict[str, int]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(CHILD), *map(str, words)]
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, timeout=110)
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "dtype"), [("Q8_0", "bfloat16"), ("F32", "float32"), ("BF16", "bfloat16")])
+def test_the_peak_beside_what_stays_is_below_the_largest_tensor_and_a_little(tmp_path, kind, dtype):
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("no /proc/self/clear_refs: the kernel cannot set a peak back")
+    made = child("make", tmp_path / "m.gguf", kind, 500)
+    assert made["n_bytes"] > 400e6
+    found = child("load", tmp_path / "m.gguf", "cpu", dtype)
+    (tmp_path / "m.gguf").unlink()
+    extra = found["peak_bytes"] - found["kept_bytes"]
+    assert found["kept_bytes"] > 400e6
+    assert -SMALL < extra < found["largest_bytes"] + SMALL, f"{extra / 1e6:.0f} MB"

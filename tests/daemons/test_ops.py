@@ -8,6 +8,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from daemons.kv.batch import Batch, Layout
+from daemons.kv.pools import Pools
+from daemons.kv.sequences import HOST, Sequences
+from daemons.kv.slice_group import GraphKey
+from daemons.models.host_attention import HostAttention
 from daemons.ops.attention import Causal, attention, reference, visible
 from daemons.ops.basic import RmsNorm, act_and_mul, plain_rope, rotate
 from daemons.ops.delta_rule import chunked, convolve, step
@@ -20,9 +25,14 @@ from daemons.ops.linear import (
     Int4CpuLinear,
     Int8CpuLinear,
 )
+from daemons.ops.partial_attention import Partial, merged, partial_attention
 from daemons.ops.selection import has_packed_bfloat16
 from daemons.weights.dequant import dequantise
 from lucevisor.model.quant_types import BY_NAME
+from lucevisor.model.spec import LayerSpec, ModelSpec, attention_state
+from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import CloseSequence, OpenSequence, PageOut, SamplingParams, SetPages, Slice
 from tests.numerics import BFLOAT16, Narrow, bound, narrow_error, product_error
 
 
@@ -275,3 +285,132 @@ def test_convolution_is_torchs_depth_wise_one(n):
     ).transpose(1, 2)
     assert bound(lambda inputs: convolve(inputs, left, conv_weight)[0], inputs).worst(found, wanted) <= 1
     assert torch.equal(window[:, -3:], torch.cat((left, inputs), dim=1)[:, -3:])
+
+
+# ---- attention over host memory in place
+
+
+LAYERS = (LayerSpec(0, Space.FULL, {}, attention_state(2, 32, 32)),)
+SPEC = ModelSpec("test", "test", "F32", 16, 100, 4096, LAYERS, {}, {}, 0, None)
+SIZES = PoolSizes(40, 0, 0, host_pages=30)
+CPU = torch.device("cpu")
+
+
+def opened(kv_dtype: Dtype, *, in_place: bool) -> tuple[Pools, Sequences]:
+    """Three sequences: one with pages out among those that stay, one with all of them, one with most of them out."""
+    torch.manual_seed(1)
+    pools = Pools(SPEC, LayerRange(0, 1), CPU, kv_dtype, SIZES)
+    slots = torch.arange(SIZES.full_pages * 64)
+    for name in "kv":
+        pools.paged(0, name).write(slots, torch.randn(len(slots), 2, 32))
+    sequences = Sequences([pools], SIZES, 4, attend_host=True, in_place=in_place)
+    operations = [OpenSequence(i, 0, SamplingParams()) for i in range(3)]
+    operations += [SetPages(i, Space.FULL, 0, list(range(12 * i, 12 * i + 10))) for i in range(3)]
+    operations += [PageOut(0, [1, 2, 5], [50, 47, 61]), PageOut(2, list(range(1, 8)), list(range(63, 70)))]
+    operations += [PageOut(0, [7], [41])]
+    for operation in operations:
+        sequences.apply(operation)
+    return pools, sequences
+
+
+@pytest.mark.parametrize("kv_dtype", [Dtype.FLOAT32, Dtype.Q8_0])
+@pytest.mark.parametrize("n", [1, 3])
+def test_host_memory_is_read_in_place(n: int, kv_dtype: Dtype) -> None:
+    pytest.importorskip("triton")
+    from daemons.ops.triton_operations import TritonOperations
+
+    q = torch.randn(3, n, 8, 32)
+    slices = [Slice(i, 10 * 64 - 9 * (i + 1), [1] * n, True) for i in range(3)]
+    fused = TritonOperations().partial_attention(scale=0.2, softcap=0.0)
+    found = []
+    for in_place in (True, False):
+        pools, sequences = opened(kv_dtype, in_place=in_place)
+        sequences.flush()
+        layout = Layout(slices, sequences, SPEC)
+        assert layout.reads_in_place == in_place
+        assert layout.graph_key == (GraphKey(3, n, 1024, 512) if in_place else None)
+        [group] = Batch(layout, sequences.tables(CPU), layout.on(CPU)).groups
+        pages = pools.paged(0, "k"), pools.paged(0, "v")
+        found.append(HostAttention(*pages, fused if in_place else None, 0.2, 0.0)(group, q))
+    assert float((found[0] - found[1]).abs().max()) <= 1e-5
+
+
+def test_the_table_of_host_rows_follows_what_leaves() -> None:
+    _, sequences = opened(Dtype.FLOAT32, in_place=True)
+    sequences.flush()
+    rows = {i: sequences.get(i, "here") for i in range(3)}
+    assert sequences.tables(CPU)[HOST][rows[0].row, :4].tolist() == [1, 7, 10, 21]
+    assert sequences.tables(CPU)[HOST][rows[2].row, :7].tolist() == list(range(23, 30))
+    at = rows[2].row
+    for operation in (CloseSequence(2), OpenSequence(5, 0, SamplingParams()), SetPages(5, Space.FULL, 0, [30, 31, 32])):
+        sequences.apply(operation)
+    sequences.apply(PageOut(5, [1], [69]))
+    sequences.flush()
+    assert sequences.get(5, "here").row == at
+    assert sequences.tables(CPU)[HOST][at, 0].item() == 29
+
+
+# ---- parts of attention
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    st.integers(1, 9),
+    st.sampled_from([(1, 1), (4, 2), (6, 1)]),
+    st.sampled_from([0.0, 3.0]),
+    st.floats(0.05, 30.0),
+)
+def test_parts_merge_to_the_whole(lengths, n, heads, softcap, scale) -> None:
+    n_heads, n_kv_heads = heads
+    length = sum(lengths) + n
+    q, k, v = random(2, n, n_heads, 8), random(2, length, n_kv_heads, 8), random(2, length, n_kv_heads, 5)
+    mask = visible(torch.arange(length - n, length)[None], torch.arange(length)[None], 0).expand(2, -1, -1, -1)
+    how = {"scale": scale, "softcap": softcap}
+    whole = partial_attention(q, k[:, -n:], v[:, -n:], mask[..., -n:], **how)
+    start, parts = 0, []
+    for size in lengths:
+        parts.append(partial_attention(q, k[:, start : start + size], v[:, start : start + size], None, **how))
+        start += size
+    together = merged(
+        torch.stack([whole.values, *(p.values for p in parts)]), torch.stack([whole.sums, *(p.sums for p in parts)])
+    )
+    for part in parts:
+        whole.add(part)
+    expected = reference(q, k, v, mask, **how)
+    most = 4 + scale * q.norm(dim=-1).max() * k.norm(dim=-1).max()  # of a score, whose rounding a weight multiplies
+    allowed = torch.finfo(torch.float32).eps * float(most * v.abs().max())
+    for found in (whole, together):
+        torch.testing.assert_close(found.values, expected, rtol=0, atol=allowed)
+
+
+def test_a_part_whose_weights_are_nothing_beside_the_others_changes_nothing() -> None:
+    one = Partial(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
+    one.add(Partial(torch.full((1, 1, 1, 2), 7.0), torch.full((1, 1, 1), -1.0e30)))
+    assert one.values.tolist() == [[[[1.0, 1.0]]]]
+    assert one.sums.item() == 0.0
+
+
+@pytest.mark.parametrize(("n", "causal"), [(1, True), (3, True), (40, False)])
+def test_the_kernel_puts_out_parts(n: int, causal: bool) -> None:
+    pytest.importorskip("triton")
+    from daemons.ops.operations import PagedQuery
+    from daemons.ops.paged import DensePages
+    from daemons.ops.triton_operations import TritonOperations
+
+    k, v = random(4, 64, 2, 16), random(4, 64, 2, 16).roll(1, 0)
+    q, length = random(1, n, 4, 16), 256
+    attend = TritonOperations().partial_attention(scale=0.25, softcap=0.0)
+    assert attend is not None
+    tables = torch.arange(4, dtype=torch.int32).unsqueeze(0)
+    starts = torch.tensor([length - n])
+    where = PagedQuery(tables, torch.zeros(1, dtype=torch.int64), starts, n, length)
+    found = attend(q.flatten(0, 1), DensePages(k), DensePages(v), where, causal)
+    mask = visible(torch.arange(length - n, length)[None], torch.arange(length)[None], 0) if causal else None
+    wanted = partial_attention(q, k.flatten(0, 1)[None], v.flatten(0, 1)[None], mask, scale=0.25)
+    torch.testing.assert_close(found.values, wanted.values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.sums, wanted.sums, rtol=1e-5, atol=1e-5)

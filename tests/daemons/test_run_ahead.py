@@ -2,40 +2,78 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
+from torch import Tensor
 
 from daemons.deferred import PlaceholderFill
+from daemons.draft import stage as stage_module
+from daemons.draft.drafter import Drafts
+from daemons.draft.jobs import PlaceholderDraft
+from daemons.draft.stage import DraftJob, DraftStage
 from daemons.errors import StateError
+from daemons.kv.batch import Layout
+from daemons.options import Options
 from daemons.runner import ModelRunner
 from daemons.sampling import Sampler
 from daemons.step_output import StepOutput
+from daemons.token_ring import RunAheadStep, TokenRing
+from daemons.worker import _MessageLoop
 from lucevisor.model.drafters import open_draft, read_draft_spec
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
-from lucevisor.protocol.loading import CaptureSource, DraftKind, DraftPlan, Load, ShardPlan, StagePlan
-from lucevisor.protocol.messages import Progress
+from lucevisor.protocol.arena import Arena, SharedBuffer
+from lucevisor.protocol.codec import encode
+from lucevisor.protocol.frames import POSTED
+from lucevisor.protocol.loading import (
+    ArenaPlan,
+    CaptureSource,
+    DraftKind,
+    DraftPlan,
+    Load,
+    ShardPlan,
+    StagePlan,
+    arena_regions,
+    token_region_bytes,
+)
+from lucevisor.protocol.messages import Failed, Progress, Role, Shutdown
+from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import (
     PENDING,
+    CancelPending,
     Drafted,
     DraftStep,
     OpenSequence,
     Operation,
+    PendingCancelled,
+    Sampled,
     SamplingParams,
     SetPages,
     Slice,
     Step,
+    StepResult,
+    UseState,
     ZeroState,
 )
+from lucevisor.protocol.transport import BlockingLink
 from tests.families.golden import opened
 from tests.families.pipeline import pools_of
 from tests.model.drafter_files import DFLASH2, MTP, TARGET, UPSTREAM
 
-GREEDY, PLAIN = SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, seed=3)
+GREEDY = SamplingParams(temperature=0.0)
+PLAIN = SamplingParams(temperature=0.9, seed=3)
 FILTERED = SamplingParams(temperature=0.7, top_k=20, top_p=0.8, min_p=0.01, seed=5)
 SORTED = SamplingParams(temperature=0.7, typical_p=0.9, seed=7)
 MIXES = {
@@ -202,3 +240,507 @@ def test_neighbours_are_filled_by_one_copy() -> None:
     metadata = torch.zeros(6, dtype=torch.int64)
     fill(metadata)
     assert metadata.tolist() == [51, 52, 0, 53, 50, 0]
+
+
+# ---- steps queued on the device
+
+
+LATE_S = 0.004
+WAIT_S = 20.0
+N_REGIONS = arena_regions(2)
+N_TOKENS = 12
+
+
+@dataclass
+class LateEvent:
+    """Stands for a device's event: what is before it takes a while."""
+
+    at: float = field(default_factory=lambda: time.monotonic() + LATE_S)
+    polled: int = 0
+    is_waited_for: bool = False
+
+    def query(self) -> bool:
+        self.polled += 1
+        return time.monotonic() >= self.at
+
+    def synchronize(self) -> None:
+        self.is_waited_for = True
+        while time.monotonic() < self.at:
+            time.sleep(0.001)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+class LoopReporter(Reporter):
+    """``phases``: those set so far, with their steps."""
+
+    def __init__(self) -> None:
+        self.phases: list[tuple[str, int]] = []
+
+    def phase(self, phase: str, step_id: int = 0) -> None:
+        self.phases.append((phase, step_id))
+
+    def step_done(self, _: int) -> None:
+        pass
+
+
+class TwoStages:
+    """The halves of a model in two daemons' loops, and the supervisor's ends of their links."""
+
+    def __init__(self, spec: ModelSpec, backend: Backend, spin_s: float, drafter: Path | None = None) -> None:
+        half = next(i for i in range(spec.n_layers // 2, spec.n_layers) if spec.legal_boundary(i))
+        ranges = LayerRange(0, half), LayerRange(half, spec.n_layers)
+        plans = [
+            ArenaPlan(0, 4 * spec.boundary_width * 64, N_REGIONS),
+            ArenaPlan(1, token_region_bytes(4, 4), N_REGIONS, tokens=True),
+        ]
+        self.spec = spec
+        self.arenas = [Arena.create(plan) for plan in plans]
+        self.links, self.daemons = list[BlockingLink](), list[BlockingLink]()
+        self.runners, self.threads = list[ModelRunner](), list[threading.Thread]()
+        self.reporters = [LoopReporter(), LoopReporter()]
+        files = [str(path) for path in spec.files.paths]
+        for i, layers in enumerate(ranges):
+            source, target = (None, 0) if i == 0 else (0, None)
+            plan = StagePlan(i, [ShardPlan(0, layers)], source, target, embedding=i == 0, output=i == 1, tokens=1)
+            draft = None
+            if drafter is not None and plan.output:
+                own = read_draft_spec(open_draft([drafter]), spec, DraftKind.MTP)
+                sources = [CaptureSource(1, [*own.captures], None)]
+                draft = DraftPlan(2, DraftKind.MTP, [str(drafter)], 0, own.layers, sources)
+                plan = replace(plan, captures=[*own.captures])
+            fds = [os.dup(a.fd) for a in self.arenas] + [os.dup(a.wake_fd) for a in self.arenas]
+            sizes = pools_of(spec), 4, 80
+            load = Load(files, Dtype.FLOAT32, Dtype.FLOAT32, [plan], plans, *sizes, draft=draft, spin_s=spin_s)
+            runner, _ = ModelRunner.load(load, backend, fds, Reporter())  # type: ignore[arg-type]
+            if spin_s:
+                runner._queues = True
+            ours, theirs = socket.socketpair()
+            link, daemon = BlockingLink(ours, role=Role.SUPERVISOR), BlockingLink(theirs)
+            for end in (link, daemon):
+                end._connection.state = LinkState.READY
+            loop = _MessageLoop(daemon, self.reporters[i], Options("g", backend, 0, 0, 0, 1, ()))  # type: ignore[arg-type]
+            loop._runtime, loop._inbox.spin_s = runner, spin_s
+            thread = threading.Thread(target=loop.run)
+            thread.start()
+            self.links += [link]
+            self.daemons += [daemon]
+            self.runners.append(runner)
+            self.threads.append(thread)
+
+    def post(self, step: Step, stage: int) -> None:
+        """As the supervisor does: the first stage waits only for tokens and drafts."""
+        posted = POSTED if stage or step.waits_for_tokens else 0
+        self.links[stage].send(encode(step, step.step_id, stage | posted))
+
+    def answer(self, stage: int) -> StepResult | PendingCancelled:
+        frame = self.links[stage].receive()
+        assert frame is not None
+        assert isinstance(frame.message, StepResult | PendingCancelled), frame.message
+        return frame.message
+
+    def close(self) -> None:
+        for link in self.links:
+            link.send(Shutdown())
+        for thread in self.threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        for link in (*self.links, *self.daemons):
+            link.close()
+        for runner in self.runners:
+            for boundary in runner._boundaries:
+                boundary.close()
+        for arena in self.arenas:
+            arena.close()
+
+
+@contextmanager
+def two_stages(spec: ModelSpec, backend: Backend, spin_s: float, drafter: Path | None = None) -> Iterator[TwoStages]:
+    both = TwoStages(spec, backend, spin_s, drafter)
+    try:
+        yield both
+    finally:
+        both.close()
+
+
+def run(both: TwoStages, ids: list[int], batches: list[list[int]]) -> dict[int, list[int]]:
+    """N_TOKENS of each sequence after a prompt in two parts, in micro-batches that take turns.
+
+    Each has a step under way and one behind it.
+    """
+    steps, last = list[Step](), dict[int, int]()
+    for turn in range(-1, N_TOKENS):
+        for at, batch in enumerate(batches):
+            operations: list[Operation] = []
+            slices = []
+            for s in batch:
+                prompt = ids[: 5 + s]
+                if turn == -1:
+                    operations += opening(both.spec, s, GREEDY if s != 1 else PLAIN)
+                if turn < 0:
+                    slices.append(Slice(s, 0, prompt[:2], False))
+                else:
+                    slices.append(Slice(s, 4 + s + turn, [PENDING], True) if turn else Slice(s, 2, prompt[2:], True))
+            number = len(steps) + 1
+            steps.append(Step(number, number % N_REGIONS, operations, slices, depends_on_step=last.get(at, 0)))
+            if turn >= 0:
+                last[at] = number
+    drawn: dict[int, list[int]] = {}
+    ahead = 2 * len(batches)
+    for i in range(len(steps) + ahead):
+        if i < len(steps):
+            both.post(steps[i], 0)
+            both.post(steps[i], 1)
+        if i >= ahead - 1 and (done := i - ahead + 1) < len(steps):
+            first, second = both.answer(0), both.answer(1)
+            assert isinstance(first, StepResult)
+            assert isinstance(second, StepResult)
+            assert first.step_id == second.step_id == steps[done].step_id
+            for one in second.sampled:
+                drawn.setdefault(one.sequence, []).append(one.token)
+    return drawn
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("batches", [[[0]], [[0, 1]], [[0], [1]], [[0, 2], [1]]], ids=str)
+def test_tokens_are_those_of_stages_that_wait(
+    backend: Backend, batches: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    golden = opened("qwen35")
+    events: list[LateEvent] = []
+
+    def late(device: torch.device) -> LateEvent:
+        events.append(LateEvent())
+        return events[-1]
+
+    if backend is Backend.CPU:
+        monkeypatch.setattr("daemons.runner.recorded", late)
+    with two_stages(golden.spec, backend, 0.0) as both:
+        wanted = run(both, golden.ids, batches)
+    assert not events
+    with two_stages(golden.spec, backend, 0.05) as both:
+        found = run(both, golden.ids, batches)
+    assert found == wanted
+    assert all(len(tokens) == N_TOKENS for tokens in found.values())
+    if backend is Backend.CPU:
+        assert len(events) == (N_TOKENS + 2) * len(batches)  # of the last stage only one step samples nothing
+        n_asked = sum(event.polled > 0 for event in events)
+        assert len(batches) > 1 or n_asked >= N_TOKENS  # of a decode: the next one's wait for its token must end
+
+
+def test_a_bell_is_rung_when_the_rows_have_left_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = opened("qwen35")
+    event = LateEvent(at=float("inf"))
+    monkeypatch.setattr("daemons.runner.recorded", lambda _: event)
+    with two_stages(golden.spec, Backend.CPU, 0.05) as both:
+        slices = [Slice(0, 0, golden.ids[:5], True)]
+        for stage in (0, 1):
+            both.post(Step(1, 1, opening(golden.spec, 0, GREEDY), slices), stage)
+        wait_until(lambda: event.polled > 100)
+        assert not both.arenas[0].rung(1, 1)
+        # a loss takes back what waits behind it; the step on the device is answered all the same
+        both.post(Step(2, 2, [], [Slice(0, 5, [PENDING], True)], depends_on_step=1), 0)
+        wait_until(lambda: ("step", 2) in both.reporters[0].phases)
+        both.links[0].send(CancelPending(0))
+        n_polled = event.polled
+        wait_until(lambda: event.is_waited_for or event.polled > n_polled + 100)
+        event.at = 0.0
+        first = both.answer(0)
+        assert isinstance(first, StepResult)
+        assert first.step_id == 1
+        assert both.answer(0) == PendingCancelled(0, [2], True)
+        second = both.answer(1)
+        assert isinstance(second, StepResult)
+        assert len(second.sampled) == 1
+
+
+def test_a_device_that_fails_is_reported_with_the_step_that_it_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FailingEvent(LateEvent):
+        def query(self) -> bool:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    golden = opened("qwen35")
+    monkeypatch.setattr("daemons.runner.recorded", lambda _: FailingEvent())
+    with two_stages(golden.spec, Backend.CPU, 0.05) as both:
+        both.post(Step(1, 1, opening(golden.spec, 0, GREEDY), [Slice(0, 0, golden.ids[:5], True)]), 0)
+        frame = both.links[0].receive()
+        assert frame is not None
+        assert isinstance(frame.message, Failed)
+        assert frame.message.what == "step 1"
+        assert frame.message.where.endswith("stage 0")
+        assert "illegal memory access" in frame.message.reason
+        both.threads[0].join(WAIT_S)  # the process would end
+        assert not both.threads[0].is_alive()
+
+
+# ---- posted verify steps
+
+
+N_DRAFTS, ROUNDS = 3, 8
+
+
+def plain_tokens(daemon: Daemon, n: int) -> dict[int, list[int]]:
+    """What each sequence draws without drafts."""
+    for i in range(n):
+        daemon.run([Slice(s, 5 + s + i, [drawn[-1]], True) for s, drawn in daemon.drawn.items()])
+        daemon.settle()
+    return daemon.drawn
+
+
+def draft_partly_right(monkeypatch: pytest.MonkeyPatch, wanted: Mapping[int, Sequence[int]]) -> None:
+    """Random drafters are never right: let the first i % 3 drafts of position i be, of what each sequence draws."""
+    draft = DraftStage._draft
+
+    def partly_right(stage: DraftStage, jobs: Sequence[DraftJob], hidden: Tensor) -> Drafts:
+        found = draft(stage, jobs, hidden)
+        for row, job in enumerate(jobs):
+            at = job.position - 5 - job.slice.sequence + 1
+            for i, token in enumerate(wanted[job.slice.sequence][at : at + job.position % 3]):
+                found.tokens[row, i] = token
+        return found
+
+    draft_at, placeholder_draft, begins = DraftStage._draft_at, stage_module.placeholder_draft, dict[int, Tensor]()
+
+    def noted(
+        layouts: Sequence[Layout], drafts: Sequence[int], first_row: int, drawn: Tensor
+    ) -> PlaceholderDraft | None:
+        found = placeholder_draft(layouts, drafts, first_row, drawn)
+        if found is not None:
+            begins[id(found.layout)] = int(layouts[0].metadata[layouts[0].n_rows]) + found.row - first_row
+        return found
+
+    def partly_right_unseen(stage: DraftStage, layout: Layout, hidden: Tensor, index: Tensor) -> Drafts:
+        """As ``partly_right``, of drafts whose position only the device knows."""
+        found = draft_at(stage, layout, hidden, index)
+        if (position := begins.pop(id(layout), None)) is not None:
+            i, following = (x.to(position.device) for x in (torch.arange(N_DRAFTS), torch.tensor(wanted[0])))
+            found.tokens[0] = torch.where(i < position % 3, following[position - 4 + i], found.tokens[0])
+        return found
+
+    monkeypatch.setattr(DraftStage, "_draft", partly_right)
+    monkeypatch.setattr(DraftStage, "_draft_at", partly_right_unseen)
+    monkeypatch.setattr(stage_module, "placeholder_draft", noted)
+
+
+@dataclass
+class LateTimedEvent(LateEvent):
+    def elapsed_time(self, _: LateEvent) -> float:
+        return 3.0
+
+
+class Supervisor:
+    """Verifies N drafts of each sequence a step.  ``ahead``: sends a step before its drafts are known."""
+
+    def __init__(self, both: TwoStages, ids: list[int], n_sequences: int, *, ahead: bool) -> None:
+        self.both, self.ahead = both, ahead
+        self.drawn: dict[int, list[int]] = {s: [] for s in range(n_sequences)}
+        self.at = [0] * n_sequences
+        self.states = [*range(n_sequences)]
+        self.drafts: list[dict[int, list[int]]] = []
+        self.reported: list[list[int]] = []  # by the first stage: what it started with
+        prompts = [Slice(s, 0, ids[: 5 + s], True, num_draft_tokens=N_DRAFTS) for s in self.drawn]
+        self.send(Step(1, 1, [one for s in self.drawn for one in opening(both.spec, s, GREEDY)], prompts))
+        for _ in range(ROUNDS):
+            self.verify(self.answered())
+        self.answered()
+        self.drafted()
+
+    def send(self, step: Step) -> None:
+        self.step = step
+        for stage in (0, 1):
+            self.both.post(step, stage)
+        self.both.links[1].send(encode(DraftStep(step), step.step_id, 2))
+
+    def result(self, stage: int) -> StepResult:
+        result = self.both.answer(min(stage, 1))
+        assert isinstance(result, StepResult)
+        assert result.stage == stage
+        return result
+
+    def answered(self) -> list[Operation]:
+        """Wait for the verdict; the operations that follow from it."""
+        self.reported.append([one.token for one in self.result(0).sampled])
+        if self.ahead and len(self.reported) > 1:
+            self.drafted()  # told before the first stage started
+        sampled, operations = self.result(1).sampled, list[Operation]()
+        for piece in self.step.slices:
+            drawn = [one.token for one in sampled if one.sequence == piece.sequence]
+            self.drawn[piece.sequence] += drawn
+            self.at[piece.sequence] += piece.n_context + len(drawn) - 1
+            if piece.states:
+                self.states[piece.sequence] = piece.states[len(drawn) - 1]
+                operations.append(UseState(piece.sequence, self.states[piece.sequence]))
+        return operations
+
+    def drafted(self) -> None:
+        self.drafts.append({one.sequence: one.tokens for one in self.result(2).drafts})
+
+    def verify(self, operations: list[Operation]) -> None:
+        number = self.step.step_id + 1
+        if not self.ahead:
+            self.drafted()
+        slices = []
+        for s, drawn in self.drawn.items():
+            drafts = [PENDING] * N_DRAFTS if self.ahead else self.drafts[-1][s]
+            others = [i for i in range(8 * s + 8, 8 * s + 16) if i != self.states[s]][:N_DRAFTS]
+            tokens, states = [drawn[-1], *drafts], [self.states[s], *others]
+            slices.append(Slice(s, self.at[s], tokens, True, N_DRAFTS, states, num_draft_tokens=N_DRAFTS))
+        drafts_of = self.step.step_id if self.ahead else 0
+        self.send(Step(number, number % N_REGIONS, operations, slices, drafts_of=drafts_of))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("n_sequences", [1, 2])
+@pytest.mark.parametrize("spin_s", [0.0, 0.05])
+def test_tokens_and_drafts_are_those_of_steps_that_wait(
+    spin_s: float, n_sequences: int, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend is Backend.CPU:
+        for place in ("runner", "deferred", "draft.stage"):
+            monkeypatch.setattr(f"daemons.{place}.recorded", lambda *_, **__: LateTimedEvent())
+    spec, ids = open_spec(MTP), opened("qwen35").ids
+    wanted = plain_tokens(Daemon.of(spec, ids, backend, [GREEDY] * n_sequences), (ROUNDS + 1) * (N_DRAFTS + 1))
+    draft_partly_right(monkeypatch, wanted)
+    found = []
+    for ahead in (False, True):
+        with two_stages(spec, backend, spin_s, MTP) as both:
+            both.runners[1].defers_drafts = spin_s > 0  # as on a GPU
+            found.append(Supervisor(both, ids, n_sequences, ahead=ahead))
+    seen, unseen = found
+    assert unseen.drawn == seen.drawn
+    assert unseen.drafts == seen.drafts
+    for s, drawn in seen.drawn.items():
+        assert drawn == wanted[s][: len(drawn)]
+        assert len(drawn) > ROUNDS + 1  # some drafts were accepted
+    assert seen.reported == [[]] * (ROUNDS + 1)
+    started_with = [[token for own in drafts.values() for token in own] for drafts in unseen.drafts[:-1]]
+    assert unseen.reported == [[], *started_with]
+
+
+# ---- the token ring
+
+
+N_RING_REGIONS = 4
+VOCABULARY = 200
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    last = Arena.create(ArenaPlan(1, token_region_bytes(3, 4), N_RING_REGIONS, tokens=True))
+    yield last
+    last.close()
+
+
+@pytest.fixture
+def rings(arena: Arena) -> Iterator[tuple[TokenRing, TokenRing]]:
+    first = Arena.attach(os.dup(arena.fd), arena.plan, os.dup(arena.wake_fd))
+    yield TokenRing(arena, VOCABULARY), TokenRing(first, VOCABULARY)
+    first.close()
+
+
+def rung(tokens: SharedBuffer, region: int, step_id: int, posted: bool) -> float:
+    assert tokens.rung(region, step_id)
+    return 0.25
+
+
+def decode(step_id: int, *sequences: int) -> Step:
+    return Step(step_id, step_id % N_RING_REGIONS, [], [Slice(s, 40, [7], sample=True) for s in sequences])
+
+
+def publish(end: TokenRing, step: Step, *sampled: Sampled) -> None:
+    end.publish(step, StepResult(step.step_id, 1, [*sampled]))
+
+
+def following(step_id: int, depends_on_step: int, *sequences: int) -> Step:
+    slices = [Slice(s, 41, [PENDING], sample=True) for s in sequences]
+    return Step(step_id, step_id % N_RING_REGIONS, [], slices, depends_on_step=depends_on_step)
+
+
+def test_a_step_starts_from_the_tokens_of_the_step_it_follows(rings: tuple[TokenRing, TokenRing]) -> None:
+    last, first = rings
+    publish(last, decode(5, 9, 2, 4), Sampled(9, 100), Sampled(2, 101), Sampled(4, 102))
+    publish(last, decode(6, 1), Sampled(1, 55))
+    one = RunAheadStep(first, following(8, 5, 4, 9), rung)
+    metadata = torch.full((6,), -7)
+    one(metadata)
+    one(metadata)  # a graph is captured, then replayed
+    assert metadata.tolist() == [102, 100, -7, -7, -7, -7]
+    assert one.tokens == [Sampled(4, 102), Sampled(9, 100)]
+    assert one.arrival.hop_s == 0.25
+    all_of_them = RunAheadStep(first, following(8, 5, 9, 2, 4), rung)
+    all_of_them(metadata)
+    assert metadata.tolist() == [100, 101, 102, -7, -7, -7]
+    assert all_of_them.tokens == [Sampled(9, 100), Sampled(2, 101), Sampled(4, 102)]
+
+
+def test_what_nobody_sampled_is_refused(rings: tuple[TokenRing, TokenRing]) -> None:
+    last, first = rings
+    publish(last, decode(5, 9), Sampled(9, 100))
+    with pytest.raises(StateError, match="has no token for the sequences"):
+        RunAheadStep(first, following(6, 5, 9, 2), rung)(torch.zeros(2))
+    with pytest.raises(StateError, match="was not posted"):
+        RunAheadStep(first, following(6, 5, 9), None)
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY, 2**40])
+@pytest.mark.parametrize("fill", [RunAheadStep.put, RunAheadStep.queue])
+def test_an_id_outside_the_vocabulary_is_not_embedded(
+    fill: Callable[[RunAheadStep, torch.Tensor], None], token: int, rings: tuple[TokenRing, TokenRing]
+) -> None:
+    last, first = rings
+    publish(last, decode(5, 9, 2), Sampled(9, 100), Sampled(2, token))
+    with pytest.raises(StateError, match=rf"step 5: token: id {token} is not one of 200"):
+        fill(RunAheadStep(first, following(6, 5, 9), rung), torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("head", [(-1, 1), (0, 0), (1, 2**40), (2**40, 1)])
+def test_a_count_beyond_the_region_is_refused(
+    head: tuple[int, int], arena: Arena, rings: tuple[TokenRing, TokenRing]
+) -> None:
+    last, first = rings
+    publish(last, decode(5, 9), Sampled(9, 100))
+    arena.region(5 % N_RING_REGIONS).cast("q")[:2] = memoryview(array("q", head))
+    with pytest.raises(StateError, match="have no room in it"):
+        first.read(5)
+
+
+def verifying(step_id: int, drafts_of: int, *pieces: tuple[int, int]) -> Step:
+    """Slices (sequence, drafts) behind one token each; drafts pend."""
+    slices = [Slice(s, 41, [7, *[PENDING] * n], sample=True, n_drafts=n) for s, n in pieces]
+    return Step(step_id, step_id % N_RING_REGIONS, [], slices, drafts_of=drafts_of)
+
+
+def test_a_step_starts_with_the_drafts_behind_the_step_before(rings: tuple[TokenRing, TokenRing]) -> None:
+    last, first = rings
+    asked = Step(5, 1, [], [Slice(s, 40, [7], sample=True, num_draft_tokens=3) for s in (9, 2, 4)])
+    publish(last, asked, Sampled(9, 100), Sampled(2, 101), Sampled(4, 102))
+    one = RunAheadStep(first, verifying(6, 5, (4, 4), (9, 2)), rung)
+    with pytest.raises(AssertionError):  # drafts are made behind these tokens: they are no reason to start
+        one(torch.zeros(8))
+    drafts = [Drafted(9, [11, 12, 13], [0.5] * 3), Drafted(2, [21, 22, 23]), Drafted(4, [31])]
+    last.publish(None, StepResult(5, 2, [], drafts=drafts))
+    metadata = torch.full((9,), -7)
+    one(metadata)
+    one(metadata)
+    assert metadata.tolist() == [-7, 31, 31, 31, 31, -7, 11, 12, -7]  # what lacks is filled up as everywhere
+    assert one.tokens == [*[Sampled(4, 31)] * 4, Sampled(9, 11), Sampled(9, 12)]
+    assert [s.tokens for s in one.step.slices] == [[7, 0, 0, 0, 0], [7, 0, 0]]
+
+
+@pytest.mark.parametrize("fill", [RunAheadStep.put, RunAheadStep.queue])
+def test_drafts_in_the_metadata_of_a_cpu_and_of_a_device(
+    fill: Callable[[RunAheadStep, torch.Tensor], None], rings: tuple[TokenRing, TokenRing]
+) -> None:
+    last, first = rings
+    last.publish(None, StepResult(5, 2, [], drafts=[Drafted(9, [11, 12, 13]), Drafted(2, [21, 22, 23])]))
+    metadata = torch.full((9,), -7)
+    fill(RunAheadStep(first, verifying(6, 5, (9, 3), (2, 3)), rung), metadata)
+    assert metadata.tolist() == [-7, 11, 12, 13, -7, 21, 22, 23, -7], "told as expected"
+    metadata.fill_(-7)
+    fill(RunAheadStep(first, verifying(6, 5, (2, 4), (9, 2)), rung), metadata)
+    assert metadata.tolist() == [-7, 21, 22, 23, 23, -7, 11, 12, -7], "in another order, and filled up"

@@ -1,34 +1,55 @@
 """Pools, page tables and step layouts: every operation of a step, every contradiction."""
 
+import gc
 import random
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from daemons import device
 from daemons.device import CPU
 from daemons.errors import DeviceError, StateError
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.pools import Pools
 from daemons.kv.sequences import Sequences
 from daemons.ops.attention import reference
+from daemons.ops.delta_rule import apply_updates
+from daemons.ops.host_pages import HostPages, runs_of
 from daemons.ops.paged import Pages
-from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, attention_state
-from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.engine.sequence import grow_table, page_operations
+from lucevisor.kv.page_pool import PagePools
+from lucevisor.kv.page_table import Growth, HostMemoryFull, PageTable
+from lucevisor.kv.residency import Residency, page_table
+from lucevisor.kv.validation import Owner, pool_problems
+from lucevisor.model.families import open_spec
+from lucevisor.model.pages import ResidencyPolicy
+from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, attention_state, update_width
+from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space, Tier
+from lucevisor.protocol.loading import PoolSizes, StatePlace
+from lucevisor.protocol.messages import Restored
 from lucevisor.protocol.steps import (
     CloseSequence,
     CopyPage,
     CopyState,
     OpenSequence,
+    Operation,
+    PageIn,
     PageOut,
     SamplingParams,
     SetPages,
     Slice,
+    UseState,
     ZeroState,
 )
+from lucevisor.snapshots.store import SnapshotStore
+from tests.daemons.cpu_kernels import needs_cpu_kernels
+from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model, states_of
+from tests.families.pipeline import How, Pipeline, load_stages
 from tests.numerics import attention_error, q8_error
 
 SIZES = PoolSizes(full_pages=12, window_pages=8, states=5)
@@ -402,3 +423,557 @@ def test_gathered_keys_are_those_a_position_may_see(seed, window):
                 heads = [attention_error(q[row, h], k[:, h // group], v[:, h // group], 1.0) for h in range(q.shape[1])]
                 assert bool(((found[row] - wanted).abs().amax(dim=-1) <= 2 * torch.tensor(heads)).all())
                 row += 1
+
+
+# ---- states of drafts
+
+
+DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
+DRAFT_SIZES = PoolSizes(full_pages=0, window_pages=0, states=6, host_states=2, draft_states=5)
+LIVE, OTHER, FREE = 1, 3, 2
+DRAFTS, HOSTS = range(4, 9), range(9, 11)
+KEPT = [LIVE, 6, 4, 8]
+N_KEY, N_VALUE, DIM = 1, 2, 16
+N_DRAFT_LAYERS = 3
+
+
+def draft_model() -> ModelSpec:
+    width = update_width(N_KEY, N_VALUE, DIM)
+    state = (
+        StateTensor("conv", (3, 8), Dtype.FLOAT32),
+        StateTensor("delta", (N_VALUE, DIM, DIM), Dtype.FLOAT32, width),
+    )
+    layers = tuple(LayerSpec(i, Space.RECURRENT, {}, state) for i in range(N_DRAFT_LAYERS))
+    return ModelSpec("test", "test", "F32", 16, 100, 4096, layers, {}, {}, 16, None)
+
+
+class Verified:
+    """Pools in which a verify slice of sequence 1 left ``KEPT``; sequence 3 has another state."""
+
+    def __init__(self) -> None:
+        self.pools = Pools(draft_model(), LayerRange(0, N_DRAFT_LAYERS), CPU, Dtype.FLOAT32, DRAFT_SIZES)
+        torch.manual_seed(0)
+        for i in range(N_DRAFT_LAYERS):
+            for rows in (self.pools.state(i, "delta"), self.pools.state(i, "conv"), self.pools.updates.of_layer(i)):
+                rows.normal_()
+        self.sequences = Sequences([self.pools], DRAFT_SIZES, 3)
+        self.apply(OpenSequence(1, LIVE, SamplingParams()), OpenSequence(3, OTHER, SamplingParams()))
+        self.sequences.record_updates([Slice(1, 0, [1] * 4, True, 3, KEPT)])
+        self.wanted, self.windows = self.matrices(), self.stacked("conv")
+        self.updates = torch.stack([self.pools.updates.of_layer(i) for i in range(N_DRAFT_LAYERS)])
+
+    def apply(self, *operations: Operation) -> None:
+        for operation in operations:
+            self.sequences.apply(operation)
+
+    def stacked(self, name: str) -> torch.Tensor:
+        return torch.stack([self.pools.state(i, name) for i in range(N_DRAFT_LAYERS)])
+
+    def matrices(self) -> torch.Tensor:
+        return self.stacked("delta")
+
+    def expect(self, n_tokens: int) -> None:
+        """The live state is that after so many tokens of the slice, and nothing else changes."""
+        apply_updates(self.wanted, self.updates, LIVE, torch.tensor(KEPT[:n_tokens]), LIVE)
+        if n_tokens:
+            self.windows[:, LIVE] = self.windows[:, KEPT[n_tokens - 1]]
+
+    def check(self) -> None:
+        assert torch.equal(self.matrices(), self.wanted)
+        assert torch.equal(self.stacked("conv"), self.windows)
+        assert self.sequences.by_id[1].state == LIVE
+
+
+def test_ids_and_rows() -> None:
+    pools = Verified().pools
+    assert pools.state(0, "delta").shape[0] == DRAFT_SIZES.device_states == 4
+    assert pools.state(0, "conv").shape[0] == pools.updates.of_layer(0).shape[0] == DRAFT_SIZES.device_rows == 9
+    per_layer = 4 * (4 * N_VALUE * DIM * DIM + 9 * (3 * 8 + update_width(N_KEY, N_VALUE, DIM)))
+    assert pools.nbytes == N_DRAFT_LAYERS * per_layer
+    assert pools.nbytes == N_DRAFT_LAYERS * sum(
+        n * size
+        for n, size in (
+            (DRAFT_SIZES.device_states, draft_model().layers[0].device_unit_bytes(Dtype.FLOAT32)),
+            (DRAFT_SIZES.draft_states, draft_model().layers[0].draft_state_bytes(Dtype.FLOAT32)),
+        )
+    )
+    assert [i for i in range(-1, 12) if DRAFT_SIZES.is_draft_state(i)] == [*DRAFTS]
+    assert [DRAFT_SIZES.place_of_state(i) for i in HOSTS] == [StatePlace(Tier.HOST, 0), StatePlace(Tier.HOST, 1)]
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 3, 4])
+def test_the_state_that_is_used_is_made_in_place(n_tokens: int) -> None:
+    one = Verified()
+    one.apply(UseState(1, KEPT[n_tokens - 1]))
+    one.expect(n_tokens)
+    one.check()
+    one.apply(UseState(1, KEPT[n_tokens - 1]), CloseSequence(3))  # once
+    one.check()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("target", [FREE, HOSTS[1]], ids=["device", "host"])
+def test_a_copy_before_the_verdict_has_the_first_token(n_tokens: int, target: int) -> None:
+    """As of a request that is preempted: the newest token always counts."""
+    one = Verified()
+    one.apply(CopyState(LIVE, target))
+    one.expect(1)
+    for i in range(N_DRAFT_LAYERS):
+        for name, wanted in (("delta", one.wanted), ("conv", one.windows)):
+            rows, at = one.pools.rows_with(i, name, target)
+            assert torch.equal(rows[at], wanted[i, LIVE])
+            if target == FREE:
+                wanted[i, FREE] = wanted[i, LIVE]
+    one.check()
+    one.apply(UseState(1, KEPT[n_tokens - 1]))
+    apply_updates(one.wanted, one.updates, LIVE, torch.tensor(KEPT[1:n_tokens], dtype=torch.int64), LIVE)
+    one.windows[:, LIVE] = one.windows[:, KEPT[n_tokens - 1]]
+    one.check()
+
+
+@pytest.mark.parametrize("what", [Slice(1, 1, [1], True), CloseSequence(1)], ids=["a slice", "the end"])
+def test_without_a_word_the_first_token_counts(what: Slice | Operation) -> None:
+    one = Verified()
+    if isinstance(what, Slice):
+        one.sequences.commit_states([Slice(3, 0, [1], False), what])
+    else:
+        one.apply(what)
+    one.expect(1)
+    assert torch.equal(one.matrices(), one.wanted)
+
+
+def test_a_rebuilt_stage_has_the_state_already() -> None:
+    """Its sequences were computed up to there, and the operation is for the stages that were not lost."""
+    one = Verified()
+    one.sequences.record_updates([Slice(1, 0, [1] * 4, False)])
+    one.apply(UseState(1, KEPT[2]))
+    one.check()
+
+
+def test_an_id_that_the_slice_did_not_leave_is_refused() -> None:
+    one = Verified()
+    with pytest.raises(StateError, match="left no state 5"):
+        one.apply(UseState(1, 5))
+    one.check()
+    one.apply(UseState(1, KEPT[2]))
+    one.expect(3)
+    one.check()
+
+
+def test_an_id_that_another_sequence_has_by_now_is_not_read() -> None:
+    one = Verified()
+    one.apply(UseState(1, LIVE))
+    one.expect(1)
+    one.sequences.record_updates([Slice(3, 0, [1, 1], True, 1, [OTHER, KEPT[2]])])
+    one.apply(UseState(1, KEPT[2]))
+    one.check()
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        OpenSequence(7, 4, SamplingParams()),
+        ZeroState(4),
+        CopyState(4, FREE),
+        CopyState(LIVE, 4),
+        CopyState(HOSTS[0], 8),
+        UseState(3, HOSTS[0]),
+        UseState(3, 11),
+    ],
+    ids=lambda operation: type(operation).__name__,
+)
+def test_what_is_nowhere_whole_is_refused(operation: Operation) -> None:
+    one = Verified()
+    with pytest.raises(StateError, match=r"draft's|host memory|outside the pool of 11"):
+        one.apply(operation)
+    one.check()
+
+
+@pytest.mark.parametrize(
+    ("n", "states"),
+    [(1, [4]), (2, [4, 5]), (4, [LIVE, 4]), (3, [4, LIVE, 5]), (3, [FREE, 4, LIVE]), (2, [LIVE, HOSTS[0]])],
+    ids=repr,
+)
+def test_slices_that_would_write_a_whole_state_there_are_refused(n: int, states: list[int]) -> None:
+    one = Verified()
+    with pytest.raises(StateError, match=r"draft's, and may only be|host memory"):
+        Layout([Slice(1, 0, [1] * n, True, 0, states)], one.sequences, draft_model())
+    Layout([Slice(1, 0, [1] * 3, True, 2, [LIVE, 4, 5])], one.sequences, draft_model())
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("n_accepted", [0, 2, 5])
+def test_a_model_goes_on_with_the_bits_of_single_tokens(n_accepted: int) -> None:
+    """Over two stages, of whose layers one kernel each keeps updates."""
+    spec = open_spec(DEMO)
+    pipelines = [Pipeline(spec, load_stages(spec, (2,), How(Dtype.BFLOAT16, Dtype.BFLOAT16))) for _ in range(2)]
+    tokens = [7, 300, 12, 45, 9, 80, 7, 41]
+    logits = []
+    for pipeline, at_once in zip(pipelines, (True, False), strict=True):
+        pipeline.open(0)
+        pipeline.run((0, [5, 6, 9]))
+        if at_once:
+            pipeline.verify((0, tokens[:6], 5))
+            pipeline.accept(0, 5, n_accepted)
+        else:
+            for token in tokens[: n_accepted + 1]:
+                pipeline.run((0, [token]))
+        logits.append([pipeline.run((0, [token])) for token in (3, 8)])
+    for found, wanted in zip(*logits, strict=True):
+        assert torch.equal(found, wanted)
+
+
+# ---- recurrent states in host memory
+
+
+HOST_SIZES = PoolSizes(full_pages=4, window_pages=0, states=5, host_states=3)
+N = 133
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return golden_spec("qwen35")
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_the_device_holds_what_may_be_live_and_the_host_the_rest(spec):
+    layers = LayerRange(0, spec.n_layers)
+    pools = Pools(spec, layers, CPU, Dtype.FLOAT32, HOST_SIZES)
+    full, state = (spec.unit_bytes(space, layers, Dtype.FLOAT32) for space in (Space.FULL, Space.RECURRENT))
+    updates = 4 * sum(t.update_width for layer in spec.layers for t in layer.state)
+    assert updates
+    assert pools.nbytes == 4 * full + 2 * (state + updates)
+    assert pools.host_nbytes == 3 * state
+    first = next(layer.index for layer in spec.layers if layer.space is Space.RECURRENT)
+    assert pools.state(first, "delta").shape[0] == 2
+    for state_id, (n_rows, row) in enumerate([(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]):
+        rows, found = pools.rows_with(first, "delta", state_id)
+        assert (rows.shape[0], found) == (n_rows, row)
+        assert not rows.any()
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 2), (0, 4), (3, 1), (4, 0)])
+def test_a_copy_is_bit_by_bit_and_touches_nothing_else(spec, source, target):
+    pools = Pools(spec, LayerRange(0, spec.n_layers), CPU, Dtype.FLOAT32, HOST_SIZES)
+    generator = torch.Generator().manual_seed(source * 5 + target)
+    shards = [*pools._of(Space.RECURRENT), *pools._host_stacks]
+    for tensor in shards:  # any bits, those of no number included
+        tensor.view(torch.int32).random_(-(2**31), 2**31, generator=generator)
+    sequences = Sequences([pools], HOST_SIZES, max_sequences=2)
+    names = [(i.index, t.name) for i in spec.layers if i.space is Space.RECURRENT for t in i.state]
+
+    def bits(state):
+        return [pools.rows_with(*name, state)[0][pools.rows_with(*name, state)[1]].view(torch.int32) for name in names]
+
+    before = {state: [b.clone() for b in bits(state)] for state in range(5)}
+    sequences.apply(CopyState(source, target))
+    for state in range(5):
+        wanted = before[source if state == target else state]
+        assert all(torch.equal(a, b) for a, b in zip(bits(state), wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (OpenSequence(1, 2, SamplingParams()), "OpenSequence 1: state 2 lies in host memory"),
+        (OpenSequence(1, 5, SamplingParams()), "OpenSequence 1: state 5 is outside the pool of 5"),
+        (ZeroState(4), "ZeroState: state 4 lies in host memory"),
+        (CopyState(2, 4), "CopyState: states 2 and 4 both lie in host memory"),
+        (CopyState(1, 5), "CopyState: state 5 is outside the pool of 5"),
+        (CopyState(-1, 4), "CopyState: state -1 is outside the pool of 5"),
+    ],
+)
+def test_what_a_state_in_host_memory_cannot_be_is_refused(spec, operation, message):
+    pools = Pools(spec, LayerRange(0, spec.n_layers), CPU, Dtype.FLOAT32, HOST_SIZES)
+    sequences = Sequences([pools], HOST_SIZES, max_sequences=2)
+    with pytest.raises(StateError, match=message):
+        sequences.apply(operation)
+    assert not sequences.by_id
+
+
+def test_a_sequence_goes_on_from_a_checkpoint_in_host_memory(spec):
+    pipeline = SlotPipeline(spec, [[3], []], host_states=4, seed=1)
+    pipeline.open(0)
+    pipeline.run(0, ids_of(spec, N))
+    place = checkpoint(pipeline, 0, 6)
+    kept = states_of(pipeline, 6)
+    assert equal(kept, states_of(pipeline, 0))
+    wanted = pipeline.greedy(0, [3, 1], 16)
+    assert equal(kept, states_of(pipeline, 6))  # it did not move with the sequence
+    assert not equal(kept, states_of(pipeline, 0))
+    pipeline.adopt(1, place, live_state=3)
+    assert equal(kept, states_of(pipeline, 3))
+    assert pipeline.greedy(1, [3, 1], 16) == wanted
+
+
+@pytest.mark.parametrize("saved", [2, 6])
+@pytest.mark.parametrize("restored", [1, 5])
+def test_snapshots_of_states_wherever_they_lie_are_the_same(spec, saved, restored, tmp_path):
+    one = SlotPipeline(spec, host_states=4, seed=1)
+    one.open(0)
+    one.run(0, ids_of(spec, N))
+    place = checkpoint(one, 0, saved)
+    kept = states_of(one, saved)
+    wanted = one.greedy(0, [3, 1], 16)
+    store = SnapshotStore(tmp_path, state_model(spec), 1 << 30)
+    entry = one.save(store, ids_of(spec, N), place)
+    other = SlotPipeline(spec, [[3], []], host_states=4, seed=2)
+    with torch.inference_mode():
+        for shard in (shard for stage in other.stages for shard in stage.shards):
+            for tensor in (*shard.pools._of(Space.RECURRENT), *shard.pools._host_stacks):
+                tensor.fill_(7.0)
+    fresh = other.fresh_place(N, restored)
+    assert all(isinstance(a, Restored) for a in other.restore(store, entry, fresh))
+    assert equal(states_of(other, restored), kept)
+    for state in set(range(8)) - {restored}:
+        assert all((numbers == 7.0).all() for numbers in states_of(other, state).values())
+    other.adopt(1, fresh, live_state=3)
+    assert other.greedy(1, [3, 1], 16) == wanted
+    again = other.save(store, ids_of(spec, N), fresh)
+    assert again.snapshot.checksums == entry.snapshot.checksums
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("extent", [(3, 2, 5), (3, 0, 5)])
+def test_host_memory_is_zeros_that_can_be_written(kind, extent):
+    """Where there is no accelerator it is not page-locked for one; what it holds is the same."""
+    zeros, locked = device.host_zeros(extent, torch.float32, torch.device(kind), "checkpoints", "cache.states")
+    assert zeros.shape == extent
+    assert zeros.device == CPU
+    assert not zeros.any()
+    zeros += 1
+    assert bool((zeros == 1).all())
+    assert locked is (kind == "cpu" or (torch.cuda.is_available() and zeros.numel() > 0))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_host_without_room_is_told_of_with_the_bytes(kind):
+    with pytest.raises(DeviceError, match=r"cpu: out of memory for checkpoints: \d+ bytes asked") as caught:
+        device.host_zeros((1 << 45,), torch.float32, torch.device(kind), "checkpoints", "cache.states")
+    assert caught.value.configuration
+    assert caught.value.advice == "cache.states"
+
+
+def test_memory_is_unlocked_before_it_is_unmapped(monkeypatch):
+    """As long as a view lives it stays; the driver is not here, so it is seen when it would be called."""
+    seen = []
+
+    def mapped(address):
+        lines = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+        return any(int(first, 16) <= address < int(end, 16) for first, end in lines)
+
+    monkeypatch.setattr(device, "register_host", lambda _: True)
+    monkeypatch.setattr(device, "_unregister", lambda address: seen.append((address, mapped(address))))
+    zeros, locked = device.host_zeros((64, 1 << 16), torch.float32, torch.device("cuda"), "checkpoints", "")
+    address, view = zeros.data_ptr(), zeros[3:].view(torch.uint8)
+    assert locked
+    del zeros
+    assert not view.any()
+    assert seen == []
+    del view
+    gc.collect()
+    assert seen == [(address, True)]
+    assert not mapped(address)
+
+
+# ---- pages in host memory
+
+
+POOL = 6
+MAX_SEQUENCES = 4
+LAYERS = tuple(LayerSpec(i, Space.FULL, {}, attention_state(1 + i, 4, 4)) for i in range(2))
+SPEC = ModelSpec("test", "test", "F32", 16, 100, 4096, LAYERS, {}, {}, 0, None)
+
+
+def content(sequence: int, position: int) -> float:
+    """What every number of a position's keys and values is."""
+    return float(sequence * 10_000 + position)
+
+
+@dataclass
+class Held:
+    """A sequence of the machine: by position, the number that its pages hold."""
+
+    table: PageTable
+    numbers: list[float] = field(default_factory=list)
+
+
+class HostPagesMachine(RuleBasedStateMachine):
+    """Sequences that grow, fork and end in a supervisor's tables and in a daemon's pools."""
+
+    sequences = Bundle("sequences")
+
+    @initialize(
+        policy=st.sampled_from(["lru", "exact", "qk"]),
+        kv_dtype=st.sampled_from([Dtype.FLOAT32, Dtype.Q8_0]),
+        host_pages=st.sampled_from([1, 7, 40]),
+    )
+    def begin(self, policy: ResidencyPolicy, kv_dtype: Dtype, host_pages: int) -> None:
+        host_pages = 0 if policy == "lru" else host_pages
+        self.sizes = PoolSizes(full_pages=26, window_pages=0, states=0, host_pages=host_pages)
+        self.residency = Residency(POOL, policy)
+        self.pools = PagePools([Space.FULL], self.sizes)
+        self.shards = [Pools(SPEC, LayerRange(i, i + 1), CPU, kv_dtype, self.sizes) for i in range(2)]
+        self.daemon = Sequences(self.shards, self.sizes, MAX_SEQUENCES, attend_host=policy == "exact")
+        self.held: dict[int, Held] = {}
+        self.exact = kv_dtype is Dtype.FLOAT32
+        self.n = 0
+
+    def opened(self, held: Held) -> int:
+        self.n += 1
+        self.held[self.n] = held
+        self.daemon.apply(OpenSequence(self.n, 0, SamplingParams()))
+        return self.n
+
+    @rule(target=sequences)
+    def open(self) -> int:
+        if len(self.held) == MAX_SEQUENCES:
+            return 0
+        return self.opened(Held(page_table(self.pools, None, self.residency)))
+
+    @rule(sequence=sequences, slices=st.lists(st.sampled_from([1, 17, 64]), max_size=12))
+    def grow(self, sequence: int, slices: list[int]) -> None:
+        held = self.held.get(sequence)
+        for n_tokens in slices if held is not None else ():
+            self.slice(sequence, held, n_tokens)
+
+    def slice(self, sequence: int, held: Held, n_tokens: int) -> None:
+        start = len(held.numbers)
+        before = held.table.held(Space.FULL), held.table.n_out
+        try:
+            operations = grow_table(sequence, held.table, start, start + n_tokens)
+        except HostMemoryFull:
+            operations = None
+        if operations is None:
+            assert (held.table.held(Space.FULL), held.table.n_out) == before
+            return
+        for operation in operations:
+            self.daemon.apply(operation)
+        held.numbers += [content(sequence, at) for at in range(start, start + n_tokens)]
+        one = self.daemon.get(sequence, "test")
+        slots = []
+        for position in range(start, start + n_tokens):
+            place = one.place(position)
+            slots.append(one.pages[Space.FULL][place // PAGE_TOKENS] * PAGE_TOKENS + place % PAGE_TOKENS)
+        for i, shard in enumerate(self.shards):
+            for name in "kv":
+                rows = torch.tensor(held.numbers[start:]).view(-1, 1, 1).expand(-1, 1 + i, 4)
+                shard.paged(i, name).write(torch.tensor(slots), rows)
+
+    @rule(sequence=sequences, seed=st.randoms(use_true_random=False))
+    def rank(self, sequence: int, seed: random.Random) -> None:
+        held = self.held.get(sequence)
+        if held is not None and self.residency.ranks_pages:
+            held.table.rank([seed.random() for _ in range(len(held.numbers) // PAGE_TOKENS)])
+
+    @rule(target=sequences, sequence=sequences)
+    def fork(self, sequence: int) -> int:
+        """Another sequence starts with the whole pages of one from which nothing has left."""
+        held = self.held.get(sequence)
+        if held is None or held.table.n_out or len(self.held) == MAX_SEQUENCES:
+            return 0
+        n_pages = len(held.numbers) // PAGE_TOKENS
+        pages = held.table.entries(Space.FULL, 0, n_pages)
+        table = page_table(self.pools, None, self.residency)
+        table.adopt(pages, 0, [])
+        fork = self.opened(Held(table, held.numbers[: n_pages * PAGE_TOKENS]))
+        for operation in page_operations(fork, Growth(Space.FULL, 0, pages)) if pages else ():
+            self.daemon.apply(operation)
+        return fork
+
+    @rule(sequence=consumes(sequences))
+    def end(self, sequence: int) -> None:
+        held = self.held.pop(sequence, None)
+        if held is not None:
+            held.table.release()
+            self.daemon.apply(CloseSequence(sequence))
+
+    @invariant()
+    def ids_have_their_owners(self) -> None:
+        owners = []
+        for name, held in self.held.items():
+            owners.append(Owner(str(name), self.pools[Space.FULL], held.table.held(Space.FULL)))
+            owners.append(Owner(str(name), self.pools.host_pages, held.table.hosts))
+        assert not list(pool_problems(self.pools, owners))
+
+    @invariant()
+    def pages_hold_their_positions(self) -> None:
+        for sequence, held in self.held.items():
+            one = self.daemon.get(sequence, "test")
+            assert len(one.pages.get(Space.FULL, [])) <= POOL
+            assert one.pages.get(Space.FULL, []) == held.table.held(Space.FULL)
+            hosts = dict(zip(one.out, held.table.hosts, strict=False))
+            rows = {entry: page - self.sizes.full_pages for entry, page in hosts.items()}
+            assert rows == one.hosts
+            assert one.host_rows == (sorted(rows.values()) if self.residency.attends_host else [])
+            for entry in range(-(-len(held.numbers) // PAGE_TOKENS)):
+                numbers = held.numbers[entry * PAGE_TOKENS : (entry + 1) * PAGE_TOKENS]
+                if entry not in one.out:
+                    place = one.place(entry * PAGE_TOKENS) // PAGE_TOKENS
+                    self.check(one.pages[Space.FULL][place], numbers, in_host=False)
+                elif self.residency.keeps_host:
+                    self.check(hosts[entry] - self.sizes.full_pages, numbers, in_host=True)
+
+    def check(self, row: int, numbers: list[float], *, in_host: bool) -> None:
+        wanted = torch.tensor(numbers)
+        for i, shard in enumerate(self.shards):
+            for name in "kv":
+                paged = shard.paged(i, name)
+                if in_host:
+                    assert paged.host is not None
+                    paged = paged.over(paged.host.parts)
+                one = paged.pages if hasattr(paged, "pages") else paged.codes[..., :4].float() * paged.scales
+                found = one[row, : len(numbers), 0, 0].float()
+                assert torch.equal(found, wanted) if self.exact else torch.allclose(found, wanted, rtol=1e-2)
+
+
+HostPagesMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestHostPages = HostPagesMachine.TestCase
+
+
+def test_rows_are_copied_in_runs() -> None:
+    assert list(runs_of([3, 4, 5, 9, 11, 12])) == [(0, 3), (3, 4), (4, 6)]
+    assert not list(runs_of([]))
+
+
+def test_chunks_hold_all_rows_once() -> None:
+    host = HostPages(CPU, 200)
+    memory = host.add(torch.zeros(2, 3, PAGE_TOKENS, 1, 2))
+    memory[1, :, 0, 0, 0] = torch.arange(200)
+    found = []
+    paged = Pools(SPEC, LayerRange(0, 1), CPU, Dtype.FLOAT32, PoolSizes(3, 0, 0, host_pages=200)).paged(0, "k").host
+    assert paged is not None
+    for [[tensor]], rows in host.chunks([type(paged)([memory[1]], host)], list(range(5, 140))):
+        found += tensor[rows.long(), 0, 0, 0].tolist()
+    assert found == list(range(5, 140))
+
+
+@pytest.mark.parametrize("page", [2, 5])
+def test_pages_outside_host_memory_are_refused(page: int) -> None:
+    sizes = PoolSizes(3, 0, 0, host_pages=2)
+    sequences = Sequences([Pools(SPEC, LayerRange(0, 2), CPU, Dtype.FLOAT32, sizes)], sizes, 1)
+    sequences.apply(OpenSequence(1, 0, SamplingParams()))
+    sequences.apply(SetPages(1, Space.FULL, 0, [0, 1]))
+    with pytest.raises(StateError, match=f"page {page} is outside the 2 pages in host memory"):
+        sequences.apply(PageOut(1, [1], [page]))
+    sequences.apply(PageOut(1, [1], [4]))
+
+
+def test_a_page_that_the_target_alone_keeps_comes_back_empty():
+    """A drafter under ``exact``: it has no host memory, and slots bring pages of the target back."""
+    sizes = PoolSizes(full_pages=8, window_pages=0, states=0)
+    pools = Pools(SPEC, LayerRange(0, 1), CPU, Dtype.FLOAT32, sizes)
+    opening = [OpenSequence(1, -1, SamplingParams(), []), SetPages(1, Space.FULL, 0, [1, 2, 3]), PageOut(1, [1], [8])]
+    drafter, target = Sequences([pools], sizes, 1, forgets=True), Sequences([pools], sizes, 1)
+    for operation in opening:
+        drafter.apply(operation)
+        target.apply(operation)
+    drafter.apply(PageIn(1, [1], [5]))
+    assert drafter.get(1, "test").table(Space.FULL) == [1, 5, 3]
+    for sequences in (drafter, target):  # it is there, and it was never kept
+        with pytest.raises(StateError, match="entry 1 is not in host memory"):
+            sequences.apply(PageIn(1, [1], [6]))

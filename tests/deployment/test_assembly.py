@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from lucevisor.engine.request import NotReady, RequestError
-from tests.deployment.daemon_groups import Groups
+from lucevisor.engine.request import GenerationRequest, NotReady, RequestError, RequestHandle
+from lucevisor.protocol.steps import StepResult
+from tests.deployment.daemon_groups import GroupMachine, Groups, ServingMachine, frame
 from tests.engine.toy_engine import events_of, request, told
 
 STOPPED = RequestError(
@@ -77,3 +81,191 @@ def test_after_close_no_daemon_makes_a_pipeline() -> None:
     late.assembly.detach(STOPPED)
     late.work()  # answers its reset
     assert not late.assembly.complete
+
+
+# ---- lost daemons
+
+
+class Losses(GroupMachine):
+    """Whatever comes, goes, answers or breaks in whatever order: requests that are not cancelled get their tokens."""
+
+    @initialize(
+        homes=st.sampled_from([("a", "b"), ("a", "b", "a"), ("a", "b", "c")]),
+        draft=st.sampled_from(["", "last", "aside"]),
+        pages=st.sampled_from([100, 100, 3]),
+    )
+    def begin(self, homes: tuple[str, ...], draft: str, pages: int) -> None:
+        self.groups = Groups(homes, homes[-1] if draft == "last" else draft, hold_s=60.0, journal_pages=pages)
+        self.names = list(dict.fromkeys([*homes, *([draft] if draft == "aside" else [])]))
+        self.requests: list[tuple[GenerationRequest, RequestHandle]] = []
+        for name in self.names:
+            self.groups.ready(name)
+        self.groups.work()
+        self.n_mended = 0
+
+    @precondition(lambda self: self.away)
+    @rule(draw=st.integers(0, 5), alive=st.sampled_from([True, True, True, False]))
+    def ready(self, draw: int, alive: bool) -> None:
+        self.groups.ready(self.some(draw, self.away), alive=alive)
+
+    @precondition(lambda self: self.away)
+    @rule(draw=st.integers(0, 5))
+    def load(self, draw: int) -> None:
+        carries = self.groups.load(self.some(draw, self.away))
+        event(f"load with a replay: {carries}")
+
+    @precondition(lambda self: self.here)
+    @rule(draw=st.integers(0, 5))
+    def die(self, draw: int) -> None:
+        self.groups.die(self.some(draw, self.here))
+
+    @precondition(lambda self: self.here)
+    @rule(draw=st.integers(0, 5))
+    def lost(self, draw: int) -> None:
+        self.groups.lost(self.some(draw, self.here))
+        self.n_mended = len(self.groups.failures)
+
+    @precondition(lambda self: self.groups.engine.ready)
+    @rule(draw=st.integers(0, 5))
+    def break_the_order(self, draw: int) -> None:
+        homes = [n for n in self.here if n in self.groups.homes]
+        self.groups.assembly.on_frame(homes[draw % len(homes)], frame(StepResult(99_999, 0)))
+
+    @rule(length=st.integers(1, 150), n=st.integers(1, 20))
+    def submit(self, length: int, n: int) -> None:
+        one = request(chr(0x100 + len(self.requests)), range(length), n)  # names whose seeds differ
+        if self.groups.engine.ready or self.groups.engine.holding:
+            self.requests.append((one, self.groups.submit(one)))
+
+    @precondition(lambda self: self.requests)
+    @rule(draw=st.integers(0, 50))
+    def cancel(self, draw: int) -> None:
+        self.requests[draw % len(self.requests)][1].cancel()
+
+    @invariant()
+    def nobody_fails(self) -> None:
+        for _, handle in self.requests if hasattr(self, "requests") else ():
+            assert handle.finished is None or handle.finished.error is None
+
+    def teardown(self) -> None:
+        if not hasattr(self, "groups"):
+            return
+        self.groups.close()
+        for group in self.here:  # what broke the order is replaced; so is all else
+            self.groups.lost(group)
+        for group in self.names:
+            self.groups.ready(group)
+        self.groups.work()
+        assert self.groups.engine.ready
+        assert self.groups.assembly.complete
+        for one, handle in self.requests:
+            assert handle.finished is not None
+            tokens = [event.token for event in _unread(handle) if hasattr(event, "token")]
+            wanted = self.groups.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset())
+            assert tokens == wanted[: len(tokens)]
+            assert handle.finished.reason == "cancelled" or tokens == wanted
+
+
+def _unread(handle: RequestHandle) -> list[object]:
+    found: list[object] = [*handle._events]
+    handle._events.clear()
+    return found
+
+
+TestLosses = Losses.TestCase
+TestLosses.settings = settings(max_examples=12, stateful_step_count=40)
+
+
+# ---- a drafter that comes and goes
+
+
+def test_requests_are_served_before_the_drafter_is_there() -> None:
+    groups = Groups(["left", "right"], "draft")
+    groups.ready("left")
+    groups.ready("right")
+    groups.work()
+    assert groups.assembly.complete
+    assert not groups.assembly.drafting
+    changes = groups.changes
+    groups.ready("draft")
+    assert not groups.assembly.drafting
+    assert groups.assembly.resetting == {"draft"}
+    groups.answer("draft")
+    assert groups.assembly.drafting
+    assert groups.changes == changes + 1
+
+
+class World(ServingMachine):
+    """Whatever comes, goes or answers in whatever order: with the drafter alone in its group no request ends by its
+    loss, and every answer is what it would be without drafts."""
+
+    @initialize(
+        homes=st.sampled_from([("a",), ("a", "b"), ("a", "b", "a")]), alone=st.booleans(), last=st.sampled_from([0, -1])
+    )
+    def begin(self, homes: tuple[str, ...], alone: bool, last: int) -> None:
+        self.groups = Groups(homes, "d" if alone else homes[last])
+        self.alone = alone
+        self.names = list(dict.fromkeys([*homes, self.groups.draft]))
+        self.requests: dict[str, tuple[GenerationRequest, RequestHandle]] = {}
+
+    @precondition(lambda self: self.away)
+    @rule(draw=st.integers(0, 5), with_draft=st.sampled_from([True, True, True, False]))
+    def ready(self, draw: int, with_draft: bool) -> None:
+        group = self.some(draw, self.away)
+        self.groups.ready(group, with_draft=with_draft or self.alone)
+
+    @precondition(lambda self: self.here)
+    @rule(draw=st.integers(0, 5), heard=st.booleans())
+    def lost(self, draw: int, heard: bool) -> None:
+        """``heard``: the link's end is noticed before a step is sent to it."""
+        group = self.some(draw, self.here)
+        n_running = self.groups.engine.statistics().running
+        self.groups.die(group)
+        if not heard and self.busy:
+            self.groups.answer(self.some(draw, self.busy))
+            n_running = self.groups.engine.statistics().running
+        self.groups.lost(group)
+        kept = self.alone and group == self.groups.draft
+        assert self.groups.engine.statistics().running == (n_running if kept else 0)
+
+    @precondition(lambda self: self.groups.assembly.drafting)
+    @rule()
+    def wrong_answer(self) -> None:
+        n_running = self.groups.engine.statistics().running
+        stage = len(self.groups.homes)
+        self.groups.assembly.on_frame(self.groups.draft, frame(StepResult(99_999, stage)))
+        assert not self.groups.assembly.drafting
+        assert self.groups.engine.statistics().running == n_running
+        if self.alone:
+            self.groups.lost(self.groups.draft)  # what supervision does about it
+
+    @precondition(lambda self: self.groups.engine.ready)
+    @rule(length=st.integers(1, 150), n=st.integers(1, 40))
+    def submit(self, length: int, n: int) -> None:
+        one = request("r" * (1 + len(self.requests)), range(length), n)  # a seed of its own, for the drafter
+        self.requests[one.request_id] = one, self.groups.submit(one)
+
+    @invariant()
+    def the_drafter_needs_a_pipeline(self) -> None:
+        if self.groups.assembly.drafting:
+            assert self.groups.assembly.complete
+            assert self.groups.draft in self.groups.processes
+
+    def teardown(self) -> None:
+        if not hasattr(self, "groups"):
+            return
+        for group in self.here:
+            if not self.groups.processes[group].alive:
+                self.groups.lost(group)
+        for group in self.away:
+            self.groups.ready(group)
+        self.groups.work()
+        assert self.groups.engine.ready
+        assert self.groups.assembly.drafting or not self.alone
+        for _, handle in self.requests.values():
+            assert handle.finished is not None
+        self.what_ended_well_is_right()
+
+
+TestWorld = World.TestCase
+TestWorld.settings = settings(max_examples=40, stateful_step_count=40)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from lucevisor.deployment import state_memory
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.deployment.state_memory import StateMemory
+from lucevisor.deployment.assembly import PipelineAssembly
+from lucevisor.deployment.state_memory import ReplacementState, StateMemory
+from lucevisor.engine.recovery import StateReplay
 from lucevisor.errors import LucevisorError
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.protocol.loading import Load, PoolSizes, StageReplay
 from lucevisor.protocol.steps import SamplingParams
 from lucevisor.snapshots.transfers import ShardTransfers
 from tests.e2e.service import GOLDEN, generate, generate_all, running, write_config
@@ -102,3 +108,43 @@ async def test_what_cannot_be_handed_over_is_computed_again(tmp_path: Path, monk
             await AdminOperations(service).restart("b", now=False)
             assert service.engine.statistics().recovery.n_kept == 0
             assert await generate(service, PROMPT, 8, SAMPLING) == wanted
+
+
+# ---- replay in the load of a replacement
+
+
+LOAD = Load(["model.gguf"], Dtype.FLOAT32, Dtype.FLOAT32, [], [], PoolSizes(0, 0, 0), 1, 128)
+
+
+class LostPipeline:
+    """Requests wait for group `lost`, whose next daemon is to replay a step."""
+
+    complete, holding = False, True
+
+    async def replay(self, group: str, _timeout_s: float) -> StateReplay | None:
+        return StateReplay([StageReplay(0, [])], os.memfd_create(group)) if group == "lost" else None
+
+
+@pytest.mark.parametrize(
+    "read_or_dropped",
+    [
+        lambda state: state.take("lost"),
+        lambda state: state.drop("lost"),
+        lambda state: state.close(),
+        lambda state: asyncio.run(state.load_order("lost", LOAD, None)),
+    ],
+)
+def test_a_replay_goes_with_the_load_and_its_file_is_closed(
+    read_or_dropped: Callable[[ReplacementState], None],
+) -> None:
+    state, assembly = ReplacementState([]), cast(PipelineAssembly, LostPipeline())
+    order = asyncio.run(state.load_order("lost", LOAD, assembly))
+    assert order.load.replay == [StageReplay(0, [])]
+    assert not order.load.warm_up
+    [file] = order.fds
+    inode = os.fstat(file).st_ino
+    read_or_dropped(state)
+    with contextlib.suppress(OSError):
+        assert os.fstat(file).st_ino != inode  # the number may be another file's by now
+    other = asyncio.run(state.load_order("other", LOAD, assembly))
+    assert (other.load.replay, other.load.warm_up, other.fds) == ([], False, ())

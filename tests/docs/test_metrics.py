@@ -34,7 +34,6 @@ SUFFIXES = {
     "histogram": ("_bucket", "_count", "_sum"),
 }
 
-
 PROMISED = {  # names and labels that scripts rely on; the page and the code may gain others, and never lose these
     "requests_total": ("code",),
     "requests_running": (),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gguf
 import msgspec
 import numpy as np
 import torch
@@ -18,12 +19,14 @@ from daemons.kv.batch import Batch
 from daemons.models.stage import LoadedStage
 from lucevisor.model.drafters import draft_paths, open_draft, read_draft_spec
 from lucevisor.model.drafters.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabularySizes
+from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, Backend, Space
 from lucevisor.protocol.loading import CaptureSource, DraftKind, DraftPlan, Load
 from lucevisor.protocol.steps import Drafted, OpenSequence, Operation, SamplingParams, SetPages, Slice, Step
 from tests.families.pipeline import How, Pipeline, Text, pools_of
-from tests.model.drafter_files import GOLDEN
+from tests.families.test_weight_formats import with_formats_of
+from tests.model.drafter_files import DFLASH2, GOLDEN, MTP, TARGET, UPSTREAM, copy
 from tests.numerics import RUNS, Bound, Exact
 
 
@@ -172,3 +175,33 @@ def context(
     stage.apply([OpenSequence(0, 0, SamplingParams()), SetPages(0, Space.FULL, 0, [5, 3])])
     step = Step(1, 0, [], [Slice(0, 0, list(ids), sample=True, num_draft_tokens=num_draft_tokens)])
     return stage.run(step, [features], [[newest]])
+
+
+KINDS = {"dflash": (TARGET, UPSTREAM), "dflash2": (TARGET, DFLASH2), "mtp": (MTP, MTP)}
+FEW = DraftVocabularySizes(min_vocabulary=0, max_rows=16, multiple=16)
+"""16 of the 288 tokens."""
+
+MANY = DraftVocabularySizes(min_vocabulary=0, share=2, multiple=16)
+"""144 of them."""
+
+
+def quantised_target(path: Path, kind: str) -> Path:
+    """The target of a drafter with a quantised output matrix."""
+    return copy(path, KINDS[kind][0], kinds={"output.weight": gguf.GGMLQuantizationType.Q8_0})
+
+
+class Packed:
+    """A target on the cpu whose output matrix is packed, and any number of its drafter."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.kind = kind
+        self.spec = open_spec(quantised_target(folder / "target.gguf", kind))
+        self.stage: LoadedStage
+        [self.stage] = with_formats_of(self.spec, Backend.CUDA, kernels=True)
+
+    def draft(self, sizes: DraftVocabularySizes = DRAFT_VOCABULARY) -> DraftStage:
+        assert self.spec.files is not None
+        mtp = self.kind == "mtp"
+        path = self.spec.files.paths[0] if mtp else KINDS[self.kind][1]
+        kind = DraftKind.MTP if mtp else DraftKind.DFLASH
+        return load_draft(self.spec, path, kind, output_stage=self.stage, sizes=sizes)

@@ -21,8 +21,7 @@ from daemons.weights.packed import PackedWeights, repack, unpack
 from lucevisor.model.quant_types import BY_NAME, REPACKED
 from lucevisor.model.values import Backend, Dtype, Space
 from lucevisor.protocol.steps import Drafted, OpenSequence, SamplingParams, SetPages, Slice, Step
-from tests.drafters.drafted import DraftedPipeline, draft_batch
-from tests.drafters.packed_output import FEW, KINDS, MANY, Packed
+from tests.drafters.drafted import FEW, KINDS, MANY, DraftedPipeline, Packed, draft_batch
 from tests.families.pipeline import Pipeline, load_stages
 
 IDS = [(i * 37 + 5) % 288 for i in range(40)]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -16,15 +17,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from daemons.draft.deferred import MAX_ROWS
+from daemons.draft.jobs import without_rejected
 from daemons.draft.mtp import Mtp
 from daemons.draft.stage import DraftStage
 from daemons.errors import LoadError, StateError
 from daemons.kv.batch import Batch, Layout
+from daemons.ops.choices import TOP_K_CHUNK, top_k
+from daemons.worker import _MessageLoop
 from lucevisor.model.drafters import draft_paths, open_draft
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, Space
 from lucevisor.protocol.loading import DraftKind, Load
+from lucevisor.protocol.messages import Save, SlotPlace
 from lucevisor.protocol.steps import (
     CloseSequence,
     CopyPage,
@@ -315,3 +321,140 @@ def test_a_file_that_was_replaced_is_not_loaded(tmp_path):
     copy(tmp_path / "other.gguf", UPSTREAM).replace(path)
     with pytest.raises(LoadError, match="not the one that the supervisor asked for"):
         DraftStage.load(target(), order, Backend.CPU, lambda _: None, None)
+
+
+# ---- deferred rows
+
+
+@pytest.fixture(params=KINDS)
+def loaded(request: pytest.FixtureRequest) -> DraftStage:
+    return load(request.param)
+
+
+def counted(loaded: DraftStage) -> list[int]:
+    """The rows of each extension of the context from now on."""
+    seen: list[int] = []
+    extend = loaded.drafter.extend
+
+    def spy(captures: torch.Tensor | None, batch: object) -> torch.Tensor:
+        assert captures is not None
+        seen.append(len(captures))
+        return extend(captures, batch)  # type: ignore[arg-type]
+
+    loaded.drafter.extend = spy  # type: ignore[method-assign]
+    return seen
+
+
+def test_plain_decodes_are_added_together_and_draft_the_same(loaded: DraftStage) -> None:
+    """Two texts that decode 40 tokens each, the second from later on; then both draft."""
+    driver = Driver(loaded)
+    texts = [driver.open(s, s, seed=s) for s in range(2)]
+    driver.step((texts[0], 50, 0), (texts[1], 30, 0))
+    rows = counted(loaded)
+    for i in range(70):
+        driver.step(*((text, 1, 0) for text in texts[: 1 + (i >= 5)]))
+    assert rows == [2 * MAX_ROWS - 5]  # 5 of the first text alone, then of each, until the first has too many
+    found = driver.step((texts[0], 1, 4), (texts[1], 1, 4))
+    assert rows[1:] == [12, 2]
+    again = load_again(loaded)
+    for drafted, (seed, n) in zip(found, ((0, 121), (1, 96)), strict=True):
+        assert_same(drafted, alone(again, seed, n, 4))
+
+
+def test_deferred_rows_are_computed_before_a_prefix_is_taken_from_them(loaded: DraftStage) -> None:
+    driver = Driver(loaded)
+    first = driver.open(0, 0, seed=1)
+    driver.step((first, 97, 0))
+    for _ in range(3):
+        driver.step((first, 1, 0))
+    own = driver.free.pop()
+    loaded.apply([CopyState(0, 5), OpenSequence(1, 6, SamplingParams()), CopyState(5, 6)])
+    loaded.apply([CopyPage(Space.FULL, first.pages[1], own, 36), SetPages(1, Space.FULL, 0, [first.pages[0], own])])
+    second = Text(1, 6, first.ids, first.captures, 100, [first.pages[0], own])
+    [found] = driver.step((second, 20, 5))
+    assert_same(found, alone(load_again(loaded), 1, 120, 5))
+
+
+def test_deferred_rows_of_a_closed_sequence_do_not_go_into_pages_of_another(loaded: DraftStage) -> None:
+    driver = Driver(loaded)
+    first, second = driver.open(0, 0, seed=1), driver.open(1, 1, seed=2)
+    driver.step((first, 30, 0))
+    for _ in range(5):
+        driver.step((first, 1, 0))
+    loaded.apply([CloseSequence(0), SetPages(1, Space.FULL, 0, first.pages)])
+    second.pages = first.pages
+    driver.step((second, 40, 0))
+    [found] = driver.step((second, 1, 5))
+    assert_same(found, alone(load_again(loaded), 2, 41, 5))
+
+
+def decode(sequence: int, start: int, **more: object) -> Slice:
+    return Slice(sequence, start, [7], True, **more)  # type: ignore[arg-type]
+
+
+def test_a_daemon_adds_them_before_it_saves_a_slot() -> None:
+    done: list[str] = []
+    loop = _MessageLoop(None, None, None)  # type: ignore[arg-type]
+    loop._runtime = SimpleNamespace(flush=lambda: done.append("flush"))  # type: ignore[assignment]
+    loop._transfers = SimpleNamespace(submit=lambda order: done.append("save"))  # type: ignore[assignment]
+    order = Save(1, "file", SlotPlace(64, [0], [], 0, -1), [])
+    assert loop._handle(SimpleNamespace(message=order, fds=())) is None  # type: ignore[arg-type]
+    assert done == ["flush", "save"]
+
+
+# ---- rejected drafts
+
+
+def verify(sequence: int, n_context: int, n_drafts: int) -> Slice:
+    tokens = list(range(10 * sequence, 10 * sequence + n_context + n_drafts))
+    return Slice(sequence, 4, tokens, True, n_drafts, [100 + i for i in range(n_drafts + 1)], num_draft_tokens=3)
+
+
+def cut(slices: list[Slice], tokens: list[list[int]]) -> tuple[list[Slice], list[float]]:
+    rows = torch.arange(sum(len(s.tokens) for s in slices), dtype=torch.float32)[:, None].expand(-1, 2)
+    step, features = without_rejected(Step(1, 0, [], slices), rows, tokens)
+    return step.slices, features[:, 0].tolist()
+
+
+def test_rows_behind_the_accepted_drafts_are_left_out() -> None:
+    [found], rows = cut([verify(0, 1, 4)], [[0, 1, 9]])  # two accepted, and a token that is in no slice yet
+    assert (found.tokens, found.n_drafts, found.states, rows) == ([0, 1, 2], 2, [100, 101, 102], [0, 1, 2])
+    assert (found.n_context, found.num_draft_tokens) == (1, 3)
+
+
+def test_states_are_those_of_drafts_where_a_slice_begins_with_several_tokens() -> None:
+    [found], rows = cut([verify(0, 3, 2)], [[9]])
+    assert (found.tokens, found.n_drafts, found.states, rows) == ([0, 1, 2], 0, [100], [0, 1, 2])
+
+
+def test_slices_stay_equally_long() -> None:
+    found, rows = cut([verify(0, 1, 4), verify(1, 1, 4)], [[5], [10, 11, 9]])
+    assert [s.tokens for s in found] == [[0, 1, 2], [10, 11, 12]]
+    assert rows == [0, 1, 2, 5, 6, 7]
+
+
+def test_other_steps_stay_as_they_are() -> None:
+    for slices, tokens in (
+        ([verify(0, 1, 4)], [[0, 1, 2, 3, 9]]),  # all accepted
+        ([verify(0, 1, 4), verify(1, 1, 3)], [[1], [1]]),  # unequal
+        ([Slice(0, 4, [1, 2, 3], False)], [[]]),  # a prompt
+        ([Slice(0, 4, [1], True)], [[7]]),
+        ([verify(0, 1, 4)], []),  # refused later
+    ):
+        found, rows = cut(slices, tokens)
+        assert (found, len(rows)) == (slices, sum(len(s.tokens) for s in slices))
+
+
+# ---- the best tokens of large vocabularies
+
+
+@pytest.mark.parametrize("vocabulary", [17, 4096, TOP_K_CHUNK**2, TOP_K_CHUNK**2 + 1, 248320])
+@pytest.mark.parametrize("k", [1, 16])
+def test_values_and_indices_are_those_of_torch(vocabulary: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(vocabulary + k)
+    logits = torch.randperm(2 * 3 * vocabulary, generator=generator).view(2, 3, vocabulary).float()  # no two are equal
+    logits[0, 0, -16:] += 2e7  # all in one chunk
+    wanted = logits.topk(k, dim=-1)
+    best, tokens = top_k(logits, k)
+    assert torch.equal(best, wanted.values)
+    assert torch.equal(tokens, wanted.indices)

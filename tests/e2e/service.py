@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lucevisor.app.model_files import open_model
@@ -12,6 +15,7 @@ from lucevisor.config import load
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
 from lucevisor.protocol.steps import SamplingParams
+from lucevisor.snapshots.manager import SnapshotManager
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = DATA / "golden"
@@ -84,3 +88,111 @@ async def generate_all(
             else:
                 return tokens, event
     raise AssertionError("the stream ended without a FinishedEvent")
+
+
+DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
+
+MODELS = {
+    "demo": DEMO,
+    **{
+        name: GOLDEN / name / "model.gguf"
+        for name in ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna")
+    },
+}
+
+ANSWER = 12
+
+
+# The repetition penalty counts the whole prompt, also the part from the cache.
+GREEDY = SamplingParams(temperature=0.0, presence_penalty=0.3, repetition_penalty=1.05)
+
+
+@dataclass
+class Told:
+    """What came of one arm: tokens of each answer, and what was cached of its prompt."""
+
+    answers: list[list[int]] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    n_computed: int = 0
+
+
+async def ask(
+    service: Service, prompt: list[int], turns: list[int], n: int = ANSWER
+) -> tuple[list[int], FinishedEvent]:
+    return await generate_all(service, prompt, n, GREEDY, turns)
+
+
+async def converse(service: Service, vocabulary: int, n_conversations: int) -> Told:
+    """Conversations of three turns, on two system prompts, one after the other."""
+    told, rng = Told(), random.Random(5)
+    systems = [[rng.randrange(vocabulary) for _ in range(n)] for n in (130, 150)]
+    assert service.engine is not None
+    before = service.engine.statistics().steps.n_tokens
+    for i in range(n_conversations):
+        prompt = list(systems[i % 2])
+        turns = [len(prompt)]
+        for _ in range(3):
+            prompt += [rng.randrange(vocabulary) for _ in range(rng.randrange(5, 40))]
+            turns.append(len(prompt))
+            prompt += [1, 2]  # what opens an answer
+            answer, finished = await ask(service, prompt, turns)
+            told.answers.append(answer)
+            told.prompts.append(len(prompt))
+            told.cached.append(finished.usage.cached_tokens)
+            prompt += answer
+            turns.append(len(prompt))
+    told.n_computed = service.engine.statistics().steps.n_tokens - before
+    return told
+
+
+MIN_TOKENS = 8
+
+CONFIG = """
+[engine]
+dtype = "float32"
+prefill_chunk = 64
+max_sequences = 4
+pages = {pages}
+[cache]
+min_tokens = {min_tokens}
+prefix_slots = {slots}
+states = "{states}"
+dir = "{directory}"
+[draft]
+kind = "off"  # tests count the tokens that are computed
+"""
+
+SPLITS = {1: "1", 2: "0.5,0.5", 3: "0.08,0.46,0.46"}
+PROMPT = [random.Random(3).randrange(5, 500) for _ in range(300)]
+
+
+class Place:
+    """Where a test's snapshots are, and how its services are configured."""
+
+    def __init__(self, model: Path, directory: Path, states: str = "device") -> None:
+        self.model, self.directory, self.states = model, directory, states
+        self.snapshots = directory / "snapshots"
+
+    def config(self, n_groups: int = 2, *, slots: int = 2000, pages: int = 1200, on: bool = True) -> Path:
+        groups = dict.fromkeys("abc"[:n_groups], 1)
+        where = self.snapshots if on else ""
+        extra = CONFIG.format(slots=slots, pages=pages, directory=where, min_tokens=MIN_TOKENS, states=self.states)
+        path = write_config(self.directory, self.model, groups, ["0-1"] * n_groups, extra)
+        text = path.read_text().replace(str(["0-1"] * n_groups).replace("'", '"'), f"[{SPLITS[n_groups]}]")
+        path.write_text(text)
+        return path
+
+    def files(self) -> list[Path]:
+        return sorted(self.snapshots.glob("*.safetensors"))
+
+
+def snapshots_of(service: Service) -> SnapshotManager:
+    assert service.snapshots is not None
+    return service.snapshots
+
+
+def told_of(service: Service) -> Counter[str]:
+    """What the store counted."""
+    now = snapshots_of(service).store.statistics
+    return Counter(saved=now.n_saved, restored=now.n_restored, failed=sum(now.failures.values()))

@@ -7,11 +7,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.asking import chat
-from tests.e2e.process import DEMO, Cli, wait_until
+from tests.e2e.process import DEMO, Cli, chat
+from tests.waiting import wait_until
 
 RULES = " ".join(f"Rule {i}: answer in one sentence and name the module." for i in range(40))
 
@@ -74,24 +73,3 @@ def test_a_conversation_goes_on_after_a_restart_and_the_operator_sees_how(cli: C
     wait_until(lambda: cli.run("cache", "prune", "--to", "0") and not files(cli), 20, "all files are pruned")
     assert cli.status()["cache"]["snapshots"] == 0
     cli.stop()
-
-
-@pytest.mark.parametrize("name", ["file", "file/inside"])
-def test_an_unusable_directory_is_refused_before_a_daemon_is_started(cli: Cli, tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").write_text("x")
-    done = cli.run(
-        "start",
-        str(DEMO),
-        "--name",
-        "t",
-        "--set",
-        "server.port=0",
-        "--set",
-        f"cache.dir={tmp_path / name}",
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "cache.dir" in done.stderr
-    assert "name a writable directory" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "daemon" not in done.stderr

@@ -18,8 +18,7 @@ from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.model.families import open_spec
 from lucevisor.supervision.states import State
-from tests.e2e.asking import post
-from tests.e2e.process import Cli
+from tests.e2e.process import Cli, post
 from tests.e2e.service import GOLDEN, generate, running, write_config
 
 PROMPT = [7 * i % 250 + 5 for i in range(150)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import re
+import urllib.request
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.e2e.asking import post
+from tests.e2e.process import post
 
 QUESTION = [{"role": "user", "content": "What does os.path.join do? Answer as JSON."}]
 
@@ -161,27 +162,73 @@ def test_the_other_apis_constrain_too(client: openai.OpenAI, endpoint: str) -> N
     jsonschema.validate(block["input"], weather(strict=True)["function"]["parameters"])
 
 
-@pytest.mark.parametrize(
-    ("extra", "param", "told"),
-    [
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}}},
-         "response_format", "\"thing\" is not a type of JSON schema"),
-        ({"guided_regex": "[0-9"}, "guided_regex", "unclosed character class"),
-        ({"grammar": "root ::= nothing"}, "grammar", "'nothing' not found"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "thing"}}}],
-          "tool_choice": "required"}, "tool_choice", "they allow no object"),
-        ({"grammar": "start: " + "(" * 20000 + "A" + ")" * 20000 + "\nA: /a/"}, None, ""),
-        ({"regex": "((a{1000}){1000}){1000}"}, "regex", ""),
-    ],
-    ids=["type", "regex", "grammar", "tool", "deep", "big"],
-)  # fmt: skip
-def test_what_cannot_be_constrained_is_refused(
-    client: openai.OpenAI, extra: dict[str, Any], param: str | None, told: str
-) -> None:
-    with pytest.raises(openai.APIStatusError) as caught:
-        ask(client, extra_body=extra)
-    assert caught.value.status_code in (400, 413)
-    if param is not None:
-        assert caught.value.param == param  # type: ignore[attr-defined]
-        assert told in caught.value.message
-    assert ask(client, max_tokens=1).choices  # it still serves
+# ---- the unmodified `openai` client
+
+
+PLAIN_QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
+
+
+def model_of(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+def ask_demo(client: openai.OpenAI, **more: Any) -> Any:
+    arguments: dict[str, Any] = {"messages": PLAIN_QUESTION, "temperature": 0, "max_tokens": 24} | more
+    return client.chat.completions.create(model=model_of(client), **arguments)
+
+
+def engine_status(endpoint: str) -> str:
+    with urllib.request.urlopen(endpoint.removesuffix("/v1") + "/metrics") as reply:
+        return str(reply.read().decode())
+
+
+def gauge(endpoint: str, name: str) -> float:
+    for line in engine_status(endpoint).splitlines():
+        if line.startswith(name):
+            return float(line.rsplit(" ", 1)[1])
+    raise AssertionError(f"no {name}")
+
+
+def test_chat_streamed_and_whole_are_the_same_text_and_usage(client: openai.OpenAI) -> None:
+    whole = ask_demo(client)
+    chunks = list(ask_demo(client, stream=True, stream_options={"include_usage": True}))
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert "os.path.join" in text
+    assert whole.choices[0].finish_reason == "length"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
+    assert chunks[-1].choices == []
+    for usage in (chunks[-1].usage, whole.usage):  # how many drafts were accepted may differ
+        assert usage.completion_tokens == 24
+        assert usage.prompt_tokens == whole.usage.prompt_tokens
+        assert 0 <= usage.completion_tokens_details.accepted_prediction_tokens < 24
+
+
+def test_a_seed_gives_the_same_in_a_crowd(client: openai.OpenAI) -> None:
+    seeds = range(8)
+
+    def drawn(seed: int) -> str:
+        return str(ask_demo(client, temperature=1.0, seed=seed, max_tokens=24).choices[0].message.content)
+
+    alone = [drawn(s) for s in seeds]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(drawn, seeds)) == alone
+
+
+def test_a_tool_is_called(client: openai.OpenAI) -> None:
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "get_doc",
+            "description": "Get the documentation of a Python object.",
+            "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+        },
+    }
+    answer = ask_demo(
+        client, max_tokens=200, tools=[tool],
+        messages=[{"role": "user", "content": "Look up the documentation of os.path.join."}],
+    )  # fmt: skip
+    assert answer.choices[0].finish_reason == "tool_calls"
+    call = answer.choices[0].message.tool_calls[0]
+    assert call.function.name == "get_doc"
+    assert json.loads(call.function.arguments)["name"]

@@ -23,6 +23,7 @@ from lucevisor.supervision.states import State
 from tests.combinations import slow
 from tests.e2e.process import DEMO, Cli
 from tests.e2e.service import GOLDEN, generate, running, write_config
+from tests.waiting import until
 
 TARGET = GOLDEN / "qwen35" / "model.gguf"
 DFLASH = GOLDEN / "dflash" / "drafter-upstream.gguf"
@@ -54,12 +55,6 @@ def two_groups(tmp_path: Path, model: Path, draft: str, *, n: int = 4, more: str
     draft += "" if "off" in draft or "width" in draft else "\nwidth = 4"
     extra = (ASIDE if "aside" in draft else "") + f"[draft]\n{draft}\n" + ENGINE.format(n=n) + more
     return write_config(tmp_path, model, {"left": 1, "right": 1}, split.split(), extra)
-
-
-async def until(condition: Any, seconds: float = 30.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - states of several parts have no event in common
-            await asyncio.sleep(0.01)
 
 
 async def drafting(service: Service) -> None:

@@ -22,10 +22,10 @@ from gguf import GGUFReader
 
 from tests.combinations import slow
 from tests.daemon_forks import Forker
-from tests.e2e.asking import post
-from tests.e2e.process import DEMO, Cli, alive, wait_until
+from tests.e2e.process import DEMO, Cli, alive, post
 from tests.e2e.promised_status import Status
 from tests.e2e.service import GOLDEN, write_config
+from tests.waiting import wait_until
 
 QUESTION = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0, "max_tokens": 24}
 
@@ -148,25 +148,6 @@ def test_a_stage_that_computes_no_numbers_is_named(cli: Cli, tmp_path: Path, ten
     assert (now["engine"]["running"], now["engine"]["pages"]["used"]) == (0, 0)
     assert "logits are not numbers" in cli.run("logs", "--level", "error").stdout
     cli.stop()
-
-
-def test_several_stops_at_once_end_requests_with_shutting_down(cli: Cli) -> None:
-    status = cli.start()
-    url = f"{status['url']}/v1/completions"
-    body = {"prompt": "import os\n", "max_tokens": 3000, "ignore_eos": True}
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        whole = pool.submit(post, url, body)
-        lines = pool.submit(stream, url, body | {"stream": True}, begun := threading.Event())
-        assert begun.wait(10), "the stream has begun"
-        wait_until(lambda: cli.status()["engine"]["running"] == 2, 30, "both requests run")
-        for _ in range(3):
-            os.kill(status["pid"], signal.SIGINT)
-            time.sleep(0.05)
-        code, answer = whole.result(timeout=30)
-        streamed = lines.result(timeout=30)
-    assert (code, answer["error"]["code"]) == (503, "shutting_down")
-    assert json.loads(streamed[-1])["error"]["code"] == "shutting_down"
-    wait_until(lambda: not alive(status["pid"]), 30, "the supervisor is gone")
 
 
 @pytest.mark.parametrize("delay_s", [slow(0.0), 1.0])

@@ -25,7 +25,8 @@ import pytest
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.errors import NotRunningError
 from tests.app.test_logs import fill
-from tests.e2e.process import DEMO, Cli, wait_until
+from tests.e2e.process import DEMO, Cli
+from tests.waiting import wait_until
 
 NAMESPACE = ("unshare", "--mount", "--propagation", "private")
 AS_ROOT = () if os.geteuid() == 0 else ("--user", "--map-root-user")

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from lucevisor.cli.admin_client import AdminClient
-from tests.e2e.asking import complete, tokens_of
-from tests.e2e.process import DEMO, Cli, wait_until
+from tests.e2e.process import DEMO, Cli, complete, tokens_of
+from tests.waiting import wait_until
 
 WARM = 2
 GROUPS = ("left", "right")

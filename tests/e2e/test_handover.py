@@ -17,8 +17,8 @@ import pytest
 
 from lucevisor.cli.admin_client import AdminClient
 from tests.app.test_systemd import Manager
-from tests.e2e.asking import RULES, complete, tokens_of
-from tests.e2e.process import DEMO, Cli, alive, wait_until
+from tests.e2e.process import DEMO, RULES, Cli, alive, complete, tokens_of
+from tests.waiting import wait_until
 
 N_CLIENTS = 4
 PAUSE_S = 0.2

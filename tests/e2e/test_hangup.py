@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from tests.certificates import make_certificate
-from tests.e2e.process import DEMO, ROOT, Cli, alive, wait_until
+from tests.e2e.process import DEMO, ROOT, Cli, alive
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

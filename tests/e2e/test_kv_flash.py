@@ -15,14 +15,13 @@ from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.kv.residency import Residency
 from lucevisor.model.families import open_spec
 from tests.combinations import slow
-from tests.e2e.conversations import DEMO
-from tests.e2e.service import GOLDEN, generate, generate_all, running, write_config
-from tests.e2e.snapshot_service import snapshots_of, told_of, until
+from tests.e2e.service import DEMO, GOLDEN, generate, generate_all, running, snapshots_of, told_of, write_config
 from tests.e2e.test_pflash import DEMO_FOLDER, TEXTS, text_of
 from tests.e2e.test_reload import changed, layers_of
 from tests.families.golden import opened
 from tests.families.paged_texts import Texts, tokens_at
 from tests.families.pipeline import How, load_stages
+from tests.waiting import until
 
 
 async def test_exact_draws_the_tokens_of_the_whole_context(tmp_path: Path) -> None:

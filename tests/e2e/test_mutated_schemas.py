@@ -3,18 +3,332 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 import random
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import aiohttp
 import psutil
 import pytest
 
-from tests.fuzz.schema_requests import Request, mutant, pathological
 from tests.fuzz.steady import amounts
+
+Request = tuple[str, str]
+"""Path and body."""
+
+DEEP, TOO_DEEP = 60, 20_000
+
+SCHEMAS: list[dict[str, Any]] = [
+    {
+        "type": "object",
+        "properties": {
+            "location": {"type": "string", "description": "City and state", "minLength": 1, "maxLength": 80},
+            "unit": {"type": "string", "enum": ["celsius", "fahrenheit"], "default": "celsius"},
+            "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        },
+        "required": ["location"],
+        "additionalProperties": False,
+    },
+    {
+        "$defs": {
+            "Address": {
+                "type": "object",
+                "properties": {"street": {"type": "string"}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}},
+                "required": ["street", "zip"],
+            },
+            "Role": {"type": "string", "enum": ["admin", "guest"], "title": "Role"},
+        },
+        "type": "object",
+        "title": "User",
+        "properties": {
+            "name": {"type": "string", "title": "Name"},
+            "email": {"anyOf": [{"type": "string", "format": "email"}, {"type": "null"}], "default": None},
+            "role": {"$ref": "#/$defs/Role"},
+            "addresses": {"type": "array", "items": {"$ref": "#/$defs/Address"}, "minItems": 1, "maxItems": 3},
+            "meta": {"type": "object", "additionalProperties": {"type": "number"}},
+        },
+        "required": ["name", "role"],
+    },
+    {
+        "type": "object",
+        "properties": {
+            "command": {"type": "array", "items": {"type": "string"}, "prefixItems": [{"const": "bash"}]},
+            "timeout_ms": {"type": ["integer", "null"], "exclusiveMinimum": 0, "multipleOf": 5},
+            "environment": {"type": "object", "patternProperties": {"^[A-Z_]+$": {"type": "string"}}},
+        },
+    },
+    {
+        "definitions": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "value": {"type": "number", "minimum": -1.5, "maximum": 1e6},
+                    "children": {"type": "array", "items": {"$ref": "#/definitions/node"}},
+                },
+                "required": ["value"],
+            }
+        },
+        "$ref": "#/definitions/node",
+    },
+    {
+        "oneOf": [
+            {
+                "type": "object",
+                "properties": {"kind": {"const": "circle"}, "radius": {"type": "number", "exclusiveMinimum": 0}},
+                "required": ["kind", "radius"],
+            },
+            {
+                "type": "object",
+                "properties": {"kind": {"const": "box"}, "sides": {"type": "array", "items": {"type": "integer"}}},
+                "required": ["kind"],
+            },
+        ]
+    },
+    {
+        "allOf": [
+            {"type": "object", "properties": {"id": {"type": "string", "format": "uuid"}}, "required": ["id"]},
+            {"properties": {"at": {"type": "string", "format": "date-time"}, "tags": {"type": "array"}}},
+        ],
+        "dependentRequired": {"at": ["tags"]},
+        "minProperties": 1,
+        "maxProperties": 3,
+    },
+    {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "contains": {"const": True}},
+    {"type": "object", "properties": {}, "additionalProperties": False, "$schema": "http://json-schema.org/draft-07/"},
+]
+
+PATTERNS = [
+    r"[a-z]+@[a-z]+\.(com|org)",
+    r"\d{4}-\d{2}-\d{2}",
+    r"(yes|no)( maybe)?",
+    r"^\w{3,12}$",
+    r"[\u4e00-\u9fff]{2,}|é+",
+]
+
+GRAMMARS = [
+    'root ::= "yes" | "no"',
+    'root ::= item+\nitem ::= "- " [a-z]+ "\\n"',
+    'root ::= expr\nexpr ::= term (("+" | "-") term)*\nterm ::= [0-9]{1,5} | "(" expr ")"',
+    'start: "a" (NUMBER | name)*\nNUMBER: /[0-9]+/\nname: /[a-z]/ "b"?',
+]
+
+KEYWORDS = (
+    *("type", "properties", "required", "items", "prefixItems", "additionalProperties", "patternProperties", "enum"),
+    *("const", "anyOf", "oneOf", "allOf", "not", "if", "then", "$ref", "$defs", "$anchor", "$id", "$dynamicRef"),
+    *("minimum", "maximum", "exclusiveMinimum", "multipleOf", "minLength", "maxLength", "pattern", "format", "default"),
+    *("minItems", "maxItems", "uniqueItems", "contains", "minProperties", "maxProperties", "propertyNames"),
+    *("dependentSchemas", "dependentRequired", "unevaluatedProperties", "title", "description", "nullable", "x-order"),
+    *("", " ", "a b", "a:b", "a=b", ">", '"', "\\", "\n", "\u0000", "é🎉", "__proto__", "function", "k" * 300),
+)
+
+LITERALS = (
+    *("null", "true", "false", "0", "-1", "5.0", "1.5", "-0", "1e999", "-1e999", "NaN", "Infinity", "1e308", "5e-324"),
+    *("9223372036854775808", "-9223372036854775809", "1" + "0" * 30, "-1" + "0" * 400, "9" * 5000),
+    *('""', '"x"', '"string"', '"object"', '"null"', '"any"', '"NaN"', '"\\ud800"', '"\\u0000"', '"🎉"', '"\u202e"'),
+    *('"<|im_end|>"', '"{{ 1 }}"', '"#"', '"#/"', '"#/$defs/Missing"', '"#/%zz~2"', '"http://127.0.0.1:1/x"'),
+    *('"(?=x)"', '"["', '"a{2,1}"', '"\\\\1"', '"^(a|a)*$"', '"\\\\p{Zzzz}"', '"' + "y" * 4000 + '"'),
+    *("[]", "{}", "[[]]", "[null]", "[{}]", '["string", "null"]', '["string", "string"]', '{"a": 1, "a": {}}'),
+    *('{"$ref": "#"}', '{"type": "string"}', '{"type": []}', '{"type": "integer", "minimum": 1e400}'),
+    *("[1e999]", '["x", 1, null, true, {}]', '{"": {"": {"": null}}}'),
+    *('{"a":' * DEEP + "1" + "}" * DEEP, "[" * DEEP + "]" * DEEP, '{"items":' * DEEP + "{}" + "}" * DEEP),
+    '{"items":' * TOO_DEEP + "{}" + "}" * TOO_DEEP,
+)
+
+
+def mutant(rng: random.Random) -> Request:
+    """A request of one of the nine kinds whose schema, pattern or grammar has some values or characters changed."""
+    kind = rng.choice(KINDS)
+    if kind is _completion and rng.random() < 0.7:
+        return _plain_completion(rng)
+    schema = copy.deepcopy(rng.choice(SCHEMAS))
+    for _ in range(rng.choice((1, 1, 2, 3, 6))):
+        _change(rng, schema)
+    return _request(kind, schema, rng)
+
+
+def pathological(rng: random.Random) -> Request:
+    """A request of one of the nine kinds with a schema that is large, deep, cyclic or full of alternatives."""
+    n = rng.choice((40, 300, 2000))
+    schema = rng.choice(
+        [
+            _nested(n, lambda inside: {"type": "object", "properties": {"a": inside}, "required": ["a"]}),
+            _nested(n, lambda inside: {"type": "array", "items": inside}),
+            _nested(n, lambda inside: {"anyOf": [inside, {"type": "null"}]}),
+            _nested(n, lambda inside: {"allOf": [inside, inside]} if rng.random() < 0.01 else {"allOf": [inside]}),
+            _nested(n, lambda inside: {"not": inside}),
+            {"properties": {"a": f"@{len(LITERALS) - 1}@"}},
+            {"$ref": "#"},
+            {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+            {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}}, "$ref": "#/$defs/a"},
+            {"$defs": {f"d{i}": _twice(f"d{i + 1}") for i in range(n)} | {f"d{n}": {}}, "$ref": "#/$defs/d0"},
+            {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": i + 1} for i in range(n)}},
+            {"type": "object", "properties": {f"p{i}": {"$ref": "#"} for i in range(n)}},
+            {"enum": [f"{rng.random()}" for _ in range(n)]},
+            {"enum": ["e" * n, {"a": ["e" * n] * 20}, None]},
+            {"type": "string", "minLength": n * 50, "maxLength": n * 1000},
+            {"type": "array", "items": {"type": "string", "pattern": "a{100}"}, "minItems": n, "maxItems": 10 * n},
+            {"type": "string", "pattern": "(" * n + "a" + ")*" * n},
+            {"type": "string", "pattern": "(a|b|ab)*" * (n // 20) + "c"},
+            {"type": "string", "pattern": "|".join(f"{i}x*" for i in range(n))},
+            {"type": "integer", "minimum": -(10**n), "maximum": 10**n},
+            {"type": "number", "multipleOf": 10.0 ** -min(n, 300)},
+            {"oneOf": [{"type": "object", "properties": {f"k{i}": {"const": i}}} for i in range(n)]},
+            {"allOf": [{"properties": {f"k{i}": {"enum": [i, "x"]}}} for i in range(n)]},
+            {"patternProperties": {f"^{'x' * (i % 50)}{i}": {"type": "number"} for i in range(n)}},
+            {"type": "object", "properties": {"é" * 1000 + str(i): {"description": "d" * 500} for i in range(n // 20)}},
+        ]
+    )
+    return _request(rng.choice(KINDS), schema, rng)
+
+
+def _nested(n: int, around: Callable[[Any], Any]) -> Any:
+    inside: Any = {"type": "integer"}
+    for _ in range(min(n, 300)):  # more than that json.dumps refuses
+        inside = around(inside)
+    return inside
+
+
+def _twice(name: str) -> dict[str, Any]:
+    return {"type": "array", "prefixItems": [{"$ref": f"#/$defs/{name}"}, {"$ref": f"#/$defs/{name}"}]}
+
+
+def _change(rng: random.Random, schema: dict[str, Any]) -> None:
+    """Change one place: put a value or a keyword in, take one out, give it another name, or nest it."""
+    places: list[Any] = [schema]
+    for place in places:
+        inner = place.values() if isinstance(place, dict) else place
+        places.extend(value for value in inner if isinstance(value, dict | list))
+    place = rng.choice(places)
+    odd = f"@{rng.randrange(len(LITERALS))}@"
+    if isinstance(place, list):
+        match rng.randrange(3):
+            case 0 if place:
+                place[rng.randrange(len(place))] = odd
+            case 1 if place:
+                place.append(copy.deepcopy(rng.choice(place)))
+            case _:
+                place.append(odd)
+        return
+    key = rng.choice(list(place)) if place else "type"
+    match rng.randrange(6):
+        case 0 | 1:
+            place[key] = odd
+        case 2:
+            place[rng.choice(KEYWORDS)] = odd
+        case 3:
+            place[rng.choice(KEYWORDS)] = place.pop(key, odd)
+        case 4:
+            place.pop(key, None)
+        case _:
+            place[rng.choice(KEYWORDS)] = copy.deepcopy(rng.choice(places)) if places else odd
+
+
+def _text(rng: random.Random, text: str) -> str:
+    """The text with some characters changed."""
+    for _ in range(rng.choice((0, 1, 1, 2, 4))):
+        at = rng.randrange(len(text) + 1)
+        piece = rng.choice(
+            ("(", ")", "[", "]", "{", "}", "*", "+", "?", "|", "\\", '"', "é", "\u0000", "\n", "{0}", "")
+        )
+        piece = rng.choice((piece, piece, "{99999}", "(?i)", "::=", "~", text[: at + 1], "x" * 2000))
+        text = text[:at] + piece + text[at + rng.randrange(3) :]
+    return text
+
+
+def _request(kind: Callable[[Any, bool], Request], schema: Any, rng: random.Random) -> Request:
+    path, body = kind(schema, rng.random() < 0.3)
+    return path, re.sub(r'"@(\d+)@"', lambda found: LITERALS[int(found[1])], body)
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+_SHORT = {"max_tokens": 4, "temperature": 0}
+
+
+def _dumped(path: str, body: dict[str, Any], stream: bool) -> Request:
+    return path, json.dumps({**body, "stream": stream})
+
+
+def _chat(more: dict[str, Any], stream: bool) -> Request:
+    return _dumped("/v1/chat/completions", {"messages": MESSAGES, **_SHORT, **more}, stream)
+
+
+def _function(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": schema, **more}}
+
+
+def _chat_tools(schema: Any, stream: bool) -> Request:
+    return _chat({"tools": [_function(schema)], "tool_choice": "required" if stream else "auto"}, stream)
+
+
+def _chat_tools_strict(schema: Any, stream: bool) -> Request:
+    return _chat({"tools": [_function(schema, strict=True)], "tool_choice": "required"}, stream)
+
+
+def _chat_format(schema: Any, stream: bool) -> Request:
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": stream}}
+    return _chat({"response_format": form}, stream)
+
+
+def _chat_guided(schema: Any, stream: bool) -> Request:
+    return _chat({"structured_outputs": {"json": schema}} if stream else {"guided_json": schema}, stream)
+
+
+def _completion(schema: Any, stream: bool) -> Request:
+    return _dumped("/v1/completions", {"prompt": "Hi", **_SHORT, "json_schema": schema}, stream)
+
+
+def _plain_completion(rng: random.Random) -> Request:
+    form: dict[str, Any] = rng.choice(
+        [
+            {"regex": _text(rng, rng.choice(PATTERNS))},
+            {"guided_regex": _text(rng, rng.choice(PATTERNS))},
+            {"grammar": _text(rng, rng.choice(GRAMMARS))},
+            {"guided_grammar": _text(rng, rng.choice(GRAMMARS))},
+            {"guided_choice": [_text(rng, "yes") for _ in range(rng.randrange(4))]},
+            {"structured_outputs": {"choice": ["a", f"@{rng.randrange(len(LITERALS))}@"]}},
+            {"structured_outputs": {"regex": f"@{rng.randrange(len(LITERALS))}@"}},
+        ]
+    )
+    return _request(
+        lambda form, stream: _dumped("/v1/completions", {"prompt": "Hi", **_SHORT, **form}, stream), form, rng
+    )
+
+
+def _responses(more: dict[str, Any], stream: bool) -> Request:
+    return _dumped("/v1/responses", {"input": "Hi", "max_output_tokens": 16, "temperature": 0, **more}, stream)
+
+
+def _responses_format(schema: Any, stream: bool) -> Request:
+    form = {"type": "json_schema", "name": "s", "schema": schema, "strict": stream}
+    return _responses({"text": {"format": form}}, stream)
+
+
+def _responses_tools(schema: Any, stream: bool) -> Request:
+    return _responses({"tools": [{"type": "function", "name": "f", "parameters": schema, "strict": stream}]}, stream)
+
+
+def _messages_tools(schema: Any, stream: bool) -> Request:
+    tool = {"name": "f", "description": "A tool", "input_schema": schema}
+    choice = {"type": "any" if stream else "auto"}
+    return _dumped("/v1/messages", {"messages": MESSAGES, **_SHORT, "tools": [tool], "tool_choice": choice}, stream)
+
+
+def _ollama(schema: Any, stream: bool) -> Request:
+    more = {"tools": [_function(schema)]} if stream else {"format": schema}
+    options = {"num_predict": 4, "temperature": 0}
+    return _dumped("/api/chat", {"messages": MESSAGES, "options": options, **more}, stream)
+
+
+KINDS = (
+    *(_chat_tools, _chat_tools_strict, _chat_format, _chat_guided, _completion),
+    *(_responses_format, _responses_tools, _messages_tools, _ollama),
+)
 
 AT_ONCE = 4
 WORKERS = 2

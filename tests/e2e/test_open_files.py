@@ -12,8 +12,9 @@ import urllib.request
 
 import pytest
 
-from tests.e2e.process import DEMO, Cli, wait_until
+from tests.e2e.process import DEMO, Cli
 from tests.e2e.test_faults import answer, group
+from tests.waiting import wait_until
 
 N_FILES = 200
 

@@ -6,7 +6,8 @@ import pytest
 
 from bench.overload import growth, overload
 from tests.combinations import slow
-from tests.e2e.process import DEMO, Cli, wait_until
+from tests.e2e.process import DEMO, Cli
+from tests.waiting import wait_until
 
 
 @pytest.mark.timeout(420)

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.process import DEMO, Cli, wait_until
+from tests.e2e.process import DEMO, Cli
+from tests.waiting import wait_until
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect  # looks from outside: the page's own policy forbids to evaluate strings

@@ -16,7 +16,8 @@ from openai import BadRequestError, OpenAI
 from lucevisor.model.gguf_files import open_model
 from lucevisor.text.tokenizer import Tokenizer
 from tests.daemon_forks import Forker
-from tests.e2e.process import DEMO, ROOT, Cli, wait_until
+from tests.e2e.process import DEMO, ROOT, Cli
+from tests.waiting import wait_until
 
 SIZES = ("engine.max_context=1600", "engine.max_sequences=2")
 DEMO_FOLDER = ROOT / "etc" / "demo"

@@ -11,11 +11,9 @@ import pytest
 
 from lucevisor.model.families import open_spec
 from tests.combinations import slow
-from tests.e2e.asking import chat
-from tests.e2e.conversations import DEMO, MODELS, converse
 from tests.e2e.process import DEMO as DEMO_CONFIG
-from tests.e2e.process import Cli
-from tests.e2e.service import running, write_config
+from tests.e2e.process import Cli, chat
+from tests.e2e.service import DEMO, MODELS, converse, running, write_config
 from tests.model.drafter_files import UPSTREAM
 
 CONFIG = """

@@ -36,7 +36,6 @@ SAMPLINGS = (
     SamplingParams(temperature=0.9, seed=12, mirostat=Mirostat(2, 3.0, 0.2), frequency_penalty=0.2),
 )
 
-
 PLAIN = Case(CASES["qwen35-random"].model, "off")
 """Without drafts, and with spares."""
 

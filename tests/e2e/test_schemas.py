@@ -17,9 +17,8 @@ from lucevisor.text.grammar import forms
 from lucevisor.text.grammar.matcher import GrammarCompiler
 from lucevisor.text.grammar.rules import Rules
 from lucevisor.text.tokenizer import Tokenizer
-from tests.e2e.conversations import DEMO
 from tests.e2e.schemas import WRITTEN, Schema, schemas
-from tests.e2e.service import GOLDEN, running, write_config
+from tests.e2e.service import DEMO, GOLDEN, running, write_config
 from tests.text.vocabularies import CONTROL, byte_metadata, demo_metadata
 
 ENGINE = '[engine]\ndtype = "float32"\nmax_sequences = 8\npages = 400\n'

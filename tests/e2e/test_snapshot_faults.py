@@ -14,9 +14,8 @@ import pytest
 from lucevisor.deployment.service import Service
 from lucevisor.snapshots import disk
 from tests.combinations import slow
-from tests.e2e.conversations import MODELS, ask
-from tests.e2e.service import running
-from tests.e2e.snapshot_service import PROMPT, Place, snapshots_of, told_of, until
+from tests.e2e.service import MODELS, PROMPT, Place, ask, running, snapshots_of, told_of
+from tests.waiting import until
 
 
 async def saved_prompt(place: Place) -> list[int]:

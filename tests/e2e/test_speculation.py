@@ -25,9 +25,8 @@ from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.protocol.steps import SamplingParams
-from tests.e2e.conversations import DEMO
 from tests.e2e.drafters import write_random_assistant, write_random_dflash
-from tests.e2e.service import DATA, GOLDEN, generate_all, running, write_config
+from tests.e2e.service import DATA, DEMO, GOLDEN, generate_all, running, write_config
 from tests.families.rounding import assert_same_tokens
 
 DEMO_DRAFTERS = DEMO.parent

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.app.test_systemd import Manager
-from tests.e2e.asking import RULES, complete, tokens_of
-from tests.e2e.process import DEMO, Cli, alive, wait_until
+from tests.e2e.process import DEMO, RULES, Cli, alive, complete, tokens_of
+from tests.waiting import wait_until
 
 
 @pytest.mark.slow

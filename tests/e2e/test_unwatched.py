@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from lucevisor.errors import ExitCode
-from tests.e2e.asking import post
-from tests.e2e.process import DEMO, ROOT, Cli, wait_until
+from tests.e2e.process import DEMO, ROOT, Cli, post
 from tests.e2e.test_handover import Clients
+from tests.waiting import wait_until
 
 
 @pytest.mark.slow

@@ -11,10 +11,7 @@ from lucevisor.engine.step import StepPlan
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import (
-    Sampled,
-    StepResult,
-)
+from lucevisor.protocol.steps import Sampled, StepResult
 from tests.engine.toy_engine import limits, request
 
 

@@ -16,12 +16,7 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import GenerationRequest, RequestHandle
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence
-from lucevisor.engine.spec_decode.controller import (
-    ACTIVE_STEPS,
-    DrafterSuspension,
-    RequestDrafts,
-    SpecDecodeController,
-)
+from lucevisor.engine.spec_decode.controller import ACTIVE_STEPS, DrafterSuspension, RequestDrafts, SpecDecodeController
 from lucevisor.engine.spec_decode.ngram import (
     INDEX_TOKENS,
     MAX_CANDIDATES,
@@ -35,15 +30,7 @@ from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
-from lucevisor.protocol.steps import (
-    PENDING,
-    CloseSequence,
-    Drafted,
-    OpenSequence,
-    Sampled,
-    Slice,
-    StepResult,
-)
+from lucevisor.protocol.steps import PENDING, CloseSequence, Drafted, OpenSequence, Sampled, Slice, StepResult
 from tests.costs import lines_of
 from tests.engine.scheduler_steps import plans
 from tests.engine.toy_drafter import ToyDrafter
@@ -463,12 +450,10 @@ def test_a_request_that_ends_does_not_make_the_slices_of_a_step_unequal() -> Non
     assert [s.n_drafts for s in bench.plan().step.slices] == [1, 1, 1], "one of a's two tokens that are left"
 
 
-# ---- Verify steps: drafts that are accepted or rejected, with a drafter whose drafts are written down beforehand
+# ---- verify steps
 
 
 ON = SpeculationSettings(max_drafts=8, drafter=True, fixed=True)
-
-
 CACHED = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1, checkpoint_pages=0)
 
 
@@ -587,8 +572,6 @@ async def test_a_request_that_ends_in_the_middle_of_its_drafts_is_remembered_up_
 
 
 ALPHABET = 4
-
-
 """Ids of the naive comparison: their n-grams all have buckets of their own (asserted below)."""
 
 

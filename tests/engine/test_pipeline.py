@@ -238,7 +238,7 @@ def test_who_takes_a_result_may_close_the_pipeline_or_send_the_next_step() -> No
     assert (taken, bench.failures, bench.wires[0].ids) == ([1, 2], [], [(0, 1), (0, 2), (0, 3)])
 
 
-# ---- Posted steps: every stage has them at once, answers come in any order, and a loss takes back what has not begun
+# ---- posted steps
 
 
 def posting(n_stages: int = 3) -> Bench:
@@ -440,7 +440,7 @@ def test_the_watchdog_sees_a_first_stage_that_has_its_drafts() -> None:
     assert working.stage == 0
 
 
-# ---- The pipeline's draft stage: which steps it gets, when and with what, and that its loss is not the pipeline's
+# ---- the draft stage
 
 
 class DraftBench(Bench):

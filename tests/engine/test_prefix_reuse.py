@@ -301,7 +301,7 @@ def test_what_a_preempted_request_had_computed_after_all_was_not_cached() -> Non
         assert record.finished_event("length", 1.0, None, None).usage == Usage(100, cached, 30)
 
 
-# ---- Prefix slots that go to disk and back; the test moves the bytes by hand
+# ---- prefix slots on disk; the test moves the bytes by hand
 
 
 @pytest.mark.parametrize("spaces", [FULL, HYBRID, ALL_SPACES])
@@ -377,15 +377,11 @@ async def test_a_slot_pinned_while_it_is_given_up_goes_afterwards() -> None:
     assert toy.engine.prefixes.slots == []
 
 
-# ---- Whatever is remembered, however little memory there is: every request gets the tokens it gets alone, uncached
+# ---- tokens with any slots and any memory
 
 
 SPACES = [HYBRID, ALL_SPACES, frozenset({Space.FULL}), frozenset({Space.FULL, Space.WINDOW})]
-
-
 SYSTEMS = [[(s * 31 + k * k) % 97 for k in range(n)] for s, n in ((0, 130), (0, 64), (1, 75))]
-
-
 """System prompts; the second is how the first begins."""
 
 

@@ -152,7 +152,7 @@ def test_losses_change_no_token(scenario: Scenario) -> None:
     asyncio.run(check())
 
 
-# ---- Lost stages are rebuilt alone, from the journal: the others keep what they have, and no token changes
+# ---- lost stages, rebuilt from the journal
 
 
 SLIDING = frozenset({Space.FULL, Space.WINDOW})
@@ -579,7 +579,7 @@ async def test_steps_that_wait_for_drafts_when_two_stages_are_lost(
     assert await check_answers(toy, asked, handles) == ["length"] * 3
 
 
-# ---- State that is frozen, and handed to new daemons: they go on where the old ones stopped, and no token changes
+# ---- frozen state, handed to new daemons
 
 
 SLOTS = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)

@@ -323,7 +323,7 @@ def test_neighbours_of_a_page_that_matters_stay_with_it() -> None:
     assert (out, back) == ([5, 6, 7], [1, 2, 3])
 
 
-# ---- KV Flash: prefix slots whose pages are partly in host memory, in memory and on disk
+# ---- prefix slots with pages in host memory
 
 
 SPACES = [PLAIN, SLIDING, HYBRID]

@@ -349,7 +349,7 @@ def test_a_copied_passage_asks_the_drafter_for_nothing() -> None:
     assert controller.num_draft_tokens(drafts, 1) > 0
 
 
-# ---- Counts of speculation: sums of what happened, kept apart by origin, that agree with the tokens that requests got
+# ---- counts of speculation
 
 
 def test_acceptance_is_counted_by_position() -> None:

@@ -18,15 +18,7 @@ from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import DraftStep, PendingCancelled, SamplingParams, Step, StepResult
 from tests.engine.toy_drafter import ToyDrafter, drafter_daemon
-from tests.engine.toy_pipeline import (
-    ToyConstraint,
-    ToyDaemon,
-    ToyLimits,
-    ToyModel,
-    ToyRows,
-    ToyStage,
-    toy_daemons,
-)
+from tests.engine.toy_pipeline import ToyConstraint, ToyDaemon, ToyLimits, ToyModel, ToyRows, ToyStage, toy_daemons
 
 LOST = RequestError("shard_lost", "group left was killed; send the request again")
 HYBRID = frozenset({Space.FULL, Space.RECURRENT})

@@ -58,8 +58,6 @@ _EMPTY = (-1, _POISON)  # what a page holds: at each offset the position it was 
 _NO_PAYLOAD = memoryview(b"")
 _NO_PAGE = -1  # entry of a window table that starts behind its beginning
 _OUT = -2  # entry of a full table that was paged out
-
-
 Regions = dict[tuple[int, int], tuple[int, list[int]]]
 """By boundary and region: the step that wrote the rows, and the rows."""
 TOKENS = -1

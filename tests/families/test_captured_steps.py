@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ from lucevisor.model.values import Dtype
 from lucevisor.protocol.steps import Slice, Step
 from tests.daemons.cpu_kernels import needs_cpu_kernels
 from tests.daemons.tiny_models import write_data
+from tests.families.golden import Golden
 from tests.families.pipeline import How, Pipeline, load_stages
 from tests.families.shapes import Model
 from tests.families.test_weight_formats import MODELS
+from tests.numerics import Bound
 
 pytestmark = needs_cpu_kernels
 DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
@@ -156,3 +159,27 @@ def test_graphs_are_captured_again_when_a_table_moves(tmp_path: Path) -> None:
     assert torch.equal(c.run((0, IDS[:1])), other.run((0, IDS[:1])))
     [after] = graphs._graphs.values()
     assert after is not before
+
+
+# ---- captures of the residual stream
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_captures_of_every_layer_split_are_the_golden_hidden_states(golden: Golden, shards: bool) -> None:
+    n, cuts = golden.spec.n_layers, golden.layer_splits()[1::2]
+    layers = sorted({0, 1, n // 2, n - 1})
+    split = {"shard_split" if shards else "layer_split": cuts}
+    c = golden.pipeline(load_stages(golden.spec, **split, captures=layers))
+    c.open(0)
+    c.run((0, golden.ids))
+    borders = [0, n] if shards else [0, *cuts, n]
+    of_stages = [[i for i in layers if a <= i < b] for a, b in pairwise(borders)]
+    assert [found is not None for found in c.captures] == [bool(own) for own in of_stages]
+    captures = torch.cat([found for found in c.captures if found is not None], dim=-1)
+    assert captures.shape == (len(golden.ids), len(layers) * golden.spec.hidden_size)
+    for layer, found in zip(layers, captures.split(golden.spec.hidden_size, dim=-1), strict=True):
+        bound = Bound(*(x[layer + 1] for x in golden.bounds.hidden))
+        assert bound.worst(found, golden.hidden[layer + 1]) <= 1.0
+    c.run((0, golden.ids[:9]), want_hidden=True)
+    found = [x for x in c.captures if x is not None]
+    assert torch.equal(torch.cat(found, dim=-1), torch.cat([c.hidden[i + 1] for i in layers], dim=-1))

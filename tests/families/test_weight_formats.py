@@ -25,12 +25,7 @@ from lucevisor.protocol.messages import Check
 from tests.daemons.tiny_models import write_data
 from tests.families.pipeline import Pipeline, load_stages, pools_of
 from tests.families.rounding import Formats, bounds, explained, middle_error
-from tests.families.shapes import (
-    SMALL_GEMMA4_EXPERTS,
-    SMALL_GEMMA4_INPUTS,
-    SMALL_LAGUNA,
-    Model,
-)
+from tests.families.shapes import SMALL_GEMMA4_EXPERTS, SMALL_GEMMA4_INPUTS, SMALL_LAGUNA, Model
 from tests.model import qwen35_file
 
 HYBRID = qwen35_file.Shape(n_layers=4, feed_forward=256, vocabulary=320, n_experts=5, n_used=2)

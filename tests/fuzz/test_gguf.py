@@ -21,58 +21,14 @@ from tests.text.vocabularies import CONTROL, byte_metadata, demo_metadata
 
 TEMPLATE = "tokenizer.chat_template"
 PIECES = (
-    *(
-        "{{ messages[0].content }}",
-        "{% for m in messages %}",
-        "{% endfor %}",
-        "{% if true %}",
-        "{% endif %}",
-        "{{",
-        "}}",
-        "{%",
-        "%}",
-    ),
-    *(
-        "{{ 'a' * 10**9 }}",
-        "{% for i in range(99999) %}",
-        "{% set ns.x = ns.x ~ ns.x %}",
-        "{% set ns = namespace(x='a') %}",
-    ),
-    *(
-        "{{ messages }}",
-        "{{ messages|tojson }}",
-        "{{ ''.__class__ }}",
-        "{{ raise_exception('no') }}",
-        "{{ 1/0 }}",
-        "{{ x.y.z }}",
-    ),
-    *(
-        "{% macro f(n) %}{{ f(n) }}{% endmacro %}",
-        "{{ f(1) }}",
-        "{{ [1]|batch(10**9) }}",
-        "{{ '%999999999d' % 1 }}",
-        "<think>",
-    ),
-    *(
-        "<tool_call>",
-        "<|im_end|>",
-        "\0",
-        "\U0001f389",
-        "{# #}",
-        "{% raw %}",
-        "{% endraw %}",
-        "{% break %}",
-        "{% generation %}",
-    ),
-    *(
-        "{% include 'x' %}",
-        "{% import 'x' as y %}",
-        "{% extends x %}",
-        "{% block a %}",
-        "{{ self }}",
-        "{{ lipsum(9) }}",
-        "(",
-    ),
+    *("{{ messages[0].content }}", "{% for m in messages %}", "{% endfor %}", "{% if true %}", "{% endif %}", "{{"),
+    *("}}", "{%", "%}", "{{ 'a' * 10**9 }}", "{% for i in range(99999) %}", "{% set ns.x = ns.x ~ ns.x %}"),
+    *("{% set ns = namespace(x='a') %}", "{{ messages }}", "{{ messages|tojson }}", "{{ ''.__class__ }}"),
+    *("{{ raise_exception('no') }}", "{{ 1/0 }}", "{{ x.y.z }}", "{% macro f(n) %}{{ f(n) }}{% endmacro %}"),
+    *("{{ f(1) }}", "{{ [1]|batch(10**9) }}", "{{ '%999999999d' % 1 }}", "<think>", "<tool_call>", "<|im_end|>"),
+    *("\0", "\U0001f389", "{# #}", "{% raw %}", "{% endraw %}", "{% break %}", "{% generation %}"),
+    *("{% include 'x' %}", "{% import 'x' as y %}", "{% extends x %}", "{% block a %}", "{{ self }}"),
+    *("{{ lipsum(9) }}", "("),
 )
 KINDS = (raw.U8, raw.I8, raw.U16, raw.I32, raw.U32, raw.U64, raw.I64, raw.F32, raw.F64, raw.BOOL)
 

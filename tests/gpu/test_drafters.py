@@ -14,8 +14,7 @@ from daemons.device import prepare
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype
 from lucevisor.protocol.loading import DraftKind
-from tests.drafters.drafted import DraftedPipeline, golden, load_draft, wanted_trace
-from tests.drafters.packed_output import MANY
+from tests.drafters.drafted import MANY, DraftedPipeline, golden, load_draft, wanted_trace
 from tests.families.pipeline import How, load_stages
 from tests.model.drafter_files import DFLASH2, MTP, TARGET, UPSTREAM, copy
 

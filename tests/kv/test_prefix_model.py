@@ -8,6 +8,7 @@ leak.  What a prompt must find, and which slot must go first, is looked for by c
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pytest
@@ -22,26 +23,95 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from lucevisor.kv.page_pool import PageAllocator, PagePools
+from lucevisor.kv.page_pool import PageAllocator, PageError, PagePools, PageUse
 from lucevisor.kv.page_table import PAGED, PageTable
 from lucevisor.kv.prefix_cache import PrefixIndex, PrefixMatch, PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot, SlotSource
 from lucevisor.model.pages import first_visible_page
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
-from tests.kv.prefix_parts import (
-    PARTS,
-    SPACES,
-    TEXTS,
-    UNIT_BYTES,
-    Device,
-    Sequence,
-    check_choice,
-    common,
-    held,
-    prefix_hash,
-    text,
-)
+
+SPACES = {
+    "full": frozenset({Space.FULL}),
+    "hybrid": frozenset({Space.FULL, Space.RECURRENT}),
+    "window": frozenset({Space.FULL, Space.WINDOW}),
+    "all": frozenset(Space),
+    "recurrent": frozenset({Space.RECURRENT}),
+}
+
+UNIT_BYTES = {Space.FULL: 2, Space.WINDOW: 1, Space.RECURRENT: 5}
+PARTS = [(0, 70), (0, 70), (0, 64), (900, 50)]
+
+
+def text(which: int, length: int) -> list[int]:
+    """The beginning of one of four texts, three of which begin alike: for 70, 70 and 64 tokens."""
+    first, alike = PARTS[which]
+    return [first + i if i < alike else 1000 * (which + 1) + i for i in range(length)]
+
+
+TEXTS = st.builds(text, st.integers(0, 3), st.sampled_from([30, 64, 65, 70, 80, 128, 129, 150, 192, 250, 300]))
+
+
+@dataclass(eq=False)
+class Sequence:
+    """What a live sequence is in the model: tokens, how far they are computed, its table and state."""
+
+    tokens: list[int]
+    table: PageTable
+    state: int
+    n: int
+
+
+@dataclass
+class Device:
+    """What pages and states hold."""
+
+    pages: dict[tuple[Space, int], list[int]] = field(default_factory=dict)
+    states: dict[int, int] = field(default_factory=dict)
+
+    def page(self, space: Space, page: int) -> list[int]:
+        return self.pages.setdefault((space, page), [-1] * PAGE_TOKENS)
+
+
+def check_choice(victim: PrefixSlot, slots: list[PrefixSlot], pools: PagePools, n_prompts: int) -> None:
+    """The one to go is worth no more than any that would free ids of the same spaces."""
+    tokens = {slot: tuple(slot.tokens) for slot in slots}
+
+    def worth(slot: PrefixSlot) -> tuple[float, int, int]:
+        others = [known for other, known in tokens.items() if other is not slot]
+        shared = [len(known) for known in others if tokens[slot][: len(known)] == known]
+        if set(pools.spaces) == {Space.FULL}:
+            shared += [common(known, list(tokens[slot])) // PAGE_TOKENS * PAGE_TOKENS for known in others]
+        n_lost = slot.n_tokens - max(shared, default=0)
+        return n_lost / (n_prompts - slot.last_use + 1), slot.last_use, slot.number
+
+    def frees(slot: PrefixSlot) -> set[Space]:
+        def lone(space: Space) -> set[int]:
+            kept = {page for other in slots if other is not slot for page in held(other, space)}
+            return {page for page in held(slot, space) if page not in kept and pools[space].evictable(page)}
+
+        return {space for space in pools.spaces if lone(space)}
+
+    rivals = [slot for slot in slots if slot is not victim and not slot.pins and frees(slot) >= frees(victim)]
+    assert worth(victim) <= min(map(worth, rivals), default=worth(victim))
+
+
+def held(slot: PrefixSlot, space: Space) -> list[int]:
+    """Ids of a space that a slot needs."""
+    return [slot.state] if space is Space.RECURRENT else slot.pages(space)
+
+
+def common(one: tuple[int, ...], other: list[int]) -> int:
+    n = 0
+    while n < min(len(one), len(other)) and one[n] == other[n]:
+        n += 1
+    return n
+
+
+def prefix_hash(tokens: list[int]) -> int:
+    """A number that stands for all tokens up to a position."""
+    return hash(tuple(tokens))
+
 
 PHASES = [phase for phase in Phase if phase is not Phase.explain]
 
@@ -363,8 +433,6 @@ class IndexMachine(RuleBasedStateMachine):
 
 TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(max_examples=150, stateful_step_count=120, deadline=None, phases=PHASES)
-
-
 OPERATIONS = 25_000
 """Of each kind of model: 125,000 in all."""
 NAMES = {"start", "grow", "publish", "end", "pin", "drop", "unpin", "reserve", "adopt", "cancel", "clear", "evict"}
@@ -383,3 +451,192 @@ def test_25000_operations_of_each_kind(kind: str) -> None:
         run_state_machine_as_test(Machine, settings=some)
     print(f"{kind}: {dict(Machine.done.most_common())}")
     assert Machine.done.keys() == NAMES
+
+
+# ---- eviction order, pins and hooks
+
+
+COSTS = {Space.FULL: 10, Space.WINDOW: 10, Space.RECURRENT: 100}
+
+
+class Maker:
+    """Publishes slots as if a sequence had computed them and ended."""
+
+    def __init__(self, *, window: int | None = None, recurrent: bool = False, **settings: int) -> None:
+        spaces = {Space.FULL} | ({Space.WINDOW} if window else set()) | ({Space.RECURRENT} if recurrent else set())
+        self.pools = PagePools(spaces, PoolSizes(100, 100, 8))
+        self.window = window
+        limits = {"max_slots": 10, "memory_bytes": 10_000, "min_tokens": 1, **settings}
+        self.index = PrefixIndex(self.pools, PrefixSettings(unit_bytes=COSTS, **limits), window)
+        self.made: list[PrefixSlot] = []
+        self.evicted: list[PrefixSlot] = []
+        self.index.hooks.on_slot = self.made.append
+        self.index.hooks.on_evict = self.evicted.append
+
+    def slot(self, tokens: list[int], *, uses: int = 1) -> PrefixSlot | None:
+        """``uses``: prompts that come after it."""
+        table = PageTable(self.pools, self.window)
+        table.grow(0, len(tokens))
+        state = NO_STATE
+        if self.index.recurrent:
+            taken = self.index.allocate_state(self.index.n_saved(tokens, len(tokens)))
+            if taken is None:
+                table.release()
+                return None
+            state = taken
+        slot = self.index.publish(tokens, SlotSource(len(tokens), table.entries, state, "turn"), 0.0)
+        table.release()
+        self.index.trim()
+        for _ in range(uses):
+            self.index.record_use(self.index.match([10**9]), 0.0)
+        return slot if slot is not None and slot.alive else None
+
+    def use(self, slot: PrefixSlot) -> None:
+        match = self.index.match([*slot.tokens, 10**9])
+        assert match.slot is slot
+        self.index.record_use(match, 5.0)
+
+
+def numbered(number: int, n: int) -> list[int]:
+    return [1000 * number + i for i in range(n)]
+
+
+def test_equal_slots_are_evicted_least_recently_used_first() -> None:
+    maker = Maker(max_slots=3)
+    slots = [maker.slot(numbered(i, 100)) for i in range(3)]
+    maker.use(slots[0])
+    maker.slot(numbered(3, 100))
+    assert maker.evicted == [slots[1]]
+    assert (slots[0].n_uses, slots[0].used_at) == (1, 5.0)
+
+
+def test_a_slot_that_costs_more_to_recompute_stays_longer() -> None:
+    maker = Maker(max_slots=3)
+    long = maker.slot(numbered(0, 1000))
+    for i in range(1, 7):
+        maker.slot(numbered(i, 100))
+    assert long.alive
+    assert [len(slot.tokens) for slot in maker.evicted] == [100] * 4
+    for i in range(7, 40):  # but not for ever
+        maker.slot(numbered(i, 100))
+    assert not long.alive
+
+
+def test_a_slot_is_worth_what_no_other_slot_saves() -> None:
+    """A long slot of which nearly all is also in another one costs little."""
+    for recurrent in (False, True):
+        maker = Maker(max_slots=3, recurrent=recurrent)
+        first, second = maker.slot(numbered(0, 1000)), maker.slot([*numbered(0, 1000), *numbered(5, 20)])
+        assert second.parent is first
+        other = maker.slot(numbered(1, 300))
+        maker.slot(numbered(2, 300))
+        assert maker.evicted == [second] if recurrent else maker.evicted[0] in (first, second)
+        assert other.alive
+
+
+def test_a_slot_that_frees_a_needed_id_is_evicted_first() -> None:
+    maker = Maker(recurrent=True)
+    live = PageTable(maker.pools, None)
+    live.grow(0, 100)
+    [state] = maker.pools[Space.RECURRENT].allocate(1) or []
+    old = maker.index.publish(numbered(0, 100), SlotSource(100, live.entries, state, "turn"), 0.0)
+    for _ in range(50):
+        maker.index.record_use(maker.index.match([10**9]), 0.0)
+    young = maker.slot(numbered(1, 64))
+    one_more = {Space.FULL: maker.pools[Space.FULL].n_free + 1}
+    assert maker.index.can_reclaim(one_more, {})
+    assert maker.index.reclaim(one_more)
+    assert maker.evicted == [young]  # the pages of the other are a sequence's as well
+    assert not maker.index.can_reclaim({Space.FULL: 99}, {})
+    assert not maker.index.reclaim({Space.FULL: 99})
+    assert maker.evicted == [young, old]
+    live.release()
+    assert maker.pools.usage() == {Space.FULL: PageUse(0, 100), Space.RECURRENT: PageUse(0, 8)}
+
+
+def test_memory_limits_slots_and_a_larger_state_disables_them() -> None:
+    maker = Maker(recurrent=True, memory_bytes=250)
+    for i in range(5):
+        maker.slot(numbered(i, 64))
+    assert [slot.tokens[0] for slot in maker.index.slots] == [3000, 4000]
+    assert maker.index.n_bytes == 220
+    assert not Maker(recurrent=True, memory_bytes=99).index.enabled
+    assert Maker(memory_bytes=99).index.enabled
+    assert not Maker(max_slots=0).index.enabled
+
+
+def test_a_checkpoint_evicts_only_a_slot_worth_less() -> None:
+    maker = Maker(recurrent=True)
+    for i in range(8):
+        maker.slot(numbered(i, 500), uses=0)
+    assert maker.slot(numbered(9, 100)) is None
+    assert maker.evicted == []
+    assert maker.slot(numbered(9, 501)) is not None
+    assert [slot.tokens[0] for slot in maker.evicted] == [0]
+
+
+def test_a_slot_pinned_by_the_hook_is_evicted_on_unpin_unless_used_again() -> None:
+    for again in (False, True):
+        maker = Maker(max_slots=1)
+        slot = maker.slot(numbered(0, 100))
+        maker.index.hooks.on_evict = maker.index.pin
+        other = maker.slot(numbered(1, 200))
+        maker.index.hooks.on_evict = maker.evicted.append
+        assert slot.alive
+        assert slot.evict_on_unpin
+        maker.index.unpin(other)
+        assert not other.alive
+        if again:
+            maker.use(slot)
+        maker.index.unpin(slot)
+        assert slot.alive == again
+        assert maker.evicted == []
+
+
+def test_a_prefix_without_its_window_is_not_cached() -> None:
+    maker = Maker(window=64)
+    table = PageTable(maker.pools, 64)
+    table.grow(0, 200)
+    table.grow(300, 301)
+    assert maker.index.publish(numbered(0, 200), SlotSource(200, table.entries, NO_STATE, "turn"), 0.0) is None
+    assert maker.index.publish(numbered(0, 301), SlotSource(301, table.entries, NO_STATE, "turn"), 0.0) is not None
+    table.release()
+    assert maker.pools.usage()[Space.WINDOW] == PageUse(2, 100, evictable=2)  # positions 238 and later
+    assert maker.index.match(numbered(0, 300)).position == 256  # sees 193 and later, and page 3 is held
+    assert maker.index.match(numbered(0, 256)).position == 0
+
+
+def test_adopting_twice_or_something_else_is_refused() -> None:
+    maker = Maker(recurrent=True)
+    reservation = maker.index.reserve(100)
+    with pytest.raises(ValueError, match="99 tokens are adopted into ids reserved for 100"):
+        maker.index.adopt(numbered(0, 99), reservation, 0.0)
+    assert maker.index.adopt(numbered(0, 100), reservation, 0.0) is not None
+    assert maker.index.adopt(numbered(0, 100), reservation, 0.0) is None
+    maker.index.cancel(reservation)
+    assert maker.pools.usage() == {
+        Space.FULL: PageUse(2, 100, evictable=2),
+        Space.RECURRENT: PageUse(1, 8, evictable=1),
+    }
+    assert maker.index.match([*numbered(0, 100), 10**9]).from_disk
+
+
+def test_cache_and_uncache_check_ownership() -> None:
+    pools = PagePools([Space.FULL], PoolSizes(2, 0, 0))
+    allocator = pools[Space.FULL]
+    for wrong in (allocator.cache, allocator.uncache):
+        with pytest.raises(PageError, match="id 0 is "):
+            wrong([0])
+    allocator.allocate(1)
+    allocator.cache([0])
+    with pytest.raises(PageError, match="cached already"):
+        allocator.cache([0])
+    allocator.release([0])
+    assert (allocator.n_used, allocator.n_evictable) == (1, 1)
+    with pytest.raises(PageError, match="has 0 owners"):
+        allocator.release([0])  # the index alone owns it
+    allocator.retain([0])
+    assert allocator.n_evictable == 0
+    allocator.uncache([0])
+    allocator.release([0])
+    assert (allocator.n_used, allocator.n_evictable) == (0, 0)

@@ -5,31 +5,39 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from math import prod
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 
+from bench.gguf_writing import Value
 from lucevisor.model.drafters import DraftSpec, draft_paths, open_draft, read_draft_spec
 from lucevisor.model.drafters.dflash import default_captures
+from lucevisor.model.drafters.gemma4_assistant import AssistantParams
 from lucevisor.model.families import open_spec
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend, Dtype
+from lucevisor.model.values import Backend, Dtype, Space
 from lucevisor.model.weight_layout import TensorRole
+from tests.e2e.drafters import write_random_assistant
 from tests.model.drafter_files import (
     DFLASH2,
     DFLASH2_CONFIG,
+    GOLDEN,
     LUCEBOX,
+    MTP,
     TARGET,
     UPSTREAM,
     checkpoint,
     copy,
+    head_alone,
     narrow,
     tensors_of,
     write_safetensors,
 )
+from tests.model.qwen35_file import QWEN36_27B, QWEN36_35B_A3B, write
 
 DRAFT = "qwen35-dflash-draft"
 
@@ -287,3 +295,190 @@ def test_a_tied_output_matrix_serves_as_the_table_where_its_rows_can_be_read(bac
 def test_a_drafter_in_the_place_of_a_model_is_called_one(drafter):
     with pytest.raises(GgufError, match=r"is a drafter, not a model: name it in draft\.path"):
         open_spec(drafter)
+
+
+# ---- Gemma 4 assistants
+
+
+GEMMA = GOLDEN / "gemma4_e2b" / "model.gguf"
+
+
+@cache
+def gemma(path: Path = GEMMA) -> ModelSpec:
+    return open_spec(path)
+
+
+def read_assistant(path: Path, model: ModelSpec | None = None) -> DraftSpec:
+    return read_draft_spec(open_draft(draft_paths(path)), model or gemma(), "mtp")
+
+
+def test_an_assistant_reads_the_last_layers_that_own_keys(tmp_path: Path) -> None:
+    """Of 8 layers the last 3 share keys: those of layer 3 slide, those of layer 4 do not."""
+    draft = read_assistant(write_random_assistant(tmp_path / "a.gguf", gemma()))
+    assert draft.captures == (2, 3, 7)
+    p = draft.model.params
+    assert isinstance(p, AssistantParams)
+    sources = [(source.layer, source.at, source.of_target.sliding) for source in p.sources]
+    assert sources == [(2, 1, False), (3, 0, True)]
+    assert p.hidden_at == 2
+    assert [layer.space for layer in draft.model.layers] == [Space.FULL] * 4
+    assert [layer.window for layer in draft.model.layers] == [13, 0, 0, 0]
+    assert [len(layer.state) for layer in draft.model.layers] == [0, 0, 2, 2]
+    of_target = gemma().layers
+    kept = sum(layer.unit_bytes(Dtype.FLOAT32) for layer in draft.model.layers)
+    assert kept == sum(of_target[i].unit_bytes(Dtype.FLOAT32) for i in (3, 4))
+
+
+def test_matrices_of_the_target_are_read_from_its_file(tmp_path: Path) -> None:
+    draft, model = read_assistant(write_random_assistant(tmp_path / "a.gguf", gemma())), gemma()
+    assert model.files is not None
+    p = draft.model.params
+    assert isinstance(p, AssistantParams)
+    files = draft.model.files
+    assert files is not None
+    for source in p.sources:
+        there = 3 if source.of_target.sliding else 4
+        for name in ("attn_norm", "attn_k", "attn_k_norm", "attn_v"):
+            here = files.tensors[f"blk.{source.layer}.{name}.weight"]
+            assert files.read(here) == model.files.read(model.files.tensors[f"blk.{there}.{name}.weight"])
+    assert draft.from_target.isdisjoint(draft.files.tensors)
+    assert files.tensors["token_embd.weight"].shape == (model.vocabulary, model.hidden_size)
+    assert files.tensors["output.weight"].shape == (model.vocabulary, 48)
+    assert not draft.shares_lm_head
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"embedding_length_out": 65},
+            "embedding_length_out: is 65, expected 64: the drafter belongs to",
+        ),
+        ({"attention.key_length": 48, "attention.value_length": 48}, "is 48, and the model's keys have 64"),
+        ({"attention.head_count": 3}, "blk.0.attn_q.weight'?.*shape"),
+        ({"embedding_length": 40}, "shape"),
+    ],
+)
+def test_an_assistant_of_another_model_is_refused(changes: dict[str, Value], text: str, tmp_path: Path) -> None:
+    path = write_random_assistant(tmp_path / "a.gguf", gemma(), changes=changes)
+    with pytest.raises(GgufError, match=text):
+        read_assistant(path)
+
+
+def test_an_assistant_is_refused_for_other_families_with_unknown_tensors_and_as_a_model(tmp_path: Path) -> None:
+    path = write_random_assistant(tmp_path / "a.gguf", gemma())
+    with pytest.raises(GgufError, match="a drafter for gemma4 models"):
+        read_assistant(path, gemma(TARGET))
+    with pytest.raises(GgufError, match=r"name it in draft\.path"):
+        open_spec(path)
+    other = write_random_assistant(tmp_path / "b.gguf", gemma(), more=("masked_embedding.centroids.weight",))
+    with pytest.raises(GgufError, match="is unknown to this version"):
+        read_assistant(other)
+
+
+# ---- MTP heads
+
+
+@cache
+def with_head(path: Path = MTP) -> ModelSpec:
+    return open_spec(path)
+
+
+def read_head(path: Path, model: ModelSpec | None = None) -> DraftSpec:
+    return read_draft_spec(open_draft(draft_paths(path)), model or with_head(), "mtp")
+
+
+def test_a_head_in_the_models_file():
+    model = with_head()
+    draft = read_draft_spec(model.files, model, "mtp")
+    assert draft.captures == (7,)
+    assert (draft.default_drafts, draft.max_drafts) == (3, 15)
+    assert [x.space for x in draft.model.layers] == [Space.FULL, Space.RECURRENT]
+    assert draft.model.layers[1].unit_bytes(Dtype.BFLOAT16) == 64 * 4
+    own = {t.name for t in draft.files.tensors.values()}
+    assert own == set(model.skipped)
+    assert draft.from_target == {"token_embd.weight", "output_norm.weight", "output.weight"}
+    assert draft.model.files.parts == model.files.parts
+
+
+@pytest.mark.parametrize("with_ends", [False, True])
+def test_a_head_of_its_own_file_takes_embedding_and_output_from_the_model(with_ends, tmp_path):
+    draft, model = read_head(head_alone(tmp_path / "head.gguf", with_ends=with_ends)), with_head()
+    wanted = read_draft_spec(model.files, model, "mtp")
+    assert draft.model.layers == wanted.model.layers
+    assert draft.from_target == wanted.from_target
+    files, names = draft.model.files, wanted.model.files.tensors
+    assert files.tensors.keys() >= wanted.files.tensors.keys()
+    for name in (*wanted.files.tensors, *draft.from_target):
+        assert files.read(files.tensors[name]) == wanted.model.files.read(names[name])
+        of_target = files.paths[files.tensors[name].part] == MTP
+        assert of_target == (name in draft.from_target)
+
+
+def test_without_a_norm_of_its_own_the_head_takes_the_models(tmp_path):
+    path = copy(tmp_path / "m.gguf", MTP, rename=lambda n: None if n.endswith("shared_head_norm.weight") else n)
+    model = with_head(path)
+    tensors = read_draft_spec(model.files, model, "mtp").model.files.tensors
+    assert tensors["nextn.shared_head_norm.weight"] == model.files.tensors["output_norm.weight"]
+
+
+def test_a_head_with_an_embedding_of_its_own_keeps_it(tmp_path):
+    other = {f"blk.8.nextn.{n}.weight": np.ones((288, 64), np.float32) for n in ("embed_tokens", "shared_head_head")}
+    path = copy(tmp_path / "m.gguf", MTP, extra=other)
+    model = with_head(path)
+    draft = read_draft_spec(model.files, model, "mtp")
+    assert draft.from_target == {"output_norm.weight"}
+    assert draft.model.files.tensors["output.weight"].name == "blk.8.nextn.shared_head_head.weight"
+
+
+DEEPER = {"keys": {"qwen35.block_count": 13, "qwen35.attention.recurrent_layers": None}}
+
+REFUSED_HEADS = {
+    "no head": (
+        {"keys": {"qwen35.nextn_predict_layers": None, "qwen35.block_count": 8}},
+        "nextn_predict_layers: is missing: the file has no MTP head",
+    ),
+    "two layers": (
+        {"keys": {"qwen35.nextn_predict_layers": 2, "qwen35.block_count": 10}},
+        "nextn_predict_layers: is 2: heads of more than one layer",
+    ),
+    "another family": ({"keys": {"general.architecture": "qwen3"}}, "'qwen3'.* here 'qwen35'"),
+    "another depth": (
+        DEEPER,
+        "block_count: is 13, expected 9",
+    ),
+    "an unknown tensor": ({"extra": {"blk.8.nextn.new.weight": VECTOR}}, "'blk.8.nextn.new.weight': is unknown"),
+    "a missing tensor": (
+        {"rename": lambda n: n if n.startswith("blk.8") and "eh_proj" not in n else None},
+        "'nextn.eh_proj.weight': is missing",
+    ),
+    "no block": ({"rename": lambda n: n if n == "output_norm.weight" else None}, "has no block 8"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_HEADS)
+def test_a_head_that_does_not_fit_is_refused(case, tmp_path):
+    changes, message = REFUSED_HEADS[case]
+    path = copy(tmp_path / "head.gguf", MTP, **changes)
+    with pytest.raises(GgufError, match=message):
+        read_head(path)
+
+
+def test_a_family_without_heads_is_refused():
+    with pytest.raises(GgufError, match="here 'qwen3'"):
+        read_head(MTP, open_spec(TARGET.parents[1] / "qwen3" / "model.gguf"))
+
+
+@pytest.mark.parametrize(("shape", "n_weights"), [(QWEN36_27B, 425e6), (QWEN36_35B_A3B, 0.84e9)])
+def test_qwen38_is_decided_by_the_architecture_alone(shape, n_weights, tmp_path):
+    """The keys of Qwen3.6, a name that says otherwise, one block more (65 is no multiple of 4), and IQ types."""
+    shape = replace(shape, mtp=True, mix="iq4_xs")
+    spec = open_spec(write(tmp_path / "m.gguf", shape, name="Qwen3.8"))
+    assert (spec.name, spec.n_layers) == ("Qwen3.8", shape.n_layers)
+    assert [x.space for x in spec.layers[-2:]] == [Space.RECURRENT, Space.FULL]
+    assert {name.split(".")[1] for name in spec.skipped} == {str(shape.n_layers)}
+    head = read_draft_spec(spec.files, spec, "mtp")
+    assert {t.name for t in head.files.tensors.values()} == set(spec.skipped)
+    assert head.model.layers[0].n_routed == shape.n_used
+    assert sum(prod(t.shape) for t in head.files.tensors.values()) == pytest.approx(n_weights, rel=0.01)
+    assert head.model.unit_bytes(Space.FULL, head.layers, Dtype.FLOAT16) == 64 * 2 * shape.n_kv_heads * 256 * 2

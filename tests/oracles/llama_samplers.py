@@ -1,4 +1,4 @@
-"""Records what llama.cpp's samplers do, for tests/daemons/test_llama_samplers.py.
+"""Records what llama.cpp's samplers do, for tests/daemons/test_sampling.py.
 
     python -m tests.oracles.llama_samplers .../libllama.so > tests/data/golden/llama-samplers.json
 

@@ -6,6 +6,7 @@ import pytest
 
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
+from tests.model.drafter_files import TARGET
 from tests.model.qwen35_file import QWEN36_27B, QWEN36_35B_A3B, write
 from tests.placement.made import DEMO
 
@@ -25,3 +26,9 @@ def experts(tmp_path_factory) -> ModelSpec:
 def big(tmp_path_factory) -> ModelSpec:
     """The 27B shape in Q4_K_M: 16.5 GB of weights in a file that is nearly all hole."""
     return open_spec(write(tmp_path_factory.mktemp("gguf") / "27b.gguf", QWEN36_27B))
+
+
+@pytest.fixture(scope="module")
+def small() -> ModelSpec:
+    """Eight layers with recurrent ones, for which there is a DFlash drafter."""
+    return open_spec(TARGET)

@@ -10,6 +10,7 @@ import pytest
 
 from lucevisor.config import Config, load
 from lucevisor.errors import ConfigError, ExitCode
+from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor
 from lucevisor.model.values import Dtype, Space
 from lucevisor.placement.devices import Inventory
@@ -24,8 +25,6 @@ BOX = ["cuda:0", "hip:0", "hip:1"]
 BOX_SPLIT = [0.08, 0.46, 0.46]
 CPUS = ["left:0", "right:0"]
 BACKENDS = {"cuda": "cuda", "hip": "hip", "left": "cpu", "right": "cpu", "third": "cpu", "draft": "cpu"}
-
-
 OFF: Mapping[str, object] = {"kind": "off"}
 
 
@@ -89,8 +88,10 @@ def bare_spec(n_layers: int = 12, sharing: dict[int, int] | None = None, window:
     return ModelSpec("any", "bare", "F32", 64, 100, 4096, layers, {}, {}, 64, None)
 
 
-def placed(spec: ModelSpec, config: Config, inventory: Inventory | None = None) -> Placement:
-    result = plan(spec, config, inventory)
+def placed(
+    spec: ModelSpec, config: Config, inventory: Inventory | None = None, **models: DraftSpec | ModelSpec | None
+) -> Placement:
+    result = plan(spec, config, inventory, **models)  # type: ignore[arg-type]
     assert isinstance(result, Placement), result.message
     return result
 

@@ -16,20 +16,14 @@ from lucevisor.placement.report import plan_json, plan_rows, plan_text
 from lucevisor.placement.result import Infeasible, Placement, PlacementError
 from lucevisor.placement.sizing import DRAFT_SHARE
 from lucevisor.protocol.loading import DraftKind, token_region_bytes
-from tests.model.drafter_files import TARGET, UPSTREAM
+from tests.model.drafter_files import UPSTREAM
 from tests.model.qwen35_file import QWEN36_27B, write
-from tests.placement.made import CPUS, box, configure, cpu, gpu
+from tests.placement.made import CPUS, box, configure, cpu, gpu, placed
 
 DRAFT_27B = (3 * QWEN36_27B.channels + 16 * 128 + 48 * 128 + 48) * 4 * 48
 """Windows and updates of a draft in all layers."""
 AUTO = {"kind": "auto"}
 DFLASH = {"kind": "dflash", "path": "d.gguf"}
-
-
-@pytest.fixture(scope="module")
-def small() -> ModelSpec:
-    """Eight layers with recurrent ones, and its DFlash drafter."""
-    return open_spec(TARGET)
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +40,11 @@ def head_27b(tmp_path_factory) -> tuple[ModelSpec, DraftSpec]:
     return spec, read_draft_spec(spec.files, spec, "mtp")
 
 
-def placed(spec: ModelSpec, config, inventory=None, drafter: DraftSpec | None = None) -> Placement:
-    result = plan(spec, config, inventory, drafter=drafter)
-    assert isinstance(result, Placement), result.message
-    return result
-
-
 # ---- where it is and what it takes
 
 
 def test_by_default_it_is_where_the_last_layers_are(small, dflash, tmp_path):
-    p = placed(small, configure(tmp_path, CPUS, [1, 1], DFLASH, dtype="float32"), None, dflash)
+    p = placed(small, configure(tmp_path, CPUS, [1, 1], DFLASH, dtype="float32"), None, drafter=dflash)
     assert p.draft is not None
     assert p.draft_device is not None
     assert (str(p.draft.device), p.draft.index, p.draft.kind) == ("right:0", 2, DraftKind.DFLASH)
@@ -76,7 +64,7 @@ def test_by_default_it_is_where_the_last_layers_are(small, dflash, tmp_path):
 
 def test_elsewhere_it_has_copies_of_embedding_and_output_matrix(small, dflash, tmp_path):
     here, there, one = (
-        placed(small, configure(tmp_path, devices, split, DFLASH | where, dtype="float32"), None, dflash)
+        placed(small, configure(tmp_path, devices, split, DFLASH | where, dtype="float32"), None, drafter=dflash)
         for devices, split, where in (
             (CPUS, [1, 1], {}),
             (CPUS, [1, 1], {"device": "draft:0"}),
@@ -110,7 +98,7 @@ def test_a_draft_vocabulary_has_room_beside_the_drafter(head_27b, dflash, small,
     assert n_bytes == 260_694_016
     for devices, where in ((["cuda:0"], {}), (["cuda:0"], {"device": "hip:0"})):
         config = configure(tmp_path, devices, [1], {"kind": "mtp"} | where, max_sequences=1, pages=1000)
-        p = placed(spec, config, {"cuda": [gpu(0, 80)], "hip": [gpu(0, 80)]}, head)
+        p = placed(spec, config, {"cuda": [gpu(0, 80)], "hip": [gpu(0, 80)]}, drafter=head)
         assert p.draft_device is not None
         layouts = head.layouts(Backend.CUDA, p.dtype, with_output=not where, with_embedding=not where)
         assert p.draft_device.weight_bytes == sum(layout.n_bytes for layout in layouts) + n_bytes
@@ -172,7 +160,7 @@ def test_a_configured_drafter_that_does_not_fit_is_refused_with_the_numbers(head
 )
 def test_what_drafts(head_27b, tmp_path, draft, with_head, expected):
     spec, head = head_27b
-    p = placed(spec, configure(tmp_path, ["cuda:0"], [1], draft), None, head if with_head else None)
+    p = placed(spec, configure(tmp_path, ["cuda:0"], [1], draft), None, drafter=head if with_head else None)
     assert (p.drafting.lookup, p.drafting.max_drafts, p.drafting.fixed) == expected
     assert p.max_step_tokens == 512 + 8 * (1 + expected[1])
 
@@ -242,7 +230,7 @@ def test_verifying_takes_its_share_and_never_the_pages_of_others(head_27b, tmp_p
 
 def test_the_plan_shows_the_drafter(head_27b, tmp_path):
     spec, head = head_27b
-    p = placed(spec, configure(tmp_path, ["cuda:0", "hip:0", "hip:1"], [1, 1, 1], AUTO), box(), head)
+    p = placed(spec, configure(tmp_path, ["cuda:0", "hip:0", "hip:1"], [1, 1, 1], AUTO), box(), drafter=head)
     *_, last = plan_rows(p)
     assert (last.group, last.layers, last.verdict) == ("hip", "drafter", "fits")
     shown = plan_text(p)

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+from unittest import mock
 
 import pytest
 
-from lucevisor.config import load
+from daemons.models.stage import LoadedStage
+from lucevisor.config import CacheConfig, Config, DeviceRef, KvFlashConfig, load
 from lucevisor.model.families import open_spec
-from lucevisor.model.pages import pages_of
+from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_resident_chunk, pages_of, pool_pages
 from lucevisor.model.quant_types import padded_rows
-from lucevisor.model.values import LayerRange, Space
-from lucevisor.placement.devices import HOST_PAGES, HOST_RESERVE, with_target_devices
-from lucevisor.placement.result import PlacementError
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.model.workspace import GRAPH_LENGTH, GRAPH_ROWS
+from lucevisor.placement.cost import CostModel, StepSizes
+from lucevisor.placement.devices import (
+    HOST_PAGES,
+    HOST_RESERVE,
+    SPARE_DEVICE_BYTES,
+    SPARE_HOST_BYTES,
+    with_target_devices,
+)
+from lucevisor.placement.report import plan_json, plan_text
+from lucevisor.placement.result import Placement, PlacementError, Shard
+from lucevisor.placement.stages import LoadFiles, load_message
+from lucevisor.protocol.loading import PoolSizes
 from tests.model.qwen35_file import Shape, write
-from tests.placement.made import BOX, BOX_SPLIT, CPUS, GIB, box, configure, cpu, gpu, placed, refused, wrong
+from tests.placement.made import BOX, BOX_SPLIT, CPUS, DEMO, GIB, box, configure, cpu, gpu, placed, refused, wrong
 
 # ---- what is where
 
@@ -240,3 +257,228 @@ def test_pages_that_hold_less_than_the_context(demo, tmp_path):
     assert "hold 640 tokens" in error.why
     assert error.hint == "nearest: 64, or engine.max_context = 640"
     assert wrong(demo, configure(tmp_path, CPUS, max_context=1)).hint == "nearest: 2"
+
+
+# ---- memory beside the model's
+
+
+def planned(spec: ModelSpec, folder: Path, devices: list[str], **recovery: float) -> Placement:
+    config = configure(folder, devices)
+    return placed(spec, replace(config, recovery=replace(config.recovery, **recovery)))  # type: ignore[arg-type]
+
+
+def test_a_journal_takes_no_more_than_all_pages_at_all_boundaries(demo: ModelSpec, tmp_path: Path) -> None:
+    found = planned(demo, tmp_path, ["left:0", "right:0"])
+    row_bytes = found.arenas[0].region_bytes // found.max_step_tokens
+    assert found.journal_bytes == found.pools.full_pages * PAGE_TOKENS * row_bytes
+    assert "the journal up to" in plan_text(found)
+    assert plan_json(found)["journal_bytes"] == found.journal_bytes
+
+
+def test_the_limit_of_a_journal_is_kept_in_whole_pages(demo: ModelSpec, tmp_path: Path) -> None:
+    all_bytes = planned(demo, tmp_path, ["left:0", "right:0"]).journal_bytes
+    found = planned(demo, tmp_path, ["left:0", "right:0"], journal=all_bytes - 1)
+    assert all_bytes - 64 * 4 * 8192 < found.journal_bytes < all_bytes
+
+
+def test_without_a_boundary_or_a_hold_there_is_none(demo: ModelSpec, tmp_path: Path) -> None:
+    alone = planned(demo, tmp_path, ["left:0"])
+    assert alone.journal_bytes == planned(demo, tmp_path, ["left:0", "right:0"], hold_s=0.0).journal_bytes == 0
+    assert planned(demo, tmp_path, ["left:0", "right:0"], journal=0).journal_bytes == 0
+    assert "journal" not in plan_text(alone)
+
+
+def test_what_preempted_requests_may_take_is_said(demo: ModelSpec, tmp_path: Path) -> None:
+    config = configure(tmp_path, ["left:0"])
+    for n_slots, n_bytes in ((8, 3 << 30), (0, 0)):
+        cache = replace(config.cache, prefix_slots=n_slots)
+        found = placed(demo, replace(config, cache=cache, engine=replace(config.engine, swap_space=3 << 30)))
+        assert found.swap_bytes == n_bytes
+        assert ("preempted requests up to 3.00 GiB" in plan_text(found)) == bool(n_bytes)
+
+
+@pytest.mark.parametrize(
+    ("devices", "split", "each"), [(BOX, BOX_SPLIT, SPARE_DEVICE_BYTES), (CPUS, None, 2 * SPARE_HOST_BYTES)]
+)
+def test_their_memory_is_kept_free(
+    demo: ModelSpec, tmp_path: Path, devices: list[str], split: list[float] | None, each: int
+) -> None:
+    config = configure(tmp_path, devices, split) if split else configure(tmp_path, devices)
+    inventory = {group: [gpu(0), gpu(1)] for group in ("cuda", "hip")} | {group: [cpu()] for group in ("left", "right")}
+    kept = []
+    for n in (0, 1, 3):
+        found = placed(demo, replace(config, recovery=replace(config.recovery, spares=n)), inventory)
+        kept.append(found.devices[0].reserve_bytes)
+        assert ("also for spares" in plan_text(found)) == (n > 0)
+    assert (kept[1] - kept[0], kept[2] - kept[0]) == (each, 3 * each)
+
+
+# ---- ``engine.kv_dtype``
+
+
+PAGES = 20
+
+
+def planned_with(spec, folder, kv_dtype: str) -> Placement:
+    config = configure(folder, ["left:0"], dtype="float32", kv_dtype=kv_dtype, pages=PAGES)
+    return placed(spec, config)
+
+
+@pytest.mark.parametrize(("kv_dtype", "bits"), [("float16", 16), ("bfloat16", 16), ("q8_0", 8.5)])
+def test_the_plan_counts_the_bits_of_keys_and_values(demo, tmp_path, kv_dtype, bits):
+    exact, smaller = planned_with(demo, tmp_path, "float32"), planned_with(demo, tmp_path, kv_dtype)
+    numbers = sum(layer.unit_bytes(Dtype.FLOAT32) for layer in demo.layers if layer.space is Space.FULL) // 4 * PAGES
+    saved = exact.devices[0].state_bytes - smaller.devices[0].state_bytes
+    assert saved == numbers * (32 - bits) / 8
+    assert exact.devices[0].weight_bytes == smaller.devices[0].weight_bytes
+    (reason,) = [r for r in smaller.reasons if r.startswith("keys and values of 64 tokens in all layers take")]
+    assert f" as {kv_dtype}, " in reason
+    assert reason in plan_text(smaller)
+    assert not any(r.startswith("keys and values of") for r in exact.reasons)
+
+
+def test_the_daemon_takes_what_the_plan_says_of_q8_0(demo, tmp_path):
+    placement = planned_with(demo, tmp_path, "q8_0")
+    load = load_message(placement, "left", LoadFiles([str(DEMO)]), threads=1)
+    (use,) = LoadedStage.load(demo, load.stages[0], load, Backend.CPU, lambda _: None).usage()
+    assert use.state_bytes == placement.devices[0].state_bytes
+
+
+# ---- KV Flash
+
+
+def flash(config: Config, pool_tokens: int | Literal["auto"]) -> Config:
+    return dataclasses.replace(config, kvflash=KvFlashConfig(pool_tokens=pool_tokens))
+
+
+def test_a_context_that_did_not_fit_does(big: ModelSpec, tmp_path) -> None:
+    inventory = {"cuda": [gpu(0, 24)]}
+    config = configure(tmp_path, ["cuda:0"], max_sequences=2)
+    without, bounded = placed(big, config, inventory), placed(big, flash(config, 8192), inventory)
+    assert without.max_context < bounded.max_context == big.context_tokens
+    assert bounded.pools.full_pages == 2 * 128
+    assert bounded.pool_pages == 128
+    assert "at most 128 pages each on the devices" in plan_text(bounded)
+    assert plan_json(bounded)["pages"]["resident"] == 128
+    assert any("kvflash: 128 pages of a sequence stay" in reason for reason in bounded.reasons)
+
+
+@pytest.mark.parametrize(("wanted", "pages"), [(1, 8), (512, 8), (513, 9), (8192, 128)])
+def test_a_pool_is_whole_pages_and_leaves_room(demo: ModelSpec, tmp_path, wanted: int, pages: int) -> None:
+    p = placed(demo, flash(configure(tmp_path, ["left:0"], prefill_chunk=2048), wanted), {"left": [cpu()]})
+    assert p.pool_pages == pool_pages(wanted) == pages
+    assert any(f"rounded to {64 * pages}" in notice for notice in p.notices) == (wanted != 64 * pages)
+    assert p.prefill_chunk == min(2048, max_resident_chunk(pages))
+    assert any("engine.prefill_chunk = 2048 is cut" in notice for notice in p.notices) == (p.prefill_chunk < 2048)
+    assert pages_of(p.prefill_chunk) + HEAD_PAGES + TAIL_PAGES <= pages
+
+
+def test_pages_for_less_than_one_pool_are_refused(demo: ModelSpec, tmp_path) -> None:
+    config = configure(tmp_path, ["left:0"], pages=10, max_context=4096)
+    error = wrong(demo, flash(config, 1024), {"left": [cpu()]})
+    assert error.key == "engine.pages"
+    assert "less than kvflash.pool_tokens of one sequence" in str(error)
+    assert placed(demo, flash(config, 512), {"left": [cpu()]}).max_context == 4096
+
+
+def test_a_pool_that_holds_the_context_says_so(demo: ModelSpec, tmp_path) -> None:
+    config = configure(tmp_path, ["left:0"], max_context=1024)
+    p = placed(demo, flash(config, 4096), {"left": [cpu()]})
+    assert any("hold the whole context" in reason for reason in p.reasons)
+
+
+def test_an_automatic_pool_gives_every_sequence_one(big: ModelSpec, tmp_path) -> None:
+    pools = []
+    for n, gib in ((1, 24), (8, 24), (32, 24), (8, 40)):
+        config = flash(configure(tmp_path, ["cuda:0"], max_sequences=n), "auto")
+        p = placed(big, config, {"cuda": [gpu(0, gib)]})
+        assert p.pool_pages is not None
+        assert p.pools.full_pages >= n * p.pool_pages
+        assert p.max_context == big.context_tokens
+        assert p.prefill_chunk <= max_resident_chunk(p.pool_pages)
+        assert any(f"{n} sequences, up to 256: {p.pool_pages} pages" in reason for reason in p.reasons)
+        pools.append(p.pool_pages)
+    assert pools[0] == pools[3] == 256
+    assert 256 > pools[2] >= 8
+
+
+@pytest.mark.parametrize("policy", ["exact", "qk"])
+def test_host_memory_for_what_is_paged_out_is_planned(big: ModelSpec, tmp_path, policy: ResidencyPolicy) -> None:
+    config = configure(tmp_path, ["cuda:0", "cuda:1"], max_sequences=2, max_context=65536)
+    flash_config = KvFlashConfig(pool_tokens=8192, policy=policy, host=64 << 30)
+    gpus = {"cuda": [gpu(0, 24), gpu(1, 24)]}
+    lru = placed(big, flash(config, 8192), gpus)
+    p = placed(big, dataclasses.replace(config, kvflash=flash_config), gpus)
+    assert p.pools.host_pages == 2 * (1024 - (128 if policy == "exact" else 0))
+    every = LayerRange(0, big.n_layers)
+    paged = sum(p.host_state_bytes.values()) - sum(lru.host_state_bytes.values())
+    assert paged == p.pools.host_pages * big.unit_bytes(Space.FULL, every, p.kv_dtype)
+    assert p.residency_policy == policy
+    assert all(a.workspace_bytes > b.workspace_bytes for a, b in zip(p.devices, lru.devices, strict=True))
+    few = placed(big, dataclasses.replace(config, kvflash=dataclasses.replace(flash_config, host=1 << 30)), gpus)
+    assert few.pools.host_pages == (1 << 30) // big.unit_bytes(Space.FULL, every, p.kv_dtype)
+
+
+def test_an_automatic_context_is_no_longer_than_pool_and_host_memory_hold(big: ModelSpec, tmp_path) -> None:
+    config = configure(tmp_path, ["cuda:0"], max_sequences=1)
+    kvflash = KvFlashConfig(pool_tokens=8192, policy="exact", host=1 << 30)
+    p = placed(big, dataclasses.replace(config, kvflash=kvflash), {"cuda": [gpu(0, 40)]})
+    assert pages_of(p.max_context) == 128 + p.pools.host_pages
+    assert p.max_context < big.context_tokens
+
+
+# ---- bytes that the daemon's loader takes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("states", ["device", "host"])
+@pytest.mark.parametrize("devices", [["left:0"], ["left:0", "right:0", "third:0"]])
+def test_weights_and_pools_take_what_was_planned(demo, tmp_path, devices, states, dtype):
+    draft = {"kind": "lookup", "width": 3}
+    config = configure(tmp_path, devices, [1, 2, 1][: len(devices)], draft, dtype=dtype, pages=20)
+    config = replace(config, cache=CacheConfig(prefix_slots=3, states=states))
+    placement = placed(demo, config)
+    assert placement.pools.draft_states
+    taken = []
+    for group in placement.groups:
+        load = load_message(placement, group, LoadFiles([str(DEMO)]), threads=1)
+        for stage in load.stages:
+            taken += LoadedStage.load(demo, stage, load, Backend.CPU, lambda _: None).usage()
+    assert [(use.layers, use.state_bytes, use.host_state_bytes) for use in taken] == [
+        (d.layers, d.state_bytes, d.host_state_bytes) for d in placement.devices
+    ]
+    least = 1.0 if dtype == "float32" else 0.8  # C++ kernels keep quant blocks smaller than torch's forms
+    for use, planned in zip(taken, placement.devices, strict=True):
+        assert least * planned.weight_bytes <= use.weight_bytes <= planned.weight_bytes
+    assert (sum(use.host_state_bytes for use in taken) > 0) == (states == "host")
+
+
+# ---- temporaries of a step
+
+
+def test_graphs_of_chunks_have_memory_of_their_own(demo):
+    """Beside that of an eager step, on GPUs, where keys and values can be written without pad rows."""
+    layers = LayerRange(0, demo.n_layers)
+    pools = PoolSizes(64, 64, 4)
+    steps = StepSizes(512, 4, 4096, 4096, 4, pools)
+
+    def workspace(steps: StepSizes, backend: Backend = Backend.CUDA, kv_dtype: Dtype = Dtype.BFLOAT16) -> int:
+        shard = Shard(DeviceRef("cuda", 0), backend, layers, first=True, last=True)
+        return CostModel(demo, Dtype.BFLOAT16, kv_dtype).workspace_bytes(shard, steps)
+
+    def eager(steps: StepSizes) -> int:
+        with mock.patch.object(CostModel, "_graph_bytes", return_value=0):
+            return workspace(steps)
+
+    def of_graphs(steps: StepSizes) -> int:
+        return workspace(steps) - eager(steps)
+
+    rows = 512 * demo.boundary_width * 2
+    assert of_graphs(steps) > 2 * rows
+    assert of_graphs(replace(steps, max_tokens=GRAPH_ROWS)) > of_graphs(steps)
+    assert of_graphs(replace(steps, max_tokens=2 * GRAPH_ROWS)) == of_graphs(replace(steps, max_tokens=GRAPH_ROWS))
+    longer = replace(steps, resident=GRAPH_LENGTH, max_context=1 << 20)
+    assert of_graphs(replace(longer, resident=1 << 20)) == of_graphs(longer)
+    with mock.patch.object(CostModel, "_graph_bytes", side_effect=AssertionError):
+        workspace(steps, Backend.CPU)
+        workspace(steps, kv_dtype=Dtype.Q8_0)

@@ -10,25 +10,18 @@ from typing import Literal
 import pytest
 
 from lucevisor.config import CacheConfig, Config
-from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.planner import plan
 from lucevisor.placement.report import plan_json, plan_text
 from lucevisor.placement.result import Placement
-from tests.model.qwen35_file import QWEN36_27B, write
+from tests.model.qwen35_file import QWEN36_27B
 from tests.placement.made import GIB, MIB, bare_spec, configure, cpu, gpu
 
 STATE_27B = 150_994_944 + 3 * QWEN36_27B.channels * 4 * 48
 ON_DEVICE = STATE_27B + (16 * 128 + 48 * 128 + 48) * 4 * 48
 """With what one token does to it."""
-
-
-@pytest.fixture(scope="module")
-def big(tmp_path_factory) -> ModelSpec:
-    """The 27B shape in Q4_K_M."""
-    return open_spec(write(tmp_path_factory.mktemp("gguf") / "27b.gguf", QWEN36_27B))
 
 
 def cached(

@@ -98,7 +98,7 @@ def test_any_damage_gives_the_frames_before_it_and_no_wrong_one_after(damage, si
             assert error is not None
 
 
-# ---- damage under checks that were made right again, so that the typed decode meets it
+# ---- damage under right checks
 
 NUMBERS = (0, 1, 2, 127, 128, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1)
 WRONG = [None, True, -1, 0, 2**63, -(2**63), 2**64 - 1, float("nan"), "", "x" * 300, b"\xff", [], {}, [[]] * 9]

@@ -1,10 +1,19 @@
 """How the supervisor judges a Hello."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import msgspec
 import pytest
 
+import daemons
+import lucevisor
 from lucevisor.model.values import Backend, Dtype
-from lucevisor.protocol.handshake import Expected, check_hello
+from lucevisor.protocol.errors import ProtocolError
+from lucevisor.protocol.handshake import Expected, check_hello, source_hash
 from lucevisor.protocol.loading import DeviceInfo, Hello
 
 
@@ -97,3 +106,112 @@ def test_a_cpu_group_has_every_index():
     cpu = Expected("left", Backend.CPU, HELLO.source_hash, [0, 1, 7])
     assert problems(cpu, backend=Backend.CPU, devices=[device(0, "EPYC")]) == []
     assert "left:0 is not visible" in problems(cpu, backend=Backend.CPU, devices=[])[0]
+
+
+# ---- a process that ends with its parent
+
+
+CHILD = """
+import os, sys, time
+from lucevisor.protocol.process import end_with_parent
+print(end_with_parent(int(sys.argv[1])), flush=True)
+time.sleep(60)
+"""
+
+PARENT = f"""
+import os, subprocess, sys
+subprocess.run([sys.executable, "-c", {CHILD!r}, str(os.getpid())])
+"""
+
+
+def test_a_process_is_killed_when_its_parent_ends() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"True\n"
+        parent.kill()
+        assert parent.stdout.read() == b""  # end of file: the child, which has it open too, is gone
+
+
+def test_another_process_is_not_the_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", CHILD, str(os.getppid())], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"False\n"
+        process.kill()
+
+
+# ---- the hash of both ends' code
+
+
+LUCEVISOR = Path(lucevisor.__file__).resolve().parent
+DAEMONS = Path(daemons.__file__).parent
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """(lucevisor, daemons): small packages to change."""
+    for name, files in {
+        "lucevisor": ["__init__.py", "api/app.py"],
+        "lucevisor/protocol": ["__init__.py", "codec.py"],
+        "lucevisor/model": ["__init__.py", "families/a.py"],
+        "daemons": ["__init__.py", "serve.py"],
+    }.items():
+        for file in files:
+            path = tmp_path / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"# {file}\n")
+    return tmp_path / "lucevisor", tmp_path / "daemons"
+
+
+def test_both_sides_compute_the_same():
+    ours = source_hash(LUCEVISOR, DAEMONS)
+    assert re.fullmatch("[0-9a-f]{16}", ours)
+    code = (
+        "import sys, lucevisor, importlib.util\n"
+        "from pathlib import Path\n"
+        "from lucevisor.protocol.handshake import source_hash\n"
+        "daemons = Path(importlib.util.find_spec('daemons').origin).parent\n"
+        "print(source_hash(Path(lucevisor.__file__).parent, daemons), 'daemons' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [ours, "False"]
+
+
+def test_every_change_of_a_source_changes_it(copy):
+    package, daemons_directory = copy
+    protocol, model = package / "protocol", package / "model"
+    seen = {source_hash(package, daemons_directory)}
+
+    def changed():
+        found = source_hash(package, daemons_directory)
+        assert found not in seen
+        seen.add(found)
+
+    (protocol / "codec.py").write_text("# codec.pz\n")  # one letter
+    changed()
+    (model / "families" / "a.py").rename(model / "families" / "b.py")
+    changed()
+    (daemons_directory / "new.py").write_text("")
+    changed()
+    (model / "new.py").write_text("")
+    (daemons_directory / "new.py").unlink()  # the same file on the other side
+    changed()
+    (model / "new.py").rename(protocol / "new.py")
+    changed()
+    (protocol / "new.py").unlink()
+    (protocol / "codec.py").write_text("# codec.py\n")
+    (model / "families" / "b.py").rename(model / "families" / "a.py")
+    assert source_hash(package, daemons_directory) in seen  # back to the first
+
+
+def test_other_files_do_not_count(copy):
+    before = source_hash(*copy)
+    for name in ("codec.pyc", "__pycache__/codec.cpython-311.pyc", "py.typed", "codec.py~", "../api/app.py"):
+        path = copy[0] / "protocol" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    assert source_hash(*copy) == before
+
+
+def test_a_directory_without_sources_is_refused(copy, tmp_path):
+    with pytest.raises(ProtocolError, match="no Python files"):
+        source_hash(copy[0], tmp_path / "nowhere")

@@ -11,8 +11,7 @@ from click.testing import CliRunner
 from lucevisor.cli import cli
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, NotRunningError
 from lucevisor.snapshots.maintenance import check_directory
-from tests.snapshots.snapshot_bytes import rewritten
-from tests.snapshots.snapshot_parts import made_model, made_slot, made_store, names, save
+from tests.snapshots.snapshot_parts import made_model, made_slot, made_store, names, rewritten, save
 
 
 def run(*args):

@@ -18,10 +18,10 @@ from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.launcher import LocalLauncher, StagedPackages, stage_packages
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
+from tests.waiting import until
 
 FAST = SupervisionLimits(backoff_min_s=0.05, hello_s=20.0, exit_grace_s=0.5, stacks_s=0.5, recheck_s=0.1, n_restarts=3)
 REAL = ("__init__.py", "__main__.py", "errors.py", "main.py", "options.py", "pulse.py")
-PATIENCE_S = 100.0
 
 
 def brisk(**changes) -> SupervisionLimits:
@@ -123,13 +123,6 @@ async def ready(group: GroupSupervisor, n_restarts: int | None = None) -> None:
         lambda: group.state is State.FAILED or (group.state is State.READY and n_restarts in (None, group.restarts))
     )
     assert group.state is State.READY, group.reason
-
-
-async def until(condition, timeout_s: float = PATIENCE_S) -> None:
-    """Wait until `condition()` holds: for what no callback tells."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - the kernel and other processes set no event
-            await asyncio.sleep(0.01)
 
 
 def links_of(pid: int) -> list[str]:

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-import uvloop
 from structlog.testing import capture_logs
 
 from lucevisor.config import GroupConfig
+from lucevisor.errors import LucevisorError
+from lucevisor.model.values import Backend
 from lucevisor.protocol.steps import Reset, ResetDone, Step, StepResult
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.launcher import LocalLauncher
+from lucevisor.supervision.launcher import LocalLauncher, stage_packages
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import (
     FAST,
     Owner,
+    brisk,
     environment_of,
     exists,
     links_of,
+    open_descriptors,
     ready,
     stage_tiny,
     tiny_group,
-    until,
+    zombies,
 )
+from tests.waiting import until
 
 
 async def test_start_ready_step_stop(tmp_path):
@@ -49,22 +58,6 @@ async def test_start_ready_step_stop(tmp_path):
         assert group.link is None
     assert owner.news == ["ready", "lost"]
     assert owner.states == [State.STARTING, State.LOADING, State.READY, State.STOPPING, State.STOPPED]
-
-
-def test_a_killed_daemon_is_replaced_on_uvloop(tmp_path):
-    async def story():
-        async with tiny_group(tmp_path) as (group, owner):
-            await group.start()
-            await ready(group)
-            os.kill(group.pid, signal.SIGKILL)
-            await group.wait(State.BACKOFF, timeout_s=100)
-            assert "signal 9 (SIGKILL)" in group.reason
-            await ready(group)
-            assert await group.stop() is State.STOPPED
-        assert owner.news == ["ready", "lost", "ready", "lost"]
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(story())
 
 
 async def test_output_and_log_lines_become_fields(tmp_path):
@@ -184,3 +177,228 @@ async def test_a_daemon_told_to_terminate_by_an_operator_ends_in_order_and_is_re
         await group.wait(State.BACKOFF, timeout_s=100)
         assert "exited with code 0" in group.reason
         await ready(group)
+
+
+# ---- news in an unlucky order
+
+
+def watch_the_loop() -> list[dict]:
+    """What reaches the loop's exception handler from now on."""
+    found: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context))
+    return found
+
+
+async def test_the_last_log_record_of_a_dying_daemon_is_logged(tmp_path):
+    with capture_logs() as logs:
+        async with tiny_group(tmp_path, "last words at step", TINY_ONCE=str(tmp_path / "once")) as (group, _):
+            await group.start()
+            await ready(group)
+            group.link.send(Step(1, 0))
+            await ready(group, n_restarts=1)
+    words = [entry["n"] for entry in logs if entry["event"] == "last words"]
+    assert words == list(range(200))
+
+
+async def test_callbacks_that_raise_lose_no_news_and_no_child(tmp_path):
+    class Faulty(Owner):
+        def on_ready(self, *news):
+            super().on_ready(*news)
+            raise OSError("disk full")
+
+        def on_lost(self, *news):
+            super().on_lost(*news)
+            raise OSError("disk full")
+
+        def on_state(self, *news):
+            super().on_state(*news)
+            raise OSError("disk full")
+
+    async with tiny_group(tmp_path, owner=Faulty()) as (group, owner):
+        unhandled = watch_the_loop()
+        await group.start()
+        await group.wait(State.READY, timeout_s=100)
+        pid = group.pid
+        os.kill(pid, signal.SIGKILL)
+        await group.wait(State.BACKOFF, timeout_s=100)
+        await group.wait(State.READY, timeout_s=100)
+        assert await group.stop() is State.STOPPED
+        assert not exists(pid)
+    assert owner.news == ["ready", "lost", "ready", "lost"]
+    assert len(unhandled) == len(owner.states) + len(owner.news)
+    assert {type(context["exception"]) for context in unhandled} == {OSError}
+
+
+async def test_the_end_of_an_earlier_drain_does_not_end_a_later_one(tmp_path):
+    """The daemon dies while it drains; the owner's wait for that drain ends during the drain of the next process."""
+    drains = []
+    async with tiny_group(tmp_path, draining=lambda _, child: drains.append(child)) as (group, _):
+        await group.start()
+        await ready(group)
+        await group.restart(deadline_s=60.0)
+        first = drains[0]
+        os.kill(group.pid, signal.SIGKILL)
+        await ready(group, n_restarts=1)
+        await group.restart(deadline_s=60.0)
+        assert group.state is State.DRAINING
+        group.drained(first)
+        assert group.state is State.DRAINING
+        group.drained(drains[1])
+        await ready(group, n_restarts=2)
+
+
+async def test_a_daemon_that_says_what_cannot_be_true_is_replaced_and_its_words_are_named(tmp_path):
+    fields = json.dumps({"x": math.nan})
+    async with tiny_group(tmp_path, "odd log", limits=brisk(n_restarts=1), TINY_FIELDS=fields) as (group, _):
+        await group.start()
+        await group.wait(State.FAILED, timeout_s=60)
+        assert group.reason == "it sent an impossible message: LogLine.fields.x is nan; restart limit 1/60s reached"
+
+
+# ---- spares
+
+
+LIMITS = brisk(spare_delay_s=0.01)
+SHORT = brisk(spare_delay_s=0.01, heartbeat_s=2.0)
+
+
+def warm(group) -> list[int]:
+    return [spare.pid for spare in group.spares if spare.warm]
+
+
+async def test_a_spare_takes_over_and_another_is_started(tmp_path):
+    async with tiny_group(tmp_path, limits=LIMITS, n_spares=1) as (group, owner):
+        await group.start()
+        await ready(group)
+        for n_restarts in (1, 2):
+            await until(lambda: warm(group))
+            [spare], pid = warm(group), group.pid
+            os.kill(pid, signal.SIGKILL)
+            await ready(group, n_restarts)
+            assert group.pid == spare
+            assert group.hello.pid == spare
+            assert not exists(pid)
+        assert owner.news == ["ready", "lost"] * 2 + ["ready"]
+        assert group.spares == [] or group.spares[0].pid != spare
+    assert owner.states.count(State.FAILED) == 0
+
+
+async def test_a_restart_takes_one_that_was_prepared_for_it_and_keeps_none(tmp_path):
+    async with tiny_group(tmp_path, limits=LIMITS) as (group, _):
+        await group.start()
+        assert not await group.prepare()  # nothing runs yet
+        await ready(group)
+        assert group.spares == []
+        assert await group.prepare()
+        [spare] = warm(group)
+        await group.restart()
+        await ready(group, 1)
+        assert group.pid == spare
+        assert await group.prepare()
+        [other] = warm(group)
+        os.kill(other, signal.SIGKILL)
+        await until(lambda: not exists(other))
+        assert group.spares == []
+
+
+async def test_spares_that_die_are_replaced_later_and_later_and_concern_nobody(tmp_path):
+    async with tiny_group(tmp_path, limits=LIMITS, n_spares=1) as (group, owner):
+        await group.start()
+        await ready(group)
+        seen = set()
+        for _ in range(3):
+            await until(lambda: warm(group) and warm(group)[0] not in seen)
+            [pid] = warm(group)
+            seen.add(pid)
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: warm(group) and warm(group)[0] not in seen)
+        assert group.state is State.READY
+        assert owner.news == ["ready"]
+
+
+async def test_a_spare_that_hangs_is_not_taken(tmp_path):
+    async with tiny_group(tmp_path, limits=SHORT, n_spares=1) as (group, _):
+        await group.start()
+        await ready(group)
+        await until(lambda: warm(group))
+        [spare] = warm(group)
+        os.kill(spare, signal.SIGSTOP)
+        began = group._clock()
+        await until(lambda: group._clock() - began > SHORT.heartbeat_s + 0.5)
+        os.kill(group.pid, signal.SIGKILL)
+        await ready(group, 1)
+        assert group.pid != spare
+        await until(lambda: not exists(spare))
+
+
+async def test_no_spare_outlives_its_group(tmp_path):
+    staging = stage_tiny(tmp_path)
+    before, before_zombies = open_descriptors(), zombies()  # of other tests in this process
+    async with tiny_group(staging, limits=LIMITS, n_spares=2) as (group, _):
+        await group.start()
+        await ready(group)
+        await until(lambda: len(warm(group)) == 2)
+        pids = [group.pid, *warm(group)]
+        assert environment_of(pids[0]) == environment_of(pids[1])
+        assert await group.stop() is State.STOPPED
+        assert not any(exists(pid) for pid in pids)
+        await group.start()  # and all over again
+        await ready(group)
+        await until(lambda: len(warm(group)) == 2)
+    assert zombies() <= before_zombies
+    assert open_descriptors() == before
+
+
+# ---- the real daemon, up to its load
+
+
+async def test_the_real_daemon_says_hello_and_what_it_cannot_load_is_told(tmp_path):
+    pytest.importorskip("torch")
+    owner = Owner()
+    owner.load_error = LucevisorError("this test loads nothing")
+    config = GroupConfig(name="left", backend="cpu")
+    group = GroupSupervisor(
+        config, 1, LocalLauncher(stage_packages(tmp_path)), owner.callbacks(), limits=brisk(hello_s=60.0)
+    )
+    await group.start()
+    await group.wait(State.FAILED, timeout_s=100)
+    assert group.reason == "this test loads nothing"
+    assert owner.hellos[0].backend is Backend.CPU
+    assert owner.hellos[0].torch
+    assert owner.states == [State.STARTING, State.LOADING, State.STOPPING, State.FAILED]
+
+
+async def test_a_stop_while_torch_is_imported_is_clean(tmp_path):
+    pytest.importorskip("torch")
+    group = GroupSupervisor(
+        GroupConfig(name="left", backend="cpu"),
+        1,
+        LocalLauncher(stage_packages(tmp_path)),
+        Owner().callbacks(),
+        limits=brisk(hello_s=60.0),
+    )
+    await group.start()
+    pid = group.pid
+    await asyncio.sleep(0.6)
+    assert group.state is State.STARTING
+    began = time.monotonic()
+    assert await group.stop(60.0) is State.STOPPED
+    assert time.monotonic() - began < 50.0
+    assert not exists(pid)
+
+
+@pytest.fixture
+def bare_python(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    return str(tmp_path / "bare" / "bin" / "python")
+
+
+async def test_an_interpreter_that_lacks_packages_is_refused_with_what_to_install(tmp_path, bare_python):
+    config = GroupConfig(name="left", backend="cpu", python=bare_python)
+    group = GroupSupervisor(
+        config, 1, LocalLauncher(stage_packages(tmp_path)), Owner().callbacks(), limits=brisk(hello_s=60.0)
+    )
+    await group.start()
+    await group.wait(State.FAILED, timeout_s=100)
+    assert group.reason.endswith(f"No module named 'msgspec': install torch, numpy, gguf and msgspec for {bare_python}")
+    assert group.restarts == 0

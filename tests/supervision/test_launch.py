@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
-from lucevisor.supervision.child import (
-    LINES_PER_SECOND,
-    LONGEST_LINE,
-    N_KEPT_LINES,
-    OutputLines,
-    environment,
-)
+from lucevisor.supervision.child import LINES_PER_SECOND, LONGEST_LINE, N_KEPT_LINES, OutputLines, environment
 from lucevisor.supervision.launcher import stage_packages
 
 INHERITED = {

@@ -361,15 +361,11 @@ def test_what_some_outputs_take_of_a_grammar_is_not_missing_to_others(n: int) ->
     assert {tokenizer("demo").token_bytes(i)[:1] for i in first(running, [], "demo")} == {b"{"}
 
 
-# ---- Prepared schemas: strict ones are enforced whole or refused by name, others lose only what cannot be enforced
+# ---- prepared schemas, strict and lenient
 
 
 A = {"type": "object", "properties": {"a": {"type": "boolean"}}}
-
-
 SHUT = {**A, "additionalProperties": False}
-
-
 BOOLEAN = {"type": "boolean"}
 
 
@@ -416,7 +412,6 @@ def test_plain_objects_are_closed(schema: dict[str, Any], expected: object) -> N
 
 PERSON = {"properties": {"name": {"type": "null"}}, "required": ["name"]}
 
-
 COMPOSED = {
     "type": "object",
     "properties": {"head": {"allOf": [PERSON, {"properties": {"age": BOOLEAN}}]}, "plain": A},
@@ -451,8 +446,6 @@ E_MAIL = {"type": "string", "pattern": r"^(?!\.)[a-z.]+@[a-z]+\.com$", "maxLengt
 
 # Either compiles alone; only what follows a character shows that both together are too much.
 WORDS = {"type": "string", "pattern": r"^$|(^(?:\S+\s+){0,9}\S+$)", "minLength": 1, "maxLength": 5000}
-
-
 TWO = {"a": BOOLEAN, "b": BOOLEAN}
 
 
@@ -679,16 +672,12 @@ def test_what_is_no_schema_is_refused_either_way(schema: dict[str, Any], told: s
 # -- against jsonschema
 
 NAMES = ["a", "b", "c"]
-
-
 names = st.sampled_from(NAMES)
-
 
 leaves = st.sampled_from([
     {}, True, False, BOOLEAN, {"type": "null"}, {"enum": [0, {"a": 1}, "a"]}, {"type": "integer", "minimum": 1},
     {"type": "string", "pattern": "^a"}, {"type": "string", "maxLength": 1}, {"const": "b"},
 ])  # fmt: skip
-
 
 schemas = st.recursive(
     leaves,
@@ -723,7 +712,6 @@ schemas = st.recursive(
     ),
     max_leaves=6,
 ).filter(lambda schema: isinstance(schema, dict))
-
 
 values = st.recursive(
     st.booleans() | st.none() | st.integers(0, 2) | st.sampled_from(["", "a", "ab", "b"]),
@@ -798,11 +786,10 @@ def test_a_dropped_keyword_refuses_nothing(schema: dict[str, Any], candidates: l
             assert any(accepts(grammar, json.dumps(ordered)) for ordered in itertools.islice(orders(value), 200)), value
 
 
-# ---- References are resolved against the whole schema: what a flattened schema says, the schema said
+# ---- references
 
 
 ENUM = {"type": "string", "enum": ["open", "done"]}
-
 
 REFERRING: dict[str, dict[str, Any]] = {
     "a property": {"properties": {"x": {"$ref": "#/properties/status"}, "status": ENUM}},

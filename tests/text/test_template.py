@@ -359,14 +359,11 @@ def test_a_template_that_takes_no_system_message_is_checked_all_the_same():
     assert template.lost_markers(DEMO) == ["<|im_start|>"]
 
 
-# ---- Templates that would run or grow without end are refused, and those that models come with are not
+# ---- templates that would run or grow without end
 
 
 TALK = [{"role": "user", "content": "x"}]
-
-
 TWICE = "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = TWICE %}{% endfor %}{{ ns.x }}"
-
 
 GROWING = [
     *("{{ 'a' * 10**9 }}", "{{ 10**9 * 'a' }}", "{{ [0] * 10**9 }}", "{{ (0,) * 10**10 }}", "{{ 2**100000000 }}"),
@@ -430,7 +427,7 @@ def test_filters_keep_what_jinja_knows_of_their_arguments():
     assert ChatTemplate(source, {}).render(TALK).text == "1,3 [1] X"
 
 
-# ---- The dialect gives the text that transformers gives, and knows which characters the template wrote
+# ---- the dialect against transformers
 
 
 DATA = {
@@ -442,7 +439,6 @@ DATA = {
     "words": ["one", "two", "three"],
     "empty": "",
 }
-
 
 TEMPLATES = [
     "TEXT {{ word }} TEXT",

@@ -442,7 +442,7 @@ def test_a_file_that_names_no_pre_tokenizer_gets_the_default():
     assert Tokenizer.from_gguf(metadata).encode("12345 the") == expected
 
 
-# ---- The bound from bytes never exceeds the tokens that a text has, and is not far below them where it matters
+# ---- the bound from bytes
 
 
 @functools.cache

@@ -247,7 +247,7 @@ def test_a_pattern_for_names_takes_time_linear_in_the_name() -> None:
     assert json.loads(call.arguments) == {name: 7}
 
 
-# ---- Arguments of calls are JSON by RFC 8259 whatever a model writes, with its numbers digit for digit
+# ---- arguments of calls
 
 
 NUMBERS = [
@@ -330,10 +330,7 @@ def test_the_last_of_a_key_given_twice_counts():
 
 
 number_texts = st.from_regex(r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,4})?", fullmatch=True)
-
-
 texts = st.text(max_size=8).map(json.dumps) | st.sampled_from(['"\\ud800"', '"\\u0000"', '"\\/"'])
-
 
 documents = st.recursive(
     number_texts | texts | st.sampled_from(["true", "false", "null"]),

@@ -54,7 +54,6 @@ AWKWARD = [
     "'s't're've'm'll'd 'S'T'RE'VE'M'LL'D ’s",
 ]
 
-
 ROOT = Path(__file__).parents[2]
 DEMO_GGUF = ROOT / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"
 DEMO_JSON = ROOT / "tests/data/demo-tokenizer/tokenizer.json"

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from lucevisor import __version__
 from lucevisor.api.app_context import AppContext, ModelCard
+from lucevisor.api.app_state import APP_CONTEXT
 from lucevisor.api.bodies import json_response, prepare
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder
 from lucevisor.api.dialects.openai_completions import infill_ids, read_completion
@@ -23,7 +24,6 @@ from lucevisor.api.info import abilities, page
 from lucevisor.api.output import ChoiceDelta, FinishReason, UsageTotals, chat_logprobs
 from lucevisor.api.parameters import check_model, check_token_ids, check_tokens
 from lucevisor.api.prepared import PreparedRequest
-from lucevisor.api.request_context import APP_CONTEXT
 from lucevisor.api.schemas import NOT_HERE, Flag, ParameterRules, convert, ignored, to_record
 from lucevisor.errors import show
 from lucevisor.text.infill import InfillTokens
@@ -39,7 +39,7 @@ _SAME: Final = (
     *("seed", "stop", "temperature", "top_k", "top_p", "typical_p"),
 )
 OPTIONS: Final = {**{n: n for n in _SAME}, "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-"""Ollama's options, and the chat parameters that they are."""
+"""Ollama's options, and the chat parameters that they set."""
 
 
 class OllamaBody(msgspec.Struct, kw_only=True):
@@ -268,7 +268,7 @@ def created_at(seconds: float) -> str:
 
 
 class OllamaFormatter(ResponseFormatter):
-    """Responses of /api/chat."""
+    """Formatter of /api/chat."""
 
     style = "lines"
     chat = True
@@ -335,7 +335,7 @@ class OllamaFormatter(ResponseFormatter):
 
 
 class OllamaGenerateFormatter(OllamaFormatter):
-    """Responses of /api/generate."""
+    """Formatter of /api/generate."""
 
     prompt_param = "prompt"
     chat = False

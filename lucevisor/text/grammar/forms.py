@@ -28,7 +28,10 @@ _WHITESPACE: Final = r"( |\n[ \t]{0,40})"
 
 
 def json_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> Part:
-    """JSON that a schema describes; ``lenient``: keywords that cannot be enforced are left out, not refused."""
+    """JSON that a schema describes; ``lenient``: keywords that cannot be enforced are left out, not refused.
+
+    Raises GrammarError for a schema that is refused or too long.
+    """
     try:
         _bounded(json.dumps(schema))
         ready = prepared(schema, lenient=lenient)

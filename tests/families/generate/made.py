@@ -28,7 +28,6 @@ VECTORS: dict[str, tuple[float, float]] = {
 }
 """Ranges of vectors that are no norms."""
 
-
 PLAIN: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
 """Settings of transformers: sums in plain steps, no kernels that ask for aligned widths."""
 

@@ -1,4 +1,4 @@
-"""The requests in service, and the keys under which the application keeps its state."""
+"""State of the aiohttp application by its keys: active requests, buffered bodies, and the context of a request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lucevisor.api.response_store import ResponseStore
 
 
 async def take_turn(turns: asyncio.Semaphore) -> None:
-    """Wait until one of the turns of an iteration of the loop is free."""
+    """Wait for a free turn in this or a later iteration of the event loop."""
     async with turns:
         await asyncio.sleep(0)
 
@@ -29,8 +29,8 @@ _KEY: Final = web.RequestKey("context", RequestContext)
 
 
 class ActiveRequests:
-    """The requests in service.  ``closing``: connections close after a response; ``draining``: new requests are
-    refused.
+    """Requests without a complete response.  ``closing``: connections close after a response; ``draining``: new
+    requests are refused.
     """
 
     def __init__(self) -> None:
@@ -38,6 +38,7 @@ class ActiveRequests:
         self.closing = self.draining = False
 
     def generating(self, now: float) -> list[dict[str, object]]:
+        """Return a row of the status for each request that generates, oldest first.  ``now``: monotonic clock."""
         contexts = sorted((c for c in self.contexts if c.handles), key=lambda c: c.started_s)
         return [
             {
@@ -58,7 +59,7 @@ ACTIVE: Final = web.AppKey("active", ActiveRequests)
 
 
 class BufferedBodies:
-    """Bytes of the bodies in memory, and the turns of those that are processed on the event loop: one an iteration."""
+    """Bytes of the bodies in memory.  ``turns``: one body is processed in each iteration of the event loop."""
 
     def __init__(self) -> None:
         self.n_bytes = 0
@@ -68,7 +69,7 @@ class BufferedBodies:
 BUFFERED_BODIES: Final = web.AppKey("buffered_bodies", BufferedBodies)
 RESPONSE_STORE: Final = web.AppKey("response_store", ResponseStore)
 START_TURNS: Final = web.AppKey("start_turns", asyncio.Semaphore)
-"""Turns of handlers in an iteration of the loop: each runs 0.1 ms before it first waits."""
+"""Limits how many handlers start in one iteration of the event loop: each runs 0.1 ms before it first waits."""
 
 
 def request_id_of(request: web.Request) -> str:

@@ -7,23 +7,18 @@ import math
 import random
 import signal
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
-from lucevisor.cli.admin_client import AdminClient
+from lucevisor.chaos.faults import FAULTS
+from lucevisor.chaos.run import EXACT, Chaos, Report
 from lucevisor.cli.demo import demo_config
 from lucevisor.cli.options import RangeOfNumbers
 from lucevisor.config import load, merge_overrides
 from lucevisor.errors import ExitCode
 
-if TYPE_CHECKING:
-    from lucevisor.chaos.run import Report
-
 _N_SHOWN = 5
-_ORDER_S = 300.0
 
 
 @click.command()
@@ -47,29 +42,19 @@ def chaos(
 ) -> int:
     """Start CONFIG (default: the demo) in float32, in a directory of its own, and let eight clients ask it while its
     processes are killed, stopped, hung and starved at random.  Exit code 1 if an answer was wrong or lost."""
-    from lucevisor.chaos.faults import FAULTS
-    from lucevisor.chaos.run import EXACT, Chaos  # imports the HTTP client
-
     if unknown := [name for name in faults if name not in FAULTS]:
         raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(FAULTS)}", param_hint="--fault")
     file = config or demo_config()
     load(file, merge_overrides(EXACT, overrides))  # refused here, not by a supervisor whose output is in a file
-    began_s = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.FAILED))  # not without its supervisor
-
-    def say(what: str) -> None:
-        click.echo(f"{time.monotonic() - began_s:7.1f} s  {what}", err=True)
-
-    def ask(socket: Path, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return AdminClient(socket).call(method, path, body, timeout_s=30.0 if body is None else _ORDER_S)
 
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
     seconds = 60 * minutes if n_faults is None else math.inf
-    report = Chaos(file, overrides, ask, seed, say, faults or tuple(FAULTS)).run(seconds, n_faults)
+    report = Chaos(file, overrides, seed, faults or tuple(FAULTS)).run(seconds, n_faults)
     click.echo(_json(report) if as_json else _table(report))
-    for what in [*report.total.wrong, *report.total.lost, *report.left][:_N_SHOWN]:
-        click.echo(what, err=True)
-    return ExitCode.DONE if report.good else ExitCode.FAILED
+    for problem in [*report.total.wrong, *report.total.lost, *report.left][:_N_SHOWN]:
+        click.echo(problem, err=True)
+    return ExitCode.DONE if report.passed else ExitCode.FAILED
 
 
 def _table(report: Report) -> str:
@@ -87,7 +72,7 @@ def _table(report: Report) -> str:
         f"| {total.pause_s:.2f} s |"
     )
     recovery, cache = report.recovery, report.recovery["cache"]
-    said = [
+    summary = [
         f"{report.seconds:.0f} s, seed {report.seed}; {report.restarts} restarts of daemons",
         f"{recovery['sequences']} sequences went on",
         f"{recovery['rebuilt_tokens']} tokens rebuilt by the lost stages alone",
@@ -96,7 +81,7 @@ def _table(report: Report) -> str:
         f"descriptors of the supervisor {report.descriptors[0]} before, {report.descriptors[1]} after",
         f"left over: {', '.join(report.left) or 'nothing'}",
     ]
-    lines += ["", "; ".join(said)]
+    lines += ["", "; ".join(summary)]
     return "\n".join(lines)
 
 
