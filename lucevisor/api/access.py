@@ -19,7 +19,7 @@ from lucevisor.errors import show
 OPEN_PATHS: Final = frozenset({"/health", "/v1/health", "/ready", "/"})
 """Paths that need no key: load balancers have none, and the status page shows nothing until it is given one."""
 ADMIN_PATHS: Final = "/admin/"
-"""Below it an admin key is needed."""
+"""Prefix of the paths that need an admin key."""
 OLLAMA_PATHS: Final = "/api/"
 """Paths of Ollama's API; its errors have another shape, and its users send JSON under curl's own Content-Type."""
 
@@ -29,7 +29,7 @@ _EXPOSED: Final = "x-request-id, request-id, retry-after"
 
 
 def check_access(request: web.Request, settings: ApiSettings, keys: ApiKeys, admin_keys: ApiKeys) -> Caller:
-    """Return who sends a request; raises ApiError 401 or 403.  An admin key is an API key too."""
+    """Return the sender of a request; raises ApiError 401 or 403.  An admin key is an API key too."""
     if not keys.required and not settings.allow_open:
         _check_local(request, settings.host)
     if request.path.startswith(ADMIN_PATHS):

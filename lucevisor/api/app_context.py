@@ -95,7 +95,7 @@ class ModelCard:
 
     @property
     def tagged(self) -> str:
-        """The name as Ollama writes it, with a tag; its clients add this one to any name without."""
+        """The name with a tag, as Ollama writes it; its clients add `:latest` to a name without one."""
         return self.name if ":" in self.name else f"{self.name}:latest"
 
 
@@ -160,7 +160,7 @@ class ApiSettings:
     idle_timeout_s: float = 75.0  # between two requests of a connection
     max_connections: int = 1024
     keepalive_s: float = 15.0  # silence before a stream gets a comment line, so that proxies keep it open
-    retry_after_s: int = 5  # Retry-After of a 503 without a better estimate
+    retry_after_s: int = 5  # Retry-After of a 503 while groups start
     normalise: Normalise = "off"  # volatile lines of system prompts
 
 
@@ -189,7 +189,7 @@ class AppContext:
     keys: ApiKeys = field(default_factory=ApiKeys)
     admin_keys: ApiKeys = field(default_factory=ApiKeys)  # none: no restarts over HTTP
     settings: ApiSettings = field(default_factory=ApiSettings)
-    ready_in_s: Callable[[], float | None] = lambda: None  # None: not known
+    retry_in_s: Callable[[], float | None] = lambda: None  # until lost groups are started again; None: not waiting
     status: Callable[[], Mapping[str, Any]] = lambda: {"groups": []}  # the JSON of `lucevisor status --json`
     restart: Callable[[str, bool], None] = _no_restart  # begin it; True: do not wait for running requests
     snapshots: Callable[[], SnapshotStore | None] = lambda: None  # None while they are off
@@ -215,5 +215,5 @@ class AppContext:
 
     def retry_after_s(self) -> int:
         """Return the Retry-After of a 503 while the pipeline is down."""
-        wait_s, (least, most) = self.ready_in_s(), RETRY_AFTER_S
+        wait_s, (least, most) = self.retry_in_s(), RETRY_AFTER_S
         return self.settings.retry_after_s if wait_s is None else min(most, max(least, math.ceil(wait_s)))

@@ -59,7 +59,7 @@ ACTIVE: Final = web.AppKey("active", ActiveRequests)
 
 
 class BufferedBodies:
-    """Bytes of the bodies in memory, and the turns of those that are processed on the event loop: one an iteration."""
+    """Bytes of the bodies in memory.  ``turns``: one body is processed in each iteration of the event loop."""
 
     def __init__(self) -> None:
         self.n_bytes = 0
@@ -69,7 +69,7 @@ class BufferedBodies:
 BUFFERED_BODIES: Final = web.AppKey("buffered_bodies", BufferedBodies)
 RESPONSE_STORE: Final = web.AppKey("response_store", ResponseStore)
 START_TURNS: Final = web.AppKey("start_turns", asyncio.Semaphore)
-"""Turns of handlers in an iteration of the loop: each runs 0.1 ms before it first waits."""
+"""Limits how many handlers start in one iteration of the event loop: each runs 0.1 ms before it first waits."""
 
 
 def request_id_of(request: web.Request) -> str:

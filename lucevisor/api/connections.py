@@ -23,7 +23,7 @@ from lucevisor.api.metrics import Metrics
 
 _END_OF_HEAD: Final = b"\r\n\r\n"
 _MIN_WRITE_BYTES: Final = 16 * 1024
-"""A client must read so much of a response in `write_timeout_s`, or all that waits."""
+"""Bytes of a response that a client must read within `write_timeout_s`, if so many are buffered."""
 
 _BYTES_ACKED: Final = struct.Struct("=120xQ")  # of Linux's tcp_info
 

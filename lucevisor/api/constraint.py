@@ -160,18 +160,18 @@ def schema_form(schema: Mapping[str, Any] | None, param: str, *, strict: bool) -
         raise _invalid_grammar(param, error) from None
 
 
-def _response_format(wanted: ResponseFormat | None) -> OutputForm | None:
-    if wanted is None or wanted.type == "text":
+def _response_format(format_: ResponseFormat | None) -> OutputForm | None:
+    if format_ is None or format_.type == "text":
         return None
-    if wanted.type == "json_object":
-        return schema_form(wanted.schema, "response_format", strict=True)
-    if wanted.type != "json_schema":
+    if format_.type == "json_object":
+        return schema_form(format_.schema, "response_format", strict=True)
+    if format_.type != "json_schema":
         raise bad_parameter(
             "response_format.type",
-            f"{show(wanted.type)} is not supported; use text, json_object or json_schema",
+            f"{show(format_.type)} is not supported; use text, json_object or json_schema",
             "unsupported_value",
         )
-    given = wanted.json_schema or JsonSchemaFormat(schema=wanted.schema, strict=True)
+    given = format_.json_schema or JsonSchemaFormat(schema=format_.schema, strict=True)
     if given.schema is None:
         raise bad_parameter(
             "response_format.json_schema.schema", "is missing; it is required", "missing_required_parameter"
@@ -181,7 +181,7 @@ def _response_format(wanted: ResponseFormat | None) -> OutputForm | None:
 
 def _plain_forms(body: GenerationBody) -> list[OutputForm | None]:
     more = body.structured_outputs
-    found = [
+    forms_ = [
         _form("guided_json", body.guided_json, _json),
         _form("json_schema", body.json_schema, _json),
         _form("guided_regex", body.guided_regex, forms.regex),
@@ -191,14 +191,14 @@ def _plain_forms(body: GenerationBody) -> list[OutputForm | None]:
         _form("grammar", body.grammar or None, forms.grammar),
     ]
     if more is not None:
-        found += [
+        forms_ += [
             _form("structured_outputs.json", more.json, _json),
             _form("structured_outputs.json_object", more.json_object or None, lambda _: forms.any_object()),
             _form("structured_outputs.regex", more.regex, forms.regex),
             _form("structured_outputs.choice", more.choice, _choice),
             _form("structured_outputs.grammar", more.grammar, forms.grammar),
         ]
-    return found
+    return forms_
 
 
 def _form(param: str, value: Any, make: Callable[[Any], Part]) -> OutputForm | None:

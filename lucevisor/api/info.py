@@ -192,13 +192,13 @@ async def restart(request: web.Request) -> web.Response:
     body: list[bytes] = []
     try:
         await read_body(request, body)
-        order = msgspec.json.decode(b"".join(body), type=RestartBody)
+        command = msgspec.json.decode(b"".join(body), type=RestartBody)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is invalid: {str(error)[:300]}") from None
     finally:
         request.app[BUFFERED_BODIES].n_bytes -= sum(map(len, body))
     try:
-        request.app[APP_CONTEXT].restart(order.group, order.now)
+        request.app[APP_CONTEXT].restart(command.group, command.now)
     except LucevisorError as error:
         raise ApiError(409, str(error), code="not_restarted") from None
-    return json_response({"restarting": order.group}, 202)
+    return json_response({"restarting": command.group}, 202)

@@ -36,7 +36,7 @@ class Caller:
     @classmethod
     @functools.lru_cache(1024)
     def of_address(cls, address: str) -> Caller:
-        """Return who sends from an address; of IPv6 the network of 64 bits counts, which one client has to itself."""
+        """Return the caller of an address.  An IPv6 address counts as its /64 network, which belongs to one client."""
         with contextlib.suppress(ValueError):
             ip = ipaddress.ip_address(address.partition("%")[0])
             if ip.version == 6:
@@ -46,7 +46,7 @@ class Caller:
 
 
 class ApiKeys:
-    """The keys in force.  Without any, no key is required."""
+    """The accepted keys.  Without any, no key is required."""
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self._known: tuple[tuple[bytes, str], ...] = ()
@@ -61,7 +61,7 @@ class ApiKeys:
         return bool(self._known)
 
     def caller(self, token: str) -> Caller | None:
-        """Return who sends `token`, None if it is not one of the keys; in constant time."""
+        """Return the caller whose key is `token`, None if it is not a key; in constant time."""
         shown = _digest(token)
         found: str | None = None
         for digest, name in self._known:

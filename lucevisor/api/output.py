@@ -30,7 +30,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class GenerationFailed(Exception):
-    """A sequence ended before its output was complete; `error` says why."""
+    """A sequence ended before its output was complete; `error`: the reason."""
 
     def __init__(self, error: RequestError) -> None:
         self.error = error
@@ -141,7 +141,7 @@ class OutputProcessor:
         return [ContentDelta(text)] if self._parser is None else self._parser.push(text)
 
     def _shown(self, events: Sequence[OutputEvent], *, last: bool = False) -> list[OutputEvent]:
-        """Return what may be sent: nothing behind a stop string in content, or behind the only call allowed."""
+        """Return the events that may be sent: none after a stop string in content, or after the only call allowed."""
         shown: list[OutputEvent] = []
         for event in events:
             if isinstance(event, ContentDelta):
@@ -182,7 +182,7 @@ class OutputProcessor:
         return deltas
 
     def _taken(self, *, last: bool = False) -> tuple[TokenRecord, ...]:
-        """Take the held tokens of which the parser has read all, or the last ones, and note which are content."""
+        """Return the held tokens that the parser has read completely, at the end all, and mark those of content."""
         held, self._held = self._held, []
         if self._parser is None or not held:
             return tuple(held)

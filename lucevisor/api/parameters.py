@@ -124,7 +124,7 @@ _SHAPES: Final = frozenset(
 
 _SEEDS = 2**63
 _ANY_SEED: Final = -1
-"""In llama.cpp's requests: as without one."""
+"""Seed in llama.cpp's requests that means a random one."""
 _COLDEST = 1e-4
 """Lower temperatures count as 0 (greedy): the best token is certain, and dividing by them would overflow float32."""
 
@@ -172,7 +172,7 @@ def sampling_params(
 
 
 def _defaults(body: GenerationBody, ctx: AppContext, *, direct: bool, structured: bool) -> SamplingDefaults:
-    """Return what applies where the body is silent.
+    """Return the defaults for sampling parameters that the body does not set.
 
     A family's penalties are tuned for its own temperature and for prose: they go with the whole set or not at all.
     """
@@ -188,12 +188,12 @@ def searches_vocabulary(fields: dict[str, Any]) -> bool:
     return bool(fields.get("dry_multiplier"))
 
 
-def n_top_logprobs(body: GenerationBody, wanted: int | None, name: str) -> int:
+def n_top_logprobs(body: GenerationBody, requested: int | None, name: str) -> int:
     """Return how many log-probabilities to return with each token, by the parameter `name` or llama.cpp's; -1: none."""
     if not body.n_probs:
-        return -1 if wanted is None else wanted
-    if wanted is not None and wanted != body.n_probs:
-        raise bad_parameter("n_probs", f"{body.n_probs} contradicts {name} = {wanted}; send one of them")
+        return -1 if requested is None else requested
+    if requested is not None and requested != body.n_probs:
+        raise bad_parameter("n_probs", f"{body.n_probs} contradicts {name} = {requested}; send one of them")
     return body.n_probs
 
 

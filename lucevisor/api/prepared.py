@@ -83,7 +83,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 CUSTOM_INPUT: Final = "input"
-"""The parameter of the function that a custom tool is to the model."""
+"""Name of the only parameter of the function that stands for a custom tool in the prompt."""
 
 
 def custom_input(arguments: str) -> str:

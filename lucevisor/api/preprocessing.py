@@ -41,7 +41,7 @@ log = structlog.get_logger("lucevisor.api")
 
 
 class WorkerLost(Exception):
-    """The worker died while it had a body, though not of its limits."""
+    """The worker died with a body, but not of its limits."""
 
 
 class Preprocessor:
@@ -135,7 +135,7 @@ class Preprocessor:
 
 
 class _Worker:
-    """One worker process, started when it is needed.  Who holds `lock` may use it."""
+    """One worker process, started when it is needed.  Hold `lock` to use it."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()

@@ -78,9 +78,9 @@ class CacheOperations:
         """Remove leftovers and files beyond ``disk_bytes`` (None: the configured budget)."""
         store = self._store()
         most = store.disk_bytes if disk_bytes is None else disk_bytes
-        gone = await asyncio.to_thread(maintenance.prune, store.directory, most, refused=refused)
+        removed = await asyncio.to_thread(maintenance.prune, store.directory, most, refused=refused)
         await self._scan(store)
-        return gone
+        return removed
 
     async def remove(self, files: Sequence[str], *, everything: bool) -> list[JsonObject]:
         store = self._store()

@@ -126,8 +126,8 @@ def probe_interpreter(python: str) -> Interpreter:
         answer = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=Interpreter)
         return msgspec.structs.replace(answer, python=python)
     except msgspec.DecodeError:
-        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or "no answer"
-        return Interpreter(python=python, problem=f"is not a Python interpreter of 3.11 or newer ({said})")
+        last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or "no answer"
+        return Interpreter(python=python, problem=f"is not a Python interpreter of 3.11 or newer ({last_line})")
 
 
 def write_config(model: str, groups: Sequence[Interpreter]) -> str:

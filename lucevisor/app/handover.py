@@ -52,7 +52,7 @@ class HandoverRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class HandoverReply(msgspec.Struct, forbid_unknown_fields=True):
-    """Answer of the running supervisor.  ``refused``: why it hands nothing over, or empty.
+    """Reply of the running supervisor.  ``refused``: why it hands nothing over, or empty.
 
     The other fields are its connection to systemd (`lucevisor.app.systemd`).
     """
@@ -112,9 +112,9 @@ class HandoverServer:
             return False
         async with asyncio.timeout(ANSWER_S):
             request = msgspec.json.decode(await loop.sock_recv(connection, _MAX_BYTES), type=HandoverRequest)
-        offer, fds = self._source.offer()
-        connection.sendmsg([msgspec.json.encode(offer)], descriptors.pack([] if offer.refused else fds))
-        if offer.refused:
+        reply, fds = self._source.offer()
+        connection.sendmsg([msgspec.json.encode(reply)], descriptors.pack([] if reply.refused else fds))
+        if reply.refused:
             return False
         log.info("handing over", to_pid=request.pid)
         async with asyncio.timeout(SERVING_S):
@@ -132,8 +132,8 @@ class HandoverServer:
 class HandoverOffer:
     """Sockets and lock of the running supervisor.  Call `decline`, or `announce_serving` to accept."""
 
-    def __init__(self, connection: socket.socket, offer: HandoverReply, fds: list[int]) -> None:
-        self.offer = offer
+    def __init__(self, connection: socket.socket, reply: HandoverReply, fds: list[int]) -> None:
+        self.reply = reply
         self._connection = connection
         self.lock, *sockets = fds
         self.sockets = [socket.socket(fileno=fd) for fd in sockets]
@@ -153,7 +153,7 @@ class HandoverOffer:
         except (TimeoutError, OSError) as error:  # clients are served here already: there is no way back
             log.warning(
                 "the other supervisor did not confirm that it gave up its name: systemd may be notified late",
-                pid=self.offer.pid,
+                pid=self.reply.pid,
                 reason=repr(error),
             )
 
@@ -178,10 +178,10 @@ async def request_handover(path: Path, request: HandoverRequest) -> HandoverOffe
             data, fds = await _receive(connection)
         if not data:
             raise ConnectionResetError
-        offer = msgspec.json.decode(data, type=HandoverReply)
-        if offer.refused or len(fds) < 2:
+        reply = msgspec.json.decode(data, type=HandoverReply)
+        if reply.refused or len(fds) < 2:
             descriptors.close_all(fds)
-            raise LucevisorError(f"not taken over: {offer.refused or 'no socket was handed over'}")
+            raise LucevisorError(f"not taken over: {reply.refused or 'no socket was handed over'}")
     except (FileNotFoundError, ConnectionError):
         connection.close()
         return None
@@ -193,7 +193,7 @@ async def request_handover(path: Path, request: HandoverRequest) -> HandoverOffe
     except LucevisorError:
         connection.close()
         raise
-    return HandoverOffer(connection, offer, fds)
+    return HandoverOffer(connection, reply, fds)
 
 
 async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
@@ -254,36 +254,36 @@ class Handover:
 
         Raises LucevisorError, and then nothing has changed.
         """
-        taken = await request_handover(self._run_dir.handover, HandoverRequest(os.getpid(), self._drain_s))
-        if taken is None:
+        offer = await request_handover(self._run_dir.handover, HandoverRequest(os.getpid(), self._drain_s))
+        if offer is None:
             log.info("the other supervisor has ended", name=self._run_dir.name)
             self._run_dir.claim()
             await self._endpoint.open_admin()
             await self._endpoint.open(listen_on(server.host, server.port))
         else:
             try:
-                sockets = adopt(taken.sockets, server.host, server.port)
+                sockets = adopt(offer.sockets, server.host, server.port)
             except LucevisorError:
-                taken.decline()
+                offer.decline()
                 raise
             await self._endpoint.open(sockets)
             await self._endpoint.open_admin()
-            await taken.announce_serving()
-            self._run_dir.adopt(taken.lock)
-            if taken.offer.notify_socket:
-                environ = {"NOTIFY_SOCKET": taken.offer.notify_socket, "WATCHDOG_USEC": taken.offer.watchdog_usec}
+            await offer.announce_serving()
+            self._run_dir.adopt(offer.lock)
+            if offer.reply.notify_socket:
+                environ = {"NOTIFY_SOCKET": offer.reply.notify_socket, "WATCHDOG_USEC": offer.reply.watchdog_usec}
                 self._report.use(Notifier(environ), watchdog_s(environ))
-            log.info("taken over", name=self._run_dir.name, from_pid=taken.offer.pid)
-            self._tasks.append(asyncio.create_task(self._scan_saved(taken), name="saves of the other supervisor"))
+            log.info("taken over", name=self._run_dir.name, from_pid=offer.reply.pid)
+            self._tasks.append(asyncio.create_task(self._scan_saved(offer), name="saves of the other supervisor"))
         self.pending = False
         self.listen()
 
-    async def _scan_saved(self, taken: HandoverOffer) -> None:
+    async def _scan_saved(self, offer: HandoverOffer) -> None:
         """Rescan cache.dir whenever the old supervisor has saved slots."""
-        async for _ in taken.wait_for_saves():
+        async for _ in offer.wait_for_saves():
             if self._service.snapshots is not None:
                 await asyncio.to_thread(self._service.snapshots.store.scan)
-        log.info("the other supervisor has ended", pid=taken.offer.pid)
+        log.info("the other supervisor has ended", pid=offer.reply.pid)
 
     # ---- in the old supervisor, called by HandoverServer
 
@@ -293,10 +293,10 @@ class Handover:
             return HandoverReply(os.getpid(), refused="the running supervisor is stopping"), []
         self._report.reloading()
         notifier = self._report.notifier
-        offer = HandoverReply(
+        reply = HandoverReply(
             os.getpid(), notify_socket=notifier.name, watchdog_usec=str(int(1e6 * self._report.watchdog_s))
         )
-        return offer, [self._run_dir.lock, *self._endpoint.sockets]
+        return reply, [self._run_dir.lock, *self._endpoint.sockets]
 
     def on_failed(self) -> None:
         """Continue as before, because the new supervisor failed."""

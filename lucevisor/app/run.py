@@ -82,9 +82,7 @@ _MAX_FILES: Final = 65536
 
 
 class EarlySignals:
-    """Handles SIGINT, SIGTERM and SIGHUP until the loop does, so that none is lost in a finaliser or at the loop's
-    start.
-    """
+    """Handles SIGINT, SIGTERM and SIGHUP until the event loop does, so that none is lost during the start."""
 
     def __init__(self) -> None:
         self.asked = ""
@@ -152,10 +150,10 @@ def freeze_gc() -> None:
 def raise_file_limit() -> int:
     """Raise the limit of open files as far as the hard limit allows, to 65,536 at most, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    limit = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
         with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_FILES if soft == resource.RLIM_INFINITY else soft
 
@@ -524,7 +522,7 @@ class Supervisor:
 
     def _connect_service(self, context: AppContext) -> None:
         """Connect the API to the service's state."""
-        context.ready_in_s = self.service.ready_in_s
+        context.retry_in_s = self.service.retry_in_s
         context.status = self.status
         context.restart = self._begin_restart
         context.snapshots = self.cache.open_store

@@ -136,7 +136,10 @@ class RunDirectory:
             raise unusable(self.path, error) from error
 
     def join(self) -> bool:
-        """Use the directory beside the supervisor that holds it; False when there is none.  Raises ConfigError."""
+        """Use the directory together with the supervisor that holds it; False when there is none.
+
+        Raises ConfigError.
+        """
         if not is_locked(self.path):
             return False
         try:

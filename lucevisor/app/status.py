@@ -46,7 +46,7 @@ def status(
         "overrides": list(overrides),
         "state": service.state,
         "reason": service.reason(),
-        "ready_in_s": None if service.state == "ready" else service.ready_in_s(),
+        "ready_in_s": service.retry_in_s(),
         "model": {
             "name": service.model.name,
             "architecture": spec.architecture,

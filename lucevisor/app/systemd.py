@@ -23,7 +23,7 @@ EXTEND_S: Final = 30.0
 both, and a hung event loop sends no extension."""
 
 StateReader = Callable[[], tuple[str, str]]
-"""Returns ``state`` of the status JSON and one line about it."""
+"""Returns the ``state`` of the status JSON and the line that `systemctl status` shows."""
 
 
 class Notifier:
@@ -63,8 +63,8 @@ def watchdog_s(environ: Mapping[str, str] = os.environ, pid: int | None = None) 
 class SystemdReport:
     """Sends start, state, watchdog and stop to systemd while :meth:`run` runs."""
 
-    def __init__(self, look: StateReader) -> None:
-        self._read_state = look
+    def __init__(self, read_state: StateReader) -> None:
+        self._read_state = read_state
         self._used = asyncio.Event()
         self.notifier, self.watchdog_s = Notifier({}), 0.0
         self._status = ""

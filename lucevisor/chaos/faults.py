@@ -97,12 +97,12 @@ class Target:
 
     def processes(self) -> list[psutil.Process]:
         """Return the supervisors and all processes below them."""
-        found: list[psutil.Process] = []
+        processes: list[psutil.Process] = []
         for pid in self.pids:
             with contextlib.suppress(psutil.NoSuchProcess):
                 supervisor = psutil.Process(pid)
-                found += [supervisor, *supervisor.children(recursive=True)]
-        return found
+                processes += [supervisor, *supervisor.children(recursive=True)]
+        return processes
 
 
 Fault = Callable[[Target, random.Random], Coroutine[None, None, None]]
@@ -184,8 +184,8 @@ async def take_over(target: Target, rng: random.Random) -> None:
     await _kill_during(target, rng, target.take_over())
 
 
-async def _kill_during(target: Target, rng: random.Random, order: Awaitable[object]) -> None:
-    done = asyncio.ensure_future(order)
+async def _kill_during(target: Target, rng: random.Random, operation: Awaitable[object]) -> None:
+    done = asyncio.ensure_future(operation)
     await asyncio.sleep(rng.uniform(0.0, 3.0))
     daemons = [process.pid for process in target.processes() if _runs_daemon(process)]
     if daemons:

@@ -182,33 +182,33 @@ async def measure(
             f"raise engine.max_context, or ask for less"
         )
     figures = [BenchmarkResult(case) for case in wanted]
-    for turn in range(-1, n_rounds + 1):
+    for n_round in range(-1, n_rounds + 1):
         for figure in figures:
-            if turn < 0 and not figure.case.prompt:
+            if n_round < 0 and not figure.case.prompt:
                 continue
-            rate = await tokens_per_s(service, figure.case, turn)
-            if turn > 0:
+            rate = await tokens_per_s(service, figure.case, n_round)
+            if n_round > 0:
                 figure.rounds.append(rate)
-        if against is not None and turn > 0:
+        if against is not None and n_round > 0:
             theirs = await asyncio.to_thread(against.run, wanted)
             for figure in figures:
                 figure.against += [theirs[figure.case]] if figure.case in theirs else []
-        if turn > 0:
+        if n_round > 0:
             yield figures
 
 
-async def tokens_per_s(service: Service, case: Case, turn: int) -> float:
+async def tokens_per_s(service: Service, case: Case, n_round: int) -> float:
     """Measure one round.  Decode counts from the last first token to the first last one of the streams."""
     if case.prompt:
-        started, times = await generate(service, case.prompt, 1, f"{case.name}-{turn}")
+        started, times = await generate(service, case.prompt, 1, f"{case.name}-{n_round}")
         return case.prompt / (times[0] - started)
     depth = max(case.depth, SHORT_PROMPT)
     runs = await asyncio.gather(
-        *(generate(service, depth, case.answer, f"{case.name}-{turn}-{stream}") for stream in range(case.streams))
+        *(generate(service, depth, case.answer, f"{case.name}-{n_round}-{stream}") for stream in range(case.streams))
     )
     first, last = max(times[0] for _, times in runs), min(times[-1] for _, times in runs)
-    made = sum(sum(first < at <= last for at in times) for _, times in runs)
-    return made / (last - first)
+    n_generated = sum(sum(first < at <= last for at in times) for _, times in runs)
+    return n_generated / (last - first)
 
 
 async def generate(service: Service, n_prompt: int, n_answer: int, name: str) -> tuple[float, list[float]]:
@@ -374,14 +374,14 @@ class LlamaBench:
 
     def run(self, wanted: Sequence[Case]) -> dict[Case, float]:
         """Return tokens/s of one repetition each; without several streams if only llama-bench is there."""
-        found: dict[Case, float] = {}
+        rates: dict[Case, float] = {}
         alone = [case for case in wanted if case.streams == 1]
         for depth in dict.fromkeys(case.depth for case in alone):
-            found |= self._alone([case for case in alone if case.depth == depth], depth)
+            rates |= self._alone([case for case in alone if case.depth == depth], depth)
         for answer in dict.fromkeys(case.answer for case in wanted if case.streams > 1):
             if self.batched.exists():
-                found |= self._together([c for c in wanted if c.streams > 1 and c.answer == answer], answer)
-        return found
+                rates |= self._together([c for c in wanted if c.streams > 1 and c.answer == answer], answer)
+        return rates
 
     def _alone(self, wanted: Sequence[Case], depth: int) -> dict[Case, float]:
         """Cases of one stream and depth: llama-bench has a result for each prompt and each answer."""

@@ -37,27 +37,27 @@ class _Bytes(click.ParamType[int]):
             self.fail(f"{value} {error.why}; {error.hint}", param, ctx)
 
 
-def _in_directory(directory: Path, disk_bytes: int | None, operation: str, order: JsonObject) -> JsonObject:
+def _in_directory(directory: Path, disk_bytes: int | None, operation: str, arguments: JsonObject) -> JsonObject:
     """Run an operation as POST /cache/OPERATION does.  ``disk_bytes``: the budget from CONFIG, if given."""
     from lucevisor.snapshots import maintenance
 
     if operation == "ls":
         return {"dir": str(directory), "disk": disk_bytes, "slots": [], "files": maintenance.files(directory)}
     if operation == "verify":
-        files = maintenance.to_verify(directory, order["files"])
-        return {"checked": (maintenance.verify(directory, file, set_aside=order["set_aside"]) for file in files)}
+        files = maintenance.to_verify(directory, arguments["files"])
+        return {"checked": (maintenance.verify(directory, file, set_aside=arguments["set_aside"]) for file in files)}
     if operation == "rm":
-        return {"removed": maintenance.remove(directory, order["files"], everything=order["all"])}
-    budget = order["to"] if order["to"] is not None else disk_bytes
+        return {"removed": maintenance.remove(directory, arguments["files"], everything=arguments["all"])}
+    budget = arguments["to"] if arguments["to"] is not None else disk_bytes
     if budget is None:
         raise click.UsageError("say how much to keep: --to SIZE, or --config CONFIG to use its cache.disk")
-    return {"removed": maintenance.prune(directory, budget, refused=order["refused"])}
+    return {"removed": maintenance.prune(directory, budget, refused=arguments["refused"])}
 
 
-def _by_supervisor(client: AdminClient, operation: str, order: JsonObject) -> JsonObject:
+def _by_supervisor(client: AdminClient, operation: str, arguments: JsonObject) -> JsonObject:
     if operation == "ls":
         return client.call("GET", "/cache", timeout_s=_WAIT_S)
-    return client.call("POST", f"/cache/{operation}", order, timeout_s=_WAIT_S)
+    return client.call("POST", f"/cache/{operation}", arguments, timeout_s=_WAIT_S)
 
 
 def _with_target(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +65,7 @@ def _with_target(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def located(config: Path | None, directory: Path | None, name: str | None, socket: Path | None, **more: Any) -> Any:
-        return function(place=_snapshot_target(config, directory, name, socket), **more)
+        return function(target=_snapshot_target(config, directory, name, socket), **more)
 
     path = click.Path(path_type=Path)
     with_target = target_options(located)
@@ -102,9 +102,9 @@ def cache() -> None:
 @cache.command("ls")
 @_with_target
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_(place: SnapshotTarget, as_json: bool) -> int:
+def list_(target: SnapshotTarget, as_json: bool) -> int:
     """List every snapshot, most recently used first; reads headers only."""
-    contents = place("ls", {})
+    contents = target("ls", {})
     files, slots, disk_bytes = contents["files"], contents["slots"], contents["disk"]
     if as_json:
         click.echo(json.dumps(files, indent=2))
@@ -129,10 +129,10 @@ def list_(place: SnapshotTarget, as_json: bool) -> int:
 @_with_target
 @click.argument("files", nargs=-1)
 @click.option("--set-aside", is_flag=True, help="Rename what is damaged, so that no supervisor tries it.")
-def verify(place: SnapshotTarget, files: tuple[str, ...], set_aside: bool) -> int:
+def verify(target: SnapshotTarget, files: tuple[str, ...], set_aside: bool) -> int:
     """Compare every checksum of FILES, or of all snapshots.  Exit code 1 when one is damaged."""
     n_checked = n_damaged = 0
-    for entry in place("verify", {"files": files, "set_aside": set_aside})["checked"]:
+    for entry in target("verify", {"files": files, "set_aside": set_aside})["checked"]:
         if entry.get("gone"):
             click.echo(f"{entry['file']}: removed meanwhile")
             continue
@@ -149,9 +149,9 @@ def verify(place: SnapshotTarget, files: tuple[str, ...], set_aside: bool) -> in
 @_with_target
 @click.option("--to", type=_Bytes(), help="Space to keep in use, e.g. 5GiB.  Default: cache.disk.")
 @click.option("--refused", is_flag=True, help="Remove files that were set aside as well.")
-def prune(place: SnapshotTarget, to: int | None, refused: bool) -> int:
+def prune(target: SnapshotTarget, to: int | None, refused: bool) -> int:
     """Remove leftovers, then the least recently used snapshots until the rest fits."""
-    _print_gone(place("prune", {"to": to, "refused": refused})["removed"])
+    _print_gone(target("prune", {"to": to, "refused": refused})["removed"])
     return ExitCode.DONE
 
 
@@ -159,21 +159,21 @@ def prune(place: SnapshotTarget, to: int | None, refused: bool) -> int:
 @_with_target
 @click.argument("files", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="Remove every snapshot in the directory.")
-def rm(place: SnapshotTarget, files: tuple[str, ...], everything: bool) -> int:
+def rm(target: SnapshotTarget, files: tuple[str, ...], everything: bool) -> int:
     """Remove FILES.  Files that are not snapshots are refused."""
     if bool(files) == everything:
         raise click.UsageError("name FILES, or give --all")
-    _print_gone(place("rm", {"files": files, "all": everything})["removed"])
+    _print_gone(target("rm", {"files": files, "all": everything})["removed"])
     return ExitCode.DONE
 
 
 # ---- output
 
 
-def _print_gone(gone: Sequence[JsonObject]) -> None:
-    for entry in gone:
+def _print_gone(removed: Sequence[JsonObject]) -> None:
+    for entry in removed:
         click.echo(f"removed {entry['file']}, {format_bytes(entry['n_bytes'])}")
-    click.echo(f"{len(gone)} files removed, {format_bytes(sum(entry['n_bytes'] for entry in gone))} free")
+    click.echo(f"{len(removed)} files removed, {format_bytes(sum(entry['n_bytes'] for entry in removed))} free")
 
 
 def _row(entry: JsonObject) -> list[str]:

@@ -89,7 +89,7 @@ def chat(name: str | None, socket: Path | None, system: str, think: bool, temper
 
     status = AdminClient(find_supervisor(name, socket).socket).call("GET", "/status")
     client = connect(status, os.environ.get("LUCEVISOR_API_KEY", ""))
-    talk = Conversation(system, think, temperature)
+    conversation = Conversation(system, think, temperature)
     console = Console(highlight=False)
     click.echo(f"{status['model']['name']} at {status['url']}; /help lists commands, Ctrl-D ends", err=True)
     with _line_editing():
@@ -97,16 +97,16 @@ def chat(name: str | None, socket: Path | None, system: str, think: bool, temper
             if not line:
                 continue
             if line.startswith("/"):
-                said = talk.run_command(line)
-                if said is None:
+                reply = conversation.run_command(line)
+                if reply is None:
                     break
-                click.echo(said, err=True)
+                click.echo(reply, err=True)
                 continue
-            talk.messages.append({"role": "user", "content": line})
-            if answer := _answer(client, console, status["model"]["name"], talk):
-                talk.messages.append({"role": "assistant", "content": answer})
+            conversation.messages.append({"role": "user", "content": line})
+            if answer := _answer(client, console, status["model"]["name"], conversation):
+                conversation.messages.append({"role": "assistant", "content": answer})
             else:
-                talk.messages.pop()
+                conversation.messages.pop()
     return ExitCode.DONE
 
 
@@ -153,20 +153,20 @@ def _read() -> str | None:
         return None
 
 
-def _answer(client: OpenAI, console: Console, model: str, talk: Conversation) -> str:
+def _answer(client: OpenAI, console: Console, model: str, conversation: Conversation) -> str:
     """Stream an answer to the terminal and return it; empty if there is none."""
     import openai
 
     shown = _AnswerView(console)
-    messages: Any = talk.sent()  # the API takes plain dicts, its types do not
+    messages: Any = conversation.sent()  # the API takes plain dicts, its types do not
     try:
         stream = client.chat.completions.create(
             model=model,
             messages=messages,
-            temperature=talk.temperature,
+            temperature=conversation.temperature,
             stream=True,
             stream_options={"include_usage": True},
-            extra_body={"chat_template_kwargs": {"enable_thinking": talk.think}},
+            extra_body={"chat_template_kwargs": {"enable_thinking": conversation.think}},
         )
         with shown:
             for chunk in stream:
@@ -210,13 +210,13 @@ class _AnswerView:
     def add(self, chunk: ChatCompletionChunk) -> None:
         for choice in chunk.choices:
             thought = getattr(choice.delta, "reasoning_content", None) or ""
-            said = choice.delta.content or ""
-            if (thought or said) and not self._first_s:
+            content = choice.delta.content or ""
+            if (thought or content) and not self._first_s:
                 self._first_s = time.monotonic()
             self._thought += thought
-            self.text += said
+            self.text += content
             if self._live is None:
-                click.echo(said, nl=False)
+                click.echo(content, nl=False)
         if chunk.usage is not None:
             n, seconds = chunk.usage.completion_tokens, time.monotonic() - self._first_s
             self._speed = f"{chunk.usage.prompt_tokens} → {n} tokens"

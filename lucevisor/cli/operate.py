@@ -110,13 +110,13 @@ def reload(overrides: tuple[str, ...], name: str | None, socket: Path | None) ->
     return ExitCode.DONE
 
 
-def _change(target: RunningSupervisor, what: str, order: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def _change(target: RunningSupervisor, what: str, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Have a supervisor carry out an order; return its status, and how long it and the requests took."""
     client = AdminClient(target.socket)
     before, began = client.call("GET", "/status")["engine"]["recovery"], time.monotonic()
-    answer = call_and_watch(client, what, f"/{what}", order, timeout_s=3600.0)
-    took = f"{target.name} is {answer['state']} after {time.monotonic() - began:.1f} s"
-    return answer, f"{took}\n{_recovered(before, answer['engine']['recovery'])}"
+    answer = call_and_watch(client, what, f"/{what}", body, timeout_s=3600.0)
+    summary = f"{target.name} is {answer['state']} after {time.monotonic() - began:.1f} s"
+    return answer, f"{summary}\n{_recovered(before, answer['engine']['recovery'])}"
 
 
 def _recovered(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -103,8 +103,8 @@ def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
 
     def check(group: str) -> tuple[Check, list[int]]:
         arenas = [arena] if loaded.groups[group].transport == "shared_memory" else []
-        order = Check([str(f) for f in model.files], layer, dtype, [one.plan for one in arenas])
-        return order, [one.fd for one in arenas]
+        request = Check([str(f) for f in model.files], layer, dtype, [a.plan for a in arenas])
+        return request, [a.fd for a in arenas]
 
     try:
         answers = asyncio.run(probe_groups(loaded, check))

@@ -74,15 +74,15 @@ def start(
     elif pythons:
         raise click.UsageError("--python is for a start without a configuration file; groups name theirs in CONFIG")
     loaded = load(config, overrides)
-    chosen = check_name(name) if name is not None else default_name(config)
+    target = check_name(name) if name is not None else default_name(config)
     if daemon:
         more = ["--take-over", "--drain", str(drain_s)] if take_over else []
         more += ["--starter", str(starter_pid)] if starter_pid is not None else []
-        if is_locked(run_path(chosen)) and not take_over:
+        if is_locked(run_path(target)) and not take_over:
             raise LucevisorError(
-                f"a supervisor named {chosen!r} runs already: stop it, give this one another --name, or use --take-over"
+                f"a supervisor named {target!r} runs already: stop it, give this one another --name, or use --take-over"
             )
-        return _in_background(config, overrides, chosen, timeout_s, more)
+        return _in_background(config, overrides, target, timeout_s, more)
     # SIGKILL, as for daemons: `chaos` may be killed while the supervisor is stopped, which would keep SIGTERM waiting.
     if starter_pid is not None and not end_with_parent(starter_pid):
         raise LucevisorError(f"process {starter_pid}, for which this supervisor was to run, has ended")
@@ -93,9 +93,9 @@ def start(
     limits = parse_fault_limits(allow_faults) if allow_faults is not None else None
     options = RunOptions(to_terminal=not detached, take_over_s=drain_s if take_over else None, limits=limits)
     if detached:
-        return int(run(loaded, chosen, LoadProgress(), options))
+        return int(run(loaded, target, LoadProgress(), options))
     with StartDisplay(loaded) as display:
-        return int(run(loaded, chosen, display, options))
+        return int(run(loaded, target, display, options))
 
 
 def _is_model(argument: Path) -> bool:
@@ -159,9 +159,9 @@ def _until_ready(
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            said = process.stderr.read().decode(errors="replace") if process.stderr is not None else ""
-            click.echo(said, err=True, nl=False)
-            if said and process.returncode > 0:
+            output = process.stderr.read().decode(errors="replace") if process.stderr is not None else ""
+            click.echo(output, err=True, nl=False)
+            if output and process.returncode > 0:
                 return None
             how = f"signal {-process.returncode}" if process.returncode < 0 else f"code {process.returncode}"
             raise LucevisorError(f"{name} ended with {how} before it was ready; start it without --daemon to see why")

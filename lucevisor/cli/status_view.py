@@ -101,8 +101,6 @@ def problem_lines(status: Status) -> Iterator[Text]:
         yield Text.assemble("  ", bar((share, "cyan"), width=30), f" rebuilt {counts} tokens")
     if status["reason"] and all(group["state"] == "ready" for group in status["groups"]):
         yield Text(status["reason"], CHANGING)
-    if status["ready_in_s"] is not None:
-        yield Text(f"expected to serve in {format_seconds(status['ready_in_s'])}")
 
 
 def warning_lines(status: Status) -> Iterator[Text]:
@@ -117,8 +115,8 @@ def group_lines(groups: Sequence[Status]) -> Iterator[Text]:
         if group["state"] == "ready":
             continue
         age, why = format_seconds(group["state_s"]), f": {group['reason']}" if group["reason"] else ""
-        again = f"; tries again in {format_seconds(group['retry_in_s'])}" if group.get("retry_in_s") else ""
-        yield Text.assemble(f"group {group['name']} is ", styled_state(group["state"]), f" for {age}{why}{again}")
+        retry = f"; tries again in {format_seconds(group['retry_in_s'])}" if group.get("retry_in_s") else ""
+        yield Text.assemble(f"group {group['name']} is ", styled_state(group["state"]), f" for {age}{why}{retry}")
         loading = group["loading"]
         if loading is not None and not loading["total_bytes"]:
             yield Text(f"  {loading['phase']}")
@@ -130,8 +128,8 @@ def group_lines(groups: Sequence[Status]) -> Iterator[Text]:
 
 def wait_view(what: str, groups: Sequence[Status], elapsed_s: float) -> RenderableType:
     """Return the live view of a start or restart: groups that are not ready, the time passed, what is waited for."""
-    away = [group for group in groups if group["state"] != "ready"]
-    waiting = ", ".join(f"group {group['name']}" for group in away) or "the pipeline"
+    not_ready = [group for group in groups if group["state"] != "ready"]
+    waiting = ", ".join(f"group {group['name']}" for group in not_ready) or "the pipeline"
     last = Text.assemble((f"{what}: {elapsed_s:.1f} s", "bold"), f", waiting for {waiting}")
     return Group(*group_lines(groups), last)
 

@@ -158,10 +158,10 @@ class Compressor:
     async def _kept_of(self, part: PromptPart, ids: Sequence[int], end: int) -> Sequence[Range]:
         """Return the ranges of a part that stay: as before, if it was shortened before.  ``end``: of the question."""
         tokens = list(ids[part.start : part.stop])
-        found = self._kept.find(tokens)
-        if found is not None:
+        cached = self._kept.find(tokens)
+        if cached is not None:
             self._statistics.n_remembered += 1
-            return found
+            return cached
         question = list(ids[max(0, end - QUESTION_TOKENS) : end])
         # The question itself is not scored: it would find nothing but itself.
         n_scored = max(0, min(len(tokens), end - len(question) - part.start))

@@ -36,8 +36,8 @@ def select(scores: Sequence[float], ratio: float, anchors: Iterable[int] = ()) -
     kept.fill(range(min(HEAD_CHUNKS, n_kept // 8)))
     means = chunk_scores(scores)
     best = sorted(range(len(bounds)), key=lambda chunk: (-means[chunk], chunk))
-    wanted = set(anchors)
-    kept.fill([chunk for chunk in best if chunk in wanted][: (n_kept - len(kept.chunks)) // 2])
+    anchored = set(anchors)
+    kept.fill([chunk for chunk in best if chunk in anchored][: (n_kept - len(kept.chunks)) // 2])
     kept.fill(best)
     return kept.ranges()
 
@@ -100,9 +100,9 @@ def anchor_chunks(tokens: Sequence[int], question: Sequence[int], n_searched: in
             places[run].append(at)
     return {
         chunk
-        for found in places.values()
-        if len(found) <= most
-        for at in found
+        for occurrences in places.values()
+        if len(occurrences) <= most
+        for at in occurrences
         for chunk in range(
             max(0, at // CHUNK_TOKENS - radius), min(n_chunks, (at + ANCHOR_TOKENS - 1) // CHUNK_TOKENS + radius + 1)
         )

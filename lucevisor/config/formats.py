@@ -124,17 +124,17 @@ def kind_of(value: object) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def wrong_type(value: object, wanted: str) -> NoReturn:
-    raise InvalidValue(f"is {kind_of(value)}, not {wanted}", value=value)
+def wrong_type(value: object, expected: str) -> NoReturn:
+    raise InvalidValue(f"is {kind_of(value)}, not {expected}", value=value)
 
 
 # ---- text, paths and names
 
 
-def line(value: object, wanted: str = "text") -> str:
+def line(value: object, expected: str = "text") -> str:
     """Parse one line of text without control characters or surrounding spaces; it may be empty."""
     if not isinstance(value, str):
-        wrong_type(value, wanted)
+        wrong_type(value, expected)
     if value != value.strip():
         raise InvalidValue("has surrounding spaces", f'nearest: "{value.strip()}"')
     if _CONTROL.search(value):

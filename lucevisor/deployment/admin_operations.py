@@ -24,13 +24,13 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.supervision.states import State
 
 FREEZE_S: Final = 15.0
-"""Time for steps in flight until the state moves."""
+"""Timeout in seconds for the steps in flight, before the state is copied."""
 
 DEPLOYMENT_KEYS: Final = ("placement.", "groups.", "draft.device", "recovery.journal", "recovery.spares",
                    "recovery.restart_limit")  # fmt: skip
-"""Keys that a later deployment may have otherwise, and tables of which all keys may."""
+"""Keys, and prefixes of keys, that may change with another deployment."""
 LATE_KEYS: Final = frozenset({"server.drain_s"})
-"""Keys that are read when they are needed."""
+"""Keys that are read at each use, so that a change needs no other daemons."""
 
 
 def changed_values(before: Config, after: Config, at_once: Collection[str]) -> dict[str, object]:
@@ -58,7 +58,7 @@ def _value(tree: Mapping[str, Any], key: str) -> object:
 async def freeze_and_export(engine: Engine, earlier: Deployment, spec: ModelSpec) -> StateMemory:
     """Suspend requests, and copy all state of the daemons to host memory.
 
-    Raises LucevisorError, after which requests go on.
+    Raises LucevisorError, and then requests continue.
     """
     assert earlier.placement is not None
     assert earlier.transfers is not None
@@ -95,13 +95,13 @@ async def restore_state(memory: StateMemory, later: Deployment) -> RestoredState
 
 
 PREPARE_S: Final = 15.0
-"""Time that an orderly restart waits for a warm spare, while requests run."""
+"""Timeout in seconds for a warm spare before an orderly restart; requests run meanwhile."""
 
 log = structlog.get_logger("service")
 
 
 class AdminOperations:
-    """Restarts and reloads of a service; one for each."""
+    """Restarts and reloads of one service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -147,7 +147,7 @@ class AdminOperations:
         """Switch to another configuration; when requests are served with it, return the keys that changed and their
         values.  ``at_once``: keys that the caller applies.
 
-        Raises LucevisorError, after which all is as it was.
+        Raises LucevisorError, and then nothing has changed.
         """
         service = self._service
         async with self._one_at_a_time:
@@ -164,8 +164,10 @@ class AdminOperations:
             return changed
 
     async def _move(self, engine: Engine, config: Config) -> None:
-        """Load another deployment beside the one that serves, and switch to it; one after the other if both do not
-        fit."""
+        """Load another deployment beside the present one and switch to it.
+
+        If both do not fit at once, end the present one first.
+        """
         service = self._service
         earlier, later = service.deployment, service.deploy(config)
         try:
@@ -207,8 +209,8 @@ class AdminOperations:
         service.detach(engine)
         await service.end(earlier)
         problem: LucevisorError | None = None
-        for wanted in (config, service.config):
-            later = service.deploy(wanted)
+        for configuration in (config, service.config):
+            later = service.deploy(configuration)
             restored = RestoredState()
             try:
                 await self._load(later)
@@ -216,11 +218,11 @@ class AdminOperations:
             except LucevisorError as error:
                 log.error("reload", reason=str(error))
                 problem = problem or error
-                if wanted is config and not later.loaded and not service.stopping:
+                if configuration is config and not later.loaded and not service.stopping:
                     await service.end(later)
                     continue
             memory.close()
-            service.switch(engine, wanted, later, restored)
+            service.switch(engine, configuration, later, restored)
             break
         if problem is not None and service.config is not config:
             raise problem

@@ -1,4 +1,4 @@
-"""Joins READY daemons into a pipeline and attaches it to the engine: where supervision and engine meet.
+"""Joins READY daemons into a pipeline and attaches it to the engine.
 
 When every group with layers is READY, each daemon drops its sequences (Reset, answered by ResetDone); then a pipeline
 over their links is attached.  When a daemon is lost, only its replacement is reset and rebuilt (engine/recovery.py).
@@ -53,13 +53,13 @@ class DraftAssembly:
         return self._token > 0
 
     def on_ready(self, link: Channel) -> None:
-        """Its daemon finished loading, the drafter included."""
+        """Called when its daemon has loaded, the drafter included."""
         self._link = link
         if self._serving:
             self._prepare()
 
     def on_lost(self, reason: str) -> None:
-        """Its daemon has exited or is about to."""
+        """Called when its daemon has exited or is about to."""
         self._link, self._token = None, 0
         self.detach(reason)
 
@@ -81,12 +81,12 @@ class DraftAssembly:
             self._prepare(restored=restored)
 
     def pipeline_detached(self) -> None:
-        """The engine has dropped the pipeline, and the drafter with it."""
+        """Called when the engine has dropped the pipeline, and the drafter with it."""
         self._serving, self._token = False, 0
         self.attached = False
 
     def reset_done(self, token: int) -> None:
-        """Its daemon, which runs nothing else, dropped its sequences."""
+        """Called when its daemon, which runs nothing else, has dropped its sequences."""
         if token == self._token:
             self._token = 0
             self._attach()
@@ -193,7 +193,8 @@ class PipelineAssembly:
         draft_restored: bool = False,
         replayed: bool = False,
     ) -> None:
-        """A daemon finished loading; ``with_draft``: the drafter, too; ``restored``: it has the state that was frozen,
+        """Called when a daemon has loaded; ``with_draft``: the drafter, too; ``restored``: it has the state that was
+        frozen,
         with ``draft_restored`` the drafter's, too; ``replayed``: it computed what ``replay`` returned."""
         if self._detached:  # it was loading when the supervisor was told to stop
             return
@@ -211,7 +212,10 @@ class PipelineAssembly:
             self._reset(self._lost or self._links.keys())
 
     def on_lost(self, group: str, reason: str) -> None:
-        """A daemon has exited or is about to.  The loss of one that runs the drafter alone affects no request."""
+        """Called when a daemon has exited or is about to.
+
+        The loss of one that runs the drafter alone affects no request.
+        """
         if group in self._stage_groups:
             known = self._links.pop(group, None) is not None
             self._with_state.discard(group)
@@ -292,7 +296,7 @@ class PipelineAssembly:
             self._restored(False)  # it gave up meanwhile
 
     def _restored(self, rebuilt: bool) -> None:
-        """The engine has rebuilt the lost stages, or has detached the pipeline because it cannot."""
+        """Called when the engine has rebuilt the lost stages, or has detached the pipeline because it cannot."""
         lost, self._lost = self._lost, set()
         draft_restored, self._draft_restored = self._draft_restored and self._engine.state_restored, False
         self._with_state.clear()
@@ -307,7 +311,7 @@ class PipelineAssembly:
         self._on_change()
 
     def _lose_stages(self, group: str, error: RequestError) -> None:
-        """The pipeline loses the stages of a group, or is closed."""
+        """Remove the stages of a group from the pipeline, or close it."""
         if self._pipeline is None:
             return
         stages = [stage for stage, name in enumerate(self._stage_groups) if name == group]
@@ -354,7 +358,7 @@ class PipelineAssembly:
         self._on_change()
 
     def _failed(self, failure: PipelineFailure) -> None:
-        """The pipeline ended itself: a daemon answered out of order, or a step could not be sent."""
+        """Called when the pipeline ended itself because a daemon answered out of order or a step could not be sent."""
         self._on_pipeline_dropped()
         if failure.code == "shard_lost":
             failure = replace(failure, message=_lost(self._stage_groups[failure.stage], failure.message))

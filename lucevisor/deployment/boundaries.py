@@ -77,6 +77,12 @@ class Boundaries:
             return str(error)
         return ""
 
+    def step_answered(self, group: str) -> None:
+        """A daemon has answered a step, whose rows came before."""
+        for key, relay in self._relays.items():
+            if self._ends[key][0] == group:
+                relay.step_answered()
+
     def close(self) -> None:
         for buffer in self.buffers.values():
             buffer.close()

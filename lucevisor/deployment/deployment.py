@@ -43,7 +43,7 @@ from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import Heartbeat, Progress
-from lucevisor.protocol.steps import RowsCopy, Step
+from lucevisor.protocol.steps import RowsCopy, Step, StepResult
 from lucevisor.protocol.transport import Channel
 from lucevisor.protocol.validation import UnansweredStep
 from lucevisor.snapshots.transfers import ShardTransfers
@@ -181,15 +181,14 @@ class DeploymentOwner(Protocol):
     """The service of a deployment.  All methods are called from the event loop."""
 
     def on_placed(self, deployment: Deployment) -> None:
-        """The model is placed, and no daemon loads yet: the moment to call ``attach`` unless another one serves."""
+        """Called when the model is placed and no daemon loads yet.  Call ``attach`` then, unless another one serves."""
 
     async def drain_for_restart(self) -> FrozenState | None:
-        """Suspend requests before a daemon is restarted; return what the shards hold then, if its successor may take
-        it over.
-        """
+        """Suspend requests before a daemon is restarted; return the state of the shards if its successor may take it
+        over."""
 
     def on_change(self) -> None:
-        """``complete`` or ``loaded`` may have changed, or a daemon was lost."""
+        """Called when ``complete`` or ``loaded`` may have changed, or a daemon was lost."""
 
     def on_state(self, deployment: Deployment, group: str, state: State, reason: str) -> None: ...
 
@@ -272,7 +271,7 @@ class Deployment:
         await asyncio.gather(*(group.stop(deadline_s=deadline_s) for group in self.groups.values()))
 
     def close(self) -> None:
-        """Give the buffers back, when all groups have stopped."""
+        """Release the buffers, when all groups have stopped."""
         if self._watchdog is not None:
             self._watchdog.cancel()
         self._placing.cancel()
@@ -294,7 +293,7 @@ class Deployment:
 
     @property
     def failed(self) -> str | None:
-        """The group that serving needs and that is FAILED, with the reason; None if none is."""
+        """The first FAILED group with layers, with the reason; None if none is."""
         failed = [group for group in self.needed if self.groups[group].state is State.FAILED]
         return next((f"group {name} is FAILED: {self.groups[name].reason}" for name in sorted(failed)), None)
 
@@ -336,7 +335,7 @@ class Deployment:
             self._assembly.detach(error)
 
     def pipeline_failed(self, failure: PipelineFailure) -> None:
-        """A daemon answered out of order: only a new process of it is trusted again."""
+        """Replace a daemon that answered out of order."""
         assert self.placement is not None
         group = self.placement.stages[failure.stage].group
         log.error("pipeline failed", group=group, code=failure.code, reason=failure.message)
@@ -496,6 +495,8 @@ class Deployment:
             if fault := self._boundaries.rows_arrived(group, frame.message, frame.payload):
                 self.groups[group].distrust(fault)
             return
+        if isinstance(frame.message, StepResult) and self._boundaries is not None:
+            self._boundaries.step_answered(group)
         if any(part is not None and part.frame(group, frame) for part in (self.transfers, self.scoring)):
             return
         if self._assembly is not None:
@@ -530,7 +531,7 @@ class Deployment:
         self.groups[group].drained(child)
 
     async def _restore_replacement(self, group: str, link: Channel, memory: StateMemory, *, with_draft: bool) -> None:
-        """Let a new daemon read what its predecessor held, then join the others."""
+        """Restore the state of a new daemon's predecessor, then let it join the pipeline."""
         assert self.transfers is not None
         restored = True
         try:
@@ -550,7 +551,7 @@ class Deployment:
     # ---- watchdog
 
     async def _watch(self) -> None:
-        """Report work that has taken a daemon longer than the limit, once a second."""
+        """Once a second, report work that has taken a daemon longer than the limit."""
         clock, seen_at = SuspendAwareClock(), dict[tuple[str, str], float]()
         while True:
             await asyncio.sleep(WATCH_S)

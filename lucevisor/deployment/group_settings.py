@@ -11,7 +11,7 @@ from typing import Final
 from lucevisor.config import Config, DeviceRef
 
 SPIN_S: Final = 0.02
-"""Time that a daemon polls for the rows of a step, where a core is free: longer than most stages take for a decode."""
+"""Seconds that a daemon polls for the rows of a step where a core is free; most stages decode in less."""
 
 
 def usable_cores() -> list[int]:

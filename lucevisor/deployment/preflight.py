@@ -1,4 +1,4 @@
-"""Checks before any daemon is started: interpreters, their torch, cores, and settings that no plan can be made of.
+"""Checks before any daemon is started: interpreters, their torch, cores, and settings that make a plan impossible.
 
 Loads nothing and imports no torch: interpreters list their packages without importing them.  The hello of a daemon
 checks versions, builds and devices later.
@@ -126,7 +126,7 @@ def _problem(python: str, group: GroupConfig, found: Installed | str) -> tuple[s
 
 
 def inspect_interpreter(python: str, group: GroupConfig) -> Installed | str | None:
-    """Return what an interpreter has in the group's environment, or why it does not run; None if it is silent."""
+    """Return an interpreter's packages in the group's environment, or why it does not run; None at the timeout."""
     if python == sys.executable and not group.env:
         return msgspec.convert(installed(list(_PACKAGES)), Installed)
     env: Mapping[str, str] = environment(group, 0, Path(os.devnull), os.environ)
@@ -143,6 +143,6 @@ def inspect_interpreter(python: str, group: GroupConfig) -> Installed | str | No
     _, _, result = done.stdout.rpartition(b"installed:")
     with contextlib.suppress(msgspec.DecodeError):
         return msgspec.json.decode(result, type=Installed)
-    said = done.stderr.decode(errors="replace").strip().splitlines()
+    stderr_lines = done.stderr.decode(errors="replace").strip().splitlines()
     how = f"signal {-done.returncode}" if done.returncode < 0 else f"code {done.returncode}"
-    return f"it ended with {how}: {said[-1] if said else 'nothing on standard error'}"
+    return f"it ended with {how}: {stderr_lines[-1] if stderr_lines else 'nothing on standard error'}"

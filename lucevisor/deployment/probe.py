@@ -36,8 +36,8 @@ async def probe_groups(config: Config, check: Callable[[str], tuple[Check, list[
     with launching() as launcher:
 
         async def ask(name: str) -> Probe:
-            asked = check(name) if check is not None else None
-            return await probe(config.groups[name], launcher, group_devices(config, name), asked, CHECK_S)
+            request = check(name) if check is not None else None
+            return await probe(config.groups[name], launcher, group_devices(config, name), request, CHECK_S)
 
         return dict(zip(config.groups, await asyncio.gather(*map(ask, config.groups)), strict=True))
 
@@ -59,8 +59,8 @@ async def tune(files: Sequence[Path], config: Config) -> list[CheckLine]:
         for group in target_groups(config):
             on_cpu = config.groups[group].backend == "cpu"
             indices = [0] if on_cpu else group_devices(config, group)  # all indices of a cpu group are one device
-            order = Tune(indices, group_threads(config, group), model_options(config))
-            check = Check([str(f) for f in files], 0, Dtype.BFLOAT16, tune=order)
+            request = Tune(indices, group_threads(config, group), model_options(config))
+            check = Check([str(f) for f in files], 0, Dtype.BFLOAT16, tune=request)
             answer = await probe(config.groups[group], launcher, indices, (check, []), TUNE_S)
             if answer.checked is None:
                 raise LucevisorError(f"groups.{group} was not tuned: {answer.problem}")

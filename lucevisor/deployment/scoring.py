@@ -80,12 +80,12 @@ class ScoringStage:
         sent, self._sent = self._sent, None
         if sent is None or sent.window != frame.message.window or self._answer is None or self._answer.done():
             return True  # sent before the daemon was lost
-        wanted = sent.start + len(sent.tokens) if sent.n_query else 0
-        if frame.message.n_scores != wanted or len(frame.payload) != 4 * wanted:
-            text = f"{frame.message.n_scores} scores in {len(frame.payload)} bytes for {wanted} tokens"
+        n_scores = sent.start + len(sent.tokens) if sent.n_query else 0
+        if frame.message.n_scores != n_scores or len(frame.payload) != 4 * n_scores:
+            text = f"{frame.message.n_scores} scores in {len(frame.payload)} bytes for {n_scores} tokens"
             self._answer.set_exception(ScoringError(f"the scoring model answered with {text}"))
         else:
-            self._answer.set_result(frame.payload.cast("f").tolist() if wanted else ())
+            self._answer.set_result(frame.payload.cast("f").tolist() if n_scores else ())
         return True
 
     async def score(self, tokens: Sequence[int], n_query: int) -> Sequence[float]:
@@ -94,8 +94,8 @@ class ScoringStage:
             self._n_windows += 1
             scores: Sequence[float] = ()
             for start, stop in _steps(len(tokens), self.placed.step_tokens, n_query):
-                asked = n_query if stop == len(tokens) else 0
-                scores = await self._send(ScoreWindow(self._n_windows, start, list(tokens[start:stop]), asked))
+                n_asking = n_query if stop == len(tokens) else 0
+                scores = await self._send(ScoreWindow(self._n_windows, start, list(tokens[start:stop]), n_asking))
         return scores
 
     async def _send(self, message: ScoreWindow) -> Sequence[float]:
@@ -114,9 +114,9 @@ class ScoringStage:
         return await asyncio.shield(self._answer)
 
 
-def _steps(n: int, most: int, n_query: int) -> list[tuple[int, int]]:
+def _steps(n: int, step_tokens: int, n_query: int) -> list[tuple[int, int]]:
     """Return ranges of at most ``most`` tokens that cover ``n``; the last has at least ``n_query``."""
-    ends = list(range(most, n, most))
+    ends = list(range(step_tokens, n, step_tokens))
     if ends and n - ends[-1] < n_query:
         ends[-1] = n - n_query
     return list(zip([0, *ends], [*ends, n], strict=True))

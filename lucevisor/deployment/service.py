@@ -13,9 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
@@ -50,51 +49,6 @@ from lucevisor.supervision.launcher import LocalLauncher, stage_packages
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
 
-MIN_WAIT_S = 1.0
-"""The estimate for a start that takes longer than the last one did."""
-
-
-class Readiness:
-    """Durations of the groups' starts."""
-
-    def __init__(self) -> None:
-        self._states: dict[str, State] = {}
-        self._started_at: dict[str, float] = {}
-        self._start_s: dict[str, float] = {}  # the last start, STARTING to READY
-
-    def changed(self, group: str, state: State, now: float) -> None:
-        self._states[group] = state
-        if state is State.STARTING:
-            self._started_at[group] = now
-        elif state is State.READY:
-            self._start_s[group] = now - self._started_at.get(group, now)
-
-    def wait_s(self, retries: Mapping[str, float | None], now: float) -> float | None:
-        """Return in how many seconds all groups of ``retries`` are likely to be READY, or None when that is unknown.
-
-        ``retries``: in how many seconds a group in BACKOFF or FAILED is started again.
-        """
-        # The pause of a group that failed is far longer than a start, so it alone counts.
-        failed = {name: retries[name] for name in retries if self._states.get(name) is State.FAILED}
-        waits = [self._wait_s(group, retry_in_s, now) for group, retry_in_s in (failed or retries).items()]
-        return None if None in waits else max((wait for wait in waits if wait is not None), default=0.0)
-
-    def _wait_s(self, group: str, retry_in_s: float | None, now: float) -> float | None:
-        state = self._states.get(group, State.STOPPED)
-        start_s = self._start_s.get(group)
-        match state:
-            case State.READY:
-                return 0.0
-            case State.STOPPED:
-                return None
-            case State.FAILED:
-                return None if retry_in_s is None else retry_in_s + (start_s or 0.0)
-        if start_s is None:
-            return None
-        if state in (State.STARTING, State.LOADING):
-            return max(MIN_WAIT_S, self._started_at[group] + start_s - now)
-        return (retry_in_s or 0.0) + start_s
-
 
 async def watch_holds(engine: Engine, hold_s: float) -> None:
     """End the requests of ``engine`` that wait for a lost daemon longer than ``hold_s``; runs until cancelled."""
@@ -109,8 +63,8 @@ async def watch_holds(engine: Engine, hold_s: float) -> None:
                     recovery.changed.clear()
                     await recovery.changed.wait()
         except TimeoutError:
-            away = engine.statistics().reason
-            text = f"{away}; the request was held for {hold_s:g} s (recovery.hold_s); send it again later"
+            unavailable = engine.statistics().reason
+            text = f"{unavailable}; the request was held for {hold_s:g} s (recovery.hold_s); send it again later"
             engine.detach(RequestError("shard_lost", text), permanent=True)
 
 
@@ -222,7 +176,6 @@ class Service:
         except OSError as error:
             raise unusable(run_dir, error) from error
         self._limits = limits or SupervisionLimits()
-        self._readiness = Readiness()
         self._deployments: list[Deployment] = []  # those with processes
         self.deployment = self._make_deployment(config)
 
@@ -363,7 +316,7 @@ class Service:
 
     @property
     def stopping(self) -> bool:
-        """True once the stop has begun."""
+        """True after the stop has begun."""
         return self._stopping is not None
 
     @property
@@ -401,12 +354,10 @@ class Service:
                 reasons.setdefault(group.reason, []).append(name)
         return "; ".join(f"group {', '.join(names)}: {reason}" for reason, names in reasons.items())
 
-    def ready_in_s(self) -> float | None:
-        """Return in how many seconds requests are likely to be served, or None when that is unknown."""
-        if self._stopping is not None:
-            return None
-        retries = {name: self.groups[name].retry_in_s for name in self.deployment.needed}
-        return self._readiness.wait_s(retries, time.monotonic())
+    def retry_in_s(self) -> float | None:
+        """Return the seconds until all groups that wait in BACKOFF or FAILED are started again; None if none is due."""
+        retries = [self.groups[name].retry_in_s for name in self.deployment.needed]
+        return max((seconds for seconds in retries if seconds is not None), default=None)
 
     # ---- the owner of deployments
 
@@ -446,7 +397,6 @@ class Service:
         if deployment is not self.deployment:
             self._changed.set()
             return
-        self._readiness.changed(group, state, time.monotonic())
         if state is State.BACKOFF or (state is State.FAILED and self.groups[group].retry_in_s is not None):
             self.restart_reasons[group]["lack" if self.groups[group].short_of_resources else "failure"] += 1
         if self.engine is not None and not self.deployment.complete and group in self.deployment.needed:

@@ -26,7 +26,7 @@ from lucevisor.protocol.messages import Check, Measure, Timing
 from lucevisor.supervision.probe import Probe, launching, probe
 
 MEASURE_S = 90.0
-"""For all groups together.  Less than the 120 s after which daemons that wait for their load are given up."""
+"""Timeout in seconds for all groups together, less than the 120 s that daemons wait for their load."""
 
 log = structlog.get_logger("speeds")
 
@@ -45,32 +45,32 @@ def request_for_split(spec: ModelSpec, config: Config, inventory: Inventory) -> 
 
 
 def speed_file(request: MeasurementRequest) -> Path:
-    """Return where the answer to a request is kept."""
+    """Return the file that stores the speeds of a request."""
     return cache_directory() / f"speeds-{request.conditions.key()}.json"
 
 
 def read_speeds(request: MeasurementRequest, spec: ModelSpec) -> Speeds | None:
-    """Return what was measured for the same request before, or None."""
+    """Return the stored speeds of the same request, or None."""
 
-    def reject_reason(kept: SpeedFile) -> str:
-        if not kept.speeds.valid():
+    def reject_reason(stored: SpeedFile) -> str:
+        if not stored.speeds.valid():
             return "its times are not numbers of 0 or more for each device"
         try:
-            SpeedModel.of(spec, kept.speeds)
+            SpeedModel.of(spec, stored.speeds)
         except KeyError as error:
             return str(error.args[0])
-        return "" if kept.speeds.conditions == request.conditions else "it describes other devices or another model"
+        return "" if stored.speeds.conditions == request.conditions else "it describes other devices or another model"
 
-    kept = read_json(speed_file(request), SpeedFile, "speed file", reject_reason)
-    return None if kept is None else kept.speeds
+    stored = read_json(speed_file(request), SpeedFile, "speed file", reject_reason)
+    return None if stored is None else stored.speeds
 
 
 async def speeds_for(
     spec: ModelSpec, files: Sequence[Path], config: Config, inventory: Inventory, *, fresh: bool = False
 ) -> Speeds | None:
-    """Return speeds for the split of ``config``: kept ones, or with ``fresh`` and where there are none, measured now.
+    """Return speeds for the split of ``config``: stored ones, or measured now with ``fresh`` or if none are stored.
 
-    None where the split does not depend on them, and where measuring fails, which is logged.
+    None if the split does not depend on them, or if measuring fails, which is logged.
     """
     request = request_for_split(spec, config, inventory)
     if request is None:
@@ -126,5 +126,5 @@ def _check(
 ) -> Check:
     spans = [span for i in targets for span in request.spans[i].values()]
     conditions = request.conditions
-    order = Measure(spans, conditions.kv_dtype, conditions.n_rows, group_threads(config, group), model_options(config))
-    return Check([str(f) for f in files], 0, conditions.dtype, [], order)
+    timing = Measure(spans, conditions.kv_dtype, conditions.n_rows, group_threads(config, group), model_options(config))
+    return Check([str(f) for f in files], 0, conditions.dtype, [], timing)

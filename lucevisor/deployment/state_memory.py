@@ -42,7 +42,7 @@ class RestoredState(NamedTuple):
 
 
 _AT_ONCE = 16
-"""Transfers that a daemon has at once; it takes 64, and snapshots send it some, too."""
+"""Concurrent transfers per daemon.  A daemon accepts 64, of which snapshots need some."""
 
 
 def with_offsets(tensors: Sequence[SnapshotTensor], start: int = 0) -> list[SnapshotTensor]:
@@ -89,7 +89,7 @@ class StateMemory:
         await self._all(lambda place, file: transfers.save(file, place, groups))
 
     async def restore(self, transfers: ShardTransfers, groups: Collection[str]) -> None:
-        """Let ``groups`` read the units of their layers, and give the memory back.  Raises LucevisorError."""
+        """Let ``groups`` read the units of their layers, and release the memory.  Raises LucevisorError."""
         began = time.monotonic()
         try:
             await self._all(lambda place, file: transfers.restore(file, place, groups))
@@ -106,7 +106,7 @@ class StateMemory:
                     raise LucevisorError(transfer.problem)
 
     def close(self) -> None:
-        """Give the memory back; idempotent."""
+        """Release the memory; idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -120,7 +120,7 @@ async def export_state(
     groups: Collection[str],
     draft_layers: Sequence[LayerSpec] = (),
 ) -> StateMemory:
-    """Copy what the layers of ``groups`` hold to host memory; ``layers``: of the whole model, ``draft_layers``: of a
+    """Copy the state of the layers of ``groups`` to host memory; ``layers``: of the whole model, ``draft_layers``: of a
     drafter that is attached and runs in one of the groups.  Snapshots are refused from now on, and those in progress
     awaited.  Raises LucevisorError.
     """
@@ -153,7 +153,7 @@ def _slot_places(space: Space, ids: Sequence[int]) -> list[SlotPlace]:
 
 
 _SETTLE_S: Final = 1.0
-"""Time that a load waits for steps in flight to other stages, so that it may carry the steps to replay."""
+"""Seconds that a load waits for steps in flight to other stages, to carry the steps to replay."""
 
 
 class ReplacementState:
@@ -204,7 +204,7 @@ class ReplacementState:
         return self._exported.pop(group, None)
 
     def drop(self, group: str) -> None:
-        """Drop the state: the group will have no next daemon."""
+        """Drop the state of a group that will have no next daemon."""
         self._close_rows(group)
         if group in self._exported:
             self._exported.pop(group).close()

@@ -66,7 +66,8 @@ class HostSwapSpace:
         return sum(copy.total_bytes for copy in self._copies.values())
 
     def write(self, slot: PrefixSlot) -> SwappedPrefix | None:
-        """Begin to copy a pinned slot, to be released when its bytes are there; None: no room, it is released now."""
+        """Begin to copy a pinned slot, which is released when its bytes are written; None: no room, it is released
+        now."""
         copy = self._room_for(slot)
         if copy is None:
             self._engine.prefixes.unpin(slot)
@@ -78,19 +79,19 @@ class HostSwapSpace:
         return swapped
 
     def read(self, record: RequestRecord, swapped: SwappedPrefix, reservation: Reservation) -> None:
-        """Begin to copy it back into reserved ids; then they are adopted, and the request resumed."""
+        """Begin to copy a request's state back into reserved ids; then adopt them and resume the request."""
         copy = self._copies[swapped]
         self._begin(copy, self._read(record, swapped, copy, reservation))
 
     def drop(self, swapped: SwappedPrefix) -> None:
-        """Give the memory back, when no daemon uses it any more."""
+        """Release the memory when no daemon uses it any more."""
         copy = self._copies[swapped]
         copy.wanted = False
         if not copy.busy:
             self._close(swapped)
 
     async def close(self) -> None:
-        """Give all memory back, when all daemons are gone."""
+        """Release all memory, when all daemons have exited."""
         for task in [*self._tasks]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -137,8 +138,10 @@ class HostSwapSpace:
             self._engine.slots.release(slot)
 
     async def _read(self, record: RequestRecord, swapped: SwappedPrefix, copy: _Copy, reservation: Reservation) -> None:
-        """Bring a request back; where that fails it is computed again, and if it cannot start from there, too: it is
-        not read again and again."""
+        """Restore a request.
+
+        If that fails, or the request cannot start from the restored slot, it is computed again and never read twice.
+        """
         slot = None
         try:
             if await self._engine.slots.synchronize():

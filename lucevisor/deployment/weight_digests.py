@@ -29,9 +29,9 @@ from lucevisor.model.values import FileIdentity
 
 BLOCK_BYTES = 64 << 20
 READ_BYTES = 1 << 20
-"""Read and hashed at a time: fits the processor's cache, and releases the interpreter lock meanwhile."""
+"""Bytes read and hashed at a time: they fit the processor's cache, and the interpreter lock is released meanwhile."""
 NICE = 10
-"""Requests and loading come first where cores are few."""
+"""Niceness of the hashing threads, because requests and loading come first where cores are few."""
 
 _CUT = "unexpected end of file: it was truncated after it was opened; download it again"
 

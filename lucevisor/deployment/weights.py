@@ -45,7 +45,7 @@ COARSE_TICK_S = 2.0
 """The same for file systems that store whole seconds."""
 
 CLOSE_S = 2.0
-"""A pass ends within a read of 1 MiB unless the disk hangs, which no stop waits for."""
+"""Timeout in seconds for the end of a pass, which takes one read of 1 MiB unless the disk hangs."""
 
 _RELOAD = "`lucevisor stop`, then `lucevisor start`, loads the new file into every group"
 
@@ -205,7 +205,7 @@ class ModelWeights:
 
 
 def seconds_until_stable(identities: Sequence[FileIdentity], now_ns: int) -> float:
-    """Return how long to wait until a write would change the times of every file; 0 or less: it would now."""
+    """Return the seconds until a write would change the times of every file; 0 or less: it would now."""
 
     def end_ns(identity: FileIdentity) -> int:
         coarse = identity.ctime_ns % 1_000_000_000 == 0
@@ -224,8 +224,8 @@ def _now_among(paths: Sequence[Path], admitted: Sequence[tuple[FileIdentity, ...
 
 
 async def _wait_until_stable(files: GgufFiles) -> None:
-    """Make later writes show in the times: also those within a tick of the last, and those through a memory map whose
-    pages are already dirty, which fsync write-protects."""
+    """Wait until later writes change the files' times, also writes within a tick of the last one and through a memory
+    map whose pages are already dirty, which fsync write-protects."""
 
     def sync() -> None:
         for part in files.parts:
@@ -261,17 +261,20 @@ class ServedWeights:
         return [self.model] if self.draft is None or self.draft is self.model else [self.model, self.draft]
 
     async def model_files(self) -> LoadFiles:
-        """Return what a daemon loads of the model.  Raises as :meth:`ModelWeights.admit` does."""
+        """Return the files of the model that a daemon loads.  Raises as :meth:`ModelWeights.admit` does."""
         return LoadFiles([str(path) for path in self._served.files], await self.model.admit())
 
     async def draft_files(self) -> LoadFiles:
-        """Return what a daemon loads of the drafter; call it only if there is one.  Raises in the same way."""
+        """Return the files of the drafter that a daemon loads; call it only if there is one.
+
+        Raises in the same way.
+        """
         assert self.draft is not None
         assert self._served.drafter is not None
         return LoadFiles([str(path) for path in self._served.drafter.files.paths], await self.draft.admit())
 
     async def draft_model(self) -> DraftModel:
-        """Return what identifies the drafter's state, when its tensors are hashed.  Raises LucevisorError."""
+        """Return the identity of the drafter's state when its tensors are hashed.  Raises LucevisorError."""
         assert self.draft is not None
         assert self._served.drafter is not None
         digests, drafter = await self.draft.digests(), self._served.drafter

@@ -151,15 +151,17 @@ class Journal:
             ):
                 self._store.copy(known.index, block.index, n_rows)
                 block.n_rows = n_rows
-        if not self._store.has_rows(boundary, filing.step):
-            return  # its stage was lost before it sent them here
         copies, blocks = [], self._blocks
+        has_rows = self._store.has_rows(boundary, filing.step)  # else its stage was lost before it sent them here
         for part in filing.parts:
             block, offset = blocks.get((boundary, part.page)), part.offset
             if block is None or block.generation != part.generation:
                 block = self._block_for(boundary, part.page, part.generation)
             if block is None or block.n_rows < offset:
                 continue  # no room, or a gap before it
+            if not has_rows:
+                block.n_rows = offset  # what was drafted there counts no more
+                continue
             stop = offset + part.n
             copies.append(RowCopy(block.index, offset, part.row, part.n))
             if stop > block.n_rows:

@@ -54,7 +54,7 @@ SCORE_BYTES = 3 * 4 * SCORE_ELEMENTS
 """Scores in float32, masked, and their softmax."""
 SAMPLING_BYTES = 28
 PARTIAL_COPIES = 4
-"""Two parts in float32, and what merging them takes."""
+"""Copies of the output in float32: two parts, and the workspace that merges them."""
 LIBRARY_BYTES = 96 << 20
 
 
@@ -167,7 +167,7 @@ class CostModel:
         )
 
     def _graph_bytes(self, shard: Shard, steps: StepSizes) -> int:
-        """The same of graphs of one long slice, with their input and output.  Bounds of the attended length are powers
+        """Workspace of graphs of one long slice, with their input and output.  Bounds of the attended length are powers
         of two.
         """
         n, positions = min(steps.max_tokens, GRAPH_ROWS), min(2 * steps.resident, GRAPH_LENGTH)

@@ -21,7 +21,7 @@ HOST = "host"
 HOST_RESERVE = 0.1
 """Share of the host's available memory kept free for the page cache, the supervisor and other programs."""
 HOST_PAGES = 0.25
-"""Share of the host's usable memory that automatic pages take beyond one sequence: other programs run there, too."""
+"""Share of the host's usable memory for automatic pages beyond one sequence; other programs run there, too."""
 DEVICE_RESERVE_BYTES = 512 << 20
 DEVICE_RESERVE = 0.01
 """Kept free on a GPU for fragmentation of the allocator: a constant, and a share of the device's memory."""

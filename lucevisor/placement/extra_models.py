@@ -103,8 +103,8 @@ def choose_drafting(config: Config, draft: DrafterSizing | None, max_sequences: 
     limit = LOOKUP_DRAFTS if draft is None else draft.spec.max_drafts
     settings = SpeculationSettings(drafter=draft is not None, lookup=lookup, kind=kind)
     if width == "auto":
-        wanted = limit if draft is None else min(limit, 2 * draft.spec.default_drafts)
-        n_drafts = min(wanted, max(MIN_DRAFTS, engine.usual_chunk // max_sequences))
+        preferred = limit if draft is None else min(limit, 2 * draft.spec.default_drafts)
+        n_drafts = min(preferred, max(MIN_DRAFTS, engine.usual_chunk // max_sequences))
         return structs.replace(settings, max_drafts=n_drafts)
     if draft is not None and width > limit:
         why = f"is more than the {limit} tokens that the drafter {draft.spec.model.name} drafts"

@@ -88,7 +88,7 @@ class Capacity:
 
     @classmethod
     def configured(cls, config: Config, auto_slots: int) -> Capacity:
-        """Return what is configured; of automatic sequences and memory the small ones."""
+        """Return the configured capacity, with the small values for automatic keys."""
         n, slots, n_bytes = config.engine.max_sequences, config.cache.prefix_slots, config.cache.memory
         return cls(
             FEW_SEQUENCES if n == "auto" else n,
@@ -543,7 +543,7 @@ def _weights(sizing: Sizing) -> Iterator[str]:
 
 
 def _memories(sizing: Sizing) -> Iterator[str]:
-    """Say how much memory is free and how much of it is kept free."""
+    """Report how much memory is free and how much of it is kept free."""
     targets, memories = sizing.inputs.all_targets, sizing.memories.values()
     for memory in memories:
         if memory.free_bytes is not None:
@@ -609,7 +609,8 @@ def _reduced(config: Config, sizing: Sizing, drafting: SpeculationSettings) -> I
 
 
 def advise(sizing: Sizing, ranges: Sequence[LayerRange]) -> tuple[str, ...]:
-    """Return changes with which a plan fits, each tried: single ones, else the fewest together, else a last resort."""
+    """Return changes that were tried and make the plan fit: single ones, else the fewest together, else a last
+    resort."""
     inputs = sizing.inputs
     keys = {  # the least harmful first
         "draft.kind": inputs.draft is not None,
@@ -658,7 +659,7 @@ def _setting_that_fits(inputs: SizingInputs, ranges: Sequence[LayerRange], keys:
 
 
 def _changed(inputs: SizingInputs, ranges: Sequence[LayerRange], key: str) -> SizingInputs:
-    """Return the inputs without what a key configures, or with less of it: until it fits, if it can."""
+    """Return the inputs with less of what a key configures, or none of it, until they fit if they can."""
     short = choose_dtype("auto", inputs.targets).dtype
     short = Dtype.BFLOAT16 if short is Dtype.FLOAT32 else short
     match key:

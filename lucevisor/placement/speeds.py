@@ -56,7 +56,7 @@ class Speeds(msgspec.Struct, frozen=True):
     targets: list[dict[str, Timing]]
 
     def valid(self) -> bool:
-        """Return whether there are times for every target, all finite and not negative."""
+        """Return whether every target has times, all finite and not negative."""
         timings = [timing for target in self.targets for timing in target.values()]
         times = (s for t in timings for s in (t.decode_s, t.prefill_s, t.end_decode_s, t.end_prefill_s))
         return len(self.targets) == len(self.conditions.targets) and all(isfinite(s) and s >= 0 for s in times)
@@ -138,7 +138,7 @@ class SpeedModel:
 
     @classmethod
     def of(cls, spec: ModelSpec, speeds: Speeds) -> SpeedModel:
-        """Raises KeyError when the speeds belong to another model."""
+        """Return the model of the speeds; raises KeyError if they belong to another model."""
         speed_model = cls(speeds, kinds_of(spec), tuple(unit.start for unit in units_of(spec)))
         n_targets, n_units = len(speeds.targets), len(speed_model.kinds)
         for i, target in enumerate(speeds.targets):

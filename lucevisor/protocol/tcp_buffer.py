@@ -127,16 +127,16 @@ class TcpBuffer(Arena):
         return True
 
     def ring(self, region: int, step_id: int, n_bytes: int) -> None:
-        """Send rows to the reader, then a copy to the supervisor."""
+        """Send a copy of rows to the supervisor, then the rows to the reader: what is read is filed."""
         rows = self.region(region)[:n_bytes]
-        with self._lock:  # a reader that has its answer is the peer
-            peer = self._peer
-        if peer is not None:
-            peer.send(region, step_id, rows)
         if not self.plan.tokens:  # tokens come with the answer itself
             assert self.plan.connection is not None
             self.send_copy(RowsCopy(*self.plan.key, region, step_id, self.plan.connection.epoch, self._n_copies), rows)
             self._n_copies += 1
+        with self._lock:  # a reader that has its answer is the peer
+            peer = self._peer
+        if peer is not None:
+            peer.send(region, step_id, rows)
 
     def rows_arrived(self, rows: Rows) -> None:
         """Ring for rows that are in their region now."""
@@ -171,11 +171,15 @@ class RelayBuffer(Arena):
         self._order = RowsOrder(self, NEVER)
         self._reader: Channel | None = None
         self._reader_epoch = self._n_placed = 0
-        self._held: dict[int, tuple[int, int]] = {}  # by region: the step whose rows are there, and their bytes
+        self._arrived: dict[int, tuple[int, int]] = {}  # by region: the step whose rows are there, and their bytes
+        self._answered: dict[
+            int, tuple[int, int]
+        ] = {}  # those of steps that the writer has answered, or that were placed
 
     def attach_writer(self, epoch: int) -> None:
         """Take rows of the writing daemon from now on."""
         self._order = RowsOrder(self, epoch)
+        self._arrived.clear()
 
     def attach_reader(self, channel: Channel | None, epoch: int = 0) -> None:
         """Send what is placed to this daemon."""
@@ -184,23 +188,30 @@ class RelayBuffer(Arena):
             channel.max_queued_bytes += arena_bytes(self.plan)
 
     def lose_writer(self) -> None:
-        """Send the reader what the writer has answered, as its own connection may have lost it."""
-        for region, (step_id, n_bytes) in self._held.items():
-            self._place(region, step_id, n_bytes)
+        """Send the reader what the writer has answered, as its own connection may have lost it.
+
+        The next writer computes the rest again, maybe for fewer sequences.
+        """
+        for region, (step_id, n_bytes) in self._answered.items():
+            if self.rung(region, step_id):
+                self._place(region, step_id, n_bytes)
+
+    def step_answered(self) -> None:
+        """Take note that the writer has answered the step whose rows arrived last."""
+        self._answered |= self._arrived
+        self._arrived.clear()
 
     def rows_arrived(self, rows: RowsCopy, payload: memoryview) -> None:
         """Take the writer's copy of a step's rows.  Raises RemoteProtocolError."""
         self._order.memory(rows, len(payload))[:] = payload
-        self._hold(rows.region, rows.step_id, len(payload))
+        self._arrived[rows.region] = rows.step_id, len(payload)
+        super().ring(rows.region, rows.step_id, len(payload))
 
     def ring(self, region: int, step_id: int, n_bytes: int) -> None:
         """Send the reader rows that were placed."""
-        self._hold(region, step_id, n_bytes)
-        self._place(region, step_id, n_bytes)
-
-    def _hold(self, region: int, step_id: int, n_bytes: int) -> None:
-        self._held[region] = step_id, n_bytes
+        self._answered[region] = step_id, n_bytes
         super().ring(region, step_id, n_bytes)
+        self._place(region, step_id, n_bytes)
 
     def _place(self, region: int, step_id: int, n_bytes: int) -> None:
         if self._reader is not None:

@@ -24,12 +24,12 @@ from lucevisor.snapshots.file_format import LENGTH_BYTES, Fault, SnapshotError, 
 from lucevisor.snapshots.policy import LOCK_FILE, REFUSED, CacheFile, FileKind, files_to_evict, kind_of
 
 CHUNK_BYTES = 1 << 20
-"""Read and hash this much at a time: it stays in the CPU cache, and the GIL is released meanwhile."""
+"""Bytes read and hashed at a time: they stay in the CPU cache, and the GIL is released meanwhile."""
 LOCK_S = 5.0
-"""The lock is only ever held briefly; a longer wait means that its holder is suspended."""
+"""Timeout of the lock in seconds.  It is only held briefly; a longer wait means that its holder is suspended."""
 
 _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors of this process, not of the file."""
+"""Errno values of failures of this process, not of the file."""
 
 Hook = Callable[[str], None]
 """Called with its name before each step of the write protocol; tests kill the process or raise OSError there."""

@@ -26,12 +26,12 @@ FORMAT_VERSION = 3
 
 LENGTH_BYTES = 8
 DATA_ALIGNMENT = 4096
-"""Tensors start at a multiple of it, so that mapping the file gives whole memory pages."""
+"""Alignment of the tensors in bytes, so that mapping the file gives whole memory pages."""
 MAX_HEADER_BYTES = 128 << 20
 MAX_TOKENS = 1 << 24
-"""More than any context."""
+"""Tokens of one file at most; more than any context."""
 HEADER_BYTES_PER_TOKEN = 7
-"""At most: four bytes as base64, and the record of a page."""
+"""Upper bound: four bytes as base64, and the record of a page."""
 
 Q8_GROUP = 32
 TARGET, DRAFT = "layers", "draft"

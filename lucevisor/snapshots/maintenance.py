@@ -61,14 +61,14 @@ def files(directory: Path) -> list[JsonObject]:
     return rows
 
 
-def to_verify(directory: Path, wanted: Sequence[str]) -> list[str]:
+def to_verify(directory: Path, names: Sequence[str]) -> list[str]:
     """Return the snapshots to check: those named, or all.  Raises CacheError for a name that is not a snapshot."""
     recent_first = sorted(_files(directory), key=lambda file: (-file.used_s, file.file))
     snapshots = [file.file for file in recent_first if file.kind is FileKind.SNAPSHOT]
-    for name in wanted:
+    for name in names:
         if name not in snapshots:
             raise CacheError(f"{name} is not a snapshot in {directory}: `lucevisor cache ls` shows what is there")
-    return list(dict.fromkeys(wanted)) or snapshots
+    return list(dict.fromkeys(names)) or snapshots
 
 
 def verify(directory: Path, file: str, *, set_aside: bool) -> JsonObject:
@@ -77,7 +77,7 @@ def verify(directory: Path, file: str, *, set_aside: bool) -> JsonObject:
     In the result ``problem`` is empty for an intact file, ``gone`` true for one that was removed meanwhile, and
     ``set_aside`` the new name of a renamed one.
     """
-    problem, gone, aside, path = "", False, "", directory / file
+    problem, is_gone, new_name, path = "", False, "", directory / file
     inode = path.lstat().st_ino if path.is_symlink() or path.exists() else None
     try:
         fd, header, status = disk.open_snapshot(path)
@@ -90,18 +90,18 @@ def verify(directory: Path, file: str, *, set_aside: bool) -> JsonObject:
         finally:
             os.close(fd)
     except SnapshotError as error:
-        gone = error.fault is Fault.GONE
-        problem = "" if gone else str(error)
-        may_be_intact = gone or error.fault is Fault.OLDER or disk.is_our_own(error)
+        is_gone = error.fault is Fault.GONE
+        problem = "" if is_gone else str(error)
+        may_be_intact = is_gone or error.fault is Fault.OLDER or disk.is_our_own(error)
         if set_aside and not may_be_intact:
             try:
-                aside = disk.set_aside(path, inode)
+                new_name = disk.set_aside(path, inode)
             except FileNotFoundError:  # removed meanwhile
                 pass
             except OSError as failure:
                 reason = describe_error(failure)
                 raise CacheError(f"{file} cannot be renamed in {directory}: {reason}") from failure
-    return {"file": file, "problem": problem, "gone": gone, "set_aside": aside}
+    return {"file": file, "problem": problem, "gone": is_gone, "set_aside": new_name}
 
 
 def prune(directory: Path, disk_bytes: int, *, refused: bool) -> list[JsonObject]:
@@ -110,25 +110,25 @@ def prune(directory: Path, disk_bytes: int, *, refused: bool) -> list[JsonObject
     """
     try:
         with disk.locked(directory):
-            gone = []
+            removed = []
             for file in _files(directory):
                 if file.kind is FileKind.PARTIAL and disk.remove_leftover(directory / file.file):
-                    gone.append(file)
+                    removed.append(file)
                 elif file.kind is FileKind.REFUSED and refused:
                     (directory / file.file).unlink(missing_ok=True)
-                    gone.append(file)
-            return [_row(file) for file in gone + disk.prune_directory(directory, disk_bytes)]
+                    removed.append(file)
+            return [_row(file) for file in removed + disk.prune_directory(directory, disk_bytes)]
     except OSError as error:
         raise CacheError(f"{directory} cannot be pruned: {describe_error(error)}") from error
 
 
-def remove(directory: Path, wanted: Sequence[str], *, everything: bool) -> list[JsonObject]:
+def remove(directory: Path, requested: Sequence[str], *, everything: bool) -> list[JsonObject]:
     """Remove files by name, or all of ours; return those that this call removed.
 
     Raises CacheError, removing nothing, for a name that is not ours or does not exist.
     """
     held = {file.file for file in _files(directory)}
-    for name in () if everything else wanted:
+    for name in () if everything else requested:
         if kind_of(name) is FileKind.OTHER:
             raise CacheError(f"{name} is not the name of a snapshot: it is not lucevisor's to remove")
         if name not in held:
@@ -136,7 +136,7 @@ def remove(directory: Path, wanted: Sequence[str], *, everything: bool) -> list[
     try:
         with disk.locked(directory):
             files = {file.file: file for file in _files(directory)}  # final, under the lock
-            names = files if everything else dict.fromkeys(wanted)
+            names = files if everything else dict.fromkeys(requested)
             return [
                 _row(files[name]) for name in names if name in files and _remove(directory / name, files[name].kind)
             ]

@@ -1,10 +1,10 @@
 """Snapshot manager: saves prefix slots (KV cache) to disk and restores them.
 
-Joins engine, store and daemons; ``policy`` decides by numbers, the daemons and the store move the bytes.  A request
-whose prompt is better known on disk than in memory is held while the file is read into reserved pages and checksummed;
-then the slot is published and the request resumes.  After any failure the request resumes without it.
-Invariant: a slot is published only if every daemon restored its part and all checksums match; pages and descriptors are
-kept until every daemon is done with them.
+Joins engine, store and daemons; ``policy`` decides by numbers, the daemons and the store move the bytes.  If a file
+covers more of a request's prompt than the slots in memory, the request is held while the file is read into reserved
+pages and checksummed; then the slot is published and the request resumes.  After any failure the request resumes
+without it.  Invariant: a slot is published only if every daemon restored its part and all checksums match; pages and
+descriptors are kept until every daemon is done with them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from lucevisor.snapshots.store import (
 from lucevisor.snapshots.transfers import ShardTransfers, Transfer
 
 TRANSFER_S = 60.0
-"""Timeout of a save or restore: its disk hangs."""
+"""Timeout of a save or restore in seconds; after it the disk is considered hung."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -112,13 +112,15 @@ class SnapshotManager:
         self._spawn(self._save_turns(), "save snapshots at turns")
 
     async def save_all(self, deadline_s: float) -> int:
-        """Save all slots in memory that are worth it, most useful first; return the number of files written.
+        """Save all slots in memory that are worth it, most recently used first; return the number of files written.
 
         Call before the shards lose their state.  No save starts after the deadline.
         """
         end, n_saved = time.monotonic() + deadline_s, 0
         await self._renew()
-        slots = {slot.number: slot for slot in self._engine.prefixes.slots if slot.origin != "preempted"}
+        by_use = sorted(self._engine.prefixes.slots, key=lambda slot: (slot.used_at, slot.number), reverse=True)
+        saved = [self._shortest_alike(slot) for slot in by_use if slot.origin != "preempted"]
+        slots = {slot.number: slot for slot in saved}
         candidates = [self._candidate(slot) for slot in slots.values()]
         for candidate in plan_shutdown_saves(candidates, self._policy):
             left = end - time.monotonic()
@@ -252,8 +254,10 @@ class SnapshotManager:
             self._wake.set()
 
     def _on_evict(self, slot: PrefixSlot) -> None:
-        """Delay an eviction to save the slot, if it is worth a file and no other save is running.  Of a preempted
-        request memory is needed at once, and its answer is not at an end."""
+        """Delay an eviction to save the slot, if it is worth a file and no other save is running.
+
+        The slot of a preempted request is not saved: its memory is needed at once, and its answer is incomplete.
+        """
         if slot.origin == "preempted" or self._saving.locked() or self._reject_reason(slot, SaveTrigger.EVICTION):
             return
         self._engine.prefixes.pin(slot)
@@ -276,8 +280,9 @@ class SnapshotManager:
                     await asyncio.sleep(pause_s)
                     continue
                 await self._renew()
-                slot = max(self._candidates.values(), key=lambda slot: slot.n_tokens)
-                del self._candidates[slot.number]
+                longest = max(self._candidates.values(), key=lambda slot: slot.n_tokens)
+                del self._candidates[longest.number]
+                slot = self._shortest_alike(longest)
                 if slot.alive and not self._reject_reason(slot, SaveTrigger.TURN):
                     saving = self._spawn(self._save(slot, TRANSFER_S), "save a turn")
                     await asyncio.wait({saving})  # an exception is logged and does not end this loop
@@ -294,11 +299,20 @@ class SnapshotManager:
     def _policy(self) -> SavePolicy:
         return replace(self._limits, disk_bytes=self.store.budget)
 
+    def _shortest_alike(self, slot: PrefixSlot) -> PrefixSlot:
+        """Return the shortest slot that has all but a few tokens of another one: its file serves more prompts, such as
+        the same prompt again beside the next turn.
+        """
+        shortest = slot
+        while (parent := shortest.parent) is not None and slot.n_tokens - parent.n_tokens < self._limits.min_tokens:
+            shortest = parent
+        return shortest
+
     def _candidate(self, slot: PrefixSlot) -> Candidate:
         tokens = slot.tokens
         known = self.store.find(tokens, len(tokens))
         n_bytes = max_file_bytes(self.store.model, len(tokens))
-        return Candidate(slot.number, len(tokens), n_bytes, known.n_tokens if known is not None else 0, slot.n_uses)
+        return Candidate(slot.number, len(tokens), n_bytes, known.n_tokens if known is not None else 0)
 
     def _reject_reason(self, slot: PrefixSlot, trigger: SaveTrigger) -> str:
         reason = reject_save_reason(self._candidate(slot), trigger, self._policy)

@@ -115,7 +115,6 @@ class Candidate:
     n_tokens: int
     n_bytes: int
     n_saved_tokens: int = 0
-    n_hits: int = 0
 
     @property
     def gain_tokens(self) -> int:
@@ -137,16 +136,11 @@ def reject_save_reason(c: Candidate, trigger: SaveTrigger, policy: SavePolicy) -
 
 
 def plan_shutdown_saves(candidates: Iterable[Candidate], policy: SavePolicy) -> list[Candidate]:
-    """Select what to save before a stop, in order: most computing saved per byte, then the newest, as much as fits
-    into the budget beside better slots that are on disk already.
+    """Select what to save before a stop, of slots in order of their last use, the newest first: as many as fit into the
+    budget beside those before them that are on disk already.  Later ones would be the first to be evicted.
     """
-
-    def order(c: Candidate) -> tuple[float, int]:
-        n_tokens = c.gain_tokens if c.gain_tokens > 0 else c.n_tokens
-        return -n_tokens * (1 + c.n_hits) / max(c.n_bytes, 1), -c.slot
-
     left, chosen = policy.disk_bytes, []
-    for c in sorted(candidates, key=order):
+    for c in candidates:
         if c.n_bytes <= left and (c.gain_tokens <= 0 or not reject_save_reason(c, SaveTrigger.SHUTDOWN, policy)):
             left -= c.n_bytes
             if c.gain_tokens > 0:

@@ -61,7 +61,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FAILED_SAVES = ("disk_full", "io", "locked", "removed", "too_large", "size", "aborted")
 """The labels of saves that failed; Fault has those of refused files."""
 DISK_FAILURES = ("disk_full", "io", "locked")
-"""Those after which another save would most likely fail as well."""
+"""Labels of failures after which another save would most likely fail as well."""
 
 NOT_RESTORED = "not_restored"
 """Label of a restore that failed in a daemon or timed out; the file stays."""
@@ -179,15 +179,15 @@ class SnapshotStore:
         started, began_s = time.monotonic(), self._clock()
         with self._directory_lock():
             files, _ = self._list_files()
-            for one in files:
-                if one.kind is FileKind.PARTIAL and disk.remove_leftover(self.directory / one.file):
-                    log.info("snapshot leftover removed", file=one.file, n_bytes=one.n_bytes)
+            for file in files:
+                if file.kind is FileKind.PARTIAL and disk.remove_leftover(self.directory / file.file):
+                    log.info("snapshot leftover removed", file=file.file, n_bytes=file.n_bytes)
         found: dict[str, SnapshotEntry] = {}
-        for one in files:
-            if one.kind is FileKind.SNAPSHOT and one.file.startswith(name_prefix(self.model.fingerprint)):
+        for file in files:
+            if file.kind is FileKind.SNAPSHOT and file.file.startswith(name_prefix(self.model.fingerprint)):
                 with suppress(SnapshotRefused):
-                    found[one.file] = self._entry(one)
-        listed = {one.file for one in files}
+                    found[file.file] = self._entry(file)
+        listed = {file.file for file in files}
         with self._guard:  # keep what was saved since the directory was listed
             recent = {e.file: e for e in self._index.values() if e.file not in listed and e.used_s >= began_s}
             self._index = {**found, **recent}
@@ -225,7 +225,7 @@ class SnapshotStore:
         return len(self._index)
 
     def find(self, prompt: Sequence[int], most: int) -> SnapshotMatch | None:
-        """The file that restores most of the prompt's first ``most`` tokens; of several, the one used last.
+        """Return the match that restores most of the prompt's first ``most`` tokens; of several, the file used last.
 
         A slot with a recurrent state or a window counts only if all of its tokens are a prefix of the prompt.  Safe to
         call on an event loop.
@@ -450,13 +450,13 @@ class SnapshotStore:
             self._index.pop(file, None)
         self.statistics.failures[error.fault.value] += 1
         kept_name = error.fault in (Fault.GONE, Fault.OTHER_MODEL, Fault.OLDER) or disk.is_our_own(error)
-        aside = ""
+        new_name = ""
         try:
             inode = os.fstat(fd).st_ino if fd >= 0 else None
-            aside = "" if kept_name else disk.set_aside(self.directory / file, inode)
+            new_name = "" if kept_name else disk.set_aside(self.directory / file, inode)
         except OSError as failure:
             log.warning("snapshot not set aside", file=file, reason=describe_error(failure))
-        log.warning("snapshot refused", file=file, fault=error.fault.value, reason=str(error), set_aside=aside)
+        log.warning("snapshot refused", file=file, fault=error.fault.value, reason=str(error), set_aside=new_name)
 
     # ---- prune
 
@@ -464,17 +464,17 @@ class SnapshotStore:
         """Remove the least recently used files, of any model, until ours fit into the budget.  Raises OSError."""
         budget = self.disk_bytes if disk_bytes is None else disk_bytes
         with disk.locked(self.directory):
-            gone = disk.prune_directory(self.directory, budget, keep)
-        self._forget(gone)
-        return gone
+            removed = disk.prune_directory(self.directory, budget, keep)
+        self._forget(removed)
+        return removed
 
-    def _forget(self, gone: Sequence[CacheFile]) -> None:
+    def _forget(self, files: Sequence[CacheFile]) -> None:
         """Take files that were removed to make room out of the index."""
-        for one in gone:
-            log.info("snapshot pruned", file=one.file, n_bytes=one.n_bytes)
+        for file in files:
+            log.info("snapshot pruned", file=file.file, n_bytes=file.n_bytes)
         with self._guard:
-            for one in gone:
-                self._index.pop(one.file, None)
+            for file in files:
+                self._index.pop(file.file, None)
 
     def _list_files(self) -> tuple[list[CacheFile], int]:
         """Return all our files and the bytes that the disk has left; sets ``budget``.  Hold the directory's lock."""
@@ -493,8 +493,8 @@ class SnapshotStore:
                 return True
             if sum(f.n_bytes for f in files if f.kind is FileKind.SNAPSHOT) < lacking:
                 return False
-            gone = disk.prune_directory(self.directory, sum(f.n_bytes for f in files) - lacking)
-        self._forget(gone)
+            removed = disk.prune_directory(self.directory, sum(f.n_bytes for f in files) - lacking)
+        self._forget(removed)
         return True
 
     @contextmanager
@@ -516,7 +516,7 @@ def _label(error: Exception) -> str:
 
 
 def _lower_io_priority() -> None:
-    """Let decodes go first where cores are few: no request waits for a save."""
+    """Lower the thread's I/O priority, because no request waits for a save."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread alone
 
 

@@ -68,7 +68,7 @@ class ShardTransfers:
         self._refusing = ""  # why no snapshot is saved or restored
 
     def on_ready(self, group: str, link: Channel) -> None:
-        """A daemon finished loading."""
+        """Called when a daemon has loaded."""
         self._links[group] = link
         self._refusing = ""
 
@@ -80,11 +80,11 @@ class ShardTransfers:
             await asyncio.wait(ends)
 
     def resume(self) -> None:
-        """Take snapshots again."""
+        """Accept snapshots again."""
         self._refusing = ""
 
     def on_lost(self, group: str, reason: str) -> None:
-        """A daemon is lost, or about to be: it will not answer."""
+        """Called when a daemon is lost, or about to be, and will not answer."""
         self._links.pop(group, None)
         for transfer in [*self._transfers.values()]:
             self._answered(group, transfer.id, problem=f"group {group} was lost: {reason}")

@@ -159,19 +159,19 @@ def failure_cause(output: Iterable[str]) -> str:
     hints that torch prints below; otherwise the last line.
     """
     lines = list(output)
-    for at in reversed(range(len(lines))):
-        if lines[at].startswith(_FATAL):
-            return _fatal(lines, at)
+    for index in reversed(range(len(lines))):
+        if lines[index].startswith(_FATAL):
+            return _fatal(lines, index)
     return _exception(lines) or next((line for line in reversed(lines) if line.strip()), "")
 
 
-def _fatal(lines: Sequence[str], at: int) -> str:
-    what = lines[at].removeprefix(_FATAL)
-    said = next((found for line in reversed(lines[:at]) if (found := _ABORTED.fullmatch(line))), None)
-    if what == "Aborted" and said is not None:
-        what = f"Aborted: {(said['what'] or said['libc']).strip()}"
-    current = next((n for n in range(at, len(lines)) if lines[n].startswith("Current thread")), None)
-    return what if current is None else what + _place(list(_frames(lines[current + 1 :])))
+def _fatal(lines: Sequence[str], index: int) -> str:
+    cause = lines[index].removeprefix(_FATAL)
+    abort = next((found for line in reversed(lines[:index]) if (found := _ABORTED.fullmatch(line))), None)
+    if cause == "Aborted" and abort is not None:
+        cause = f"Aborted: {(abort['what'] or abort['libc']).strip()}"
+    current = next((n for n in range(index, len(lines)) if lines[n].startswith("Current thread")), None)
+    return cause if current is None else cause + _innermost_frame(list(_frames(lines[current + 1 :])))
 
 
 def _exception(lines: Sequence[str]) -> str:
@@ -182,18 +182,18 @@ def _exception(lines: Sequence[str]) -> str:
     end = next((n for n in range(head + 1, len(lines)) if not lines[n].startswith(" ")), None)
     if end is None or len(lines) - end > N_LINES_AFTER:
         return ""
-    return lines[end] + _place([found for line in lines[head:end] if (found := _FRAME.fullmatch(line))][::-1])
+    return lines[end] + _innermost_frame([frame for line in lines[head:end] if (frame := _FRAME.fullmatch(line))][::-1])
 
 
 def _frames(lines: Sequence[str]) -> Iterator[re.Match[str]]:
     for line in lines:
-        found = _FRAME.fullmatch(line)
-        if found is None:
+        frame = _FRAME.fullmatch(line)
+        if frame is None:
             return
-        yield found
+        yield frame
 
 
-def _place(frames: Sequence[re.Match[str]]) -> str:
+def _innermost_frame(frames: Sequence[re.Match[str]]) -> str:
     """Return the innermost frame of this project, and the innermost of all; `frames` come innermost first."""
     if not frames:
         return ""
@@ -206,8 +206,8 @@ def _place(frames: Sequence[re.Match[str]]) -> str:
 
 
 def _short(path: str) -> str:
-    found = _PACKAGE_PATH.fullmatch(path) or _OUR_PATH.fullmatch(path)
-    return found["path"] if found is not None else path
+    match = _PACKAGE_PATH.fullmatch(path) or _OUR_PATH.fullmatch(path)
+    return match["path"] if match is not None else path
 
 
 def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -252,7 +252,10 @@ _SHORTAGES = {
 }
 """Shortages that pass by themselves and are not the group's fault."""
 _CHILD_FILES = 4096
-"""A daemon's limit of open files, where the hard limit allows it. The supervisor's own is higher, for connections."""
+"""Limit of a daemon's open files, where the hard limit allows it.
+
+That of the supervisor is higher, for connections.
+"""
 _CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 _SIGNALS = {
     ProcessSignal.STACKS: (signal.SIGUSR1, signal.SIGCONT),  # a stopped process handles no signal until it is continued
@@ -367,7 +370,7 @@ class Child:
             self._on_line(stream, line)
 
     def _reap(self) -> None:
-        """The pidfd is readable: the process has ended."""
+        """Reap the process, whose pidfd is readable."""
         try:
             status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         except ChildProcessError:

@@ -173,7 +173,7 @@ class Daemon:
         self._log.info("output", stream=stream, line=line)
 
     def on_ended(self, ended: ProcessEnd) -> None:
-        """The process is reaped; its last frames may still be in the sockets."""
+        """Called when the process is reaped; its last frames may still be in the sockets."""
         self._ended = ended
         if not self._finish_when_read():
             asyncio.get_running_loop().call_later(LAST_FRAMES_S, self._finish)
@@ -217,10 +217,10 @@ class Daemon:
         if self._distrusted:
             return False
         self._facts.age_s = time.monotonic() - self._started_at
-        message, asked = frame.message, None
+        message, step = frame.message, None
         if isinstance(message, StepResult) and self._ready:
-            asked = self._callbacks.find_step(self.name, message.stage, message.step_id)
-        fault = fault_of(message, frame.payload, self._facts, asked)
+            step = self._callbacks.find_step(self.name, message.stage, message.step_id)
+        fault = fault_of(message, frame.payload, self._facts, step)
         if fault:
             self._distrusted = True
             self._log.error("daemon sent an impossible message", message=type(message).__name__, reason=fault)

@@ -67,7 +67,8 @@ class Spawned(msgspec.Struct, frozen=True):
 
 
 class SpawnFailed(msgspec.Struct, frozen=True):
-    """There is no process. `configuration`: another try would fail too; otherwise the supervisor lacked something."""
+    """No process was started. `configuration`: another try would fail too; otherwise the supervisor was short of a
+    resource."""
 
     child: int
     reason: str

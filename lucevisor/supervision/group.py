@@ -102,7 +102,7 @@ class GroupSupervisor:
 
     @property
     def retry_in_s(self) -> float | None:
-        """In how many seconds a group in BACKOFF or FAILED is started again; None when nothing is due."""
+        """Seconds until a group in BACKOFF or FAILED is started again; None when no start is due."""
         return self._machine.retry_in_s(self._clock())
 
     @property

@@ -56,12 +56,12 @@ def stage_packages(run_dir: Path) -> StagedPackages:
     Raises LucevisorError naming the path when `run_dir` belongs to another user, or when the `daemons` package is not
     there.
     """
-    own = Path(lucevisor.__file__).resolve().parent
+    package = Path(lucevisor.__file__).resolve().parent
     daemons = locate("daemons")
     if not (daemons / "__main__.py").is_file():
         raise LucevisorError(f"{daemons}: the daemons' code is missing; install lucevisor again")
-    found = os.lstat(run_dir)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    status = os.lstat(run_dir)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise LucevisorError(f"{run_dir} is not a directory of user {os.geteuid()}; remove it or set XDG_RUNTIME_DIR")
     staging = run_dir / _NAME
     if staging.is_symlink() or staging.is_file():
@@ -71,10 +71,10 @@ def stage_packages(run_dir: Path) -> StagedPackages:
     staging.mkdir(mode=0o700)
     (staging / "lucevisor").mkdir(mode=0o700)
     (staging / _DAEMONS).symlink_to(daemons)
-    (staging / "lucevisor" / "__init__.py").symlink_to(own / "__init__.py")
+    (staging / "lucevisor" / "__init__.py").symlink_to(package / "__init__.py")
     for name in SHARED_PACKAGES:
-        (staging / "lucevisor" / name).symlink_to(own / name)
-    return StagedPackages(staging, source_hash(own, daemons))
+        (staging / "lucevisor" / name).symlink_to(package / name)
+    return StagedPackages(staging, source_hash(package, daemons))
 
 
 class LocalLauncher:

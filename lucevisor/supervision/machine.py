@@ -57,11 +57,11 @@ class Timers:
         self._rechecked: set[Timer] = set()
 
     def due(self, timer: Timer) -> float | None:
-        """Return when `timer` is over; None when it does not run."""
+        """Return the time at which `timer` expires; None if it does not run."""
         return self._due.get(timer)
 
     def due_after(self, timer: Timer, at: float) -> bool:
-        """Return whether `timer` runs, and longer than until `at`."""
+        """Return whether `timer` runs and expires after `at`."""
         return timer in self._due and at < self._due[timer]
 
     def arm(self, timer: Timer, now: float, after_s: float) -> StartTimer:
@@ -76,7 +76,7 @@ class Timers:
                 yield CancelTimer(timer)
 
     def fired(self, timer: Timer, now: float) -> StartTimer | bool:
-        """Take a timer that fired: True when it is over, False when none runs, else the instruction to restart it."""
+        """Handle a timer that fired.  True: it expired; False: none runs; else the instruction that restarts it."""
         due = self._due.get(timer)
         if due is None:
             return False
@@ -124,7 +124,7 @@ class Machine:
         self._now = 0.0
 
     def retry_in_s(self, now: float) -> float | None:
-        """Return in how many seconds a group in BACKOFF or FAILED is started again; None when nothing is due."""
+        """Return the seconds until a group in BACKOFF or FAILED is started again; None when no start is due."""
         due = self._timers.due(Timer.BACKOFF)
         return None if due is None else max(0.0, due - now)
 
@@ -175,7 +175,7 @@ class Machine:
             case ev.Failure(_, reason, configuration, exiting):
                 self._give_up_child(reason, _Escalation.GRACE if exiting else _Escalation.TERM, configuration)
             case ev.SpawnFailed(_, reason, configuration):
-                self._on_child_gone(reason, configuration, lack=not configuration)
+                self._on_child_gone(reason, configuration, shortage=not configuration)
             case ev.Exited(_, code, _, _):
                 self._on_child_gone(event.describe(self.pid), code == EXIT_CONFIGURATION)
 
@@ -306,9 +306,10 @@ class Machine:
             self._configuration = configuration
             self._begin_stopping(reason, level)
 
-    def _on_child_gone(self, how: str, configuration: bool, *, lack: bool = False) -> None:
-        """The process is gone, or none was started. `lack`: the supervisor could not start one, which is not the
-        group's fault.
+    def _on_child_gone(self, how: str, configuration: bool, *, shortage: bool = False) -> None:
+        """Handle the end of the process, or a failed spawn.
+
+        `shortage`: the supervisor was short of a resource, which is not the group's fault.
         """
         reason = self._fault or how
         configuration = configuration or self._configuration
@@ -328,7 +329,7 @@ class Machine:
             self.restarts += 1
             self._start("restart requested")
         else:
-            self._retry(reason, configuration, lack)
+            self._retry(reason, configuration, shortage)
 
     def _retry(self, reason: str, configuration: bool, lack: bool) -> None:
         self.failure = reason
@@ -346,7 +347,7 @@ class Machine:
             self._arm(Timer.BACKOFF, delay_s)
 
     def _pause_failed(self) -> None:
-        """Arm the next try of a group that is given up: what kept it from starting may be gone by then."""
+        """Start the timer for the next try of a group that was given up."""
         if (pause_s := self.policy.failed_pause_s()) is not None:
             self._arm(Timer.BACKOFF, pause_s)
 

@@ -17,11 +17,12 @@ AT_ONCE: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class SupervisionLimits:
-    """Every deadline of supervision, in seconds in which the supervisor ran (`lucevisor.suspend_clock`).
+    """Deadlines of supervision in seconds; time in which the supervisor was suspended does not count
+    (`lucevisor.suspend_clock`).
 
-    `heartbeat_s` holds for an idle daemon. One that reported a step may be silent for `busy_heartbeat_s`, because a
-    Python thread is blind while another holds the interpreter lock; one that reported a load or a check for
-    `load_stall_s`.
+    `heartbeat_s`: maximum time between heartbeats of an idle daemon; `busy_heartbeat_s`: of one that reported a step,
+    whose heartbeat thread cannot run while another holds the interpreter lock; `load_stall_s`: of one that reported a
+    load or a check.
     """
 
     hello_s: float = 60.0

@@ -21,7 +21,7 @@ from lucevisor.supervision.policy import SupervisionLimits
 _log = structlog.get_logger("lucevisor.supervision")
 
 LaunchSpare = Callable[[int, Callable[[ev.Event], None]], Daemon]
-"""Starts a process as daemon of that number, which emits its events there.  Raises SpawnError."""
+"""Starts a process as the daemon with a number, and passes its events on.  Raises SpawnError."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,5 +33,5 @@ class GrammarError(LucevisorError):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether llguidance gave up within itself; such an error is no Exception."""
+    """Return whether an error is a panic of llguidance, which is a BaseException only."""
     return type(error).__name__ == "PanicException"

@@ -149,7 +149,7 @@ def _choices(schema: Schema) -> list[list[Any]]:
 
 
 def _parts(schema: object, definitions: Schema) -> Iterator[Schema]:
-    """Yield a schema and all that it puts together or chooses from, for the same value, each once."""
+    """Yield a schema and the schemas for the same value that it combines (allOf, anyOf and the like), each once."""
     waiting, seen = [schema], set[int]()
     while waiting:
         part = waiting.pop()
@@ -161,7 +161,7 @@ def _parts(schema: object, definitions: Schema) -> Iterator[Schema]:
 
 
 def _conditional(schema: Schema) -> list[object]:
-    """The schemas of a schema that hold or not, as the value is."""
+    """The subschemas that apply to some values only (if, then, else and the like)."""
     schemas = [schema[key] for key in ("then", "else") if key in schema]
     for key in ("dependentSchemas", "dependencies"):
         if isinstance(by_name := schema.get(key), Mapping):

@@ -28,7 +28,8 @@ _CLASSES: Final = {r"\w": "0-9A-Za-z_", r"\d": "0-9"}  # ASCII only, as in ECMA 
 
 
 MAX_FORCED: Final = 100_000
-"""Characters that some part of an expression matches at least: llguidance follows texts without a choice at once."""
+"""Bound of the minimum length of any part of an expression, because llguidance follows texts without a choice at
+once."""
 
 MAX_PATTERNS: Final = 64
 """Patterns of one object: each is compared with all others, and with all names."""

@@ -47,7 +47,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A prompt; `reasoning_open`: it ends inside reasoning; `answering`: behind the beginning of an answer."""
+    """A prompt; `reasoning_open`: it ends inside reasoning; `answering`: it ends with the beginning of an answer."""
 
     segments: tuple[Segment, ...]
     reasoning_open: bool

@@ -329,9 +329,9 @@ def test_addresses_are_told_apart_as_far_as_one_client_cannot_choose_them(one, o
     assert Caller.of_address(one).id == ""
 
 
-@pytest.mark.parametrize(("ready_in_s", "told"), [(None, "5"), (0.0, "1"), (17.2, "18"), (1e6, "3600")])
-async def test_a_503_says_when_the_chain_is_likely_to_be_back(start, ready_in_s, told):
-    client = await start(Rig(attach=False, ready_in_s=lambda: ready_in_s))
+@pytest.mark.parametrize(("retry_in_s", "told"), [(None, "5"), (0.0, "1"), (17.2, "18"), (1e6, "3600")])
+async def test_a_503_says_when_lost_groups_are_started_again(start, retry_in_s, told):
+    client = await start(Rig(attach=False, retry_in_s=lambda: retry_in_s))
     async with client.session.post(f"{client.url}/v1/completions", json={"prompt": "Hi"}) as response:
         assert (response.status, response.headers["Retry-After"]) == (503, told)
 

@@ -68,7 +68,7 @@ async def taken_from(path: Path) -> HandoverOffer:
 
 async def test_sockets_lock_and_what_was_saved(source: Source, tmp_path: Path) -> None:
     taken = await taken_from(tmp_path)
-    assert (taken.offer.pid, taken.offer.notify_socket) == (os.getpid(), "/n")
+    assert (taken.reply.pid, taken.reply.notify_socket) == (os.getpid(), "/n")
     assert os.path.samestat(os.fstat(taken.lock), os.fstat(source.lock))
     assert [sock.getsockname() for sock in taken.sockets] == [source.listening.getsockname()]
     assert not any(os.get_inheritable(fd) for fd in (taken.lock, taken.sockets[0].fileno()))

@@ -98,12 +98,12 @@ def test_status_fits_80_columns():
 def test_a_group_that_is_away_says_why_and_how_far_it_is():
     loading = {"phase": "read", "done_bytes": 1 << 30, "total_bytes": 4 << 30}
     away = group("right", 1, 32, 64, state="loading", reason="it was killed", loading=loading, devices=[])
-    told = status(state="degraded", groups=[group("left", 0, 0, 32), away], ready_in_s=12.0)
+    away["retry_in_s"] = 12.0
+    told = status(state="degraded", groups=[group("left", 0, 0, 32), away])
     for view in (status_view(told), screen(told, told, 1.0, deque())):
         text = printed(view)
-        assert "group right is loading for 5.00 s: it was killed" in text
+        assert "group right is loading for 5.00 s: it was killed; tries again in 12.00 s" in text
         assert "━" * 8 + "─" * 22 + " read 1.00 GiB of 4.00 GiB" in text
-        assert "expected to serve in 12.00 s" in text
 
 
 def test_what_makes_a_group_slow_is_told_while_it_serves():

@@ -26,11 +26,14 @@ class Bench:
         assert live.table.grow(0, n_tokens) is not None
         return live
 
-    def file(self, live: LiveSequence, start: int, values: list[int], *operations: CopyPage) -> None:
+    def file(
+        self, live: LiveSequence, start: int, values: list[int], *operations: CopyPage, arrives: bool = True
+    ) -> None:
         self.n_steps += 1
         slices = [Slice(live.sequence, start, values, sample=False)] if values else []
         self.journal.on_step_planned(Step(self.n_steps, 0, [*operations], slices), {live.sequence: live})
-        self.rows.regions[0, 0] = (self.n_steps, values)
+        if arrives:
+            self.rows.regions[0, 0] = (self.n_steps, values)
         self.journal.on_stage_answered(self.n_steps, 0)
         self.journal.on_step_finished(self.n_steps)
 
@@ -50,6 +53,17 @@ def test_rows_are_found_across_pages_and_the_last_ones_count() -> None:
     bench.file(live, 90, [*range(1090, 1150)])  # what was drafted there was wrong
     assert bench.read(live, 0, 150) == [*range(90), *range(1090, 1150)]
     assert bench.read(live, 60, 70) == [*range(60, 70)]
+
+
+def test_rows_that_were_lost_with_their_stage_leave_nothing_of_drafts_at_their_place() -> None:
+    bench = Bench(8)
+    live = bench.sequence(100)
+    bench.file(live, 0, [*range(60)])  # the last of which were drafted
+    bench.file(live, 50, [*range(1050, 1055)], arrives=False)
+    assert bench.read(live, 0, 50) == [*range(50)]
+    assert bench.read(live, 0, 51) is None
+    bench.file(live, 55, [7] * 5)
+    assert bench.read(live, 50, 60) is None
 
 
 def test_rows_behind_a_gap_are_not_found() -> None:

@@ -277,10 +277,12 @@ def test_the_supervisor_sends_a_reader_what_it_places_and_what_a_lost_writer_had
     assert relay.rung(2, 50)
     assert bytes(relay.region(2)[:15]) == b"from the writer"
     with pytest.raises(RemoteProtocolError, match="was due"):
-        relay.rows_arrived(RowsCopy(False, 1, 2, 51, 4, 0), memoryview(b"again"))
+        relay.rows_arrived(RowsCopy(False, 1, 2, 51, 4, 0), memoryview(b"out of order"))
     relay.region(1)[:6] = b"placed"
     relay.ring(1, 51, 6)
     assert channel.sent == [(PlacedRows(False, 1, 1, 51, 3, 0), b"placed")]
+    relay.step_answered()
+    relay.rows_arrived(RowsCopy(False, 1, 0, 52, 4, 1), memoryview(b"not answered: computed again"))
     relay.lose_writer()
     assert sorted(rows for _, rows in channel.sent[1:]) == [b"from the writer", b"placed"]
     assert [message.sequence for message, _ in channel.sent] == [0, 1, 2]

@@ -110,7 +110,6 @@ CANDIDATES = st.lists(
         st.integers(1, 10_000),
         st.integers(1, 10**9),
         st.integers(0, 10_000),
-        st.integers(0, 5),
     ),
     max_size=12,
 )
@@ -123,22 +122,16 @@ def test_shutdown_saves_fit_the_disk(candidates):
     assert all(not reject_save_reason(c, SaveTrigger.SHUTDOWN, POLICY) for c in chosen)
 
 
-def test_shutdown_saves_the_most_valuable_first():
-    cheap, dear, used = (
-        Candidate(1, 4000, 9 * 10**7),
-        Candidate(2, 8000, 9 * 10**7),
-        Candidate(3, 4000, 9 * 10**7, 0, 3),
+def test_shutdown_saves_evict_no_slot_that_was_used_later():
+    newest, older = (
+        [Candidate(n, 4000, 1 << 28) for n in numbers] for numbers in (range(24, 20, -1), range(20, 0, -1))
     )
-    assert plan_shutdown_saves([cheap, dear, used], POLICY) == [used, dear, cheap]
-
-
-def test_shutdown_saves_evict_no_better_snapshot():
-    older = [Candidate(n, 4000, 1 << 28) for n in range(20)]
-    newest = [Candidate(n, 4000, 1 << 28) for n in range(20, 24)]
     on_disk = [replace(c, n_saved_tokens=4000) for c in newest]
-    assert plan_shutdown_saves([*older, *newest], POLICY) == newest[::-1]
-    assert plan_shutdown_saves([*older, *on_disk], POLICY) == []
-    assert plan_shutdown_saves([*older, *on_disk[1:]], POLICY) == [older[-1]]
+    assert plan_shutdown_saves([*newest, *older], POLICY) == newest
+    assert plan_shutdown_saves([*on_disk, *older], POLICY) == []
+    assert plan_shutdown_saves([*on_disk[1:], *older], POLICY) == older[:1]
+    small = Candidate(0, 4000, 1 << 20)
+    assert plan_shutdown_saves([*newest[:3], Candidate(9, 4000, 1 << 29), small], POLICY) == [*newest[:3], small]
 
 
 # ---- what goes

@@ -59,7 +59,7 @@ class AnthropicToolChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """Switch of thinking; `display`: its text is sent, or not."""
+    """Switch of thinking; `display`: whether its text is sent."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
@@ -160,7 +160,7 @@ _CHAT_NAMES: Final = {
 """Parameters of chat completions, and those of this API that they are made from."""
 
 _Block = tuple[str, dict[str, Any]]
-"""A content block and where it is."""
+"""A content block and its path in the body."""
 
 
 def read_messages(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
@@ -391,12 +391,12 @@ _DELTAS: Final = {
     "thinking": ("thinking", "thinking_delta", "thinking"),
     "tool_use": ("input", "input_json_delta", "partial_json"),
 }
-"""Field of a block that its deltas add up to, and their type and field, by the block's type."""
+"""By the type of a block: the field that its deltas append to, and the type and field of the deltas."""
 _STOP_REASONS: Final[dict[FinishReason, str]] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageFormatter(ResponseFormatter):
-    """A message, and the events that add up to it."""
+    """Formatter of messages and their events."""
 
     id_prefix = "msg_"
     style = "named"

@@ -190,7 +190,7 @@ class _Choice:
 
 
 class LlamaCppFormatter(ResponseFormatter):
-    """llama.cpp's completions, and their events."""
+    """Formatter of llama.cpp's completions and their events."""
 
     id_prefix = "cmpl-"
     prompt_param = "prompt"

@@ -39,7 +39,7 @@ _SAME: Final = (
     *("seed", "stop", "temperature", "top_k", "top_p", "typical_p"),
 )
 OPTIONS: Final = {**{n: n for n in _SAME}, "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-"""Ollama's options, and the chat parameters that they are."""
+"""Ollama's options, and the chat parameters that they set."""
 
 
 class OllamaBody(msgspec.Struct, kw_only=True):
@@ -268,7 +268,7 @@ def created_at(seconds: float) -> str:
 
 
 class OllamaFormatter(ResponseFormatter):
-    """Responses of /api/chat."""
+    """Formatter of /api/chat."""
 
     style = "lines"
     chat = True
@@ -335,7 +335,7 @@ class OllamaFormatter(ResponseFormatter):
 
 
 class OllamaGenerateFormatter(OllamaFormatter):
-    """Responses of /api/generate."""
+    """Formatter of /api/generate."""
 
     prompt_param = "prompt"
     chat = False

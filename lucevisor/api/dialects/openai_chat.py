@@ -543,7 +543,7 @@ class ChatRequestBuilder:
 
 
 class ChatFormatter(OpenAiFormatter):
-    """Chat completions, and their chunks."""
+    """Formatter of chat completions and their chunks."""
 
     id_prefix = "chatcmpl-"
     chunk_kind = "chat.completion.chunk"

@@ -63,8 +63,8 @@ def read_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
     """Create a completion of a text or of token ids."""
     body = to_record(CompletionBody, fields, RULES)
     check_common(body, ctx)
-    wanted = body.logprobs or None if isinstance(body.logprobs, bool) else body.logprobs
-    n_top = n_top_logprobs(body, None if wanted is None else int(wanted), "logprobs")
+    n_logprobs = body.logprobs or None if isinstance(body.logprobs, bool) else body.logprobs
+    n_top = n_top_logprobs(body, None if n_logprobs is None else int(n_logprobs), "logprobs")
     score_prompt = bool(body.echo) and n_top >= 0
     if score_prompt and body.stream:
         raise bad_parameter(
@@ -182,7 +182,7 @@ def _from_ids(ids: object, where: str, ctx: AppContext) -> Prompt:
 
 
 class CompletionFormatter(OpenAiFormatter):
-    """Plain completions, and their chunks."""
+    """Formatter of plain completions and their chunks."""
 
     id_prefix = "cmpl-"
     prompt_param = "prompt"

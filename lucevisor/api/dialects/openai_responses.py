@@ -205,7 +205,7 @@ class _Turn:
 
 
 def add_items(chat: ChatRequestBuilder, items: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    """Append items as messages; each comes with where it is.  Raises ApiError naming the field at fault."""
+    """Append items as messages; each comes with its path in the body.  Raises ApiError naming the field at fault."""
     turn: _Turn | None = None
     for where, item in items:
         kind = item.get("type", "message")  # messages may leave it out
@@ -299,7 +299,7 @@ _CHAT_NAMES: Final = {
 """Parameters of chat completions, and those of this API that they are made from."""
 
 _StoredTurns = dict[str, list[list[dict[str, Any]]]]
-"""Turns of items, by the id of the response that they led to."""
+"""Items of each turn, by the id of the response that answered them."""
 _ENCRYPTED: Final = "reasoning.encrypted_content"
 _LOGPROBS: Final = "message.output_text.logprobs"
 
@@ -336,7 +336,7 @@ def read_input_tokens(fields: dict[str, Any], ctx: AppContext) -> bytes:
 def _translated(
     fields: dict[str, Any], ctx: AppContext
 ) -> tuple[ResponsesBody, ChatRequestBuilder, list[dict[str, Any]]]:
-    """Return a body, the chat request that it means, and its input items."""
+    """Return a body, its translation into a chat request, and its input items."""
     stored = _stored_turns(fields.pop(STORED_RESPONSES, {}))
     body = to_record(ResponsesBody, fields, RULES)
     chat = ChatRequestBuilder()
@@ -381,7 +381,7 @@ def _located(
 
 
 def _resolved(items: list[dict[str, Any]], stored: _StoredTurns) -> list[dict[str, Any]]:
-    """Put the items themselves in place of references; raises ApiError 404 for one that is not stored."""
+    """Replace references by the items; raises ApiError 404 for one that is not stored."""
     known = {item.get("id"): item for turns in stored.values() for turn in turns for item in turn}
     found = []
     for index, item in enumerate(items):
@@ -592,7 +592,10 @@ class _Item:
 
 
 class ResponsesFormatter(ResponseFormatter):
-    """A response.  `keep` gets the finished response and its output items before they are sent."""
+    """Formatter of responses.
+
+    `keep` is called with the finished response and its output items before they are sent.
+    """
 
     id_prefix = "resp_"
     prompt_param = "input"
@@ -673,7 +676,7 @@ class ResponsesFormatter(ResponseFormatter):
     def _add(
         self, kind: str, text: str, logprobs: Sequence[object] = (), call: ToolCallDelta | None = None
     ) -> list[_Json]:
-        """Return the events of more text for an item, which it opens unless one of its kind is open."""
+        """Return the events that append text to an item; they open one unless one of its kind is open."""
         events: list[_Json] = []
         if self._open is None or self._open.kind != kind:
             events = self._close("completed")
@@ -787,9 +790,9 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     named: dict[str, StoredResponse] = {}
 
     def keep(formatter: ResponsesFormatter, response: _Json) -> None:
-        wanted, earlier = formatter.wanted, named.get(formatter.wanted.previous_id or "")
-        if wanted.store:
-            turns = (*(earlier.turns if earlier else ()), wanted.items, msgspec.json.encode(formatter.output))
+        options, earlier = formatter.wanted, named.get(formatter.wanted.previous_id or "")
+        if options.store:
+            turns = (*(earlier.turns if earlier else ()), options.items, msgspec.json.encode(formatter.output))
             body = StoredResponse(msgspec.json.encode(response), turns, context_of(request).caller.id)
             request.app[RESPONSE_STORE].put(formatter.response_id, body)
 

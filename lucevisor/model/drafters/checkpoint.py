@@ -30,7 +30,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Limit of the format, in bytes."""
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
@@ -152,7 +152,10 @@ def _metadata(file: OpenFile) -> dict[str, Value]:
 
 
 def _rope_base(where: str, fields: dict[str, Any]) -> Value:
-    """Its place depends on the version of transformers that wrote the file.  Scaled positions are refused."""
+    """Return the RoPE base, whose place depends on the version of transformers that wrote the file.
+
+    Scaled positions are refused.
+    """
     scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else scaling
     if kind != "default":
@@ -178,7 +181,7 @@ def _windows(where: str, fields: dict[str, Any]) -> dict[str, Value]:
 
 
 def _captures(where: str, fields: dict[str, Any]) -> dict[str, Value]:
-    """A checkpoint counts layers by their outputs, a GGUF file by their inputs."""
+    """Return the captured layers.  A checkpoint counts layers by their outputs, a GGUF file by their inputs."""
     ids = fields.get("target_layer_ids")
     if ids is None:
         return {}

@@ -44,7 +44,7 @@ _EXTRAS = {
     "attn_gate": "this is a drafter for Laguna",
 }
 _CLOSED_KEYS = ("sample_from_anchor", "has_confidence_head")
-"""Keys of drafters with other maths: only false is read."""
+"""Keys of drafters with other maths; only the value false is accepted."""
 MAX_TOP_K = 256
 
 
@@ -255,7 +255,7 @@ def _layer_tensors(p: DflashParams) -> list[Shapes]:
 
 
 def _refuse_extras(files: GgufFiles, used: set[str]) -> None:
-    """A tensor that is not used would change the drafts: loading the rest would draft garbage."""
+    """Raise GgufError for a tensor that is not used: without it the drafts would be garbage."""
     for name, info in files.tensors.items():
         if name not in used:
             kind = next((text for part, text in _EXTRAS.items() if part in name), "it is unknown to this version")
@@ -287,7 +287,7 @@ def _captures(keys: Keys, files: GgufFiles, target: ModelSpec, p: DflashParams) 
 
 
 def default_captures(n_layers: int, n: int) -> tuple[int, ...]:
-    """The layers that the authors' code reads when it is told only their number: evenly from 1 to the third last."""
+    """The default captures of the authors' code for a number of layers: evenly from 1 to the third last."""
     if n == 1:
         return (n_layers // 2,)
     return tuple(round(1 + i * (n_layers - 4) / (n - 1)) for i in range(n))

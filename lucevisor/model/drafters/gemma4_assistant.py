@@ -23,7 +23,7 @@ DEFAULT_DRAFTS = 3
 ROPE_FREQS = "rope_freqs.weight"
 PRE_PROJECTION, POST_PROJECTION = "nextn.pre_projection.weight", "nextn.post_projection.weight"
 TARGET_NORM, TARGET_ROPE_FREQS = "target.output_norm.weight", "target.rope_freqs.weight"
-"""Names that the target's tensors have here, beside those of the drafter."""
+"""Names of the target's tensors in the drafter's spec."""
 
 
 @dataclass(frozen=True, slots=True)

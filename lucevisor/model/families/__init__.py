@@ -24,7 +24,7 @@ REFUSED = (
     ("dflash-draft", "is a drafter, not a model: name it in draft.path, and the model it drafts for in model.path"),
     ("gemma4-assistant", "is a drafter, not a model: name it in draft.path, and the model it drafts for in model.path"),
 )
-"""Architectures that users may try, and what to say."""
+"""Unsupported architectures that users may try, and the message for each."""
 
 
 def read_spec(files: GgufFiles, options: Mapping[str, str] | None = None) -> ModelSpec:

@@ -28,7 +28,7 @@ from lucevisor.model.spec import (
 from lucevisor.model.values import Space
 
 ID_WIDTH = 16
-"""Numbers of a boundary row that hold its token id, over and over: whole vectors of every dtype."""
+"""Numbers of a boundary row that repeat its token id; a multiple of the vector width of every dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,2 @@
-"""Grammars of constrained output: what a request may ask for, as one grammar, and which tokens may come next."""
+"""Grammars of constrained output: the forms that a request may require, as one grammar, and masks of the next
+tokens."""

@@ -158,7 +158,7 @@ class Alternatives:
         return merged | _merged_properties(first, second)
 
     def exclude_each_other(self, schemas: Sequence[object]) -> bool:
-        """Return whether no value can fit two of the schemas, as far as is easily told."""
+        """Return whether no value can fit two of the schemas; False where that is not cheap to decide."""
         try:
             return self._disjoint_branches([self._of(schema, "") for schema in schemas], "")
         except (TypeError, ValueError, AttributeError):  # keywords that do not concern the type may be anything
@@ -172,7 +172,7 @@ class Alternatives:
         )
 
     def _disjoint(self, first: Mapping[str, Any], second: Mapping[str, Any], where: str, depth: int) -> bool:
-        """Return whether no value fits both alternatives, as far as is easily told."""
+        """Return whether no value fits both alternatives; False where that is not cheap to decide."""
         self._n_compared += 1
         if self._n_compared > MAX_COMPARED:
             return False

@@ -100,10 +100,10 @@ class Matcher:
             self._taken.append(token)
 
     def _renewed(self) -> bool:
-        """Go on with a lexer of this output's own, where the states of the one it shares with others add up.
+        """Continue with a lexer of this output alone when the shared one has collected too many states.
 
         A new one has no states but those of the tokens that it takes again, of which masks need several times more.
-        A full one may refuse a token without saying why, so whatever a shared one says is tried again.
+        A full one may refuse a token without a reason, so a refusal by a shared one is tried again.
         """
         if not self._shares:
             full = _TOO_MANY_STATES in self._matcher.get_error()
@@ -151,7 +151,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """Take in the vocabulary before anything is served: it holds the GIL for 1 s with 248,320 tokens."""
+        """Load the vocabulary before the first request: that holds the GIL for 1 s with 248,320 tokens."""
         if self._tokenizer.eos_ids and self._tokens is None:
             self._tokens = _tokens(self._tokenizer)
 
@@ -190,7 +190,7 @@ def _sentence(message: str) -> str:
 
 
 def _try_out(grammar: Grammar) -> None:
-    """Take one allowed token.  Much is built at first use: a grammar that is too big for it fails here."""
+    """Take one allowed token, which fails for a grammar that is too large: much is built at first use."""
     matcher = grammar.matcher()
     mask = matcher.masks(0, [], [])
     first = next((index for index, byte in enumerate(mask) if byte), None)

@@ -66,7 +66,7 @@ def members(schema: Mapping[str, Any], alternatives: Alternatives, where: str) -
 def _undeclared(
     schema: Mapping[str, Any], properties: Mapping[str, Any], alternatives: Alternatives, where: str
 ) -> list[tuple[str, Any]]:
-    """Names of further members and their schemas: by their patterns, and all others where the schema says so."""
+    """Names and schemas of undeclared members: by their patterns, and all others where the schema allows them."""
     patterns, additional = schema.get("patternProperties") or {}, schema.get("additionalProperties")
     excluded = "".join(f" & ~{quoted(name)}" for name in properties if name)
     by_terminal = list[tuple[str, Any]]()

@@ -36,11 +36,11 @@ class Rules:
         return name
 
     def mark(self) -> tuple[int, int]:
-        """A place to which ``drop`` returns."""
+        """Return a mark for ``drop``."""
         return len(self._lines), len(self.parts)
 
     def drop(self, mark: tuple[int, int]) -> None:
-        """Take back what was added since a mark."""
+        """Remove the rules added since a mark."""
         del self._lines[mark[0] :], self.parts[mark[1] :]
 
     def terminal(self, expression: str) -> str:
@@ -78,7 +78,7 @@ class Rules:
         return self.part(json_schema(schema, lenient=lenient))
 
     def until(self, tag: str, *, markers: bool = False) -> str:
-        """Any text up to and with a tag; ``markers``: it may have markers in it, but no end of the answer."""
+        """Any text up to and including a tag; ``markers``: it may contain markers, but not the end of the answer."""
         token = self._first_marker(tag)
         if token is None or not markers:
             return self.ended(ANYTHING, tag)

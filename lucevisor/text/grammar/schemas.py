@@ -142,7 +142,7 @@ class _Preparation:
             self._depth -= 1
 
     def _without_siblings(self, place: Place, scope: _Scope) -> Place:
-        """The place, less the keywords beside a reference that go round in a circle."""
+        """Return the place without keywords beside a reference that lead back to it."""
         schema = place.schema
         if "$ref" not in schema or resolved_name(schema) not in self._active:
             return place
@@ -390,7 +390,7 @@ class _SchemaWriter:
             self._drop(key)
 
     def _dependencies(self, key: str) -> None:
-        """Names or a schema that a property asks for; up to draft 7 one keyword has both."""
+        """Names or a schema that a property requires; up to draft 7 one keyword has both."""
         for name, needed in self._mapping(key).items():
             if isinstance(needed, list) and key != "dependentSchemas":
                 if not all(isinstance(item, str) for item in needed):
@@ -687,7 +687,7 @@ def _both(first: Ready, second: Ready) -> Ready:
 
 
 def _required_names(places: Sequence[Place]) -> list[str] | None:
-    """The names that schemas require, if each does nothing but to require one."""
+    """The names that schemas require, if each only requires one."""
     names = []
     for place in places:
         schema = place.schema

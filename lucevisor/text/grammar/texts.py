@@ -51,7 +51,7 @@ FORMATS: Final[Mapping[str, str]] = {
 
 
 def text_terminal(schema: Mapping[str, Any], alternatives: Alternatives, where: str) -> str:
-    """A terminal for the texts that an alternative of a schema allows, which is no enumeration."""
+    """A terminal for the texts that an alternative of a schema allows; not for an enumeration."""
     terms = list[str]()
     if "minLength" in schema or "maxLength" in schema:
         terms.append(f"/(.|\\n){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/")

@@ -23,7 +23,8 @@ FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
 
 
 def read_call(tool_format: ToolFormat, body: str, tools: Tools) -> ToolCall | None:
-    """Return the call that the text between the tags is, also if it can be repaired or is another model's, or None."""
+    """Parse the text between the tags as a call, repaired if need be or in another model's format; None if it is
+    none."""
     if (call := tool_format.parse(body, tools)) is not None:
         return call
     neighbours = [

@@ -1,4 +1,4 @@
-"""Tool calls, and what every format of them can do."""
+"""Tool calls, and the interface of their formats."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class ToolFormat(Protocol):
         """All tags of the format that may be control tokens of a vocabulary."""
 
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
-        """Return the call that the text between the tags is, or None when it is not one."""
+        """Parse the text between the tags; None if it is not a call."""
 
     def repair(self, body: str, tools: Tools) -> ToolCall | None:
-        """Return the call that a body means which `parse` refuses, where it can mean nothing else, or None."""
+        """Parse a body that `parse` refuses, if it has only one possible meaning; else None."""
 
     def is_inside_value(self, body: str) -> bool:
         """Return whether `body`, cut before a closing tag, ends inside a value, so that the tag is part of it."""

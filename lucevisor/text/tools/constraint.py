@@ -40,7 +40,7 @@ def calls_only(rules: Rules, tool_format: ToolFormat, offered: Sequence[Function
 
 
 def calls_in_text(rules: Rules, tool_format: ToolFormat, offered: Sequence[Function]) -> str:
-    """Any text with any number of calls in it: what begins as a call must be one.  Raises as ``calls_only``."""
+    """Any text with any number of calls in it; text that begins like a call must be one.  Raises as ``calls_only``."""
     before = rules.until(tool_format.open, markers=True)
     call = rules.add(f"{before} {_rest_of_call(rules, tool_format, offered)}")
     return rules.add(f"{call}* {rules.without(tool_format.open)}")

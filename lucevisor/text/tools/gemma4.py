@@ -142,7 +142,7 @@ class _ValueReader:
         return result
 
     def _declared_key(self) -> str | None:
-        """A name that is declared, which may have in it what ends a name."""
+        """A declared name, which may contain characters that end other names."""
         self._take("")
         matching = [name for name in self._names if self._text.startswith(f"{name}:", self.position)]
         key = max(matching, key=len, default=None)
@@ -163,7 +163,7 @@ class _ValueReader:
         return match.group(1).strip('"')
 
     def _take(self, what: str) -> bool:
-        """Skip blanks, and then `what` if it comes next."""
+        """Skip blanks, then `what` if it follows."""
         blanks = _BLANKS.match(self._text, self.position)
         start = blanks.end() if blanks else self.position
         if not self._text.startswith(what, start):
