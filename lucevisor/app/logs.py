@@ -251,7 +251,7 @@ atexit.register(close)
 
 
 def print_line(line: str) -> None:
-    """Show a line on standard error without waiting for it, in order with the records there."""
+    """Queue a line for standard error, in order with the log records there."""
     if sink := _sinks.get("stderr"):
         record = logging.LogRecord("lucevisor", logging.INFO, "", 0, line, None, None)
         record.plain = True

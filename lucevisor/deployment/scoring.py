@@ -52,7 +52,7 @@ class ScoringStage:
         return f"window {self._sent.window} at {self._sent.start}" if self._sent is not None else ""
 
     def on_ready(self, group: str, link: Channel, problem: str) -> None:
-        """A daemon finished loading; with a ``problem`` without the scoring model."""
+        """Called when a daemon has loaded; with a ``problem``, without the scoring model."""
         if group != self.placed.group:
             return
         if problem:
@@ -62,7 +62,7 @@ class ScoringStage:
         log.info("scoring model attached", group=self.placed.group, name=self.placed.name)
 
     def on_lost(self, group: str, reason: str) -> None:
-        """A daemon has exited or is about to."""
+        """Called when a daemon has exited or is about to."""
         if group == self.placed.group:
             self._detach(f"group {group}: {reason}")
 

@@ -26,7 +26,7 @@ class Constraint(Protocol):
     def n_valid(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
         """Take tokens as ``masks`` does; return how many ``drafts`` may follow them.
 
-        Called on the event loop, so it takes microseconds, or says 0 from then on.  Never raises.
+        Called on the event loop, so it takes microseconds, or returns 0 from then on.  Never raises.
         """
 
     def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:

@@ -476,7 +476,7 @@ class Pipeline:
                 return
 
     def fail(self, stage: int, code: ErrorCode, message: str) -> None:
-        """End the pipeline: forget all steps and call ``on_failed``.  Does nothing after the first failure or close."""
+        """End the pipeline: drop all steps and call ``on_failed``.  Does nothing after the first failure or close."""
         if self._open:
             self.close()
             self._on_failed(PipelineFailure(stage, code, message))
@@ -511,7 +511,7 @@ class Pipeline:
         return oldest
 
     def close(self) -> None:
-        """Forget all steps and the drafter; no callback comes after this."""
+        """Drop all steps and the drafter; no callback comes after this."""
         self._open = False
         self.drafts.detach()
         self._rebuilding.clear()

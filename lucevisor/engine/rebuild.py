@@ -29,7 +29,7 @@ FIRST_STEP: Final = 1 << 40
 
 
 class CannotRebuild(Exception):
-    """A stage cannot be rebuilt alone, so all stages compute the sequences again.  The message says why."""
+    """A stage cannot be rebuilt alone, so all stages compute the sequences again.  The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)

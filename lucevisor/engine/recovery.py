@@ -214,7 +214,7 @@ class StageRecovery:
         pipeline.on_rows, pipeline.on_rebuilt, pipeline.on_steps_returned = answered, rebuilt, proceed
 
     def detach(self) -> None:
-        """Forget the pipeline, and what its shards held."""
+        """Drop the pipeline and the state of its shards."""
         self._pipeline = self.opening = None
         self._ended.clear()
         self._forget_plans()
@@ -429,7 +429,7 @@ class StageRecovery:
         self.n_restored = self.n_frozen * len(lost)
 
     def _drop_ended(self) -> None:
-        """Forget the slices of sequences that were closed since, as those of an earlier loss.
+        """Drop the slices of sequences that were closed since, as those of an earlier loss.
 
         Raises CannotRebuild if a sequence began with a slot that they were to complete in the stages behind.
         """

@@ -132,8 +132,8 @@ class SwapSpace(Protocol):
 class Preemption:
     """Preempts running requests.  ``swap`` None: their state is recomputed instead of swapped.
 
-    The policy says which, when sequences or pages are short.  The state of a preempted request is published as a prefix
-    slot, pinned until the swap space has its bytes, and read back before the request continues.
+    The policy chooses which, when sequences or pages are short.  The state of a preempted request is published as a
+    prefix slot, pinned until the swap space has its bytes, and read back before the request continues.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class PageTable:
         return entries.pages[max(0, start - entries.first_held) : max(0, stop - entries.first_held)]
 
     def page(self, space: Space, entry: int) -> int | None:
-        """Return the page of an entry; None if it does not hold it, or some are paged out (``entries`` knows those)."""
+        """Return the page of an entry; None if it does not hold it, or some are paged out (see ``entries``)."""
         entries = self._entries[space]
         place = entry - entries.first_held
         return entries.pages[place] if 0 <= place < len(entries.pages) else None

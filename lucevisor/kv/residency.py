@@ -49,7 +49,7 @@ class Residency:
 
     @property
     def ranks_pages(self) -> bool:
-        """True if pages come back, chosen by how much queries attend to them, or what a small model says."""
+        """True if pages come back, chosen by how much queries attend to them, or by a small model's scores."""
         return self.policy in ("qk", "drafter")
 
     @property

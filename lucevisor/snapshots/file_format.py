@@ -293,7 +293,7 @@ def header_bytes(length: bytes, file_bytes: int) -> int:
 
 
 def parse(header: bytes, file_bytes: int) -> SnapshotHeader:
-    """Parse as many bytes as :func:`header_bytes` said.  Raises SnapshotError."""
+    """Parse as many bytes as :func:`header_bytes` returned.  Raises SnapshotError."""
     try:
         rows = msgspec.json.decode(header[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(rows.get("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
