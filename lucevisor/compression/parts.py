@@ -97,7 +97,7 @@ def roles_of_turns(roles: Sequence[str], n_turns: int) -> list[str] | None:
 
 
 def _content_start(ids: Sequence[int], start: int, stop: int, tokenizer: Tokenizer) -> int:
-    """Return where a turn's content begins: behind the line in which the template names the role."""
+    """Return where a turn's content begins: after the line in which the template names the role."""
     for at in range(start, min(stop, start + _HEADER_TOKENS)):
         if tokenizer.token_bytes(ids[at]).endswith(b"\n"):
             return at + 1

@@ -2,7 +2,7 @@
 
 Plain callbacks, without tasks.  If doorbells announce the rows to the next stage, steps are posted: sent to all stages
 at once, so that a hop does not wait for this process (ADR 21).  Otherwise frames for later stages are encoded while the
-first stage computes.  The reader of the links calls ``receive``.  A draft stage behind the last one gets the steps
+first stage computes.  The reader of the links calls ``receive``.  A draft stage after the last one gets the steps
 submitted since it was attached, in order, unless it is suspended.  When a daemon is lost, the steps in flight wait for
 its stages, and continue when another daemon runs them.
 Invariant: a stage answers its steps in the order they were sent to it; any other answer fails the pipeline, because the
@@ -635,7 +635,7 @@ class Pipeline:
         return True
 
     def _is_held(self, step_id: int) -> bool:
-        """Return whether the output stage has yet to answer a step, so that drafts behind it have not begun."""
+        """Return whether the output stage has yet to answer a step, so that drafts after it have not begun."""
         return any(entry.step.step_id == step_id for entry in self._held[-1])
 
     def _dead_link(self, stage: int, text: str) -> None:

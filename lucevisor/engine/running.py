@@ -109,7 +109,7 @@ class RunningRequests(Collection[RequestRecord]):
         return self._grow(live, stop, num_draft_tokens) or []
 
     def release_ahead(self) -> bool:
-        """Release the pages behind the tokens of all sequences, which only drafts would fill; False if there are none.
+        """Release the pages after the tokens of all sequences, which only drafts would fill; False if there are none.
 
         Steps in flight may still write drafts there.  These are never read, because drafts are cut to the pages.
         """

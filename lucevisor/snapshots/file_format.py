@@ -244,7 +244,7 @@ def max_file_bytes(model: StateModel, n_tokens: int) -> int:
 
 
 def _placed(snapshot: SnapshotHeader, data_start: int | None = None) -> SnapshotHeader:
-    """Return the header with its tensors one behind the other from ``data_start`` on, or as early as they can be."""
+    """Return the header with its tensors one after the other from ``data_start`` on, or as early as they can be."""
     if data_start is None:
         data_start = -(-(LENGTH_BYTES + len(_json(snapshot))) // DATA_ALIGNMENT) * DATA_ALIGNMENT
     tensors, at = [], data_start

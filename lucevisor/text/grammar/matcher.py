@@ -46,9 +46,9 @@ class Matcher:
 
     def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
         """Take the output's ``tokens`` from ``start`` on, but for those taken before; return the mask of what may
-        follow, then one behind each draft, ``row_bytes`` each.
+        follow, then one after each draft, ``row_bytes`` each.
 
-        Token t is allowed if bit ``t % 8`` of byte ``t // 8`` is set.  Masks behind a forbidden draft, or one that ends
+        Token t is allowed if bit ``t % 8`` of byte ``t // 8`` is set.  Masks after a forbidden draft, or one that ends
         the answer, allow everything.  Raises GrammarError.
         """
         with self._lock:
@@ -76,7 +76,7 @@ class Matcher:
         return rows
 
     def n_valid(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
-        """Take tokens as ``masks`` does; return how many ``drafts`` the grammar allows behind them, 0 once that took
+        """Take tokens as ``masks`` does; return how many ``drafts`` the grammar allows after them, 0 once that took
         long.
         """
         if self._slow or not self._lock.acquire(blocking=False):
