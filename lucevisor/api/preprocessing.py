@@ -86,7 +86,7 @@ class Preprocessor:
         job = asyncio.create_task(work)
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
-        job.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may be gone
+        job.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may have disconnected
         return job
 
     async def _warm_up(self, ctx: AppContext) -> None:
@@ -235,7 +235,7 @@ def _detach(server_pid: int) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time: more threads would only take memory
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time; more threads would only need memory
 
 
 def _set_up(metadata: dict[str, Any], fields: dict[str, Any]) -> None:

@@ -493,7 +493,7 @@ class Supervisor:
 
     async def reload(self, overrides: list[str]) -> dict[str, object]:
         task = self._spawn(self._reload(overrides), "reload")
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if its client is gone
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved, if the client is gone
         changed: dict[str, object] = await asyncio.shield(task)  # half a move would serve nobody
         return changed
 

@@ -170,7 +170,7 @@ def _until_ready(
         except NotRunningError:
             time.sleep(0.1)
             continue
-        if status["pid"] != process.pid:  # it takes over from this one later
+        if status["pid"] != process.pid:  # this one is still to be taken over
             time.sleep(0.1)
             continue
         if status["state"] == "ready":

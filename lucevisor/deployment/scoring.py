@@ -99,12 +99,12 @@ class ScoringStage:
         return scores
 
     async def _send(self, message: ScoreWindow) -> Sequence[float]:
-        while self._answer is not None and not self._answer.done():  # of a request that is gone
+        while self._answer is not None and not self._answer.done():  # of a cancelled request
             await asyncio.wait({self._answer})
         if self._link is None:
             raise ScoringError(f"the scoring model is unavailable: {self._unavailable_reason}")
         self._answer = asyncio.get_running_loop().create_future()
-        self._answer.add_done_callback(lambda done: done.exception())  # seen, if its request is gone
+        self._answer.add_done_callback(lambda done: done.exception())  # retrieved even if its request was cancelled
         self._sent = message
         try:
             self._link.send(message)

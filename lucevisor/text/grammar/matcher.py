@@ -24,7 +24,7 @@ _TOO_MANY_STATES: Final = "too many states"
 _REPLAYS: Final = 8  # of a token, on average: each takes less than the mask before it
 _TOO_MUCH: Final = "it takes too much work"
 _ALL: Final = 0xFF
-_SLOW_S: Final = 0.002  # looking at drafts takes some 10 us
+_SLOW_S: Final = 0.002  # checking drafts takes some 10 us
 
 
 class Matcher:
@@ -86,7 +86,7 @@ class Matcher:
             self._consume(start, tokens)
             return self._matcher.validate_tokens(list(drafts))
         except GrammarError:
-            return 0  # the next masks say why
+            return 0  # the next masks raise the reason
         finally:
             self._lock.release()
             self._slow = time.perf_counter() - started > _SLOW_S
