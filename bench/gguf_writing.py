@@ -19,11 +19,11 @@ def new_file(path: Path, architecture: str, metadata: Mapping[str, Value], *, sp
     """A writer that has the metadata; ``split``: so many tensors a file."""
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     for key, value in metadata.items():
-        _add(writer, f"{architecture}.{key}", value)
+        add_value(writer, f"{architecture}.{key}", value)
     return writer
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
     match value:
         case bool():
             writer.add_bool(key, value)

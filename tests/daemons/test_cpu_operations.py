@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.gguf_writing import finish
 from daemons import ops
 from daemons.models.blocks import GatedDeltaNet, GatedDeltaNetShape, GatedDeltaNetWeights
 from daemons.models.loader import WeightLoader
@@ -506,9 +507,7 @@ def test_experts_whose_matrices_begin_with_tiles(n_rows, tmp_path):
     for name, raw in raws.items():
         kind = gguf.GGMLQuantizationType.Q6_K if name == "other" else gguf.GGMLQuantizationType.Q4_K
         writer.add_tensor(name, raw.view(3, n_rows, -1).numpy(), raw_dtype=kind)
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-        write()
-    writer.close()
+    finish(writer)
     files = open_model([tmp_path / "experts.gguf"])
     kept = [
         TensorLayout(t.name, t.kind, t.shape, TensorRole.MATRIX, fmt, format_bytes(t.kind, t.shape, fmt))

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.gguf_writing import finish
 from daemons.device import CPU
 from daemons.errors import LoadError
 from daemons.models.loader import Rows, WeightLoader
@@ -315,10 +316,7 @@ def model(tmp_path_factory) -> Mixed:
             numbers[name] = gguf.quants.dequantize(raw, quant).astype(np.float32).reshape(*extents, K)
             raw = np.ascontiguousarray(raw).reshape(*extents, -1)
             writer.add_tensor(name, raw, raw_dtype=None if kind == "F32" else quant)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return Mixed(open_model([Path(path)]), numbers)
 
 

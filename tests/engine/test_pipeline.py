@@ -180,9 +180,13 @@ def test_the_oldest_step_is_the_one_a_daemon_has_worked_on_for_longest() -> None
     assert bench.pipeline.oldest_in_flight(12.0) == StepInFlight(2, 0, 2.0)
     bench.now = 11.0
     bench.pipeline.receive(StepResult(2, 0))
+    bench.now = 25.0
+    bench.pipeline.submit(step(3))
     assert bench.pipeline.oldest_in_flight(30.0) == StepInFlight(1, 1, 20.0)
     bench.now = 31.0
     bench.pipeline.receive(StepResult(1, 1))
+    assert bench.pipeline.oldest_in_flight(32.0) == StepInFlight(3, 0, 7.0)
+    bench.pipeline.receive(StepResult(3, 0))
     assert bench.pipeline.oldest_in_flight(32.0) == StepInFlight(2, 1, 1.0)
 
 

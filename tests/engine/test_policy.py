@@ -65,6 +65,19 @@ async def test_the_policy_says_who_starts_next(policy: SchedulingPolicy, order: 
     assert ended == [*order]
 
 
+async def test_the_client_that_was_served_least_starts_next() -> None:
+    """Its prompt is longer than those of the other client, which came before it."""
+    toy = ToyEngine(ONE_SEQUENCE)
+    toy.attach()
+    asked = [request(name, range(100), client_id="a") for name in ("a0", "a1", "a2")]
+    asked.append(request("b", range(150), client_id="b"))
+    handles = [toy.engine.submit(one) for one in asked]
+    ended: list[str] = []
+    while toy.work(0):
+        ended += [h.request_id for h in handles if h.finished is not None and h.request_id not in ended]
+    assert ended == ["a0", "b", "a1", "a2"]
+
+
 @pytest.mark.parametrize("n_stages", [1, 3])
 async def test_answers_do_not_depend_on_the_policy(n_stages: int) -> None:
     few = limits(pools=PoolSizes(9, 0, 4))  # so that pages run short

@@ -20,7 +20,17 @@ from lucevisor.supervision.events import ProcessSignal
 from lucevisor.supervision.group import RefusedError
 from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.states import State
-from tests.supervision.real_groups import brisk, exists, open_descriptors, ready, runs, stage_tiny, tiny_group, zombies
+from tests.supervision.real_groups import (
+    brisk,
+    exists,
+    open_descriptors,
+    ready,
+    ready_group,
+    runs,
+    stage_tiny,
+    tiny_group,
+    zombies,
+)
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -57,9 +67,7 @@ async def test_a_crash_loop_ends_in_failed_with_the_reason_and_restart_clears_it
 @pytest.mark.parametrize("n_bytes", [15, 40])
 async def test_killed_in_the_middle_of_a_frame_the_link_is_dead_and_the_group_restarts(tmp_path, n_bytes):
     once = str(tmp_path / "once")
-    async with tiny_group(tmp_path, "cut at step", TINY_BYTES=str(n_bytes), TINY_ONCE=once) as (group, owner):
-        await group.start()
-        await ready(group)
+    async with ready_group(tmp_path, "cut at step", TINY_BYTES=str(n_bytes), TINY_ONCE=once) as (group, owner):
         group.link.send(Step(7, 0))
         await ready(group, n_restarts=1)
         assert owner.frames == []  # half a result is no result
@@ -99,9 +107,7 @@ def test_a_daemon_whose_parent_is_another_ends_at_once(tmp_path):
 
 
 async def test_descriptors_and_zombies_stay_flat_over_restarts(tmp_path):
-    async with tiny_group(tmp_path, limits=brisk(n_restarts=10**6, backoff_max_s=0.01)) as (group, _):
-        await group.start()
-        await ready(group)
+    async with ready_group(tmp_path, limits=brisk(n_restarts=10**6, backoff_max_s=0.01)) as (group, _):
         before, before_zombies = open_descriptors(), zombies()  # of other tests in this process
         for n in range(1, 7):
             if n % 2:
@@ -126,9 +132,7 @@ def output_of(logs, pid: int) -> list[str]:
 async def test_a_stopped_daemon_is_detected_asked_for_its_stacks_killed_and_restarted(tmp_path):
     limits = brisk(heartbeat_s=1.5, busy_heartbeat_s=1.5, stacks_s=2.0)
     with capture_logs() as logs:
-        async with tiny_group(tmp_path, limits=limits) as (group, owner):
-            await group.start()
-            await ready(group)
+        async with ready_group(tmp_path, limits=limits) as (group, owner):
             first = group.pid
             # it waits for messages: its stacks could be those of the end of its load
             await until(lambda: group.heartbeat and group.heartbeat.phase == "idle")
@@ -145,9 +149,7 @@ async def test_a_stopped_daemon_is_detected_asked_for_its_stacks_killed_and_rest
 async def test_a_daemon_that_hangs_with_the_interpreter_lock_gives_its_stacks(tmp_path):
     limits = brisk(heartbeat_s=1.5, busy_heartbeat_s=1.5, stacks_s=2.0)
     with capture_logs() as logs:
-        async with tiny_group(tmp_path, "hang at step", limits=limits) as (group, _):
-            await group.start()
-            await ready(group)
+        async with ready_group(tmp_path, "hang at step", limits=limits) as (group, _):
             first = group.pid
             group.link.send(Step(1, 0))
             await until(lambda: group.state is State.STOPPING)
@@ -156,9 +158,7 @@ async def test_a_daemon_that_hangs_with_the_interpreter_lock_gives_its_stacks(tm
 
 
 async def test_an_overdue_step_restarts_the_daemon_though_its_pulse_beats(tmp_path):
-    async with tiny_group(tmp_path, "sleep at step", TINY_ONCE=str(tmp_path / "once")) as (group, _):
-        await group.start()
-        await ready(group)
+    async with ready_group(tmp_path, "sleep at step", TINY_ONCE=str(tmp_path / "once")) as (group, _):
         group.link.send(Step(1, 0))
         await until(lambda: group.heartbeat and group.heartbeat.phase == "step")
         group.overdue("step 1", 31.0)
@@ -187,9 +187,7 @@ async def test_a_daemon_that_never_ends_is_quarantined_and_no_second_one_is_star
             return child
 
     limits = brisk(reap_s=0.3)
-    async with tiny_group(tmp_path, "deaf", limits=limits, launcher=Unkillable) as (group, _):
-        await group.start()
-        await ready(group)
+    async with ready_group(tmp_path, "deaf", limits=limits, launcher=Unkillable) as (group, _):
         began = time.monotonic()
         assert await group.stop(0.5) is State.FAILED
         assert time.monotonic() - began < 8.0  # less than reap_s is otherwise
@@ -242,9 +240,7 @@ async def test_a_stop_in_each_phase_of_the_start_is_clean(tmp_path, phase):
 
 
 async def test_fifty_concurrent_stops_share_one_shutdown(tmp_path):
-    async with tiny_group(tmp_path) as (group, owner):
-        await group.start()
-        await ready(group)
+    async with ready_group(tmp_path) as (group, owner):
         pid = group.pid
         assert set(await asyncio.gather(*(group.stop() for _ in range(50)))) == {State.STOPPED}
         assert not exists(pid)
@@ -253,9 +249,7 @@ async def test_fifty_concurrent_stops_share_one_shutdown(tmp_path):
 
 
 async def test_a_deaf_daemon_is_killed_at_the_deadline_and_a_second_stop_shortens_it(tmp_path):
-    async with tiny_group(tmp_path, "deaf") as (group, _):
-        await group.start()
-        await ready(group)
+    async with ready_group(tmp_path, "deaf") as (group, _):
         began = time.monotonic()
         first = asyncio.ensure_future(group.stop(1.0))
         assert await first is State.STOPPED

@@ -11,6 +11,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from bench.gguf_writing import add_value, finish
+
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 TARGET = GOLDEN / "qwen35" / "model.gguf"
 """The model that both DFlash drafters were trained for."""
@@ -87,11 +89,8 @@ def copy(
         value, kind = field.contents(), field.types
         writer.add_key_value(key, value, kind[0], sub_type=kind[-1] if len(kind) > 1 else None)
     for key, value in keys.items():
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif value is not None:
-            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-            add[type(value)](key, value)
+        if value is not None:
+            add_value(writer, key, value)
     for name, array in (tensors_of(source) | dict(extra or {})).items():
         renamed = rename(name)
         if renamed is not None:
@@ -100,10 +99,7 @@ def copy(
                 writer.add_tensor(renamed, array)
             else:
                 writer.add_tensor(renamed, gguf.quantize(array, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

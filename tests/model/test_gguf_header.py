@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.gguf_writing import finish
 from lucevisor.model.gguf_files import open_model, part_paths
 from lucevisor.model.gguf_header import GgufError, GgufHeader, parse
 from lucevisor.model.quant_types import BY_NAME, TYPES
@@ -118,10 +119,7 @@ def test_generated_files_read_as_the_gguf_package_reads_them(made, tmp_path_fact
         n_blocks, n_bytes = gguf.GGML_QUANT_SIZES[kind]
         data = np.full([*shape[:-1], shape[-1] // n_blocks * n_bytes], fill, np.uint8)
         writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     assert_equal_to_the_oracle(path)
 
 
@@ -302,10 +300,7 @@ def write(path: Path, tensors_per_part: int, seed: int = 0) -> dict[str, np.ndar
     arrays = {f"t.{i}": random.standard_normal((i + 1, 3)).astype(np.float32) for i in range(N_TENSORS)}
     for name, array in arrays.items():
         writer.add_tensor(name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return arrays
 
 
@@ -381,10 +376,7 @@ def test_a_header_longer_than_the_first_read_is_read_whole(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "any")
     writer.add_token_list(tokens)
     writer.add_tensor("t", np.arange(5, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     model = open_model([tmp_path / "m.gguf"])
     assert model.metadata["tokenizer.ggml.tokens"] == tokens
     assert model.read(model.tensors["t"], 8, 4) == struct.pack("<f", 2)

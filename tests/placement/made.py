@@ -10,7 +10,6 @@ import pytest
 
 from lucevisor.config import Config, load
 from lucevisor.errors import ConfigError, ExitCode
-from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor
 from lucevisor.model.values import Dtype, Space
 from lucevisor.placement.devices import Inventory
@@ -88,10 +87,8 @@ def bare_spec(n_layers: int = 12, sharing: dict[int, int] | None = None, window:
     return ModelSpec("any", "bare", "F32", 64, 100, 4096, layers, {}, {}, 64, None)
 
 
-def placed(
-    spec: ModelSpec, config: Config, inventory: Inventory | None = None, **models: DraftSpec | ModelSpec | None
-) -> Placement:
-    result = plan(spec, config, inventory, **models)  # type: ignore[arg-type]
+def placed(spec: ModelSpec, config: Config, inventory: Inventory | None = None, **more: object) -> Placement:
+    result = plan(spec, config, inventory, **more)  # type: ignore[arg-type]
     assert isinstance(result, Placement), result.message
     return result
 

@@ -17,7 +17,7 @@ from lucevisor.placement.planner import plan
 from lucevisor.placement.report import plan_json, plan_text
 from lucevisor.placement.result import Placement
 from tests.model.qwen35_file import QWEN36_27B
-from tests.placement.made import GIB, MIB, bare_spec, configure, cpu, gpu
+from tests.placement.made import GIB, MIB, bare_spec, configure, cpu, gpu, placed
 
 STATE_27B = 150_994_944 + 3 * QWEN36_27B.channels * 4 * 48
 ON_DEVICE = STATE_27B + (16 * 128 + 48 * 128 + 48) * 4 * 48
@@ -30,28 +30,26 @@ def cached(
     return dataclasses.replace(config, cache=CacheConfig(prefix_slots=n_slots, memory=memory, states=states))
 
 
-def placed(spec: ModelSpec, config: Config, gib: float) -> Placement:
-    result = plan(spec, config, {"cuda": [gpu(0, gib)]})
-    assert isinstance(result, Placement), result.message
-    return result
+def on_gpu(spec: ModelSpec, config: Config, gib: float) -> Placement:
+    return placed(spec, config, {"cuda": [gpu(0, gib)]})
 
 
 def test_states_are_as_many_as_the_memory_holds_and_no_more_than_slots(big, tmp_path):
     config = configure(tmp_path, ["cuda:0"], max_sequences=4, pages=1000, max_context=64000)
     assert GIB // STATE_27B == 6
-    p = placed(big, cached(config), 40)
+    p = on_gpu(big, cached(config), 40)
     assert p.pools.states == 4 + 1 + 6
     assert any(
         "recurrent states 11: one for each of 4 sequences, 6 for prefix slots, and 1 spare" in r for r in p.reasons
     )
-    assert placed(big, cached(config, n_slots=2), 40).pools.states == 4 + 1 + 2
-    assert placed(big, cached(config, n_slots=0), 40).pools.states == 4 + 1
-    assert placed(big, cached(config, memory=100 * MIB), 40).pools.states == 4 + 1
+    assert on_gpu(big, cached(config, n_slots=2), 40).pools.states == 4 + 1 + 2
+    assert on_gpu(big, cached(config, n_slots=0), 40).pools.states == 4 + 1
+    assert on_gpu(big, cached(config, memory=100 * MIB), 40).pools.states == 4 + 1
 
 
 def test_automatic_pages_leave_room_for_them(big, tmp_path):
     config = configure(tmp_path, ["cuda:0"], max_sequences=4, max_context=32768, prefill_chunk=512)
-    without, with_slots = (placed(big, c, 24) for c in (config, cached(config)))
+    without, with_slots = (on_gpu(big, c, 24) for c in (config, cached(config)))
     assert with_slots.pools.states == without.pools.states + 6
     fewer = without.pools.full_pages - with_slots.pools.full_pages
     assert fewer * 64 * 65_536 == pytest.approx(6 * STATE_27B, rel=0.02)
@@ -60,7 +58,7 @@ def test_automatic_pages_leave_room_for_them(big, tmp_path):
 
 def test_slots_give_way_before_the_model_does_not_fit(big, tmp_path):
     config = configure(tmp_path, ["cuda:0"], max_sequences=1, pages=300, max_context=19200, prefill_chunk=512)
-    [device] = placed(big, config, 40).devices
+    [device] = on_gpu(big, config, 40).devices
     least = device.needed_bytes + 3.5 * STATE_27B
     p = next(
         found
@@ -79,21 +77,19 @@ def test_pages_are_at_most_doubled_for_slots(tmp_path, monkeypatch):
     config = configure(tmp_path, ["left:0"], max_sequences=3, max_context=640, dtype="float32")
     page = spec.unit_bytes(Space.FULL, LayerRange(0, 12), Dtype.FLOAT32)
     for memory, n_pages in ((0, 30), (5 * page, 35), (1000 * page, 60)):
-        p = plan(spec, cached(config, memory=memory), {"left": [cpu()]})
-        assert isinstance(p, Placement)
+        p = placed(spec, cached(config, memory=memory), {"left": [cpu()]})
         assert p.pools.full_pages == n_pages
         assert (p.pools.window_pages, p.pools.states) == (0, 0)
     fixed = configure(tmp_path, ["left:0"], max_sequences=3, max_context=640, dtype="float32", pages=100)
     for memory, notices in ((69 * page, 1), (70 * page, 0)):
-        p = plan(spec, cached(fixed, memory=memory), {"left": [cpu()]})
-        assert isinstance(p, Placement)
+        p = placed(spec, cached(fixed, memory=memory), {"left": [cpu()]})
         assert len(p.notices) == notices
 
 
 def test_in_host_memory_the_devices_hold_the_states_of_sequences_only(big, tmp_path):
     config = configure(tmp_path, ["cuda:0"], max_sequences=4, pages=1000, max_context=64000)
     on_device, in_host, without = (
-        placed(big, c, 40) for c in (cached(config), cached(config, states="host"), cached(config, n_slots=0))
+        on_gpu(big, c, 40) for c in (cached(config), cached(config, states="host"), cached(config, n_slots=0))
     )
     assert (in_host.pools.states, in_host.pools.host_states) == (on_device.pools.states, 6 + 1)
     assert in_host.pools.device_states == 4
@@ -118,8 +114,7 @@ def test_host_memory_that_is_known_is_not_promised_twice(devices, big, tmp_path)
     config = configure(tmp_path, devices, max_sequences=1, pages=300, max_context=19200, prefill_chunk=512)
     found = {"cuda": [gpu(0, 80)], "left": [cpu(200)]}
     wanted = cached(config, memory=8 * GIB, states="host")
-    roomy = plan(big, wanted, found)
-    assert isinstance(roomy, Placement)
+    roomy = placed(big, wanted, found)
     on_host = sum(d.needed_bytes for d in roomy.devices if d.memory == "host")
     assert roomy.pools.host_states == 32 + 1
     need = on_host + sum(d.host_state_bytes for d in roomy.devices) + roomy.arena_bytes
@@ -127,14 +122,12 @@ def test_host_memory_that_is_known_is_not_promised_twice(devices, big, tmp_path)
     fixed = configure(tmp_path, devices, split, max_sequences=1, pages=300, max_context=19200, prefill_chunk=512)
     wanted = cached(fixed, memory=8 * GIB, states="host")
     tight = (need - 2.5 * STATE_27B) / 0.9 / GIB  # a tenth is left alone
-    less = plan(big, wanted, {**found, "left": [cpu(tight)]})
-    assert isinstance(less, Placement)
+    less = placed(big, wanted, {**found, "left": [cpu(tight)]})
     assert (less.pools.device_states, less.pools.host_states) == (1, 32 + 1 - 3)
     what = "memory is reserved for 29; 32, as cache.memory allows, do not fit"
     assert any(what in reason for reason in less.reasons)
     least = (on_host + roomy.arena_bytes + 9 * MIB) / 0.9 / GIB
-    none = plan(big, wanted, {**found, "left": [cpu(least)]})
-    assert isinstance(none, Placement)
+    none = placed(big, wanted, {**found, "left": [cpu(least)]})
     assert (none.pools.states, none.pools.host_states) == (1, 0)
     assert "recurrent states 1: one for each of 1 sequences, and 0 spare" in none.reasons
 
@@ -147,8 +140,8 @@ def automatic(config: Config) -> Config:
 @pytest.mark.parametrize("gib", [20, 34, 60, 139])
 def test_automatic_capacity_takes_what_a_gpu_has_and_no_context(big, tmp_path, gib):
     config = configure(tmp_path, ["cuda:0"])
-    few = placed(big, cached(config), gib)
-    p = placed(big, automatic(config), gib)
+    few = on_gpu(big, cached(config), gib)
+    p = on_gpu(big, automatic(config), gib)
     assert (p.max_context, p.prefill_chunk) == (few.max_context, few.prefill_chunk)
     assert p.max_sequences in (8, 16, 32, 64, 128)
     assert p.cache_bytes >= few.cache_bytes
@@ -162,18 +155,17 @@ def test_automatic_capacity_takes_what_a_gpu_has_and_no_context(big, tmp_path, g
 
 def test_automatic_capacity_of_a_cpu_or_unknown_memory_is_small(big, demo, tmp_path):
     for spec, devices, inventory in ((demo, ["left:0"], {"left": [cpu(16)]}), (big, ["cuda:0"], None)):
-        p = plan(spec, automatic(configure(tmp_path, devices)), inventory)
-        assert isinstance(p, Placement)
+        p = placed(spec, automatic(configure(tmp_path, devices)), inventory)
         assert (p.max_sequences, p.prefix_slots, p.cache_bytes) == (8, 32, GIB)
 
 
 def test_automatic_slots_are_many_on_a_gpu_whatever_else_is_configured(big, tmp_path):
     config = dataclasses.replace(configure(tmp_path, ["cuda:0"]), cache=CacheConfig(memory=48 * GIB))
-    p = placed(big, config, 139)
+    p = on_gpu(big, config, 139)
     assert (p.max_sequences, p.prefix_slots, p.cache_bytes) == (8, 512, 48 * GIB)
     assert p.pools.states > 250
 
 
 def test_configured_capacity_stays(big, tmp_path):
-    p = placed(big, cached(configure(tmp_path, ["cuda:0"], max_sequences=5), 7, 3 * GIB), 139)
+    p = on_gpu(big, cached(configure(tmp_path, ["cuda:0"], max_sequences=5), 7, 3 * GIB), 139)
     assert (p.max_sequences, p.prefix_slots, p.cache_bytes) == (5, 7, 3 * GIB)

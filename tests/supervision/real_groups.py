@@ -117,6 +117,15 @@ async def tiny_group(
             await group.stop(deadline_s=0.0)
 
 
+@asynccontextmanager
+async def ready_group(run_dir, how="", **more):
+    """A group that is READY; else as `tiny_group`."""
+    async with tiny_group(run_dir, how, **more) as (group, owner):
+        await group.start()
+        await ready(group)
+        yield group, owner
+
+
 async def ready(group: GroupSupervisor, n_restarts: int | None = None) -> None:
     """Wait until the group is READY, after `n_restarts` restarts if given."""
     await until(

@@ -31,6 +31,7 @@ from tests.supervision.real_groups import (
     links_of,
     open_descriptors,
     ready,
+    ready_group,
     stage_tiny,
     tiny_group,
     zombies,
@@ -39,9 +40,7 @@ from tests.waiting import until
 
 
 async def test_start_ready_step_stop(tmp_path):
-    async with tiny_group(tmp_path) as (group, owner):
-        await group.start()
-        await ready(group)
+    async with ready_group(tmp_path) as (group, owner):
         pid = group.pid
         assert group.hello.pid == pid == group.hello.pid
         assert group.loaded.shards[0].weight_bytes == 1
@@ -62,9 +61,7 @@ async def test_start_ready_step_stop(tmp_path):
 
 async def test_output_and_log_lines_become_fields(tmp_path):
     with capture_logs() as logs:
-        async with tiny_group(tmp_path, "raise at step") as (group, _):
-            await group.start()
-            await ready(group)
+        async with ready_group(tmp_path, "raise at step") as (group, _):
             pid = group.pid
             group.link.send(Step(5, 0))
             await group.wait(State.BACKOFF, timeout_s=100)
@@ -92,9 +89,7 @@ async def test_other_code_is_refused_with_the_line_that_fixes_it(tmp_path):
 
 async def test_code_that_changes_between_two_starts_is_refused(tmp_path):
     staging = stage_tiny(tmp_path)
-    async with tiny_group(staging) as (group, _):
-        await group.start()
-        await ready(group)
+    async with ready_group(staging) as (group, _):
         (staging.directory / "daemons" / "new.py").write_text("# an upgrade under a running supervisor\n")
         await group.restart(now=True)
         await group.wait(State.FAILED, timeout_s=100)
@@ -129,9 +124,7 @@ async def test_a_failed_load_gives_the_daemons_words(tmp_path, how):
 
 async def test_a_restart_drains_and_counts(tmp_path):
     drains = []
-    async with tiny_group(tmp_path, draining=lambda *news: drains.append(news)) as (group, owner):
-        await group.start()
-        await ready(group)
+    async with ready_group(tmp_path, draining=lambda *news: drains.append(news)) as (group, owner):
         first = group.pid
         await group.restart()
         assert group.state is State.DRAINING
@@ -169,9 +162,7 @@ async def test_the_daemon_has_its_own_session_its_cores_and_no_foreign_descripto
 
 
 async def test_a_daemon_told_to_terminate_by_an_operator_ends_in_order_and_is_restarted(tmp_path):
-    async with tiny_group(tmp_path) as (group, _):
-        await group.start()
-        await ready(group)
+    async with ready_group(tmp_path) as (group, _):
         await asyncio.sleep(0.1)  # the tiny daemon reports idle a moment after it sent Loaded
         os.kill(group.pid, signal.SIGTERM)
         await group.wait(State.BACKOFF, timeout_s=100)
@@ -191,9 +182,7 @@ def watch_the_loop() -> list[dict]:
 
 async def test_the_last_log_record_of_a_dying_daemon_is_logged(tmp_path):
     with capture_logs() as logs:
-        async with tiny_group(tmp_path, "last words at step", TINY_ONCE=str(tmp_path / "once")) as (group, _):
-            await group.start()
-            await ready(group)
+        async with ready_group(tmp_path, "last words at step", TINY_ONCE=str(tmp_path / "once")) as (group, _):
             group.link.send(Step(1, 0))
             await ready(group, n_restarts=1)
     words = [entry["n"] for entry in logs if entry["event"] == "last words"]
@@ -232,9 +221,7 @@ async def test_callbacks_that_raise_lose_no_news_and_no_child(tmp_path):
 async def test_the_end_of_an_earlier_drain_does_not_end_a_later_one(tmp_path):
     """The daemon dies while it drains; the owner's wait for that drain ends during the drain of the next process."""
     drains = []
-    async with tiny_group(tmp_path, draining=lambda _, child: drains.append(child)) as (group, _):
-        await group.start()
-        await ready(group)
+    async with ready_group(tmp_path, draining=lambda _, child: drains.append(child)) as (group, _):
         await group.restart(deadline_s=60.0)
         first = drains[0]
         os.kill(group.pid, signal.SIGKILL)
@@ -267,9 +254,7 @@ def warm(group) -> list[int]:
 
 
 async def test_a_spare_takes_over_and_another_is_started(tmp_path):
-    async with tiny_group(tmp_path, limits=LIMITS, n_spares=1) as (group, owner):
-        await group.start()
-        await ready(group)
+    async with ready_group(tmp_path, limits=LIMITS, n_spares=1) as (group, owner):
         for n_restarts in (1, 2):
             await until(lambda: warm(group))
             [spare], pid = warm(group), group.pid
@@ -302,9 +287,7 @@ async def test_a_restart_takes_one_that_was_prepared_for_it_and_keeps_none(tmp_p
 
 
 async def test_spares_that_die_are_replaced_later_and_later_and_concern_nobody(tmp_path):
-    async with tiny_group(tmp_path, limits=LIMITS, n_spares=1) as (group, owner):
-        await group.start()
-        await ready(group)
+    async with ready_group(tmp_path, limits=LIMITS, n_spares=1) as (group, owner):
         seen = set()
         for _ in range(3):
             await until(lambda: warm(group) and warm(group)[0] not in seen)
@@ -317,9 +300,7 @@ async def test_spares_that_die_are_replaced_later_and_later_and_concern_nobody(t
 
 
 async def test_a_spare_that_hangs_is_not_taken(tmp_path):
-    async with tiny_group(tmp_path, limits=SHORT, n_spares=1) as (group, _):
-        await group.start()
-        await ready(group)
+    async with ready_group(tmp_path, limits=SHORT, n_spares=1) as (group, _):
         await until(lambda: warm(group))
         [spare] = warm(group)
         os.kill(spare, signal.SIGSTOP)
@@ -334,9 +315,7 @@ async def test_a_spare_that_hangs_is_not_taken(tmp_path):
 async def test_no_spare_outlives_its_group(tmp_path):
     staging = stage_tiny(tmp_path)
     before, before_zombies = open_descriptors(), zombies()  # of other tests in this process
-    async with tiny_group(staging, limits=LIMITS, n_spares=2) as (group, _):
-        await group.start()
-        await ready(group)
+    async with ready_group(staging, limits=LIMITS, n_spares=2) as (group, _):
         await until(lambda: len(warm(group)) == 2)
         pids = [group.pid, *warm(group)]
         assert environment_of(pids[0]) == environment_of(pids[1])

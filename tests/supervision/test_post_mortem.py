@@ -14,7 +14,7 @@ import pytest
 from lucevisor.protocol.steps import Step
 from lucevisor.supervision.child import N_LINES_AFTER, explain_kill, failure_cause, oom_kills
 from lucevisor.supervision.states import State
-from tests.supervision.real_groups import Owner, ready, tiny_group
+from tests.supervision.real_groups import Owner, ready_group
 
 CUDA_TRACEBACK = """\
 [W init.cpp:12] some warning
@@ -105,18 +105,14 @@ def test_the_cause_of_real_crashes(code, found):
     ],
 )
 async def test_a_crashed_daemon_is_told_by_its_fatal_line(tmp_path, how, reason):
-    async with tiny_group(tmp_path, f"{how} at step") as (group, _):
-        await group.start()
-        await ready(group)
+    async with ready_group(tmp_path, f"{how} at step") as (group, _):
         group.link.send(Step(5, 0))
         await group.wait(State.BACKOFF, timeout_s=100)
         assert re.fullmatch(rf"process \d+ (was killed by )?{reason}", group.reason)
 
 
 async def test_a_sigkill_of_somebody_else_is_told_as_such(tmp_path):
-    async with tiny_group(tmp_path, owner=Owner()) as (group, _):
-        await group.start()
-        await ready(group)
+    async with ready_group(tmp_path, owner=Owner()) as (group, _):
         os.kill(group.pid, signal.SIGKILL)
         await group.wait(State.BACKOFF, timeout_s=100)
         assert "(SIGKILL): the supervisor did not send it" in group.reason

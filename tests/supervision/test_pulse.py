@@ -20,7 +20,7 @@ from lucevisor.protocol.messages import Heartbeat, LogLine, Progress, Role, Stre
 from lucevisor.protocol.transport import BlockingLink
 from lucevisor.supervision.daemon import without_reserved_names
 from lucevisor.supervision.states import State
-from tests.supervision.real_groups import ready, tiny_group
+from tests.supervision.real_groups import ready_group
 from tests.waiting import until
 
 
@@ -164,9 +164,7 @@ async def test_a_record_with_any_field_name_is_logged_whole_and_the_daemon_lives
     logs.configure("json", "info")
     try:
         fields = {name: f"value {i}" for i, name in enumerate(NAMES)}
-        async with tiny_group(tmp_path, "odd log", TINY_FIELDS=json.dumps(fields)) as (group, _):
-            await group.start()
-            await ready(group)
+        async with ready_group(tmp_path, "odd log", TINY_FIELDS=json.dumps(fields)) as (group, _):
             records = []
 
             def arrived() -> bool:
