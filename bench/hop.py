@@ -1,17 +1,19 @@
 """What a hop costs: supervisor to a daemon process and back, beside raw sockets, ZeroMQ and gRPC in the same run.
 
-    python bench/hop.py [--rounds 20] [--cores free|same|apart] [--save | --json PATH]
+    python bench/hop.py [--rounds 20] [--cores free|same|apart] [--service] [--save | --json PATH]
 
 Every contender has its own child process; rounds of all contenders alternate, so that drift of the machine hits all
 alike.  Times are per round trip, after one warm-up round that is not counted.  --cores: where the kernel may run them:
 anywhere, all on core 0, or this process on core 0 and the children on core 1.  "link, TCP rows" is transport = "tcp":
 links and rows over the loopback interface, with a copy of the rows for the supervisor on the way back.  One way, rows
 are sent ahead of their answers; those over TCP lie in their regions already, as a device leaves them there.  --save
-writes bench/results/hop-CORES.json.  ZeroMQ and gRPC are left out where they are not installed.
+writes bench/results/hop-CORES.json.  --service: milliseconds a token of the demo over two groups by each transport, in
+turns, instead.  ZeroMQ and gRPC are left out where they are not installed.
 """
 
 import argparse
 import asyncio
+import contextlib
 import os
 import select
 import socket
@@ -28,7 +30,9 @@ from types import SimpleNamespace
 import uvloop
 from msgspec.structs import replace
 from records import machine, save, write_json
+from services import ROOT, running
 
+from lucevisor.cli.bench import Case, tokens_per_s
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.arena import Arena, descriptors
 from lucevisor.protocol.codec import encode
@@ -467,6 +471,24 @@ async def measure(rounds, cpu):
     return times
 
 
+async def measure_service(rounds):
+    """{transport: ms a token}, one stream of the demo halved over two cpu groups, without drafts."""
+    config, found = ROOT / "etc" / "demo.toml", {"shared_memory": [], "tcp": []}
+    async with contextlib.AsyncExitStack() as stack:
+        services = {}
+        for transport in found:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hop-"))
+            settings = [f"groups.{group}.transport={transport}" for group in ("left", "right")]
+            services[transport] = await stack.enter_async_context(
+                running(config, directory, [*settings, "draft.kind=off"])
+            )
+        for turn in range(rounds + 1):
+            for transport, service in services.items():
+                speed = await tokens_per_s(service, Case(answer=200), turn)
+                found[transport] += [1000 / speed] if turn else []
+    return found
+
+
 def summarise(times):
     rows = []
     for metric, group in times.items():
@@ -482,6 +504,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--cores", choices=["free", "same", "apart"], default="free")
+    parser.add_argument("--service", action="store_true", help="the demo over each transport instead")
     parser.add_argument("--save", action="store_true", help="write bench/results/hop-CORES.json")
     parser.add_argument("--json", type=Path, help="write to this file")
     options = parser.parse_args()
@@ -489,6 +512,14 @@ def main():
     if cpu is not None:
         os.sched_setaffinity(0, {0})
     where = conditions(options.cores)
+    if options.service:
+        times = asyncio.run(measure_service(options.rounds))
+        medians = {transport: statistics.median(found) for transport, found in times.items()}
+        print({transport: f"{found:.3f} ms a token" for transport, found in medians.items()})
+        print(f"TCP adds {(medians['tcp'] - medians['shared_memory']) * 1000:+.0f} us a token of two hops")
+        if options.json is not None:
+            write_json(options.json, {"conditions": where, "rounds": options.rounds, "ms_a_token": times})
+        return
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         times = runner.run(measure(options.rounds, cpu))
     rows = summarise(times)

@@ -154,7 +154,7 @@ class ApiSettings:
     stored_responses: int = 1024  # of the Responses API; the least recently used go first
     stored_bytes: int = 64 * 1024 * 1024  # of all of them, with their conversations
     max_waiting_bodies: int = 1024  # bodies waiting for a worker; beyond it: 429
-    write_timeout_s: float = 60.0  # in which a client must read 16 KiB of what waits for it
+    write_timeout_s: float = 60.0  # for a client to read 16 KiB of buffered data
     head_timeout_s: float = 10.0  # from the connection, or the first byte of a later request, to the end of the head
     max_head_bytes: int = 64 * 1024  # request line and fields together
     idle_timeout_s: float = 75.0  # between two requests of a connection
@@ -187,7 +187,7 @@ class AppContext:
     efforts: Mapping[str, int] = field(default_factory=dict)  # thinking budgets in place of the usual ones
     stop_ids: frozenset[int] = frozenset()  # tokens that end an answer besides the file's own
     keys: ApiKeys = field(default_factory=ApiKeys)
-    admin_keys: ApiKeys = field(default_factory=ApiKeys)  # none: no restarts over HTTP
+    admin_keys: ApiKeys = field(default_factory=ApiKeys)  # without any, nobody restarts over HTTP
     settings: ApiSettings = field(default_factory=ApiSettings)
     retry_in_s: Callable[[], float | None] = lambda: None  # until lost groups are started again; None: not waiting
     status: Callable[[], Mapping[str, Any]] = lambda: {"groups": []}  # the JSON of `lucevisor status --json`

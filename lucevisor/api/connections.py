@@ -199,7 +199,7 @@ class HttpConnection(web.RequestHandler):
     def check_write(self, now: float) -> None:
         if self._link is None:
             return
-        # The kernel may take nothing for long although the client reads, as its buffers are large.
+        # The kernel may accept nothing for long although the client reads, because its buffers are large.
         info = self._link.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size)
         (n_acked,) = _BYTES_ACKED.unpack(info)
         if self._link.get_write_buffer_size() == 0 or n_acked - self._n_acked >= _MIN_WRITE_BYTES:

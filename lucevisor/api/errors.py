@@ -73,7 +73,7 @@ class ApiError(Exception):
         if self.code == "context_length_exceeded":  # agents look for these words, and shorten the conversation
             message = f"prompt is too long: {message}"
         error: dict[str, object] = {"type": kind, "message": message}
-        if self.param == "thread":  # so told, Anthropic's clients send all messages themselves
+        if self.param == "thread":  # after this error Anthropic's clients send all messages themselves
             error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         body: dict[str, object] = {"type": "error", "error": error}
         return body if request_id is None else {**body, "request_id": request_id}

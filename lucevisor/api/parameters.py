@@ -66,7 +66,7 @@ def check_tokens(n_tokens: int, param: str, ctx: AppContext) -> None:
 def _overflow(what: str, param: str, max_context: int) -> ApiError:
     return ApiError(
         400,
-        # Agents read the two numbers, with ">" between them, from what follows "prompt is too long".
+        # Agents parse the two numbers, with ">" between them, after "prompt is too long".
         f"{param}: the prompt {what} > {max_context - 1} that fit: max_context is {max_context}, and one generated "
         f"token must fit too; shorten the prompt to at most {max_context - 1} tokens, or raise engine.max_context",
         code="context_length_exceeded",

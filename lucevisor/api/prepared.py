@@ -90,7 +90,7 @@ def custom_input(arguments: str) -> str:
     """Return the text in the arguments of a custom tool's function; all of them if the model wrote others."""
     try:
         fields = msgspec.json.decode(arguments, type=dict[str, str])
-    except ValueError:  # other types, or what JSON allows and msgspec does not: long numbers, half a surrogate pair
+    except ValueError:  # other types, or JSON that msgspec refuses: long numbers, half a surrogate pair
         return arguments
     return fields[CUSTOM_INPUT] if fields.keys() == {CUSTOM_INPUT} else arguments
 

@@ -48,7 +48,7 @@ class Preprocessor:
     """The workers of one server.  Each starts with its first body, or by `start`."""
 
     def __init__(self, metadata: Mapping[str, object]) -> None:
-        """Take the metadata of the GGUF header, as the file itself may have changed by the time it is needed."""
+        """Copy the metadata of the GGUF header, because the file may change before a worker starts."""
         self._metadata = {key: value for key, value in metadata.items() if key.startswith(("tokenizer.", "general."))}
         self._short, self._long = _Worker(), _Worker()
         self._jobs: set[asyncio.Task[Any]] = set()
@@ -86,7 +86,7 @@ class Preprocessor:
         job = asyncio.create_task(work)
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
-        job.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may be gone
+        job.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may have disconnected
         return job
 
     async def _warm_up(self, ctx: AppContext) -> None:
@@ -129,7 +129,7 @@ class Preprocessor:
             raise unavailable("the server is shutting down", settings.retry_after_s, "shutting_down")
 
     def _setup(self, ctx: AppContext) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the metadata that a worker makes its tokenizer of, and the other fields of its context."""
+        """Return the metadata for a worker's tokenizer, and the other fields of its context."""
         names = ("model", "defaults", "direct_defaults", "efforts", "banned", "settings")
         return self._metadata, {name: getattr(ctx, name) for name in names}
 
@@ -235,7 +235,7 @@ def _detach(server_pid: int) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time: more threads would only take memory
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time; more threads would only need memory
 
 
 def _set_up(metadata: dict[str, Any], fields: dict[str, Any]) -> None:

@@ -246,7 +246,7 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 
 def _refuse_broken_text(raw: bytes) -> None:
     """Raise ApiError 400 naming a value that is no UTF-8, as msgspec's message is about the syntax or a byte."""
-    try:  # Python takes both: bytes become surrogates
+    try:  # Python accepts both: bytes become surrogates
         path = _broken_text(json.loads(raw.decode("utf-8", "surrogateescape")), "")
     except (ValueError, RecursionError):
         return

@@ -155,7 +155,7 @@ def model_fits(model: str, groups: Sequence[Interpreter]) -> bool:
         config = load(path, [])
     opened = open_model(config)
     devices, problems = asyncio.run(inventory(config))
-    if problems:  # the start says what is wrong
+    if problems:  # the start reports the problem
         return True
     placed = plan(opened.spec, with_target_devices(config, devices), devices, None, None, None)
     return not isinstance(placed, Infeasible)

@@ -70,7 +70,7 @@ class HandoverServer:
         self._path, self._source = path, source
         self._sock: socket.socket | None = None
         self._task: asyncio.Task[None] | None = None
-        self.successor: socket.socket | None = None  # its end tells the new one that this process has ended
+        self.successor: socket.socket | None = None  # closed by the end of this process, which the new one waits for
 
     def open(self) -> None:
         """Listen, in place of a supervisor that listens there already."""
@@ -150,7 +150,7 @@ class HandoverOffer:
         try:
             async with asyncio.timeout(ANSWER_S):
                 await loop.sock_recv(self._connection, len(GIVEN))
-        except (TimeoutError, OSError) as error:  # clients are served here already: there is no way back
+        except (TimeoutError, OSError) as error:  # clients are served here already, so this is final
             log.warning(
                 "the other supervisor did not confirm that it gave up its name: systemd may be notified late",
                 pid=self.reply.pid,

@@ -126,7 +126,7 @@ class _Sink(QueueListener):
         thread, self._thread = self._thread, None
         if thread is not None:
             with contextlib.suppress(queue.Full):
-                self.records.put(None, timeout=CLOSING_S)  # what `QueueListener` takes for the end
+                self.records.put(None, timeout=CLOSING_S)  # the end marker of `QueueListener`
             thread.join(CLOSING_S)
 
 
@@ -146,7 +146,7 @@ class _RotatingFile(RotatingFileHandler):
         if stream is None or os.fstat(stream.fileno()).st_nlink == 0:  # closed by a failed rotation, or removed
             if stream is not None:
                 stream.close()
-                self.stream = None  # should its directory be gone, too
+                self.stream = None  # in case its directory was removed, too
             stream = self.stream = self._open()
         size = os.fstat(stream.fileno()).st_size
         if size and size + len(data) > self.maxBytes:
@@ -161,7 +161,7 @@ class _RotatingFile(RotatingFileHandler):
 
 
 def _stderr_writer(stream: IO[str]) -> Callable[[bytes], None]:
-    if not stream.isatty():  # the interpreter takes the stream's lock at exit
+    if not stream.isatty():  # the interpreter acquires the stream's lock at exit
         with contextlib.suppress(OSError, ValueError, AttributeError):
             fd = stream.fileno()
             return lambda data: _write_all(fd, data)
@@ -251,7 +251,7 @@ atexit.register(close)
 
 
 def print_line(line: str) -> None:
-    """Show a line on standard error without waiting for it, in order with the records there."""
+    """Queue a line for standard error, in order with the log records there."""
     if sink := _sinks.get("stderr"):
         record = logging.LogRecord("lucevisor", logging.INFO, "", 0, line, None, None)
         record.plain = True

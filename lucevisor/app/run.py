@@ -322,6 +322,7 @@ class Supervisor:
         self._context.grammars.prepare()
         self._display = display
         self._stop_asked = asyncio.Event()
+        self._wait_forever = options.wait_forever
         self.service = Service(config, model, run_dir.own, display, self._on_engine, options.limits)
         self._admin_operations = AdminOperations(self.service)
         self.cache = CacheOperations(self.service)
@@ -386,8 +387,10 @@ class Supervisor:
             self._listening()
             self._handover.listen()
             await self.service.start()
-            if not await self.service.wait_ready(None) and self.service.state == "failed":
-                raise LucevisorError(f"{self.run_dir.name} did not start: {self.service.failure()}")
+            while not await self.service.wait_ready(None) and self.service.state == "failed":
+                if not self._wait_forever or self.service.retry_in_s() is None:
+                    raise LucevisorError(f"{self.run_dir.name} did not start: {self.service.failure()}")
+                await self.service.wait_until(lambda: self.service.state != "failed")
             return
         self._display.announces = False
         await self.service.start()
@@ -493,7 +496,7 @@ class Supervisor:
 
     async def reload(self, overrides: list[str]) -> dict[str, object]:
         task = self._spawn(self._reload(overrides), "reload")
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if its client is gone
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved, if the client is gone
         changed: dict[str, object] = await asyncio.shield(task)  # half a move would serve nobody
         return changed
 
@@ -555,10 +558,12 @@ class Supervisor:
 class RunOptions:
     """Options of one run.
 
-    ``take_over_s``: seconds that requests of the supervisor to take over from may take; None: off.
+    ``take_over_s``: seconds that requests of the supervisor to take over from may take; None: off.  ``wait_forever``:
+    a start goes on trying groups that were given up.
     """
 
     to_terminal: bool = True
+    wait_forever: bool = False
     take_over_s: float | None = None
     limits: SupervisionLimits | None = None
 

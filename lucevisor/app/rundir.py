@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lucevisor.errors import NO_VALUE, ConfigError, LucevisorError, NotRunningError, unusable
 
-_CLAIM_S = 0.5  # `is_locked` of others holds the lock for moments
+_CLAIM_S = 0.5  # other processes hold the lock for moments in `is_locked`
 _REMOVED_S = 5.0  # how much longer to try while other starts and stops remove the directory
 
 _OWN = "process-"
@@ -180,7 +180,7 @@ class RunDirectory:
 
         Raises AlreadyRunningError when another supervisor took the name meanwhile.
         """
-        lock = self._try_lock()  # a new file; the one that this process holds has no name any more
+        lock = self._try_lock()  # a new file, because the one that this process locks was removed
         if lock is None:
             lock = self.lock
             if not os.path.samestat(os.fstat(lock), (self.path / "lock").stat()):
@@ -252,7 +252,7 @@ class RunDirectory:
             others = [entry for entry in self.path.glob(f"{_OWN}*") if _is_other_process(entry)]
             for entry in self.path.iterdir():
                 if entry in others:
-                    continue  # of one that was about to take over
+                    continue  # of a process that was about to take over
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry, ignore_errors=True)
                 elif entry.name != "lock":

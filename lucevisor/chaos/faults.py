@@ -298,7 +298,7 @@ async def clock(target: Target, rng: random.Random) -> None:
 
 async def paused(target: Target, rng: random.Random) -> None:
     """SIGSTOP to the supervisor, for longer than a daemon may be silent or not."""
-    pid = target.pid  # another one may take over meanwhile
+    pid = target.pid  # another supervisor may take over meanwhile
     _signal(pid, signal.SIGSTOP)
     try:
         await asyncio.sleep(rng.uniform(0.2, 2 * HEARTBEAT_S))

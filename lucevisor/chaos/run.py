@@ -152,7 +152,7 @@ class Chaos:
             pids.insert(0, later.pid)
             try:
                 await asyncio.to_thread(self._until_ready, directory, later)
-            except LucevisorError:  # the earlier one goes on
+            except LucevisorError:  # the earlier supervisor continues
                 pids.remove(later.pid)
                 self._supervisors.remove(later)
                 self._stop(later)
@@ -208,7 +208,7 @@ class Chaos:
                     for name in names:
                         tasks.create_task(FAULTS[name](target, self._rng))
                 await target.ready()
-                await traffic.answered(running)  # else a slow machine would lose them again and again, and answer none
+                await traffic.answered(running)  # else a slow machine would interrupt them again and again
             for name in dict.fromkeys(names):
                 self.report.rows[name].add(counts)
 

@@ -124,7 +124,7 @@ def main() -> None:
             _complain(partial(click.echo, f"lucevisor: {where}{e.strerror or e}", err=True))
         code = ExitCode.FAILED
     if sys.stderr is not None:
-        _complain(sys.stderr.flush)  # its terminal may be gone
+        _complain(sys.stderr.flush)  # its terminal may have been closed
     sys.exit(int(code) if isinstance(code, int) else 0)
 
 

@@ -326,7 +326,7 @@ SHORT_PROMPT = 16
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Prefill of ``prompt`` tokens, or decode of ``answer`` tokens behind ``depth`` by ``streams`` at once."""
+    """Prefill of ``prompt`` tokens, or decode of ``answer`` tokens after ``depth`` others, by ``streams`` at once."""
 
     prompt: int = 0
     answer: int = 0

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _STOP_S = 60.0  # a stop takes two seconds, and more on a busy machine
 KILL_AFTER = 4
-"""Pieces of the answer that come before the kill."""
+"""Chunks of the answer before the kill."""
 QUESTIONS = [
     "What does os.path.join do?",
     "Which function of module math returns the square root?",

@@ -41,6 +41,11 @@ from lucevisor.source_tree import module_command
     help="With --take-over: seconds that requests of the other one have to end.",
 )
 @click.option(
+    "--wait-forever",
+    is_flag=True,
+    help="Go on trying groups that cannot come up, with growing pauses, instead of ending.",
+)
+@click.option(
     "--timeout",
     "timeout_s",
     type=SECONDS,
@@ -60,6 +65,7 @@ def start(
     allow_faults: str | None,
     take_over: bool,
     drain_s: float,
+    wait_forever: bool,
     timeout_s: float,
 ) -> int:
     """Start CONFIG: one daemon per group, one model over all devices, one endpoint.
@@ -78,6 +84,7 @@ def start(
     if daemon:
         more = ["--take-over", "--drain", str(drain_s)] if take_over else []
         more += ["--starter", str(starter_pid)] if starter_pid is not None else []
+        more += ["--wait-forever"] if wait_forever else []
         if is_locked(run_path(target)) and not take_over:
             raise LucevisorError(
                 f"a supervisor named {target!r} runs already: stop it, give this one another --name, or use --take-over"
@@ -91,7 +98,7 @@ def start(
     from lucevisor.cli.progress import StartDisplay
 
     limits = parse_fault_limits(allow_faults) if allow_faults is not None else None
-    options = RunOptions(to_terminal=not detached, take_over_s=drain_s if take_over else None, limits=limits)
+    options = RunOptions(not detached, wait_forever, drain_s if take_over else None, limits)
     if detached:
         return int(run(loaded, target, LoadProgress(), options))
     with StartDisplay(loaded) as display:
@@ -170,7 +177,7 @@ def _until_ready(
         except NotRunningError:
             time.sleep(0.1)
             continue
-        if status["pid"] != process.pid:  # it takes over from this one later
+        if status["pid"] != process.pid:  # this one is still to be taken over
             time.sleep(0.1)
             continue
         if status["state"] == "ready":

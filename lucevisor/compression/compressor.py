@@ -1,4 +1,4 @@
-"""Shortens prompts: finds their parts, has them scored, selects, and remembers what it selected.
+"""Shortens prompts: finds their parts, scores them, selects ranges, and caches the selection.
 
 The scorer scores windows of tokens; if it fails, the prompt is served whole.  Invariant: kept tokens stay in order, and
 all tokens outside parts are kept.
@@ -103,7 +103,7 @@ def _key(tokens: Sequence[int]) -> bytes:
 
 
 class Compressor:
-    """Shortens prompts by what ``windows`` say."""
+    """Shortens prompts by the scores of ``windows``."""
 
     def __init__(self, settings: CompressionSettings, windows: Windows) -> None:
         self.settings, self._windows, self._tokenizer = settings, windows, windows.tokenizer
@@ -121,8 +121,9 @@ class Compressor:
         return len(self._kept)
 
     async def compress(self, ids: Sequence[int], turn_ends: Sequence[int], roles: Sequence[str]) -> CompressedPrompt:
-        """Return the prompt, shortened if it is to be and can be.  A failure to score is never raised: the prompt stays
-        whole.
+        """Return the prompt, shortened if it is long enough and has parts to shorten.
+
+        If scoring fails, the prompt stays whole; nothing is raised.
         """
         prompt = await self._compress(ids, turn_ends, roles)
         now = self._statistics

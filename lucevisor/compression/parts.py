@@ -14,9 +14,9 @@ from typing import Final
 from lucevisor.text.tokenizer import Tokenizer
 
 HOT_TURNS: Final = 2
-"""The last complete turns of a chat in which the assistant has answered: they stay whole until they are older."""
+"""Last complete turns that stay whole in a chat in which the assistant has answered."""
 MIN_PART_TOKENS: Final = 256
-"""Shorter parts stay whole: shortening them saves little."""
+"""Minimum length of a part in tokens; shortening a shorter one saves little."""
 _HEADER_TOKENS: Final = 8
 _ROLE_TOKENS: Final = 2
 _SHORTENED: Final = frozenset({"user", "tool"})
@@ -56,7 +56,7 @@ def parts_of(
 
 
 def question_end(ids: Sequence[int], turn_ends: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Return where what is asked ends: the content of the last complete turn, before what the template adds."""
+    """Return the end of the question: of the content of the last complete turn, before text that the template adds."""
     end = turn_ends[-1] if turn_ends else len(ids)
     while end and turn_ends and (tokenizer.is_marker(ids[end - 1]) or tokenizer.token_bytes(ids[end - 1]).isspace()):
         end -= 1
@@ -64,9 +64,8 @@ def question_end(ids: Sequence[int], turn_ends: Sequence[int], tokenizer: Tokeni
 
 
 def last_words_end(ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Return where the last words of a prompt end whose turns are not known: before what a template adds, which is
-    markers, blanks and at most _ROLE_TOKENS other tokens between two markers.  The whole length if there is no more.
-    """
+    """Return the end of the last words of a prompt whose turns are not known, before text that a template adds:
+    markers, blanks and at most _ROLE_TOKENS other tokens between two markers.  The whole length if there is no more."""
     end = n_words = 0
     for at in range(len(ids) - 1, -1, -1):
         if tokenizer.is_marker(ids[at]):
@@ -98,7 +97,7 @@ def roles_of_turns(roles: Sequence[str], n_turns: int) -> list[str] | None:
 
 
 def _content_start(ids: Sequence[int], start: int, stop: int, tokenizer: Tokenizer) -> int:
-    """Return where a turn's content begins: behind the line in which the template names the role."""
+    """Return where a turn's content begins: after the line in which the template names the role."""
     for at in range(start, min(stop, start + _HEADER_TOKENS)):
         if tokenizer.token_bytes(ids[at]).endswith(b"\n"):
             return at + 1

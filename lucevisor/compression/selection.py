@@ -12,9 +12,9 @@ from itertools import accumulate, pairwise
 
 CHUNK_TOKENS = 32
 HEAD_CHUNKS, TAIL_CHUNKS = 8, 24
-"""Kept for their place where the budget allows: at most an eighth and a quarter of it, and always the last one."""
+"""Chunks kept for their position: at most an eighth and a quarter of the budget, and always the last one."""
 POOL_TOKENS = CHUNK_TOKENS + 1
-"""Width of the moving average over scores: what is relevant near a chunk's edge lifts the next chunk, too."""
+"""Width of the moving average over scores, by which relevant tokens near a chunk's edge also raise the next chunk."""
 ANCHOR_TOKENS = 4
 """Equal runs of so many tokens in the question and in the text mark a place where the question is answered."""
 Range = tuple[int, int]

@@ -1,4 +1,4 @@
-"""Relevance of tokens to a question, window by window: what prompt compression and KV Flash ask the scoring model.
+"""Relevance of tokens to a question, window by window, by the scoring model of prompt compression and KV Flash.
 
 Invariant: as many scores come back as tokens were given, whatever tokenizer the scoring model has.
 """
@@ -16,7 +16,7 @@ from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.text.tokenizer import Tokenizer
 
 QUESTION_TOKENS: Final = 96
-"""The end of what is asked, which goes behind each window."""
+"""Last tokens of the question, which follow each window."""
 QUERY_TOKENS: Final = 8
 """Its last tokens, whose attention is the score."""
 
@@ -26,7 +26,7 @@ class Scorer(Protocol):
 
     @property
     def window_tokens(self) -> int:
-        """Tokens of the longest window, with those that ask."""
+        """Tokens of the longest window, with those of the question."""
 
     async def score(self, tokens: Sequence[int], n_query: int) -> Sequence[float]:
         """Return the relevance of each token to the last ``n_query``; raises ScoringError."""
@@ -42,7 +42,7 @@ class WindowCounts:
 
 @dataclass(slots=True)
 class Windows:
-    """``scorer_tokenizer``: None if the scoring model has the served model's."""
+    """Scores tokens by windows.  ``scorer_tokenizer``: None if the scoring model has the served model's tokenizer."""
 
     tokenizer: Tokenizer
     scorer: Scorer

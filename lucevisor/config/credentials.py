@@ -1,4 +1,4 @@
-"""Files of API keys, one key per line with or without a name behind it, and the certificate and key of the endpoint.
+"""Files of API keys, one key per line, optionally followed by a name, and the certificate and key of the endpoint.
 
 Invariant: no message and no `repr` shows a key.
 """

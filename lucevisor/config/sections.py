@@ -98,9 +98,9 @@ class GroupConfig:
     cores: tuple[Annotated[int, Meta(ge=0, le=8191)], ...] = ()
     """Processor cores the daemon is pinned to. Empty: not pinned."""
     transport: Transport = "shared_memory"
-    """How the supervisor and other groups reach the daemon. `tcp`: over connections on the loopback interface, which
-    are not authenticated. No files travel then: there are no snapshots, swap space and `reload`, and a restarted group
-    computes its state again."""
+    """Transport between the daemon, the supervisor and other groups. `tcp`: over connections on the loopback interface,
+    which are not authenticated. No files travel then: there are no snapshots, swap space and `reload`, and a restarted
+    group computes its state again."""
 
     def environment(self) -> dict[str, str]:
         """Return what to add to the daemon's environment: `env`, and the variable for `visible_devices`."""
@@ -169,12 +169,12 @@ class ServerConfig:
     port: Annotated[int, Meta(ge=0, le=65535)] = 8080
     """Port to listen on; 0: any free one, see `lucevisor status`."""
     api_keys_file: Annotated[str, PATH] = ""
-    """File of accepted keys, one per line, with a name behind it or without: `KEY NAME`. Empty lines and lines that
+    """File of accepted keys, one per line, optionally followed by a name: `KEY NAME`. Empty lines and lines that
     start with `#` are skipped. Empty: no key is required."""
     admin_keys_file: Annotated[str, PATH] = ""
     """Like `api_keys_file`: keys that may also restart groups over HTTP. Empty: nobody may."""
     tls_cert_file: Annotated[str, PATH] = ""
-    """Certificate in PEM, its chain behind it: serves HTTPS instead of HTTP. Needs `tls_key_file`."""
+    """Certificate in PEM, followed by its chain: serves HTTPS instead of HTTP. Needs `tls_key_file`."""
     tls_key_file: Annotated[str, PATH] = ""
     """Private key of `tls_cert_file` in PEM, without a password."""
     allow_open: bool = False
@@ -213,7 +213,7 @@ class CacheConfig:
     pages of 64 tokens; 0: at its end only."""
     normalise: Literal["off", "fix", "move"] = "off"
     """Treatment of system prompt lines that some agents change every turn, such as a date or a billing header: `off`
-    keeps them; `fix` replaces their values by fixed words, so the model does not see them; `move` moves dates behind
+    keeps them; `fix` replaces their values by fixed words, so the model does not see them; `move` moves dates after
     the last message."""
 
 

@@ -124,7 +124,7 @@ class AdminOperations:
             if service.stopping:  # perhaps since this call waited for its turn
                 raise LucevisorError("the supervisor is stopping")
             if not now:
-                with contextlib.suppress(TimeoutError):  # it takes longer without
+                with contextlib.suppress(TimeoutError):  # the restart takes longer without
                     async with suspend_clock.timeout(PREPARE_S):
                         await supervised.prepare()
             await supervised.restart(now=now, deadline_s=RESTART_S)

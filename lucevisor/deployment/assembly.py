@@ -196,7 +196,7 @@ class PipelineAssembly:
         """Called when a daemon has loaded; ``with_draft``: the drafter, too; ``restored``: it has the state that was
         frozen,
         with ``draft_restored`` the drafter's, too; ``replayed``: it computed what ``replay`` returned."""
-        if self._detached:  # it was loading when the supervisor was told to stop
+        if self._detached:  # it was loading when the stop began
             return
         if self._draft is not None and group == self._draft.group and with_draft:
             self._draft.on_ready(link)

@@ -73,8 +73,8 @@ class PlacementBarrier:
         self._groups, self._others = frozenset(groups), frozenset(others)
         self._place = place
         self._hellos: dict[str, Hello] = {}
-        self._failed: set[str] = set()  # others that will not come soon
-        self._news = asyncio.Event()  # a hello, or one that will not come
+        self._failed: set[str] = set()  # others that failed, so nobody waits for them
+        self._news = asyncio.Event()  # set by a hello or a failure
         self._placed = _new_future()
         self._placing = asyncio.Lock()
 
@@ -84,7 +84,7 @@ class PlacementBarrier:
         self._failed.discard(group)
         self._news.set()
         if self._placed.done() and self._placed.exception() is not None:
-            self._placed = _new_future()  # a restart: what did not fit may fit now
+            self._placed = _new_future()  # a restart: the model may fit now
         if self._groups <= self._hellos.keys():
             async with self._placing:  # measuring takes a while, in which a daemon may come a second time
                 if not self._placed.done():

@@ -52,7 +52,7 @@ class ScoringStage:
         return f"window {self._sent.window} at {self._sent.start}" if self._sent is not None else ""
 
     def on_ready(self, group: str, link: Channel, problem: str) -> None:
-        """A daemon finished loading; with a ``problem`` without the scoring model."""
+        """Called when a daemon has loaded; with a ``problem``, without the scoring model."""
         if group != self.placed.group:
             return
         if problem:
@@ -62,7 +62,7 @@ class ScoringStage:
         log.info("scoring model attached", group=self.placed.group, name=self.placed.name)
 
     def on_lost(self, group: str, reason: str) -> None:
-        """A daemon has exited or is about to."""
+        """Called when a daemon has exited or is about to."""
         if group == self.placed.group:
             self._detach(f"group {group}: {reason}")
 
@@ -99,12 +99,12 @@ class ScoringStage:
         return scores
 
     async def _send(self, message: ScoreWindow) -> Sequence[float]:
-        while self._answer is not None and not self._answer.done():  # of a request that is gone
+        while self._answer is not None and not self._answer.done():  # of a cancelled request
             await asyncio.wait({self._answer})
         if self._link is None:
             raise ScoringError(f"the scoring model is unavailable: {self._unavailable_reason}")
         self._answer = asyncio.get_running_loop().create_future()
-        self._answer.add_done_callback(lambda done: done.exception())  # seen, if its request is gone
+        self._answer.add_done_callback(lambda done: done.exception())  # retrieved even if its request was cancelled
         self._sent = message
         try:
             self._link.send(message)

@@ -1,5 +1,6 @@
 """Records of the served model and its drafter: files and headers (:mod:`lucevisor.deployment.weights` has the
-tensors)."""
+tensors).
+"""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ class Service:
         if self.snapshots is not None and self.deployment.complete:
             self._saving = asyncio.create_task(self.snapshots.save_all(deadline_s), name="save all slots")
             with contextlib.suppress(asyncio.CancelledError, TimeoutError):
-                async with suspend_clock.timeout(deadline_s + 1.0):  # a disk that hangs does not hold up the stop
+                async with suspend_clock.timeout(deadline_s + 1.0):  # a hung disk does not delay the stop
                     await self._saving
             self._saving = None
 

@@ -46,7 +46,7 @@ _AT_ONCE = 16
 
 
 def with_offsets(tensors: Sequence[SnapshotTensor], start: int = 0) -> list[SnapshotTensor]:
-    """Return the tensors one behind the other, from an offset on."""
+    """Return the tensors one after the other, from an offset on."""
     offsets = accumulate((tensor.n_bytes for tensor in tensors), initial=start)
     return [replace(tensor, offset=offset) for tensor, offset in zip(tensors, offsets, strict=False)]
 

@@ -2,7 +2,7 @@
 
 A group may load a file only when its identity (``FileIdentity``) is that of the files that were planned with, or when
 hashing it gave the same digests.  Each file is hashed once, in the background, and the digests are kept for later
-starts.  docs/adr/0007 says why the supervisor hashes and not the shards.
+starts.  docs/adr/0007 explains why the supervisor hashes and not the shards.
 
 Invariant: every identity in ``_admitted`` was seen on files with the bytes of the running plan.
 """

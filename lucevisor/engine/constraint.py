@@ -26,14 +26,14 @@ class Constraint(Protocol):
     def n_valid(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
         """Take tokens as ``masks`` does; return how many ``drafts`` may follow them.
 
-        Called on the event loop, so it takes microseconds, or says 0 from then on.  Never raises.
+        Called on the event loop, so it takes microseconds, or returns 0 from then on.  Never raises.
         """
 
     def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
         """Take the output's ``tokens`` from ``start`` on, which may overlap those taken before; return a mask of what
-        may follow them, and one behind each draft.
+        may follow them, and one after each draft.
 
-        Masks are ``row_bytes`` each, as in Masks; those behind a forbidden draft are not read and may hold anything.
+        Masks are ``row_bytes`` each, as in Masks; those after a forbidden draft are not read and may hold anything.
         Called from any thread; runs without the interpreter lock for most of the time.  Raises an error that says why
         it cannot go on, for example because the grammar takes too much work.
         """

@@ -234,8 +234,8 @@ class Engine:
     def detach_frozen(self, error: RequestError, rows: RowStore | None, journal_pages: int) -> None:
         """Leave the pipeline after a freeze; the next one may have what was frozen (``attach``).
 
-        ``error``: says meanwhile why requests are not served.  ``rows``, ``journal_pages``: the memory of the journal
-        over the next pipeline's boundaries.
+        ``error``: the reason why requests are not served meanwhile.  ``rows``, ``journal_pages``: the memory of the
+        journal over the next pipeline's boundaries.
         """
         if self.pipeline is not None:
             self.pipeline.close()

@@ -1,14 +1,14 @@
 """The scheduler's part of speculative decoding: drafts to ask for, drafts to verify, and the attached drafter.
 
-A drafter is asked with the slice behind whose token it drafts.  The sequence then waits for the drafts
+A drafter is asked with the slice after whose token it drafts.  The sequence then waits for the drafts
 (``LiveSequence.waiting_for_step``), and its next slice verifies them.  Drafts take only pages and states that are free
 or that prefix slots can give.  docs/scheduling.md has the rules.
 
 Where the output stage's daemon makes the drafts, a slice may verify them before the supervisor has them.  It carries
 ``PENDING`` until they are filled in (ADR 16).
 
-Invariants: a sequence waits only for a step that the attached drafter has yet to answer; drafts never reach behind a
-request's last token, nor behind the pages of its sequence.
+Invariants: a sequence waits only for a step that the attached drafter has yet to answer; drafts never go beyond a
+request's last token, nor beyond the pages of its sequence.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def with_same_draft_step(decodes: Sequence[ScheduledSlice]) -> list[ScheduledSli
 
 
 def fill_in(outstanding: Iterable[ScheduledStep], asked: ScheduledStep, drafts: Mapping[int, Drafted]) -> bool:
-    """Put the ``drafts`` that a step asked for into the slices behind it that verify them; return whether any do."""
+    """Put the ``drafts`` that a step asked for into the slices after it that verify them; return whether any do."""
     any_filled = False
     for step in outstanding:
         for sequence, part in step.parts.items():
@@ -98,7 +98,7 @@ class Drafting:
         )  # the last one publishes to the first what it makes
         self._n_decoding = 0  # when the next step was begun
         self._last_results: dict[frozenset[int], tuple[ScheduledStep, float]] = {}  # by the sequences of a micro-batch
-        self._cold_drafts = 0  # the last step behind which drafts were compiled or captured
+        self._cold_drafts = 0  # the last step after which drafts were compiled or captured
         self._promised = 0  # drafts of a slice that the next step verifies, as decided before
 
     # ---- the drafter
@@ -314,7 +314,7 @@ class Drafting:
         before, then = last
         width, asked = widths.pop(), {part.slice.num_draft_tokens for part in before.parts.values()}
         looked_up = any(part.record.drafts.looked_up for part in step.parts.values())
-        # Of plain rounds only those behind a plain step: the first one after drafts does not run ahead.
+        # Of plain rounds only those after a plain step: the first one after drafts does not run ahead.
         if asked == {0} and (before.plain or width):
             self.speculation.record_round(width, now - then, asked=False, cold=cold)
         elif asked == {width} and not looked_up:
@@ -389,7 +389,7 @@ class Drafting:
         return [min(width, most) for width in widths]
 
     def _num_draft_tokens(self, slice_: ScheduledSlice, n_drafts: int) -> int:
-        """Return how many drafts to ask for behind the token that a slice samples."""
+        """Return how many drafts to ask for after the token that a slice samples."""
         record = slice_.record
         if not self.active or not slice_.samples or record.uncached or self.draft_from(slice_.live) >= slice_.stop:
             return 0

@@ -48,7 +48,7 @@ class RowStore(Protocol):
         """Copy the first rows of a block to another."""
 
     def gather(self, steps: Sequence[Sequence[RowCopy]]) -> int:
-        """Return the descriptor of a new memfd, to which the rows of steps are written one behind the other, after all
+        """Return the descriptor of a new memfd, to which the rows of steps are written one after the other, after all
         copies so far, and which is then sealed.  Raises OSError."""
 
 

@@ -43,7 +43,7 @@ log = structlog.get_logger("lucevisor.engine")
 
 
 class PageRelevance:
-    """Asks ``score`` for the sequences of steps that rank their pages; ``on_ranked`` is called after each answer."""
+    """Ranks the pages of sequences by ``score``; ``on_ranked`` is called after each ranking."""
 
     def __init__(self, on_ranked: Callable[[], None]) -> None:
         self.score: PageScorer | None = None

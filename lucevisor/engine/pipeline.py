@@ -2,7 +2,7 @@
 
 Plain callbacks, without tasks.  If doorbells announce the rows to the next stage, steps are posted: sent to all stages
 at once, so that a hop does not wait for this process (ADR 21).  Otherwise frames for later stages are encoded while the
-first stage computes.  The reader of the links calls ``receive``.  A draft stage behind the last one gets the steps
+first stage computes.  The reader of the links calls ``receive``.  A draft stage after the last one gets the steps
 submitted since it was attached, in order, unless it is suspended.  When a daemon is lost, the steps in flight wait for
 its stages, and continue when another daemon runs them.
 Invariant: a stage answers its steps in the order they were sent to it; any other answer fails the pipeline, because the
@@ -476,7 +476,7 @@ class Pipeline:
                 return
 
     def fail(self, stage: int, code: ErrorCode, message: str) -> None:
-        """End the pipeline: forget all steps and call ``on_failed``.  Does nothing after the first failure or close."""
+        """End the pipeline: drop all steps and call ``on_failed``.  Does nothing after the first failure or close."""
         if self._open:
             self.close()
             self._on_failed(PipelineFailure(stage, code, message))
@@ -511,7 +511,7 @@ class Pipeline:
         return oldest
 
     def close(self) -> None:
-        """Forget all steps and the drafter; no callback comes after this."""
+        """Drop all steps and the drafter; no callback comes after this."""
         self._open = False
         self.drafts.detach()
         self._rebuilding.clear()
@@ -635,7 +635,7 @@ class Pipeline:
         return True
 
     def _is_held(self, step_id: int) -> bool:
-        """Return whether the output stage has yet to answer a step, so that drafts behind it have not begun."""
+        """Return whether the output stage has yet to answer a step, so that drafts after it have not begun."""
         return any(entry.step.step_id == step_id for entry in self._held[-1])
 
     def _dead_link(self, stage: int, text: str) -> None:

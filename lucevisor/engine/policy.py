@@ -19,7 +19,7 @@ from lucevisor.model.values import PAGE_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class StepShare:
-    """What a step may compute.  ``prompts``: next first, ``prefill_tokens`` of them at most.  ``decodes`` False: they
+    """Limits of a step.  ``prompts``: next first, ``prefill_tokens`` of them at most.  ``decodes`` False: they
     wait for a later step.
     """
 
@@ -72,10 +72,13 @@ class SchedulingPolicy(Protocol):
         """Return into how many micro-batches decodes are dealt; ``n_fastest``: as few as keep the stages busy."""
 
     def victims(self, running: Iterable[RequestRecord], *, swaps: bool) -> Victims:
-        """Return who may give way for want of sequences.  ``swaps``: the state of a preempted request is kept."""
+        """Return the requests that may be preempted for want of sequences.
+
+        ``swaps``: the state of a preempted request is kept.
+        """
 
     def page_victim(self, running: Iterable[RequestRecord]) -> RequestRecord:
-        """Return the running request that gives way for want of pages."""
+        """Return the running request to preempt for want of pages."""
 
     def on_submitted(self, client: str) -> None:
         """Record a request that waits or runs from now on."""

@@ -29,7 +29,7 @@ FIRST_STEP: Final = 1 << 40
 
 
 class CannotRebuild(Exception):
-    """A stage cannot be rebuilt alone, so all stages compute the sequences again.  The message says why."""
+    """A stage cannot be rebuilt alone, so all stages compute the sequences again.  The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Rebuilder:
             live.table.slide(stop)  # slots that share what it owns count as whole, and only what is visible is rebuilt
         self._n_steps = 0
         if any(live.table.n_out for live in self._stops):
-            raise CannotRebuild("pages of a sequence were paged out: what is behind them cannot be computed alone")
+            raise CannotRebuild("pages of a sequence were paged out: what follows them cannot be computed alone")
         self._check_window_pages()
         self._slots: dict[LiveSequence, list[PrefixSlot]] = {live: [] for live in self._stops}
         for slot in slots:
@@ -223,13 +223,13 @@ class Rebuilder:
                         )
 
     def _visible_pages(self, live: LiveSequence, stop: int) -> list[int]:
-        """Return the pages that tokens at ``stop`` and behind it see or write."""
+        """Return the pages that tokens at ``stop`` and after it attend to or write."""
         assert self._limits.window_tokens is not None
         known = live.table.known(Space.WINDOW)
         return known.pages[max(0, first_visible_page(stop, self._limits.window_tokens) - known.first) :]
 
     def _window_pages(self, live: LiveSequence, stop: int) -> list[tuple[int, int]]:
-        """Return the entries below ``stop`` that a token there sees, and their pages."""
+        """Return the entries below ``stop`` that a token there attends to, and their pages."""
         assert self._limits.window_tokens is not None
         known, first = live.table.known(Space.WINDOW), first_visible_page(stop, self._limits.window_tokens)
         entries = range(max(first, known.first), pages_of(stop))

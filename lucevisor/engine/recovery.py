@@ -150,7 +150,7 @@ MAX_REPLAY_TOKENS: Final = 1 << 17
 @dataclass(frozen=True, slots=True)
 class StateReplay:
     """The steps of each lost stage, and the ``file`` of their boundary rows, a descriptor.  Rows are still being
-    written to it; it is sealed behind the last one.
+    written to it; it is sealed after the last one.
     """
 
     stages: Sequence[StageReplay]
@@ -214,7 +214,7 @@ class StageRecovery:
         pipeline.on_rows, pipeline.on_rebuilt, pipeline.on_steps_returned = answered, rebuilt, proceed
 
     def detach(self) -> None:
-        """Forget the pipeline, and what its shards held."""
+        """Drop the pipeline and the state of its shards."""
         self._pipeline = self.opening = None
         self._ended.clear()
         self._forget_plans()
@@ -429,9 +429,9 @@ class StageRecovery:
         self.n_restored = self.n_frozen * len(lost)
 
     def _drop_ended(self) -> None:
-        """Forget the slices of sequences that were closed since, as those of an earlier loss.
+        """Drop the slices of sequences that were closed since, as those of an earlier loss.
 
-        Raises CannotRebuild if a sequence began with a slot that they were to complete in the stages behind.
+        Raises CannotRebuild if a sequence began with a slot that they were to complete in the later stages.
         """
         for scheduled in self._scheduler.in_flight:
             for sequence, part in [*scheduled.parts.items()]:
@@ -445,7 +445,7 @@ class StageRecovery:
                 raise CannotRebuild("a sequence began with what another one, closed since, was to compute")
 
     def _drop_unfinished(self, unfinished: Sequence[ScheduledSequence]) -> None:
-        """Drop the slots that may have something of slices which stages behind the lost ones will never compute, even
+        """Drop the slots that may have something of slices which stages after the lost ones will never compute, even
         where a running sequence begins alike: it has pages of its own."""
         index = self._scheduler.reuse.index
         for slot in index.slots:

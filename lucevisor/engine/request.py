@@ -199,7 +199,8 @@ class ContextOverflow(SubmitError):
 class QueueFull(SubmitError):
     """A client's share of the waiting queue is full (HTTP 429).  There is no other rate limit of requests.
 
-    ``retry_after_s``: when its requests are likely to have started."""
+    ``retry_after_s``: when its requests are likely to have started.
+    """
 
     code = "queue_full"
 

@@ -1,8 +1,8 @@
 """The requests that have a sequence in the shards, and the ids they hold there.
 
-Opens, grows and closes sequences, and says which operations do the same in the daemons; the scheduler decides when, and
-sends them in order.  Invariant: a request is in here exactly while it has a live sequence; what it holds is free as
-soon as ``close`` returns, but for what prefix slots hold too.
+Opens, grows and closes sequences, and returns the operations that do the same in the daemons; the scheduler decides
+when, and sends them in order.  Invariant: a request is in here exactly while it has a live sequence; what it holds is
+free as soon as ``close`` returns, but for what prefix slots hold too.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class RunningRequests(Collection[RequestRecord]):
         return self._grow(live, stop, num_draft_tokens) or []
 
     def release_ahead(self) -> bool:
-        """Release the pages behind the tokens of all sequences, which only drafts would fill; False if there are none.
+        """Release the pages after the tokens of all sequences, which only drafts would fill; False if there are none.
 
         Steps in flight may still write drafts there.  These are never read, because drafts are cut to the pages.
         """

@@ -132,8 +132,8 @@ class SwapSpace(Protocol):
 class Preemption:
     """Preempts running requests.  ``swap`` None: their state is recomputed instead of swapped.
 
-    The policy says which, when sequences or pages are short.  The state of a preempted request is published as a prefix
-    slot, pinned until the swap space has its bytes, and read back before the request continues.
+    The policy chooses which, when sequences or pages are short.  The state of a preempted request is published as a
+    prefix slot, pinned until the swap space has its bytes, and read back before the request continues.
     """
 
     def __init__(
@@ -564,7 +564,7 @@ class Scheduler:
         return -(-[record.state for record in records].count(RequestState.DECODE) // n_groups)
 
     def choose_ahead(self, records: Collection[RequestRecord]) -> list[ScheduledSlice]:
-        """Choose the decodes behind the oldest step in flight that none follows.
+        """Choose the decodes after the oldest step in flight that none follows.
 
         A stage would idle from a step's result until the next step arrives, so the next step of a micro-batch is sent
         while one runs; its slices name the tokens that the running step samples (``PENDING``).  None unless every

@@ -49,7 +49,7 @@ class LiveSequence:
 
     Stages run steps in order, so a later step finds what an earlier one computes: ``tokens[:n_computed]`` count as soon
     as their step is planned.  ``n_scheduled`` also counts drafts that are being verified.  When the verdict comes,
-    ``n_computed`` grows by the accepted drafts and ``n_scheduled`` falls back to it: pages behind it hold nothing.
+    ``n_computed`` grows by the accepted drafts and ``n_scheduled`` falls back to it: pages after it hold nothing.
     ``draft_states[i]`` is the id of the recurrent state after draft i of those, which the shards can make: ``accepted``
     after the last accepted draft, in the place of ``state``.
     """
@@ -214,7 +214,7 @@ class RequestRecord:
         return self.uncached or self.request.score_prompt
 
     def scored(self, start: int, stop: int) -> list[int]:
-        """Return the tokens behind positions ``[start, stop)`` whose log-probabilities are wanted."""
+        """Return the tokens after positions ``[start, stop)`` whose log-probabilities are wanted."""
         return [*self.tokens[start + 1 : min(stop + 1, len(self.request.prompt))]] if self.request.score_prompt else []
 
     def append(self, sampled: Sampled) -> None:

@@ -29,7 +29,7 @@ VARIABLE = "LUCEVISOR_VALIDATE"
 
 
 def enabled(environment: Mapping[str, str]) -> bool:
-    """Return whether the environment asks for checks: any value but the empty one and 0."""
+    """Return whether the environment enables checks: any value but the empty one and 0."""
     return environment.get(VARIABLE, "") not in ("", "0")
 
 

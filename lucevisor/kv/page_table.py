@@ -97,7 +97,8 @@ class PageTable:
     """The pages of one sequence: grown before a slice is planned, released at the end."""
 
     def __init__(self, pools: PagePools, window_tokens: int | None) -> None:
-        """``window_tokens``: positions a sliding layer sees, the token itself included; None without such layers."""
+        """``window_tokens``: positions a sliding layer attends to, the token itself included; None without such
+        layers."""
         self._pools = pools
         self._window_tokens = window_tokens
         self._entries: dict[Space, Entries] = {space: Entries() for space in PAGED if space in pools}
@@ -121,7 +122,7 @@ class PageTable:
         return entries.pages[max(0, start - entries.first_held) : max(0, stop - entries.first_held)]
 
     def page(self, space: Space, entry: int) -> int | None:
-        """Return the page of an entry; None if it does not hold it, or some are paged out (``entries`` knows those)."""
+        """Return the page of an entry; None if it does not hold it, or some are paged out (see ``entries``)."""
         entries = self._entries[space]
         place = entry - entries.first_held
         return entries.pages[place] if 0 <= place < len(entries.pages) else None
@@ -129,7 +130,7 @@ class PageTable:
     def missing(self, n_tokens: int, n_ahead: int = 0) -> dict[Space, int]:
         """Return the pages that positions ``0 .. n_tokens - 1`` need beyond those held; only spaces that need some.
 
-        ``n_ahead``: positions behind those that need pages of ``full`` alone, for drafts.
+        ``n_ahead``: positions after those that need pages of ``full`` alone, for drafts.
         """
         needs = {space: pages_of(n_tokens) - entries.stop for space, entries in self._entries.items()}
         if n_ahead:
@@ -179,7 +180,7 @@ class PageTable:
         return growths
 
     def slide(self, start: int) -> None:
-        """Release the window pages that no token at ``start`` or later sees."""
+        """Release the window pages that no token at ``start`` or later attends to."""
         entries = self._entries.get(Space.WINDOW)
         if entries is None or self._window_tokens is None:
             return
@@ -191,7 +192,7 @@ class PageTable:
             entries.first_held += n_old
 
     def shrink(self, n_tokens: int) -> int:
-        """Release the pages behind positions ``0 .. n_tokens - 1``; return how many."""
+        """Release the pages after positions ``0 .. n_tokens - 1``; return how many."""
         n_released = 0
         for space, entries in self._entries.items():
             n_surplus = max(0, min(len(entries.pages), entries.stop - pages_of(n_tokens)))

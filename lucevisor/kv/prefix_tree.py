@@ -67,7 +67,7 @@ class Node:
 
     @property
     def key(self) -> bytes:
-        """The first page of tokens, by which the parent knows it."""
+        """The first page of tokens, its key in the parent."""
         return self.tokens[:PAGE_BYTES]
 
 

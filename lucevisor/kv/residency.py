@@ -2,7 +2,7 @@
 
 One decision holds for all shards.  The first pages of a sequence (attention sinks) and
 its last ones always stay.  Attention reads every resident page at each step, so the least recently used one is the
-oldest behind the head.  Policy ``lru`` drops what leaves; ``exact`` keeps it in host memory, where attention reads it;
+oldest after the head.  Policy ``lru`` drops what leaves; ``exact`` keeps it in host memory, where attention reads it;
 ``qk`` keeps it there, too, and swaps pages so that the last queries' most attended ones are resident; ``drafter`` swaps
 in those that a small model finds relevant to the end of a prompt.
 
@@ -49,7 +49,7 @@ class Residency:
 
     @property
     def ranks_pages(self) -> bool:
-        """True if pages come back, chosen by how much queries attend to them, or what a small model says."""
+        """True if pages come back, chosen by how much queries attend to them, or by a small model's scores."""
         return self.policy in ("qk", "drafter")
 
     @property
@@ -146,7 +146,7 @@ class _FullEntries(Entries):
             pages = self.pages[place : place + stop - first]
             growths.append(Growth(Space.FULL, first, pages, tuple(self.out[left]), tuple(self.hosts[left])))
             place, at = place + len(pages), n_out
-        if at < len(self.out):  # behind all pages
+        if at < len(self.out):  # after all pages
             growths.append(Growth(Space.FULL, self.stop, [], tuple(self.out[at:]), tuple(self.hosts[at:])))
         return growths
 

@@ -1,6 +1,6 @@
 """Token ids, packed: comparing and hashing a page of them is one memcmp, a prompt of 262,144 ids takes 1 MiB.
 
-The engine and the prefix index look at every prompt on the event loop; a Python list of that length costs milliseconds
+The engine and the prefix index read every prompt on the event loop; a Python list of that length costs milliseconds
 to copy, slice into pages or compare.  Invariant: the packed form is that of the snapshot file, little-endian uint32.
 """
 

@@ -22,7 +22,7 @@ MAX_KEYS = 1 << 14  # published files have about 50
 MAX_KEY_BYTES = 65535  # the specification's own limit
 MAX_ARRAY_VALUES = 1 << 22  # over all arrays; a vocabulary of 262144 tokens with its merges has 1.3 million
 MAX_NAME_BYTES = 255  # ggml allows 64, some converters write more
-MAX_HEADER_BYTES = 128 << 20  # a vocabulary of 262144 tokens with its merges takes 15 MB
+MAX_HEADER_BYTES = 128 << 20  # a vocabulary of 262,144 tokens with its merges has 15 MB
 _SHOWN_CHARS = 150
 
 Value = bool | int | float | str | list["Value"] | list[int] | list[float] | list[str] | list[bool]

@@ -1,6 +1,6 @@
 """Model spec: one :class:`LayerSpec` per layer, the single table that planner, pools, snapshots and blocks read.
 
-Built from a GGUF header alone.  A family adds one file in ``model/families``; nothing here knows a family.
+Built from a GGUF header alone.  A family adds one file in ``model/families``; nothing here depends on a family.
 """
 
 from __future__ import annotations

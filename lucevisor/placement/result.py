@@ -43,7 +43,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class PlacedDrafter:
-    """The drafter on its device, behind the output stage.  ``index``: the number after the output stage's.
+    """The drafter on its device, after the output stage.  ``index``: the number after the output stage's.
 
     ``layers``: of the drafter; ``captures``: the model's layers whose hidden states it reads, in its own order.
     """

@@ -244,7 +244,7 @@ def max_file_bytes(model: StateModel, n_tokens: int) -> int:
 
 
 def _placed(snapshot: SnapshotHeader, data_start: int | None = None) -> SnapshotHeader:
-    """Return the header with its tensors one behind the other from ``data_start`` on, or as early as they can be."""
+    """Return the header with its tensors one after the other from ``data_start`` on, or as early as they can be."""
     if data_start is None:
         data_start = -(-(LENGTH_BYTES + len(_json(snapshot))) // DATA_ALIGNMENT) * DATA_ALIGNMENT
     tensors, at = [], data_start
@@ -293,7 +293,7 @@ def header_bytes(length: bytes, file_bytes: int) -> int:
 
 
 def parse(header: bytes, file_bytes: int) -> SnapshotHeader:
-    """Parse as many bytes as :func:`header_bytes` said.  Raises SnapshotError."""
+    """Parse as many bytes as :func:`header_bytes` returned.  Raises SnapshotError."""
     try:
         rows = msgspec.json.decode(header[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(rows.get("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])

@@ -248,7 +248,7 @@ class SnapshotManager:
 
     def _on_slot(self, slot: PrefixSlot) -> None:
         if slot.origin not in ("disk", "preempted"):
-            if self._backoff.left_s(time.monotonic()):  # nothing takes candidates away now
+            if self._backoff.left_s(time.monotonic()):  # no candidate is saved now
                 self._candidates = {n: known for n, known in self._candidates.items() if known.alive}
             self._candidates[slot.number] = slot
             self._wake.set()

@@ -252,7 +252,8 @@ class SnapshotStore:
         try:
             self.renew()
         except ConfigError as error:
-            label = "locked" if isinstance(error.__cause__, TimeoutError) else "io"  # never "removed": it stays away
+            # Not "removed", after which saves would not pause.
+            label = "locked" if isinstance(error.__cause__, TimeoutError) else "io"
             raise self._save_failed(label, file, f"{error.key} {error.why}") from error
         if snapshot.file_bytes > self.disk_bytes:
             reason = f"it would take {snapshot.file_bytes} bytes, cache.disk is {self.disk_bytes}"

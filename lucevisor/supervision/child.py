@@ -145,7 +145,7 @@ _FATAL = "Fatal Python error: "
 _FRAME = re.compile(r'\s+File "(?P<path>[^"]+)", line (?P<line>\d+),? in (?P<function>.+)')
 _OUR_PATH = re.compile(r".*/(?P<path>(?:daemons|lucevisor)/.+)")
 _PACKAGE_PATH = re.compile(r".*/(?:site-packages|lib/python3\.\d+)/(?P<path>.+)")
-_ABORTED = re.compile(  # what the C and C++ libraries print before they abort
+_ABORTED = re.compile(  # printed by the C and C++ libraries before they abort
     r"\s+what\(\):  (?P<what>.+)"
     r"|(?P<libc>(?:free|malloc|realloc|double free|corrupted|munmap_chunk|malloc_consolidate)\b.*"
     r"|\*\*\* .+ \*\*\*.*|.*[Aa]ssertion .*failed.*)"

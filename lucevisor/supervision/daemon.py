@@ -82,7 +82,7 @@ class Callbacks:
 
 Field = str | int | float | bool | None
 
-LAST_FRAMES_S = 0.5  # after the exit, to read what the process had sent
+LAST_FRAMES_S = 0.5  # after the exit, to read the last frames
 
 _RESERVED = frozenset({
     "self", "method_name", "event", "positional_args",  # parameters of structlog's methods

@@ -273,7 +273,7 @@ class Machine:
         if self.state is State.STARTING:
             self._arm(Timer.HELLO, self.limits.hello_s)
         else:
-            self._escalate(self._level)  # a stop was asked for before the process was there
+            self._escalate(self._level)  # a stop was requested before the process was spawned
 
     def _on_start_event(self, event: ev.HelloReceived | ev.LoadSent | ev.LoadedReceived) -> None:
         if self.state is State.STOPPING:

@@ -29,14 +29,14 @@ class SupervisionLimits:
     load_stall_s: float = 120.0
     heartbeat_s: float = 10.0
     busy_heartbeat_s: float = 30.0
-    recheck_s: float = 0.5  # a supervisor that was held up reads what arrived before it takes silence for a hang
+    recheck_s: float = 0.5  # a supervisor that was delayed reads pending heartbeats before it considers a daemon hung
     stacks_s: float = 1.0  # from the request for stacks to SIGKILL
     exit_grace_s: float = 2.0  # for a daemon that exits by itself
     reap_s: float = 30.0  # from SIGKILL to quarantine; 18 s were seen where 40 processes shared two cores
     step_s: float = 120.0  # a daemon that works on one step or reset for longer is considered hung
     backoff_min_s: float = 0.25
     backoff_max_s: float = 30.0
-    served_s: float = 5.0  # one that was READY for this long is replaced at once
+    served_s: float = 5.0  # a daemon that was READY for this long is replaced at once
     stable_s: float = 60.0  # READY for this long resets the backoff
     lack_pause_s: float = 1.0  # between tries while the supervisor is out of descriptors, memory or processes
     spare_delay_s: float = 1.0  # from READY until spares are started, which takes a core

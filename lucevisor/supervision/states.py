@@ -15,14 +15,14 @@ class State(StrEnum):
     process.
     """
 
-    STOPPED = "stopped"  # nothing runs and nothing is asked for
-    STARTING = "starting"  # a child is spawned; it imports torch and has yet to say hello
-    LOADING = "loading"  # it said hello and loads its layers
-    READY = "ready"  # it takes steps
+    STOPPED = "stopped"  # nothing runs, and no start is requested
+    STARTING = "starting"  # a child was spawned; it imports torch and has not sent hello
+    LOADING = "loading"  # it sent hello and loads its layers
+    READY = "ready"  # it runs steps
     DRAINING = "draining"  # it finishes the steps it has and gets no new ones
-    STOPPING = "stopping"  # it is asked or forced to exit
-    BACKOFF = "backoff"  # it is gone; the next start is delayed
-    FAILED = "failed"  # given up until a long pause is over or a restart is asked for
+    STOPPING = "stopping"  # it was told to exit, or signalled
+    BACKOFF = "backoff"  # it exited; the next start is delayed
+    FAILED = "failed"  # given up until a long pause is over or a restart is requested
 
 
 WITH_CHILD = frozenset({State.STARTING, State.LOADING, State.READY, State.DRAINING, State.STOPPING})

@@ -47,7 +47,7 @@ class InfillTokens:
         return None
 
     def prompt(self, before: str, after: str, files: Sequence[OtherFile], tokenizer: Tokenizer) -> list[int]:
-        """Return the prompt for a gap, behind the texts of other files."""
+        """Return the prompt for a gap, after the texts of other files."""
         separator = tokenizer.token_id(_FILE)
         ids = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
         for file in files:

@@ -1,4 +1,4 @@
-"""The work that llguidance may do for one grammar, and the error for one that it refuses."""
+"""Limits of llguidance for one grammar, and the error for a grammar that it refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _limits(step_fuel: int) -> LLParserLimits:
 
 LIMITS: Final = _limits(_STEP_FUEL)
 TRIAL_LIMITS: Final = _limits(_STEP_FUEL // 2)
-"""For an expression that is tried alone: what is around it, and a large vocabulary, take work as well."""
+"""For an expression that is tried alone; the rest of its grammar and a large vocabulary take work as well."""
 
 
 class GrammarError(LucevisorError):

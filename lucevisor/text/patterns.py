@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from lucevisor.text.llguidance_limits import LIMITS, TRIAL_LIMITS, GrammarError, is_panic
 
-_END: Final = 256  # the token behind the 256 bytes
+_END: Final = 256  # the token after the 256 bytes
 _TRIED_CHARACTERS: Final = 8
 _SEARCHES: Final = threading.Lock()  # of searches, which are made by workers and by the event loop
 _CONTROLS: Final = {"0": r"\x00", "b": r"\x08"}

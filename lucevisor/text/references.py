@@ -328,6 +328,6 @@ class Flattener:
                 name, number = f"{stem}_{number}", number + 1
             self._names[place_key] = name
             self.paths[name] = target.path
-            self._definitions[name] = None  # its name is taken; it may refer to itself
+            self._definitions[name] = None  # its name is reserved first, because it may refer to itself
             self._definitions[name] = self._flat(target)
         return self._names[place_key]

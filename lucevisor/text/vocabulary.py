@@ -144,7 +144,7 @@ def _token_id(metadata: Mapping[str, object], key: str, n_vocab: int) -> int | N
 def _merges(lines: Sequence[object]) -> list[tuple[str, str]]:
     merges = []
     for rank, line in enumerate(lines):
-        # A part may begin with a space, never hold one further on: the search starts at the second character.
+        # A part may begin with a space, but has none further on, so the search starts at the second character.
         space = line.find(" ", 1) if isinstance(line, str) else -1
         if not isinstance(line, str) or space < 0:
             raise TokenizerError(f"{MERGES_KEY}[{rank}] = {line!r} is not two tokens with a space between")

@@ -288,3 +288,20 @@ def test_a_supervisor_whose_starter_is_gone_already_does_not_start(user_cli: Cli
     assert done.returncode == 1
     assert f"process {os.getppid()}, for which this supervisor was to run, has ended" in done.stderr
     assert not user_cli.socket().parent.exists()
+
+
+def test_a_start_that_waits_for_ever_serves_once_its_groups_can_come_up(cli: Cli, tmp_path: Path) -> None:
+    python, mended = tmp_path / "python", tmp_path / "mended"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in *daemons*) [ -e {mended} ] || exit 3;; esac\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    sets = [part for one in ("server.port=0", f"groups.left.python={python}") for part in ("--set", one)]
+    limits = ["--allow-faults", "backoff_max_s=0.25,failed_first_s=0.5"]
+    starting = cli.popen("start", str(DEMO), "--name", "t", "--wait-forever", *limits, *sets)
+    wait_until(lambda: cli.socket().exists() and cli.status()["state"] == "failed", 60, "left is given up")
+    assert starting.poll() is None
+    mended.touch()
+    wait_until(lambda: cli.status()["state"] == "ready", 60, "left is tried again")
+    cli.run("stop", "--name", "t")
+    assert starting.wait(30) == 0

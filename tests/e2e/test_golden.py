@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -65,6 +66,12 @@ async def test_every_split_gives_the_golden_numbers(
     config = write_config(tmp_path, GOLDEN / name / "model.gguf", groups, ranges, ENGINE.format(32), transport)
     async with running(config, tmp_path, FACTOR.get(name, [])) as service:
         assert service.engine is not None
+        inet = [
+            connection
+            for group in service.groups.values()
+            for connection in psutil.Process(group.pid).net_connections("inet")
+        ]
+        assert {connection.laddr.ip for connection in inet} == ({"127.0.0.1"} if transport == "tcp" else set())
         rows = await service.engine.run_ids(ids, want_hidden=True, rows_per_step=32)
         assert rows.hidden is not None
         bound.assert_layers(torch.from_numpy(rows.hidden), torch.from_numpy(golden["hidden"]))

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lucevisor.config import load
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.model.families import open_spec
@@ -200,6 +201,23 @@ SHORT = [
 @pytest.mark.parametrize(("name", "n_groups", "place"), SHORT)
 async def test_output_is_that_of_plain_decoding(name: str, n_groups: int, place: str, tmp_path: Path) -> None:
     await check(CASES[name], tmp_path, n_groups, place, n_prompts=4, n=24, n_again=12)
+
+
+@pytest.mark.parametrize(("name", "place"), [("dflash2", "alone"), ("laguna_mscale-random", "head")])
+async def test_captures_and_drafts_over_tcp_give_the_tokens_of_plain_decoding(
+    name: str, place: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    for directory in ("plain", "tcp"):
+        (tmp_path / directory).mkdir()
+    prompts = prompts_of(case, 4)
+    turns = [len(prompt) - 1 for prompt in prompts]
+    wanted = await plain(case, tmp_path, prompts, turns, 24)
+    config = config_of(case, tmp_path, 2, place)
+    over_tcp = [f"groups.{group}.transport=tcp" for group in load(config).groups]
+    async with running(config, tmp_path / "tcp", over_tcp) as service:
+        assert_lossless(case, prompts, await answers(service, prompts, turns, 24, 8), wanted)
+        assert service.deployment.drafting
 
 
 @pytest.mark.slow

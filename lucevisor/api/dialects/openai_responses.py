@@ -799,7 +799,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     def formatter(prepared: PreparedRequest, ctx: AppContext) -> ResponsesFormatter:
         assert prepared.options.response is not None
         previous = prepared.options.response.previous_id
-        if previous is not None and previous not in named:  # the client made up what the server adds
+        if previous is not None and previous not in named:  # the client sent the member that the server adds
             raise previous_not_stored(previous)
         return ResponsesFormatter(prepared, ctx, keep)
 

@@ -63,7 +63,7 @@ class RequestDrafts:
     match_length: int = 0
     copying: bool = False
     lookup: NgramLookup | None = None  # n-grams of its tokens; None until drafts are looked up
-    n_asked: int = 0  # steps behind which drafts were considered
+    n_asked: int = 0  # steps after which drafts were considered
     n_verified: int = 0
     n_accepted: int = 0
 
@@ -193,7 +193,7 @@ class SpecDecodeController:
     # ---- decisions
 
     def num_draft_tokens(self, drafts: RequestDrafts, n_decoding: int) -> int:
-        """Return how many drafts to ask for behind the next sampled token; 0: none."""
+        """Return how many drafts to ask for after the next sampled token; 0: none."""
         if self.fixed:
             return self.max_drafts
         self._n_decoding = n_decoding
@@ -374,7 +374,7 @@ class DrafterSuspension:
         self._interval = ACTIVE_STEPS
 
     def is_due(self, *, idle: bool) -> bool:
-        """Return whether to resume the drafter, or to suspend it if the controller wants no drafts.
+        """Return whether to resume the drafter, or to suspend it if its drafts are not used.
 
         ``idle``: no sequence is decoding.
         """

@@ -2,7 +2,7 @@
 
 Hash chains over n-grams, as in LZ77 compressors:  ``_heads`` holds the newest occurrence of a bucket, ``_older`` the
 one before each.  Four bytes a token and 256 KiB a sequence; indexing and matching are bounded per call, so a prompt of
-262,144 tokens delays no request.  Invariant: a match never reaches behind what is indexed, and drafts continue the
+262,144 tokens delays no request.  Invariant: a match never reaches beyond what is indexed, and drafts continue the
 newest of the longest matches seen.
 """
 

@@ -105,7 +105,7 @@ class DraftStatistics:
     """All counts; one per engine.
 
     ``n_steps``: steps for which the draft stage made drafts.  ``upkeep_s``: time of the draft stage for what it was not
-    asked drafts behind: it extends its context by every token of the target.
+    asked drafts after: it extends its context by every token of the target.
     """
 
     by_origin: dict[PrefixOrigin, DraftCounts] = field(default_factory=lambda: {one: DraftCounts() for one in ORIGINS})
@@ -118,7 +118,7 @@ class DraftStatistics:
         return sum(self.by_origin.values(), DraftCounts())
 
     def drafted(self, shares: Sequence[StepShare], n_drafted: Sequence[int], seconds: float) -> None:
-        """Count an answer of the draft stage: ``n_drafted[i]`` drafts behind slice i, ``seconds`` for all slices."""
+        """Count an answer of the draft stage: ``n_drafted[i]`` drafts after slice i, ``seconds`` for all slices."""
         self.n_steps += any(n_drafted)
         for share, n in zip(shares, n_drafted, strict=True):
             self.by_origin[share.origin].n_drafted += n

@@ -1,6 +1,6 @@
 """Multi-token-prediction (MTP, "nextn") heads of the families ``qwen35`` and ``qwen35moe``.
 
-A head is the block behind the last layer of the model's own file, or alone in a file with the same keys.  Embedding,
+A head is the block after the last layer of the model's own file, or alone in a file with the same keys.  Embedding,
 output norm and output matrix are the target's, also where a separate file has copies of them.  Maths:
 docs/speculation.md.
 """

@@ -1,2 +1,3 @@
 """Grammars of constrained output: the forms that a request may require, as one grammar, and masks of the next
-tokens."""
+tokens.
+"""

@@ -41,7 +41,7 @@ class _Reader:
         while self._at < len(self._text):
             name = self._name()
             if not (match := _DEFINES.match(self._text, self._at)):
-                raise self._wrong("::= is expected behind a rule's name")
+                raise self._wrong("::= is expected after a rule's name")
             self._at = match.end()
             self._skip()
             self._rules[name] = self._alternatives()

@@ -39,7 +39,7 @@ def check_lengths(rules: Mapping[str, str]) -> set[str]:
     parts = {name: list(_PART.finditer(body)) for name, body in rules.items()}
     uses = {name: {part["name"] for part in matches} & rules.keys() for name, matches in parts.items()}
     order = TopologicalSorter(uses)
-    with contextlib.suppress(CycleError):  # those that are in no circle come anyway
+    with contextlib.suppress(CycleError):  # rules in no cycle are reached anyway
         order.prepare()
     lengths = dict[str, int]()
     while ready := order.get_ready():

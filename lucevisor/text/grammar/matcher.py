@@ -24,7 +24,7 @@ _TOO_MANY_STATES: Final = "too many states"
 _REPLAYS: Final = 8  # of a token, on average: each takes less than the mask before it
 _TOO_MUCH: Final = "it takes too much work"
 _ALL: Final = 0xFF
-_SLOW_S: Final = 0.002  # looking at drafts takes some 10 us
+_SLOW_S: Final = 0.002  # checking drafts takes some 10 us
 
 
 class Matcher:
@@ -46,9 +46,9 @@ class Matcher:
 
     def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
         """Take the output's ``tokens`` from ``start`` on, but for those taken before; return the mask of what may
-        follow, then one behind each draft, ``row_bytes`` each.
+        follow, then one after each draft, ``row_bytes`` each.
 
-        Token t is allowed if bit ``t % 8`` of byte ``t // 8`` is set.  Masks behind a forbidden draft, or one that ends
+        Token t is allowed if bit ``t % 8`` of byte ``t // 8`` is set.  Masks after a forbidden draft, or one that ends
         the answer, allow everything.  Raises GrammarError.
         """
         with self._lock:
@@ -76,7 +76,7 @@ class Matcher:
         return rows
 
     def n_valid(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
-        """Take tokens as ``masks`` does; return how many ``drafts`` the grammar allows behind them, 0 once that took
+        """Take tokens as ``masks`` does; return how many ``drafts`` the grammar allows after them, 0 once that took
         long.
         """
         if self._slow or not self._lock.acquire(blocking=False):
@@ -86,7 +86,7 @@ class Matcher:
             self._consume(start, tokens)
             return self._matcher.validate_tokens(list(drafts))
         except GrammarError:
-            return 0  # the next masks say why
+            return 0  # the next masks raise the reason
         finally:
             self._lock.release()
             self._slow = time.perf_counter() - started > _SLOW_S

@@ -484,7 +484,7 @@ class _SchemaWriter:
         """Schemas by translated patterns that exclude each other, and whether one was dropped.
 
         Properties that a pattern matches get its schema, and a pattern that matches nothing else goes: llguidance would
-        offer a key for it, behind which nothing may follow.
+        offer a key for it, after which nothing may follow.
         """
         key, by_pattern, is_incomplete = "patternProperties", dict[str, Ready](), False
         for n, pattern in enumerate(self._mapping(key)):

@@ -13,7 +13,7 @@ from lucevisor.text.tools.xml_function import XmlFunction
 
 __all__ = ["FORMATS", "Function", "ToolCall", "ToolFormat", "Tools", "detect_tool_format", "has_tool", "read_call"]
 
-# What a template says that is of this format, the most particular first: all but Gemma's write <tool_call> as well.
+# Text by which a template shows its format, the most specific first: all but Gemma's contain <tool_call> as well.
 FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
     ("<|tool_call>call:", Gemma4()),
     ("<arg_key>", ArgumentPairs()),

@@ -48,7 +48,7 @@ class ArgumentPairs:
         return make_call(name, arguments) if not body[end:].strip() else None
 
     def repair(self, body: str, tools: Tools) -> ToolCall | None:
-        """Add the opening tag of values without one, and of a first key behind a second opening tag of the call."""
+        """Add the opening tag of values without one, and of a first key after a second opening tag of the call."""
         return self.parse(_NO_VALUE.sub("</arg_key><arg_value>", _NO_KEY.sub(r"\1<arg_key>", body)), tools)
 
     def is_inside_value(self, body: str) -> bool:

@@ -47,7 +47,8 @@ def calls_in_text(rules: Rules, tool_format: ToolFormat, offered: Sequence[Funct
 
 
 def _rest_of_call(rules: Rules, tool_format: ToolFormat, offered: Sequence[Function]) -> str:
-    """A call behind its opening tag; one that is not strict gets free arguments if its parameters make no grammar."""
+    """The rest of a call after its opening tag; one that is not strict gets free arguments if its parameters make no
+    grammar."""
     calls = list[str]()
     for function in offered:
         try:

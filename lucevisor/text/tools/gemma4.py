@@ -197,7 +197,7 @@ class _ValueWriter:
             self._rules.define(name, " | ".join(values))
             return name
         self._names[key] = None
-        self._rules.define(name, '"" | ""')  # what refers to it has no end, or is another alternative
+        self._rules.define(name, '"" | ""')  # a reference to it has no end, or is in another alternative
         return None
 
     def _values(self, alternative: Mapping[str, Any], where: str, depth: int) -> list[str]:

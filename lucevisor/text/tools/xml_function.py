@@ -77,7 +77,7 @@ def _parameter(body: str, start: int, parameters: Parameters) -> tuple[str, str,
     if opened is None:
         return None
     begin = opened.start(1)
-    # A declared name may have in it what ends a name.
+    # A declared name may contain characters that end other names.
     key = max((name for name in parameters.names if body.startswith(f"{name}>", begin)), key=len, default=None)
     begin = opened.end() if key is None else begin + len(key) + 1
     key = opened[1].strip() if key is None else key
