@@ -22,7 +22,7 @@ import structlog
 import torch
 from records import save
 
-from daemons.masks import apply_masks
+from daemons.sampling import apply_masks
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.grammar import forms

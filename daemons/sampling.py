@@ -3,16 +3,17 @@
 Runs on the output stage.  A draft is accepted if it equals the token drawn from its row (no rejection sampling), so
 drafts never change answers.  A draw depends on (seed, position, logits, earlier tokens) alone, so batching, placement
 and restarts do not change it either.
-Order: penalties, DRY, bias, masks, temperature, then mirostat or filters: top_k, top_p, min_p (each acts on what the
-previous one left), and those of truncation.py.
+Order: penalties, DRY, bias, masks, temperature, then mirostat or filters: top_n_sigma, top_k, typical_p, top_p, min_p,
+XTC; each acts on what the previous one left.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
@@ -20,14 +21,13 @@ from torch import Tensor
 from daemons.deferred import DeferredTokens, PlaceholderFill
 from daemons.draws import draw, draw_blindly, draw_index, draw_key, draws_blindly, put, take, uniform
 from daemons.errors import StateError
-from daemons.masks import apply_masks
 from daemons.ops.choices import likeliest
-from daemons.repetition import Breakers, TokenHistory, breakers_by_head, penalise_repetition
 from daemons.scoring import TokenReport, report_of, sampled_of
-from daemons.truncation import filtered, mirostat_keeps, next_mu
 from lucevisor.protocol.steps import (
     PENDING,
     CloseSequence,
+    Dry,
+    Mirostat,
     OpenSequence,
     Operation,
     Sampled,
@@ -36,6 +36,189 @@ from lucevisor.protocol.steps import (
     Slice,
     Step,
 )
+
+_MOST_LIKELY = 100
+"""Tokens from which mirostat 1 estimates how fast probabilities fall."""
+
+
+def filtered(scaled: Tensor, s: SamplingParams, u_xtc: float) -> tuple[Tensor, Tensor]:
+    """Filter logits ``scaled`` [V], divided by the temperature; return the remaining probabilities, descending, and
+    ids.
+
+    ``u_xtc`` in [0, 1) decides whether XTC acts.
+    """
+    x, ids = scaled.double().sort(descending=True, stable=True)
+    keep = torch.isfinite(x)
+    if s.top_n_sigma > 0:
+        keep &= x >= x[0] - s.top_n_sigma * x[keep].std(correction=0)
+    if s.top_k > 0:
+        keep[s.top_k :] = False
+    p, ids = torch.softmax(x[keep], dim=0), ids[keep]
+    if s.typical_p < 1:
+        p, ids = _typical(p, ids, s.typical_p)
+    if s.top_p < 1:
+        below = p.cumsum(0) - p
+        p, ids = _some(p, ids, (below < s.top_p).index_fill_(0, below.new_zeros(1).long(), True))
+    if s.min_p > 0:
+        p, ids = _some(p, ids, p >= s.min_p * p[0])
+    if u_xtc < s.xtc_probability:
+        n_above = int((p >= s.xtc_threshold).sum())
+        p, ids = p[max(0, n_above - 1) :], ids[max(0, n_above - 1) :]
+    return p / p.sum(), ids
+
+
+def _some(p: Tensor, ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    p = p[keep]
+    return p / p.sum(), ids[keep]
+
+
+def _typical(p: Tensor, ids: Tensor, mass: float) -> tuple[Tensor, Tensor]:
+    """Locally typical sampling (Meister et al. 2022): tokens whose surprise is nearest the entropy, up to ``mass``."""
+    surprise = -p.log()
+    distance = (surprise - torch.special.entr(p).sum()).abs()
+    order = distance.argsort(stable=True)
+    running = p[order].cumsum(0)
+    n = int((running <= mass).sum()) + 1
+    return _some(p, ids, torch.zeros_like(p, dtype=torch.bool).index_fill_(0, order[:n], True))
+
+
+def mirostat_keeps(scaled: Tensor, m: Mirostat, mu: float) -> tuple[Tensor, Tensor]:
+    """Filter logits ``scaled`` [V] by mirostat; return the remaining probabilities, descending, and ids.
+
+    Source: Basu et al. 2021, algorithm 1, and version 2 as in llama.cpp: tokens of at most ``mu`` bits of surprise.
+    """
+    x, ids = scaled.double().sort(descending=True, stable=True)
+    keep = torch.isfinite(x)
+    p, ids = torch.softmax(x[keep], dim=0), ids[keep]
+    n = _expected_rank(p, mu, scaled.shape[-1]) if m.version == 1 else int((-p.log2() <= mu).sum())
+    p = p[: max(1, n)]
+    return p / p.sum(), ids[: max(1, n)]
+
+
+def _expected_rank(p: Tensor, mu: float, vocabulary: int) -> int:
+    """The number of tokens whose expected surprise is ``mu``, if probabilities ``p`` fall by a power of the rank."""
+    n = min(_MOST_LIKELY, len(p)) - 1
+    if n < 1:
+        return 1
+    rank = torch.arange(n, dtype=torch.float64)
+    t, b = ((rank + 2) / (rank + 1)).log(), (p[:n] / p[1 : n + 1]).log().cpu()
+    s = float((t * b).sum() / (t * t).sum())
+    epsilon = s - 1
+    if s <= 0 or epsilon == 0:
+        return len(p)
+    # in logarithms: k = (epsilon 2^mu / (1 - V^-epsilon))^(1/s) overflows for flat distributions
+    ratio = epsilon / -math.expm1(-epsilon * math.log(vocabulary))
+    exponent = (math.log(ratio) + mu * math.log(2)) / s
+    return len(p) if exponent > math.log(len(p)) else max(1, int(math.exp(exponent)))
+
+
+def next_mu(p: float, m: Mirostat, mu: float) -> float:
+    """Return mirostat's ``mu`` after a token of probability ``p`` among the remaining ones."""
+    return mu - m.eta * (-math.log2(p) - m.tau)
+
+
+LONGEST = 1024
+"""Repetitions of more tokens count as this many: what searching a context of one repeated token costs is bounded."""
+
+_MOST = 1e38
+"""A penalty that leaves logits finite."""
+
+_LOG_MAX = 88.7228391
+"""ln of the largest float32."""
+
+Breakers = Mapping[int, Sequence[tuple[int, ...]]]
+"""Tails of the sequence breakers by their heads."""
+
+
+def breakers_by_head(dry: Dry) -> Breakers:
+    """The settings' breakers in the form that the search wants."""
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for head, *tail in dry.breakers:
+        found.setdefault(head, []).append(tuple(tail))
+    return found
+
+
+class TokenHistory:
+    """Token ids of a sequence in a growing array."""
+
+    def __init__(self) -> None:
+        self._ids = np.empty(256, dtype=np.int64)
+        self._n = 0
+
+    def extend(self, ids: Sequence[int]) -> None:
+        need = self._n + len(ids)
+        if need > len(self._ids):
+            grown = np.empty(max(need, 2 * len(self._ids)), dtype=np.int64)
+            grown[: self._n] = self._ids[: self._n]
+            self._ids = grown
+        self._ids[self._n : need] = ids
+        self._n = need
+
+    def followed_by(self, ids: Sequence[int]) -> np.ndarray:
+        """The ids, then others: [n + len(ids)] int64."""
+        own = self._ids[: self._n]
+        return np.concatenate([own, np.asarray(ids, dtype=np.int64)]) if ids else own
+
+
+def penalise_repetition(row: Tensor, tokens: np.ndarray, dry: Dry, breakers: Breakers) -> None:
+    """Apply the penalty to logits ``row`` [V], in place, for the token after ``tokens`` [n] int64."""
+    lengths = repetition_lengths(tokens if dry.last_n < 0 else tokens[-dry.last_n :], dry.allowed_length, breakers)
+    if not lengths:
+        return
+    steepest = int(_LOG_MAX / math.log(dry.base)) if dry.base > 1 else LONGEST
+    amounts = [min(_MOST, dry.multiplier * dry.base ** min(n - dry.allowed_length, steepest)) for n in lengths.values()]
+    ids = torch.tensor(list(lengths), dtype=torch.long, device=row.device)
+    row[ids] -= torch.tensor(amounts, dtype=torch.float32, device=row.device)
+
+
+def repetition_lengths(tokens: np.ndarray, least: int, breakers: Breakers) -> dict[int, int]:
+    """By token: how long the repetition is that it would continue, where that is ``least`` or more.
+
+    A repetition is a suffix of ``tokens`` that occurs earlier; what followed it there continues it, unless it is a
+    breaker by itself.
+    """
+    n = len(tokens)
+    limit = min(_since_break(tokens, breakers), LONGEST)
+    if n <= least or limit < least:
+        return {}
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # of the earlier occurrences
+    found: dict[int, int] = {}
+    for length in range(1, limit + 1):
+        if length >= least:
+            found.update(
+                (token, length) for token in np.unique(tokens[ends + 1]).tolist() if () not in breakers.get(token, ())
+            )
+        ends = ends[ends >= length]
+        ends = ends[tokens[ends - length] == tokens[n - 1 - length]]
+        if not len(ends):
+            break
+    return found
+
+
+def _since_break(tokens: np.ndarray, breakers: Breakers) -> int:
+    """Tokens after the last sequence breaker."""
+    n = int(tokens.size)
+    heads = np.fromiter(breakers, dtype=np.int64, count=len(breakers))
+    places: list[int] = np.flatnonzero(np.isin(tokens, heads))[::-1].tolist()
+    for at in places:
+        fitting = [len(tail) for tail in breakers[tokens[at]] if tuple(tokens[at + 1 : at + 1 + len(tail)]) == tail]
+        if fitting:
+            return n - 1 - at - max(fitting)
+    return n
+
+
+def apply_masks(x: Tensor, masks: Tensor, rows: Sequence[int]) -> None:
+    """Set what ``masks`` uint8 [m, bytes], 8 tokens a byte, forbid in the ``rows`` of logits ``x`` [n, V] to -inf."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=x.device)
+    bits = (masks.to(x.device, non_blocking=True).unsqueeze(-1) >> shifts) & 1
+    forbidden = bits.flatten(1)[:, : x.shape[1]] == 0
+    forbidden = torch.nn.functional.pad(forbidden, (0, x.shape[1] - forbidden.shape[1]), value=True)
+    if len(rows) == x.shape[0]:
+        x.masked_fill_(forbidden, float("-inf"))
+    else:
+        index = torch.tensor(rows, device=x.device)
+        x.index_copy_(0, index, x[index].masked_fill_(forbidden, float("-inf")))
+
 
 _XTC = 1 << 40
 """Offset of a position's draw key for the number that decides whether XTC acts there."""

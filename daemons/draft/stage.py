@@ -1,7 +1,7 @@
 """The draft stage: a drafter with its pools on one device, run after the output stage of each step.
 
 :meth:`DraftStage.run` first adds the step's tokens to the drafter's context, then drafts after the sampled tokens; rows
-of plain decodes are added when something needs them (deferred.py).  Pages and states have the ids of the target's.
+of plain decodes are added when something needs them.  Pages and states have the ids of the target's.
 Invariants: steps run in the order given; the next step overwrites the rows of rejected drafts, so nothing is rolled
 back.
 """
@@ -11,19 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from daemons.deferred import DeferredDrafts, recorded
 from daemons.device import inferring, launching, memory_free, prepare, torch_device, torch_dtype
-from daemons.draft.deferred import MAX_ROWS_OF_ALL, DeferredRows
 from daemons.draft.dflash import Dflash
 from daemons.draft.drafter import Drafter, Drafts
 from daemons.draft.gemma4_assistant import Gemma4Assistant
-from daemons.draft.jobs import DraftJob, draft_jobs, placeholder_draft, without_rejected
 from daemons.draft.mtp import Mtp
 from daemons.draft.vocabulary import DraftVocabulary, draft_vocabulary, shared_weights, vocabulary_weights
 from daemons.errors import StateError
@@ -46,6 +45,161 @@ from lucevisor.model.values import Backend, Space
 from lucevisor.protocol.loading import DeviceUse, DraftPlan, Load, PoolSizes
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import Drafted, Operation, SetPages, Slice, Step
+
+MAX_ROWS: Final = 64
+"""Pending rows of one sequence: a pass over this many takes hardly longer than one over a single row."""
+MAX_ROWS_OF_ALL: Final = 512
+"""Pending rows of all sequences: on a GPU a pass over 64 to 512 rows takes about the same time, and with many sequences
+a lower bound would cause a pass every few steps."""
+
+
+class DeferredRows:
+    """The pending rows by sequence, at most ``max_rows`` in all."""
+
+    def __init__(self, max_rows: int = MAX_ROWS_OF_ALL) -> None:
+        self.n_rows, self._max_rows = 0, max_rows
+        self._slices: dict[int, list[Slice]] = {}
+        self._features: dict[int, list[Tensor]] = {}
+
+    def allows(self, operations: Sequence[Operation]) -> bool:
+        """Return whether operations may run before the pending rows are added, as they only add pages to sequences."""
+        return not self.n_rows or all(isinstance(operation, SetPages) for operation in operations)
+
+    def accepts(self, slices: Sequence[Slice]) -> bool:
+        """Return whether the rows of a step may be deferred: one per sequence, following its pending ones."""
+        if self.n_rows + len(slices) > self._max_rows:
+            return False
+        for s in slices:
+            before = self._slices.get(s.sequence)
+            if len(s.tokens) != 1 or s.states:
+                return False
+            if before and (before[-1].start + 1 != s.start or len(before) == MAX_ROWS):
+                return False
+        return True
+
+    def add(self, slices: Sequence[Slice], features: Tensor) -> None:
+        """Defer a row of each slice; ``features`` [B, n E] are copied."""
+        for s, row in zip(slices, features.clone(), strict=True):
+            self._slices.setdefault(s.sequence, []).append(s)
+            self._features.setdefault(s.sequence, []).append(row)
+        self.n_rows += len(slices)
+
+    def pop_all(self) -> tuple[list[Slice], Tensor]:
+        """Remove all rows and return them as one slice per sequence, with their features [T, n E]."""
+        slices = [
+            msgspec.structs.replace(parts[-1], start=parts[0].start, tokens=[s.tokens[0] for s in parts])
+            for parts in self._slices.values()
+        ]
+        features = torch.stack([row for rows in self._features.values() for row in rows])
+        self.clear()
+        return slices, features
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        self.n_rows = 0
+        self._slices.clear()
+        self._features.clear()
+
+
+class DraftJob(NamedTuple):
+    """A draft of ``n`` tokens after ``newest``, which is at ``position``.
+
+    ``row``: the step's row of the preceding token; ``at``: index of the slice.
+    """
+
+    slice: Slice
+    at: int
+    newest: int
+    position: int
+    row: int
+
+    @property
+    def n(self) -> int:
+        return self.slice.num_draft_tokens
+
+
+def draft_jobs(step: Step, tokens: Sequence[Sequence[int]], max_drafts: int) -> list[DraftJob]:
+    """Return the drafts to make, of at most ``max_drafts`` tokens, those of equal length next to each other.
+
+    ``tokens[i]``: sampled for slice i.  Raises StateError for tokens or requests that contradict the step.
+    """
+    if len(tokens) != len(step.slices):
+        where = f"draft step {step.step_id}"
+        raise StateError(where, f"sampled tokens of {len(tokens)} slices, the step has {len(step.slices)}")
+    jobs, row = [], 0
+    for at, (s, sampled) in enumerate(zip(step.slices, tokens, strict=True)):
+        if s.num_draft_tokens and sampled:
+            if s.num_draft_tokens > max_drafts or len(sampled) > s.n_drafts + 1:
+                most = f"{s.n_drafts + 1} are the most, and {max_drafts} drafts ahead"
+                reason = f"{len(sampled)} tokens sampled and {s.num_draft_tokens} drafts ahead: {most}"
+                raise StateError(f"slice of sequence {s.sequence} at {s.start}", reason)
+            n_kept = s.n_context + len(sampled) - 1  # tokens of the slice that precede the newest
+            jobs.append(DraftJob(s, at, sampled[-1], s.start + n_kept, row + n_kept - 1))
+        row += len(s.tokens)
+    return sorted(jobs, key=lambda job: job.n)
+
+
+def without_rejected(step: Step, features: Tensor, tokens: Sequence[Sequence[int]]) -> tuple[Step, Tensor]:
+    """Cut a step to the most accepted drafts of any slice, and ``features`` [T, n E] to its rows.
+
+    A drafter's context does not need rows of rejected drafts.  Worth it on a cpu only, where each row takes time.
+    ``tokens[i]``: sampled for slice i.  Slices of unequal lengths, which are no graph, stay as they are.
+    """
+    n_rows, n_drafts = len(step.slices[0].tokens), step.slices[0].n_drafts
+    n = n_rows - n_drafts - 1 + max((len(sampled) for sampled in tokens), default=0)
+    if (
+        not n_drafts
+        or not 0 < n < n_rows
+        or any((len(s.tokens), s.n_drafts) != (n_rows, n_drafts) for s in step.slices)
+    ):
+        return step, features
+    slices = [_first_tokens(s, n) for s in step.slices]
+    rows = features[:n] if len(slices) == 1 else features.view(len(slices), n_rows, -1)[:, :n].flatten(0, 1)
+    return msgspec.structs.replace(step, slices=slices), rows
+
+
+def _first_tokens(s: Slice, n: int) -> Slice:
+    """The first ``n`` tokens of a slice that ends with drafts."""
+    n_cut = len(s.tokens) - n
+    return msgspec.structs.replace(
+        s, tokens=s.tokens[:n], n_drafts=s.n_drafts - n_cut, states=s.states[: max(0, len(s.states) - n_cut)]
+    )
+
+
+class PlaceholderDraft(NamedTuple):
+    """A draft whose start only the device knows: ``layout``, whose metadata the device fills in, and the step's ``row``
+    [1] of the preceding token.
+    """
+
+    layout: Layout
+    row: Tensor
+
+
+def placeholder_draft(
+    layouts: Sequence[Layout], drafts: Sequence[int], first_row: int, drawn: Tensor
+) -> PlaceholderDraft | None:
+    """Draft behind tokens that only the device has, so that it goes on while the host waits for them.
+
+    How many drafts of a verify step are right decides where the next ones begin: the host prepares the metadata of
+    each case, and the device picks one.  The step is of one sequence, drew ``drawn`` [n + 1] on the device and verified
+    n ``drafts``.  ``layouts[i]``: if i of them are right, each with one slice that begins with the newest token.
+    ``first_row``: the row of the step before the newest token if none is.  None where one graph does not serve all.
+    """
+    if len({layout.graph_key for layout in layouts}) != 1:
+        return None
+    layout, device = layouts[0], drawn.device
+    wanted, cases = torch.tensor(drafts, dtype=torch.int64), torch.from_numpy(np.stack([o.metadata for o in layouts]))
+    if device.type != "cpu":
+        wanted, cases = (x.pin_memory().to(device, non_blocking=True) for x in (wanted, cases))
+    right = (drawn[:-1] == wanted).cumprod(0).sum(0, keepdim=True)
+
+    def fill(metadata: Tensor) -> None:
+        metadata.copy_(cases.index_select(0, right)[0])
+        metadata[:1].copy_(drawn.index_select(0, right))
+
+    layout.fill = fill
+    return PlaceholderDraft(layout, right + first_row)
+
 
 DRAFTERS: dict[type, type[Dflash] | type[Mtp] | type[Gemma4Assistant]] = {
     DflashParams: Dflash,

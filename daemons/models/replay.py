@@ -7,13 +7,19 @@ Invariant: pages, states and tables are as if the steps had run one after the ot
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sys
+import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,16 +28,193 @@ from daemons.errors import StateError
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Sequences
 from daemons.models.blocks import Block, advance_state
-from daemons.models.replay_kernels import load_kernels
-from daemons.models.row_file import RowFile
 from daemons.models.shard import ShardModel
+from daemons.ops.attention import Causal, attention
+from daemons.ops.operations import SHORT_SLICE, DeltaNetPools, GatedDeltaNetParams
 from daemons.ops.selection import KernelSelector
 from daemons.pulse import Reporter
-from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Space
+from daemons.weights.packed import TILES, empty_packed
+from lucevisor.model.quant_types import TILE_ROWS
+from lucevisor.model.spec import LayerSpec, ModelSpec
+from lucevisor.model.values import LayerRange, Space
 from lucevisor.protocol.loading import Load, StagePlan, StageReplay
 from lucevisor.protocol.steps import CopyPage, CopyState, Operation, Slice, Step
 from lucevisor.protocol.threads import ThreadExecutor
+
+EPSILON = 1e-6
+
+
+def load_kernels(spec: ModelSpec, layers: LayerRange, selector: KernelSelector, n_rows: int) -> None:
+    """Launch what ``n_rows`` rows of these layers need, on the current stream of ``selector``'s device.
+
+    Raises RuntimeError, as torch does.
+    """
+    own = spec.layers[layers.start : layers.stop]
+    rows = torch.zeros(n_rows, spec.hidden_size, dtype=selector.dtype, device=selector.device)
+    norm = selector.operations.norm(torch.ones(spec.hidden_size, device=selector.device), spec.hidden_size, EPSILON)
+    norm.fused_add(rows, rows)
+    if selector.kernels:
+        _products(spec, own, selector, rows)
+    _attention(own, selector)
+    if layers.start == 0:
+        _lookup(spec, selector, n_rows)
+    recurrent = next((layer for layer in own if layer.space is Space.RECURRENT), None)
+    if recurrent is not None:
+        _delta_net(recurrent, selector, n_rows)
+
+
+def _products(spec: ModelSpec, layers: tuple[LayerSpec, ...], selector: KernelSelector, rows: torch.Tensor) -> None:
+    from daemons.ops.packed_linear import PackedLinear
+
+    assert spec.files is not None
+    tensors = (spec.files.tensors[name] for layer in layers for name in layer.tensors if name in spec.files.tensors)
+    kinds = {t.kind.name: t.kind for t in tensors if len(t.shape) == 2 and t.kind.name in TILES}
+    for kind in kinds.values():
+        packed = empty_packed(kind, TILE_ROWS, spec.hidden_size, selector.device)
+        packed.tiles.zero_()
+        selector.operations.act_and_mul(PackedLinear(packed, spec.hidden_size)(rows), "silu")
+
+
+def _lookup(spec: ModelSpec, selector: KernelSelector, n_rows: int) -> None:
+    """Rows of the token table, which nothing else needs before the first layer."""
+    assert spec.files is not None
+    for kind, shape in ((spec.files.tensors[name].kind, shape) for name, shape in spec.embedding_tensors.items()):
+        if kind.name in TILES and selector.kernels:
+            packed = empty_packed(kind, TILE_ROWS, shape[-1], selector.device)
+            packed.tiles.zero_()
+            ids = torch.zeros(n_rows, dtype=torch.int64, device=selector.device)
+            selector.table(kind, packed, shape[-1])(ids)
+
+
+def _delta_net(layer: LayerSpec, selector: KernelSelector, n_rows: int) -> None:
+    convolution, matrices = (part.shape for part in layer.state)
+    n_value, dim = matrices[:2]
+    n_key = (convolution[1] // dim - n_value) // 2
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=selector.device)
+
+    norm = selector.operations.norm(zeros(dim), dim, EPSILON)
+    taps = zeros(convolution[0] + 1, convolution[1])
+    params = GatedDeltaNetParams(n_key, n_value, dim, taps, zeros(n_value), zeros(n_value), norm)
+    compute = selector.operations.gated_delta_net(params)
+    if compute is not None and compute.max_tokens is None:
+        ids, kept = zeros(1, dtype=torch.int64), zeros(1, 0, dtype=torch.int64)
+        spans = torch.tensor([[0, n_rows]], device=selector.device)
+        inputs = zeros(n_rows, params.columns, dtype=selector.dtype)
+        pools = DeltaNetPools(zeros(1, *convolution), zeros(1, *matrices), zeros(1, layer.state[1].update_width))
+        compute(inputs, pools, ids, kept, spans)
+        selector.operations.apply_updates(pools.states[None], pools.updates[None], 0, ids, 0)
+
+
+def _attention(layers: tuple[LayerSpec, ...], selector: KernelSelector) -> None:
+    """Few rows do: the library's kernels are loaded together."""
+    paged = next((layer for layer in layers if layer.space is Space.FULL and layer.state), None)
+    if paged is not None:
+        heads, dim = paged.state[0].shape[-2:]
+        x = torch.zeros(1, SHORT_SLICE, heads, dim, dtype=selector.dtype, device=selector.device)
+        attention(x, x, x, Causal.CAUSAL, scale=1.0)
+
+
+MAX_ROW_READERS = 4
+MIN_PART_BYTES = 4 << 20
+"""Smallest part for a thread.  One thread alone copies slower than a GPU receives."""
+SLOT_BYTES = 32 << 20
+N_SLOTS = 2
+"""Page-locked buffers on the way to a GPU: one is filled while the other is copied."""
+POLL_S = 1e-3
+"""Interval of polls for rows that are still being written."""
+
+
+class RowFile:
+    """Boundary rows ``[n, width]`` in a memfd.
+
+    They may still be being written: the file is complete once it is sealed against growth.
+    """
+
+    def __init__(self, fd: int, width: int, dtype: torch.dtype) -> None:
+        """``fd`` is closed with this object."""
+        self._fd, self._width, self._dtype = fd, width, dtype
+        weakref.finalize(self, os.close, fd)
+
+    def read(self, first: int, n: int, device: torch.device) -> Tensor:
+        """Return rows ``[n, width]`` on a device, waiting until they are written; the copies run on the current stream.
+
+        Raises OSError if the file ends before them, MemoryError if memory cannot be page-locked or a thread does not
+        begin.
+        """
+        row_bytes = self._width * self._dtype.itemsize
+        at, slots = first * row_bytes, list[_PinnedBuffer]()
+        if device == CPU:
+            # by numpy, which raises MemoryError where torch raises a RuntimeError
+            found = torch.from_numpy(np.empty(n * row_bytes, dtype=np.uint8))
+        else:
+            found = torch.empty(n * row_bytes, dtype=torch.uint8, device=device)
+            slots += [_PinnedBuffer() for _ in range(N_SLOTS)]
+        n_readers = min(MAX_ROW_READERS, len(found) // MIN_PART_BYTES)
+        with ThreadExecutor(n_readers if n_readers > 1 else 0, "row reader") as readers:
+            for part in torch.split(found, SLOT_BYTES):
+                while not self._is_written(at + len(part)):
+                    time.sleep(POLL_S)
+                if slots:
+                    slots.append(slot := slots.pop(0))
+                    self._fill(readers, slot.take(len(part)), at)
+                    slot.copy_to(part)
+                else:
+                    self._fill(readers, part, at)
+                at += len(part)
+        return found.view(self._dtype).view(n, self._width)
+
+    def _fill(self, readers: Executor, target: Tensor, at: int) -> None:
+        """Read written bytes into host memory, with several threads if they are many."""
+        view = memoryview(target.numpy())  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
+        n = min(MAX_ROW_READERS, len(view) // MIN_PART_BYTES)
+        if n < 2:
+            self._read(view, at)
+            return
+        borders = [len(view) * i // n for i in range(n + 1)]
+        for done in [readers.submit(self._read, view[a:b], at + a) for a, b in pairwise(borders)]:
+            done.result()
+
+    def _read(self, view: memoryview, at: int) -> None:
+        while view:
+            n_read = os.preadv(self._fd, [view], at)
+            if not n_read:
+                raise OSError("the file of rows was cut off")
+            view, at = view[n_read:], at + n_read
+
+    def _is_written(self, n_bytes: int) -> bool:
+        """Return whether the file has so many bytes yet.  Raises OSError if it never will."""
+        seals = fcntl.fcntl(self._fd, fcntl.F_GET_SEALS)
+        if os.fstat(self._fd).st_size >= n_bytes:
+            return True
+        if seals & (fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL):
+            raise OSError(f"the file of rows ends before row {n_bytes // (self._width * self._dtype.itemsize)}")
+        return False
+
+
+class _PinnedBuffer:
+    """A page-locked buffer between the file and a GPU; torch caches its memory for the next one."""
+
+    def __init__(self) -> None:
+        """Raises MemoryError."""
+        try:
+            self._memory = torch.empty(SLOT_BYTES, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise MemoryError(f"{SLOT_BYTES} bytes cannot be page-locked: {error}") from error
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, n_bytes: int) -> Tensor:
+        """Return the first ``n_bytes``, once their last copy is complete."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._memory[:n_bytes]
+
+    def copy_to(self, target: Tensor) -> None:
+        """Copy the first bytes to a GPU, on its current stream."""
+        target.copy_(self._memory[: len(target)], non_blocking=True)
+        self._copied = torch.cuda.current_stream(target.device).record_event()
+
 
 WORK_BYTES = 1 << 30
 """Workspace for layers that compute as many rows as a step has."""

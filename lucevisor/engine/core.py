@@ -11,13 +11,14 @@ closed.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from lucevisor import suspend_clock
 from lucevisor.engine import validation
-from lucevisor.engine.changes import Changes
 from lucevisor.engine.journal import RowStore, make_journal
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.masking import MaskMaker
@@ -48,6 +49,33 @@ from lucevisor.model.values import Space
 from lucevisor.protocol.messages import SlotPlace
 from lucevisor.protocol.steps import Operation, SamplingParams, Step, StepResult
 from lucevisor.protocol.validation import UnansweredStep
+
+
+class Changes:
+    """The engine calls ``notify`` after every entry."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake all waiters, which check their conditions again."""
+        self._changed.set()
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` holds."""
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def holds_within(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until ``condition`` holds; False if it takes longer."""
+        try:
+            async with suspend_clock.timeout(timeout_s):
+                await self.wait_for(condition)
+        except TimeoutError:
+            return False
+        return True
+
 
 MAX_LOSSES = 4
 

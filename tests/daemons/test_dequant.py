@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from bench.gguf_writing import finish
 from daemons.device import CPU
 from daemons.errors import LoadError
-from daemons.models.loader import Rows, WeightLoader
+from daemons.models.loader import HALVES, Rows, WeightLoader, any_invalid, checks_blocks
 from daemons.ops.selection import KernelSelector
 from daemons.weights.dequant import dequantise, four_bit
-from daemons.weights.finite import HALVES, any_invalid, checks_blocks
 from daemons.weights.packed import empty_packed, repack, tile_bytes, unpack
 from lucevisor.model.families import open_spec
 from lucevisor.model.gguf_files import GgufFiles, open_model

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from daemons.draft.inputs import DraftInputs
-from daemons.draft.jobs import placeholder_draft
-from daemons.draft.stage import DraftStage
+from daemons.draft.stage import DraftStage, placeholder_draft
 from daemons.errors import StateError
 from daemons.kv.batch import Layout
 from lucevisor.model.values import LayerRange

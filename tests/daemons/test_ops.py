@@ -12,7 +12,7 @@ from daemons.kv.batch import Batch, Layout
 from daemons.kv.pools import Pools
 from daemons.kv.sequences import HOST, Sequences
 from daemons.kv.slice_group import GraphKey
-from daemons.models.host_attention import HostAttention
+from daemons.models.blocks import HostAttention
 from daemons.ops.attention import Causal, attention, reference, visible
 from daemons.ops.basic import RmsNorm, act_and_mul, plain_rope, rotate
 from daemons.ops.delta_rule import chunked, convolve, step

@@ -15,9 +15,8 @@ import msgspec
 import pytest
 import torch
 
-from daemons.models import row_file
-from daemons.models.replay import LayerwiseReplay, layerwise_replays
-from daemons.models.row_file import RowFile
+from daemons.models import replay
+from daemons.models.replay import LayerwiseReplay, RowFile, layerwise_replays
 from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
@@ -171,7 +170,7 @@ def test_rows_whose_readers_find_no_memory_to_begin_are_not_read(monkeypatch):
     rows = torch.arange(40.0).view(10, 4)
     file = RowFile(file_of(rows, 0), 4, torch.float32)
     assert torch.equal(file.read(0, 9, torch.device("cpu")), rows[:9])  # so few need none
-    monkeypatch.setattr(row_file, "MIN_PART_BYTES", 24)
+    monkeypatch.setattr(replay, "MIN_PART_BYTES", 24)
     with pytest.raises(MemoryError, match="did not begin"):
         file.read(0, 9, torch.device("cpu"))
 

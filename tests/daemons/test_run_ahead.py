@@ -20,8 +20,7 @@ from torch import Tensor
 from daemons.deferred import PlaceholderFill
 from daemons.draft import stage as stage_module
 from daemons.draft.drafter import Drafts
-from daemons.draft.jobs import PlaceholderDraft
-from daemons.draft.stage import DraftJob, DraftStage
+from daemons.draft.stage import DraftJob, DraftStage, PlaceholderDraft
 from daemons.errors import StateError
 from daemons.kv.batch import Layout
 from daemons.options import Options

@@ -14,10 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemons.draws import draw, draw_key
-from daemons.masks import apply_masks
-from daemons.repetition import breakers_by_head, penalise_repetition
-from daemons.sampling import Sampler, adjust
-from daemons.truncation import filtered, mirostat_keeps, next_mu
+from daemons.sampling import (
+    Sampler,
+    adjust,
+    apply_masks,
+    breakers_by_head,
+    filtered,
+    mirostat_keeps,
+    next_mu,
+    penalise_repetition,
+)
 from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams, Scored, Slice
 
 CPU = torch.device("cpu")

@@ -17,10 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from daemons.draft.deferred import MAX_ROWS
-from daemons.draft.jobs import without_rejected
 from daemons.draft.mtp import Mtp
-from daemons.draft.stage import DraftStage
+from daemons.draft.stage import MAX_ROWS, DraftStage, without_rejected
 from daemons.errors import LoadError, StateError
 from daemons.kv.batch import Batch, Layout
 from daemons.ops.choices import TOP_K_CHUNK, top_k

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from daemons.masks import apply_masks
+from daemons.sampling import apply_masks
 
 pytestmark = [
     pytest.mark.gpu,
