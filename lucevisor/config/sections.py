@@ -98,9 +98,9 @@ class GroupConfig:
     cores: tuple[Annotated[int, Meta(ge=0, le=8191)], ...] = ()
     """Processor cores the daemon is pinned to. Empty: not pinned."""
     transport: Transport = "shared_memory"
-    """How the supervisor and other groups reach the daemon. `tcp`: over connections on the loopback interface, which
-    are not authenticated. No files travel then: there are no snapshots, swap space and `reload`, and a restarted group
-    computes its state again."""
+    """Transport between the daemon, the supervisor and other groups. `tcp`: over connections on the loopback interface,
+    which are not authenticated. No files travel then: there are no snapshots, swap space and `reload`, and a restarted
+    group computes its state again."""
 
     def environment(self) -> dict[str, str]:
         """Return what to add to the daemon's environment: `env`, and the variable for `visible_devices`."""

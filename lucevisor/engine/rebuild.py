@@ -229,7 +229,7 @@ class Rebuilder:
         return known.pages[max(0, first_visible_page(stop, self._limits.window_tokens) - known.first) :]
 
     def _window_pages(self, live: LiveSequence, stop: int) -> list[tuple[int, int]]:
-        """Return the entries below ``stop`` that a token there sees, and their pages."""
+        """Return the entries below ``stop`` that a token there attends to, and their pages."""
         assert self._limits.window_tokens is not None
         known, first = live.table.known(Space.WINDOW), first_visible_page(stop, self._limits.window_tokens)
         entries = range(max(first, known.first), pages_of(stop))

@@ -97,7 +97,8 @@ class PageTable:
     """The pages of one sequence: grown before a slice is planned, released at the end."""
 
     def __init__(self, pools: PagePools, window_tokens: int | None) -> None:
-        """``window_tokens``: positions a sliding layer sees, the token itself included; None without such layers."""
+        """``window_tokens``: positions a sliding layer attends to, the token itself included; None without such
+        layers."""
         self._pools = pools
         self._window_tokens = window_tokens
         self._entries: dict[Space, Entries] = {space: Entries() for space in PAGED if space in pools}
@@ -179,7 +180,7 @@ class PageTable:
         return growths
 
     def slide(self, start: int) -> None:
-        """Release the window pages that no token at ``start`` or later sees."""
+        """Release the window pages that no token at ``start`` or later attends to."""
         entries = self._entries.get(Space.WINDOW)
         if entries is None or self._window_tokens is None:
             return

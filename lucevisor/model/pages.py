@@ -1,4 +1,4 @@
-"""Pages of attention state: how many a text takes, and which a sliding window sees.
+"""Pages of attention state: how many a text takes, and which a sliding window covers.
 
 The planner sizes pools by these formulas, the engine allocates by them and the daemons read by them.
 """
@@ -24,12 +24,12 @@ def pages_of(n_tokens: int) -> int:
 
 
 def first_visible(position: int, window_tokens: int) -> int:
-    """Return the oldest position that ``position`` sees through a window, which counts the position itself."""
+    """Return the oldest position that ``position`` attends to in a window, which counts the position itself."""
     return max(0, position - window_tokens + 1)
 
 
 def first_visible_page(position: int, window_tokens: int) -> int:
-    """Return the index of the oldest page that a token at ``position`` or later sees through a window."""
+    """Return the index of the oldest page that a token at ``position`` or later attends to in a window."""
     return first_visible(position, window_tokens) // PAGE_TOKENS
 
 

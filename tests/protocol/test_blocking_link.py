@@ -1,29 +1,21 @@
 """The daemon's end over real sockets: deaths at every byte, full buffers, descriptors."""
 
-import _thread
-import gc
 import os
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from concurrent.futures import CancelledError
-from pathlib import Path
 
 import pytest
 
 from lucevisor.model.values import Dtype
-from lucevisor.protocol import fault_hooks
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LinkClosed, RemoteProtocolError
 from lucevisor.protocol.loading import ArenaPlan
 from lucevisor.protocol.messages import Check, Role, StreamKind
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Reset, Slice, Step, StepResult
-from lucevisor.protocol.threads import StartedThread, ThreadExecutor
 from lucevisor.protocol.transport import BlockingLink
 
 STEP = Step(7, 1, slices=[Slice(3, 100, [5], True)])
@@ -247,119 +239,3 @@ def test_held_frames_are_written_before_the_link_waits(pair):
     assert supervisor.receive().message == StepResult(1, 2)
     supervisor.send(Step(2, 1))
     thread.join()
-
-
-# ---- threads
-
-
-def alive(name: str) -> int:
-    """How many threads of an executor run."""
-    running = sys._current_frames()  # enumerate() names some that ended, too
-    return sum(one.name.startswith(f"{name}_") and one.ident in running for one in threading.enumerate())
-
-
-def gone(name: str) -> bool:
-    deadline = time.monotonic() + 10
-    while alive(name) and time.monotonic() < deadline:
-        time.sleep(0.002)
-    return not alive(name)
-
-
-def test_a_thread_that_never_begins_is_given_up(no_thread_begins: None) -> None:
-    with pytest.raises(MemoryError, match="'reader_0' did not begin"):
-        ThreadExecutor(2, "reader")
-
-
-def test_a_thread_that_the_system_refuses_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(_thread, "start_new_thread", refused)
-    with pytest.raises(MemoryError, match="'pulse' cannot be started: can't start new thread"):
-        StartedThread("pulse", lambda: None)
-
-
-def test_work_is_done_in_threads_in_order_and_its_errors_are_its_own() -> None:
-    done: list[int] = []
-    with ThreadExecutor(1, "one") as executor:
-        first = executor.submit(lambda: threading.current_thread().name)
-        failed = executor.submit(lambda: 1 // 0)
-        rest = list(executor.map(lambda n: done.append(n) or n, range(20)))  # type: ignore[func-returns-value]
-    assert first.result() == "one_0"
-    assert isinstance(failed.exception(), ZeroDivisionError)
-    assert done == rest == list(range(20))
-    assert gone("one")
-    with pytest.raises(RuntimeError, match="shut down"):
-        executor.submit(print)
-
-
-def test_a_shutdown_waits_for_work_that_runs_and_cancels_what_waits() -> None:
-    executor, begun, go_on = ThreadExecutor(2, "two"), threading.Barrier(3), threading.Event()
-
-    def work() -> str:
-        begun.wait(10)
-        go_on.wait(10)
-        return "done"
-
-    running = [executor.submit(work) for _ in range(2)]
-    begun.wait(10)
-    waiting = executor.submit(work)
-    threading.Timer(0.05, go_on.set).start()
-    executor.shutdown(cancel_futures=True)
-    assert [one.done() and one.result() for one in running] == ["done"] * 2
-    with pytest.raises(CancelledError):
-        waiting.result(0)
-    executor.shutdown(cancel_futures=True)
-    assert gone("two")
-
-
-def test_threads_end_with_an_executor_that_nobody_has_any_more() -> None:
-    executor = ThreadExecutor(3, "forgotten")
-    assert executor.submit(lambda: 1).result(10) == 1
-    assert alive("forgotten") == 3
-    del executor
-    gc.collect()
-    assert gone("forgotten")
-
-
-# ---- fault hooks
-
-
-ROOT = Path(__file__).parents[2]
-
-LISTENS = """
-import os, sys, time
-from lucevisor.protocol import fault_hooks
-real = time.time
-fault_hooks.listen({"hang": fault_hooks.hold_interpreter, "clock": fault_hooks.shift_clock})
-at = time.monotonic()
-print("ready", flush=True)
-longest = 0.0
-while abs(time.time() - real()) < 1000:
-    longest = max(longest, time.monotonic() - at)
-    at = time.monotonic()
-    time.sleep(0.001)
-print(round(longest, 2), round(time.time() - real()), flush=True)
-"""
-
-
-def test_without_the_variable_nothing_listens(monkeypatch):
-    monkeypatch.delenv(fault_hooks.VARIABLE, raising=False)
-    before = threading.active_count()
-    fault_hooks.listen({"hang": lambda _: None})
-    assert threading.active_count() == before
-
-
-def test_a_process_hangs_and_its_clock_jumps(tmp_path):
-    env = os.environ | {fault_hooks.VARIABLE: str(tmp_path), "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", LISTENS], env=env, stdout=-1, stderr=-1, text=True)
-    assert process.stdout.readline() == "ready\n"
-    began = time.monotonic()
-    fault_hooks.inject(tmp_path, process.pid, "hang", 1.0)
-    fault_hooks.inject(tmp_path, process.pid, "clock", -5000.0)
-    said, errors = process.communicate(timeout=20)
-    longest, offset = said.split()
-    assert float(longest) > 0.9, "no thread ran meanwhile"
-    assert time.monotonic() - began < 15
-    assert offset == "-5000"
-    assert errors.splitlines() == ["fault: hang 1.0", "fault: clock -5000.0"]

@@ -1,6 +1,5 @@
 """How the supervisor judges a Hello."""
 
-import os
 import re
 import subprocess
 import sys
@@ -106,37 +105,6 @@ def test_a_cpu_group_has_every_index():
     cpu = Expected("left", Backend.CPU, HELLO.source_hash, [0, 1, 7])
     assert problems(cpu, backend=Backend.CPU, devices=[device(0, "EPYC")]) == []
     assert "left:0 is not visible" in problems(cpu, backend=Backend.CPU, devices=[])[0]
-
-
-# ---- a process that ends with its parent
-
-
-CHILD = """
-import os, sys, time
-from lucevisor.protocol.process import end_with_parent
-print(end_with_parent(int(sys.argv[1])), flush=True)
-time.sleep(60)
-"""
-
-PARENT = f"""
-import os, subprocess, sys
-subprocess.run([sys.executable, "-c", {CHILD!r}, str(os.getpid())])
-"""
-
-
-def test_a_process_is_killed_when_its_parent_ends() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == b"True\n"
-        parent.kill()
-        assert parent.stdout.read() == b""  # end of file: the child, which has it open too, is gone
-
-
-def test_another_process_is_not_the_parent() -> None:
-    with subprocess.Popen([sys.executable, "-c", CHILD, str(os.getppid())], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"False\n"
-        process.kill()
 
 
 # ---- the hash of both ends' code

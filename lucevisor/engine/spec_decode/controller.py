@@ -374,7 +374,7 @@ class DrafterSuspension:
         self._interval = ACTIVE_STEPS
 
     def is_due(self, *, idle: bool) -> bool:
-        """Return whether to resume the drafter, or to suspend it if the controller wants no drafts.
+        """Return whether to resume the drafter, or to suspend it if its drafts are not used.
 
         ``idle``: no sequence is decoding.
         """

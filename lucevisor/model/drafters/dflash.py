@@ -64,7 +64,7 @@ class DflashParams(Qwen3Params):
     """Hyperparameters of ``qwen3``, whose layers a drafter has, and its own.
 
     ``features``: numbers per token that are captured.  ``windows``: of each layer, 0: all positions.  ``causal``: for
-    each layer, whether a position of a block sees only earlier ones of it.
+    each layer, whether a position of a block attends only to earlier ones of it.
     """
 
     features: int

@@ -1,0 +1,102 @@
+"""Interpreters and their devices, from stand-ins that answer as torch builds of each vendor do."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from lucevisor.app.discovery import choose_groups, model_name, probe_interpreter, save_config, write_config
+from lucevisor.config import load
+from lucevisor.errors import ConfigError, LucevisorError
+
+
+def stand_in(folder: Path, name: str, answer: object) -> str:
+    """An executable that answers every command with a line of JSON."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\necho a line of a library\necho '{json.dumps(answer)}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current directory without environments beside it."""
+    (tmp_path / "prefix").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    return tmp_path
+
+
+CUDA = {"torch": "2.13.0+cu130", "backend": "cuda", "devices": ["NVIDIA H200"]}
+HIP = {"torch": "2.13.0+rocm7.2", "backend": "hip", "devices": ["AMD Radeon AI PRO R9700", "AMD Radeon RX 7900 XTX"]}
+CPU = {"torch": "2.13.0+cpu", "backend": "cpu", "devices": []}
+BLIND = {"torch": "2.13.0+cu130", "backend": "cuda", "devices": []}
+
+
+def test_each_vendor_gets_a_group_of_the_first_interpreter_that_sees_its_devices(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", stand_in(folder, "own", BLIND))
+    answers = (("cuda", CUDA), ("rocm", HIP), ("again", CUDA), ("cpu", CPU))
+    pythons = [stand_in(folder, name, answer) for name, answer in answers]
+    monkeypatch.setattr("lucevisor.app.discovery.model_fits", lambda model, groups: True)
+    groups = choose_groups("m.gguf", pythons)
+    assert [(group.backend, group.python, len(group.devices)) for group in groups] == [
+        ("cuda", pythons[0], 1),
+        ("hip", pythons[1], 2),
+    ]
+    config = load(save_config("m.gguf", groups, "box"), [])
+    assert config.model.path == str(folder / "m.gguf")
+    assert {name: group.python for name, group in config.groups.items()} == {"cuda": pythons[0], "hip": pythons[1]}
+    assert config.placement.devices == ()
+    monkeypatch.setattr("lucevisor.app.discovery.model_fits", lambda model, groups: False)
+    assert [group.backend for group in choose_groups("m.gguf", pythons)] == ["cuda", "hip", "cpu"]
+
+
+def test_without_a_gpu_the_processor_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", stand_in(folder, "own", BLIND))
+    (group,) = choose_groups("m.gguf", [])
+    assert tomllib.loads(write_config("hf:me/model/m.gguf", [group])) == {
+        "model": {"path": "hf:me/model/m.gguf"},
+        "groups": {"cpu": {"backend": "cpu"}},  # the supervisor's own interpreter needs no key
+    }
+    assert "this machine's processor" in str(group)
+
+
+def test_environments_beside_this_one_are_queried(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", stand_in(folder, "own", {"problem": "ModuleNotFoundError: torch"}))
+    (folder / "rocm" / "bin").mkdir(parents=True)
+    (folder / "rocm" / "pyvenv.cfg").touch()
+    python = stand_in(folder / "rocm" / "bin", "python", CPU)
+    assert [group.python for group in choose_groups("m.gguf", [])] == [python]
+
+
+def test_what_cannot_run_a_daemon_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = {"problem": "ModuleNotFoundError: No module named torch"}
+    monkeypatch.setattr(sys, "executable", stand_in(folder, "own", none))
+    with pytest.raises(LucevisorError, match=r"no interpreter can run a daemon \(.*No module named torch.*--python"):
+        choose_groups("m.gguf", [])
+    with pytest.raises(ConfigError, match=r"--python = .*No such file"):
+        choose_groups("m.gguf", ["./none"])
+    assert "is not a Python interpreter" in probe_interpreter("/bin/true").problem
+    assert probe_interpreter(sys.executable) == probe_interpreter(sys.executable)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("/models/Qwen3.5-27B-Q4_K_M.gguf", "Qwen3.5-27B-Q4_K_M"),
+        ("hf:unsloth/Qwen3-4B-GGUF:Q4_K_M", "Qwen3-4B-GGUF"),
+        ("hf:me/model/q8/a b.gguf", "a-b"),
+        ("...gguf", "model"),
+        ("x" * 100 + ".gguf", "x" * 64),
+    ],
+)
+def test_a_supervisor_is_named_after_its_model(model: str, name: str) -> None:
+    assert model_name(model) == name
