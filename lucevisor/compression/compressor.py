@@ -112,8 +112,8 @@ class Compressor:
 
     @property
     def statistics(self) -> CompressionStatistics:
-        now, counts = self._statistics, self._windows.counts
-        now.n_windows, now.n_scored = counts.n_windows, counts.n_tokens
+        now, windows = self._statistics, self._windows
+        now.n_windows, now.n_scored = windows.n_windows, windows.n_tokens
         return now
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, Protocol
 
@@ -33,21 +33,14 @@ class Scorer(Protocol):
 
 
 @dataclass(slots=True)
-class WindowCounts:
-    """Since the start: windows scored, and their tokens."""
-
-    n_windows: int = 0
-    n_tokens: int = 0
-
-
-@dataclass(slots=True)
 class Windows:
     """Scores tokens by windows.  ``scorer_tokenizer``: None if the scoring model has the served model's tokenizer."""
 
     tokenizer: Tokenizer
     scorer: Scorer
     scorer_tokenizer: Tokenizer | None = None
-    counts: WindowCounts = field(default_factory=WindowCounts)
+    n_windows: int = 0  # scored since the start
+    n_tokens: int = 0  # of these windows
 
     async def scores(self, tokens: Sequence[int], question: Sequence[int], n_query: int = QUERY_TOKENS) -> list[float]:
         """Return a score for each token; ``question`` has at most QUESTION_TOKENS.  Raises ScoringError."""
@@ -91,8 +84,8 @@ class Windows:
             found = await self.scorer.score([*window, *question], min(n_query, len(question)))
             # Attention is shared out over a window: times its length, windows of other lengths compare.
             scores += [score * len(window) for score in found[: len(window)]]
-            self.counts.n_windows += 1
-            self.counts.n_tokens += len(window) + len(question)
+            self.n_windows += 1
+            self.n_tokens += len(window) + len(question)
         return scores
 
 

@@ -296,12 +296,11 @@ class FairShare:
             self._shared_until = now + 8.0  # long prompts go on leaving room: a client that was answered may ask again
         if not long_prompts or now >= self._shared_until:
             return StepShare(sorted(prompts, key=order), self._max_step_tokens)
-        # A chunk that waits behind another one would be in front of a short prompt, too; one beside it would delay it.
-        most = 2 * MAX_SKIPPED_STEPS if busy else MAX_SKIPPED_STEPS if len(long_prompts) < len(prompts) else 0
-        held = [record for record in long_prompts if n_skipped(record) < most]
+        # A chunk that waits behind another one would be in front of a short prompt, too.
+        held = [record for record in long_prompts if n_skipped(record) < 2 * MAX_SKIPPED_STEPS] if busy else []
         allowed = sorted((record for record in prompts if record not in held), key=order)
         # Decodes go with the next chunk of a prompt that is held: a step of their own would delay it.
-        return StepShare(allowed, self._long_prefill_tokens, decodes=not (busy and held))
+        return StepShare(allowed, self._long_prefill_tokens, decodes=not held)
 
     def n_decode_groups(self, n_stages: int, n_fastest: int) -> int:
         return n_fastest

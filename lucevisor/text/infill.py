@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from lucevisor.text.tokenizer import Tokenizer
 
 _NAMES: Final = (
@@ -22,17 +24,16 @@ _FILE: Final = "<|file_sep|>"
 _SNIPPET: Final = "\n\n--- snippet ---\n\n"
 
 
-@dataclass(frozen=True, slots=True)
-class OtherFile:
-    """Text from another file of the project."""
+class ExtraInput(msgspec.Struct):
+    """Text from another file of the project, before the gap."""
 
-    name: str
     text: str
+    filename: str = "tmp"
 
 
 @dataclass(frozen=True, slots=True)
 class InfillTokens:
-    """Tokens before the text that precedes a gap, before the text that follows it, and before what fills it."""
+    """Tokens in front of the text before a gap, of the text after it, and of the text that fills it."""
 
     prefix: int
     suffix: int
@@ -46,12 +47,16 @@ class InfillTokens:
                 return cls(prefix, suffix, middle)
         return None
 
-    def prompt(self, before: str, after: str, files: Sequence[OtherFile], tokenizer: Tokenizer) -> list[int]:
+    def prompt(self, before: str, after: str, files: Sequence[ExtraInput], tokenizer: Tokenizer) -> list[int]:
         """Return the prompt for a gap, after the texts of other files."""
         separator = tokenizer.token_id(_FILE)
         ids = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
         for file in files:
-            ids += tokenizer.encode(_SNIPPET) if separator is None else [separator, *tokenizer.encode(f"{file.name}\n")]
+            ids += (
+                tokenizer.encode(_SNIPPET)
+                if separator is None
+                else [separator, *tokenizer.encode(f"{file.filename}\n")]
+            )
             ids += tokenizer.encode(file.text)
         gap = [self.prefix, *tokenizer.encode(before), self.suffix, *tokenizer.encode(after), self.middle]
         return ids + gap

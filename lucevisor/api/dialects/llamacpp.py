@@ -26,7 +26,7 @@ from lucevisor.api.schemas import (
     ignored,
     to_record,
 )
-from lucevisor.text.infill import OtherFile
+from lucevisor.text.infill import ExtraInput
 from lucevisor.text.output_parser import ContentDelta
 
 
@@ -63,13 +63,6 @@ class LlamaCompletionBody(CompletionBody, kw_only=True):
     return_tokens: Flag = None
 
 
-class ExtraInput(msgspec.Struct):
-    """Text from another file, before the gap."""
-
-    text: str
-    filename: str = "tmp"
-
-
 class InfillBody(CompletionBody, kw_only=True):
     """POST /infill.  `prompt` goes on with `input_prefix`."""
 
@@ -97,7 +90,7 @@ def _read(
     fields = {name: value for name, value in fields.items() if name not in unlimited}
     body = to_record(kind, fields, RULES)
     if isinstance(body, InfillBody):
-        files = [OtherFile(extra.filename, extra.text) for extra in body.input_extra or ()]
+        files = body.input_extra or ()
         prompt: Any = infill_ids(body.input_prefix + body.prompt, body.input_suffix, files, "input_suffix", ctx)
     else:
         prompt = _prompt(body.prompt, ctx)

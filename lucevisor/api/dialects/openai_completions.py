@@ -42,7 +42,7 @@ from lucevisor.api.schemas import (
     ignored,
     to_record,
 )
-from lucevisor.text.infill import InfillTokens, OtherFile
+from lucevisor.text.infill import ExtraInput, InfillTokens
 from lucevisor.text.output_parser import ContentDelta
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -149,7 +149,7 @@ def _read_gap(body: CompletionBody, ctx: AppContext) -> list[Prompt]:
     return [Prompt(ids, body.prompt)]
 
 
-def infill_ids(before: str, after: str, files: Sequence[OtherFile], param: str, ctx: AppContext) -> list[int]:
+def infill_ids(before: str, after: str, files: Sequence[ExtraInput], param: str, ctx: AppContext) -> list[int]:
     """Return the prompt for a gap; raises ApiError naming `param` if the vocabulary has no tokens for that."""
     tokens = InfillTokens.of(ctx.tokenizer)
     if tokens is None:
