@@ -41,7 +41,7 @@ class Boundaries:
         epoch = self._epochs[group] = max(self._epochs.values(), default=0) + 1
         opened = []
         for plan in plans:
-            if plan.key in self._relays:
+            if not self.buffers[plan.key].shared_memory:
                 [other] = {*self._ends[plan.key]} - {group}
                 plan = replace(plan, connection=RowsConnection(epoch, self._addresses.get(other, "")))
             opened.append(plan)

@@ -171,10 +171,9 @@ class RelayBuffer(Arena):
         self._order = RowsOrder(self, NEVER)
         self._reader: Channel | None = None
         self._reader_epoch = self._n_placed = 0
-        self._arrived: dict[int, tuple[int, int]] = {}  # by region: the step whose rows are there, and their bytes
-        self._answered: dict[
-            int, tuple[int, int]
-        ] = {}  # those of steps that the writer has answered, or that were placed
+        # By region: the step whose rows are there, and their bytes; apart from those that its writer has answered.
+        self._arrived: dict[int, tuple[int, int]] = {}
+        self._answered: dict[int, tuple[int, int]] = {}
 
     def attach_writer(self, epoch: int) -> None:
         """Take rows of the writing daemon from now on."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from lucevisor.engine.pipeline import PipelineResult
+from lucevisor.engine.pipeline import PipelineResult, StepInFlight
 from lucevisor.engine.request import (
     ContextOverflow,
     FinishedEvent,
@@ -56,8 +56,8 @@ async def test_a_request_streams_its_tokens_and_ends() -> None:
     assert finished.reason == "length"
 
 
-async def collect(handle: object) -> list[object]:
-    return [event async for event in handle]  # type: ignore[attr-defined]
+async def collect(handle: RequestHandle) -> list[object]:
+    return [event async for event in handle]
 
 
 def test_before_a_pipeline_is_there_requests_are_refused_with_the_reason() -> None:
@@ -203,6 +203,16 @@ def test_statistics_tell_what_happened() -> None:
     assert toy.engine.statistics().tokens_per_s == 0.0
 
 
+def test_the_engine_tells_which_step_a_daemon_is_at() -> None:
+    toy = ready()
+    assert toy.engine.oldest_in_flight() is None
+    toy.engine.submit(request("a"))
+    toy.now = 7.0
+    assert toy.engine.oldest_in_flight() == StepInFlight(1, 0, 7.0)
+    toy.lose()
+    assert toy.engine.oldest_in_flight() is None
+
+
 @pytest.mark.parametrize("n_stages", [1, 3])
 async def test_rows_of_every_position_come_back_in_order_beside_other_requests(n_stages: int) -> None:
     toy = ready(n_stages=n_stages)
@@ -308,10 +318,6 @@ def test_a_prompt_too_long_for_the_pages_names_the_pages() -> None:
 
 
 END = FinishedEvent("length", Usage(1, 0, 1), Timings(0, 0, 0))
-
-
-async def collect_events(handle: RequestHandle) -> list[object]:
-    return [event async for event in handle]
 
 
 def test_leaving_the_block_cancels_what_still_runs() -> None:
