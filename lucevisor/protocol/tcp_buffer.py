@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from threading import Condition, Event, Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lucevisor.protocol.arena import Arena, SharedBuffer, arena_bytes, open_arenas
 from lucevisor.protocol.errors import ArenaError, LinkClosed, ProtocolError, RemoteProtocolError
@@ -23,9 +23,6 @@ from lucevisor.protocol.messages import MAX_PAYLOAD_BYTES, Message, StreamKind
 from lucevisor.protocol.steps import Attach, Attached, PlacedRows, Rows, RowsCopy
 from lucevisor.protocol.threads import StartedThread
 from lucevisor.protocol.transport import BlockingLink, Channel, connect
-
-if TYPE_CHECKING:
-    pass
 
 LOOPBACK = "127.0.0.1"
 NEVER = 2**64 - 1
