@@ -32,7 +32,7 @@ GROUP = '[groups.{}]\nbackend = "cpu"\nthreads = 1\n'
 def changed(service: Service, devices: Sequence[str], split: Sequence[float]) -> Config:
     """The running configuration with the layers, and the groups, on other devices."""
     file = service.config.file
-    text = re.sub(r'\[groups\.[a-z]\]\nbackend = "cpu"\nthreads = 1\n', "", file.read_text())
+    text = re.sub(r"\[groups\.[a-z]\]\n([a-z]+ = .*\n)*", "", file.read_text())
     groups = "".join(GROUP.format(name) for name in dict.fromkeys(d.partition(":")[0] for d in devices))
     file.write_text(f"{text}\n{groups}")
     shares = ",".join(map(str, split))
