@@ -1,8 +1,8 @@
 """Requests, scheduler, pipeline, and the engine that joins them.
 
-engine      core (READ FIRST); changes, limits, statistics, validation
+engine      plain_loop (READ FIRST), core; limits, statistics, validation
 requests    request, sequence, running, rows
-scheduler   scheduler: who starts, who gives way, and what the next step computes; step
+scheduler   scheduler: what the next step computes; policy: who starts, who gives way; step
 pipeline    pipeline
 prefixes    prefix_reuse
 drafts      drafting: the scheduler's part; spec_decode/: controller, ngram, statistics
