@@ -65,7 +65,13 @@ def wait_for(pid: int, seconds: float) -> int:
 
 def test_a_closed_terminal_does_not_end_a_daemon(cli: Cli) -> None:
     pid, terminal = in_terminal(cli, "start", str(DEMO), "--name", "t", "--daemon", "--set", "server.port=0")
-    wait_until(lambda: (shown(terminal), cli.ready())[1], 60, "ready")
+    said = bytearray()
+
+    def is_ready() -> bool:
+        said.extend(shown(terminal))
+        return b"is ready at" in said
+
+    wait_until(is_ready, 60, "the command says so")
     os.close(terminal)
     wait_for(pid, 60)
     supervisor = cli.status()["pid"]

@@ -60,6 +60,6 @@ def test_no_module_named_daemons_is_installed(installed: Path, tmp_path: Path) -
 
 
 def test_the_demo_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
-    said = run([str(installed / "lucevisor"), "demo", "--max-tokens", "24"], tmp_path)
+    said = run([str(installed / "lucevisor"), "demo", "--max-tokens", "32"], tmp_path)
     assert "the same answer as without the kill" in said
     assert said.endswith("stopped\n")
