@@ -19,7 +19,7 @@ from lucevisor.protocol.tcp_buffer import RowsEndpoint
 from lucevisor.protocol.transport import BlockingLink
 
 
-def raw(address, n_bytes):
+def raw(address, n_bytes, n_answered=None):
     sock = socket.socket(fileno=int(address))
     buffer = memoryview(bytearray(n_bytes))
     while True:
@@ -29,20 +29,11 @@ def raw(address, n_bytes):
             if got == 0:
                 return
             n += got
-        sock.sendall(buffer)
+        sock.sendall(buffer[:n_answered])
 
 
 def sink(address, n_bytes):
-    sock = socket.socket(fileno=int(address))
-    buffer = memoryview(bytearray(n_bytes))
-    while True:
-        n = 0
-        while n < n_bytes:
-            got = sock.recv_into(buffer[n:])
-            if got == 0:
-                return
-            n += got
-        sock.send(b"1")
+    raw(address, n_bytes, n_answered=1)
 
 
 def await_rows(buffer, region, step_id):
