@@ -77,8 +77,9 @@ class ModelRunner:
         self.await_captures: Callable[[SharedBuffer, Step], None] = lambda rows, step: None  # see Inbox.await_captures
         self._draft_inputs = None
         if load.draft is not None:
-            wait = lambda rows, step: self.await_captures(rows, step)  # noqa: E731
-            self._draft_inputs = DraftInputs(load.draft, self._boundaries, wait)
+            self._draft_inputs = DraftInputs(
+                load.draft, self._boundaries, lambda rows, step: self.await_captures(rows, step)
+            )
 
     @classmethod
     def load(

@@ -39,7 +39,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedBuffer(Protocol):
-    """The boundary between two stages: a region per step in flight, which the writer fills and the reader is told of.
+    """The boundary between two stages: a region per step in flight, which the writer fills and announces to the reader.
 
     Regions are given out by the supervisor, which reuses one when its step has ended: they are the writer's credits.
     """
