@@ -27,11 +27,10 @@ from lucevisor.errors import ConfigError
 from lucevisor.kv.prefix_cache import PrefixHooks, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.kv_transfer.transfers import KvTransfer, Transfer
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Space
 from lucevisor.placement.result import Placement
-from lucevisor.protocol.messages import SlotPlace
 from lucevisor.snapshots.file_format import DraftModel, SlotRecord, StateModel, max_file_bytes
 from lucevisor.snapshots.policy import (
     Backoff,
@@ -50,7 +49,6 @@ from lucevisor.snapshots.store import (
     SnapshotRefused,
     SnapshotStore,
 )
-from lucevisor.snapshots.transfers import ShardTransfers, Transfer
 
 TRANSFER_S = 60.0
 """Timeout of a save or restore in seconds; after it the disk is considered hung."""
@@ -67,7 +65,7 @@ async def open_snapshots(
     spec: ModelSpec,
     digests: Mapping[str, str],
     placement: Placement,
-    shards: ShardTransfers,
+    transfers: KvTransfer,
     draft: DraftModel | None = None,
 ) -> SnapshotManager:
     """Open and scan ``cache.dir``; call ``start`` next.  ``digests``: of all tensors; ``draft``: of the drafter that is
@@ -76,7 +74,7 @@ async def open_snapshots(
     model = StateModel(mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers, draft)
     store = SnapshotStore(Path(cache.dir), model, cache.disk)
     await asyncio.to_thread(store.scan)
-    return SnapshotManager(engine, store, shards, SavePolicy(cache.min_tokens, cache.disk))
+    return SnapshotManager(engine, store, transfers, SavePolicy(cache.min_tokens, cache.disk))
 
 
 @dataclass(slots=True, eq=False)
@@ -91,8 +89,8 @@ class _Restoring:
 class SnapshotManager:
     """Created with the engine; ``start`` installs its hooks, ``close`` ends it."""
 
-    def __init__(self, engine: Engine, store: SnapshotStore, shards: ShardTransfers, policy: SavePolicy) -> None:
-        self.store, self.shards = store, shards
+    def __init__(self, engine: Engine, store: SnapshotStore, transfers: KvTransfer, policy: SavePolicy) -> None:
+        self.store, self.transfers = store, transfers
         self._engine, self._limits = engine, policy
         self._backoff = Backoff()
         self._restoring: dict[tuple[str, int], _Restoring] = {}
@@ -228,14 +226,9 @@ class SnapshotManager:
         ``late`` is called on timeout; the pages stay reserved until the daemons are done.  Where only the drafter's
         state could not be read, ``opened.with_draft`` becomes False.
         """
-        ids = reservation.ids
-        place = SlotPlace(
-            opened.n_tokens, ids.get(Space.FULL, []), ids.get(Space.WINDOW, []), reservation.first_window,
-            reservation.state,
-        )  # fmt: skip
         check = asyncio.create_task(self._on_disk(self.store.check, opened))
         try:
-            transfer, overdue = await self._await(self.shards.restore(opened, place), TRANSFER_S, late)
+            transfer, overdue = await self._await(self.transfers.load([(opened, reservation.place)]), TRANSFER_S, late)
         finally:
             await asyncio.wait({check})  # it reads the descriptor that the caller closes
         check.result()
@@ -335,7 +328,7 @@ class SnapshotManager:
                 pending = unsealed = await self._on_disk(self.store.begin, slot_record)
                 late = "the daemons or the disk took too long"
                 transfer, overdue = await self._await(
-                    self.shards.save(pending, place), deadline_s,
+                    self.transfers.save([(pending, place)]), deadline_s,
                     lambda: self._spawn(self._on_disk(self.store.abort, pending, late), "abort a snapshot"),
                 )  # fmt: skip
                 if overdue or transfer.problem:

@@ -25,6 +25,7 @@ import structlog
 
 from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
+from lucevisor.kv_transfer.transfers import TransferFile
 from lucevisor.protocol.messages import SnapshotTensor
 from lucevisor.snapshots import disk
 from lucevisor.snapshots.disk import describe_error
@@ -50,7 +51,6 @@ from lucevisor.snapshots.policy import (
     file_name,
     name_prefix,
 )
-from lucevisor.snapshots.transfers import TransferFile
 
 log = structlog.get_logger("snapshots")
 

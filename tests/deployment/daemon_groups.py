@@ -7,7 +7,6 @@ a daemon that was not reset, gives a Violation or wrong tokens.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -176,7 +175,7 @@ class Groups:
         self._loop = self._loop or asyncio.new_event_loop()  # one, which the engine's events are bound to
         found = self._loop.run_until_complete(self.assembly.replay(group, 0.0))
         if found is not None:
-            os.close(found.file)
+            found.file.close()
             self.replays[group] = found, self.rows.gathered
         return found is not None
 
