@@ -311,10 +311,11 @@ class Deployment:
         """
         links, draft_restored = restored or RestoredState()
         assert self.placement is not None
+        assert self.transfers is not None
         self._engine = engine
         stage_groups, draft = [stage.group for stage in self.placement.stages], self.placement.draft
         draft_group = "" if draft is None else draft.group
-        self._assembly = PipelineAssembly(engine, stage_groups, self._owner.on_change, draft_group)
+        self._assembly = PipelineAssembly(engine, stage_groups, self._owner.on_change, self.transfers, draft_group)
         for group, link in self.links.items():
             with_draft = group == draft_group and self._draft_loaded
             self._assembly.on_ready(

@@ -2,7 +2,7 @@
 
 Snapshots on disk, preempted requests and exports in host memory take this one path.  A transfer is a message to every
 daemon for each unit, and one outcome.  A daemon has a number of credits; further messages wait for its answers.  A
-failure, a loss or ``quiesce`` cancels those that wait.
+failure, a loss, a ``Reset`` or ``quiesce`` cancels those that wait.
 Invariant: every transfer ends once each daemon that was sent a message has answered or is lost, never earlier, even
 after a failure; until then it owns its pages and descriptor.
 """
@@ -82,27 +82,23 @@ Units = Iterable[tuple[TransferFile, SlotPlace]]
 @dataclass(slots=True, eq=False)
 class Transfer:
     """``problem``: why it failed; empty so far or on success.  ``without``: groups that did not load the drafter's
-    state, and why."""
+    state, and why.
+
+    ``fds``: own descriptors of its files, which a caller may close before.
+    """
 
     n_bytes: int = 0
     converted: str = ""
     problem: str = ""
     without: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """A transfer with unanswered messages.  ``fds``: own descriptors of its files, which a caller may close before."""
-
-    transfer: Transfer
-    end: asyncio.Future[Transfer]
-    n_messages: int = 0
+    n_unanswered: int = 0
     fds: dict[int, int] = field(default_factory=dict)
+    end: asyncio.Future[Transfer] = field(default_factory=asyncio.Future)
 
 
 @dataclass(slots=True, eq=False)
 class _Message:
-    pending: _Pending
+    transfer: Transfer
     order: Save | Restore
     fd: int
     expected_bytes: int
@@ -124,7 +120,7 @@ class KvTransfer:
         self._layers = {group: tuple(ranges) for group, ranges in layers.items()}
         self._draft_group = draft_group
         self._daemons: defaultdict[str, _Daemon] = defaultdict(_Daemon)
-        self._pending: set[_Pending] = set()
+        self._transfers: set[Transfer] = set()
         self._ids = count(1)
         self._refusing = ""  # why nothing is moved for prefix slots
 
@@ -137,11 +133,17 @@ class KvTransfer:
         """Refuse transfers of all groups until ``resume`` or a daemon is ready, cancel those that wait for credits, and
         wait for the others: their daemons write pages."""
         self._refusing = reason
-        for group, daemon in self._daemons.items():
-            while daemon.waiting:
-                self._end(group, daemon.waiting.popleft(), f"it was cancelled: {reason}")
-        while self._pending:
-            await asyncio.wait([pending.end for pending in self._pending])
+        for group in [*self._daemons]:
+            self.cancel_waiting(group, reason)
+        while self._transfers:
+            await asyncio.wait([transfer.end for transfer in self._transfers])
+
+    def cancel_waiting(self, group: str, reason: str) -> None:
+        """Cancel the messages of a group that wait for credits, as ``Reset`` cancels in a daemon those that were sent:
+        what it drops must not be written after it."""
+        waiting = self._daemons[group].waiting
+        while waiting:
+            self._end(group, waiting.popleft(), f"it was cancelled: {reason}")
 
     def resume(self) -> None:
         """Accept transfers of all groups again."""
@@ -170,7 +172,7 @@ class KvTransfer:
         if isinstance(answer, TransferFailed):
             problem = f"group {group}, {answer.where}: {answer.reason}"
         else:
-            transfer = message.pending.transfer
+            transfer = message.transfer
             transfer.n_bytes += answer.n_bytes
             transfer.converted = transfer.converted or (answer.converted if isinstance(answer, Restored) else "")
             is_whole = answer.n_bytes == message.expected_bytes
@@ -196,26 +198,20 @@ class KvTransfer:
     def _begin(
         self, kind: type[Save | Restore], units: Units, groups: Collection[str] | None
     ) -> asyncio.Future[Transfer]:
-        units, loop = list(units), asyncio.get_running_loop()
-        pending = _Pending(Transfer(), loop.create_future())
-        self._pending.add(pending)
+        units, transfer = list(units), Transfer()
+        self._transfers.add(transfer)
         try:
-            pending.fds = {fd: os.dup(fd) for fd in {file.fd for file, _ in units}}
+            transfer.fds = {fd: os.dup(fd) for fd in {file.fd for file, _ in units}}
         except OSError as error:
-            pending.transfer.problem = f"no descriptor is left: {error}"
+            transfer.problem = f"no descriptor is left: {error}"
             units = []
-        messages = [
-            (
-                group,
-                _Message(
-                    pending, kind(next(self._ids), file.file, place, own), pending.fds[file.fd], file.n_bytes(own)
-                ),
-            )
-            for file, place in units
-            for group, own in self._tensors(file).items()
-            if own and (groups is None or group in groups)
-        ]
-        pending.n_messages = 1 + len(messages)  # one for this method
+        messages = []
+        for file, place in units:
+            for group, tensors in self._tensors(file).items():
+                if tensors and (groups is None or group in groups):
+                    order = kind(next(self._ids), file.file, place, tensors)
+                    messages.append((group, _Message(transfer, order, transfer.fds[file.fd], file.n_bytes(tensors))))
+        transfer.n_unanswered = 1 + len(messages)  # one for this method
         for group, message in messages:
             daemon = self._daemons[group]
             problem = "it is away" if daemon.link is None else self._refusing if groups is None else ""
@@ -225,8 +221,8 @@ class KvTransfer:
                 daemon.waiting.append(message)
         for group in dict(messages):
             self._send(group)
-        self._count_down(pending)
-        return pending.end
+        self._count_down(transfer)
+        return transfer.end
 
     def _tensors(self, file: TransferFile) -> dict[str, list[SnapshotTensor]]:
         """Return what each group writes or reads."""
@@ -240,7 +236,7 @@ class KvTransfer:
         daemon = self._daemons[group]
         while daemon.waiting and daemon.link is not None and len(daemon.sent) < CREDITS:
             message = daemon.waiting.popleft()
-            if message.pending.transfer.problem:  # another part of it failed
+            if message.transfer.problem:  # another part of it failed
                 self._end(group, message)
                 continue
             daemon.sent[message.order.transfer] = message
@@ -252,20 +248,19 @@ class KvTransfer:
 
     def _end(self, group: str, message: _Message, problem: str = "") -> None:
         """Count a message as answered."""
-        transfer = message.pending.transfer
+        transfer = message.transfer
         is_optional = group == self._draft_group and group not in self._layers and isinstance(message.order, Restore)
         if problem and is_optional:
             transfer.without[group] = problem
         else:
             transfer.problem = transfer.problem or problem
-        self._count_down(message.pending)
+        self._count_down(transfer)
 
-    def _count_down(self, pending: _Pending) -> None:
-        pending.n_messages -= 1
-        if pending.n_messages:
-            return
-        self._pending.discard(pending)
-        for fd in pending.fds.values():
-            os.close(fd)
-        if not pending.end.done():
-            pending.end.set_result(pending.transfer)
+    def _count_down(self, transfer: Transfer) -> None:
+        transfer.n_unanswered -= 1
+        if not transfer.n_unanswered:
+            self._transfers.discard(transfer)
+            for fd in transfer.fds.values():
+                os.close(fd)
+            if not transfer.end.done():
+                transfer.end.set_result(transfer)

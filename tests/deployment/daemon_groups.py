@@ -19,6 +19,8 @@ from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.recovery import StateReplay
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, RequestHandle, TokenEvent
+from lucevisor.kv_transfer.transfers import KvTransfer
+from lucevisor.model.values import LayerRange
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
@@ -125,7 +127,8 @@ class Groups:
                 clock=clock or Ticks(),
             ),
         )
-        self.assembly = PipelineAssembly(self.engine, self.homes, self._changed, draft)
+        self.transfers = KvTransfer({group: [LayerRange(i, i + 1)] for i, group in enumerate(homes)})
+        self.assembly = PipelineAssembly(self.engine, self.homes, self._changed, self.transfers, draft)
         self.processes: dict[str, Process] = {}  # those that supervision holds for READY
         self._loop: asyncio.AbstractEventLoop | None = None
         self.replays: dict[str, tuple[StateReplay, list[int]]] = {}  # what loads carry, and the rows

@@ -154,7 +154,7 @@ async def test_prefix_slots_are_refused_while_state_is_exported() -> None:
 ACTIONS = st.one_of(
     st.tuples(st.just("begin"), st.integers(0, 3), st.booleans(), st.integers(0, 2 * CREDITS)),
     st.tuples(st.sampled_from(["answer", "answer", "fail"]), st.integers(0, 2), st.just(None), st.integers(0, CREDITS)),
-    st.tuples(st.sampled_from(["lose", "dies", "ready"]), st.integers(0, 2), st.none(), st.none()),
+    st.tuples(st.sampled_from(["lose", "dies", "ready", "cancel"]), st.integers(0, 2), st.none(), st.none()),
 )
 
 
@@ -173,6 +173,8 @@ def test_every_transfer_ends_once_and_no_daemon_has_more_than_its_credits(action
                     ends.append((daemons.begin(loads=loads, n=n, groups=names[:index] or None), n))
                 case "answer" | "fail" if link.orders:
                     daemons.answer(group, "disk full" if kind == "fail" else "", at=n % len(link.orders))
+                case "cancel":
+                    daemons.transfers.cancel_waiting(group, "reset")
                 case "lose":
                     daemons.lose(group)
                     link.orders.clear()
