@@ -155,8 +155,8 @@ async def kill(service, group):
         "group": group,
         "pause_s": now.pauses["loss"].seconds - before.pauses["loss"].seconds,
         **{f"{name}_s": b - a for name, (a, b) in zip(PARTS, pairwise(at), strict=True)},
-        "load_s": one.loaded.seconds,
-        "replayed": one.loaded.replayed,
+        "load_s": one.loads[0].seconds,
+        "replayed": one.loads[0].replayed,
         "rebuilt_tokens": now.n_rebuilt - before.n_rebuilt,
         "recomputed_tokens": now.n_tokens - before.n_tokens,
     }

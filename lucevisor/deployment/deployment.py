@@ -256,7 +256,7 @@ class Deployment:
                 group,
                 group_threads(config, name),
                 launcher,
-                callbacks,
+                [callbacks],
                 devices=group_devices(config, name),
                 limits=self._limits,
                 n_spares=config.recovery.spares,
