@@ -121,7 +121,7 @@ def _host_memory(service: Service) -> list[dict[str, Any]]:
     """Host memory by owner.  ``limit_bytes`` None: half of what is free."""
     if service.placement is None:
         return []
-    loaded = [group.loaded for group in service.groups.values() if group.loaded is not None]
+    loaded = [load for group in service.groups.values() for load in group.loads]
     in_daemons = sum(use.host_state_bytes for uses in loaded for use in uses.shards)
     in_daemons += sum(uses.draft.host_state_bytes for uses in loaded if uses.draft is not None)
     return [
