@@ -29,9 +29,10 @@ from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.speeds import speeds_for
 from lucevisor.deployment.state_memory import ReplacementState, RestoredState, StateMemory
 from lucevisor.deployment.weights import ServedWeights
-from lucevisor.engine.core import Engine, FrozenState
+from lucevisor.engine.core import FrozenState
 from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.request import RequestError
+from lucevisor.engine.shell import Engine
 from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import Dtype
@@ -339,8 +340,8 @@ class Deployment:
         assert self.placement is not None
         group = self.placement.stages[failure.stage].group
         log.error("pipeline failed", group=group, code=failure.code, reason=failure.message)
-        if failure.code == "shard_lost":  # supervision notices the closed link
-            return
+        if self._assembly is not None:
+            self._assembly.pipeline_failed()
         # Later: the engine may be in the middle of sending.
         asyncio.get_running_loop().call_soon(self.groups[group].distrust, failure.message)
 

@@ -16,8 +16,8 @@ import structlog
 
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.state_memory import with_offsets
-from lucevisor.engine.core import Engine
 from lucevisor.engine.sequence import RequestRecord, SwappedPrefix
+from lucevisor.engine.shell import Engine
 from lucevisor.kv.prefix_cache import Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.spec import LayerSpec

@@ -16,7 +16,7 @@ from lucevisor.deployment import state_memory
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.deployment.state_memory import ReplacementState, StateMemory
-from lucevisor.engine.recovery import StateReplay
+from lucevisor.engine.shell import StateReplay
 from lucevisor.errors import LucevisorError
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Dtype, LayerRange, Space
