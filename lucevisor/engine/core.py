@@ -116,6 +116,8 @@ class EngineCore:
         self._drafter: ev.DrafterReady | None = None  # to attach when the lost stages are rebuilt
         self.unavailable = "the model is being loaded"
         self.refusal = ""  # set for good by Refuse and Close
+        self.flush_goal = 0  # the step after which every stage has done what was decided before the last Flush
+        self._ranks_apart = limits.residency is not None and limits.residency.ranks_pages and not limits.stages_rank
         self._proceed_due = False
         self._blamed = ""
         self.totals = StepTotals()
@@ -138,7 +140,8 @@ class EngineCore:
             self._events = []
         if self._settings.validate and self.scheduler.idle:
             validation.check(self.scheduler)
-        instructions, self._out[:] = [*self._out], []
+        instructions = self._out.copy()
+        self._out.clear()
         return instructions
 
     def _dispatch(self, event: ev.CoreEvent) -> None:
@@ -166,6 +169,8 @@ class EngineCore:
                     self._events += self.scheduler.cancel(failed, self._now, RequestError("constraint_failed", text))
             case ev.PagesRanked(step_id, sequence, scores):
                 self._rank_pages(step_id, sequence, scores)
+            case ev.Flush():
+                self.flush_goal = self.scheduler.flush()
             case ev.Tick():
                 pass
             case _:
@@ -257,7 +262,7 @@ class EngineCore:
         n_before = self.scheduler.n_generated_tokens
         scheduled = self.scheduler.in_flight[0] if self.scheduler.in_flight else None
         try:
-            if scheduled is not None:
+            if scheduled is not None and (result.step.rank_pages or any(a.page_scores for a in result.results)):
                 note_rankings(scheduled, result.step.rank_pages, result.results)
             blamed = self._note_invalid(result.results[-1])
             self._events += self.scheduler.apply(result.results[-1], self._now, blamed, result.results)
@@ -446,12 +451,12 @@ class EngineCore:
         pipeline.submit(plan.step, opening=plan.opening)
         if plan.mask_jobs:
             self._out.append(ev.MakeMasks(plan.step.step_id, plan.mask_jobs))
-        if not self.scheduler.limits.stages_rank:
+        if self._ranks_apart:
             for part in scheduled.parts.values():
                 if part.live.ranking == plan.step.step_id:
                     tokens = part.record.tokens[: part.live.n_computed]
                     self._out.append(ev.RankPages(plan.step.step_id, part.live.sequence, tokens))
-        self._stages.on_step_planned(plan, scheduled.live_sequences)
+        self._stages.on_step_planned(plan, scheduled)
 
     def _flush(self, pipeline: Pipeline) -> None:
         """Send what waits for a step; the core is frozen when every daemon has done all that was decided."""
@@ -459,7 +464,7 @@ class EngineCore:
             return
         plan = self.scheduler.flush_step(self._now)
         if plan is not None:
-            self._stages.on_step_planned(plan, {})
+            self._stages.on_step_planned(plan)
             pipeline.submit(plan.step, opening=plan.opening)
             return
         running, pools = self.scheduler.running, self.scheduler.pools

@@ -29,17 +29,39 @@ class EngineState(StrEnum):
     CLOSED = auto()
 
 
-_DOWN: Final = frozenset({EngineState.HOLDING, EngineState.UNAVAILABLE, EngineState.CLOSED})
-
-TRANSITIONS: Final[Mapping[EngineState, frozenset[EngineState]]] = {
-    EngineState.UNAVAILABLE: frozenset({EngineState.SERVING, EngineState.CLOSED}),
-    EngineState.SERVING: _DOWN | {EngineState.DRAINING, EngineState.REBUILDING},
-    EngineState.DRAINING: _DOWN | {EngineState.FROZEN, EngineState.SERVING, EngineState.REBUILDING},
-    EngineState.FROZEN: _DOWN | {EngineState.SERVING, EngineState.REBUILDING},
-    EngineState.REBUILDING: _DOWN | {EngineState.SERVING},
-    EngineState.HOLDING: frozenset({EngineState.SERVING, EngineState.UNAVAILABLE, EngineState.CLOSED}),
-    EngineState.CLOSED: frozenset({EngineState.SERVING}),  # daemons that were loading when the stop began
+_LOST: Final = {
+    EngineState.HOLDING: "all stages lost, or one that cannot be rebuilt alone",
+    EngineState.UNAVAILABLE: "the same without recovery.hold_s; given up",
+    EngineState.CLOSED: "closed",
 }
+
+TRANSITIONS: Final[Mapping[EngineState, Mapping[EngineState, str]]] = {
+    EngineState.UNAVAILABLE: {EngineState.SERVING: "stages ready", EngineState.CLOSED: "closed"},
+    EngineState.SERVING: {
+        EngineState.DRAINING: "freeze",
+        EngineState.REBUILDING: "some stages lost",
+        **_LOST,
+    },
+    EngineState.DRAINING: {
+        EngineState.FROZEN: "every daemon has done all steps",
+        EngineState.SERVING: "thaw",
+        EngineState.REBUILDING: "some stages lost",
+        **_LOST,
+    },
+    EngineState.FROZEN: {
+        EngineState.SERVING: "thaw; stages ready",
+        EngineState.REBUILDING: "some stages lost",
+        **_LOST,
+    },
+    EngineState.REBUILDING: {EngineState.SERVING: "stages rebuilt", **_LOST},
+    EngineState.HOLDING: {
+        EngineState.SERVING: "stages ready",
+        EngineState.UNAVAILABLE: "given up",
+        EngineState.CLOSED: "closed",
+    },
+    EngineState.CLOSED: {EngineState.SERVING: "stages ready that were loading when the stop began"},
+}
+"""The causes of every move; docs/states.md is printed from this table."""
 
 
 class InvalidEngineTransition(Exception):
@@ -79,7 +101,7 @@ class Cancel:
     error: RequestError | None = None
 
 
-class StageAnswer(msgspec.Struct, frozen=True):
+class StageAnswer(msgspec.Struct, frozen=True, gc=False):
     """Answer of a stage, or of the draft stage after the last one.
 
     ``blamed``: the stage whose numbers are NaN or infinite, if the answer says that some are.
@@ -238,8 +260,13 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
+class Flush:
+    """Send what waits for a step, even without a slice."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
-    """Something else may have changed: pages were freed, or a step without slices is wanted."""
+    """Plan again: pages were freed."""
 
 
 CoreEvent = (
@@ -265,20 +292,21 @@ CoreEvent = (
     | PrepareReplay
     | Refuse
     | Close
+    | Flush
     | Tick
 )
 
 # ---- instructions, beside those of the pipeline and the journal
 
 
-class MakeMasks(msgspec.Struct, frozen=True):
+class MakeMasks(msgspec.Struct, frozen=True, gc=False):
     """Make the masks of a step that was sent; MasksMade has them."""
 
     step_id: int
     jobs: Sequence[MaskJob]
 
 
-class RankPages(msgspec.Struct, frozen=True):
+class RankPages(msgspec.Struct, frozen=True, gc=False):
     """Rank the pages of a sequence by relevance to its end; PagesRanked has the scores."""
 
     step_id: int
@@ -286,32 +314,32 @@ class RankPages(msgspec.Struct, frozen=True):
     tokens: Sequence[int]
 
 
-class Deliver(msgspec.Struct, frozen=True):
+class Deliver(msgspec.Struct, frozen=True, gc=False):
     """Hand events to the readers of requests, in order."""
 
     events: Sequence[tuple[str, Event]]
 
 
-class StepFinished(msgspec.Struct, frozen=True):
+class StepFinished(msgspec.Struct, frozen=True, gc=False):
     """A step that all stages have answered.  ``request_id``: who wants its payloads, if anybody does."""
 
     result: PipelineResult
     request_id: str = ""
 
 
-class PipelineFailed(msgspec.Struct, frozen=True):
+class PipelineFailed(msgspec.Struct, frozen=True, gc=False):
     """The pipeline was dropped because of a failure."""
 
     failure: PipelineFailure
 
 
-class DrafterFailed(msgspec.Struct, frozen=True):
+class DrafterFailed(msgspec.Struct, frozen=True, gc=False):
     """The drafter was detached because of a failure."""
 
     failure: PipelineFailure
 
 
-class RebuildEnded(msgspec.Struct, frozen=True):
+class RebuildEnded(msgspec.Struct, frozen=True, gc=False):
     """All lost stages are rebuilt, or the pipeline was dropped because they cannot be."""
 
     rebuilt: bool

@@ -32,7 +32,7 @@ class RowCopy(NamedTuple):
     n: int
 
 
-class FileRows(msgspec.Struct, frozen=True):
+class FileRows(msgspec.Struct, frozen=True, gc=False):
     """Instruction: copy rows of a step from its region of a boundary."""
 
     boundary: int
@@ -40,7 +40,7 @@ class FileRows(msgspec.Struct, frozen=True):
     copies: Sequence[RowCopy]
 
 
-class PlaceRows(msgspec.Struct, frozen=True):
+class PlaceRows(msgspec.Struct, frozen=True, gc=False):
     """Instruction: copy rows into the region of a step, and tell its reader."""
 
     boundary: int
@@ -48,7 +48,7 @@ class PlaceRows(msgspec.Struct, frozen=True):
     copies: Sequence[RowCopy]
 
 
-class CopyRows(msgspec.Struct, frozen=True):
+class CopyRows(msgspec.Struct, frozen=True, gc=False):
     """Instruction: copy the first rows of a block to another."""
 
     source: int

@@ -37,7 +37,7 @@ from lucevisor.protocol.steps import (
 )
 
 
-class SendFrame(msgspec.Struct, frozen=True):
+class SendFrame(msgspec.Struct, frozen=True, gc=False):
     """Instruction: send an encoded frame to the daemon of a stage, or of the draft stage after the last one."""
 
     stage: int
@@ -45,7 +45,7 @@ class SendFrame(msgspec.Struct, frozen=True):
     frame: bytes
 
 
-class SendMasks(msgspec.Struct, frozen=True):
+class SendMasks(msgspec.Struct, frozen=True, gc=False):
     """Instruction: send the masks of a step to the output stage's daemon."""
 
     stage: int
@@ -53,7 +53,7 @@ class SendMasks(msgspec.Struct, frozen=True):
     payload: Sequence[bytearray]
 
 
-class SendCancelPending(msgspec.Struct, frozen=True):
+class SendCancelPending(msgspec.Struct, frozen=True, gc=False):
     """Instruction: have a stage give back the posted steps that it has not begun."""
 
     stage: int
@@ -82,34 +82,34 @@ class PipelineFailure:
     message: str
 
 
-class RowsReady(msgspec.Struct, frozen=True):
+class RowsReady(msgspec.Struct, frozen=True, gc=False):
     """Outcome: the rows that a stage made of a step are there for the next one."""
 
     step: Step
     stage: int
 
 
-class FirstStageDone(msgspec.Struct, frozen=True):
+class FirstStageDone(msgspec.Struct, frozen=True, gc=False):
     """Outcome: the first of several stages has answered a step."""
 
 
-class StepsReturned(msgspec.Struct, frozen=True):
+class StepsReturned(msgspec.Struct, frozen=True, gc=False):
     """Outcome: a stage has given posted steps back."""
 
 
-class StageRebuilt(msgspec.Struct, frozen=True):
+class StageRebuilt(msgspec.Struct, frozen=True, gc=False):
     """Outcome: a stage has answered a step that rebuilds it."""
 
     stage: int
 
 
-class Drafted(msgspec.Struct, frozen=True):
+class Drafted(msgspec.Struct, frozen=True, gc=False):
     """Outcome: the draft stage has answered a step that has ended."""
 
     result: StepResult
 
 
-class DrafterDetached(msgspec.Struct, frozen=True):
+class DrafterDetached(msgspec.Struct, frozen=True, gc=False):
     """Outcome: the drafter was detached because of a failure."""
 
     failure: PipelineFailure

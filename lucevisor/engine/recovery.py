@@ -20,8 +20,8 @@ from lucevisor.engine.journal import Journal, RowCopy
 from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.rebuild import FIRST_STEP, CannotRebuild, Rebuilder, RebuildPlan, RebuildStep, WaitingSteps
 from lucevisor.engine.scheduler import Scheduler
-from lucevisor.engine.sequence import LiveSequence, RequestRecord
-from lucevisor.engine.step import ScheduledSequence, StepPlan, mask_jobs
+from lucevisor.engine.sequence import RequestRecord
+from lucevisor.engine.step import ScheduledSequence, ScheduledStep, StepPlan, mask_jobs
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
@@ -216,11 +216,12 @@ class StageRecovery:
         """
         self.opening, self.n_frozen = [*opening], n_tokens
 
-    def on_step_planned(self, plan: StepPlan, live_sequences: Mapping[int, LiveSequence]) -> None:
+    def on_step_planned(self, plan: StepPlan, scheduled: ScheduledStep | None = None) -> None:
+        """Record a step that was sent, and the sequences of its slices."""
         if plan.step.slices or not self.active:  # else it waits for the lost stages
             self.opening = None
         if self._journal is not None:
-            self._journal.on_step_planned(plan.step, live_sequences)
+            self._journal.on_step_planned(plan.step, {} if scheduled is None else scheduled.live_sequences)
 
     def on_step_finished(self, step_id: int) -> None:
         """Record a step that the last stage has answered."""
@@ -318,7 +319,7 @@ class StageRecovery:
     def _settle(self, pipeline: Pipeline, now: float) -> bool:
         """Send what waits for a step; return whether all steps on their way wait for lost stages."""
         while pipeline.settled and (plan := self._scheduler.flush_step(now)) is not None:
-            self.on_step_planned(plan, {})
+            self.on_step_planned(plan)
             pipeline.submit(plan.step, opening=plan.opening)
         return pipeline.settled
 

@@ -36,6 +36,7 @@ from lucevisor.engine.pipeline import (
 )
 from lucevisor.engine.policy import SchedulingPolicy
 from lucevisor.engine.rebuild import CannotRebuild
+from lucevisor.engine.replay import Recording
 from lucevisor.engine.request import (
     FinishedEvent,
     GenerationRequest,
@@ -119,8 +120,7 @@ class EngineSettings:
     """Settings and callbacks of an engine; those of CoreSettings, and its surroundings.
 
     ``rows``: the memory of the journal, of ``journal_pages``.  ``blame`` names the first stage of a step whose rows are
-    NaN or infinite.  ``mask_threads`` False: masks are made on the calling thread.  ``record`` gets every event with
-    its time and the instructions it led to.
+    NaN or infinite.  ``mask_threads`` False: masks are made on the calling thread.
 
     ``on_step`` gets every finished step, ``on_pipeline_failed`` the reason why the pipeline was dropped, and
     ``on_drafter_lost`` the reason why the drafter was detached.
@@ -137,7 +137,6 @@ class EngineSettings:
     mask_threads: bool = True
     policy: SchedulingPolicy | None = None
     clock: Callable[[], float] = time.monotonic
-    record: Callable[[ev.CoreEvent, float, Sequence[ev.Instruction]], None] | None = None
     on_step: Callable[[PipelineResult], None] = lambda _: None
     on_pipeline_failed: Callable[[PipelineFailure], None] = lambda _: None
     on_drafter_lost: Callable[[PipelineFailure], None] = lambda _: None
@@ -179,7 +178,9 @@ class Engine:
     def __init__(self, limits: EngineLimits, settings: EngineSettings) -> None:
         self._settings, self._clock = settings, settings.clock
         self._row_store = settings.rows
-        self.core = EngineCore(limits, settings.core(), self._clock(), self._has_rows)
+        self.recording: Recording | None = None
+        self._started_at = self._clock()
+        self.core = EngineCore(limits, settings.core(), self._started_at, self._has_rows)
         self._handles: dict[str, RequestHandle] = {}
         self._collectors: dict[str, RowCollector] = {}  # by request
         self._links: list[StageLink] = []  # by stage, and that of the draft stage after the last one
@@ -413,6 +414,12 @@ class Engine:
         """Return counts and rates as of now."""
         return self.core.statistics(self._clock())
 
+    def record(self) -> Recording:
+        """Record all events from now on, which must be before the first one, for ``replay``."""
+        core = self.core
+        self.recording = Recording(core.scheduler.limits, self._settings.core(), self._started_at)
+        return self.recording
+
     # ---- the end
 
     async def drain(self, timeout_s: float) -> bool:
@@ -447,7 +454,10 @@ class Engine:
         self.handle(ev.Cancel(request_id))
 
     def _has_rows(self, boundary: int, step: Step) -> bool:
-        return self._row_store is not None and self._row_store.has_rows(boundary, step)
+        has_rows = self._row_store is not None and self._row_store.has_rows(boundary, step)
+        if self.recording is not None:
+            self.recording.has_rows.append(has_rows)
+        return has_rows
 
     def _number(self, link: StageLink) -> int:
         """Return the number of the daemon behind a link."""
@@ -462,17 +472,23 @@ class Engine:
     def handle(self, event: ev.CoreEvent) -> None:
         """Feed an event to the core, and carry out what it asks for.  Raises what the core raises."""
         now = self._clock()
-        instructions = self.core.handle(event, now)
-        if self._settings.record is not None:
-            self._settings.record(event, now, instructions)
-        self._instructions += instructions
+        try:
+            instructions = self.core.handle(event, now)
+        except Exception as error:
+            if self.recording is not None:
+                self.recording.add(event, now, error)
+            raise
+        if self.recording is not None:
+            self.recording.add(event, now, instructions)
+        queue = self._instructions
+        queue += instructions
         if self._executing:  # an effect of an instruction: those before it come first
             return
         self._executing = True
         try:
-            while self._instructions or self._dead:
-                while self._instructions:
-                    self._execute(self._instructions.popleft())
+            while queue or self._dead:
+                while queue:
+                    self._execute(queue.popleft())
                 if self._dead:
                     stage = next(iter(self._dead))
                     self._report_dead_link(stage, self._dead.pop(stage))
@@ -599,8 +615,9 @@ class SlotAccess:
 
     async def synchronize(self) -> bool:
         """Wait until every stage has done all that was decided up to now; False if the pipeline fails first."""
-        pipeline, goal = self._engine.core.pipeline, self._engine.core.scheduler.flush()
-        self._engine.tick()
+        pipeline = self._engine.core.pipeline
+        self._engine.handle(ev.Flush())
+        goal = self._engine.core.flush_goal
         if pipeline is None:
             return False
         await self._changes.wait_for(

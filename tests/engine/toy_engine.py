@@ -101,9 +101,9 @@ class ToyEngine:
         return len(set(self.homes)) == self.model.n_stages
 
     def attach(self) -> None:
-        """Fresh daemons, and a pipeline over them."""
+        """Fresh daemons, and a pipeline over them.  One that cannot be sent to has died."""
         self._make_daemons()
-        self.engine.attach(self.links, has_doorbells=self.has_doorbells)
+        self.engine.attach(self.links, has_doorbells=self.has_doorbells, on_dead_link=self._on_dead_link)
 
     def move(self, kept: FrozenState | None) -> None:
         """Leave the pipeline for one over other daemons; they have what was frozen, if given, and nothing else."""
@@ -113,7 +113,12 @@ class ToyEngine:
         self._make_daemons()
         for stage, other in held.items() if kept is not None else ():
             self.links[stage].stages[stage].take_over(other, kept.units)  # type: ignore[union-attr]
-        self.engine.attach(self.links, has_doorbells=self.has_doorbells, restored=kept is not None)
+        self.engine.attach(
+            self.links,
+            has_doorbells=self.has_doorbells,
+            restored=kept is not None,
+            on_dead_link=self._on_dead_link,
+        )
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -157,6 +162,10 @@ class ToyEngine:
             else:
                 self.daemons.remove(home)
         self.engine.detach_drafter()
+
+    def _on_dead_link(self, stage: int, _reason: str) -> None:
+        if self.links[stage] in self.daemons:
+            self.crash_stage(stage)
 
     def crash_stage(self, stage: int) -> bool:
         """The daemon that runs this stage alone dies."""
