@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from typing import Protocol
 
 from lucevisor import suspend_clock
@@ -47,6 +48,7 @@ from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing
 from lucevisor.engine.scheduler import SwapSpace
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.statistics import EngineStatistics
+from lucevisor.errors import LucevisorError
 from lucevisor.kv.page_table import PagedOut
 from lucevisor.kv.prefix_cache import PrefixIndex, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
@@ -110,9 +112,9 @@ class RowStore(Protocol):
     def copy(self, source: int, target: int, n_rows: int) -> None:
         """Copy the first rows of a block to another."""
 
-    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> int:
-        """Return the descriptor of a new memfd, to which the rows of steps are written one after the other, after all
-        copies so far, and which is then sealed.  Raises OSError."""
+    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> FileIO:
+        """Return a new memfd, to which the rows of steps are written one after the other, after all copies so far, and
+        which is then sealed.  Raises LucevisorError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,12 +166,12 @@ class DraftStage:
 
 @dataclass(frozen=True, slots=True)
 class StateReplay:
-    """The steps of each lost stage, and the ``file`` of their boundary rows, a descriptor.  Rows are still being
-    written to it; it is sealed after the last one.
+    """The steps of each lost stage, and the ``file`` of their boundary rows.  Rows are still being written to it; it is
+    sealed after the last one.
     """
 
     stages: Sequence[StageReplay]
-    file: int
+    file: FileIO
 
 
 class Engine:
@@ -375,7 +377,7 @@ class Engine:
             return None
         try:
             return StateReplay(replay.stages, self._row_store.gather(replay.rows))
-        except OSError:
+        except LucevisorError:
             return None
 
     def attach_drafter(self, drafter: DraftStage) -> None:

@@ -145,7 +145,7 @@ async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, 
         async with streams.running():
             await kills(streams, random.Random(n_groups))
         assert streams.wrong == []
-        replayed = [one.loaded.replayed for one in service.groups.values() if one.loaded is not None]
+        replayed = [loaded.replayed for one in service.groups.values() for loaded in one.loads]
         replays = transport == "shared_memory" and case is not CONFIGURATIONS[2].values[0]
         assert any(replayed) == replays, "while it loaded, from a file that is handed over; not with sliding layers"
         assert service.engine is not None
