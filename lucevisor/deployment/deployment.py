@@ -345,7 +345,8 @@ class Deployment:
         """Replace a daemon that answered out of order."""
         assert self.placement is not None
         group = self.placement.stages[failure.stage].group
-        log.error("pipeline failed", group=group, code=failure.code, reason=failure.message)
+        states = [str(move) for move in self._engine.core.transitions] if self._engine is not None else []
+        log.error("pipeline failed", group=group, code=failure.code, reason=failure.message, states=states)
         if self._assembly is not None:
             self._assembly.pipeline_failed()
         # Later: the engine may be in the middle of sending.
