@@ -49,8 +49,8 @@ except Exception as error:
 
 
 class Interpreter(msgspec.Struct):
-    """Answer of an interpreter.  ``devices``: names of its GPUs, of ``memory_bytes`` in all.  ``problem``: why it cannot
-    run a daemon, or empty.
+    """Answer of an interpreter.  ``devices``: names of its GPUs, of ``memory_bytes`` in all.  ``problem``: why it
+    cannot run a daemon, or empty.
     """
 
     torch: str = ""
