@@ -18,7 +18,7 @@ from lucevisor.config.checks import OVERRIDE
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.replacement import RestoredState
 from lucevisor.deployment.service import RESTART_S, Service
-from lucevisor.engine.core import Engine
+from lucevisor.engine.shell import Engine
 from lucevisor.errors import AdminError, ConfigError, ConfigErrors, LucevisorError, NotReadyError, nearest, show
 from lucevisor.kv_transfer.exports import ExportedState
 from lucevisor.supervision.states import State

@@ -21,8 +21,8 @@ import structlog
 
 from lucevisor import suspend_clock
 from lucevisor.config import CacheConfig
-from lucevisor.engine.core import Engine
 from lucevisor.engine.request import GenerationRequest
+from lucevisor.engine.shell import Engine
 from lucevisor.errors import ConfigError
 from lucevisor.kv.prefix_cache import PrefixHooks, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
