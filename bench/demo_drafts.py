@@ -70,7 +70,7 @@ async def ask(service, name, prompts, n_tokens):
 
 async def attached(service):
     """Wait until the drafter is there."""
-    while not service.engine.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
+    while not service.engine.core.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
         await asyncio.sleep(0.05)
 
 

@@ -168,7 +168,7 @@ def names_of(spec, shard):
 
 def load_of(service, model, group, peak, before):
     """One daemon's load: seconds, bytes of the file, host memory against its limit."""
-    loaded = service.groups[group].loaded
+    [loaded] = service.groups[group].loads
     stages = service.placement.stages_of(group)
     names = {name for stage in stages for shard in stage.shards for name in names_of(model.spec, shard)}
     sizes = [model.spec.files.tensors[name].n_bytes for name in names]
@@ -194,7 +194,7 @@ def devices_of(service, watcher, options):
     for name in dict.fromkeys(options.devices):
         mine = [i for i, device in enumerate(options.devices) if device == name]
         plans = [service.placement.devices[i] for i in mine]
-        uses = [use for i in mine for use in service.groups[f"g{i}"].loaded.shards]
+        uses = [use for i in mine for use in service.groups[f"g{i}"].loads[0].shards]
         row = {
             "planned_bytes": sum(p.needed_bytes for p in plans),
             "planned_weight_bytes": sum(p.weight_bytes for p in plans),

@@ -79,7 +79,7 @@ async def measure(options, devices):
 
 def hops(service):
     """Hops so far, and their seconds."""
-    totals = service.engine._totals.boundaries
+    totals = service.engine.core.totals.boundaries
     return sum(one.n_hops for one in totals), sum(one.seconds for one in totals)
 
 

@@ -104,7 +104,7 @@ async def measure(options, folder):
                 "runs": {how: [[round(part, 3) for part in run] for run in runs] for how, runs in found.items()},
             })  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
-        kernels = service.groups["main"].loaded.kernels
+        kernels = service.groups["main"].loads[0].kernels
         scorer = service.placement.scorer
         return {
             "shape": options.shape, "scorer": options.scorer,

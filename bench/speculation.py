@@ -64,7 +64,7 @@ class Knob:
     """Replaces the drafts of a service's engine, and notes the times of its steps and drafts."""
 
     def __init__(self, service):
-        self.drafting = service.engine.scheduler.drafting
+        self.drafting = service.engine.core.scheduler.drafting
         self.vocabulary = service.model.spec.vocabulary
         settings = self.drafting._settings
         # draft.width, for the widest step, fixes the service's
@@ -227,7 +227,7 @@ async def serve(config, model, run_dir, options, drafter):
         freeze_gc()
         if drafter == "none":
             return await measure_without(service, options)
-        while not service.engine.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
+        while not service.engine.core.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.1)
         return await measure(service, options)
     finally:

@@ -75,10 +75,10 @@ async def steps(service, n):
 
     SystemExit if there are none for a while.
     """
-    first = service.engine._totals.n_steps
+    first = service.engine.core.totals.n_steps
     began, cpu, others = time.perf_counter(), time.process_time(), daemons_cpu_s()
     seen, seen_at = 0, began
-    while (done := service.engine._totals.n_steps - first) < n:
+    while (done := service.engine.core.totals.n_steps - first) < n:
         if done > seen:
             seen, seen_at = done, time.perf_counter()
         elif time.perf_counter() - seen_at > STUCK_S:

@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from daemons.compute_lock import ComputeLock
 from daemons.errors import StateError
 from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.frames import Frame
@@ -37,13 +38,17 @@ class StepCancelled(Exception):
 class Inbox:
     """Frames of one link.  ``spin_s``: how long ``await_rows`` polls before it sleeps.
 
-    ``place`` gets rows from the supervisor.
+    ``place`` gets rows from the supervisor.  ``lock`` is released during every wait.
     """
 
     def __init__(
-        self, link: BlockingLink, place: Callable[[PlacedRows, memoryview], None] = lambda rows, _: None
+        self,
+        link: BlockingLink,
+        place: Callable[[PlacedRows, memoryview], None] = lambda rows, _: None,
+        lock: ComputeLock | None = None,
     ) -> None:
         self._link, self._place = link, place
+        self._released = (lock or ComputeLock()).released
         self._waiting: deque[Frame] = deque()  # received while a step waited for something
         self._masks: dict[int, tuple[Masks, memoryview]] = {}  # by step id
         self.spin_s = 0.0
@@ -51,13 +56,20 @@ class Inbox:
     def receive(self) -> Frame | None:
         """Return the next frame that is neither masks nor rows, as BlockingLink.receive."""
         while True:
-            frame = self._waiting.popleft() if self._waiting else self._link.receive()
+            frame = self._waiting.popleft() if self._waiting else self._receive()
             if frame is None or not self._store(frame):
                 return frame
 
+    def _receive(self) -> Frame | None:
+        with self._released:
+            return self._link.receive()
+
     def wait(self, timeout_s: float) -> bool:
         """Wait for a frame or the end of the link, up to ``timeout_s``; return whether ``receive`` would not block."""
-        return bool(self._waiting) or self._link.wait(timeout_s)
+        if self._waiting:
+            return True
+        with self._released:
+            return self._link.wait(timeout_s)
 
     @property
     def is_cancelling(self) -> bool:
@@ -103,7 +115,8 @@ class Inbox:
             poll.register(link, select.POLLIN)
             poll.register(rows.wake_fd, select.POLLIN)
             holds = timeout_ms is None and self._link.holds
-            ready = {fd for fd, _ in poll.poll(_HOLD_MS if holds else timeout_ms)}
+            with self._released:
+                ready = {fd for fd, _ in poll.poll(_HOLD_MS if holds else timeout_ms)}
             if holds and not ready:
                 self._link.flush()
             if rows.wake_fd in ready:
@@ -121,7 +134,7 @@ class Inbox:
         they are for another number of rows.
         """
         while step_id not in self._masks:
-            frame = self._link.receive()
+            frame = self._receive()
             if frame is None:
                 return None
             if not self._store(frame):

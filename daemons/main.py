@@ -15,8 +15,10 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 
+from daemons.compute_lock import ComputeLock
 from daemons.errors import describe
 from daemons.options import Options, parse
 from daemons.pulse import Reporter
@@ -24,6 +26,7 @@ from lucevisor.protocol import fault_hooks
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError
 from lucevisor.protocol.messages import Failed, StreamKind
 from lucevisor.protocol.process import EXIT_CONFIGURATION, EXIT_FAILED, end_with_parent
+from lucevisor.protocol.threads import StartedThread
 from lucevisor.protocol.transport import BlockingLink, open_socket
 
 
@@ -36,21 +39,39 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     if options.cores:
         os.sched_setaffinity(0, options.cores)  # before torch counts them and starts threads
-    link_socket, pulse_socket = open_socket(options.link), open_socket(options.pulse)
-    link = BlockingLink(link_socket, name=f"{options.group} link")
+    sockets, pulse_socket = [open_socket(link) for link in options.links], open_socket(options.pulse)
+    links = [BlockingLink(sock, name=f"{options.group} link") for sock in sockets]
     pulse = BlockingLink(pulse_socket, stream=StreamKind.PULSE, name=f"{options.group} pulse")
     reporter = Reporter(pulse, on_lost=_terminate_self)
-    _exit_in_order_on_sigterm(link_socket, reporter)
+    _exit_in_order_on_sigterm(sockets, reporter)
     reporter.start()
     hooks = {"hang": fault_hooks.hold_interpreter, "mute": reporter.mute, "clock": fault_hooks.shift_clock}
     fault_hooks.listen(hooks)
     try:
-        return _serve(link, reporter, options)
+        return _serve_all(links, reporter, options)
     finally:
         reporter.close()
 
 
-def _serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
+def _serve_all(links: Sequence[BlockingLink], reporter: Reporter, options: Options) -> int:
+    """Serve each model on its link, the first in this thread; end all when one ends."""
+    lock, codes = ComputeLock(), list[int]()
+
+    def run(model: int) -> None:
+        try:
+            codes.append(_serve(links[model], reporter, options, lock, model))
+        finally:
+            for other in links if len(links) > 1 else ():
+                other.close()
+
+    threads = [StartedThread(f"model {i}", partial(run, i)) for i in range(1, len(links))]
+    run(0)
+    for thread in threads:
+        thread.join()
+    return max(codes)
+
+
+def _serve(link: BlockingLink, reporter: Reporter, options: Options, lock: ComputeLock, model: int) -> int:
     try:
         from daemons.worker import serve
     except ImportError as error:
@@ -59,7 +80,7 @@ def _serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
         _send(link, Failed("start", options.group, f"import failed: {error}", advice, configuration=True))
         return EXIT_CONFIGURATION
     try:
-        return serve(link, reporter, options)
+        return serve(link, reporter, options, lock, model)
     except Exception as error:
         traceback.print_exc()
         advice = "see the daemon's log; report it if the same request fails again"
@@ -86,14 +107,15 @@ def _die_with_parent(parent_pid: int) -> None:
         sys.exit(EXIT_CONFIGURATION)
 
 
-def _exit_in_order_on_sigterm(link_socket: socket.socket, reporter: Reporter) -> None:
+def _exit_in_order_on_sigterm(links: Sequence[socket.socket], reporter: Reporter) -> None:
     def on_sigterm(_number: int, _frame: FrameType | None) -> None:
         if reporter.phase_now == "start":
             # Packages catch exceptions inside an import and retry: exit at once, nothing is held yet.
             os._exit(0)
         if reporter.phase_now in ("idle", "step"):
-            with contextlib.suppress(OSError):  # already closed: the loop that reads it is ending
-                link_socket.shutdown(socket.SHUT_RD)  # the next receive, after this step, sees end of file
+            for link in links:
+                with contextlib.suppress(OSError):  # already closed: the loop that reads it is ending
+                    link.shutdown(socket.SHUT_RD)  # the next receive, after this step, sees end of file
         else:
             sys.exit(0)
 

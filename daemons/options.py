@@ -14,13 +14,15 @@ from lucevisor.model.values import Backend
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options from the supervisor.  `link` and `pulse` are addresses.  `threads` 0: torch's choice; `cores` empty: no
+    """Options from the supervisor.
+
+    `links` and `pulse` are addresses, with a link for each model.  `threads` 0: torch's choice; `cores` empty: no
     pinning.  `rows`: the host to listen at for rows of neighbours; empty where all share memory.
     """
 
     group: str
     backend: Backend
-    link: str
+    links: tuple[str, ...]
     pulse: str
     parent_pid: int
     threads: int
@@ -35,7 +37,9 @@ def parse(argv: Sequence[str]) -> Options:
     )
     parser.add_argument("--group", required=True)
     parser.add_argument("--backend", required=True, choices=[backend.value for backend in Backend])
-    parser.add_argument("--link", required=True, help="fd:NUMBER or tcp:HOST:PORT")
+    parser.add_argument(
+        "--link", required=True, action="append", help="fd:NUMBER or tcp:HOST:PORT, once for each model"
+    )
     parser.add_argument("--pulse", required=True, help="as --link")
     parser.add_argument("--parent-pid", required=True, type=int)
     parser.add_argument("--threads", required=True, type=int)
@@ -45,7 +49,7 @@ def parse(argv: Sequence[str]) -> Options:
     return Options(
         group=given.group,
         backend=Backend(given.backend),
-        link=given.link,
+        links=tuple(given.link),
         pulse=given.pulse,
         parent_pid=given.parent_pid,
         threads=given.threads,

@@ -12,8 +12,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
+
+from msgspec.structs import replace
 
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.messages import Heartbeat, LogLine, Progress
@@ -36,12 +38,13 @@ class Reporter:
 
     def __init__(self, link: BlockingLink, on_lost: Callable[[], None]) -> None:
         self._link = link
+        self.model = 0  # whose load reports its progress
         self._on_lost = on_lost
         self._now: tuple[Phase, int, float] = ("start", 0, time.monotonic())
         self._reported: Phase | None = None  # phase of the last heartbeat
         self._n_steps = 0
         self._n_tokens = 0
-        self._free_bytes: list[int] = []
+        self._free_bytes: dict[int, int] = {}
         self._waiting: deque[Progress | LogLine] = deque()
         self._n_dropped = 0
         self._lock = threading.Lock()  # of the counters and the queue; never held while sending
@@ -65,7 +68,7 @@ class Reporter:
         """Report progress of the load, which also restarts `busy_s`."""
         phase, step_id, _ = self._now
         self._now = (phase, step_id, time.monotonic())
-        self._put(progress)
+        self._put(replace(progress, model=self.model))
 
     def log(self, level: Literal["debug", "info", "warning", "error"], event: str, **fields: Field) -> None:
         """Send a structured log record."""
@@ -77,9 +80,9 @@ class Reporter:
             self._n_steps += 1
             self._n_tokens += n_tokens
 
-    def memory(self, free_bytes: Sequence[int]) -> None:
-        """Set the free bytes of each device for later heartbeats."""
-        self._free_bytes = list(free_bytes)
+    def memory(self, free_bytes: Mapping[int, int]) -> None:
+        """Set the free bytes of devices, by index, for later heartbeats."""
+        self._free_bytes = {**self._free_bytes, **free_bytes}
 
     def mute(self, seconds: float) -> None:
         """Send no heartbeats for so long: a fault hook."""
@@ -158,7 +161,7 @@ class Reporter:
             n_steps=n_steps,
             n_tokens=n_tokens,
             rss_bytes=_rss_bytes(),
-            free_bytes=self._free_bytes,
+            free_bytes=[n_bytes for _, n_bytes in sorted(self._free_bytes.items())],
         )
 
 

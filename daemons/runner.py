@@ -357,10 +357,11 @@ class ModelRunner:
             if part is not None:
                 part.reset()
 
-    def free_bytes(self) -> list[int]:
+    def free_bytes(self) -> dict[int, int]:
+        """Return the free bytes of each device, by its index."""
         others = {plan.device for plan in (self._load.draft, self._load.score) if plan is not None}
         indices = sorted(others.union(s.device for p in self._load.stages for s in p.shards))
-        return [devices.memory_free(devices.torch_device(self._backend, i)) for i in indices]
+        return {i: devices.memory_free(devices.torch_device(self._backend, i)) for i in indices}
 
     def _apply(self, stage: LoadedStage, plan: StagePlan, step: Step) -> None:
         stage.apply(step.operations)

@@ -21,6 +21,7 @@ import daemons
 import lucevisor
 from daemons import device as devices
 from daemons.check import run_check
+from daemons.compute_lock import ComputeLock
 from daemons.errors import DaemonError
 from daemons.failures import failure
 from daemons.inbox import Inbox, StepCancelled
@@ -47,8 +48,13 @@ _POLL_S = 5e-5
 while drafts are made: a step behind them comes as they end, and a thread that sleeps is woken late."""
 
 
-def serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
-    """Serve the supervisor until it sends Shutdown or goes away.  Returns the exit code of the process."""
+def serve(link: BlockingLink, reporter: Reporter, options: Options, lock: ComputeLock, model: int) -> int:
+    """Serve the supervisor on the link of one model until it sends Shutdown or goes away; returns the exit code."""
+    with lock:
+        return _serve(link, reporter, options, lock, model)
+
+
+def _serve(link: BlockingLink, reporter: Reporter, options: Options, lock: ComputeLock, model: int) -> int:
     reporter.phase("start")
     devices.prepare(options.backend, options.threads)
     endpoint = RowsEndpoint(link, options.rows)
@@ -57,7 +63,7 @@ def serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
         triton_reject_reason(device, torch.bfloat16)  # imports Triton: half a second that the load need not take
     reporter.phase("idle")
     try:
-        return _MessageLoop(link, reporter, options, endpoint).run()
+        return _MessageLoop(link, reporter, options, endpoint, lock, model).run()
     except LinkClosed:
         return 0  # the supervisor is gone
 
@@ -112,12 +118,19 @@ class _StepFailed(Exception):
 
 class _MessageLoop:
     def __init__(
-        self, link: BlockingLink, reporter: Reporter, options: Options, endpoint: RowsEndpoint | None = None
+        self,
+        link: BlockingLink,
+        reporter: Reporter,
+        options: Options,
+        endpoint: RowsEndpoint | None = None,
+        lock: ComputeLock | None = None,
+        model: int = 0,
     ) -> None:
         self._link, self._reporter, self._options = link, reporter, options
+        self._model = model  # the number of the link
         self._endpoint = endpoint or RowsEndpoint(link)
         self._endpoint.on_broken = self._on_rows_broken
-        self._inbox = Inbox(link, self._endpoint.place)
+        self._inbox = Inbox(link, self._endpoint.place, lock)
         self._runtime: ModelRunner | None = None
         self._transfers: TransferExecutor | None = None
         self._broken = False
@@ -363,6 +376,7 @@ class _MessageLoop:
 
     def _load(self, load: Load, fds: tuple[int, ...]) -> int | None:
         self._reporter.phase("load")
+        self._reporter.model = self._model
         try:
             self._runtime, loaded = ModelRunner.load(
                 load, self._options.backend, fds, self._reporter, self._endpoint.open
@@ -381,7 +395,7 @@ class _MessageLoop:
         self._inbox.spin_s = load.spin_s
         self._runtime.draft_step, self._runtime.flush_answers = self._inbox.draft_step, self._link.flush
         self._runtime.await_captures = self._inbox.await_captures
-        self._reporter.memory(free_bytes=self._runtime.free_bytes())
+        self._reporter.memory(self._runtime.free_bytes())
         self._link.send(loaded)
         return None
 

@@ -68,7 +68,14 @@ class StateCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         ctx = self._ctx
-        yield from _groups(ctx.status()["groups"])
+        status = ctx.status()
+        yield from _groups(status["groups"])
+        used = [([use["owner"]], use["bytes"]) for use in status["host_memory"]]
+        yield _gauges("host_memory_bytes", "Host memory of state and activations by owner.", ["owner"], used)
+        limits = [
+            ([use["owner"]], use["limit_bytes"]) for use in status["host_memory"] if use["limit_bytes"] is not None
+        ]
+        yield _gauges("host_memory_limit_bytes", "The most that an owner takes.", ["owner"], limits)
         drops = [([sink], n) for sink, n in ctx.log_drops().items()]
         yield _counters("log_records_dropped", "Log records that were not written, by sink.", ["sink"], drops)
         if ctx.engine is not None:

@@ -22,7 +22,7 @@ from lucevisor.api.bodies import json_response
 from lucevisor.api.errors import ApiError
 from lucevisor.api.schemas import convert
 from lucevisor.deployment.service import Service
-from lucevisor.engine.core import Engine
+from lucevisor.engine.shell import Engine
 from lucevisor.errors import AdminError, ConfigError, LucevisorError
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
 from lucevisor.model.pages import pages_of

@@ -72,8 +72,8 @@ def pflash_status(service: Service, compressor: Compressor | None) -> dict[str, 
     scoring = service.deployment.scoring
     now = compressor.statistics if compressor is not None else CompressionStatistics()
     use = None
-    if scoring is not None and (loaded := service.groups[scoring.placed.group].loaded) is not None:
-        use = loaded.score
+    if scoring is not None and (loads := service.groups[scoring.placed.group].loads):
+        use = loads[0].score
     return {
         "mode": service.config.pflash.mode,
         "state": "none" if scoring is None else "attached" if scoring.attached else "detached",

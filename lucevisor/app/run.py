@@ -59,7 +59,7 @@ from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.preflight import check_before_start
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Service
-from lucevisor.engine.core import Engine
+from lucevisor.engine.shell import Engine
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, unusable
 from lucevisor.model.values import dtype_bytes
 from lucevisor.protocol import fault_hooks

@@ -16,6 +16,7 @@ from lucevisor.engine.spec_decode.statistics import DraftCounts, DraftStatistics
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.model.values import Space
+from lucevisor.placement.result import HostOwner
 from lucevisor.protocol.loading import DeviceUse
 from lucevisor.protocol.messages import Progress
 from lucevisor.supervision.group import GroupSupervisor
@@ -59,6 +60,7 @@ def status(
         "requests": requests,
         "draft": _draft(service, statistics),
         "pflash": pflash_status(service, compressor),
+        "host_memory": _host_memory(service),
         "cache": _cache(service, statistics.cache if statistics is not None else CacheStatistics()),
     }
 
@@ -71,7 +73,7 @@ def _draft(service: Service, now: EngineStatistics | None) -> dict[str, Any]:
         return {"kind": configured, "state": "none", "reason": ""}
     stage, drafting = placement.draft, placement.drafting
     group = service.groups[stage.group] if stage is not None else None
-    use = group.loaded.draft if group is not None and group.loaded is not None else None
+    use = group.loads[0].draft if group is not None and group.loads else None
     kind = stage.kind.value if stage is not None else "lookup" if drafting.lookup and drafting.max_drafts else "off"
     state = "none" if drafter is None else "attached" if service.deployment.drafting else "detached"
     drafts = now.drafts if now is not None else DraftStatistics()
@@ -113,6 +115,19 @@ def _draft_counts(counts: DraftCounts) -> dict[str, Any]:
         "draft_s": round(counts.draft_s, 6),
         "verify_s": round(counts.verify_s, 6),
     }
+
+
+def _host_memory(service: Service) -> list[dict[str, Any]]:
+    """Host memory by owner.  ``limit_bytes`` None: half of what is free."""
+    if service.placement is None:
+        return []
+    loaded = [load for group in service.groups.values() for load in group.loads]
+    in_daemons = sum(use.host_state_bytes for uses in loaded for use in uses.shards)
+    in_daemons += sum(uses.draft.host_state_bytes for uses in loaded if uses.draft is not None)
+    return [
+        use._asdict() | {"bytes": in_daemons if use.owner is HostOwner.POOLS else service.host_memory.used(use.owner)}
+        for use in service.placement.host_memory
+    ]
 
 
 def _cache(service: Service, now: CacheStatistics) -> dict[str, Any]:
@@ -160,8 +175,8 @@ def _group(service: Service, group: GroupSupervisor, progress: LoadProgress) -> 
         "rss_bytes": group.heartbeat.rss_bytes if group.heartbeat is not None else 0,
         "torch": group.hello.torch if group.hello is not None else "",
         "python": group.hello.executable if group.hello is not None else "",
-        "kernels": group.loaded.kernels if group.loaded is not None else {},
-        "warnings": group.loaded.warnings if group.loaded is not None else [],
+        "kernels": group.loads[0].kernels if group.loads else {},
+        "warnings": group.loads[0].warnings if group.loads else [],
         "spare": any(spare.warm for spare in group.spares),
         "spares": [{"pid": s.pid, "warm": s.warm, "rss_bytes": s.rss_bytes} for s in group.spares],
     }
@@ -169,7 +184,7 @@ def _group(service: Service, group: GroupSupervisor, progress: LoadProgress) -> 
 
 def devices(group: GroupSupervisor) -> list[dict[str, Any]]:
     """Return the shards of a loaded group, with the memory of their devices; ``free_bytes`` as last reported."""
-    used = {u.layers: u for u in group.loaded.shards} if group.loaded is not None else {}
+    used = {u.layers: u for loaded in group.loads for u in loaded.shards}
     indices = sorted({u.device for u in used.values()})
     free = dict(zip(indices, group.heartbeat.free_bytes, strict=False)) if group.heartbeat is not None else {}
     return [_device(group, u, free) for u in used.values()]

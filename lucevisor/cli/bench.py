@@ -284,14 +284,14 @@ def conditions(service: Service) -> dict[str, Any]:
     assert service.placement is not None
     groups = {}
     for group in service.groups.values():
-        hello, loaded = group.hello, group.loaded
-        if hello is not None and loaded is not None:
+        hello = group.hello
+        if hello is not None and group.loads:
             devices = {f"{hello.backend.value}:{d.index}": d.name for d in hello.devices}
             groups[group.name] = {
                 "torch": hello.torch,
                 "devices": devices,
                 "threads": group_threads(service.config, group.name),
-                "kernels": loaded.kernels,
+                "kernels": group.loads[0].kernels,
             }
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

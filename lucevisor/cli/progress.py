@@ -103,13 +103,8 @@ class StartDisplay(LoadProgress):
         self._away = False
 
     def _warnings(self, service: Service) -> list[str]:
-        loaded = ((name, group.loaded) for name, group in service.groups.items())
-        return [
-            f"group {name} is slow: {warning}"
-            for name, reply in loaded
-            if reply is not None
-            for warning in reply.warnings
-        ]
+        loads = ((name, loaded) for name, group in service.groups.items() for loaded in group.loads)
+        return [f"group {name} is slow: {warning}" for name, loaded in loads for warning in loaded.warnings]
 
     def _echo(self, line: str) -> None:
         if self._console is not None:

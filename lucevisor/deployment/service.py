@@ -26,17 +26,19 @@ from lucevisor.config import CacheConfig, Config
 from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.journal_rows import journal_rows
+from lucevisor.deployment.replacement import RestoredState
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.state_memory import RestoredState
-from lucevisor.deployment.swap_space import HostSwapSpace, swap_space
 from lucevisor.deployment.weights import ServedWeights
-from lucevisor.engine.core import MAX_LOSSES, Engine, EngineSettings, FrozenState
+from lucevisor.engine.core import MAX_LOSSES, FrozenState
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestError
+from lucevisor.engine.shell import Engine, EngineSettings
 from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, unusable
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
+from lucevisor.kv_transfer.host_memory import HostMemory
+from lucevisor.kv_transfer.swap_space import HostSwapSpace
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend
 from lucevisor.placement.result import Placement
@@ -52,17 +54,11 @@ from lucevisor.supervision.states import State
 
 async def watch_holds(engine: Engine, hold_s: float) -> None:
     """End the requests of ``engine`` that wait for a lost daemon longer than ``hold_s``; runs until cancelled."""
-    recovery = engine.recovery
+    recovery = engine.core.recovery
     while True:
-        while (since := recovery.since) is None:
-            recovery.changed.clear()
-            await recovery.changed.wait()
-        try:
-            async with suspend_clock.timeout(hold_s):
-                while recovery.since == since:
-                    recovery.changed.clear()
-                    await recovery.changed.wait()
-        except TimeoutError:
+        await engine.changes.wait_for(lambda: recovery.since is not None)
+        since = recovery.since
+        if not await engine.changes.holds_within(lambda: recovery.since != since, hold_s):  # noqa: B023
             unavailable = engine.statistics().reason
             text = f"{unavailable}; the request was held for {hold_s:g} s (recovery.hold_s); send it again later"
             engine.detach(RequestError("shard_lost", text), permanent=True)
@@ -160,6 +156,7 @@ class Service:
         self.engine: Engine | None = None
         self.snapshots: SnapshotManager | None = None
         self.swap: HostSwapSpace | None = None
+        self.host_memory: Final = HostMemory()
         self.restart_reasons: dict[str, Counter[str]] = {name: Counter() for name in config.groups}
         self._observer, self._on_engine = observer, on_engine
         self._weights = ServedWeights(model, cache_directory())
@@ -306,10 +303,10 @@ class Service:
     def _take_over(self, engine: Engine, later: Deployment, restored: RestoredState | None = None) -> None:
         """Attach the present deployment, which is placed, to the engine of the one before."""
         assert later.placement is not None
-        rows = journal_rows(later.buffers, later.placement)
+        rows = journal_rows(later.buffers, later.placement, self.host_memory)
         engine.detach_frozen(_MOVING, rows, rows.n_pages if rows is not None else 0)
         if self.snapshots is not None and later.transfers is not None:
-            self.snapshots.shards = later.transfers
+            self.snapshots.transfers = later.transfers
         later.attach(engine, restored)
 
     # ---- state
@@ -369,7 +366,7 @@ class Service:
             if self.deployment is deployment:
                 self._take_over(self.engine, deployment)
             return
-        rows = journal_rows(deployment.buffers, placement)
+        rows = journal_rows(deployment.buffers, placement, self.host_memory)
         settings = EngineSettings(
             max_queue=self.config.server.max_queue,
             hold_s=self.config.recovery.hold_s,
@@ -384,7 +381,12 @@ class Service:
         )
         drafter = self.model.drafter.spec.model if placement.draft is not None and self.model.drafter else None
         self.engine = Engine(engine_limits(self.config.cache, self.model.spec, placement, drafter), settings)
-        self.swap = swap_space(self.engine, self.model, placement, lambda: self.deployment.transfers)
+        if placement.swap_bytes:
+            self.swap = HostSwapSpace(
+                self.engine, self.model.spec.layers, drafter.layers if drafter is not None else (), placement.kv_dtype,
+                self.host_memory, placement.swap_bytes, lambda: self.deployment.transfers,
+            )  # fmt: skip
+            self.engine.use_swap_space(self.swap)
         deployment.attach(self.engine)
         if settings.hold_s > 0:
             self._holding = asyncio.create_task(watch_holds(self.engine, settings.hold_s), name="watch holds")

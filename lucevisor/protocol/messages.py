@@ -118,13 +118,14 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Load progress of one shard."""
+    """Load progress of one shard.  ``model``: the number of the link that its Load came over."""
 
     stage: int
     device: int
     done_bytes: int
     total_bytes: int
     phase: str  # "kernels", "pools", "read", "convert", "warm up"
+    model: int = 0
 
 
 class LogLine(msgspec.Struct, frozen=True):

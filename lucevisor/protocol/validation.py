@@ -112,6 +112,7 @@ def _check_message(message: Message, payload: memoryview, daemon: DaemonFacts) -
                 _check_counts("Heartbeat", free_bytes=n_bytes)
         case Progress():
             _check_counts("Progress", done_bytes=message.done_bytes, total_bytes=message.total_bytes)
+            _require(daemon.load is not None, f"Progress is of model {message.model}, which it does not load")
             _require(message.stage in daemon.stages or message.stage == -1, f"Progress is of stage {message.stage}")
         case PendingCancelled(stage=stage):
             _require(stage in daemon.stages, f"PendingCancelled is of stage {stage}, which it does not run")

@@ -1,7 +1,7 @@
 """One daemon process: spawned, signalled, drained and reaped here and nowhere else.
 
 Invariants: the process is a child of the main thread (the kernel ties a daemon's life
-to that thread); it inherits its ends of link and pulse and no other descriptor; signals and the wait go through a
+to that thread); it inherits its ends of links and pulse and no other descriptor; signals and the wait go through a
 pidfd, so a reused pid is never hit; it is reaped once, and nothing of it stays open afterwards.
 
 `subprocess.Popen` starts the process. asyncio's child watcher (and uvloop's) is not used: it reaps children itself, so
@@ -295,14 +295,14 @@ class Child:
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        link_socket: socket.socket,
+        link_sockets: Sequence[socket.socket],
         pulse_socket: socket.socket,
         on_line: Callable[[str, str], None],
         on_exit: Callable[[ProcessEnd], None],
     ) -> None:
         self._pidfd = os.pidfd_open(process.pid)  # the pid cannot be reused before it is reaped below
         self.pid = process.pid
-        self.link_socket = link_socket
+        self.link_sockets = link_sockets
         self.pulse_socket = pulse_socket
         self.lines = {"stdout": OutputLines(), "stderr": OutputLines()}
         self._killed = False  # by this supervisor
@@ -325,9 +325,10 @@ class Child:
         return self._pidfd < 0
 
     def open_link(
-        self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None]
+        self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None], model: int = 0
     ) -> Link:
-        return Link(self.link_socket, on_frame, on_closed, name=name)
+        """Open the link of the model with this number."""
+        return Link(self.link_sockets[model], on_frame, on_closed, name=name)
 
     def open_pulse(
         self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None]
@@ -427,9 +428,11 @@ def spawn(
     on_line: Callable[[str, str], None],
     on_exit: Callable[[ProcessEnd], None],
     *,
+    n_links: int = 1,
     tcp: bool = False,
 ) -> Child:
-    """Start a process with two sockets, named in its arguments, its own session and no other descriptor.
+    """Start a process with ``n_links`` links and a pulse, named in its arguments, its own session and no other
+    descriptor.
 
     The sockets are inherited, or with ``tcp`` on the loopback interface.
 
@@ -442,14 +445,19 @@ def spawn(
     inherited: list[socket.socket] = []
     addresses = []
     try:
-        for _ in range(2):
+        for _ in range(n_links + 1):
             ours, address, theirs = open_channel(tcp=tcp)
             sockets.append(ours)
             addresses.append(address)
             inherited += [] if theirs is None else [theirs]
-        link, pulse = sockets
+        *links, pulse = sockets
         process = subprocess.Popen(
-            [*command, f"--link={addresses[0]}", f"--pulse={addresses[1]}", f"--parent-pid={os.getpid()}"],
+            [
+                *command,
+                *(f"--link={address}" for address in addresses[:-1]),
+                f"--pulse={addresses[-1]}",
+                f"--parent-pid={os.getpid()}",
+            ],
             env=env,
             cwd=directory,
             stdin=subprocess.DEVNULL,
@@ -463,7 +471,7 @@ def spawn(
         for sock in inherited:
             sock.close()  # or end of file would never come
         try:
-            return Child(process, link, pulse, on_line, on_exit)
+            return Child(process, links, pulse, on_line, on_exit)
         except OSError:
             with process:  # closes the pipes and reaps
                 process.kill()

@@ -1,4 +1,6 @@
-"""One daemon process with its link and pulse: turns what they deliver into events for the machine.
+"""One daemon process with its links and pulse: turns what they deliver into events for the machine.
+
+The process has a link for each model whose shards it holds.
 
 The machine decides what an event means. Every message of the process is checked before it is used
 (`protocol/validation.py`). Invariants: every event carries this daemon's number; a dead
@@ -12,7 +14,8 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import structlog
@@ -57,7 +60,7 @@ def _accept(*_: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
-    """The first argument of each callback is the group's name.
+    """The callbacks of one model.  The first argument of each is the group's name.
 
     `make_load(group, hello)` returns what to load and may wait for other groups; an exception ends the start as a
     configuration error. `check_loaded` returns why what was loaded must not be used, or "". `on_ready` hands the link
@@ -105,16 +108,30 @@ def without_reserved_names(fields: Mapping[str, Field]) -> dict[str, Field]:
     return named
 
 
-class Daemon:
-    """One incarnation of a group's daemon. `adopt` the process right after the launch; `emit` gets the events."""
+@dataclass(slots=True, eq=False)
+class ModelLink:
+    """The link of one model, and what came over it.  ``facts``: for the check of messages."""
 
-    def __init__(self, number: int, expected: Expected, callbacks: Callbacks, emit: Callable[[ev.Event], None]) -> None:
+    callbacks: Callbacks
+    channel: Channel
+    hello: Hello | None = None
+    loaded: Loaded | None = None
+    facts: DaemonFacts = field(default_factory=lambda: DaemonFacts(0.0))
+
+
+class Daemon:
+    """One incarnation of a group's daemon. `adopt` the process right after the launch; `emit` gets the events.
+
+    `callbacks`: of each model, in the order of its links.
+    """
+
+    def __init__(
+        self, number: int, expected: Expected, callbacks: Sequence[Callbacks], emit: Callable[[ev.Event], None]
+    ) -> None:
         self.number = number
         self.name = expected.group
-        self.hello: Hello | None = None
-        self.loaded: Loaded | None = None
         self.heartbeat: Heartbeat | None = None
-        self.link: Channel
+        self.links: list[ModelLink] = []
         self.child: Child
         self._pulse: Channel
         self._expected = expected
@@ -122,7 +139,7 @@ class Daemon:
         self._emit = emit
         self._ready = False
         self._distrusted = False  # it sent an impossible message, so all others are ignored
-        self._facts = DaemonFacts(0.0)
+        self._facts = DaemonFacts(0.0)  # for messages on the pulse
         self._started_at = time.monotonic()
         self._loading: asyncio.Task[None] | None = None
         self._ended: ProcessEnd | None = None
@@ -132,8 +149,22 @@ class Daemon:
         """Take over the process and open its channels."""
         self.child = child
         self._log = _log.bind(group=self.name, pid=child.pid)
-        self.link = child.open_link(f"{self.name} link", self._on_link_frame, self._on_link_closed)
+        for i, callbacks in enumerate(self._callbacks):
+            on_frame = partial(self._on_link_frame, i)
+            channel = child.open_link(f"{self.name} link", on_frame, self._on_link_closed, i)
+            self.links.append(ModelLink(callbacks, channel))
         self._pulse = child.open_pulse(f"{self.name} pulse", self._on_pulse_frame, self._on_pulse_closed)
+
+    @property
+    def hello(self) -> Hello | None:
+        """The hello of the process; None until it has sent one for each model."""
+        return self.links[0].hello if all(link.hello is not None for link in self.links) else None
+
+    @property
+    def loads(self) -> list[Loaded]:
+        """What was loaded, of each model in order; empty until all are loaded."""
+        loads = [link.loaded for link in self.links if link.loaded is not None]
+        return loads if len(loads) == len(self.links) else []
 
     def join_group(self, number: int, emit: Callable[[ev.Event], None]) -> None:
         """Assign a spare to its group, with the child number ``number``; ``emit`` gets the events from now on."""
@@ -142,13 +173,13 @@ class Daemon:
     # ---- instructions of the machine
 
     def send_load(self) -> None:
-        assert self.hello is not None
-        self._loading = asyncio.get_running_loop().create_task(self._load(self.hello), name=f"load of {self.name}")
+        self._loading = asyncio.get_running_loop().create_task(self._load(), name=f"load of {self.name}")
 
     def send_shutdown(self, reason: str) -> None:
         """Ask the daemon to exit; a dead link makes it exit too."""
-        with contextlib.suppress(ProtocolError):
-            self.link.send(Shutdown(reason))
+        for link in self.links:
+            with contextlib.suppress(ProtocolError):
+                link.channel.send(Shutdown(reason))
 
     def signal(self, signal: ev.ProcessSignal) -> None:
         """Send a signal; does nothing when the process is reaped, for its exit event follows."""
@@ -157,11 +188,12 @@ class Daemon:
             self.child.send(signal)
 
     def announce_ready(self) -> None:
-        """Pass the link to the owner, which gets its frames from now on."""
-        assert self.hello is not None
-        assert self.loaded is not None
+        """Pass each link to the owner of its model, which gets its frames from now on."""
         self._ready = True
-        self._callbacks.on_ready(self.name, self.link, self.hello, self.loaded)
+        for link in self.links:
+            assert link.hello is not None
+            assert link.loaded is not None
+            link.callbacks.on_ready(self.name, link.channel, link.hello, link.loaded)
 
     def stop_delivering(self) -> None:
         """Stop passing frames to the owner, once this daemon has been reported lost."""
@@ -179,8 +211,8 @@ class Daemon:
             asyncio.get_running_loop().call_later(LAST_FRAMES_S, self._finish)
 
     def _finish_when_read(self) -> bool:
-        """Report the exit if both sockets are read to their end; return whether it is reported."""
-        if self.link.closed and self._pulse.closed:
+        """Report the exit if all sockets are read to their end; return whether it is reported."""
+        if self._pulse.closed and all(link.channel.closed for link in self.links):
             self._finish()
         return self._ended is None
 
@@ -190,16 +222,18 @@ class Daemon:
         ended, self._ended = self._ended, None
         if self._loading is not None:
             self._loading.cancel()
-        self.link.close("the process ended")
+        for link in self.links:
+            link.channel.close("the process ended")
         self._pulse.close("the process ended")
         self._emit(ev.Exited(self.number, ended.code, ended.signal, ended.hint))
 
-    async def _load(self, hello: Hello) -> None:
+    async def _load(self) -> None:
         try:
-            order = await self._callbacks.make_load(self.name, hello)
-            replays = bool(order.load.replay)
-            self._facts = DaemonFacts(0.0, order.load, replays=replays, vocabulary=order.vocabulary)
-            self.link.send(order.load, fds=order.fds)
+            orders = await asyncio.gather(*map(self._make_load, self.links))
+            for link, order in zip(self.links, orders, strict=True):
+                replays = bool(order.load.replay)
+                link.facts = DaemonFacts(0.0, order.load, replays=replays, vocabulary=order.vocabulary)
+                link.channel.send(order.load, fds=order.fds)
         except LinkClosed:
             return  # on_closed reports it
         except (LucevisorError, LocalProtocolError) as error:
@@ -212,46 +246,57 @@ class Daemon:
         else:
             self._emit(ev.LoadSent(self.number))
 
-    def _check_frame(self, frame: Frame) -> bool:
+    async def _make_load(self, link: ModelLink) -> LoadOrder:
+        assert link.hello is not None
+        return await link.callbacks.make_load(self.name, link.hello)
+
+    def _check_frame(self, frame: Frame, facts: DaemonFacts, step: UnansweredStep | None = None) -> bool:
         """Return whether a frame is valid; an impossible one fails the daemon."""
         if self._distrusted:
             return False
-        self._facts.age_s = time.monotonic() - self._started_at
-        message, step = frame.message, None
-        if isinstance(message, StepResult) and self._ready:
-            step = self._callbacks.find_step(self.name, message.stage, message.step_id)
-        fault = fault_of(message, frame.payload, self._facts, step)
+        facts.age_s = time.monotonic() - self._started_at
+        message = frame.message
+        fault = fault_of(message, frame.payload, facts, step)
         if fault:
             self._distrusted = True
             self._log.error("daemon sent an impossible message", message=type(message).__name__, reason=fault)
             self._emit(ev.Failure(self.number, f"it sent an impossible message: {fault}"))
         return not fault
 
-    def _on_link_frame(self, frame: Frame) -> None:
-        if not self._check_frame(frame):
+    def _on_link_frame(self, model: int, frame: Frame) -> None:
+        link, step = self.links[model], None
+        if isinstance(frame.message, StepResult) and self._ready:
+            step = link.callbacks.find_step(self.name, frame.message.stage, frame.message.step_id)
+        if not self._check_frame(frame, link.facts, step):
             return
         match frame.message:
             case Hello() as hello:
-                self._on_hello(hello)
+                self._on_hello(link, hello)
             case Loaded() as loaded:
-                self.loaded = loaded
-                problem = self._callbacks.check_loaded(self.name, loaded)
-                self._emit(ev.Failure(self.number, problem) if problem else ev.LoadedReceived(self.number))
+                self._on_loaded(link, loaded)
             case Failed() as failed:
                 self._on_failed(failed)
             case _ if self._ready:
-                self._callbacks.on_frame(self.name, frame)
+                link.callbacks.on_frame(self.name, frame)
             case _:
                 pass  # a late answer of a daemon that was given up
 
-    def _on_hello(self, hello: Hello) -> None:
+    def _on_hello(self, link: ModelLink, hello: Hello) -> None:
         problems = check_hello(hello, self._expected)
         if problems:
             reason = "; ".join(str(problem) for problem in problems)
             self._emit(ev.Failure(self.number, reason, configuration=True))
             return
-        self.hello = hello
-        self._emit(ev.HelloReceived(self.number))
+        link.hello = hello
+        if self.hello is not None:
+            self._emit(ev.HelloReceived(self.number))
+
+    def _on_loaded(self, link: ModelLink, loaded: Loaded) -> None:
+        link.loaded = loaded
+        if problem := link.callbacks.check_loaded(self.name, loaded):
+            self._emit(ev.Failure(self.number, problem))
+        elif self.loads:
+            self._emit(ev.LoadedReceived(self.number))
 
     def _on_failed(self, failed: Failed) -> None:
         reason = f"{failed.what} failed at {failed.where}: {failed.reason}; {failed.advice}"
@@ -261,20 +306,27 @@ class Daemon:
         self._emit(ev.Failure(self.number, reason, failed.configuration, exiting=True))
 
     def _on_link_closed(self, error: ProtocolError) -> None:
+        if len(self.links) > 1:  # one of the others may have the reason
+            self._lose_later(str(error))
+            return
         self._emit(ev.LinkLost(self.number, str(error)))
         self._finish_when_read()
 
     def _on_pulse_frame(self, frame: Frame) -> None:
-        if not self._check_frame(frame):
+        facts = self._facts
+        if isinstance(frame.message, Progress) and 0 <= frame.message.model < len(self.links):
+            facts = self.links[frame.message.model].facts
+        if not self._check_frame(frame, facts):
             return
         match frame.message:
             case Heartbeat() as heartbeat:
                 self.heartbeat = heartbeat
                 self._emit(ev.HeartbeatReceived(self.number, heartbeat.phase))
-                self._callbacks.on_heartbeat(self.name, heartbeat)
+                for callbacks in self._callbacks:
+                    callbacks.on_heartbeat(self.name, heartbeat)
             case Progress() as progress:
                 self._emit(ev.ProgressReceived(self.number))
-                self._callbacks.on_progress(self.name, progress)
+                self._callbacks[progress.model].on_progress(self.name, progress)
             case LogLine(level, event, fields):
                 self._on_log_line(level, event, fields)
             case _:
@@ -290,6 +342,9 @@ class Daemon:
 
     def _on_pulse_closed(self, error: ProtocolError) -> None:
         """Report a lost pulse, but after the link: a daemon that exits closes both, and its link has the reason."""
+        self._lose_later(f"pulse: {error}")
+
+    def _lose_later(self, reason: str) -> None:
         self._finish_when_read()
-        closed = ev.LinkLost(self.number, f"pulse: {error}")
+        closed = ev.LinkLost(self.number, reason)
         asyncio.get_running_loop().call_later(LAST_FRAMES_S, self._emit, closed)

@@ -45,7 +45,7 @@ class GroupSupervisor:
     thread.
 
     `threads` is 0 or what the configuration gives a cpu group; `devices` are the indices of the group's devices in
-    use; `n_spares` processes are kept warm to take over.
+    use; `n_spares` processes are kept warm to take over. `callbacks`: of each model whose shards the daemon holds.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class GroupSupervisor:
         config: GroupConfig,
         threads: int,
         launcher: LocalLauncher,
-        callbacks: Callbacks,
+        callbacks: Sequence[Callbacks],
         *,
         devices: Sequence[int] = (0,),
         limits: SupervisionLimits | None = None,
@@ -77,6 +77,7 @@ class GroupSupervisor:
         self._pumping = False
         self._refused = ""
         self._waiting: list[tuple[Callable[[State], bool], asyncio.Future[State]]] = []
+        self._undrained = 0  # owners of models that have work at the child to drain
 
     # ---- public
 
@@ -119,9 +120,9 @@ class GroupSupervisor:
         return self._live_daemon.hello if self._live_daemon else None
 
     @property
-    def loaded(self) -> Loaded | None:
-        """The answer of the present process to its load."""
-        return self._live_daemon.loaded if self._live_daemon else None
+    def loads(self) -> list[Loaded]:
+        """The answers of the present process to its loads, one for each model; empty before."""
+        return self._live_daemon.loads if self._live_daemon else []
 
     @property
     def heartbeat(self) -> Heartbeat | None:
@@ -141,8 +142,9 @@ class GroupSupervisor:
 
     @property
     def link(self) -> Channel | None:
+        """The link of the first model."""
         usable = self.state in (State.READY, State.DRAINING)
-        return self._live_daemon.link if self._live_daemon and usable else None
+        return self._live_daemon.links[0].channel if self._live_daemon and usable else None
 
     async def start(self) -> None:
         """Start the group; returns when the process is launched, long before READY. Raises RefusedError."""
@@ -176,11 +178,13 @@ class GroupSupervisor:
         return await self._wait_for(lambda state: state in states, timeout_s)
 
     def drained(self, child: int) -> None:
-        """Report, after `on_draining`, that the owner has no work left at this child.
+        """Report, after `on_draining`, that an owner has no work left at this child.
 
         Ignored when the child is gone.
         """
-        self._emit(ev.Drained(child))
+        self._undrained -= 1
+        if self._undrained <= 0:
+            self._emit(ev.Drained(child))
 
     def overdue(self, what: str, waited_s: float) -> None:
         """Report that `what` took too long: the process dumps its stacks, is killed and restarted."""
@@ -251,12 +255,15 @@ class GroupSupervisor:
                 self._current_daemon.announce_ready()
             case ev.AnnounceLost(_, reason):
                 self._current_daemon.stop_delivering()
-                self._callbacks.on_lost(self.name, reason)
+                for callbacks in self._callbacks:
+                    callbacks.on_lost(self.name, reason)
             case ev.AnnounceDraining(number):
-                if self._callbacks.on_draining is None:
+                draining = [one.on_draining for one in self._callbacks if one.on_draining is not None]
+                self._undrained = len(draining)
+                for on_draining in draining:
+                    on_draining(self.name, number)
+                if not draining:
                     self._emit(ev.Drained(number))
-                else:
-                    self._callbacks.on_draining(self.name, number)
 
     @property
     def _live_daemon(self) -> Daemon | None:
@@ -287,7 +294,8 @@ class GroupSupervisor:
     def _launch(self, number: int, emit: Callable[[ev.Event], None]) -> Daemon:
         """Start a process.  Raises SpawnError."""
         daemon = Daemon(number, self._expected, self._callbacks, emit)
-        daemon.adopt(self._launcher.launch(self.config, self._threads, daemon.on_line, daemon.on_ended))
+        n_links = len(self._callbacks)
+        daemon.adopt(self._launcher.launch(self.config, self._threads, daemon.on_line, daemon.on_ended, n_links))
         return daemon
 
     def _fire(self, timer: ev.Timer) -> None:
@@ -312,7 +320,8 @@ class GroupSupervisor:
             self._spares.refill()
         elif state in (State.STOPPED, State.FAILED):
             self._spares.drop()
-        self._callbacks.on_state(self.name, state, reason)
+        for callbacks in self._callbacks:
+            callbacks.on_state(self.name, state, reason)
 
     def _is_stopped(self, state: State) -> bool:
         return state is State.STOPPED or (state is State.FAILED and self._machine.quarantined)

@@ -94,8 +94,9 @@ class LocalLauncher:
         threads: int,
         on_line: Callable[[str, str], None],
         on_exit: Callable[[ProcessEnd], None],
+        n_links: int = 1,
     ) -> Child:
-        """Look up the group's interpreter and spawn it. Raises SpawnError."""
+        """Look up the group's interpreter and spawn it, with a link for each model. Raises SpawnError."""
         env = {**os.environ, **config.environment()}
         python = find_python(config.python, env.get("PATH"))
         try:
@@ -105,4 +106,5 @@ class LocalLauncher:
         directory = self._staging.directory
         daemon_env = environment(config, threads, directory, os.environ)
         command = [*daemon_command(config, threads, python), f"--rows={self._rows_host}"]
-        return spawn(command, daemon_env, directory, on_line, on_exit, tcp=config.transport == "tcp")
+        tcp = config.transport == "tcp"
+        return spawn(command, daemon_env, directory, on_line, on_exit, n_links=n_links, tcp=tcp)

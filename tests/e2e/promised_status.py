@@ -48,6 +48,13 @@ class Engine(msgspec.Struct):
     pages: Pages
 
 
+class HostUse(msgspec.Struct):
+    owner: str
+    bytes: int
+    limit_bytes: int | None
+    key: str
+
+
 class Status(msgspec.Struct):
     name: str
     pid: int
@@ -57,4 +64,5 @@ class Status(msgspec.Struct):
     groups: list[Group]
     engine: Engine
     draft: dict[str, Any]
+    host_memory: list[HostUse]
     cache: dict[str, Any]

@@ -269,7 +269,7 @@ async def test_a_deaf_daemon_is_killed_at_the_deadline_and_a_second_stop_shorten
 async def test_a_signal_after_the_reap_hits_nobody(tmp_path):
     ended: asyncio.Future = asyncio.get_running_loop().create_future()
     child = spawn(["/bin/true"], {}, tmp_path, lambda *_: None, ended.set_result)
-    for sock in (child.link_socket, child.pulse_socket):
+    for sock in (*child.link_sockets, child.pulse_socket):
         sock.close()
     outcome = await asyncio.wait_for(ended, 30)
     assert (outcome.code, outcome.signal) == (0, None)

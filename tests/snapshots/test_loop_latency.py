@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.request import FinishedEvent, GenerationRequest
+from lucevisor.engine.shell import Engine, EngineSettings
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.kv_transfer.transfers import KvTransfer
 from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
@@ -32,7 +32,6 @@ from lucevisor.snapshots.file_format import SlotRecord, StateModel
 from lucevisor.snapshots.manager import SnapshotManager
 from lucevisor.snapshots.policy import SavePolicy
 from lucevisor.snapshots.store import SnapshotStore
-from lucevisor.snapshots.transfers import ShardTransfers
 from tests.costs import lines_of, loop_s
 from tests.engine.toy_pipeline import ToyDaemon, ToyLimits
 from tests.snapshots.snapshot_parts import save
@@ -93,8 +92,7 @@ class Rig:
     def __init__(self, limits: EngineLimits) -> None:
         self.engine = Engine(limits, EngineSettings(max_queue=10))
         self.daemon = DrawingDaemon({}, ToyLimits(1, limits.max_sequences, limits.max_step_tokens))
-        self.pipeline = Pipeline([self.daemon], self.engine.on_result, self.engine.on_failed)
-        self.engine.attach(self.pipeline)
+        self.engine.attach([self.daemon])
 
     async def generate(self, name: str, prompt: TokenBuffer) -> FinishedEvent:
         request = GenerationRequest(request_id=name, prompt=prompt, max_tokens=2, sampling=SamplingParams(seed=1))
@@ -109,7 +107,7 @@ class Rig:
         while True:
             await asyncio.sleep(0 if self.daemon.inbox else 0.001)
             if self.daemon.inbox:
-                self.pipeline.receive(*self.daemon.run_one())
+                self.engine.receive(*self.daemon.run_one())
 
 
 @pytest.fixture
@@ -141,8 +139,8 @@ async def converse(spaces: frozenset[Space], directory: Path) -> dict[str, int]:
         prefix=PrefixSettings(max_slots=2, memory_bytes=1 << 40, unit_bytes=dict.fromkeys(spaces, 1)),
     )
     rig = Rig(limits)
-    shards = ShardTransfers({"g": [LayerRange(0, 2)]})  # no daemon is ready: files are opened, checked and given up
-    manager = SnapshotManager(rig.engine, store, shards, SavePolicy(256, 1 << 30))
+    transfers = KvTransfer({"g": [LayerRange(0, 2)]})  # no daemon is ready: files are opened, checked and given up
+    manager = SnapshotManager(rig.engine, store, transfers, SavePolicy(256, 1 << 30))
     manager.start()
     more, longer = TokenBuffer(cold), TokenBuffer(on_disk)
     longer.append(5)

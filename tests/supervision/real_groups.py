@@ -21,7 +21,7 @@ from lucevisor.supervision.states import State
 from tests.waiting import until
 
 FAST = SupervisionLimits(backoff_min_s=0.05, hello_s=20.0, exit_grace_s=0.5, stacks_s=0.5, recheck_s=0.1, n_restarts=3)
-REAL = ("__init__.py", "__main__.py", "errors.py", "main.py", "options.py", "pulse.py")
+REAL = ("__init__.py", "__main__.py", "compute_lock.py", "errors.py", "main.py", "options.py", "pulse.py")
 
 
 def brisk(**changes) -> SupervisionLimits:
@@ -109,7 +109,7 @@ async def tiny_group(
     owner = owner or Owner()
     staging = run_dir if isinstance(run_dir, StagedPackages) else stage_tiny(run_dir)
     config = GroupConfig(name=name, backend="cpu", env={"TINY": how, **env})
-    group = GroupSupervisor(config, 1, launcher(staging), owner.callbacks(draining), limits=limits, n_spares=n_spares)
+    group = GroupSupervisor(config, 1, launcher(staging), [owner.callbacks(draining)], limits=limits, n_spares=n_spares)
     try:
         yield group, owner
     finally:

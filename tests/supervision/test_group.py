@@ -43,7 +43,7 @@ async def test_start_ready_step_stop(tmp_path):
     async with ready_group(tmp_path) as (group, owner):
         pid = group.pid
         assert group.hello.pid == pid == group.hello.pid
-        assert group.loaded.shards[0].weight_bytes == 1
+        assert group.loads[0].shards[0].weight_bytes == 1
         group.link.send(Step(5, 0), request_id=5)
         group.link.send(Reset(6))
         await until(lambda: len(owner.frames) == 2 and owner.heartbeats[-1].n_steps)
@@ -106,7 +106,7 @@ async def test_code_that_changes_between_two_starts_is_refused(tmp_path):
 )
 async def test_a_wrong_interpreter_is_a_configuration_error(tmp_path, python, why):
     config = GroupConfig(name="left", backend="cpu", python=python)
-    group = GroupSupervisor(config, 1, LocalLauncher(stage_tiny(tmp_path)), Owner().callbacks(), limits=FAST)
+    group = GroupSupervisor(config, 1, LocalLauncher(stage_tiny(tmp_path)), [Owner().callbacks()], limits=FAST)
     await group.start()
     assert group.state is State.FAILED
     assert group.reason == f"groups.left: python = {python!r} {why}; give the path of the group's interpreter"
@@ -143,7 +143,7 @@ async def test_the_daemon_has_its_own_session_its_cores_and_no_foreign_descripto
     os.set_inheritable(leaked, True)
     try:
         config = GroupConfig(name="left", backend="cpu", cores=(0,))
-        group = GroupSupervisor(config, 1, LocalLauncher(stage_tiny(tmp_path)), Owner().callbacks(), limits=FAST)
+        group = GroupSupervisor(config, 1, LocalLauncher(stage_tiny(tmp_path)), [Owner().callbacks()], limits=FAST)
         await group.start()
         await ready(group)
         assert os.getsid(group.pid) == group.pid != os.getsid(0)  # Ctrl-C does not reach it
@@ -337,7 +337,7 @@ async def test_the_real_daemon_says_hello_and_what_it_cannot_load_is_told(tmp_pa
     owner.load_error = LucevisorError("this test loads nothing")
     config = GroupConfig(name="left", backend="cpu")
     group = GroupSupervisor(
-        config, 1, LocalLauncher(stage_packages(tmp_path)), owner.callbacks(), limits=brisk(hello_s=60.0)
+        config, 1, LocalLauncher(stage_packages(tmp_path)), [owner.callbacks()], limits=brisk(hello_s=60.0)
     )
     await group.start()
     await group.wait(State.FAILED, timeout_s=100)
@@ -353,7 +353,7 @@ async def test_a_stop_while_torch_is_imported_is_clean(tmp_path):
         GroupConfig(name="left", backend="cpu"),
         1,
         LocalLauncher(stage_packages(tmp_path)),
-        Owner().callbacks(),
+        [Owner().callbacks()],
         limits=brisk(hello_s=60.0),
     )
     await group.start()
@@ -375,7 +375,7 @@ def bare_python(tmp_path):
 async def test_an_interpreter_that_lacks_packages_is_refused_with_what_to_install(tmp_path, bare_python):
     config = GroupConfig(name="left", backend="cpu", python=bare_python)
     group = GroupSupervisor(
-        config, 1, LocalLauncher(stage_packages(tmp_path)), Owner().callbacks(), limits=brisk(hello_s=60.0)
+        config, 1, LocalLauncher(stage_packages(tmp_path)), [Owner().callbacks()], limits=brisk(hello_s=60.0)
     )
     await group.start()
     await group.wait(State.FAILED, timeout_s=100)

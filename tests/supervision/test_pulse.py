@@ -51,7 +51,7 @@ def receive(supervisor, kind, n):
 
 def test_the_first_heartbeat_comes_at_once_and_the_next_ones_count(ends):
     reporter, supervisor, _ = ends
-    reporter.memory([10, 20])
+    reporter.memory({1: 20, 0: 10})
     began = time.monotonic()
     reporter.start()
     first, second = receive(supervisor, Heartbeat, 2)

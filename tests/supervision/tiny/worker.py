@@ -28,7 +28,7 @@ LIBC = ctypes.CDLL(None)
 LIBC_WITH_GIL = ctypes.PyDLL(None)  # calls keep the interpreter lock
 
 
-def serve(link, reporter, options):
+def serve(link, reporter, options, lock, model):
     how = os.environ.get("TINY", "")
     once = os.environ.get("TINY_ONCE", "")
     if once and Path(once).exists():
@@ -154,7 +154,7 @@ class Tiny:
             hang_with_gil()
         if f"cut at {place}" in self.how:
             frame = encode(StepResult(7, 0))
-            os.write(int(self.options.link.removeprefix("fd:")), frame[: int(os.environ["TINY_BYTES"])])
+            os.write(int(self.options.links[0].removeprefix("fd:")), frame[: int(os.environ["TINY_BYTES"])])
             os.kill(os.getpid(), signal.SIGKILL)
 
 
