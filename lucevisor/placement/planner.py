@@ -550,7 +550,9 @@ def _memories(sizing: Sizing) -> Iterator[str]:
             users = list(dict.fromkeys(str(target.device) for target in targets if target.memory == memory.name))
             shared = "" if users == [memory.name] else f" for {', '.join(users)}{' together' if len(users) > 1 else ''}"
             spares = ", also for spares" if any(target.n_spares for target in targets) else ""
-            kept = f"{format_bytes(memory.reserve_bytes)} of that are kept free{spares}"
+            share = next(target.share for target in targets if target.memory == memory.name)
+            others = "" if share == 1.0 else f" and for other models: {share:.0%} is for this one"
+            kept = f"{format_bytes(memory.reserve_bytes)} of that are kept free{spares}{others}"
             yield f"{memory.name}: {format_bytes(memory.free_bytes)} are free{shared}; {kept}"
     unknown = [memory.name for memory in memories if memory.free_bytes is None]
     if unknown:

@@ -203,7 +203,7 @@ async def test_a_path_need_not_be_utf8(desk):
 
 
 async def test_a_defect_is_told_and_logged(desk):
-    desk.service.snapshots = object()
+    desk.service.only.snapshots = object()
     status, told = await desk.ask("GET", "/cache")
     assert (status, told["error"].startswith("AttributeError: ")) == (500, True)
 
@@ -221,7 +221,7 @@ async def test_snapshots_that_are_off_or_closing_are_409(desk, path):
     desk.service.state = "draining"
     status, told = await desk.ask("POST", f"/cache/{path}", body)
     assert (status, "is stopping" in told["error"]) == (409, True)
-    desk.service.state, desk.service.snapshots = "starting", None
+    desk.service.state, desk.service.only.snapshots = "starting", None
     status, told = await desk.ask("POST", f"/cache/{path}", body)
     assert (status, "not open yet" in told["error"]) == (409, True)
     desk.service.config.cache = CacheConfig()
@@ -263,7 +263,7 @@ async def test_the_commands_print_the_same_for_a_directory_and_a_supervisor(desk
     assert (code, output.startswith(f"removed {bad.file}.refused, ")) == (0, True)
     code, output = await asyncio.to_thread(command, "rm", "--all", "--socket", tmp_path / "s")
     assert (code, output.startswith(f"removed {good.file}, ")) == (0, True)
-    desk.service.snapshots, desk.service.config.cache = None, CacheConfig()
+    desk.service.only.snapshots, desk.service.config.cache = None, CacheConfig()
     assert "cache.dir is not in use" in (await asyncio.to_thread(command, "ls", "--socket", tmp_path / "s"))[1]
     with pytest.raises(LucevisorError, match="snapshots are off"):
         await asyncio.to_thread(command, "verify", "--socket", tmp_path / "s")

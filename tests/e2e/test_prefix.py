@@ -51,9 +51,9 @@ async def test_drafts_change_neither_answers_nor_what_is_remembered(
         config = write_config(tmp_path, MODELS[name], {"a": 1, "b": 1}, ranges, CONFIG.format(300, "device", draft))
         async with running(config, tmp_path) as service:
             told += [await converse(service, spec.vocabulary, 3) for _ in range(2)]
-            assert service.engine is not None
-            assert all(use.used == use.evictable for use in service.engine.statistics().pages.values())
-            assert service.deployment.drafting == (draft != PLAIN and drafter is not None)
+            assert service.only.engine is not None
+            assert all(use.used == use.evictable for use in service.only.engine.statistics().pages.values())
+            assert service.only.deployment.drafting == (draft != PLAIN and drafter is not None)
     plain, drafted = told[:2], told[2:]
     assert [(one.answers, one.cached) for one in plain] == [(one.answers, one.cached) for one in drafted]
 

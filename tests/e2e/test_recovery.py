@@ -50,7 +50,7 @@ async def serving(
     overrides += [f"groups.{name}.transport={transport}" for name in load(path, overrides).groups]
     config = load(path, overrides)
     brisk = SupervisionLimits(backoff_min_s=0.02, backoff_max_s=0.02, spare_delay_s=0.02, **limits)  # type: ignore[arg-type]
-    service = Service(config, open_model(config), tmp_path, Observer(), limits=brisk)
+    service = Service(config, [open_model(config)], tmp_path, Observer(), limits=brisk)
     try:
         await service.start()
         assert await service.wait_ready(60.0), service.reason()
@@ -142,8 +142,8 @@ async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, 
         replayed = [loaded.replayed for one in service.groups.values() for loaded in one.loads]
         replays = transport == "shared_memory" and case is not CONFIGURATIONS[2].values[0]
         assert any(replayed) == replays, "while it loaded, from a file that is handed over; not with sliding layers"
-        assert service.engine is not None
-        now = service.engine.statistics()
+        assert service.only.engine is not None
+        now = service.only.engine.statistics()
         assert now.recovery.pauses["loss"].n >= 1
         assert now.recovery.n_sequences >= 1
         assert now.recovery.n_rebuilt > now.recovery.n_tokens  # nearly always by the lost stages alone
@@ -169,15 +169,17 @@ async def test_restarts_of_all_groups_change_no_token(tmp_path: Path, case: Case
             for group in service.groups:
                 await AdminOperations(service).restart(group, now=False)
         assert streams.wrong == []
-        assert service.engine is not None
-        now = service.engine.statistics().recovery
+        assert service.only.engine is not None
+        now = service.only.engine.statistics().recovery
         assert (now.pauses["restart"].n, now.pauses["loss"].n) == (n_groups, 0)
         assert now.n_kept > 0
         assert (now.n_rebuilt, now.n_tokens) == (0, 0)
-        assert service.engine.statistics().cache.n_slots > 0
+        assert service.only.engine.statistics().cache.n_slots > 0
         if case.kind != "off":
-            assert service.deployment.drafting
-            assert any(map(service.engine.prefixes.drafted, service.engine.prefixes.slots)), "its context went along"
+            assert service.only.deployment.drafting
+            assert any(map(service.only.engine.prefixes.drafted, service.only.engine.prefixes.slots)), (
+                "its context went along"
+            )
 
 
 async def test_what_is_held_too_long_ends_with_an_error_that_says_so(tmp_path: Path) -> None:
@@ -185,7 +187,7 @@ async def test_what_is_held_too_long_ends_with_an_error_that_says_so(tmp_path: P
     path = config_of(case, tmp_path, 2, "tail")
     config = load(path, ["recovery.hold_s=0.2"])
     slow = SupervisionLimits(backoff_min_s=2.0)
-    service = Service(config, open_model(config), tmp_path, Observer(), limits=slow)
+    service = Service(config, [open_model(config)], tmp_path, Observer(), limits=slow)
     try:
         await service.start()
         assert await service.wait_ready(60.0), service.reason()
