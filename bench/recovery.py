@@ -42,6 +42,7 @@ from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import PageTable
+from lucevisor.kv_transfer.host_memory import HostMemory
 from lucevisor.model.values import Space
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import ArenaPlan, PoolSizes
@@ -277,7 +278,7 @@ async def measure(options, cost, keep):
 
 def journal_alone():
     pools = PagePools({Space.FULL}, PoolSizes(2000, 0, 0))
-    rows = JournalRows({0: Arena.create(ArenaPlan(0, CHUNK * ROW_BYTES, 3))}, ROW_BYTES, 2 << 30)
+    rows = JournalRows({0: Arena.create(ArenaPlan(0, CHUNK * ROW_BYTES, 3))}, ROW_BYTES, 2 << 30, HostMemory())
     journal = Journal(rows, pools[Space.FULL], rows.n_pages)
     lives = {i: LiveSequence(i, -1, PageTable(pools, None)) for i in range(8)}
     for live in lives.values():

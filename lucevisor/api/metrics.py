@@ -81,7 +81,9 @@ class StateCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         ctx = self._models.first
-        yield from _groups(ctx.status()["groups"])
+        status = ctx.status()
+        yield from _groups(status["groups"])
+        yield from _joined(family for model in status["models"] for family in _host_memory(model))
         drops = [([sink], n) for sink, n in ctx.log_drops().items()]
         text = "Log records that were not written, by sink."
         yield _Families().counters("log_records_dropped", text, ["sink"], drops)
@@ -120,6 +122,14 @@ def _groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     yield out.gauges("device_memory_bytes", "Memory of a device by use.", ["device", "use"], memory.items())
     resident = [([g["name"]], g["rss_bytes"]) for g in groups]
     yield out.gauges("daemon_memory_bytes", "Resident host memory of a group's daemon.", ["group"], resident)
+
+
+def _host_memory(model: Mapping[str, Any]) -> Iterator[Metric]:
+    out, uses = _Families(model=model["name"]), model["host_memory"]
+    used = [([use["owner"]], use["bytes"]) for use in uses]
+    yield out.gauges("host_memory_bytes", "Host memory of state and activations by owner.", ["owner"], used)
+    limits = [([use["owner"]], use["limit_bytes"]) for use in uses if use["limit_bytes"] is not None]
+    yield out.gauges("host_memory_limit_bytes", "The most that an owner takes.", ["owner"], limits)
 
 
 def _engine(out: _Families, now: EngineStatistics, row_bytes: int) -> Iterator[Metric]:

@@ -17,6 +17,7 @@ from lucevisor.engine.spec_decode.statistics import DraftCounts, DraftStatistics
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.model.values import Space
+from lucevisor.placement.result import HostOwner
 from lucevisor.protocol.loading import DeviceUse
 from lucevisor.protocol.messages import Progress
 from lucevisor.supervision.group import GroupSupervisor
@@ -75,6 +76,7 @@ def _model(service: ModelService, compressor: Compressor | None) -> dict[str, An
         "engine": _engine(statistics),
         "draft": _draft(service, statistics),
         "pflash": pflash_status(service, compressor),
+        "host_memory": _host_memory(service),
         "cache": _cache(service, statistics.cache if statistics is not None else CacheStatistics()),
     }
 
@@ -129,6 +131,19 @@ def _draft_counts(counts: DraftCounts) -> dict[str, Any]:
         "draft_s": round(counts.draft_s, 6),
         "verify_s": round(counts.verify_s, 6),
     }
+
+
+def _host_memory(service: ModelService) -> list[dict[str, Any]]:
+    """Host memory by owner.  ``limit_bytes`` None: half of what is free."""
+    if service.placement is None:
+        return []
+    loaded = service.deployment.loads.values()
+    in_daemons = sum(use.host_state_bytes for uses in loaded for use in uses.shards)
+    in_daemons += sum(uses.draft.host_state_bytes for uses in loaded if uses.draft is not None)
+    return [
+        use._asdict() | {"bytes": in_daemons if use.owner is HostOwner.POOLS else service.host_memory.used(use.owner)}
+        for use in service.placement.host_memory
+    ]
 
 
 def _cache(service: ModelService, now: CacheStatistics) -> dict[str, Any]:

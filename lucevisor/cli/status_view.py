@@ -37,6 +37,7 @@ def status_view(status: Status, *, folds: bool = True, verbose: bool = False) ->
         *draft_lines(status["draft"], verbose=verbose),
         *pflash_lines(status["pflash"]),
         *cache_lines(status["cache"]),
+        host_memory_line(status["host_memory"]),
         *override_lines(status["overrides"]),
     ]
     texts = map(indented if folds else Text, filter(None, lines))
@@ -190,6 +191,17 @@ def draft_lines(d: dict[str, Any], *, verbose: bool = False) -> list[str]:
         f"  drafting took {format_seconds(d['draft_s'])}, verifying {format_seconds(d['verify_s'])}, "
         f"the drafter's context {format_seconds(d['upkeep_s'])}",
     ]
+
+
+def host_memory_line(uses: Sequence[Status]) -> str:
+    """Return the host memory of each owner that has some, with its limit."""
+    parts = [
+        f"{use['owner']} {format_bytes(use['bytes'])}"
+        + (f" of {format_bytes(use['limit_bytes'])}" if use["limit_bytes"] not in (None, use["bytes"]) else "")
+        for use in uses
+        if use["bytes"]
+    ]
+    return f"host memory: {', '.join(parts)}" if parts else ""
 
 
 def override_lines(overrides: Sequence[Status]) -> list[str]:

@@ -16,11 +16,11 @@ from lucevisor import suspend_clock
 from lucevisor.config import Config, changed_keys
 from lucevisor.config.checks import OVERRIDE
 from lucevisor.deployment.deployment import Deployment
+from lucevisor.deployment.replacement import RestoredState
 from lucevisor.deployment.service import RESTART_S, ModelService, Service
-from lucevisor.deployment.state_memory import RestoredState, StateMemory, export_state
 from lucevisor.engine.core import Engine
 from lucevisor.errors import AdminError, ConfigError, ConfigErrors, LucevisorError, NotReadyError, nearest, show
-from lucevisor.model.spec import ModelSpec
+from lucevisor.kv_transfer.exports import ExportedState
 from lucevisor.supervision.states import State
 
 FREEZE_S: Final = 15.0
@@ -58,22 +58,19 @@ def _value(tree: Mapping[str, Any], key: str) -> object:
     return _value(tree.get(table, {}), rest) if rest else tree.get(table)
 
 
-async def freeze_and_export(engine: Engine, earlier: Deployment, spec: ModelSpec) -> StateMemory:
+async def freeze_and_export(engine: Engine, earlier: Deployment) -> ExportedState:
     """Suspend requests, and copy all state of the daemons to host memory.
 
     Raises LucevisorError, and then requests continue.
     """
     assert earlier.placement is not None
-    assert earlier.transfers is not None
     try:
         frozen = await engine.freezer.freeze(FREEZE_S, "reload")
         while frozen is None and engine.ready:  # a daemon was lost, and came back
             frozen = await engine.freezer.freeze(FREEZE_S, "reload")
         if frozen is None:
             raise LucevisorError("running requests could not be paused; try again")
-        groups = {stage.group for stage in earlier.placement.stages}
-        drafter = earlier.draft_layers(groups)
-        return await export_state(spec.layers, earlier.placement, earlier.transfers, frozen, groups, drafter)
+        return await earlier.export_state(frozen, {stage.group for stage in earlier.placement.stages})
     except BaseException:
         resume_requests(engine, earlier)
         raise
@@ -85,16 +82,16 @@ def resume_requests(engine: Engine, earlier: Deployment) -> None:
     engine.freezer.thaw()
 
 
-async def restore_state(memory: StateMemory, later: Deployment) -> RestoredState:
+async def restore_state(state: ExportedState, later: Deployment) -> RestoredState:
     """Copy state to the daemons of a deployment, which are all READY; return what they have.  Raises LucevisorError."""
     assert later.placement is not None
     assert later.transfers is not None
     links = dict(later.links)
     groups = {stage.group for stage in later.placement.stages}
-    await memory.restore(later.transfers, groups)
+    await state.load(later.transfers, groups)
     if later.links != links:
         raise LucevisorError("a new daemon was lost while the state moved; try again")
-    return RestoredState(links.values(), memory.with_draft and later.draft_group in groups)
+    return RestoredState(links.values(), state.with_draft and later.draft_group in groups)
 
 
 PREPARE_S: Final = 15.0
@@ -177,9 +174,9 @@ class AdminOperations:
         earlier, later = model.deployment, service.deploy(model, config)
         try:
             await self._load(later)
-            memory = await freeze_and_export(engine, earlier, model.model.spec)
+            state = await freeze_and_export(engine, earlier)
             try:
-                restored = await restore_state(memory, later)
+                restored = await restore_state(state, later)
             except BaseException:
                 resume_requests(engine, earlier)
                 raise
@@ -210,7 +207,7 @@ class AdminOperations:
         Raises LucevisorError in that case.
         """
         service, earlier = self._service, model.deployment
-        memory = await freeze_and_export(engine, earlier, model.model.spec)
+        state = await freeze_and_export(engine, earlier)
         model.detach(engine)
         await service.end(earlier)
         problem: LucevisorError | None = None
@@ -219,14 +216,14 @@ class AdminOperations:
             restored = RestoredState()
             try:
                 await self._load(later)
-                restored = await restore_state(memory, later)
+                restored = await restore_state(state, later)
             except LucevisorError as error:
                 log.error("reload", reason=str(error))
                 problem = problem or error
                 if configuration is config and not later.loaded and not service.stopping:
                     await service.end(later)
                     continue
-            memory.close()
+            state.close()
             model.switch(engine, configuration, later, restored)
             break
         if problem is not None and model.config is not config:

@@ -19,6 +19,7 @@ from lucevisor.engine.core import Engine
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure
 from lucevisor.engine.recovery import StateReplay
 from lucevisor.engine.request import RequestError
+from lucevisor.kv_transfer.transfers import KvTransfer
 from lucevisor.protocol.arena import ORDERED
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
@@ -26,6 +27,9 @@ from lucevisor.protocol.steps import PendingCancelled, Reset, ResetDone, StepRes
 from lucevisor.protocol.transport import Channel
 
 log = structlog.get_logger("assembly")
+
+
+_DROPPED: Final = "the daemon drops its sequences"
 
 
 class DraftAssembly:
@@ -36,12 +40,19 @@ class DraftAssembly:
     """
 
     def __init__(
-        self, engine: Engine, group: str, *, alone: bool, with_output: bool, on_change: Callable[[], None]
+        self,
+        engine: Engine,
+        group: str,
+        transfers: KvTransfer,
+        *,
+        alone: bool,
+        with_output: bool,
+        on_change: Callable[[], None],
     ) -> None:
         self.group = group
         self._alone, self._with_output = alone, with_output
         self.attached = False
-        self._engine, self._on_change = engine, on_change
+        self._engine, self._transfers, self._on_change = engine, transfers, on_change
         self._link: Channel | None = None
         self._serving = False  # a pipeline is attached
         self._n_resets = 0
@@ -99,6 +110,7 @@ class DraftAssembly:
         assert self._link is not None
         self._n_resets += 1
         self._token = self._n_resets
+        self._transfers.cancel_waiting(self.group, _DROPPED)
         try:
             self._link.send(Reset(self._token))
         except ProtocolError:  # the link's on_closed tells supervision, which calls lost()
@@ -128,15 +140,18 @@ class PipelineAssembly:
         engine: Engine,
         stage_groups: Sequence[str],
         on_change: Callable[[], None],
+        transfers: KvTransfer,
         draft_group: str = "",
     ) -> None:
-        self._engine = engine
+        self._engine, self._transfers = engine, transfers
         self._stage_groups = list(stage_groups)
         self._on_change = on_change
         self._draft: DraftAssembly | None = None
         if draft_group:
             alone, with_output = draft_group not in stage_groups, draft_group == stage_groups[-1]
-            self._draft = DraftAssembly(engine, draft_group, alone=alone, with_output=with_output, on_change=on_change)
+            self._draft = DraftAssembly(
+                engine, draft_group, transfers, alone=alone, with_output=with_output, on_change=on_change
+            )
         self._links: dict[str, Channel] = {}
         self._lost: set[str] = set()  # groups whose stages the pipeline has lost
         self._with_state: set[str] = set()  # groups whose daemons took over their predecessors' state
@@ -277,6 +292,7 @@ class PipelineAssembly:
         self._token += 1
         self._resetting = set(groups) - self._replayed
         for group in [*self._resetting]:
+            self._transfers.cancel_waiting(group, _DROPPED)
             try:
                 self._links[group].send(Reset(self._token))
             except ProtocolError:  # the link's on_closed tells supervision, which calls lost()

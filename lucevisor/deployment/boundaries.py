@@ -6,7 +6,8 @@ from collections.abc import Sequence, Set
 
 from msgspec.structs import replace
 
-from lucevisor.placement.result import Placement
+from lucevisor.kv_transfer.host_memory import HostMemory
+from lucevisor.placement.result import HostOwner, Placement
 from lucevisor.placement.stages import arena_ends
 from lucevisor.protocol.arena import Arena, SharedBuffer, descriptors
 from lucevisor.protocol.errors import ProtocolError
@@ -19,7 +20,7 @@ from lucevisor.protocol.transport import Channel
 class Boundaries:
     """``remote``: groups that share no memory with others.  Raises ArenaError."""
 
-    def __init__(self, placement: Placement, remote: Set[str]) -> None:
+    def __init__(self, placement: Placement, remote: Set[str], memory: HostMemory) -> None:
         self._ends = {arena.key: arena_ends(placement, arena) for arena in placement.arenas}
         self._arenas: dict[tuple[bool, int], Arena] = {}
         self._relays: dict[tuple[bool, int], RelayBuffer] = {}
@@ -29,6 +30,7 @@ class Boundaries:
             else:
                 self._relays[arena.key] = RelayBuffer.create(arena)
         self.buffers: dict[tuple[bool, int], SharedBuffer] = {**self._arenas, **self._relays}
+        self._lease = memory.lease(HostOwner.BOUNDARIES, placement.arena_bytes)
         self._addresses: dict[str, str] = {}  # by group that was told what to load
         self._epochs: dict[str, int] = {}
 
@@ -84,5 +86,6 @@ class Boundaries:
                 relay.step_answered()
 
     def close(self) -> None:
+        self._lease.close()
         for buffer in self.buffers.values():
             buffer.close()

@@ -24,15 +24,18 @@ from lucevisor.config import Config
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.deployment.boundaries import Boundaries
 from lucevisor.deployment.group_settings import group_threads, spin_s, target_groups
+from lucevisor.deployment.replacement import ReplacementState, RestoredState
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.speeds import speeds_for
-from lucevisor.deployment.state_memory import ReplacementState, RestoredState, StateMemory
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import Engine, FrozenState
 from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.errors import LucevisorError
+from lucevisor.kv_transfer.exports import ExportedState
+from lucevisor.kv_transfer.host_memory import HostMemory
+from lucevisor.kv_transfer.transfers import KvTransfer
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import Dtype
 from lucevisor.placement.devices import with_target_devices
@@ -46,7 +49,6 @@ from lucevisor.protocol.messages import Heartbeat, Progress
 from lucevisor.protocol.steps import RowsCopy, Step, StepResult
 from lucevisor.protocol.transport import Channel
 from lucevisor.protocol.validation import UnansweredStep
-from lucevisor.snapshots.transfers import ShardTransfers
 from lucevisor.supervision.daemon import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.policy import SupervisionLimits
@@ -179,6 +181,9 @@ log = structlog.get_logger("deployment")
 class DeploymentOwner(Protocol):
     """The service of a deployment.  All methods are called from the event loop."""
 
+    @property
+    def host_memory(self) -> HostMemory: ...
+
     def on_placed(self, deployment: Deployment) -> None:
         """Called when the model is placed and no daemon loads yet.  Call ``attach`` then, unless another one serves."""
 
@@ -212,7 +217,7 @@ class Deployment:
         self.placement: Placement | None = None
         self.infeasible_reason = ""  # why it cannot be placed: it needs more memory than there is
         self._boundaries: Boundaries | None = None
-        self.transfers: ShardTransfers | None = None
+        self.transfers: KvTransfer | None = None
         self.scoring: ScoringStage | None = None  # of PFlash, when it is placed
         self.config, self._model, self._weights, self._limits, self._owner = config, model, weights, limits, owner
         self._sizes = sizes
@@ -224,7 +229,7 @@ class Deployment:
         self._draft_loaded = False  # the draft group is READY and has loaded the drafter
         self._draft_problem = ""  # why the draft group runs without the drafter
         self._detached = ""  # why the engine dropped the drafter
-        self._replacements = ReplacementState(model.spec.layers)
+        self._replacements = ReplacementState()
         self._engine: Engine | None = None
         self._assembly: PipelineAssembly | None = None
         self._watchdog: asyncio.Task[None] | None = None
@@ -290,10 +295,11 @@ class Deployment:
         """
         links, draft_restored = restored or RestoredState()
         assert self.placement is not None
+        assert self.transfers is not None
         self._engine = engine
         stage_groups, draft = [stage.group for stage in self.placement.stages], self.placement.draft
         draft_group = "" if draft is None else draft.group
-        self._assembly = PipelineAssembly(engine, stage_groups, self._owner.on_change, draft_group)
+        self._assembly = PipelineAssembly(engine, stage_groups, self._owner.on_change, self.transfers, draft_group)
         for group, link in self.links.items():
             with_draft = group == draft_group and self._draft_loaded
             self._assembly.on_ready(
@@ -363,6 +369,22 @@ class Deployment:
         drafter = self._model.drafter
         return drafter.spec.model.layers if drafter and self.drafting and self.draft_group in groups else ()
 
+    async def export_state(self, frozen: FrozenState, groups: Collection[str]) -> ExportedState:
+        """Copy the state of the layers of ``groups`` to host memory, and of a drafter that is attached and runs in one
+        of them.  Raises LucevisorError."""
+        assert self.placement is not None
+        assert self.transfers is not None
+        ranges = [stage.layers for group in groups for stage in self.placement.stages_of(group)]
+        layers = [layer for layer in self._model.spec.layers if any(layer.index in range_ for range_ in ranges)]
+        memory, drafter = self._owner.host_memory, self.draft_layers(groups)
+        state = ExportedState(memory, layers, self.placement.kv_dtype, frozen.units, drafter)
+        try:
+            await state.save(self.transfers, groups)
+        except BaseException:
+            state.close()
+            raise
+        return state
+
     def draft_reason(self) -> str:
         """Return why a drafter that is configured is not attached; empty when it is, or there is none."""
         if self.drafting or self.placement is None or self._model.drafter is None:
@@ -423,9 +445,9 @@ class Deployment:
         log.info("placement", epoch=self.epoch, dtype=str(result.dtype), kv_dtype=str(result.kv_dtype),
                  max_context=result.max_context, devices=devices)  # fmt: skip
         self.placement = result
-        self._boundaries = Boundaries(result, self._remote)
+        self._boundaries = Boundaries(result, self._remote, self._owner.host_memory)
         layers = {stage.group: [stage_.layers for stage_ in result.stages_of(stage.group)] for stage in result.stages}
-        self.transfers = ShardTransfers(layers, self.draft_group)
+        self.transfers = KvTransfer(layers, self.draft_group)
         self.scoring = ScoringStage(result.scorer) if result.scorer is not None else None
         self._owner.on_placed(self)
         return result
@@ -448,10 +470,10 @@ class Deployment:
             self.transfers.on_ready(group, link)
         if self.scoring is not None:
             self.scoring.on_ready(group, link, loaded.score_problem)
-        memory = self._replacements.take(group)
-        if memory is not None:
+        state = self._replacements.take(group)
+        if state is not None:
             self._create_task(
-                self._restore_replacement(group, link, memory, with_draft=with_draft), f"state for {group}"
+                self._restore_replacement(group, link, state, with_draft=with_draft), f"state for {group}"
             )
         elif self._assembly is not None:
             self._assembly.on_ready(group, link, with_draft=with_draft, replayed=loaded.replayed)
@@ -508,25 +530,25 @@ class Deployment:
         if group in self.needed:
             frozen = await self._owner.drain_for_restart()
             if frozen is not None:
-                assert self.placement is not None
-                assert self.transfers is not None
-                drafter = self.draft_layers([group])
-                await self._replacements.export(group, self.placement, self.transfers, frozen, drafter)
+                try:
+                    self._replacements.add(group, await self.export_state(frozen, [group]))
+                except LucevisorError as error:  # its next daemon computes it again
+                    log.warning("state is not saved for the next daemon", group=group, reason=str(error))
         elif self._assembly is not None and group == self.draft_group:
             self._assembly.detach_drafter("its group is restarted")
         self.groups[group].drained(child)
 
-    async def _restore_replacement(self, group: str, link: Channel, memory: StateMemory, *, with_draft: bool) -> None:
+    async def _restore_replacement(self, group: str, link: Channel, state: ExportedState, *, with_draft: bool) -> None:
         """Restore the state of a new daemon's predecessor, then let it join the pipeline."""
         assert self.transfers is not None
         restored = True
         try:
-            await memory.restore(self.transfers, [group])
+            await state.load(self.transfers, [group])
         except LucevisorError as error:
             log.warning("state is not saved for the next daemon", group=group, reason=str(error))
             restored = False
         if self._assembly is not None and self.links.get(group) is link:
-            draft_restored = restored and memory.with_draft
+            draft_restored = restored and state.with_draft
             self._assembly.on_ready(
                 group, link, with_draft=with_draft, restored=restored, draft_restored=draft_restored
             )

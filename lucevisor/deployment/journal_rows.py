@@ -15,8 +15,9 @@ import numpy.typing as npt
 import structlog
 
 from lucevisor.engine.journal import RowCopy
+from lucevisor.kv_transfer.host_memory import HostFile, HostMemory, HostMemoryShort
 from lucevisor.model.values import PAGE_TOKENS
-from lucevisor.placement.result import Placement
+from lucevisor.placement.result import HostOwner, Placement
 from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.steps import Step
 from lucevisor.protocol.threads import ThreadExecutor
@@ -26,17 +27,19 @@ log = structlog.get_logger("journal")
 
 class JournalRows:
     """``arenas``: by boundary, all with rows of ``row_bytes``.  ``n_pages``: blocks that fit into ``n_bytes``.
+    ``memory`` counts those that were written to, and the files of ``gather``.
 
     Raises OSError or MemoryError.
     """
 
-    def __init__(self, arenas: Mapping[int, SharedBuffer], row_bytes: int, n_bytes: int) -> None:
+    def __init__(self, arenas: Mapping[int, SharedBuffer], row_bytes: int, n_bytes: int, memory: HostMemory) -> None:
         self.n_pages = n_bytes // (PAGE_TOKENS * row_bytes)
-        memory = mmap.mmap(-1, self.n_pages * PAGE_TOKENS * row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)  # a first touch of 4 KiB pages costs as much as the copy
-        self._blocks = np.frombuffer(memory, dtype=np.uint8).reshape(-1, PAGE_TOKENS, row_bytes)
+        mapping = mmap.mmap(-1, self.n_pages * PAGE_TOKENS * row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(mmap.MADV_HUGEPAGE)  # a first touch of 4 KiB pages costs as much as the copy
+        self._blocks = np.frombuffer(mapping, dtype=np.uint8).reshape(-1, PAGE_TOKENS, row_bytes)
         self._all_rows = self._blocks.reshape(-1, row_bytes)
-        self._arenas, self._row_bytes = arenas, row_bytes
+        self._arenas, self._row_bytes, self._memory = arenas, row_bytes, memory
+        self._lease, self._n_touched = memory.lease(HostOwner.JOURNAL), 0
         self._regions = {
             (boundary, region): _rows(arena.region(region), row_bytes)
             for boundary, arena in arenas.items()
@@ -50,6 +53,8 @@ class JournalRows:
     def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         rows = self._regions[boundary, region]
         for block, offset, row, n in copies:
+            if block >= self._n_touched:
+                self._touch(block)
             if n == 1:  # a decode, of which a step may have many: an index is quicker than a slice
                 self._all_rows[block * PAGE_TOKENS + offset] = rows[row]
             else:
@@ -63,20 +68,28 @@ class JournalRows:
 
     def copy(self, source: int, target: int, n_rows: int) -> None:
         """Copy the first rows of a block to another."""
+        if target >= self._n_touched:
+            self._touch(target)
         self._blocks[target, :n_rows] = self._blocks[source, :n_rows]
 
-    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> int:
-        """Return the descriptor of a new memfd, to which a thread writes rows one after the other, and which it seals
-        when all are there, or no more will come.  Raises OSError.
+    def _touch(self, block: int) -> None:
+        """Count the blocks up to one that is written for the first time; the journal takes them in order."""
+        self._n_touched = block + 1
+        self._lease.n_bytes = self._n_touched * PAGE_TOKENS * self._row_bytes
+
+    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> HostFile:
+        """Return a new memfd, to which a thread writes rows one after the other, and which it seals when all are there,
+        or no more will come.  Raises HostMemoryShort.
         """
-        fd = os.memfd_create("lucevisor-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        n_rows = sum(copied.n for copies in steps for copied in copies)
+        file = self._memory.open(HostOwner.REPLAYS, n_rows * self._row_bytes)
         try:
-            copy = os.dup(fd)  # the caller may close its own meanwhile
+            copy = os.dup(file.fileno())  # the caller may close its own meanwhile
         except OSError as error:
-            os.close(fd)
-            raise OSError(f"rows cannot be written: {error}") from error
+            file.close()
+            raise HostMemoryShort(f"rows cannot be written: {error}") from error
         self._thread.submit(self._gather, steps, copy)
-        return fd
+        return file
 
     def _gather(self, steps: Sequence[Sequence[RowCopy]], fd: int) -> None:
         at = 0
@@ -98,7 +111,9 @@ def _rows(region: memoryview, row_bytes: int) -> npt.NDArray[np.uint8]:
     return found[: len(found) // row_bytes * row_bytes].reshape(-1, row_bytes)
 
 
-def journal_rows(buffers: Mapping[tuple[bool, int], SharedBuffer], placement: Placement) -> JournalRows | None:
+def journal_rows(
+    buffers: Mapping[tuple[bool, int], SharedBuffer], placement: Placement, memory: HostMemory
+) -> JournalRows | None:
     """Return the journal's memory for a placement; None without a journal, or where the system has too little."""
     if not placement.journal_bytes:
         return None
@@ -107,7 +122,7 @@ def journal_rows(buffers: Mapping[tuple[bool, int], SharedBuffer], placement: Pl
     }
     row_bytes = arenas[0].plan.region_bytes // placement.max_step_tokens
     try:
-        return JournalRows(arenas, row_bytes, placement.journal_bytes)
+        return JournalRows(arenas, row_bytes, placement.journal_bytes, memory)
     except (OSError, MemoryError) as error:
         log.warning("no journal: when a shard is lost, all shards recompute its sequences", reason=str(error),
                     hint=f"lower recovery.journal, now {placement.journal_bytes} bytes")  # fmt: skip

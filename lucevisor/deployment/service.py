@@ -29,9 +29,8 @@ from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.group_settings import group_devices, group_threads
 from lucevisor.deployment.journal_rows import journal_rows
 from lucevisor.deployment.model_configs import model_configs
+from lucevisor.deployment.replacement import RestoredState
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.state_memory import RestoredState
-from lucevisor.deployment.swap_space import HostSwapSpace, swap_space
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import MAX_LOSSES, Engine, EngineSettings, FrozenState
 from lucevisor.engine.limits import EngineLimits
@@ -40,6 +39,8 @@ from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, unusable
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
+from lucevisor.kv_transfer.host_memory import HostMemory
+from lucevisor.kv_transfer.swap_space import HostSwapSpace
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend
 from lucevisor.placement.result import Placement
@@ -157,6 +158,7 @@ class ModelService:
         self.swap: HostSwapSpace | None = None
         self.deployment: Deployment  # set by the owner
         self.weights = ServedWeights(model, cache_directory())
+        self.host_memory: Final = HostMemory()
         self._owner = owner
         self._opening: asyncio.Task[None] | None = None  # while snapshots are wanted and not open yet
         self._saving: asyncio.Task[int] | None = None
@@ -259,10 +261,10 @@ class ModelService:
     def _take_over(self, engine: Engine, later: Deployment, restored: RestoredState | None = None) -> None:
         """Attach the present deployment, which is placed, to the engine of the one before."""
         assert later.placement is not None
-        rows = journal_rows(later.buffers, later.placement)
+        rows = journal_rows(later.buffers, later.placement, self.host_memory)
         engine.detach_frozen(_MOVING, rows, rows.n_pages if rows is not None else 0)
         if self.snapshots is not None and later.transfers is not None:
-            self.snapshots.shards = later.transfers
+            self.snapshots.transfers = later.transfers
         later.attach(engine, restored)
 
     # ---- state
@@ -317,7 +319,7 @@ class ModelService:
             if self.deployment is deployment:
                 self._take_over(self.engine, deployment)
             return
-        rows = journal_rows(deployment.buffers, placement)
+        rows = journal_rows(deployment.buffers, placement, self.host_memory)
         settings = EngineSettings(
             max_queue=self.config.server.max_queue,
             hold_s=self.config.recovery.hold_s,
@@ -332,7 +334,12 @@ class ModelService:
         )
         drafter = self.model.drafter.spec.model if placement.draft is not None and self.model.drafter else None
         self.engine = Engine(engine_limits(self.config.cache, self.model.spec, placement, drafter), settings)
-        self.swap = swap_space(self.engine, self.model, placement, lambda: self.deployment.transfers)
+        if placement.swap_bytes:
+            self.swap = HostSwapSpace(
+                self.engine, self.model.spec.layers, drafter.layers if drafter is not None else (), placement.kv_dtype,
+                self.host_memory, placement.swap_bytes, lambda: self.deployment.transfers,
+            )  # fmt: skip
+            self.engine.use_swap_space(self.swap)
         deployment.attach(self.engine)
         if settings.hold_s > 0:
             self._holding = asyncio.create_task(watch_holds(self.engine, settings.hold_s), name="watch holds")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -47,9 +48,9 @@ class RowStore(Protocol):
     def copy(self, source: int, target: int, n_rows: int) -> None:
         """Copy the first rows of a block to another."""
 
-    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> int:
-        """Return the descriptor of a new memfd, to which the rows of steps are written one after the other, after all
-        copies so far, and which is then sealed.  Raises OSError."""
+    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> FileIO:
+        """Return a new memfd, to which the rows of steps are written one after the other, after all copies so far, and
+        which is then sealed.  Raises LucevisorError."""
 
 
 @dataclass(slots=True)
@@ -198,7 +199,7 @@ class Journal:
         """Write the rows of a step to where the next stage reads them."""
         self._store.place(boundary, step, copies)
 
-    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> int:
+    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> FileIO:
         """Write the rows of steps to a new file, as the store does."""
         return self._store.gather(steps)
 

@@ -13,6 +13,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from typing import Final, Literal, get_args
 
 from msgspec.structs import replace
@@ -23,6 +24,7 @@ from lucevisor.engine.rebuild import FIRST_STEP, CannotRebuild, Rebuilder, Rebui
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.engine.step import ScheduledSequence, StepPlan, mask_jobs
+from lucevisor.errors import LucevisorError
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
@@ -149,12 +151,12 @@ MAX_REPLAY_TOKENS: Final = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class StateReplay:
-    """The steps of each lost stage, and the ``file`` of their boundary rows, a descriptor.  Rows are still being
-    written to it; it is sealed after the last one.
+    """The steps of each lost stage, and the ``file`` of their boundary rows.  Rows are still being written to it; it is
+    sealed after the last one.
     """
 
     stages: Sequence[StageReplay]
-    file: int
+    file: FileIO
 
 
 _IN_FLIGHT: Final = 2
@@ -292,7 +294,7 @@ class StageRecovery:
             n_rows += sum(copy.n for step in plan.steps for copy in step.rows)
         try:
             return StateReplay(replays, self._journal.gather([s.rows for plan in plans.values() for s in plan.steps]))
-        except OSError:
+        except LucevisorError:
             return None
 
     def restore(

@@ -20,6 +20,7 @@ from lucevisor.kv.residency import Residency
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.pages import pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.messages import SlotPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,12 @@ class Reservation:
     def state(self) -> int:
         """The state to restore into, or NO_STATE."""
         return self.ids[Space.RECURRENT][0] if Space.RECURRENT in self.ids else NO_STATE
+
+    @property
+    def place(self) -> SlotPlace:
+        """The ids as daemons are told them."""
+        full, window = self.ids.get(Space.FULL, []), self.ids.get(Space.WINDOW, [])
+        return SlotPlace(self.n_tokens, full, window, self.first_window, self.state)
 
     def entries(self, space: Space, start: int, stop: int) -> list[int]:
         """Return the pages of entries ``[start, stop)``; those outside are left out."""

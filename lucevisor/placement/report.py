@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -57,11 +58,25 @@ def plan_rows(result: Result) -> list[TableRow]:
 
 def plan_table(result: Result) -> str:
     """Return the rows with headings as a plain text table; bytes are aligned on the right."""
-    lines = [HEADINGS, *plan_rows(result)]
+    return _table([HEADINGS, *plan_rows(result)], range(3, 7))
+
+
+def host_table(p: Placement) -> str:
+    """Return the owners of host memory with the most that each takes."""
+    rows = [
+        (use.owner, "half of what is free" if use.limit_bytes is None else format_bytes(use.limit_bytes), use.key)
+        for use in p.host_memory
+        if use.limit_bytes != 0
+    ]
+    return _table([("HOST MEMORY", "AT MOST", "SET BY"), *rows], (1,))
+
+
+def _table(lines: Sequence[Sequence[str]], right: Collection[int]) -> str:
+    """Return lines in columns; those in ``right`` are aligned there."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if 3 <= i < 7 else cell.ljust(width)
+            cell.rjust(width) if i in right else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
@@ -75,6 +90,7 @@ def plan_text(result: Result, *, verbose: bool = False) -> str:
     parts = [
         f"{p.model} ({p.architecture}, {p.n_layers} layers, {p.quant}) on {where}",
         plan_table(result),
+        host_table(p),
         _sizes(p, verbose=verbose),
         _listed("Why", (*p.reasons, *(p.details if verbose else ()))),
         _listed("Note", p.notices),
@@ -98,12 +114,7 @@ def _sizes(p: Placement, *, verbose: bool) -> str:
         sequences += f" with at most {_counted(p.pool_pages, 'page')} each on the devices"
         if p.pools.host_pages:
             sequences += f" and {p.pools.host_pages} in host memory for all"
-    step = f"steps of {p.max_step_tokens} tokens, {sequences}"
-    journal = f" and the journal up to {format_bytes(p.journal_bytes)}" if p.journal_bytes else ""
-    swap = f", preempted requests up to {format_bytes(p.swap_bytes)}" if p.swap_bytes else ""
-    host = f"arenas take {format_bytes(p.arena_bytes)}{journal}{swap} of host memory"
-    kept = ", ".join(f"{format_bytes(n_bytes)} of group {group}" for group, n_bytes in p.host_state_bytes.items())
-    return f"{', '.join(pools)}; {step}; {host}{f', checkpoints and pages {kept}' if kept else ''}"
+    return f"{', '.join(pools)}; steps of {p.max_step_tokens} tokens, {sequences}"
 
 
 def _counted(n: int, what: str) -> str:
@@ -137,10 +148,7 @@ def plan_json(result: Result) -> dict[str, object]:
             "draft_states": pools.draft_states,
             "host": pools.host_pages,
         },
-        "host_state_bytes": p.host_state_bytes,
-        "arena_bytes": p.arena_bytes,
-        "journal_bytes": p.journal_bytes,
-        "swap_bytes": p.swap_bytes,
+        "host_memory": [use._asdict() for use in p.host_memory],
         "draft": {
             "kind": p.draft.kind.value if p.draft is not None else None,
             "lookup": p.drafting.lookup,

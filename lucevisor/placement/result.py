@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
 
 from lucevisor.config import DeviceRef
 from lucevisor.errors import ConfigError
@@ -113,15 +115,33 @@ class DevicePlan:
         return None if self.free_bytes is None else self.short_bytes == 0
 
 
+class HostOwner(StrEnum):
+    """Owners of host memory beside weights and the pools of cpu devices."""
+
+    BOUNDARIES = "boundaries"  # activations on their way to the next stage
+    JOURNAL = "journal"  # activations of running sequences
+    REPLAYS = "replays"  # those that a daemon computes again while it loads
+    POOLS = "pools"  # checkpoints, and pages of KV Flash, in the daemons
+    SWAP = "swap"  # state of preempted requests
+    EXPORTS = "exports"  # state for the daemons after a restart or reload
+
+
+class HostUse(NamedTuple):
+    """The most bytes that an owner takes (None: half of what is free at the time), and the key that bounds it."""
+
+    owner: HostOwner
+    limit_bytes: int | None
+    key: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Place of each layer, and every size that daemons and engine must agree on.
 
     ``devices`` and ``stages`` are in layer order; ``arenas[b]`` lies between stages b and b + 1, and those of captures
-    follow.  ``journal_bytes``, ``swap_bytes``: the most host memory that the journal
-    and preempted requests take.  ``draft`` and ``draft_device`` are None
-    without a drafter, ``draft_left_out`` is the reason; ``scorer`` and ``scorer_device`` without a
-    scoring model.
+    follow.  ``journal_bytes``, ``swap_bytes``: the most host memory that the journal and preempted requests take.
+    ``draft`` and ``draft_device`` are None without a drafter, ``draft_left_out`` is the reason; ``scorer`` and
+    ``scorer_device`` without a scoring model.
     ``pool_pages``: the most pages of a sequence on the devices with KV Flash; None: all.  ``residency_policy``: which;
     ``tau``: tokens between two of its rankings.
     ``reasons`` explain the choices, ``details`` those that few readers need, ``notices`` are logged at start.
@@ -176,13 +196,21 @@ class Placement:
         return sum(arena.region_bytes * arena.n_regions for arena in self.arenas)
 
     @property
-    def host_state_bytes(self) -> dict[str, int]:
-        """Host memory of checkpoints and of pages of KV Flash by group, without groups that have none."""
-        n_bytes: dict[str, int] = {}
-        for device in self.devices:
-            if device.host_state_bytes:
-                n_bytes[device.device.group] = n_bytes.get(device.device.group, 0) + device.host_state_bytes
-        return n_bytes
+    def host_state_bytes(self) -> int:
+        """Host memory of checkpoints and of pages of KV Flash."""
+        return sum(device.host_state_bytes for device in (*self.devices, self.draft_device) if device is not None)
+
+    @property
+    def host_memory(self) -> tuple[HostUse, ...]:
+        """Host memory by owner."""
+        return (
+            HostUse(HostOwner.BOUNDARIES, self.arena_bytes),
+            HostUse(HostOwner.JOURNAL, self.journal_bytes, "recovery.journal"),
+            HostUse(HostOwner.REPLAYS, self.journal_bytes, "recovery.journal"),
+            HostUse(HostOwner.POOLS, self.host_state_bytes, "cache.states, kvflash.host"),
+            HostUse(HostOwner.SWAP, self.swap_bytes, "engine.swap_space"),
+            HostUse(HostOwner.EXPORTS, None),
+        )
 
     def stages_of(self, group: str) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if stage.group == group)

@@ -7,18 +7,18 @@ other; :func:`parse` accepts only bytes that :func:`pack` made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import sha256
-from math import prod
 
 import msgspec
 
 from lucevisor.kv.page_table import PagedOut
 from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
+from lucevisor.kv_transfer.layout import ITEM_BYTES, slot_tensors, tensor_bytes, with_offsets
 from lucevisor.model.spec import LayerSpec
-from lucevisor.model.values import PAGE_TOKENS, SCALE, Dtype, Space
+from lucevisor.model.values import PAGE_TOKENS, Dtype, Space
 from lucevisor.protocol.messages import SnapshotTensor
 
 FORMAT = "lucevisor-snapshot"
@@ -33,13 +33,6 @@ MAX_TOKENS = 1 << 24
 HEADER_BYTES_PER_TOKEN = 7
 """Upper bound: four bytes as base64, and the record of a page."""
 
-Q8_GROUP = 32
-TARGET, DRAFT = "layers", "draft"
-"""First part of a tensor's name: it is of a layer of the model, or of its drafter."""
-ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}
-"""The number formats of the file, as safetensors writes them."""
-
-_STORED = {Dtype.FLOAT32: "F32", Dtype.BFLOAT16: "BF16", Dtype.FLOAT16: "F16"}
 _NO_CHECKSUM = "0" * 16
 
 
@@ -136,63 +129,9 @@ class SnapshotHeader:
         return self.data_start + sum(t.n_bytes for t in self.tensors)
 
 
-# ---- tensors
-
-
 def whole_only(layers: Sequence[LayerSpec]) -> bool:
     """Return whether state of these layers is usable at its full length only."""
     return any(layer.space is not Space.FULL for layer in layers)
-
-
-def first_visible(layer: LayerSpec, n_tokens: int) -> int:
-    """Return the oldest position of a slot that the next token attends to in this layer."""
-    return max(0, n_tokens - layer.window + 1) if layer.space is Space.WINDOW and layer.window else 0
-
-
-def slot_tensors(
-    layers: Sequence[LayerSpec], n_tokens: int, kv_dtype: Dtype, *, draft: bool = False
-) -> list[SnapshotTensor]:
-    """Return the tensors of a slot of ``n_tokens``, with offsets 0, sorted by item size, layer and kind.
-
-    In this order each tensor starts at a multiple of its item size, whatever the lengths.  ``draft``: the layers are
-    a drafter's.
-    """
-    tensors: list[SnapshotTensor] = []
-    for layer in layers:
-        first = first_visible(layer, n_tokens)
-        tensors += _layer_tensors(layer, n_tokens - first, kv_dtype, first, draft=draft)
-    return sorted(tensors, key=lambda t: (-ITEM_BYTES[t.dtype], t.layer, t.kind))
-
-
-def unit_tensors(
-    layers: Sequence[LayerSpec], n_tokens: int, kv_dtype: Dtype, *, draft: bool = False
-) -> list[SnapshotTensor]:
-    """Return the tensors, with offsets 0, of pages that hold ``n_tokens`` positions, or of one recurrent state; the
-    ``layers`` are of one space, with ``draft`` of a drafter.
-    """
-    return [t for layer in layers for t in _layer_tensors(layer, n_tokens, kv_dtype, 0, draft=draft)]
-
-
-def _layer_tensors(
-    layer: LayerSpec, n_rows: int, kv_dtype: Dtype, first: int, *, draft: bool
-) -> Iterable[SnapshotTensor]:
-    for state in layer.state:
-        shape = state.shape if layer.space is Space.RECURRENT else (n_rows, *state.shape[1:])
-        for kind, dtype, extents in _stored(state.name, state.dtype or kv_dtype, shape):
-            name = f"{DRAFT if draft else TARGET}.{layer.index}.{kind}"
-            yield SnapshotTensor(name, layer.index, kind, dtype, extents, 0, tensor_bytes(dtype, extents), first, draft)
-
-
-def _stored(kind: str, dtype: Dtype, shape: tuple[int, ...]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return (kind, dtype, shape) as stored: q8_0 as int8 codes plus a float16 scale per group of 32."""
-    if dtype is not Dtype.Q8_0:
-        return [(kind, _STORED[dtype], shape)]
-    n_groups = -(-shape[-1] // Q8_GROUP)
-    return [(kind, "I8", (*shape[:-1], n_groups * Q8_GROUP)), (kind + SCALE, "F16", (*shape[:-1], n_groups))]
-
-
-def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
-    return prod(shape) * ITEM_BYTES[dtype]
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
@@ -211,11 +150,8 @@ def lay_out(model: StateModel, slot: SlotRecord) -> SnapshotHeader:
     n = len(slot.tokens)
     if not 0 < n <= MAX_TOKENS:
         raise ValueError(f"a snapshot of {n} tokens; give 1 to {MAX_TOKENS}")
-    tensors = slot_tensors(model.layers, n, model.kv_dtype)
     draft = model.draft if slot.with_draft else None
-    if draft is not None:
-        tensors += slot_tensors(draft.layers, n, model.kv_dtype, draft=True)
-        tensors.sort(key=lambda t: -ITEM_BYTES[t.dtype])  # stable: those of a drafter come last of their size
+    tensors = slot_tensors(model.layers, n, model.kv_dtype, draft.layers if draft is not None else ())
     return _placed(
         SnapshotHeader(
             fingerprint=model.fingerprint,
@@ -236,9 +172,8 @@ def lay_out(model: StateModel, slot: SlotRecord) -> SnapshotHeader:
 
 def max_file_bytes(model: StateModel, n_tokens: int) -> int:
     """Return the most bytes that the file of a slot takes, with the drafter's tensors: 1 KiB of header a tensor."""
-    tensors = slot_tensors(model.layers, n_tokens, model.kv_dtype)
-    if model.draft is not None:
-        tensors += slot_tensors(model.draft.layers, n_tokens, model.kv_dtype, draft=True)
+    draft_layers = model.draft.layers if model.draft is not None else ()
+    tensors = slot_tensors(model.layers, n_tokens, model.kv_dtype, draft_layers)
     header_bytes = 2 * DATA_ALIGNMENT + 1024 * len(tensors) + HEADER_BYTES_PER_TOKEN * n_tokens
     return header_bytes + sum(tensor.n_bytes for tensor in tensors)
 
@@ -247,11 +182,7 @@ def _placed(snapshot: SnapshotHeader, data_start: int | None = None) -> Snapshot
     """Return the header with its tensors one after the other from ``data_start`` on, or as early as they can be."""
     if data_start is None:
         data_start = -(-(LENGTH_BYTES + len(_json(snapshot))) // DATA_ALIGNMENT) * DATA_ALIGNMENT
-    tensors, at = [], data_start
-    for tensor in snapshot.tensors:
-        tensors.append(msgspec.structs.replace(tensor, offset=at))
-        at += tensor.n_bytes
-    return replace(snapshot, tensors=tuple(tensors), data_start=data_start)
+    return replace(snapshot, tensors=tuple(with_offsets(snapshot.tensors, data_start)), data_start=data_start)
 
 
 def pack(snapshot: SnapshotHeader) -> bytes:
@@ -354,11 +285,10 @@ def check_fits(snapshot: SnapshotHeader, model: StateModel) -> None:
             f"({model.fingerprint[:16]})",
         )
     n, kv_dtype = snapshot.n_tokens, snapshot.kv_dtype
-    _check_tensors([t for t in snapshot.tensors if not t.draft], slot_tensors(model.layers, n, kv_dtype))
-    if model.draft is not None and holds_draft(snapshot, model, n):
-        _check_tensors(
-            [t for t in snapshot.tensors if t.draft], slot_tensors(model.draft.layers, n, kv_dtype, draft=True)
-        )
+    with_draft = model.draft is not None and holds_draft(snapshot, model, n)
+    draft_layers = model.draft.layers if model.draft is not None and with_draft else ()
+    held = [tensor for tensor in snapshot.tensors if with_draft or not tensor.draft]
+    _check_tensors(held, slot_tensors(model.layers, n, kv_dtype, draft_layers))
 
 
 def holds_draft(snapshot: SnapshotHeader, model: StateModel, n_tokens: int) -> bool:

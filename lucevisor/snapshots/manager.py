@@ -27,11 +27,10 @@ from lucevisor.errors import ConfigError
 from lucevisor.kv.prefix_cache import PrefixHooks, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.kv_transfer.transfers import KvTransfer, Transfer
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Space
 from lucevisor.placement.result import Placement
-from lucevisor.protocol.messages import SlotPlace
 from lucevisor.snapshots.file_format import DraftModel, SlotRecord, StateModel, max_file_bytes
 from lucevisor.snapshots.policy import (
     Backoff,
@@ -50,7 +49,6 @@ from lucevisor.snapshots.store import (
     SnapshotRefused,
     SnapshotStore,
 )
-from lucevisor.snapshots.transfers import ShardTransfers, Transfer
 
 TRANSFER_S = 60.0
 """Timeout of a save or restore in seconds; after it the disk is considered hung."""
@@ -67,7 +65,7 @@ async def open_snapshots(
     spec: ModelSpec,
     digests: Mapping[str, str],
     placement: Placement,
-    shards: ShardTransfers,
+    transfers: KvTransfer,
     draft: DraftModel | None = None,
 ) -> SnapshotManager:
     """Open and scan ``cache.dir``; call ``start`` next.  ``digests``: of all tensors; ``draft``: of the drafter that is
@@ -76,7 +74,7 @@ async def open_snapshots(
     model = StateModel(mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers, draft)
     store = SnapshotStore(Path(cache.dir), model, cache.disk)
     await asyncio.to_thread(store.scan)
-    return SnapshotManager(engine, store, shards, SavePolicy(cache.min_tokens, cache.disk))
+    return SnapshotManager(engine, store, transfers, SavePolicy(cache.min_tokens, cache.disk))
 
 
 @dataclass(slots=True, eq=False)
@@ -91,8 +89,8 @@ class _Restoring:
 class SnapshotManager:
     """Created with the engine; ``start`` installs its hooks, ``close`` ends it."""
 
-    def __init__(self, engine: Engine, store: SnapshotStore, shards: ShardTransfers, policy: SavePolicy) -> None:
-        self.store, self.shards = store, shards
+    def __init__(self, engine: Engine, store: SnapshotStore, transfers: KvTransfer, policy: SavePolicy) -> None:
+        self.store, self.transfers = store, transfers
         self._engine, self._limits = engine, policy
         self._backoff = Backoff()
         self._restoring: dict[tuple[str, int], _Restoring] = {}
@@ -203,10 +201,10 @@ class SnapshotManager:
             opened = await self._on_disk(self.store.open_for_restore, match.entry, match.n_tokens)
             opened.with_draft = opened.with_draft and reservation.drafted
             try:
-                problem = await self._fill(opened, reservation, lambda: self._resume(under_way))
+                transfer = await self._fill(opened, reservation, lambda: self._resume(under_way))
             finally:
                 self.store.close_snapshot(opened)
-            drafted = opened.with_draft
+            drafted, problem = opened.with_draft and not transfer.without, transfer.problem
             if not problem and (slot := self._engine.slots.adopt(opened.tokens, reservation, drafted=drafted)) is None:
                 problem = "a daemon was lost in the meantime"
         except SnapshotRefused:  # logged and counted by the store
@@ -219,30 +217,23 @@ class SnapshotManager:
             return None
         self.store.restored(opened, seconds)
         log.info("snapshot restored", file=match.entry.file, n_tokens=match.n_tokens, seconds=round(seconds, 4),
-                 converted=opened.converted, with_draft=drafted)  # fmt: skip
+                 converted=transfer.converted, with_draft=drafted)  # fmt: skip
         return slot
 
-    async def _fill(self, opened: OpenSnapshot, reservation: Reservation, late: Callable[[], None]) -> str:
-        """Read and checksum the file; return the problem, empty on success.  Raises SnapshotRefused.
+    async def _fill(self, opened: OpenSnapshot, reservation: Reservation, late: Callable[[], None]) -> Transfer:
+        """Read and checksum the file.  Raises SnapshotRefused.
 
-        ``late`` is called on timeout; the pages stay reserved until the daemons are done.  Where only the drafter's
-        state could not be read, ``opened.with_draft`` becomes False.
+        ``late`` is called on timeout; the pages stay reserved until the daemons are done.
         """
-        ids = reservation.ids
-        place = SlotPlace(
-            opened.n_tokens, ids.get(Space.FULL, []), ids.get(Space.WINDOW, []), reservation.first_window,
-            reservation.state,
-        )  # fmt: skip
         check = asyncio.create_task(self._on_disk(self.store.check, opened))
         try:
-            transfer, overdue = await self._await(self.shards.restore(opened, place), TRANSFER_S, late)
+            transfer = await self._await(self.transfers.load([(opened, reservation.place)]), TRANSFER_S, late)
         finally:
             await asyncio.wait({check})  # it reads the descriptor that the caller closes
         check.result()
         for group, reason in transfer.without.items():
-            opened.with_draft = False
             log.warning("snapshot restored without the drafter's state", file=opened.file, group=group, reason=reason)
-        return overdue or transfer.problem
+        return transfer
 
     # ---- save
 
@@ -334,12 +325,12 @@ class SnapshotManager:
                 slot_record = SlotRecord(slot.tokens, time.time(), drafted, slot.paged_out)
                 pending = unsealed = await self._on_disk(self.store.begin, slot_record)
                 late = "the daemons or the disk took too long"
-                transfer, overdue = await self._await(
-                    self.shards.save(pending, place), deadline_s,
+                transfer = await self._await(
+                    self.transfers.save([(pending, place)]), deadline_s,
                     lambda: self._spawn(self._on_disk(self.store.abort, pending, late), "abort a snapshot"),
                 )  # fmt: skip
-                if overdue or transfer.problem:
-                    await self._on_disk(self.store.abort, pending, overdue or transfer.problem)
+                if transfer.problem:
+                    await self._on_disk(self.store.abort, pending, transfer.problem)
                     return False
                 unsealed = None  # finish completes even if this task is cancelled
                 await self._on_disk(self.store.finish, pending, transfer.n_bytes)
@@ -371,16 +362,16 @@ class SnapshotManager:
                 task.cancel()
             return call.result()
 
-    async def _await(
-        self, end: asyncio.Future[Transfer], seconds: float, late: Callable[[], object]
-    ) -> tuple[Transfer, str]:
-        """Wait for a transfer to end, however long it takes; at the deadline call ``late`` once."""
+    async def _await(self, end: asyncio.Future[Transfer], seconds: float, late: Callable[[], object]) -> Transfer:
+        """Wait for a transfer to end, however long it takes; at the deadline it has failed, and ``late`` is called."""
         try:
             async with suspend_clock.timeout(seconds):
-                return await asyncio.shield(end), ""
+                return await asyncio.shield(end)
         except TimeoutError:
             late()
-            return await asyncio.shield(end), f"it took longer than {seconds:.1f} s"
+            transfer = await asyncio.shield(end)
+            transfer.problem = f"it took longer than {seconds:.1f} s"
+            return transfer
 
     def _spawn(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[object]:
         task = asyncio.create_task(work, name=name)

@@ -25,6 +25,7 @@ import structlog
 
 from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
+from lucevisor.kv_transfer.transfers import TransferFile
 from lucevisor.protocol.messages import SnapshotTensor
 from lucevisor.snapshots import disk
 from lucevisor.snapshots.disk import describe_error
@@ -50,7 +51,6 @@ from lucevisor.snapshots.policy import (
     file_name,
     name_prefix,
 )
-from lucevisor.snapshots.transfers import TransferFile
 
 log = structlog.get_logger("snapshots")
 
@@ -100,15 +100,11 @@ class PendingSnapshot(TransferFile):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OpenSnapshot(TransferFile):
-    """A matching file, open to restore its first ``n_tokens``.  ``check`` verifies its tensors.
-
-    ``converted``: empty if states are restored bit for bit, else what differs.
-    """
+    """A matching file, open to restore its first ``n_tokens``.  ``check`` verifies its tensors."""
 
     entry: SnapshotEntry
     snapshot: SnapshotHeader
     n_tokens: int
-    converted: str
     closed: bool = False
 
     @property
@@ -394,19 +390,8 @@ class SnapshotStore:
                 self._index[entry.file] = replace(known, used_s=self._clock())
         return OpenSnapshot(
             entry.file, fd, snapshot.tensors, holds_draft(snapshot, self.model, n),
-            entry=entry, snapshot=snapshot, n_tokens=n, converted=self._converted(snapshot),
+            entry=entry, snapshot=snapshot, n_tokens=n,
         )  # fmt: skip
-
-    def _converted(self, snapshot: SnapshotHeader) -> str:
-        pairs = [
-            (what, theirs.value, ours.value)
-            for what, theirs, ours in (
-                ("kv_dtype", snapshot.kv_dtype, self.model.kv_dtype),
-                ("dtype", snapshot.dtype, self.model.dtype),
-            )
-            if theirs != ours
-        ]
-        return ", ".join(f"{what} {theirs} in the file, {ours} here" for what, theirs, ours in pairs)
 
     def check(self, opened: OpenSnapshot) -> None:
         """Compare every tensor's checksum, possibly while the daemons read.  Raises SnapshotRefused."""

@@ -206,7 +206,10 @@ class Rig:
             "template": ChatTemplate.from_gguf(metadata()),
             "preprocessor": Preprocessor(metadata()),
             "not_ready": lambda: self.waiting_for,
-            "status": lambda: {"groups": [group_status("left", "ready", exited=2), group_status("right", "loading")]},
+            "status": lambda: {
+                "groups": [group_status("left", "ready", exited=2), group_status("right", "loading")],
+                "models": [],
+            },
             "engine": self.engine,
             "max_context": self.limits.max_context,
             "max_sequences": self.limits.max_sequences,

@@ -64,6 +64,12 @@ def status(**more):
         },
         "requests": [request("req-0123456789abcdef01234567", None, 0), request("x" * 128, 0.5, 100_000)],
         "draft": draft, "pflash": pflash, "cache": cache, "overrides": [],
+        "host_memory": [
+            {"owner": "boundaries", "limit_bytes": 1 << 20, "key": "", "bytes": 1 << 20},
+            {"owner": "journal", "limit_bytes": 2 << 30, "key": "recovery.journal", "bytes": 512 << 20},
+            {"owner": "swap", "limit_bytes": 4 << 30, "key": "engine.swap_space", "bytes": 0},
+            {"owner": "exports", "limit_bytes": None, "key": "", "bytes": 3 << 20},
+        ],
     } | more  # fmt: skip
 
 
@@ -87,6 +93,7 @@ def test_status_fits_80_columns():
         "box ready  http://127.0.0.1:8080  pid 1",
         "full pages 1072 of 262144 (99999 cached)",
         "prefix slots 31 of 32, 512.0 MiB of 1.00 GiB",
+        "host memory: boundaries 1.00 MiB, journal 512.0 MiB of 2.00 GiB, exports 3.00",
     ):
         assert words in text
     assert [line.split()[:3] for line in text.splitlines() if ":0 " in line and "[" in line] == [

@@ -7,7 +7,6 @@ a daemon that was not reset, gives a Violation or wrong tokens.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +19,8 @@ from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.recovery import StateReplay
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, RequestHandle, TokenEvent
+from lucevisor.kv_transfer.transfers import KvTransfer
+from lucevisor.model.values import LayerRange
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
@@ -126,7 +127,8 @@ class Groups:
                 clock=clock or Ticks(),
             ),
         )
-        self.assembly = PipelineAssembly(self.engine, self.homes, self._changed, draft)
+        self.transfers = KvTransfer({group: [LayerRange(i, i + 1)] for i, group in enumerate(homes)})
+        self.assembly = PipelineAssembly(self.engine, self.homes, self._changed, self.transfers, draft)
         self.processes: dict[str, Process] = {}  # those that supervision holds for READY
         self._loop: asyncio.AbstractEventLoop | None = None
         self.replays: dict[str, tuple[StateReplay, list[int]]] = {}  # what loads carry, and the rows
@@ -176,7 +178,7 @@ class Groups:
         self._loop = self._loop or asyncio.new_event_loop()  # one, which the engine's events are bound to
         found = self._loop.run_until_complete(self.assembly.replay(group, 0.0))
         if found is not None:
-            os.close(found.file)
+            found.file.close()
             self.replays[group] = found, self.rows.gathered
         return found is not None
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from io import FileIO
+
 import pytest
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from lucevisor.engine.request import GenerationRequest, NotReady, RequestError, RequestHandle
+from lucevisor.kv_transfer.transfers import CREDITS, TransferFile
+from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
 from lucevisor.protocol.steps import StepResult
 from tests.deployment.daemon_groups import GroupMachine, Groups, ServingMachine, frame
 from tests.engine.toy_engine import events_of, request, told
@@ -15,6 +20,16 @@ from tests.engine.toy_engine import events_of, request, told
 STOPPED = RequestError(
     "shutting_down", "the supervisor is stopping; send the request to another server, or again later"
 )
+
+
+class Link:
+    """A link that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+
+    def send(self, message: object, **_: object) -> None:
+        self.sent.append(message)
 
 
 def serving(*homes: str) -> Groups:
@@ -46,6 +61,26 @@ async def test_a_loss_ends_running_requests_and_names_the_group_and_the_queue_go
     groups.work()
     assert [p.resets for p in groups.processes.values()] == [2, 1]  # the daemon that lives on was reset again
     assert told(await events_of(handles[2]))[0] == groups.model.alone(waiting.prompt, waiting.sampling, 30, frozenset())
+
+
+async def test_what_waits_to_be_loaded_is_not_written_behind_a_reset() -> None:
+    """The daemon cancels what it was sent; its pages are others' by then."""
+    groups, link = serving(), Link()
+    groups.transfers.on_ready("left", link)  # type: ignore[arg-type]
+    tensors = [SnapshotTensor("layers.0.k", 0, "k", "I8", (10,), 0, 10)]
+    with FileIO(os.memfd_create("slot")) as file:
+        units = [(TransferFile("slot", file.fileno(), tensors), SlotPlace(1)) for _ in range(CREDITS + 3)]
+        ends = [groups.transfers.load([unit]) for unit in units]
+    assert (len(link.sent), groups.processes["left"].resets) == (CREDITS, 1)
+    groups.die("right")
+    groups.lost("right")
+    groups.ready("right")
+    assert [end.result().problem for end in ends if end.done()] == [
+        "it was cancelled: the daemon drops its sequences"
+    ] * 3
+    groups.work()
+    assert groups.processes["left"].resets == 2
+    groups.transfers.on_lost("left", "it ends")
 
 
 def test_a_step_that_cannot_be_sent_ends_its_request_before_supervision_hears_of_the_death() -> None:

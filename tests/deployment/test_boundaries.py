@@ -9,15 +9,15 @@ from typing import cast
 import pytest
 
 from lucevisor.deployment.boundaries import Boundaries
+from lucevisor.kv_transfer.host_memory import HostMemory
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.loading import ArenaPlan, RowsConnection
 from lucevisor.protocol.steps import PlacedRows, RowsCopy
 from lucevisor.protocol.transport import Channel
 
 PLANS = [ArenaPlan(0, 4096, 4), ArenaPlan(1, 4096, 4), ArenaPlan(2, 4096, 4, tokens=True)]
-PLACEMENT = cast(
-    Placement, SimpleNamespace(arenas=PLANS, stages=[SimpleNamespace(group=name) for name in "abc"], draft=None)
-)
+STAGES = [SimpleNamespace(group=name) for name in "abc"]
+PLACEMENT = cast(Placement, SimpleNamespace(arenas=PLANS, stages=STAGES, arena_bytes=1, draft=None))
 
 
 class Sent:
@@ -32,7 +32,7 @@ class Sent:
 
 @pytest.fixture
 def boundaries():  # type: ignore[no-untyped-def]
-    made = Boundaries(PLACEMENT, {"c"})
+    made = Boundaries(PLACEMENT, {"c"}, HostMemory())
     yield made
     made.close()
 

@@ -77,7 +77,11 @@ async def registry() -> CollectorRegistry:
     store = SimpleNamespace(statistics=StoreStatistics(), entries=[])
     rig.context.snapshots = lambda: store  # type: ignore[assignment,return-value]
     device = {"device": "left:0", "weight_bytes": 1, "state_bytes": 2, "free_bytes": 3, "total_bytes": 6}
-    rig.context.status = lambda: {"groups": [group_status("left", "ready", device, exited=1)]}
+    memory = [{"owner": "swap", "limit_bytes": 2, "key": "engine.swap_space", "bytes": 1}]
+    rig.context.status = lambda: {
+        "groups": [group_status("left", "ready", device, exited=1)],
+        "models": [{"name": rig.context.model.name, "host_memory": memory}],
+    }  # fmt: skip
     stage = ScoringStage(PlacedScorer(DeviceRef("left", 0), Backend.CPU, "scorer", 1024, 512))
     settings = CompressionSettings(threshold=1, keep_ratio=0.1)
     rig.context.compressor = Compressor(settings, Windows(rig.context.tokenizer, stage))

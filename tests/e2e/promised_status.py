@@ -48,6 +48,21 @@ class Engine(msgspec.Struct):
     pages: Pages
 
 
+class HostUse(msgspec.Struct):
+    owner: str
+    bytes: int
+    limit_bytes: int | None
+    key: str
+
+
+class OneModel(msgspec.Struct):
+    name: str
+    state: str
+    reason: str
+    model: Model
+    engine: Engine
+
+
 class Status(msgspec.Struct):
     name: str
     pid: int
@@ -57,4 +72,6 @@ class Status(msgspec.Struct):
     groups: list[Group]
     engine: Engine
     draft: dict[str, Any]
+    host_memory: list[HostUse]
     cache: dict[str, Any]
+    models: list[OneModel]

@@ -18,8 +18,8 @@ from lucevisor.deployment import deployment as deployment_module
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.service import Service
-from lucevisor.deployment.state_memory import StateMemory
 from lucevisor.errors import ConfigErrors, LucevisorError
+from lucevisor.kv_transfer.exports import ExportedState
 from lucevisor.placement.result import Infeasible, Placement
 from tests.combinations import slow
 from tests.e2e.test_recovery import PLAIN, Streams, serving
@@ -91,7 +91,7 @@ async def test_what_cannot_be_reloaded_changes_nothing(tmp_path: Path, monkeypat
             with pytest.raises(LucevisorError, match="nothing is reloaded: group z is FAILED: it is z"):
                 await AdminOperations(service).reload(replace(config, recovery=limited))
             monkeypatch.undo()
-            monkeypatch.setattr("lucevisor.deployment.state_memory.StateMemory.restore", fails)
+            monkeypatch.setattr("lucevisor.kv_transfer.exports.ExportedState.load", fails)
             with pytest.raises(LucevisorError, match="the memory is gone"):
                 await AdminOperations(service).reload(config)
         assert streams.wrong == []
@@ -138,6 +138,6 @@ async def test_where_both_do_not_fit_requests_wait_for_the_weights(
         assert (now.n_rebuilt, now.n_tokens) == (0, 0)
 
 
-async def fails(memory: StateMemory, *_: object) -> None:
-    memory.close()
+async def fails(state: ExportedState, *_: object) -> None:
+    state.close()
     raise LucevisorError("the memory is gone")

@@ -61,7 +61,7 @@ async def test_a_daemon_killed_while_it_restores_costs_the_prefix_only(tmp_path:
     place = Place(MODELS["qwen35"], tmp_path)
     expected = await saved_prompt(place)
     async with running(place.config(), place.directory) as service:
-        kill_at(service, "restore", "a")
+        kill_at(service, "load", "a")
         answer, finished = await ask(service, PROMPT, [])  # it was queued: it waits for the daemon
         assert answer == expected
         assert finished.usage.cached_tokens == 0
@@ -113,27 +113,27 @@ async def test_a_conversation_that_rests_while_a_daemon_is_lost_comes_back_when_
 
 def kill_at(service: Service, what: str, group: str) -> None:
     """Kill a daemon at the moment the next transfer of a kind was sent."""
-    shards = snapshots_of(service).shards
-    begin = getattr(shards, what)
+    transfers = snapshots_of(service).transfers
+    begin = getattr(transfers, what)
 
-    def begin_and_kill(file: object, place: object) -> Awaitable[object]:
-        setattr(shards, what, begin)
+    def begin_and_kill(units: object) -> Awaitable[object]:
+        setattr(transfers, what, begin)
         pid = service.groups[group].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        ended: Awaitable[object] = begin(file, place)
+        ended: Awaitable[object] = begin(units)
         return ended
 
-    setattr(shards, what, begin_and_kill)
+    setattr(transfers, what, begin_and_kill)
 
 
 def delay(service: Service, what: str, seconds: float) -> None:
     """Let the answers to the next transfers of a kind come late."""
-    shards = snapshots_of(service).shards
-    begin = getattr(shards, what)
+    transfers = snapshots_of(service).transfers
+    begin = getattr(transfers, what)
 
-    def begin_and_wait(file: object, place: object) -> Awaitable[object]:
-        ended = begin(file, place)
+    def begin_and_wait(units: object) -> Awaitable[object]:
+        ended = begin(units)
 
         async def late() -> object:
             await asyncio.sleep(seconds)
@@ -141,7 +141,7 @@ def delay(service: Service, what: str, seconds: float) -> None:
 
         return asyncio.ensure_future(late())
 
-    setattr(shards, what, begin_and_wait)
+    setattr(transfers, what, begin_and_wait)
 
 
 async def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ async def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: p
     expected = await saved_prompt(place)
     monkeypatch.setattr("lucevisor.snapshots.manager.TRANSFER_S", 0.3)
     async with running(place.config(), place.directory) as service:
-        delay(service, "restore", 1.5)
+        delay(service, "load", 1.5)
         answer, finished = await ask(service, PROMPT, [])
         assert answer == expected
         assert finished.usage.cached_tokens == 0

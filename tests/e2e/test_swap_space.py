@@ -15,6 +15,7 @@ import pytest
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
+from lucevisor.placement.result import HostOwner
 from lucevisor.protocol.steps import SamplingParams
 from tests.combinations import slow
 from tests.e2e.service import generate, running
@@ -53,10 +54,9 @@ async def test_preempted_requests_go_on_where_they_were(tmp_path: Path, case: Ca
         right = await one_by_one(service)
         assert await all_at_once(service) == right
         assert service.only.engine is not None
-        assert service.only.swap is not None
         now = service.only.engine.statistics()
         assert now.swapped == now.preemptions > 0
-        assert service.only.swap.n_bytes == 0, "nobody waits any more"
+        assert service.only.host_memory.used(HostOwner.SWAP) == 0, "nobody waits any more"
 
 
 async def test_layers_that_move_and_a_daemon_that_dies_meanwhile_change_no_token(tmp_path: Path) -> None:
@@ -64,7 +64,6 @@ async def test_layers_that_move_and_a_daemon_that_dies_meanwhile_change_no_token
     async with running(config_of(PLAIN, tmp_path, 2, "tail"), tmp_path, overrides) as service:
         right = await one_by_one(service)
         assert service.only.engine is not None
-        assert service.only.swap is not None
         for how in ("moves", "dies"):
             asked, n_swapped = asyncio.create_task(all_at_once(service)), service.only.engine.statistics().swapped
             while service.only.engine.statistics().swapped == n_swapped:  # noqa: ASYNC110
@@ -75,4 +74,4 @@ async def test_layers_that_move_and_a_daemon_that_dies_meanwhile_change_no_token
             else:
                 os.kill(service.groups["b"].pid or 0, signal.SIGKILL)
             assert await asked == right, how
-            assert service.only.swap.n_bytes == 0
+            assert service.only.host_memory.used(HostOwner.SWAP) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections.abc import Sequence
 
@@ -446,7 +445,7 @@ async def ask_replay(toy: ToyEngine, stage: int) -> None:
     await toy.play()
     replay = await asked
     if replay is not None:
-        os.close(replay.file)
+        replay.file.close()
 
 
 @pytest.mark.parametrize("spaces", [HYBRID, frozenset({Space.FULL})])

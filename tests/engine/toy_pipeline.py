@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from typing import Protocol
 
 import numpy as np
@@ -712,11 +713,11 @@ class ToyRows:
     def copy(self, source: int, target: int, n_rows: int) -> None:
         self._block(target)[:n_rows] = self._block(source)[:n_rows]
 
-    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> int:
-        """``gathered``: the rows, for whatever reads them by the descriptor."""
+    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> FileIO:
+        """``gathered``: the rows, for whatever reads them from the file."""
         blocks = [(self._block(one.block), one.offset, one.n) for copies in steps for one in copies]
         self.gathered = [row for block, offset, n in blocks for row in block[offset : offset + n]]
-        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        return FileIO(os.devnull)
 
 
 @dataclass(frozen=True)

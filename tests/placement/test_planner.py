@@ -26,6 +26,7 @@ from lucevisor.placement.devices import (
     SPARE_HOST_BYTES,
     with_target_devices,
 )
+from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.report import plan_json, plan_text
 from lucevisor.placement.result import Placement, PlacementError, Shard
 from lucevisor.placement.stages import LoadFiles, load_message
@@ -271,8 +272,10 @@ def test_a_journal_takes_no_more_than_all_pages_at_all_boundaries(demo: ModelSpe
     found = planned(demo, tmp_path, ["left:0", "right:0"])
     row_bytes = found.arenas[0].region_bytes // found.max_step_tokens
     assert found.journal_bytes == found.pools.full_pages * PAGE_TOKENS * row_bytes
-    assert "the journal up to" in plan_text(found)
-    assert plan_json(found)["journal_bytes"] == found.journal_bytes
+    assert f"{format_bytes(found.journal_bytes)}  recovery.journal" in plan_text(found)
+    told = {use["owner"]: use["limit_bytes"] for use in plan_json(found)["host_memory"]}  # type: ignore[attr-defined]
+    wanted = {"boundaries": found.arena_bytes, "journal": found.journal_bytes, "replays": found.journal_bytes}
+    assert told == wanted | {"pools": 0, "swap": found.swap_bytes, "exports": None}
 
 
 def test_the_limit_of_a_journal_is_kept_in_whole_pages(demo: ModelSpec, tmp_path: Path) -> None:
@@ -294,7 +297,7 @@ def test_what_preempted_requests_may_take_is_said(demo: ModelSpec, tmp_path: Pat
         cache = replace(config.cache, prefix_slots=n_slots)
         found = placed(demo, replace(config, cache=cache, engine=replace(config.engine, swap_space=3 << 30)))
         assert found.swap_bytes == n_bytes
-        assert ("preempted requests up to 3.00 GiB" in plan_text(found)) == bool(n_bytes)
+        assert ("3.00 GiB  engine.swap_space" in plan_text(found)) == bool(n_bytes)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +414,7 @@ def test_host_memory_for_what_is_paged_out_is_planned(big: ModelSpec, tmp_path, 
     p = placed(big, dataclasses.replace(config, kvflash=flash_config), gpus)
     assert p.pools.host_pages == 2 * (1024 - (128 if policy == "exact" else 0))
     every = LayerRange(0, big.n_layers)
-    paged = sum(p.host_state_bytes.values()) - sum(lru.host_state_bytes.values())
+    paged = p.host_state_bytes - lru.host_state_bytes
     assert paged == p.pools.host_pages * big.unit_bytes(Space.FULL, every, p.kv_dtype)
     assert p.residency_policy == policy
     assert all(a.workspace_bytes > b.workspace_bytes for a, b in zip(p.devices, lru.devices, strict=True))

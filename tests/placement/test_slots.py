@@ -97,14 +97,15 @@ def test_in_host_memory_the_devices_hold_the_states_of_sequences_only(big, tmp_p
     assert there.host_state_bytes == 7 * STATE_27B
     assert here.state_bytes - there.state_bytes == here.needed_bytes - there.needed_bytes == 7 * ON_DEVICE
     assert none.state_bytes - there.state_bytes == ON_DEVICE  # not even a spare one
-    assert in_host.host_state_bytes == {"cuda": 7 * STATE_27B}
+    assert in_host.host_state_bytes == 7 * STATE_27B
     what = "one on the devices for each of 4 sequences; in host memory 6 for prefix slots, and 1 spare"
     assert f"recurrent states 11: {what}" in in_host.reasons
     shown = plan_text(in_host)
     assert "11 recurrent states (7 of them in host memory); steps" in shown
-    assert f"of host memory, checkpoints and pages {format_bytes(7 * STATE_27B)} of group cuda" in shown
+    assert f"{format_bytes(7 * STATE_27B)}  cache.states, kvflash.host" in shown
     told = json.loads(json.dumps(plan_json(in_host)))
-    assert (told["pages"]["host_states"], told["host_state_bytes"]) == (7, {"cuda": 7 * STATE_27B})
+    pools = {"owner": "pools", "limit_bytes": 7 * STATE_27B, "key": "cache.states, kvflash.host"}
+    assert (told["pages"]["host_states"], told["host_memory"][3]) == (7, pools)
     assert told["devices"][0]["host_state_bytes"] == 7 * STATE_27B
 
 

@@ -24,6 +24,7 @@ from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.request import FinishedEvent, GenerationRequest
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.kv_transfer.transfers import KvTransfer
 from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
@@ -32,7 +33,6 @@ from lucevisor.snapshots.file_format import SlotRecord, StateModel
 from lucevisor.snapshots.manager import SnapshotManager
 from lucevisor.snapshots.policy import SavePolicy
 from lucevisor.snapshots.store import SnapshotStore
-from lucevisor.snapshots.transfers import ShardTransfers
 from tests.costs import lines_of, loop_s
 from tests.engine.toy_pipeline import ToyDaemon, ToyLimits
 from tests.snapshots.snapshot_parts import save
@@ -141,8 +141,8 @@ async def converse(spaces: frozenset[Space], directory: Path) -> dict[str, int]:
         prefix=PrefixSettings(max_slots=2, memory_bytes=1 << 40, unit_bytes=dict.fromkeys(spaces, 1)),
     )
     rig = Rig(limits)
-    shards = ShardTransfers({"g": [LayerRange(0, 2)]})  # no daemon is ready: files are opened, checked and given up
-    manager = SnapshotManager(rig.engine, store, shards, SavePolicy(256, 1 << 30))
+    transfers = KvTransfer({"g": [LayerRange(0, 2)]})  # no daemon is ready: files are opened, checked and given up
+    manager = SnapshotManager(rig.engine, store, transfers, SavePolicy(256, 1 << 30))
     manager.start()
     more, longer = TokenBuffer(cold), TokenBuffer(on_disk)
     longer.append(5)

@@ -1,45 +1,39 @@
 """Swap space: host memory for the KV cache of preempted requests, which daemons write and read like snapshots.
 
-One memfd for each request, of the tensors of its slot, so it is read under any layer split.  Invariant: never more than
-``limit_bytes``, nor more than half of the host memory that is free; a copy is read only if every daemon has written its
-part.
+Invariant: never more than ``limit_bytes``; a copy is read only if every daemon has written its part.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 
-import psutil
 import structlog
 
-from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.state_memory import with_offsets
 from lucevisor.engine.core import Engine
 from lucevisor.engine.sequence import RequestRecord, SwappedPrefix
 from lucevisor.kv.prefix_cache import Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
+from lucevisor.kv_transfer.host_memory import HostMemory, HostMemoryShort
+from lucevisor.kv_transfer.layout import slot_tensors
+from lucevisor.kv_transfer.transfers import HostState, KvTransfer, Transfer
 from lucevisor.model.spec import LayerSpec
-from lucevisor.model.values import Dtype, Space
-from lucevisor.placement.result import Placement
-from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
-from lucevisor.snapshots.file_format import slot_tensors
-from lucevisor.snapshots.transfers import ShardTransfers, TransferFile
+from lucevisor.model.values import Dtype
+from lucevisor.placement.result import HostOwner
+from lucevisor.protocol.messages import SlotPlace
 
 log = structlog.get_logger("deployment")
 
 
-class _Copy(TransferFile):
-    """The bytes of a slot.  Raises OSError."""
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """``busy``: daemons write or read it.  ``with_draft``: it has the state of the drafter of now."""
 
-    def __init__(self, tensors: Sequence[SnapshotTensor]) -> None:
-        fd = os.memfd_create("lucevisor-swap", os.MFD_CLOEXEC)
-        with_draft = any(tensor.draft for tensor in tensors)
-        super().__init__("what a preempted request has computed", fd, with_offsets(tensors), with_draft)
-        self.total_bytes = self.n_bytes(tensors)
-        self.busy = False  # daemons write or read it
-        self.wanted = True
+    state: HostState
+    with_draft: bool
+    busy: bool = False
+    wanted: bool = True
 
 
 class HostSwapSpace:
@@ -52,18 +46,15 @@ class HostSwapSpace:
         layers: Sequence[LayerSpec],
         draft_layers: Sequence[LayerSpec],
         kv_dtype: Dtype,
+        memory: HostMemory,
         limit_bytes: int,
-        transfers: Callable[[], ShardTransfers | None],
+        transfers: Callable[[], KvTransfer | None],
     ) -> None:
         self._engine, self._layers, self._draft_layers, self._kv_dtype = engine, layers, draft_layers, kv_dtype
-        self._limit_bytes, self._transfers = limit_bytes, transfers
+        self._memory, self._limit_bytes, self._transfers = memory, limit_bytes, transfers
         self._copies: dict[SwappedPrefix, _Copy] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.n_writing = 0
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(copy.total_bytes for copy in self._copies.values())
 
     def write(self, slot: PrefixSlot) -> SwappedPrefix | None:
         """Begin to copy a pinned slot, which is released when its bytes are written; None: no room, it is released
@@ -101,20 +92,15 @@ class HostSwapSpace:
     # ---- inside
 
     def _room_for(self, slot: PrefixSlot) -> _Copy | None:
-        tensors = slot_tensors(self._layers, slot.n_tokens, self._kv_dtype)
-        if self._draft_layers and self._engine.prefixes.drafted(slot):
-            tensors += slot_tensors(self._draft_layers, slot.n_tokens, self._kv_dtype, draft=True)
-        n_bytes = sum(tensor.n_bytes for tensor in tensors)
-        available = psutil.virtual_memory().available
-        if self.n_bytes + n_bytes > self._limit_bytes or 2 * n_bytes > available:
-            reason = f"{self.n_bytes} of {self._limit_bytes} bytes of engine.swap_space are used, {available} are free"
-            log.info("preempted request will be recomputed", n_bytes=n_bytes, reason=reason)
-            return None
+        draft_layers = self._draft_layers if self._draft_layers and self._engine.prefixes.drafted(slot) else ()
+        tensors = slot_tensors(self._layers, slot.n_tokens, self._kv_dtype, draft_layers)
+        what = "what a preempted request has computed"
         try:
-            return _Copy(tensors)
-        except OSError as error:
-            log.warning("preempted request will be recomputed", reason=str(error))
+            state = HostState(self._memory, HostOwner.SWAP, what, [tensors], self._limit_bytes)
+        except HostMemoryShort as error:
+            log.info("preempted request will be recomputed", reason=str(error))
             return None
+        return _Copy(state, bool(draft_layers))
 
     def _begin(self, copy: _Copy, work: Coroutine[object, object, None]) -> None:
         copy.busy = True
@@ -129,7 +115,7 @@ class HostSwapSpace:
                 return
             try:
                 copy.with_draft &= self._engine.prefixes.drafted(slot)  # by the drafter of now
-                swapped.whole = await self._move(copy, place, restore=False) is not None
+                swapped.whole = await self._move(copy, place, load=False) is not None
             finally:
                 self._engine.prefixes.unpin(slot)
         finally:
@@ -162,26 +148,23 @@ class HostSwapSpace:
     ) -> PrefixSlot | None:
         """Return the slot that a copy was read to, pinned; None if that failed."""
         copy.with_draft &= reservation.drafted
-        ids = reservation.ids
-        full, window = ids.get(Space.FULL, []), ids.get(Space.WINDOW, [])
-        place = SlotPlace(swapped.n_tokens, full, window, reservation.first_window, reservation.state)
-        without = await self._move(copy, place, restore=True)
-        if without is None:
+        done = await self._move(copy, reservation.place, load=True)
+        if done is None:
             return None
         tokens = record.tokens[: swapped.n_tokens]
-        return self._engine.slots.adopt(tokens, reservation, drafted=copy.with_draft and not without)
+        return self._engine.slots.adopt(tokens, reservation, drafted=copy.with_draft and not done.without)
 
-    async def _move(self, copy: _Copy, place: SlotPlace, *, restore: bool) -> bool | None:
-        """Let the daemons write or read; return whether the drafter's part is missing, or None if it failed."""
-        transfers = self._transfers()
+    async def _move(self, copy: _Copy, place: SlotPlace, *, load: bool) -> Transfer | None:
+        """Let the daemons write or read; None if that failed."""
+        transfers, [unit] = self._transfers(), copy.state.units
         if transfers is None:
             return None
-        begin = transfers.restore if restore else transfers.save
-        done = await begin(copy, place)
+        unit.with_draft = copy.with_draft
+        done = await (transfers.load if load else transfers.save)([(unit, place)])
         if done.problem:
             log.warning("preempted request will be recomputed", reason=done.problem)
             return None
-        return bool(done.without)
+        return done
 
     def _ended(self, swapped: SwappedPrefix, copy: _Copy) -> None:
         copy.busy = False
@@ -189,16 +172,4 @@ class HostSwapSpace:
             self._close(swapped)
 
     def _close(self, swapped: SwappedPrefix) -> None:
-        os.close(self._copies.pop(swapped).fd)
-
-
-def swap_space(
-    engine: Engine, model: ServedModel, placement: Placement, transfers: Callable[[], ShardTransfers | None]
-) -> HostSwapSpace | None:
-    """Return the swap space that ``engine`` uses from now on; None if the placement has no room for one."""
-    if not placement.swap_bytes:
-        return None
-    drafter = model.drafter.spec.model.layers if placement.draft is not None and model.drafter else ()
-    swap = HostSwapSpace(engine, model.spec.layers, drafter, placement.kv_dtype, placement.swap_bytes, transfers)
-    engine.use_swap_space(swap)
-    return swap
+        self._copies.pop(swapped).state.close()

@@ -14,18 +14,20 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from lucevisor.deployment.swap_space import HostSwapSpace
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
+from lucevisor.kv_transfer.host_memory import HostMemory
+from lucevisor.kv_transfer.swap_space import HostSwapSpace
+from lucevisor.kv_transfer.transfers import Transfer, TransferFile
 from lucevisor.model.pages import ResidencyPolicy, max_window_pages
 from lucevisor.model.spec import LayerSpec, StateTensor
 from lucevisor.model.values import Dtype, Space
+from lucevisor.placement.result import HostOwner
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
-from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
+from lucevisor.protocol.messages import SlotPlace
 from lucevisor.protocol.steps import SamplingParams
-from lucevisor.snapshots.transfers import Transfer
 from tests.engine.test_outputs import Play, Scenario, lookups
 from tests.engine.test_recovery import freeze
 from tests.engine.toy_drafter import ToyDrafter
@@ -56,7 +58,7 @@ class _Pending:
 
 
 class ToyTransfers:
-    """``ShardTransfers`` over the daemons of a toy engine."""
+    """``KvTransfer`` over the daemons of a toy engine."""
 
     def __init__(self, toy: ToyEngine) -> None:
         self._toy = toy
@@ -64,16 +66,16 @@ class ToyTransfers:
         self.pending: list[_Pending] = []
         self.n_saved = self.n_restored = 0
 
-    def save(self, file: object, place: SlotPlace) -> asyncio.Future[Transfer]:
-        return self._begin(file, place, saves=True)
+    def save(self, units: Sequence[tuple[TransferFile, SlotPlace]]) -> asyncio.Future[Transfer]:
+        return self._begin(*units[0], saves=True)
 
-    def restore(self, file: object, place: SlotPlace) -> asyncio.Future[Transfer]:
-        return self._begin(file, place, saves=False)
+    def load(self, units: Sequence[tuple[TransferFile, SlotPlace]]) -> asyncio.Future[Transfer]:
+        return self._begin(*units[0], saves=False)
 
     def do(self, index: int, problem: str = "") -> None:
         """Let one transfer end, as failed if there is a ``problem``."""
         one = self.pending.pop(index % len(self.pending))
-        done = Transfer(0)
+        done = Transfer()
         alive = all(link in self._toy.daemons for link in one.links) and bool(one.links)
         done.problem = problem or ("" if alive else "group left was lost")
         if not done.problem:
@@ -81,12 +83,10 @@ class ToyTransfers:
         if not one.end.done():
             one.end.set_result(done)
 
-    def _begin(self, file: object, place: SlotPlace, *, saves: bool) -> asyncio.Future[Transfer]:
+    def _begin(self, file: TransferFile, place: SlotPlace, *, saves: bool) -> asyncio.Future[Transfer]:
         end = asyncio.get_running_loop().create_future()
-        drafts: Sequence[SnapshotTensor] = file.draft_tensors()  # type: ignore[attr-defined]
-        fd: int = file.fd  # type: ignore[attr-defined]
         links, drafter = list(self._toy.links), self._toy.drafter
-        self.pending.append(_Pending(saves, fd, bool(drafts), place, end, links, drafter))
+        self.pending.append(_Pending(saves, file.fd, bool(file.draft_tensors()), place, end, links, drafter))
         return end
 
     def _move(self, one: _Pending, done: Transfer) -> None:
@@ -135,12 +135,22 @@ SPACES = [HYBRID, ALL_SPACES, frozenset({Space.FULL}), frozenset({Space.FULL, Sp
 SLOTS = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
 
 
-def swap_space(toy: ToyEngine, limit_bytes: int = 1 << 30) -> tuple[HostSwapSpace, ToyTransfers]:
+def swap_space(
+    toy: ToyEngine, limit_bytes: int = 1 << 30, memory: HostMemory | None = None
+) -> tuple[HostSwapSpace, ToyTransfers]:
     """A swap space over the daemons of a toy engine."""
     transfers = ToyTransfers(toy)
     page = (StateTensor("k", (64, 1), None),)
     layers = [LayerSpec(0, Space.FULL, {}, page)]
-    swap = HostSwapSpace(toy.engine, layers, layers, Dtype.FLOAT32, limit_bytes, lambda: transfers)  # type: ignore[arg-type, return-value]
+    swap = HostSwapSpace(
+        toy.engine,
+        layers,
+        layers,
+        Dtype.FLOAT32,
+        memory or HostMemory(),
+        limit_bytes,
+        lambda: transfers,  # type: ignore[arg-type, return-value]
+    )
     toy.engine.use_swap_space(swap)
     return swap, transfers
 
@@ -279,7 +289,8 @@ class Swaps(Play):
 
     def __init__(self, scenario: Scenario, pages: int, limit_bytes: int) -> None:
         super().__init__(scenario, hold_s=60.0, journal_pages=pages)
-        self.swap, self.transfers = swap_space(self.toy, limit_bytes)
+        self.memory, self.limit_bytes = HostMemory(), limit_bytes
+        self.swap, self.transfers = swap_space(self.toy, limit_bytes, self.memory)
 
     async def play(self) -> None:  # type: ignore[override]
         self.toy.attach()
@@ -289,6 +300,7 @@ class Swaps(Play):
         for kind, index in self.scenario.actions:
             await self.do(kind, index)
             await tasks_run()
+            assert self.memory.used(HostOwner.SWAP) <= self.limit_bytes
         await self.whole_again()
         while self.waiting:
             self.act("submit", 0)
@@ -366,7 +378,7 @@ def test_what_was_computed_comes_back(scenario: Scenario, pages: int, limit_byte
             else "fine"
         )
         assert (now.running, now.queued, now.in_flight) == (0, 0, 0)
-        assert (played.swap.n_bytes, played.swap.n_writing, played.transfers.pending) == (0, 0, [])
+        assert (played.memory.used(HostOwner.SWAP), played.swap.n_writing, played.transfers.pending) == (0, 0, [])
         assert not any(slot.pins for slot in played.toy.engine.prefixes.slots)
         assert all(use.used == use.evictable for use in now.pages.values())
         await played.swap.close()

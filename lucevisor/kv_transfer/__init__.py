@@ -1,0 +1,1 @@
+"""State on its way out of daemons and back: host memory and its budget, transfers, preempted requests, exports."""

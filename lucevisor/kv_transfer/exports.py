@@ -1,0 +1,77 @@
+"""Exports: the state of daemons in host memory, for those that replace them after a restart or reload.
+
+Units are the supervisor's, so a reader may have other layers than the writer had.
+Invariant: nothing is read that was not written whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping, Sequence
+
+import structlog
+
+from lucevisor.errors import LucevisorError
+from lucevisor.kv_transfer.host_memory import HostMemory
+from lucevisor.kv_transfer.layout import unit_tensors
+from lucevisor.kv_transfer.transfers import HostState, KvTransfer, Transfer
+from lucevisor.model.spec import LayerSpec
+from lucevisor.model.values import PAGE_TOKENS, Dtype, Space
+from lucevisor.placement.result import HostOwner
+from lucevisor.protocol.messages import SlotPlace
+
+log = structlog.get_logger("deployment")
+
+
+class ExportedState:
+    """The ``units`` of ``layers``, and of the drafter's if there are any (``with_draft``).  Raises HostMemoryShort."""
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        layers: Sequence[LayerSpec],
+        kv_dtype: Dtype,
+        units: Mapping[Space, Sequence[int]],
+        draft_layers: Sequence[LayerSpec] = (),
+    ) -> None:
+        places = [(space, place) for space, ids in units.items() for place in _slot_places(space, ids)]
+        tensors = [unit_tensors(space, place.n_tokens, layers, kv_dtype, draft_layers) for space, place in places]
+        self._state = HostState(memory, HostOwner.EXPORTS, "the state of running requests in host memory", tensors)
+        self.with_draft, self.n_bytes = bool(draft_layers), self._state.n_bytes
+        self.units = [(file, place) for file, (_, place) in zip(self._state.units, places, strict=True)]
+
+    async def save(self, transfers: KvTransfer, groups: Collection[str]) -> None:
+        """Let ``groups`` write the units of their layers.  Transfers of prefix slots are refused from now on, and those
+        in progress awaited.  Raises LucevisorError."""
+        began = time.monotonic()
+        await transfers.quiesce("its state is handed to another daemon")
+        await self._moved(transfers.save(self.units, groups), "state exported", groups, began)
+
+    async def load(self, transfers: KvTransfer, groups: Collection[str]) -> None:
+        """Let ``groups`` read the units of their layers, and release the memory.  Raises LucevisorError."""
+        began = time.monotonic()
+        try:
+            await self._moved(transfers.load(self.units, groups), "state imported", groups, began)
+        finally:
+            self.close()
+
+    async def _moved(self, end: asyncio.Future[Transfer], event: str, groups: Collection[str], began: float) -> None:
+        transfer = await end
+        if transfer.problem:
+            raise LucevisorError(transfer.problem)
+        log.info(event, groups=[*groups], n_bytes=self.n_bytes, seconds=round(time.monotonic() - began, 3))
+
+    def close(self) -> None:
+        """Release the memory; idempotent."""
+        self._state.close()
+
+
+def _slot_places(space: Space, ids: Sequence[int]) -> list[SlotPlace]:
+    """Return what holds these units: all pages as if of one sequence, states one by one."""
+    if space is Space.RECURRENT:
+        return [SlotPlace(0, state=state) for state in ids]
+    if not ids:
+        return []
+    n_tokens = PAGE_TOKENS * len(ids)
+    return [SlotPlace(n_tokens, full=[*ids]) if space is Space.FULL else SlotPlace(n_tokens, window=[*ids])]

@@ -1,0 +1,84 @@
+"""Host memory budget: what each owner of state takes outside of devices.
+
+Boundaries and the journal are sized by the plan and lease what they take; other owners open a memfd when they need it.
+Invariant: the files of an owner never exceed its limit, and none takes more than half of the host memory that is free.
+What is closed or collected counts no more.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from weakref import WeakSet
+
+import psutil
+
+from lucevisor.errors import LucevisorError
+from lucevisor.placement.formatting import format_bytes
+from lucevisor.placement.result import HostOwner
+
+
+class HostMemoryShort(LucevisorError):
+    """Host memory has no room for a file, or the system gives none."""
+
+
+class HostLease:
+    """Memory that its owner takes by itself, ``n_bytes`` so far."""
+
+    closed = False
+
+    def __init__(self, owner: HostOwner, n_bytes: int) -> None:
+        self.owner, self.n_bytes = owner, n_bytes
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class HostFile(io.FileIO):
+    """A memfd for ``n_bytes``, which grows as it is written.  Raises OSError."""
+
+    def __init__(self, owner: HostOwner, n_bytes: int) -> None:
+        super().__init__(os.memfd_create(f"lucevisor-{owner}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+b")
+        self.owner, self.n_bytes = owner, n_bytes
+
+
+def available_bytes() -> int:
+    """Return the host memory that is free."""
+    return int(psutil.virtual_memory().available)
+
+
+class HostMemory:
+    """The host memory of one supervisor."""
+
+    def __init__(self, available: Callable[[], int] = available_bytes) -> None:
+        self._available = available
+        self._held: WeakSet[HostLease | HostFile] = WeakSet()
+
+    def used(self, owner: HostOwner) -> int:
+        """Return the bytes of an owner."""
+        return sum(held.n_bytes for held in self._held if held.owner is owner and not held.closed)
+
+    def lease(self, owner: HostOwner, n_bytes: int = 0) -> HostLease:
+        """Count memory that the plan has room for."""
+        lease = HostLease(owner, n_bytes)
+        self._held.add(lease)
+        return lease
+
+    def open(self, owner: HostOwner, n_bytes: int, limit_bytes: int | None = None) -> HostFile:
+        """Open a file that takes memory until it is closed.  ``limit_bytes``: of all files of the owner.
+
+        Raises HostMemoryShort.
+        """
+        used, available = self.used(owner), self._available()
+        what = f"{format_bytes(n_bytes)} of host memory for {owner}"
+        if limit_bytes is not None and used + n_bytes > limit_bytes:
+            raise HostMemoryShort(f"{what}: {format_bytes(used)} of its {format_bytes(limit_bytes)} are used")
+        if 2 * n_bytes > available:
+            raise HostMemoryShort(f"{what} are more than half of the {format_bytes(available)} that are free")
+        try:
+            file = HostFile(owner, n_bytes)
+        except OSError as error:
+            raise HostMemoryShort(f"{what}: {error.strerror}") from error
+        self._held.add(file)
+        return file
