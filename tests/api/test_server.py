@@ -137,7 +137,7 @@ class TestHeld:
             client.rig.attach()
             await response.content.readuntil(b"word")
         metrics = await (await client.session.get(client.url + "/metrics")).text()
-        assert 'lucevisor_pause_seconds_count{reason="loss"} 1.0' in metrics
+        assert 'lucevisor_pause_seconds_count{model="scripted/demo",reason="loss"} 1.0' in metrics
         assert 'lucevisor_recovered_sequences_total{model="scripted/demo"} 1.0' in metrics
 
     async def test_one_that_has_not_begun_may_still_get_a_503(self, client):
