@@ -19,7 +19,7 @@ from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEven
 from lucevisor.errors import ConfigErrors
 from lucevisor.protocol.steps import SamplingParams
 from lucevisor.supervision.states import State
-from tests.e2e.service import MODELS
+from tests.e2e.service import MODELS, TRANSPORTS
 from tests.waiting import until
 
 N_TOKENS = 24
@@ -111,8 +111,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[in
     return asyncio.run(both())
 
 
-async def test_two_models_in_the_same_two_daemons_answer_as_each_does_alone(tmp_path, expected):
-    async with serving(SHARED, tmp_path) as service:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_two_models_in_the_same_two_daemons_answer_as_each_does_alone(tmp_path, expected, transport):
+    text = SHARED.replace("threads = 1\n", f'threads = 1\ntransport = "{transport}"\n')
+    async with serving(text, tmp_path) as service:
         assert [len(group.loads) for group in service.groups.values()] == [2, 2]
         dense, hybrid = service.models.values()
         assert [stage.group for stage in dense.placement.stages] == ["left", "right"]
