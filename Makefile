@@ -73,7 +73,7 @@ arch: setup
 
 docs: setup
 	$(BIN)/python -m lucevisor.config.docs --check
-	$(BIN)/python -m lucevisor.supervision.states --diagram | diff - docs/states.md
+	$(BIN)/python -m lucevisor.app.states_page | diff - docs/states.md
 	$(BIN)/python -m lucevisor.protocol.docs --check
 
 check: style types arch docs test

@@ -15,9 +15,13 @@ from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.sse import EventStream
 from lucevisor.compression.compressor import Compressor
-from lucevisor.engine.core import Engine
 from lucevisor.engine.request import RequestHandle
+<<<<<<< HEAD
 from lucevisor.errors import LucevisorError, show
+=======
+from lucevisor.engine.shell import Engine
+from lucevisor.errors import LucevisorError
+>>>>>>> main
 from lucevisor.snapshots.store import SnapshotStore
 from lucevisor.text.grammar.matcher import GrammarCompiler
 from lucevisor.text.normalise import Normalise

@@ -25,6 +25,8 @@ from lucevisor.config.formats import HUB_PREFIX
 from lucevisor.deployment.cache_files import write_atomically
 from lucevisor.deployment.probe import inventory
 from lucevisor.errors import ConfigError, LucevisorError
+from lucevisor.model.gguf_files import part_paths
+from lucevisor.model.gguf_header import GgufError
 from lucevisor.placement.devices import with_target_devices
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible
@@ -38,19 +40,23 @@ try:
     import gguf, msgspec, numpy, torch
     backend = "hip" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
     n_devices = torch.cuda.device_count() if backend != "cpu" else 0
-    names = [torch.cuda.get_device_name(i) for i in range(n_devices)]
-    print(json.dumps({"torch": torch.__version__, "backend": backend, "devices": names}))
+    devices = [torch.cuda.get_device_properties(i) for i in range(n_devices)]
+    names, memory = [device.name for device in devices], sum(device.total_memory for device in devices)
+    print(json.dumps({"torch": torch.__version__, "backend": backend, "devices": names, "memory_bytes": memory}))
 except Exception as error:
     print(json.dumps({"problem": f"{type(error).__name__}: {error}"}))
 """
 
 
 class Interpreter(msgspec.Struct):
-    """Answer of an interpreter.  ``devices``: names of its GPUs.  ``problem``: why it cannot run a daemon, or empty."""
+    """Answer of an interpreter.  ``devices``: names of its GPUs, of ``memory_bytes`` in all.  ``problem``: why it
+    cannot run a daemon, or empty.
+    """
 
     torch: str = ""
     backend: Literal["cpu", "cuda", "hip"] = "cpu"
     devices: tuple[str, ...] = ()
+    memory_bytes: int = 0
     problem: str = ""
     python: str = ""
 
@@ -149,6 +155,11 @@ def save_config(model: str, groups: Sequence[Interpreter], name: str) -> Path:
 
 
 def model_fits(model: str, groups: Sequence[Interpreter]) -> bool:
+    """Return whether a model fits the GPUs of ``groups``.  One of less than half their memory does; the plan decides
+    about others, with daemons that say how much is free, which takes as long as importing torch.
+    """
+    if 2 * _model_bytes(model) < sum(group.memory_bytes for group in groups):
+        return True
     with tempfile.TemporaryDirectory(prefix="lucevisor-init-") as folder:
         path = Path(folder) / "config.toml"
         path.write_text(write_config(model, groups), "utf-8")
@@ -159,6 +170,14 @@ def model_fits(model: str, groups: Sequence[Interpreter]) -> bool:
         return True
     placed = plan(opened.spec, with_target_devices(config, devices), devices, None, None, None)
     return not isinstance(placed, Infeasible)
+
+
+def _model_bytes(model: str) -> int:
+    """Return the bytes of a model's files; of one that has yet to be fetched, more than any memory has."""
+    try:
+        return sum(part.stat().st_size for part in part_paths(Path(model)))
+    except (OSError, GgufError):
+        return 1 << 62
 
 
 def _environments() -> list[str]:

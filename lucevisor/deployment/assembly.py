@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import Final
 
 import structlog
 
-from lucevisor.engine.core import Engine
-from lucevisor.engine.pipeline import Pipeline, PipelineFailure
-from lucevisor.engine.recovery import StateReplay
 from lucevisor.engine.request import RequestError
+from lucevisor.engine.shell import DraftStage, Engine, StateReplay
 from lucevisor.kv_transfer.transfers import KvTransfer
 from lucevisor.protocol.arena import ORDERED
 from lucevisor.protocol.errors import ProtocolError
@@ -79,17 +76,25 @@ class DraftAssembly:
         if self.attached:
             self.attached = False
             log.warning("drafter detached", group=self.group, reason=reason)
-            self._engine.drafter.detach()
+            self._engine.detach_drafter()
             self._on_change()
 
-    def pipeline_attached(self, *, restored: bool = False) -> None:
-        """Attach the drafter to the engine's new pipeline, whose daemons hold no sequences.
+    def for_stages(self, *, restored: bool) -> DraftStage | None:
+        """Return what to attach with the stages of its daemon; None if it has a daemon of its own, or none yet.
 
-        ``restored``: the drafter's daemon has the state of the one before, as of the last step.
+        ``restored``: its daemon has the state of the one before, as of the last step.
         """
+        if self._alone or self._link is None:
+            return None
+        return DraftStage(self._link, self._with_output, restored)
+
+    def stages_attached(self, drafter: DraftStage | None) -> None:
+        """Called when the engine has new stages, and the ``drafter`` of ``for_stages``; prepare one that is alone."""
         self._serving = True
-        if self._link is not None:
-            self._prepare(restored=restored)
+        if drafter is not None:
+            self._report_attached(restored=drafter.restored)
+        elif self._link is not None:
+            self._prepare()
 
     def pipeline_detached(self) -> None:
         """Called when the engine has dropped the pipeline, and the drafter with it."""
@@ -102,10 +107,10 @@ class DraftAssembly:
             self._token = 0
             self._attach()
 
-    def _prepare(self, *, restored: bool = False) -> None:
+    def _prepare(self) -> None:
         """Reset a daemon of its own; that of a stage was reset before the pipeline was attached."""
         if not self._alone:
-            self._attach(restored=restored)
+            self._attach()
             return
         assert self._link is not None
         self._n_resets += 1
@@ -116,11 +121,14 @@ class DraftAssembly:
         except ProtocolError:  # the link's on_closed tells supervision, which calls lost()
             self._token = 0
 
-    def _attach(self, *, restored: bool = False) -> None:
+    def _attach(self) -> None:
         assert self._link is not None
+        self._engine.attach_drafter(DraftStage(self._link, self._with_output))
+        self._report_attached(restored=False)
+
+    def _report_attached(self, *, restored: bool) -> None:
         self.attached = True
         log.info("drafter attached", group=self.group, restored=restored)
-        self._engine.drafter.attach(self._link, with_output=self._with_output, restored=restored)
         self._on_change()
 
 
@@ -160,13 +168,14 @@ class PipelineAssembly:
         self._replayed: set[str] = set()  # those of them whose daemons computed it while they loaded
         self._resetting: set[str] = set()
         self._token = 0  # identifies the last Reset
-        self._pipeline: Pipeline | None = None
+        self._attached = False
+        self._draft_stage: DraftStage | None = None  # attached when the lost stages are rebuilt
         self._detached = False
 
     @property
     def complete(self) -> bool:
         """True while requests are served."""
-        return self._pipeline is not None and not self._lost
+        return self._attached and not self._lost
 
     @property
     def holding(self) -> bool:
@@ -260,21 +269,20 @@ class PipelineAssembly:
                     self._resetting.discard(group)
                     if not self._resetting:
                         self._all_reset()
-            case StepResult() | PendingCancelled() as result if self._pipeline is not None:
+            case StepResult() | PendingCancelled() as result if self._attached:
+                text = f"group {group} answered for stage {result.stage}, which it does not run"
                 if self._runs(group, result.stage):
-                    self._pipeline.receive(result, frame.payload)
-                elif group in self._stage_groups:  # the pipeline would blame the group whose stage it is
-                    text = f"group {group} answered for stage {result.stage}, which it does not run"
-                    self._pipeline.fail(self._stage_groups.index(group), "protocol_error", text)
+                    self._engine.receive(result, frame.payload)
+                elif group in self._stage_groups:  # the engine would blame the group whose stage it is
+                    self._engine.fail(self._stage_groups.index(group), text)
                 else:
-                    text = f"group {group} answered for stage {result.stage}, which it does not run"
-                    self._pipeline.drafts.lose("protocol_error", text)
+                    self._engine.fail_drafter(text)
             case _:
                 pass
 
     def detach(self, error: RequestError | None = None) -> None:
         """Detach for good.  ``error`` ends running requests; None: the caller detaches the engine."""
-        had_one = self._pipeline is not None
+        had_one = self._attached
         self._detached = True
         self._links.clear()
         self._resetting.clear()
@@ -308,18 +316,24 @@ class PipelineAssembly:
         log.info("rebuilding", groups=sorted(self._lost), replayed=sorted(self._replayed))
         replayed = [stage for stage in links if self._stage_groups[stage] in self._replayed]
         self._forget_replays()
-        if not self._engine.restore(links, self._restored, restored=self._lost <= self._with_state, replayed=replayed):
+        draft_restored, self._draft_restored = self._draft_restored, False
+        if self._draft is not None and self._draft.group in self._lost:
+            self._draft_stage = self._draft.for_stages(restored=draft_restored)
+        restored = self._lost <= self._with_state
+        if not self._engine.restore(
+            links, self._restored, restored=restored, replayed=replayed, drafter=self._draft_stage
+        ):
             self._restored(False)  # it gave up meanwhile
 
     def _restored(self, rebuilt: bool) -> None:
         """Called when the engine has rebuilt the lost stages, or has detached the pipeline because it cannot."""
         lost, self._lost = self._lost, set()
-        draft_restored, self._draft_restored = self._draft_restored and self._engine.state_restored, False
+        drafter, self._draft_stage = self._draft_stage, None
         self._with_state.clear()
         if rebuilt:
             log.info("rebuilt", groups=sorted(lost))
             if self._draft is not None and self._draft.group in lost:
-                self._draft.pipeline_attached(restored=draft_restored)
+                self._draft.stages_attached(drafter)
         else:
             self._on_pipeline_dropped()
             if set(self._links) == set(self._stage_groups):
@@ -328,7 +342,7 @@ class PipelineAssembly:
 
     def _lose_stages(self, group: str, error: RequestError) -> None:
         """Remove the stages of a group from the pipeline, or close it."""
-        if self._pipeline is None:
+        if not self._attached:
             return
         stages = [stage for stage, name in enumerate(self._stage_groups) if name == group]
         self._forget_replays()  # they are out of date
@@ -339,7 +353,7 @@ class PipelineAssembly:
         self._on_change()
 
     def _on_pipeline_dropped(self) -> None:
-        self._pipeline = None
+        self._attached, self._draft_stage = False, None
         self._lost.clear()
         self._draft_restored = False
         self._forget_replays()
@@ -350,35 +364,28 @@ class PipelineAssembly:
         self._replaying.clear()
         self._replayed.clear()
 
-    def _on_dead_link(self, failure: PipelineFailure) -> bool:
-        if not self._engine.rebuilds:
-            return False
-        self.on_lost(self._stage_groups[failure.stage], failure.message)
-        return True
-
     def _attach(self) -> None:
         links = [self._links[group] for group in self._stage_groups]
         has_doorbells = ORDERED and len(set(self._stage_groups)) == len(self._stage_groups)
-        self._pipeline = Pipeline(links, self._engine.on_result, self._failed, has_doorbells=has_doorbells)
-        self._pipeline.on_dead_link = self._on_dead_link
         log.info("pipeline ready", stages=self._stage_groups)
-        with_state, self._with_state = self._with_state, set()
+        whole = self._with_state >= set(self._stage_groups)
+        self._with_state.clear()
         draft_restored, self._draft_restored = self._draft_restored, False
-
-        def attach_drafter(state_restored: bool) -> None:
-            if self._draft is not None:
-                self._draft.pipeline_attached(restored=state_restored and draft_restored)
-
-        whole = with_state >= set(self._stage_groups)
-        self._engine.attach(self._pipeline, restored=whole, before_steps=attach_drafter)
+        drafter = self._draft.for_stages(restored=whole and draft_restored) if self._draft is not None else None
+        self._attached = True
+        self._engine.attach(
+            links, has_doorbells=has_doorbells, restored=whole, drafter=drafter, on_dead_link=self._on_dead_link
+        )
+        if self._draft is not None and self._attached:
+            self._draft.stages_attached(drafter)
         self._on_change()
 
-    def _failed(self, failure: PipelineFailure) -> None:
-        """Called when the pipeline ended itself because a daemon answered out of order or a step could not be sent."""
+    def _on_dead_link(self, stage: int, reason: str) -> None:
+        self.on_lost(self._stage_groups[stage], reason)
+
+    def pipeline_failed(self) -> None:
+        """Called when the engine has dropped the pipeline because a daemon answered what it must not."""
         self._on_pipeline_dropped()
-        if failure.code == "shard_lost":
-            failure = replace(failure, message=_lost(self._stage_groups[failure.stage], failure.message))
-        self._engine.on_failed(failure)
         self._on_change()
 
 

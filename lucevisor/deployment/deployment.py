@@ -29,9 +29,10 @@ from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.speeds import speeds_for
 from lucevisor.deployment.weights import ServedWeights
-from lucevisor.engine.core import Engine, FrozenState
+from lucevisor.engine.core import FrozenState
 from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.request import RequestError
+from lucevisor.engine.shell import Engine
 from lucevisor.errors import LucevisorError
 from lucevisor.kv_transfer.exports import ExportedState
 from lucevisor.kv_transfer.host_memory import HostMemory
@@ -328,9 +329,10 @@ class Deployment:
         """Replace a daemon that answered out of order."""
         assert self.placement is not None
         group = self.placement.stages[failure.stage].group
-        log.error("pipeline failed", group=group, code=failure.code, reason=failure.message)
-        if failure.code == "shard_lost":  # supervision notices the closed link
-            return
+        states = [str(move) for move in self._engine.core.transitions] if self._engine is not None else []
+        log.error("pipeline failed", group=group, code=failure.code, reason=failure.message, states=states)
+        if self._assembly is not None:
+            self._assembly.pipeline_failed()
         # Later: the engine may be in the middle of sending.
         asyncio.get_running_loop().call_soon(self.groups[group].distrust, failure.message)
 

@@ -32,9 +32,10 @@ from lucevisor.deployment.model_configs import model_configs
 from lucevisor.deployment.replacement import RestoredState
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.weights import ServedWeights
-from lucevisor.engine.core import MAX_LOSSES, Engine, EngineSettings, FrozenState
+from lucevisor.engine.core import MAX_LOSSES, FrozenState
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestError
+from lucevisor.engine.shell import Engine, EngineSettings
 from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, unusable
 from lucevisor.kv.prefix_cache import PrefixSettings
@@ -57,17 +58,11 @@ from lucevisor.supervision.states import State
 
 async def watch_holds(engine: Engine, hold_s: float) -> None:
     """End the requests of ``engine`` that wait for a lost daemon longer than ``hold_s``; runs until cancelled."""
-    recovery = engine.recovery
+    recovery = engine.core.recovery
     while True:
-        while (since := recovery.since) is None:
-            recovery.changed.clear()
-            await recovery.changed.wait()
-        try:
-            async with suspend_clock.timeout(hold_s):
-                while recovery.since == since:
-                    recovery.changed.clear()
-                    await recovery.changed.wait()
-        except TimeoutError:
+        await engine.changes.wait_for(lambda: recovery.since is not None)
+        since = recovery.since
+        if not await engine.changes.holds_within(lambda: recovery.since != since, hold_s):  # noqa: B023
             unavailable = engine.statistics().reason
             text = f"{unavailable}; the request was held for {hold_s:g} s (recovery.hold_s); send it again later"
             engine.detach(RequestError("shard_lost", text), permanent=True)

@@ -1,6 +1,7 @@
 """Requests, scheduler, pipeline, and the engine that joins them.
 
-engine      plain_loop (READ FIRST), core; limits, statistics, validation
+engine      plain_loop (READ FIRST), core: a state machine; events: what goes in and out; shell: its asyncio side
+            limits, statistics, validation, replay
 requests    request, sequence, running, rows
 scheduler   scheduler: what the next step computes; policy: who starts, who gives way; step
 pipeline    pipeline

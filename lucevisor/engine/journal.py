@@ -1,18 +1,17 @@
 """The journal: boundary activations of what running sequences have computed, in host memory, by page and generation.
 
 A lost shard is rebuilt from the rows that its stage was given, without computing those of the others again.  Pure: this
-file knows which rows lie where; a :class:`RowStore` copies them.  Rows are filed when a stage has answered, after the
-step went on, so no step waits for it.
+file notes which rows lie where, and emits the instructions that copy them.  Rows are filed when a stage has answered,
+after the step went on, so no step waits for it.
 Invariants: what is read for a position is what was computed last for it, in the page's present generation, or nothing;
 the journal never holds more than ``n_blocks`` pages of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from io import FileIO
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -33,24 +32,34 @@ class RowCopy(NamedTuple):
     n: int
 
 
-class RowStore(Protocol):
-    """The memory of the journal, and that of the boundaries."""
+class FileRows(msgspec.Struct, frozen=True, gc=False):
+    """Instruction: copy rows of a step from its region of a boundary."""
 
-    def has_rows(self, boundary: int, step: Step) -> bool:
-        """Return whether the rows of a step are in its region here."""
+    boundary: int
+    region: int
+    copies: Sequence[RowCopy]
 
-    def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
-        """Copy rows of a step from its region."""
 
-    def place(self, boundary: int, step: Step, copies: Sequence[RowCopy]) -> None:
-        """Copy rows into the region of a step, and tell its reader."""
+class PlaceRows(msgspec.Struct, frozen=True, gc=False):
+    """Instruction: copy rows into the region of a step, and tell its reader."""
 
-    def copy(self, source: int, target: int, n_rows: int) -> None:
-        """Copy the first rows of a block to another."""
+    boundary: int
+    step: Step
+    copies: Sequence[RowCopy]
 
-    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> FileIO:
-        """Return a new memfd, to which the rows of steps are written one after the other, after all copies so far, and
-        which is then sealed.  Raises LucevisorError."""
+
+class CopyRows(msgspec.Struct, frozen=True, gc=False):
+    """Instruction: copy the first rows of a block to another."""
+
+    source: int
+    target: int
+    n_rows: int
+
+
+RowInstruction = FileRows | PlaceRows | CopyRows
+
+HasRows = Callable[[int, Step], bool]
+"""Whether the rows of a step are in its region of a boundary, in this process."""
 
 
 @dataclass(slots=True)
@@ -84,10 +93,10 @@ class _Filing:
 
 
 class Journal:
-    """Rows by boundary and page.  ``pages``: the allocator of space ``full``."""
+    """Rows by boundary and page.  ``out`` takes the instructions.  ``pages``: the allocator of space ``full``."""
 
-    def __init__(self, store: RowStore, pages: PageAllocator, n_blocks: int) -> None:
-        self._store, self._pages = store, pages
+    def __init__(self, out: MutableSequence[Any], has_rows: HasRows, pages: PageAllocator, n_blocks: int) -> None:
+        self._out, self._has_rows, self._pages = out, has_rows, pages
         self._free = list(range(n_blocks - 1, -1, -1))
         self._blocks: dict[tuple[int, int], _PageRows] = {}  # by boundary and page, oldest first
         self._filings: dict[int, _Filing] = {}  # by step
@@ -150,10 +159,10 @@ class Journal:
                 and known.n_rows >= n_rows
                 and (block := self._block_for(boundary, *target)) is not None
             ):
-                self._store.copy(known.index, block.index, n_rows)
+                self._out.append(CopyRows(known.index, block.index, n_rows))
                 block.n_rows = n_rows
         copies, blocks = [], self._blocks
-        has_rows = self._store.has_rows(boundary, filing.step)  # else its stage was lost before it sent them here
+        has_rows = self._has_rows(boundary, filing.step)  # else its stage was lost before it sent them here
         for part in filing.parts:
             block, offset = blocks.get((boundary, part.page)), part.offset
             if block is None or block.generation != part.generation:
@@ -168,7 +177,7 @@ class Journal:
             if stop > block.n_rows:
                 block.n_rows = stop
         if copies:
-            self._store.file(boundary, filing.step.region, copies)
+            self._out.append(FileRows(boundary, filing.step.region, copies))
 
     def on_step_finished(self, step_id: int) -> None:
         """Drop a step that the last stage has answered."""
@@ -197,11 +206,7 @@ class Journal:
 
     def place(self, boundary: int, step: Step, copies: Sequence[RowCopy]) -> None:
         """Write the rows of a step to where the next stage reads them."""
-        self._store.place(boundary, step, copies)
-
-    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> FileIO:
-        """Write the rows of steps to a new file, as the store does."""
-        return self._store.gather(steps)
+        self._out.append(PlaceRows(boundary, step, copies))
 
     # ---- inside
 
@@ -261,8 +266,8 @@ def pages_between(live: LiveSequence, start: int, stop: int) -> list[int]:
     return live.table.entries(Space.FULL, start // PAGE_TOKENS, -(-stop // PAGE_TOKENS))
 
 
-def make_journal(store: RowStore | None, pools: PagePools, n_blocks: int) -> Journal | None:
-    """Return the journal over a store; None without one, or where the model has no pages of space ``full``."""
-    if store is None or n_blocks < 1 or Space.FULL not in pools:
+def make_journal(out: MutableSequence[Any], has_rows: HasRows, pools: PagePools, n_blocks: int) -> Journal | None:
+    """Return a journal of ``n_blocks`` pages; None without any, or where the model has no pages of space ``full``."""
+    if n_blocks < 1 or Space.FULL not in pools:
         return None
-    return Journal(store, pools[Space.FULL], n_blocks)
+    return Journal(out, has_rows, pools[Space.FULL], n_blocks)

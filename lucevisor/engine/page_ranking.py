@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import structlog
 
-from lucevisor.engine.sequence import LiveSequence
+from lucevisor.engine.events import PagesRanked
 from lucevisor.engine.step import ScheduledStep, WrongResult
 from lucevisor.errors import ScoringError
 from lucevisor.protocol.steps import StepResult
@@ -43,31 +43,28 @@ log = structlog.get_logger("lucevisor.engine")
 
 
 class PageRelevance:
-    """Ranks the pages of sequences by ``score``; ``on_ranked`` is called after each ranking."""
+    """Ranks the pages of sequences by ``score``; ``on_ranked`` is called with each ranking."""
 
-    def __init__(self, on_ranked: Callable[[], None]) -> None:
+    def __init__(self, on_ranked: Callable[[PagesRanked], None]) -> None:
         self.score: PageScorer | None = None
         self._on_ranked = on_ranked
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def request_rankings(self, step: ScheduledStep) -> None:
-        """Ask for the sequences of a step that wait for a ranking, which no stage makes."""
-        for part in step.parts.values():
-            live = part.live
-            if live.ranking == step.step_id and self.score is None:
-                self._rank(live, ())
-            elif live.ranking == step.step_id and self.score is not None:
-                tokens = part.record.tokens[: live.n_computed]
-                task = asyncio.create_task(self._ask(self.score, live, step.step_id, tokens), name="rank pages")
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+    def rank(self, step_id: int, sequence: int, tokens: Sequence[int]) -> None:
+        """Rank the pages of a sequence that waits for it since a step, and which no stage ranks."""
+        if self.score is None:
+            self._on_ranked(PagesRanked(step_id, sequence, ()))
+            return
+        task = asyncio.create_task(self._ask(self.score, step_id, sequence, tokens), name="rank pages")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
         """Cancel what is being asked."""
         for task in self._tasks:
             task.cancel()
 
-    async def _ask(self, score: PageScorer, live: LiveSequence, step_id: int, tokens: Sequence[int]) -> None:
+    async def _ask(self, score: PageScorer, step_id: int, sequence: int, tokens: Sequence[int]) -> None:
         scores: Sequence[float] = ()
         try:
             scores = await score(tokens)
@@ -75,11 +72,4 @@ class PageRelevance:
             log.warning("pages not ranked", n_tokens=len(tokens), reason=str(error))
         except Exception:  # the owner's code: without an answer the sequence would wait for ever
             log.exception("pages not ranked", n_tokens=len(tokens))
-        if live.ranking == step_id:
-            self._rank(live, scores)
-            self._on_ranked()
-
-    @staticmethod
-    def _rank(live: LiveSequence, scores: Sequence[float]) -> None:
-        live.ranking = 0
-        live.table.rank(scores)
+        self._on_ranked(PagesRanked(step_id, sequence, scores))

@@ -1,33 +1,31 @@
 """Pipeline parallelism: sends a step to its first stage, and on to the next when a stage has answered.
 
-Plain callbacks, without tasks.  If doorbells announce the rows to the next stage, steps are posted: sent to all stages
-at once, so that a hop does not wait for this process (ADR 21).  Otherwise frames for later stages are encoded while the
-first stage computes.  The reader of the links calls ``receive``.  A draft stage after the last one gets the steps
-submitted since it was attached, in order, unless it is suspended.  When a daemon is lost, the steps in flight wait for
-its stages, and continue when another daemon runs them.
+Pure: what is to be sent goes to ``out`` as instructions, what became of steps to ``outcomes``, both in order.  If
+doorbells announce the rows to the next stage, steps are posted: sent to all stages at once, so that a hop does not wait
+for this process (ADR 21).  A draft stage after the last one gets the steps submitted since it was attached, in order,
+unless it is suspended.  When a daemon is lost, the steps in flight wait for its stages, and continue when another
+daemon runs them.
 Invariant: a stage answers its steps in the order they were sent to it; any other answer fails the pipeline, because the
 state of the shards is no longer known.  An error of the draft stage only detaches it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from lucevisor.engine.constraint import MadeMasks
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
-from lucevisor.protocol.errors import LocalProtocolError, ProtocolError
+from lucevisor.protocol.errors import LocalProtocolError
 from lucevisor.protocol.frames import POSTED
 from lucevisor.protocol.steps import (
     PENDING,
-    CancelPending,
     DraftStep,
     Masks,
     Operation,
@@ -39,30 +37,39 @@ from lucevisor.protocol.steps import (
 )
 
 
-class StageLink(Protocol):
-    """The link to the daemon that runs a stage."""
+class SendFrame(msgspec.Struct, frozen=True, gc=False):
+    """Instruction: send an encoded frame to the daemon of a stage, or of the draft stage after the last one."""
 
-    def send(self, message: bytes | Masks | CancelPending, /, *, payload: Sequence[bytearray] = ()) -> None:
-        """Send one encoded frame, or masks with their rows, or a cancellation, without waiting.
+    stage: int
+    step_id: int
+    frame: bytes
 
-        It must not call the pipeline.
 
-        Raises ProtocolError or OSError when the link is dead.
-        """
+class SendMasks(msgspec.Struct, frozen=True, gc=False):
+    """Instruction: send the masks of a step to the output stage's daemon."""
+
+    stage: int
+    message: Masks
+    payload: Sequence[bytearray]
+
+
+class SendCancelPending(msgspec.Struct, frozen=True, gc=False):
+    """Instruction: have a stage give back the posted steps that it has not begun."""
+
+    stage: int
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineResult:
     """A step that the last stage has answered: ``results`` and ``payloads`` of every stage it ran on, in order.
 
-    ``payloads[i]`` holds the arrays that ``results[i].segments`` describe.  ``hops_s[i]``: from the answer of stage
-    ``results[i].stage`` until the step was sent to the next one.  ``seconds``: from submit to the last answer.
+    ``payloads[i]`` holds the arrays that ``results[i].segments`` describe.  ``seconds``: from submit to the last
+    answer.
     """
 
     step: Step
     results: tuple[StepResult, ...]
     payloads: tuple[memoryview, ...]
-    hops_s: tuple[float, ...]
     seconds: float
 
 
@@ -73,6 +80,54 @@ class PipelineFailure:
     stage: int
     code: ErrorCode
     message: str
+
+
+class RowsReady(msgspec.Struct, frozen=True, gc=False):
+    """Outcome: the rows that a stage made of a step are there for the next one."""
+
+    step: Step
+    stage: int
+
+
+class FirstStageDone(msgspec.Struct, frozen=True, gc=False):
+    """Outcome: the first of several stages has answered a step."""
+
+
+class StepsReturned(msgspec.Struct, frozen=True, gc=False):
+    """Outcome: a stage has given posted steps back."""
+
+
+class StageRebuilt(msgspec.Struct, frozen=True, gc=False):
+    """Outcome: a stage has answered a step that rebuilds it."""
+
+    stage: int
+
+
+class Drafted(msgspec.Struct, frozen=True, gc=False):
+    """Outcome: the draft stage has answered a step that has ended."""
+
+    result: StepResult
+
+
+class DrafterDetached(msgspec.Struct, frozen=True, gc=False):
+    """Outcome: the drafter was detached because of a failure."""
+
+    failure: PipelineFailure
+
+
+Outcome = (
+    PipelineResult
+    | PipelineFailure
+    | RowsReady
+    | FirstStageDone
+    | StepsReturned
+    | StageRebuilt
+    | Drafted
+    | DrafterDetached
+)
+"""What became of steps; nothing follows a PipelineFailure."""
+
+Sends = SendFrame | SendMasks | SendCancelPending
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +152,7 @@ class AttachedDrafter:
     ``waiting``: (step id, send time) of unanswered steps.  ``early``: answers received before their steps ended.
     """
 
-    link: StageLink
+    daemon: int
     with_output: bool
     waiting: deque[tuple[int, float]] = field(default_factory=deque)
     early: deque[StepResult] = field(default_factory=deque)
@@ -105,8 +160,8 @@ class AttachedDrafter:
 
 @dataclass(slots=True, eq=False)
 class PipelineStep:
-    """A step in flight.  ``stage``: the stage that computes it.  ``frames``: encoded for later stages.  ``draft``: the
-    draft stage that gets it, if still attached, with the operations ``opening`` in place of the step's own.
+    """A step in flight.  ``stage``: the stage that computes it.  ``draft``: the draft stage that gets it, if still
+    attached, with the operations ``opening`` in place of the step's own.
     """
 
     step: Step
@@ -115,13 +170,11 @@ class PipelineStep:
     sent_at: float  # when it reached its present stage
     draft: AttachedDrafter | None = None
     opening: Sequence[Operation] | None = None
-    frames: dict[int, bytes] = field(default_factory=dict)
     sent_to: set[int] = field(default_factory=set)  # stages that it was sent to and that are not lost
     posted: set[int] = field(default_factory=set)  # those it was sent to before the previous stage had answered
     done: set[int] = field(default_factory=set)  # stages that have applied its operations, and get it without them
     early: dict[int, Answer] = field(default_factory=dict)  # answers of stages after the present one
     answers: list[Answer] = field(default_factory=list)
-    hops_s: list[float] = field(default_factory=list)
     depends_on_step: int = (
         0  # the step whose tokens it starts from; ``step.depends_on_step`` is 0 as soon as they are known
     )
@@ -144,7 +197,7 @@ class PipelineStep:
         tokens = tokens_by_sequence(self.answers[-1].result.sampled)
         return [tokens.get(slice_.sequence, []) for slice_ in self.step.slices]
 
-    def frame(self, stage: int, *, posted: bool = False) -> bytes:
+    def frame(self, stage: int, *, posted: bool) -> bytes:
         step = replace(self.step, operations=[]) if stage in self.done else self.step
         return encode(step, request_id=step.step_id, flags=stage | POSTED if posted else stage)
 
@@ -171,45 +224,35 @@ def matches_sampled(step: Step, before: Sequence[Sampled]) -> bool:
 
 
 class DraftRelay:
-    """Sends steps to the draft stage, if one is ``attached``, and receives its answers.
+    """Sends the steps of a pipeline to the draft stage, if one is ``attached``, and receives its answers.
 
-    ``stage``: its number, after all stages.  ``in_flight`` returns the unfinished steps.  ``on_drafted`` gets the
-    answers.  ``on_lost`` is called with the reason when the drafter was detached, ``on_drafts_known`` when the drafts
-    of steps sent without them are known, or will never be made.
+    ``stage``: its number, after all stages.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        clock: Callable[[], float],
-        in_flight: Callable[[], list[PipelineStep]],
-        on_drafts_known: Callable[[], None],
-    ) -> None:
-        self._stage, self._clock, self._in_flight, self._on_drafts_known = stage, clock, in_flight, on_drafts_known
+    def __init__(self, stage: int, pipeline: Pipeline) -> None:
+        self._stage, self._pipeline = stage, pipeline
         self.attached: AttachedDrafter | None = None
         self._unanswered: dict[int, PipelineStep] = {}  # the steps that wait, by id
         self.suspended = False  # it gets no steps but those with an ``opening``
-        self.on_drafted: Callable[[StepResult], None] = lambda _: None
-        self.on_lost: Callable[[PipelineFailure], None] = lambda _: None
 
-    def attach(self, link: StageLink, *, with_output: bool) -> None:
+    def attach(self, daemon: int, *, with_output: bool) -> None:
         """Send the steps submitted from now on to a draft stage, too.
 
         ``with_output``: its daemon is the last stage's, so it gets a step together with it.  It holds no sequences yet.
         """
-        self.attached = AttachedDrafter(link, with_output)
+        self.attached = AttachedDrafter(daemon, with_output)
 
     def detach(self) -> None:
         """Stop sending steps to the drafter, and ignore its answers.  Does nothing without one."""
         if self.attached is not None:
             self.attached = None
-            self._on_drafts_known()
+            self._pipeline.send_known_steps()
 
     def lose(self, code: ErrorCode, message: str) -> None:
-        """Detach the drafter and call ``on_lost``.  Does nothing without one."""
+        """Detach the drafter because of a failure.  Does nothing without one."""
         if self.attached is not None:
             self.detach()
-            self.on_lost(PipelineFailure(self._stage, code, message))
+            self._pipeline.outcomes.append(DrafterDetached(PipelineFailure(self._stage, code, message)))
 
     def send(
         self, entry: PipelineStep, *, drawn: list[list[int]] | None = None, before: Sequence[Sampled] = ()
@@ -227,15 +270,16 @@ class DraftRelay:
         if drawn is not None:
             step = with_known_tokens(step, tokens_by_sequence(before))
         try:
-            draft.link.send(encode(DraftStep(step, drawn), request_id=step.step_id, flags=self._stage))
-        except (ProtocolError, OSError) as error:
-            self.lose("shard_lost", f"step {step.step_id} could not be sent to the draft stage: {error}")
-        else:
-            draft.waiting.append((step.step_id, self._clock()))
-            self._unanswered = {
-                waiting: self._unanswered[waiting] for waiting, _ in draft.waiting if waiting in self._unanswered
-            }
-            self._unanswered[step.step_id] = entry
+            frame = encode(DraftStep(step, drawn), request_id=step.step_id, flags=self._stage)
+        except LocalProtocolError as error:
+            self.lose("protocol_error", f"step {step.step_id} cannot be sent to the draft stage: {error}")
+            return
+        self._pipeline.out.append(SendFrame(self._stage, step.step_id, frame))
+        draft.waiting.append((step.step_id, self._pipeline.now))
+        self._unanswered = {
+            waiting: self._unanswered[waiting] for waiting, _ in draft.waiting if waiting in self._unanswered
+        }
+        self._unanswered[step.step_id] = entry
 
     def find_unanswered(self, step_id: int) -> PipelineStep | None:
         """Return a step that the drafter has yet to answer."""
@@ -251,11 +295,11 @@ class DraftRelay:
         if draft is not None and draft.with_output:
             draft.waiting = deque(asked for asked in draft.waiting if asked[0] not in step_ids)
 
-    def receive(self, result: StepResult) -> StageLink | None:
-        """Store an answer for ``deliver_drafts``; return the drafter's link, None if another answer was due."""
+    def receive(self, result: StepResult) -> int | None:
+        """Store an answer for ``deliver_drafts``; return the drafter's daemon, None if another answer was due."""
         draft = self.attached
         if draft is None:
-            return None  # it was detached, or the pipeline replaced, before it answered
+            return None  # it was detached before it answered
         due, _ = draft.waiting[0] if draft.waiting else (None, 0.0)
         if due != result.step_id:
             expected = "no step" if due is None else f"step {due}"
@@ -263,74 +307,61 @@ class DraftRelay:
             return None
         draft.waiting.popleft()
         draft.early.append(result)
-        return draft.link
+        return draft.daemon
 
     def _fill_in_drafts(self, made: StepResult) -> None:
         """Fill drafts into steps that were sent without them, in case they are sent again."""
         known = {drafted.sequence: drafted.tokens for drafted in made.drafts}
-        for entry in [entry for entry in self._in_flight() if entry.step.drafts_of == made.step_id]:
+        for entry in [entry for entry in self._pipeline.in_flight if entry.step.drafts_of == made.step_id]:
             entry.step = with_known_tokens(entry.step, known)
-        self._on_drafts_known()
+        self._pipeline.send_known_steps()
 
     def deliver_drafts(self) -> None:
-        """Call ``on_drafted`` for drafts whose steps have ended.
+        """Report the drafts whose steps have ended.
 
         Drafts of unfinished steps, whose output stage answered before an earlier stage, are only filled into steps.
         """
         while (draft := self.attached) is not None and draft.early:
-            if any(entry.step.step_id == draft.early[0].step_id for entry in self._in_flight()):
+            if any(entry.step.step_id == draft.early[0].step_id for entry in self._pipeline.in_flight):
                 for result in draft.early:
                     self._fill_in_drafts(result)
                 return
             result = draft.early.popleft()
             self._fill_in_drafts(result)
-            self.on_drafted(result)
+            self._pipeline.outcomes.append(Drafted(result))
 
 
-_NO_PAYLOAD = memoryview(b"")
+NO_PAYLOAD = memoryview(b"")
 
 
 class Pipeline:
-    """Steps in flight through ``stages``; ``stages[s]`` is the link of the daemon that runs stage s (one daemon may
-    run several).
+    """Steps in flight through the stages; ``daemons[s]`` tells the daemon of stage s from others (one may run several).
 
     ``has_doorbells``: each stage has a daemon of its own and a doorbell to the next one.
-    Made when every daemon is ready and holds no sequences.  ``on_result`` gets each step that the last stage answered,
-    in the order of the answers; ``on_failed`` is called at most once, and nothing after it.
+    Made when every daemon is ready and holds no sequences.  The owner sets ``now`` before each call, and takes
+    ``outcomes`` after it; ``out`` gets what is to be sent.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[StageLink],
-        on_result: Callable[[PipelineResult], None],
-        on_failed: Callable[[PipelineFailure], None],
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        has_doorbells: bool = False,
-    ) -> None:
-        self._links = list(stages)
-        self._on_result, self._on_failed, self._clock = on_result, on_failed, clock
+    def __init__(self, daemons: Sequence[int], out: MutableSequence[Any], *, has_doorbells: bool = False) -> None:
+        self.out = out
+        self.outcomes: deque[Outcome] = deque()
+        self.now = 0.0
+        self._daemons = list(daemons)
         self.has_doorbells = has_doorbells
-        self._at_stage: list[deque[PipelineStep]] = [deque() for _ in stages]  # in order of arrival
-        self._held: list[deque[PipelineStep]] = [deque() for _ in stages]  # unanswered by its daemon, in sending order
+        self._at_stage: list[deque[PipelineStep]] = [deque() for _ in daemons]  # in order of arrival
+        self._held: list[deque[PipelineStep]] = [deque() for _ in daemons]  # unanswered by its daemon, in sending order
         self._cancelling: set[int] = set()  # stages that have yet to answer CancelPending
-        self._answered_at: dict[int, float] = {}  # by link: a daemon has one compute thread for all its stages
+        self._answered_at: dict[int, float] = {}  # by daemon, which has one compute thread for all its stages
         self._open = True
         self.lost: set[int] = set()  # stages whose daemon is lost: steps wait for them
-        self._rebuilding: dict[tuple[int, int], tuple[StageLink, float]] = {}  # by (stage, step id); when it was sent
-        self.drafts = DraftRelay(len(stages), clock, lambda: self.in_flight, self._start)
+        self._rebuilding: dict[tuple[int, int], tuple[int, float]] = {}  # by (stage, step id): daemon, when it was sent
+        self.drafts = DraftRelay(len(daemons), self)
         self._sampled: Sequence[Sampled] = ()  # tokens of the step that the last stage answered last
-        self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
-
-        self.on_rows: Callable[[Step, int], None] = lambda _, __: None  # a step's rows are there for the next stage
-        self.on_steps_returned: Callable[[], None] = lambda: None  # a stage has given posted steps back
-        self.on_rebuilt: Callable[[int], None] = lambda _: None  # a stage has answered a step that rebuilds it
-        self.on_dead_link: Callable[[PipelineFailure], bool] = lambda _: False  # whether the stage alone may be lost
 
     @property
     def n_stages(self) -> int:
         """Stages, the draft stage not counted."""
-        return len(self._links)
+        return len(self._daemons)
 
     @property
     def in_flight(self) -> list[PipelineStep]:
@@ -340,24 +371,19 @@ class Pipeline:
     def submit(self, step: Step, *, first_stage: int = 0, opening: Sequence[Operation] | None = None) -> None:
         """Send a step to ``first_stage``, from where it goes on to the last one, and to the draft stage if it passes
         all stages; that gets ``opening`` in place of the step's operations, while it is suspended nothing else.  The
-        boundary rows that a later ``first_stage`` reads must be in the arena already.  A dead link calls ``on_failed``
-        before this returns.
+        boundary rows that a later ``first_stage`` reads must be in the arena already.
         """
         if not self._open:
             return
         draft = None if first_stage or (self.drafts.suspended and opening is None) else self.drafts.attached
-        now = self._clock()
-        entry = PipelineStep(step, first_stage, started_at=now, sent_at=now, draft=draft, opening=opening)
+        entry = PipelineStep(step, first_stage, started_at=self.now, sent_at=self.now, draft=draft, opening=opening)
         self._at_stage[first_stage].append(entry)
         if first_stage == 0 and not self._may_start(entry):
             return
         if self._send(entry, first_stage, posted=self.n_stages > 1 and step.waits_for_tokens):
             for stage in range(first_stage + 1, self.n_stages):
-                if self._may_post(entry, stage):
-                    if not self._send(entry, stage, posted=True):
-                        return
-                else:
-                    entry.frames[stage] = entry.frame(stage)
+                if not self._may_post(entry, stage) or not self._send(entry, stage, posted=True):
+                    return
 
     def send_masks(self, made: MadeMasks) -> None:
         """Send the masks of a submitted step to the output stage, which may have the step already or not.
@@ -365,25 +391,20 @@ class Pipeline:
         Not to a lost one: whoever runs it next gets them again.
         """
         stage = self.n_stages - 1
-        if not self._open or stage in self.lost:
-            return
-        try:
-            self._links[stage].send(made.message, payload=made.payload)
-        except (ProtocolError, OSError) as error:
-            self._dead_link(stage, f"masks of step {made.message.step_id} could not be sent to stage {stage}: {error}")
+        if self._open and stage not in self.lost:
+            self.out.append(SendMasks(stage, made.message, made.payload))
 
-    def receive(self, result: StepResult | PendingCancelled, payload: memoryview = _NO_PAYLOAD) -> None:
-        """Take a stage's answer: send the step on, or pass it to ``on_result`` when the stage was the last."""
+    def receive(self, result: StepResult | PendingCancelled, payload: memoryview = NO_PAYLOAD) -> None:
+        """Take a stage's answer: send the step on, or report its result when the stage was the last."""
         if not self._open:
             return
         if isinstance(result, PendingCancelled):
             self._on_pending_cancelled(result)
             return
-        now = self._clock()
         stage = result.stage
         if stage == self.n_stages:
-            if (link := self.drafts.receive(result)) is not None:
-                self._answered_at[id(link)] = now
+            if (daemon := self.drafts.receive(result)) is not None:
+                self._answered_at[daemon] = self.now
                 self.drafts.deliver_drafts()
             return
         if not 0 <= stage < self.n_stages:
@@ -399,46 +420,40 @@ class Pipeline:
             self.fail(stage, "protocol_error", text)
             return
         entry = held.popleft()
-        self._answered_at[id(self._links[stage])] = now
+        self._answered_at[self._daemons[stage]] = self.now
         entry.early[stage] = Answer(result, payload)
-        self._advance(entry, now)
+        self._advance(entry)
 
-    def _advance(self, entry: PipelineStep, now: float) -> None:
+    def _advance(self, entry: PipelineStep) -> None:
         while self._open and entry.stage < self.n_stages:
             stage = entry.stage
             answer = entry.early.pop(stage, None)
             if answer is None and stage in self.lost and entry.early:
                 # It rang its doorbell, as a later stage has answered, and was lost before answering: times unknown.
-                answer = Answer(StepResult(entry.step.step_id, stage), _NO_PAYLOAD)
+                answer = Answer(StepResult(entry.step.step_id, stage), NO_PAYLOAD)
             if answer is None:
                 return
             self._at_stage[stage].popleft()
             entry.answers.append(answer)
             if stage == 0 and entry.step.waits_for_tokens and answer.result.sampled:
                 entry.step = with_known_tokens(entry.step, tokens_by_sequence(answer.result.sampled))
-            if stage and stage in entry.posted:
-                entry.hops_s.append(answer.result.hop_s)
             entry.stage += 1
             if entry.stage == self.n_stages:
-                self._finish(entry, now)
+                self._finish(entry)
             else:
-                self._go_on(entry, now)
+                self._go_on(entry)
 
-    def _go_on(self, entry: PipelineStep, now: float) -> None:
+    def _go_on(self, entry: PipelineStep) -> None:
         """Forward a step to its next stage."""
         stage = entry.stage
-        entry.sent_at = now
+        entry.sent_at = self.now
         self._at_stage[stage].append(entry)
-        sent = stage in entry.sent_to or stage in self._cancelling or self._send(entry, stage)
-        if self._open:
-            self.on_rows(entry.step, stage - 1)
-        if sent and self._open:
-            if stage not in entry.posted:
-                entry.hops_s.append(self._clock() - now)
+        if stage in entry.sent_to or stage in self._cancelling or self._send(entry, stage):
+            self.outcomes.append(RowsReady(entry.step, stage - 1))
             if stage == 1:
-                self.on_first_stage_done()
+                self.outcomes.append(FirstStageDone())
 
-    def _finish(self, entry: PipelineStep, now: float) -> None:
+    def _finish(self, entry: PipelineStep) -> None:
         """Report a step that all stages have answered."""
         if entry.draft is not None and not entry.draft.with_output:
             self.drafts.send(entry, drawn=entry.drawn(), before=self._sampled)
@@ -447,8 +462,7 @@ class Pipeline:
         if not self._open:
             return
         results, payloads = zip(*entry.answers, strict=True)
-        self._on_result(PipelineResult(entry.step, results, payloads, tuple(entry.hops_s), now - entry.started_at))
-        self.drafts.deliver_drafts()
+        self.outcomes.append(PipelineResult(entry.step, results, payloads, self.now - entry.started_at))
 
     def _publish_tokens(self, done: PipelineStep) -> None:
         """Fill the tokens of a finished step into the steps that follow it."""
@@ -460,13 +474,13 @@ class Pipeline:
                 text = f"step {later.step.step_id} went on with other tokens than those of step {done.step.step_id}"
                 self.fail(0, "protocol_error", text)
                 return
-        self._start()
+        self.send_known_steps()
 
     def _may_start(self, entry: PipelineStep) -> bool:
         """Return whether the first stage has all steps before this one."""
         return all(0 in before.sent_to for before in self._at_stage[0] if before is not entry)
 
-    def _start(self) -> None:
+    def send_known_steps(self) -> None:
         """Send the steps whose tokens and drafts are known to the first stage, in order."""
         waiting = [entry for entry in self._at_stage[0] if 0 not in entry.sent_to and 0 not in self._cancelling]
         for entry in waiting if self._open else ():
@@ -476,18 +490,18 @@ class Pipeline:
                 return
 
     def fail(self, stage: int, code: ErrorCode, message: str) -> None:
-        """End the pipeline: drop all steps and call ``on_failed``.  Does nothing after the first failure or close."""
+        """End the pipeline: drop all steps and report the failure.  Does nothing after the first one or ``close``."""
         if self._open:
             self.close()
-            self._on_failed(PipelineFailure(stage, code, message))
+            self.outcomes.append(PipelineFailure(stage, code, message))
 
-    def find_unanswered(self, stage: int, step_id: int) -> tuple[Step, float] | None:
+    def find_unanswered(self, stage: int, step_id: int, now: float) -> tuple[Step, float] | None:
         """Return a step that a stage, or the draft stage, has yet to answer, and the seconds since it was submitted."""
         held = self._held[stage] if 0 <= stage < self.n_stages else ()
         entry = next((entry for entry in held if entry.step.step_id == step_id), None)
         if stage == self.n_stages:
             entry = self.drafts.find_unanswered(step_id)
-        return None if entry is None else (entry.step, self._clock() - entry.started_at)
+        return None if entry is None else (entry.step, now - entry.started_at)
 
     def oldest_in_flight(self, now: float) -> StepInFlight | None:
         """Return the step that a daemon has worked on for longest, or None when all stages are idle.
@@ -496,22 +510,22 @@ class Pipeline:
         """
         oldest: StepInFlight | None = None
         first = [
-            (self._links[stage], stage, waiting[0].step.step_id, waiting[0].sent_at)
+            (self._daemons[stage], stage, waiting[0].step.step_id, waiting[0].sent_at)
             for stage, waiting in enumerate(self._at_stage)
             if waiting and stage not in self.lost and not waiting[0].step.depends_on_step
             if not self.drafts.is_drafting(waiting[0].step.drafts_of)
         ]
         if (draft := self.drafts.attached) is not None and draft.waiting and not self._is_held(draft.waiting[0][0]):
-            first.append((draft.link, self.n_stages, *draft.waiting[0]))
-        first += [(link, *place, sent_at) for place, (link, sent_at) in self._rebuilding.items()]
-        for link, stage, step_id, sent_at in first:
-            begun_at = max(sent_at, self._answered_at.get(id(link), sent_at))
+            first.append((draft.daemon, self.n_stages, *draft.waiting[0]))
+        first += [(daemon, *place, sent_at) for place, (daemon, sent_at) in self._rebuilding.items()]
+        for daemon, stage, step_id, sent_at in first:
+            begun_at = max(sent_at, self._answered_at.get(daemon, sent_at))
             if oldest is None or now - begun_at > oldest.elapsed_s:
                 oldest = StepInFlight(step_id, stage, now - begun_at)
         return oldest
 
     def close(self) -> None:
-        """Drop all steps and the drafter; no callback comes after this."""
+        """Drop all steps and the drafter; nothing comes out after this."""
         self._open = False
         self.drafts.detach()
         self._rebuilding.clear()
@@ -537,12 +551,11 @@ class Pipeline:
             while self._held[stage]:
                 self._held[stage].popleft().lose(stage)
         for entry in [entry for stage in sorted(self.lost) for entry in self._at_stage[stage]]:
-            self._advance(entry, self._clock())
+            self._advance(entry)
         for stage, held in enumerate(self._held):
             if stage not in self._cancelling and any(stage in entry.posted for entry in held):
                 self._cancelling.add(stage)
-                with contextlib.suppress(ProtocolError, OSError):  # lost, too: the owner is notified
-                    self._links[stage].send(CancelPending(stage))
+                self.out.append(SendCancelPending(stage))
 
     def _on_pending_cancelled(self, message: PendingCancelled) -> None:
         """Take back the posted steps that a stage has not begun, and those after them."""
@@ -564,40 +577,39 @@ class Pipeline:
         for entry in [entry for entry in self._at_stage[stage] if stage and stage not in entry.sent_to]:
             if not self._send(entry, stage):  # its rows came meanwhile
                 return
-        self._start()
-        self.on_steps_returned()
+        self.send_known_steps()
+        self.outcomes.append(StepsReturned())
 
-    def rebuild(self, stage: int, step: Step, link: StageLink) -> None:
-        """Send a step to the new daemon of a lost stage alone; ``on_rebuilt`` is called when it is answered."""
-        self._rebuilding[stage, step.step_id] = (link, self._clock())
-        link.send(encode(step, request_id=step.step_id, flags=stage))
+    def rebuild(self, stage: int, step: Step, daemon: int) -> None:
+        """Send a step to the new daemon of a lost stage alone, and report when it is answered."""
+        self._rebuilding[stage, step.step_id] = (daemon, self.now)
+        self.out.append(SendFrame(stage, step.step_id, encode(step, request_id=step.step_id, flags=stage)))
 
-    def restore(self, links: Mapping[int, StageLink], steps: Mapping[int, Step], *, operated: bool = True) -> None:
-        """Send the waiting steps to the daemons behind ``links``, which run the lost stages now.
+    def restore(self, daemons: Mapping[int, int], steps: Mapping[int, Step], *, operated: bool = True) -> None:
+        """Send the waiting steps to the ``daemons`` that run the lost stages now.
 
         ``steps``: what to send in place of steps in flight, by id.  ``operated``: the new daemons got all operations
-        of these already.  A dead link is lost again.
+        of these already.
         """
         restored, self.lost = self.lost, set()
         self._rebuilding.clear()
-        for stage, link in links.items():
-            self._links[stage] = link
+        for stage, daemon in daemons.items():
+            self._daemons[stage] = daemon
         for entry in self.in_flight:  # also those that wait for tokens
             entry.step = steps.get(entry.step.step_id, entry.step)
             entry.done |= restored if operated else set()
-            entry.frames.clear()
         for entry in [entry for stage in sorted(restored) for entry in self._at_stage[stage]]:
-            entry.sent_at = self._clock()
+            entry.sent_at = self.now
             if entry.stage and not self._send(entry, entry.stage):
                 return
-        self._start()
+        self.send_known_steps()
 
     def _receive_rebuilt(self, result: StepResult) -> None:
         """Take the answer to a step that rebuilds a stage; drop other answers, to steps sent before the loss."""
         place = (result.stage, result.step_id)
         if place in self._rebuilding:
-            self._answered_at[id(self._rebuilding.pop(place)[0])] = self._clock()
-            self.on_rebuilt(result.stage)
+            self._answered_at[self._rebuilding.pop(place)[0]] = self.now
+            self.outcomes.append(StageRebuilt(result.stage))
 
     def _may_post(self, entry: PipelineStep, stage: int) -> bool:
         """Return whether a step may be posted to a stage, which requires that all earlier steps were sent to it."""
@@ -619,16 +631,13 @@ class Pipeline:
             entry.posted.add(stage)
         if step.upkeep and entry.draft is not self.drafts.attached:  # it has none of the sequences, or is gone
             entry.step = step = replace(step, upkeep=False)
-            entry.frames.clear()
         self._held[stage].append(entry)
         try:
-            self._links[stage].send(entry.frames.pop(stage, b"") or entry.frame(stage, posted=posted))
+            frame = entry.frame(stage, posted=posted)
         except LocalProtocolError as error:  # the step is no message: no later one would be right either
             self.fail(stage, "protocol_error", f"step {step.step_id} cannot be sent: {error}")
             return False
-        except (ProtocolError, OSError) as error:
-            self._dead_link(stage, f"step {step.step_id} could not be sent to stage {stage}: {error}")
-            return False
+        self.out.append(SendFrame(stage, step.step_id, frame))
         together = entry.draft is not None and entry.draft.with_output and not step.upkeep
         if stage + 1 == self.n_stages and together:
             self.drafts.send(entry)
@@ -637,7 +646,3 @@ class Pipeline:
     def _is_held(self, step_id: int) -> bool:
         """Return whether the output stage has yet to answer a step, so that drafts after it have not begun."""
         return any(entry.step.step_id == step_id for entry in self._held[-1])
-
-    def _dead_link(self, stage: int, text: str) -> None:
-        if not self.on_dead_link(PipelineFailure(stage, "shard_lost", text)):
-            self.fail(stage, "shard_lost", text)

@@ -7,35 +7,26 @@ Invariant: a replay is the rebuild that ``StageRecovery.restore`` would begin, o
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import FileIO
-from typing import Final, Literal, get_args
+from typing import Final
 
 from msgspec.structs import replace
 
-from lucevisor.engine.journal import Journal
-from lucevisor.engine.pipeline import Pipeline, StageLink
+from lucevisor.engine.events import PAUSE_REASONS, PauseReason
+from lucevisor.engine.journal import Journal, RowCopy
+from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.rebuild import FIRST_STEP, CannotRebuild, Rebuilder, RebuildPlan, RebuildStep, WaitingSteps
 from lucevisor.engine.scheduler import Scheduler
-from lucevisor.engine.sequence import LiveSequence, RequestRecord
-from lucevisor.engine.step import ScheduledSequence, StepPlan, mask_jobs
-from lucevisor.errors import LucevisorError
+from lucevisor.engine.sequence import RequestRecord
+from lucevisor.engine.step import ScheduledSequence, ScheduledStep, StepPlan, mask_jobs
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
-from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.loading import StageReplay
 from lucevisor.protocol.steps import Operation, Step
-
-PauseReason = Literal["loss", "restart", "reload"]
-"""Reason of a pause: a daemon was lost, an operator restarted it, or moved layers to other daemons."""
-
-PAUSE_REASONS: tuple[PauseReason, ...] = get_args(PauseReason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +65,6 @@ class Recovery:
 
     def __init__(self, hold_s: float, max_losses: int) -> None:
         self.hold_s, self._max_losses = hold_s, max_losses
-        self.changed = asyncio.Event()  # set when a hold begins or ends
         self.since: float | None = None  # the present hold's begin
         self._reason: PauseReason = "loss"
         self._n_begun = 0  # losses and restarts
@@ -90,7 +80,6 @@ class Recovery:
         self._n_begun += 1
         if self.hold_s > 0 and self.since is None:
             self.since, self._reason = now, reason
-            self.changed.set()
 
     def end_hold(self, now: float) -> None:
         """End the hold: there is a pipeline again.  Does nothing without a hold."""
@@ -104,9 +93,7 @@ class Recovery:
 
     def give_up(self) -> None:
         """Stop holding requests.  Does nothing without a hold."""
-        if self.since is not None:
-            self.since = None
-            self.changed.set()
+        self.since = None
 
     def survives(self, record: RequestRecord) -> bool:
         """Count the last loss or restart under a running request, once; return whether it is held."""
@@ -150,13 +137,11 @@ MAX_REPLAY_TOKENS: Final = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
-class StateReplay:
-    """The steps of each lost stage, and the ``file`` of their boundary rows.  Rows are still being written to it; it is
-    sealed after the last one.
-    """
+class ReplayPlan:
+    """The steps of each lost stage, and where the journal has their boundary rows."""
 
     stages: Sequence[StageReplay]
-    file: FileIO
+    rows: Sequence[Sequence[RowCopy]]
 
 
 _IN_FLIGHT: Final = 2
@@ -170,14 +155,13 @@ class StageRecovery:
         self._scheduler = scheduler
         self._use(journal)
         self._pipeline: Pipeline | None = None  # while stages of it are lost
-        self._links: dict[int, StageLink] = {}
+        self._daemons: dict[int, int] = {}  # new ones, by lost stage
         self._plans: dict[int, RebuildPlan] = {}  # of the lost stages, as of now
         self._to_send: dict[int, deque[RebuildStep]] = {}
         self._regions: dict[int, deque[int]] = {}  # of the steps that each stage has
         self._steps: dict[int, Step] = {}  # on their way, without what is of no use any more
         self._ended: list[tuple[int, ScheduledSequence]] = []  # slices, by step, that are dropped when these go on
         self._rows: list[tuple[int, RebuildStep]] = []  # by stage: of the steps on their way
-        self._on_end: Callable[[bool], None] = lambda _: None
         self._output_lost = False
         self.opening: Sequence[Operation] | None = None  # of what was frozen; None: steps were planned since
         self.n_frozen = 0  # tokens of it
@@ -200,20 +184,14 @@ class StageRecovery:
         """Tokens that lost stages have computed again, and of how many."""
         return (self.n_done, self.n_tokens) if self._to_send else (0, 0)
 
-    def attach(self, pipeline: Pipeline, proceed: Callable[[], None]) -> None:
-        """File the rows of a new pipeline; call ``proceed`` whenever ``advance`` may do more."""
+    def on_rows(self, step: Step, stage: int) -> None:
+        """File the rows that a stage made of a step."""
+        if self._journal is not None:
+            self._journal.on_stage_answered(step.step_id, stage)
 
-        def answered(step: Step, stage: int) -> None:
-            if self._journal is not None:
-                self._journal.on_stage_answered(step.step_id, stage)
-            if self.active:
-                proceed()
-
-        def rebuilt(stage: int) -> None:
-            self._regions[stage].popleft()
-            proceed()
-
-        pipeline.on_rows, pipeline.on_rebuilt, pipeline.on_steps_returned = answered, rebuilt, proceed
+    def on_stage_rebuilt(self, stage: int) -> None:
+        """Record that a stage has answered a step that rebuilds it."""
+        self._regions[stage].popleft()
 
     def detach(self) -> None:
         """Drop the pipeline and the state of its shards."""
@@ -238,11 +216,12 @@ class StageRecovery:
         """
         self.opening, self.n_frozen = [*opening], n_tokens
 
-    def on_step_planned(self, plan: StepPlan, live_sequences: Mapping[int, LiveSequence]) -> None:
+    def on_step_planned(self, plan: StepPlan, scheduled: ScheduledStep | None = None) -> None:
+        """Record a step that was sent, and the sequences of its slices."""
         if plan.step.slices or not self.active:  # else it waits for the lost stages
             self.opening = None
         if self._journal is not None:
-            self._journal.on_step_planned(plan.step, live_sequences)
+            self._journal.on_step_planned(plan.step, {} if scheduled is None else scheduled.live_sequences)
 
     def on_step_finished(self, step_id: int) -> None:
         """Record a step that the last stage has answered."""
@@ -260,9 +239,9 @@ class StageRecovery:
         if self.opening is None and (self._journal is None or len(lost) == pipeline.n_stages):
             return False
         self._pipeline = pipeline
-        self._links.clear()
+        self._daemons.clear()
         self._forget_plans()
-        pipeline.lose(lost)  # which may deliver results, and those ask for the next step of the rebuild
+        pipeline.lose(lost)
         return True
 
     def prepare(self, stages: Collection[int], now: float) -> dict[int, RebuildPlan] | None:
@@ -279,49 +258,36 @@ class StageRecovery:
             pipeline = self._pipeline
             if not self._settle(pipeline, now):
                 return None
-            if self._pipeline is not pipeline:  # a link was dead
-                raise CannotRebuild("the pipeline is gone")
             self._begin(pipeline)
         return {stage: self._plans[stage] for stage in stages}
 
-    def make_replay(self, plans: Mapping[int, RebuildPlan]) -> StateReplay | None:
-        """Return the steps of ``prepare``, by stage; None if they are too many, or there is no room for their rows."""
+    def replay(self, plans: Mapping[int, RebuildPlan]) -> ReplayPlan | None:
+        """Return the steps of ``prepare``, by stage; None if they are too many."""
         if self._journal is None or not 0 < sum(plan.n_tokens for plan in plans.values()) <= MAX_REPLAY_TOKENS:
             return None
         replays, n_rows = [], 0
         for stage, plan in plans.items():
             replays.append(StageReplay(stage, [step.step for step in plan.steps], n_rows))
             n_rows += sum(copy.n for step in plan.steps for copy in step.rows)
-        try:
-            return StateReplay(replays, self._journal.gather([s.rows for plan in plans.values() for s in plan.steps]))
-        except LucevisorError:
-            return None
+        return ReplayPlan(replays, [step.rows for plan in plans.values() for step in plan.steps])
 
-    def restore(
-        self,
-        links: Mapping[int, StageLink],
-        on_end: Callable[[bool], None],
-        *,
-        restored: bool,
-        replayed: Collection[int] = (),
-    ) -> bool:
-        """Rebuild the lost stages in daemons that hold no sequences.
+    def restore(self, daemons: Mapping[int, int], *, restored: bool, replayed: Collection[int] = ()) -> None:
+        """Rebuild the lost stages in ``daemons``, by stage, which hold no sequences.
 
         ``restored``: they have all bytes that were frozen.  ``replayed``: stages whose daemons have computed what
-        ``prepare`` returned.  ``on_end`` is called with whether that worked.  Returns False if none is lost.
+        ``prepare`` returned.
         """
-        self._links, self._on_end, self.restored = dict(links), on_end, restored
+        self._daemons, self.restored = dict(daemons), restored
         for stage in replayed if self.active else ():
             self._to_send[stage].clear()
             self.n_done += self._plans[stage].n_tokens
-        return self.active
 
     def advance(self, now: float) -> bool:
         """Do what is possible; return whether the pipeline is whole now.
 
         Raises CannotRebuild.
         """
-        if self._pipeline is None or not self._links:
+        if self._pipeline is None or not self._daemons:
             return False
         if not self._to_send:
             if not self._settle(self._pipeline, now):
@@ -345,11 +311,6 @@ class StageRecovery:
         jobs = {scheduled.step_id: mask_jobs(scheduled.parts.values()) for scheduled in self._scheduler.in_flight}
         return [StepPlan(step, (), jobs[step_id]) for step_id, step in self._steps.items() if jobs[step_id]]
 
-    def report_end(self, *, rebuilt: bool) -> None:
-        """Call the owner's ``on_end``."""
-        on_end, self._on_end = self._on_end, lambda _: None
-        on_end(rebuilt)
-
     # ---- inside
 
     def _use(self, journal: Journal | None) -> None:
@@ -358,7 +319,7 @@ class StageRecovery:
     def _settle(self, pipeline: Pipeline, now: float) -> bool:
         """Send what waits for a step; return whether all steps on their way wait for lost stages."""
         while pipeline.settled and (plan := self._scheduler.flush_step(now)) is not None:
-            self.on_step_planned(plan, {})
+            self.on_step_planned(plan)
             pipeline.submit(plan.step, opening=plan.opening)
         return pipeline.settled
 
@@ -475,8 +436,7 @@ class StageRecovery:
         if rebuild_step.rows and self._journal is not None:
             self._journal.place(stage - 1, rebuild_step.step, rebuild_step.rows)
         self._regions[stage].append(rebuild_step.step.region)
-        with contextlib.suppress(ProtocolError, OSError):  # lost again: the owner is notified
-            pipeline.rebuild(stage, rebuild_step.step, self._links[stage])
+        pipeline.rebuild(stage, rebuild_step.step, self._daemons[stage])
         self.n_done += sum(len(slice_.tokens) for slice_ in rebuild_step.step.slices)
 
     def _finish(self, pipeline: Pipeline) -> None:
@@ -487,7 +447,7 @@ class StageRecovery:
         self._pipeline = self.opening = None  # what waited is done now, by other stages than the lost ones, too
         self._ended.clear()
         self._forget_plans()
-        pipeline.restore(self._links, self._steps, operated=not self.restored)
+        pipeline.restore(self._daemons, self._steps, operated=not self.restored)
 
 
 def _reaches(tokens: TokenBuffer, n_tokens: int, part: ScheduledSequence) -> bool:

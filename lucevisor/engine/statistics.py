@@ -65,7 +65,8 @@ class StageTotals:
 
 @dataclass(slots=True)
 class BoundaryTotals:
-    """Hand-overs from stage i to i + 1 since the start: from the answer of i until the step was sent to i + 1."""
+    """Hand-overs from stage i to i + 1 since the start.  ``n_hops``: of posted steps, whose ``seconds`` count from the
+    doorbell of their rows until stage i + 1 took them."""
 
     n_hops: int = 0
     n_tokens: int = 0
@@ -97,11 +98,11 @@ class StepTotals:
             totals.n_steps += 1
             totals.compute_s += answer.compute_s
             totals.wait_s += answer.wait_s
-        for answer, seconds in zip(result.results, result.hops_s, strict=False):
-            boundary = self.boundaries[answer.stage]
-            boundary.n_hops += 1
+        for answer in result.results[1:]:
+            boundary = self.boundaries[answer.stage - 1]
+            boundary.n_hops += answer.hop_s > 0
             boundary.n_tokens += result.step.n_tokens
-            boundary.seconds += seconds
+            boundary.seconds += answer.hop_s
 
 
 @dataclass(frozen=True, slots=True)

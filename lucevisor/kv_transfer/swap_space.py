@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from lucevisor.engine.core import Engine
 from lucevisor.engine.sequence import RequestRecord, SwappedPrefix
+from lucevisor.engine.shell import Engine
 from lucevisor.kv.prefix_cache import Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv_transfer.host_memory import HostMemory, HostMemoryShort

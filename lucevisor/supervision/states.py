@@ -1,12 +1,11 @@
 """The states of a backend group and the only moves between them.
 
 Invariant: a move that `TRANSITIONS` does not list never happens; the
-diagram of docs/states.md is printed from the same table (`python -m lucevisor.supervision.states --diagram`).
+diagram of docs/states.md is printed from the same table (`python -m lucevisor.app.states_page`).
 """
 
 from __future__ import annotations
 
-import sys
 from enum import StrEnum
 
 
@@ -69,43 +68,3 @@ TRANSITIONS: dict[State, dict[State, str]] = {
         State.STOPPED: "stop requested",
     },
 }
-
-
-def diagram() -> str:
-    lines = ["stateDiagram-v2", "    [*] --> STOPPED"]
-    for source, targets in TRANSITIONS.items():
-        lines += [
-            f"    {source.name} --> {target.name}: {cause.replace(';', ',')}" for target, cause in targets.items()
-        ]
-    return "\n".join(lines)
-
-
-def page() -> str:
-    rows = [
-        f"| {source.name} | {target.name} | {cause} |"
-        for source, targets in TRANSITIONS.items()
-        for target, cause in targets.items()
-    ]
-    return "\n".join(
-        [
-            "# States of a backend group",
-            "",
-            "Printed from the transition table by `python -m lucevisor.supervision.states --diagram > docs/states.md`;",
-            "a test checks that it is current.",
-            "",
-            "```mermaid",
-            diagram(),
-            "```",
-            "",
-            "| from | to | when |",
-            "|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] != ["--diagram"]:
-        sys.exit("usage: python -m lucevisor.supervision.states --diagram")
-    sys.stdout.write(page())

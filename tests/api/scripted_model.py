@@ -16,10 +16,9 @@ from pathlib import Path
 
 from lucevisor.api.app_context import AppContext, ModelCard, NotReadyPart
 from lucevisor.api.preprocessing import Preprocessor
-from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.request import RequestError
+from lucevisor.engine.shell import Engine, EngineSettings
 from lucevisor.model.gguf_files import open_model, part_paths
 from lucevisor.model.values import Space
 from lucevisor.protocol.connection import Connection
@@ -114,7 +113,7 @@ class ScriptedStage:
         self.script: Script = say("Hello!")
         self.step_s = 0.0
         self.held = False
-        self.pipeline: Pipeline | None = None
+        self.engine: Engine | None = None
         self.sequences: dict[int, Seen] = {}
         self.opened: list[Seen] = []
         self._waiting: list[Step] = []
@@ -141,9 +140,9 @@ class ScriptedStage:
             self._answer_one()
 
     def _answer_one(self) -> None:
-        if self.held or not self._waiting or self.pipeline is None:
+        if self.held or not self._waiting or self.engine is None:
             return
-        self.pipeline.receive(self._run(self._waiting.pop(0)))
+        self.engine.receive(self._run(self._waiting.pop(0)))
 
     def _run(self, step: Step) -> StepResult:
         for operation in step.operations:
@@ -221,12 +220,12 @@ class Rig:
     def attach(self) -> None:
         """Bring the pipeline up."""
         self.stage.clear()
-        self.stage.pipeline = Pipeline([self.stage], self.engine.on_result, self.engine.on_failed)
-        self.engine.attach(self.stage.pipeline)
+        self.stage.engine = self.engine
+        self.engine.attach([self.stage])
 
     def lose(self) -> None:
         """A shard dies."""
-        self.stage.pipeline = None
+        self.stage.engine = None
         self.engine.detach(LOST)
 
     @property

@@ -17,8 +17,8 @@ from lucevisor.api.app_context import ApiSettings
 from lucevisor.api.errors import ApiError
 from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.config import ApiKey
-from lucevisor.engine.core import Engine
 from lucevisor.engine.request import GenerationRequest
+from lucevisor.engine.shell import Engine
 from tests.api.scripted_model import MODEL, Rig
 
 CHAT = "/v1/chat/completions"

@@ -105,7 +105,7 @@ async def test_metrics_count_what_happened(client):
 
 
 async def test_metrics_of_drafts(client):
-    drafts = client.rig.engine.scheduler.drafting.statistics
+    drafts = client.rig.engine.core.scheduler.drafting.statistics
     drafts.drafted([StepShare("fresh", 4, 4)], [3], 0.5)
     drafts.drafted([StepShare("restored", 1, 0)], [0], 0.25)
     drafts.stepped([StepShare("fresh", 4, 4)], 2.0)

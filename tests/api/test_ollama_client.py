@@ -45,7 +45,8 @@ def test_chat(server, client):
     assert answer.eval_count == 3
     assert answer.prompt_eval_count
     assert answer.total_duration == answer.load_duration + answer.prompt_eval_duration + answer.eval_duration
-    assert min(answer.load_duration, answer.prompt_eval_duration, answer.eval_duration) > 0
+    assert answer.load_duration >= 0  # started at once
+    assert min(answer.prompt_eval_duration, answer.eval_duration) > 0
     assert "Hi" in prompt_of(server)
 
 

@@ -125,7 +125,7 @@ class TestLostShard:
 class TestHeld:
     async def test_a_stream_gets_comments_and_goes_on(self, start):
         client = await start(Rig(settings=ApiSettings(keepalive_s=0.05)))
-        client.rig.engine.recovery.hold_s = 60.0
+        client.rig.engine.core.recovery.hold_s = 60.0
         endless(client.rig)
         async with client.session.post(client.url + CHAT, json={**BODY, "stream": True}) as response:
             await response.content.readuntil(b"word")
@@ -141,7 +141,7 @@ class TestHeld:
         assert 'lucevisor_recovered_sequences_total{model="scripted/demo"} 1.0' in metrics
 
     async def test_one_that_has_not_begun_may_still_get_a_503(self, client):
-        client.rig.engine.recovery.hold_s = 60.0
+        client.rig.engine.core.recovery.hold_s = 60.0
         client.rig.lose()
         asked = asyncio.create_task(client.chat(stream=True))
         await until(lambda: client.rig.engine.statistics().recovery.held == 1)

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lucevisor.deployment.assembly import PipelineAssembly
-from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.pipeline import PipelineFailure
-from lucevisor.engine.recovery import StateReplay
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, RequestHandle, TokenEvent
+from lucevisor.engine.shell import Engine, EngineSettings, StateReplay
 from lucevisor.kv_transfer.transfers import KvTransfer
 from lucevisor.model.values import LayerRange
 from lucevisor.protocol.errors import LinkClosed
@@ -121,7 +120,7 @@ class Groups:
                 max_losses=1000,
                 rows=self.rows,
                 journal_pages=journal_pages,
-                on_pipeline_failed=self.failures.append,
+                on_pipeline_failed=self._pipeline_failed,
                 on_drafter_lost=self._drafter_lost,
                 validate=True,
                 clock=clock or Ticks(),
@@ -135,6 +134,10 @@ class Groups:
 
     def _changed(self) -> None:
         self.changes += 1
+
+    def _pipeline_failed(self, failure: PipelineFailure) -> None:
+        self.failures.append(failure)
+        self.assembly.pipeline_failed()
 
     def _drafter_lost(self, failure: PipelineFailure) -> None:
         """What a deployment does."""

@@ -13,7 +13,7 @@ import pytest
 
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.deployment.replacement import ReplacementState
-from lucevisor.engine.recovery import StateReplay
+from lucevisor.engine.shell import StateReplay
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.loading import Load, PoolSizes, StageReplay
 

@@ -20,7 +20,9 @@ from lucevisor.app.model_files import open_model
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Observer, Service
+from lucevisor.engine.replay import replay
 from lucevisor.engine.request import FinishedEvent, NotReady
+from lucevisor.engine.shell import Engine
 from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams
 from lucevisor.supervision.policy import SupervisionLimits
 from tests.combinations import slow
@@ -40,6 +42,10 @@ PLAIN = Case(CASES["qwen35-random"].model, "off")
 """Without drafts, and with spares."""
 
 
+def record(engine: Engine) -> None:
+    engine.record()
+
+
 @contextlib.asynccontextmanager
 async def serving(
     case: Case, tmp_path: Path, n_groups: int, place: str = "tail", transport: str = "shared_memory", **limits: float
@@ -50,7 +56,7 @@ async def serving(
     overrides += [f"groups.{name}.transport={transport}" for name in load(path, overrides).groups]
     config = load(path, overrides)
     brisk = SupervisionLimits(backoff_min_s=0.02, backoff_max_s=0.02, spare_delay_s=0.02, **limits)  # type: ignore[arg-type]
-    service = Service(config, [open_model(config)], tmp_path, Observer(), limits=brisk)
+    service = Service(config, open_model(config), tmp_path, Observer(), on_engine=record, limits=brisk)
     try:
         await service.start()
         assert await service.wait_ready(60.0), service.reason()
@@ -148,6 +154,8 @@ async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, 
         assert now.recovery.n_sequences >= 1
         assert now.recovery.n_rebuilt > now.recovery.n_tokens  # nearly always by the lost stages alone
         assert now.running == now.queued == 0
+        assert service.only.engine.recording is not None
+        replay(service.only.engine.recording, service.only.engine.recording.new_core())
 
 
 GEMMA = Case(CASES["gemma4_e2b-random"].model, "off")

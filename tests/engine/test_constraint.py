@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from lucevisor.engine.constraint import MAX_MASK_BYTES, MadeMasks, MaskJob, MinTokens, make_masks, within_masks
 from lucevisor.engine.masking import MaskMaker
-from lucevisor.engine.request import FinishedEvent, RequestError, TokenEvent
-from lucevisor.engine.step import ScheduledSlice, StepPlan
+from lucevisor.engine.request import FinishedEvent, TokenEvent
+from lucevisor.engine.step import ScheduledSlice
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
-from lucevisor.protocol.steps import Step
 from tests.engine.toy_engine import ToyEngine, attached, events_of, limits, request, told
 from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint
 
@@ -102,7 +101,7 @@ async def test_drafts_that_the_grammar_forbids_are_not_verified(wrong: int) -> N
         engine.texts[one.sampling.seed] = [*one.prompt, *engine.alone(one)]
     engine.attach()
     engine.attach_drafter(with_output=True, wrong=wrong)
-    drafting = engine.engine.scheduler.drafting
+    drafting = engine.engine.core.scheduler.drafting
     with_drafts, num_real_drafts = drafting.with_drafts, 0
 
     def checked(decodes: Sequence[ScheduledSlice]) -> list[ScheduledSlice]:
@@ -143,25 +142,20 @@ def test_masks_of_a_step_are_bounded_by_shorter_drafts(slices: list[tuple[int, b
 
 
 class _Recorded:
-    """The pipeline's part that masks go to."""
+    """What becomes of masks."""
 
-    n_stages = 3
-
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self) -> None:
         self.made: list[MadeMasks] = []
-        self.failed: list[tuple[int, str, str]] = []
+        self.failed: list[str] = []
         self.came = asyncio.Event()
-        self._error = error
 
-    def send_masks(self, made: MadeMasks) -> None:
+    def on_made(self, _step_id: int, made: MadeMasks) -> None:
         assert threading.current_thread() is threading.main_thread()
-        if self._error is not None:
-            raise self._error
         self.made.append(made)
         self.came.set()
 
-    def fail(self, stage: int, code: str, message: str) -> None:
-        self.failed.append((stage, code, message))
+    def on_failed(self, _step_id: int, why: str) -> None:
+        self.failed.append(why)
         self.came.set()
 
 
@@ -170,31 +164,36 @@ def jobs_of(constraints: Sequence[ToyConstraint]) -> list[MaskJob]:
 
 
 async def test_threads_make_the_same_masks_in_the_order_of_the_slices() -> None:
-    errors: list[tuple[str, RequestError]] = []
-    maker, pipeline = MaskMaker(lambda name, error: errors.append((name, error))), _Recorded()
+    recorded = _Recorded()
+    maker = MaskMaker(recorded.on_made, recorded.on_failed)
     constraints = [ToyConstraint(i, fails_at=0 if i == 7 else -1) for i in range(23)]
-    maker.make_masks(StepPlan(Step(5, 0), (), jobs_of(constraints)), pipeline)  # type: ignore[arg-type]
-    await asyncio.wait_for(pipeline.came.wait(), 10)
+    maker.make_masks(5, jobs_of(constraints))
+    await asyncio.wait_for(recorded.came.wait(), 10)
     expected = make_masks(5, jobs_of([ToyConstraint(i, fails_at=0 if i == 7 else -1) for i in range(23)]))
-    [made] = pipeline.made
-    assert (made.message, made.payload) == (expected.message, expected.payload)
-    assert [name for name, _ in errors] == ["r7"]
+    assert recorded.made == [expected]
+    assert [name for name, _ in expected.failures] == ["r7"]
     assert set(expected.payload[7]) == {0xFF}
     maker.close()
 
 
 @pytest.mark.parametrize("threaded", [True, False])
-async def test_masks_that_cannot_be_sent_fail_the_pipeline_at_once(threaded: bool) -> None:
-    maker, pipeline = MaskMaker(lambda *_: None, threaded=threaded), _Recorded(MemoryError("no room"))
-    maker.make_masks(StepPlan(Step(5, 0), (), jobs_of([ToyConstraint(0)])), pipeline)  # type: ignore[arg-type]
-    await asyncio.wait_for(pipeline.came.wait(), 10)
-    assert pipeline.failed == [(2, "protocol_error", "the masks of step 5 cannot be made: MemoryError: no room")]
+async def test_masks_that_cannot_be_made_are_reported_at_once(threaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object) -> MadeMasks:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("lucevisor.engine.masking.make_masks", no_room)
+    recorded = _Recorded()
+    maker = MaskMaker(recorded.on_made, recorded.on_failed, threaded=threaded)
+    maker.make_masks(5, jobs_of([ToyConstraint(0)]))
+    await asyncio.wait_for(recorded.came.wait(), 10)
+    assert recorded.failed == ["the masks of step 5 cannot be made: MemoryError: no room"]
     maker.close()
 
 
 @pytest.mark.usefixtures("no_thread_begins")
 async def test_where_no_thread_begins_masks_are_made_on_the_event_loop() -> None:
-    maker, pipeline = MaskMaker(lambda *_: None), _Recorded()
-    maker.make_masks(StepPlan(Step(5, 0), (), jobs_of([ToyConstraint(0)])), pipeline)  # type: ignore[arg-type]
-    assert pipeline.made == [make_masks(5, jobs_of([ToyConstraint(0)]))]
+    recorded = _Recorded()
+    maker = MaskMaker(recorded.on_made, recorded.on_failed)
+    maker.make_masks(5, jobs_of([ToyConstraint(0)]))
+    assert recorded.made == [make_masks(5, jobs_of([ToyConstraint(0)]))]
     maker.close()

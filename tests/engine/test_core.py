@@ -122,7 +122,7 @@ async def test_a_wrong_result_of_the_last_stage_ends_the_pipeline() -> None:
     handle = toy.engine.submit(request("a"))
     toy.work(0)
     assert toy.pipeline is not None
-    toy.pipeline.receive(StepResult(1, 1, []))  # the step asked for a token
+    toy.engine.receive(StepResult(1, 1, []))  # the step asked for a token
     assert [f.code for f in toy.failures] == ["protocol_error"]
     assert "stage 1" in toy.failures[0].message
     assert (await events_of(handle))[-1].error.code == "protocol_error"  # type: ignore[union-attr]
@@ -250,7 +250,7 @@ async def test_rows_that_do_not_come_are_an_error_with_the_reason() -> None:
     await asyncio.sleep(0)
     assert toy.pipeline is not None
     result, _ = toy.daemons[0].run_one()
-    toy.pipeline.receive(StepResult(result.step_id, 0, result.sampled))
+    toy.engine.receive(StepResult(result.step_id, 0, result.sampled))
     with pytest.raises(RowsMissing, match="stage 0 sent no logits"):
         await running
 
@@ -259,7 +259,7 @@ async def test_logits_that_are_no_numbers_end_their_request_alone_and_name_the_s
     toy = attached(limits(), n_stages=2)
     bad, good = (toy.engine.submit(request(name, n=6)) for name in ("bad", "good"))
     assert toy.pipeline is not None
-    receive, drawn = toy.pipeline.receive, list[int]()
+    receive, drawn = toy.engine.receive, list[int]()
 
     def spoil(result: StepResult | PendingCancelled, payload: memoryview = NO_PAYLOAD) -> None:
         if isinstance(result, StepResult) and result.stage == 1 and any(one.sequence == 0 for one in result.sampled):
@@ -267,7 +267,7 @@ async def test_logits_that_are_no_numbers_end_their_request_alone_and_name_the_s
             result = structs.replace(result, invalid=[0]) if len(drawn) == 3 else result
         receive(result, payload)
 
-    toy.pipeline.receive = spoil  # type: ignore[method-assign]
+    toy.engine.receive = spoil  # type: ignore[method-assign]
     toy.run()
     tokens, end = told(await events_of(bad))
     assert end.error is not None
@@ -392,9 +392,12 @@ def test_a_rate_is_never_more_than_what_happened(events: list[tuple[float, int]]
 def test_totals_add_up_by_stage_and_boundary() -> None:
     totals = StepTotals()
     for step_id in (1, 2):
-        results = tuple(StepResult(step_id, stage, compute_s=0.5 + stage, wait_s=0.25) for stage in range(2))
+        hop_s = 0.125 * (step_id - 1)  # the first one was not posted
+        results = tuple(
+            StepResult(step_id, stage, compute_s=0.5 + stage, wait_s=0.25, hop_s=stage * hop_s) for stage in range(2)
+        )
         step = Step(step_id, 0, [], [Slice(0, 0, [1, 2, 3], True)])
-        totals.add(PipelineResult(step, results, (memoryview(b""),) * 2, (0.125,), 4.0))
+        totals.add(PipelineResult(step, results, (memoryview(b""),) * 2, 4.0))
     assert (totals.n_steps, totals.n_tokens, totals.seconds) == (2, 6, 8.0)
     assert totals.stages == [StageTotals(2, 1.0, 0.5), StageTotals(2, 3.0, 0.5)]
-    assert totals.boundaries == [BoundaryTotals(2, 6, 0.25)]
+    assert totals.boundaries == [BoundaryTotals(1, 6, 0.125)]

@@ -354,11 +354,11 @@ def test_a_flush_waits_for_the_drafter() -> None:
         await asyncio.sleep(0)
         target, drafter = toy.daemons
         assert toy.pipeline is not None
-        toy.pipeline.receive(*target.run_one())
+        toy.engine.receive(*target.run_one())
         await asyncio.sleep(0)
-        assert toy.engine.scheduler.last_applied == 1
+        assert toy.engine.core.scheduler.last_applied == 1
         assert not synchronized.done()
-        toy.pipeline.receive(*drafter.run_one())
+        toy.engine.receive(*drafter.run_one())
         assert await synchronized
         toy.run()
 
@@ -497,17 +497,15 @@ class ScriptedBench(ToyEngine):
 
     def target(self) -> None:
         """Let the target execute its oldest step."""
-        assert self.pipeline is not None
-        self.pipeline.receive(*self.daemons[0].run_one())
+        self.engine.receive(*self.daemons[0].run_one())
 
     def draft(self) -> None:
         """Let the drafter execute its oldest step."""
-        assert self.pipeline is not None
-        self.pipeline.receive(*self.daemons[1].run_one())
+        self.engine.receive(*self.daemons[1].run_one())
 
     @property
     def live(self) -> LiveSequence:
-        [record] = self.engine.scheduler.running
+        [record] = self.engine.core.scheduler.running
         assert record.live is not None
         return record.live
 

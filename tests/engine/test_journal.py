@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from lucevisor.engine.journal import Journal, make_journal, pages_between
+from lucevisor.engine.journal import (
+    CopyRows,
+    FileRows,
+    Journal,
+    PlaceRows,
+    RowInstruction,
+    make_journal,
+    pages_between,
+)
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import PageTable
@@ -18,7 +26,8 @@ class Bench:
     def __init__(self, n_blocks: int, n_pages: int = 8) -> None:
         self.pools = PagePools({Space.FULL}, PoolSizes(n_pages, 0, 0))
         self.rows = ToyRows()
-        self.journal = Journal(self.rows, self.pools[Space.FULL], n_blocks)
+        self.out: list[RowInstruction] = []
+        self.journal = Journal(self.out, self.rows.has_rows, self.pools[Space.FULL], n_blocks)
         self.n_steps = 0
 
     def sequence(self, n_tokens: int) -> LiveSequence:
@@ -36,12 +45,25 @@ class Bench:
             self.rows.regions[0, 0] = (self.n_steps, values)
         self.journal.on_stage_answered(self.n_steps, 0)
         self.journal.on_step_finished(self.n_steps)
+        self.carry_out()
+
+    def carry_out(self) -> None:
+        for instruction in self.out:
+            match instruction:
+                case FileRows(boundary, region, copies):
+                    self.rows.file(boundary, region, copies)
+                case PlaceRows(boundary, step, copies):
+                    self.rows.place(boundary, step, copies)
+                case CopyRows(source, target, n_rows):
+                    self.rows.copy(source, target, n_rows)
+        self.out.clear()
 
     def read(self, live: LiveSequence, start: int, stop: int) -> list[int] | None:
         copies = self.journal.find_rows(0, pages_between(live, start, stop), start, stop)
         if copies is None:
             return None
         self.journal.place(0, Step(0, 1), copies)
+        self.carry_out()
         return self.rows.regions[0, 1][1]
 
 
@@ -119,6 +141,7 @@ def test_slices_that_were_taken_out_leave_no_hole() -> None:
     bench.journal.remove_slices(1, {1})
     bench.rows.regions[0, 0] = (1, [2] * 3)
     bench.journal.on_stage_answered(1, 0)
+    bench.carry_out()
     assert bench.read(kept, 0, 3) == [2] * 3
     assert bench.read(gone, 0, 1) is None
 
@@ -126,7 +149,7 @@ def test_slices_that_were_taken_out_leave_no_hole() -> None:
 def test_there_is_no_journal_without_pages_or_memory() -> None:
     recurrent = PagePools({Space.RECURRENT}, PoolSizes(0, 0, 4))
     full = PagePools({Space.FULL}, PoolSizes(4, 0, 0))
-    assert make_journal(ToyRows(), recurrent, 8) is None
-    assert make_journal(None, full, 8) is None
-    assert make_journal(ToyRows(), full, 0) is None
-    assert make_journal(ToyRows(), full, 8) is not None
+    has_rows = ToyRows().has_rows
+    assert make_journal([], has_rows, recurrent, 8) is None
+    assert make_journal([], has_rows, full, 0) is None
+    assert make_journal([], has_rows, full, 8) is not None

@@ -174,7 +174,7 @@ class Play:
         for one in scenario.requests:
             answer = self.toy.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset(), one.constraint)
             self.toy.texts[one.sampling.seed] = [*one.prompt, *answer]
-        scheduled = self.toy.engine.scheduler.drafting
+        scheduled = self.toy.engine.core.scheduler.drafting
         scheduled.speculation = AnyWidth(scenario.limits.speculation.max_drafts, scenario.wrong)
         scheduled._suspension = self.suspension = AnySuspension(scenario.wrong + scenario.n_stages)
         self.waiting = list(scenario.requests)
@@ -202,14 +202,14 @@ class Play:
                 self.toy.lose()
                 self.toy.attach()
                 self.attach()
-            case "attach" if not self.toy.engine.scheduler.drafting.attached:
+            case "attach" if not self.toy.engine.core.scheduler.drafting.attached:
                 self.attach()
             case "detach":
                 self.toy.lose_drafter()
             case "swap":
                 self.toy.lose_drafter()
                 self.attach()
-        validation.check(self.toy.engine.scheduler)
+        validation.check(self.toy.engine.core.scheduler)
         self.check_sharing()
 
     def attach(self) -> None:
@@ -221,7 +221,7 @@ class Play:
 
     def check_sharing(self) -> None:
         """Pages behind what is computed are their sequence's alone."""
-        scheduler = self.toy.engine.scheduler
+        scheduler = self.toy.engine.core.scheduler
         for record in scheduler.running:
             assert record.live is not None
             first = -(-record.live.n_computed // 64)
@@ -286,7 +286,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(scenario: Scenario) -> None
 def test_who_has_drafts_is_verified_before_others_are_twice(scenario: Scenario) -> None:
     """Decoding sequences that are ready are left out by no more steps of decodes than there are micro-batches."""
     play = Play(scenario)
-    scheduler = play.toy.engine.scheduler
+    scheduler = play.toy.engine.core.scheduler
     n_steps, ready_since, longest = 0, {}, 0
     plan_next = scheduler.next_plan
 

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StepInFlight
+from lucevisor.engine.pipeline import Drafted as DraftsMade
+from lucevisor.engine.pipeline import (
+    DrafterDetached,
+    FirstStageDone,
+    Outcome,
+    Pipeline,
+    PipelineFailure,
+    PipelineResult,
+    RowsReady,
+    SendCancelPending,
+    SendFrame,
+    StepInFlight,
+    StepsReturned,
+)
 from lucevisor.protocol.connection import Connection
-from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import POSTED
 from lucevisor.protocol.messages import Role
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import (
     PENDING,
-    CancelPending,
     CloseSequence,
     Drafted,
     DraftStep,
@@ -30,22 +42,15 @@ from lucevisor.protocol.steps import (
 
 
 class Wire:
-    """``sent``: (flags, message) of each frame; ``recalls``; ``error``: raised by whatever is sent."""
+    """``sent``: (flags, message) of each frame; ``recalls``."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, Step | DraftStep]] = []
-        self.recalls: list[CancelPending] = []
-        self.error: Exception | None = None
+        self.recalls: list[SendCancelPending] = []
         self._connection = Connection(Role.DAEMON)
         self._connection.state = LinkState.READY
 
-    def send(self, message: object, /, *, payload: object = ()) -> None:
-        if self.error is not None:
-            raise self.error
-        if isinstance(message, CancelPending):
-            self.recalls.append(message)
-            return
-        assert isinstance(message, bytes)
+    def send(self, message: bytes) -> None:
         self._connection.receive(message)
         for frame in self._connection.events():
             assert isinstance(frame.message, Step | DraftStep)
@@ -64,26 +69,56 @@ class Wire:
 
 
 class Bench:
-    """``homes[s]``: the wire of stage s; one more wire than there are stages may serve a drafter."""
+    """Carries out what the pipeline asks for after each call of ``pipeline``.  ``homes[s]``: the wire of stage s."""
 
     def __init__(self, homes: Sequence[int], *, has_doorbells: bool = False) -> None:
         self.now = 0.0
         self.wires = [Wire() for _ in range(max(homes) + 1)]
+        self.stages = {stage: self.wires[home] for stage, home in enumerate(homes)}  # the draft stage is the last
         self.results: list[PipelineResult] = []
         self.plans: list[Step] = []  # submitted when a step ends, as the engine does
         self.failures: list[PipelineFailure] = []
-        self.pipeline = Pipeline(
-            [self.wires[home] for home in homes],
-            self.on_result,
-            self.failures.append,
-            clock=lambda: self.now,
-            has_doorbells=has_doorbells,
-        )
+        self.outcomes: list[Outcome] = []
+        self.pipeline = DrivenPipeline(self, homes, has_doorbells=has_doorbells)
+
+    def attach_drafter(self, wire: Wire, *, with_output: bool) -> None:
+        if wire not in self.wires:
+            self.wires.append(wire)
+        self.stages[self.pipeline.n_stages] = wire
+        self.pipeline.drafts.attach(self.wires.index(wire), with_output=with_output)
+
+    def replace(self, stage: int, wire: Wire) -> None:
+        """Restore a lost stage on another wire."""
+        self.stages[stage] = wire
+        self.pipeline.restore({stage: 100 + stage}, {})
+
+    def carry_out(self) -> None:
+        pipeline, out = self.pipeline, self.pipeline.out
+        while out or pipeline.outcomes:
+            while out:
+                instruction = out.pop(0)
+                if isinstance(instruction, SendFrame):
+                    self.stages[instruction.stage].send(instruction.frame)
+                elif isinstance(instruction, SendCancelPending):
+                    self.stages[instruction.stage].recalls.append(instruction)
+            if pipeline.outcomes:
+                outcome = pipeline.outcomes.popleft()
+                self.outcomes.append(outcome)
+                if isinstance(outcome, PipelineResult):
+                    self.on_result(outcome)
+                    pipeline.drafts.deliver_drafts()
+                elif isinstance(outcome, PipelineFailure):
+                    self.failures.append(outcome)
+                else:
+                    self.on_outcome(outcome)
 
     def on_result(self, result: PipelineResult) -> None:
         self.results.append(result)
         if self.plans:
             self.pipeline.submit(self.plans.pop(0))
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        """Also note the others."""
 
     def answer(self, step_id: int, *stages: int, hop_s: float = 0.0) -> None:
         for stage in stages:
@@ -92,6 +127,41 @@ class Bench:
     @property
     def done(self) -> list[int]:
         return [result.step.step_id for result in self.results]
+
+
+class DrivenPipeline(Pipeline):
+    """A pipeline whose owner acts right after each call."""
+
+    def __init__(self, bench: Bench, homes: Sequence[int], *, has_doorbells: bool) -> None:
+        super().__init__(homes, [], has_doorbells=has_doorbells)
+        self._bench, self._depth = bench, 0
+
+    def _drive(self, call: Callable[[], None]) -> None:
+        self.now = self._bench.now
+        self._depth += 1
+        try:
+            call()
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            self._depth += 1
+            self._bench.carry_out()
+            self._depth -= 1
+
+    def submit(self, step: Step, **more: Any) -> None:
+        self._drive(lambda: super(DrivenPipeline, self).submit(step, **more))
+
+    def receive(self, *answer: Any) -> None:
+        self._drive(lambda: super(DrivenPipeline, self).receive(*answer))
+
+    def lose(self, stages: Iterable[int]) -> None:
+        self._drive(lambda: super(DrivenPipeline, self).lose(stages))
+
+    def restore(self, *daemons: Any, **more: Any) -> None:
+        self._drive(lambda: super(DrivenPipeline, self).restore(*daemons, **more))
+
+    def fail(self, *failure: Any) -> None:
+        self._drive(lambda: super(DrivenPipeline, self).fail(*failure))
 
 
 def step(step_id: int) -> Step:
@@ -110,7 +180,7 @@ def test_a_step_goes_from_stage_to_stage_and_all_answers_come_out() -> None:
     assert bench.wires[1].sent == [(1, step(9))]
     bench.now = 5.0
     bench.pipeline.receive(results[1], payloads[1])
-    assert bench.results == [PipelineResult(step(9), tuple(results), tuple(payloads), (0.0,), 5.0)]
+    assert bench.results == [PipelineResult(step(9), tuple(results), tuple(payloads), 5.0)]
     assert len(bench.pipeline.in_flight) == 0
 
 
@@ -137,17 +207,6 @@ def test_an_answer_out_of_order_ends_the_pipeline(wrong: StepResult, words: str)
     assert len(bench.pipeline.in_flight) == 0
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError("gone"), LinkClosed("end of file", "link left", "wait")])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_dead_link_ends_the_pipeline_without_an_exception(error: Exception, stage: int) -> None:
-    bench = Bench([0, 1])
-    bench.wires[stage].error = error
-    bench.pipeline.submit(step(1))
-    bench.pipeline.receive(StepResult(1, 0))
-    assert [(f.stage, f.code) for f in bench.failures] == [(stage, "shard_lost")]
-    assert "step 1 could not be sent" in bench.failures[0].message
-
-
 def test_a_failure_is_passed_on_once_with_the_stage_it_is_blamed_on() -> None:
     bench = Bench([0, 1])
     bench.pipeline.submit(step(1))
@@ -158,14 +217,13 @@ def test_a_failure_is_passed_on_once_with_the_stage_it_is_blamed_on() -> None:
 
 
 def test_only_answers_of_the_first_stage_say_that_it_is_free() -> None:
-    bench, free = Bench([0, 1, 2]), []
-    bench.pipeline.on_first_stage_done = lambda: free.append(len(bench.pipeline.in_flight))
+    bench = Bench([0, 1, 2])
     bench.pipeline.submit(step(1), first_stage=1)
     bench.pipeline.receive(StepResult(1, 1))
-    assert free == []
+    assert FirstStageDone() not in bench.outcomes
     bench.pipeline.submit(step(2))
     bench.pipeline.receive(StepResult(2, 0))
-    assert free == [2]
+    assert bench.outcomes.count(FirstStageDone()) == 1
 
 
 def test_the_oldest_step_is_the_one_a_daemon_has_worked_on_for_longest() -> None:
@@ -201,16 +259,6 @@ def test_a_daemon_of_two_stages_is_not_late_while_it_answers_for_the_other() -> 
     assert bench.pipeline.oldest_in_flight(10.0) == StepInFlight(1, 1, 1.0)
 
 
-def test_a_dead_link_does_not_hold_up_steps_that_are_past_it() -> None:
-    bench = Bench([0, 1])
-    bench.pipeline.submit(step(1))
-    bench.pipeline.receive(StepResult(1, 0))
-    bench.wires[0].error = BrokenPipeError("gone")
-    bench.pipeline.receive(StepResult(1, 1))
-    assert [r.step.step_id for r in bench.results] == [1]
-    assert bench.failures == []
-
-
 def test_after_close_neither_answers_nor_failures_are_told() -> None:
     bench = Bench([0, 1])
     bench.pipeline.submit(step(1))
@@ -220,26 +268,6 @@ def test_after_close_neither_answers_nor_failures_are_told() -> None:
     bench.pipeline.fail(0, "protocol_error", "too late")
     bench.pipeline.submit(step(2))
     assert (bench.results, bench.failures, bench.wires[0].ids, bench.wires[1].ids) == ([], [], [(0, 1)], [])
-
-
-def test_who_takes_a_result_may_close_the_pipeline_or_send_the_next_step() -> None:
-    """The engine does both from inside its callback."""
-    bench = Bench([0])
-    taken: list[int] = []
-
-    def take(result: PipelineResult) -> None:
-        taken.append(result.step.step_id)
-        if len(taken) == 1:
-            pipeline.submit(step(3))
-        else:
-            pipeline.close()
-
-    pipeline = Pipeline(bench.wires, take, bench.failures.append)
-    for i in (1, 2):
-        pipeline.submit(step(i))
-    for i in (1, 2, 3):
-        pipeline.receive(StepResult(i, 0))
-    assert (taken, bench.failures, bench.wires[0].ids) == ([1, 2], [], [(0, 1), (0, 2), (0, 3)])
 
 
 # ---- posted steps
@@ -260,14 +288,13 @@ def test_all_stages_get_a_step_at_once_and_later_ones_wait_for_its_rows() -> Non
     bench.answer(1, 0)
     bench.answer(1, 1, hop_s=3e-5)
     bench.answer(1, 2, hop_s=4e-5)
-    assert [result.hops_s for result in bench.results] == [(3e-5, 4e-5)]
+    assert [[answer.hop_s for answer in result.results] for result in bench.results] == [[0.0, 3e-5, 4e-5]]
     assert [len(wire.steps) for wire in bench.wires] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0), (2, 0, 1), (1, 0, 2)])
 def test_an_answer_that_overtakes_that_of_the_stage_before_waits_for_it(order: tuple[int, ...]) -> None:
-    bench, rows = posting(), list[tuple[int, int]]()
-    bench.pipeline.on_rows = lambda posted_step, stage: rows.append((posted_step.step_id, stage))
+    bench = posting()
     bench.pipeline.submit(posted_step(1))
     bench.pipeline.submit(posted_step(2))
     for stage in order:
@@ -275,7 +302,8 @@ def test_an_answer_that_overtakes_that_of_the_stage_before_waits_for_it(order: t
         bench.answer(1, stage)
     assert bench.done == [1]
     assert [answer.stage for answer in bench.results[0].results] == [0, 1, 2]
-    assert rows == [(1, 0), (1, 1)]
+    rows = [outcome for outcome in bench.outcomes if isinstance(outcome, RowsReady)]
+    assert [(ready.step.step_id, ready.stage) for ready in rows] == [(1, 0), (1, 1)]
 
 
 @pytest.mark.parametrize("other", [{"want_hidden": True}, {"rank_pages": [4]}, {"slices": []}], ids=str)
@@ -303,25 +331,25 @@ def test_what_is_not_posted_goes_from_stage_to_stage_and_holds_up_what_is_behind
 
 
 def test_a_loss_takes_back_what_has_not_begun_and_it_is_sent_again_from_stage_to_stage() -> None:
-    bench, told = posting(), list[bool]()
-    bench.pipeline.on_steps_returned = lambda: told.append(bench.pipeline.settled)
+    bench = posting()
     bench.pipeline.submit(posted_step(1))
     bench.pipeline.submit(posted_step(2))
     bench.answer(1, 0)  # stage 1 is at step 1, stage 0 at step 2
     bench.pipeline.lose([0])
-    assert [wire.recalls for wire in bench.wires] == [[], [CancelPending(1)], [CancelPending(2)]]
+    assert [wire.recalls for wire in bench.wires] == [[], [SendCancelPending(1)], [SendCancelPending(2)]]
     bench.answer(1, 1)
     bench.pipeline.receive(PendingCancelled(1, [2], operated=True))
     bench.pipeline.receive(
         PendingCancelled(2, [1, 2], operated=False)
     )  # step 1 has come to stage 2: it goes there at once
     assert bench.wires[2].ids == [(2 | POSTED, 1), (2 | POSTED, 2), (2, 1)]
-    assert told == [False, False]
+    assert bench.outcomes.count(StepsReturned()) == 2
+    assert not bench.pipeline.settled
     bench.answer(1, 2)
     assert bench.done == [1]
     assert bench.pipeline.settled
     fresh = Wire()
-    bench.pipeline.restore({0: fresh}, {})  # type: ignore[dict-item]
+    bench.replace(0, fresh)
     bench.answer(2, 0, 1, 2)
     assert bench.done == [1, 2]
     assert fresh.ids == [(0, 2)]
@@ -377,7 +405,7 @@ def test_a_stage_that_went_on_with_another_token_than_was_drawn_again_fails_the_
     started(bench, 2, 33)  # the output stage rang, and was lost before its result was heard
     bench.pipeline.lose([1])
     assert bench.pipeline.settled
-    bench.pipeline.restore({1: Wire()}, {})  # type: ignore[dict-item]
+    bench.replace(1, Wire())
     drawn(bench, 1, 35)
     assert [failure.code for failure in bench.failures] == ["protocol_error"]
     assert bench.done == []
@@ -393,7 +421,7 @@ def verifying(step_id: int, drafts_of: int, drafts: list[int]) -> Step:
 def drafting(n_stages: int) -> Bench:
     """A step behind which drafts are made, in the last stage's daemon, and one that is to verify them."""
     bench = posting(n_stages)
-    bench.pipeline.drafts.attach(bench.wires[-1], with_output=True)  # type: ignore[arg-type]
+    bench.attach_drafter(bench.wires[-1], with_output=True)
     bench.pipeline.submit(replace(posted_step(1), slices=[Slice(4, 0, [7, 8], True, num_draft_tokens=3)]))
     bench.answer(1, *range(n_stages))
     bench.pipeline.submit(verifying(2, 1, [PENDING] * 3))
@@ -413,13 +441,13 @@ def test_the_first_stage_has_a_step_before_its_drafts(*, heard: bool) -> None:
     bench.pipeline.receive(StepResult(2, 0, [Sampled(4, token) for token in (11, 12, 13)]))
     bench.pipeline.drafts.detach()
     bench.pipeline.lose([1])  # rows are those of the drafts that the first stage was told
-    bench.pipeline.restore({1: tail}, {})  # type: ignore[dict-item]
+    bench.replace(1, tail)
     assert tail.steps == [(1, verifying(2, 0, [11, 12, 13]))]
 
 
 def test_drafts_that_are_heard_before_the_end_of_their_step_are_put_into_the_next_one() -> None:
     bench = posting(2)
-    bench.pipeline.drafts.attach(bench.wires[-1], with_output=True)
+    bench.attach_drafter(bench.wires[-1], with_output=True)
     bench.pipeline.submit(replace(posted_step(1), slices=[Slice(4, 0, [7, 8], True, num_draft_tokens=3)]))
     bench.answer(1, 1)
     drafted(bench, 11, 12, 13)
@@ -455,13 +483,17 @@ class DraftBench(Bench):
         self.wires.append(Wire())
         self.log: list[str] = []
         self.n_sent_before: list[int] = []  # to the drafter, by result
-        self.pipeline.drafts.on_drafted = lambda result: self.log.append(f"drafts {result.step_id}")
-        self.pipeline.drafts.on_lost = lambda failure: self.log.append(failure.message)
         self.drafter = self.wires[1 if with_output else 2]
         self.with_output = with_output
 
     def attach(self) -> None:
-        self.pipeline.drafts.attach(self.drafter, with_output=self.with_output)
+        self.attach_drafter(self.drafter, with_output=self.with_output)
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        if isinstance(outcome, DraftsMade):
+            self.log.append(f"drafts {outcome.result.step_id}")
+        elif isinstance(outcome, DrafterDetached):
+            self.log.append(outcome.failure.message)
 
     def on_result(self, result: PipelineResult) -> None:
         super().on_result(result)
@@ -500,11 +532,11 @@ def test_in_another_daemon_it_gets_a_step_with_the_tokens_once_they_are_known_an
 
 
 def test_a_draft_stage_in_another_daemon_gets_the_tokens_of_a_step_that_ran_ahead() -> None:
-    stage, drafter = Wire(), Wire()
-    pipeline = Pipeline([stage], lambda _: None, lambda failure: pytest.fail(failure.message))
+    bench, drafter = Bench([0]), Wire()
+    pipeline = bench.pipeline
     drafts_ahead = Step(2, 1, [], [Slice(2, 1, [PENDING], True), Slice(4, 2, [PENDING], True)])
     pipeline.submit(Step(1, 0, [], [Slice(4, 0, [7, 8], True), Slice(2, 0, [1], True)]))
-    pipeline.drafts.attach(drafter, with_output=False)
+    bench.attach_drafter(drafter, with_output=False)
     pipeline.submit(drafts_ahead)
     pipeline.receive(StepResult(1, 0, [Sampled(4, 42), Sampled(2, 10)]))
     pipeline.receive(StepResult(2, 0, [Sampled(2, 11), Sampled(4, 43)]))
@@ -574,24 +606,6 @@ def test_while_it_rests_a_draft_stage_gets_nothing_but_what_closes_or_opens_its_
     assert [(one.step_id, one.operations) for one in sent] == [(1, drafted_step(1).operations), (2, [CloseSequence(5)])]
     for step_id in (1, 2):
         bench.pipeline.receive(StepResult(step_id, 2))  # what it was sent before, it answers
-    assert not bench.failures
-
-
-@pytest.mark.parametrize("error", [LinkClosed("group draft", "link", "wait"), BrokenPipeError("gone")])
-def test_a_dead_drafter_is_lost_and_the_pipeline_goes_on(error: Exception) -> None:
-    bench = DraftBench(with_output=False)
-    bench.attach()
-    bench.drafter.error = error
-    bench.pipeline.submit(drafted_step(1))
-    bench.pipeline.receive(StepResult(1, 0))
-    bench.pipeline.receive(StepResult(1, 1, SAMPLED))
-    lost, result = bench.log
-    assert lost.startswith("step 1 could not be sent to the draft stage: ")
-    assert result == "result 1"
-    bench.pipeline.submit(drafted_step(2))
-    bench.pipeline.receive(StepResult(2, 0))
-    bench.pipeline.receive(StepResult(2, 1, SAMPLED))
-    assert bench.log[2:] == ["result 2"]
     assert not bench.failures
 
 

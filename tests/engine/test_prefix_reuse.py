@@ -465,7 +465,7 @@ class Play:
                     self.reserved.append(reservation)
             case "let go":
                 self.let_go()
-        validation.check(self.toy.engine.scheduler)
+        validation.check(self.toy.engine.core.scheduler)
 
     def let_go(self) -> None:
         for slot in self.pinned:

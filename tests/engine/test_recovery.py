@@ -218,7 +218,7 @@ async def test_stages_lost_while_steps_run_ahead_beside_a_drafter(
     num_draft_tokens = n_drafted = 0
     for n_turns in range(40, 60, 3):
         toy = rebuilding(3, pools=PoolSizes(24, 0, 4, draft_states=12), speculation=speculation)
-        toy.engine.scheduler.drafting.speculation = Idle(3)
+        toy.engine.core.scheduler.drafting.speculation = Idle(3)
         asked = [request(name, range(i, 70 + i), n=40) for i, name in enumerate("abc"[:n_streams])]
         for one in asked:
             toy.texts[one.sampling.seed] = [*one.prompt, *toy.alone(one)]
@@ -227,7 +227,7 @@ async def test_stages_lost_while_steps_run_ahead_beside_a_drafter(
         handles = [toy.engine.submit(one) for one in asked]
         for i in range(n_turns):
             toy.work(i)
-        num_draft_tokens += any(step.depends_on_step for step in toy.engine.scheduler.in_flight)
+        num_draft_tokens += any(step.depends_on_step for step in toy.engine.core.scheduler.in_flight)
         assert toy.crash_stage(lost)
         toy.work(0)
         toy.come_back()
@@ -508,7 +508,7 @@ class Crashes(Play):
 
     def return_(self) -> None:
         toy = self.toy
-        if toy.pipeline is not None and toy.engine.pipeline is toy.pipeline and not toy.engine.ready:
+        if toy.pipeline is not None and not toy.engine.ready:
             toy.come_back()
             for _ in range(1000):
                 if toy.engine.ready or not toy.work(0):
@@ -516,7 +516,7 @@ class Crashes(Play):
             event(f"rebuilt: {toy.engine.ready}")
         if not toy.engine.ready:
             toy.attach()
-        if not toy.engine.scheduler.drafting.attached:
+        if not toy.engine.core.scheduler.drafting.attached:
             self.attach()
 
     def play(self) -> None:
@@ -569,11 +569,11 @@ async def test_steps_that_wait_for_drafts_when_two_stages_are_lost(
             one = rng.choice(busy)
             answer = one.run_one()
             if one is other:
-                toy.pipeline.receive(*answer)
+                toy.engine.receive(*answer)
     for stage in lost:
         toy.crash_stage(stage)
         while other.ready:
-            toy.pipeline.receive(*other.run_one())
+            toy.engine.receive(*other.run_one())
     end_loss(toy)
     assert await check_answers(toy, asked, handles) == ["length"] * 3
 
@@ -693,8 +693,8 @@ async def test_frozen_state_is_of_no_use_after_steps_without_slices() -> None:
     toy.come_back()
     toy.run()
     assert toy.engine.ready
-    toy.engine.scheduler.flush()
-    toy.engine.proceed()  # as for a snapshot
+    toy.engine.core.scheduler.flush()
+    toy.engine.tick()  # as for a snapshot
     toy.run()
     assert toy.crash(0)
     toy.come_back(frozen)
@@ -769,7 +769,7 @@ class Restarts(Play):
         event(f"kept: {toy.engine.statistics().recovery.n_kept > 0}")
         if not toy.engine.ready:
             toy.attach()
-        if not toy.engine.scheduler.drafting.attached:
+        if not toy.engine.core.scheduler.drafting.attached:
             self.attach()
 
     def _meanwhile(self, index: int) -> None:

@@ -475,7 +475,7 @@ async def test_every_decode_counts_where_its_sequence_began() -> None:
     one = request("one", range(80), n=150)
     toy.texts[one.sampling.seed] = [*one.prompt, *toy.alone(one)]
     handle = toy.engine.submit(one)
-    by_origin = toy.engine.scheduler.drafting.statistics.by_origin
+    by_origin = toy.engine.core.scheduler.drafting.statistics.by_origin
 
     def seen() -> list[int]:
         return [counts.n_plain + counts.n_verify for counts in by_origin.values()]
@@ -487,7 +487,7 @@ async def test_every_decode_counts_where_its_sequence_began() -> None:
         return [now - then for now, then in zip(seen(), before, strict=True)]
 
     assert work_until_more() == [3, 0, 0]
-    scheduler = toy.engine.scheduler
+    scheduler = toy.engine.core.scheduler
     scheduler._operations += scheduler.preemption.preempt(next(iter(scheduler.running)), toy.now)
     assert work_until_more() == [0, 3, 0]
     assert scheduler.preemption.n_preempted == 1

@@ -85,15 +85,15 @@ def free_a_page_twice(scheduler: Scheduler) -> None:
 )
 def test_a_planted_leak_is_found_when_the_engine_is_idle_next(leak: Callable[[Scheduler], None], words: str) -> None:
     toy = used()
-    validation.check(toy.engine.scheduler)
-    leak(toy.engine.scheduler)
+    validation.check(toy.engine.core.scheduler)
+    leak(toy.engine.core.scheduler)
     with pytest.raises(AccountingError, match=words):
-        toy.engine.proceed()
+        toy.engine.tick()
 
 
 def test_accounts_of_requests_that_run_are_checked_too() -> None:
     toy = used()
-    scheduler = toy.engine.scheduler
+    scheduler = toy.engine.core.scheduler
     toy.engine.submit(request("running", range(300, 400), n=9))
     toy.work(0)
     validation.check(scheduler)
@@ -116,7 +116,7 @@ def test_accounts_of_requests_that_run_are_checked_too() -> None:
 
 def test_a_request_that_nobody_finishes_is_found() -> None:
     toy = used()
-    scheduler = toy.engine.scheduler
+    scheduler = toy.engine.core.scheduler
     toy.engine.submit(request("stuck", range(300, 400), n=9))
     [record] = scheduler.running
     scheduler.running.close(record)

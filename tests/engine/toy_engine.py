@@ -9,11 +9,12 @@ from typing import Any
 
 from msgspec import structs
 
-from lucevisor.engine.core import Engine, EngineSettings, FrozenState
+from lucevisor.engine.core import FrozenState
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
 from lucevisor.engine.policy import SchedulingPolicy
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, RequestHandle, TokenEvent
+from lucevisor.engine.shell import DraftStage, Engine, EngineSettings
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import DraftStep, PendingCancelled, SamplingParams, Step, StepResult
@@ -91,7 +92,6 @@ class ToyEngine:
         self.daemons: list[ToyDaemon] = []
         self.dead: dict[int, ToyStage] = {}  # stages of daemons that died
         self.links: list[ToyDaemon] = []
-        self.pipeline: Pipeline | None = None
         self.drafter: ToyDrafter | None = None
         self.texts: dict[int, list[int]] = {}  # prompt and answer by seed, for the drafter
 
@@ -101,25 +101,32 @@ class ToyEngine:
         return len(set(self.homes)) == self.model.n_stages
 
     def attach(self) -> None:
-        """Fresh daemons, and a pipeline over them."""
-        self.pipeline = self._fresh_pipeline()
-        self.engine.attach(self.pipeline)
+        """Fresh daemons, and a pipeline over them.  One that cannot be sent to has died."""
+        self._make_daemons()
+        self.engine.attach(self.links, has_doorbells=self.has_doorbells, on_dead_link=self._on_dead_link)
 
     def move(self, kept: FrozenState | None) -> None:
         """Leave the pipeline for one over other daemons; they have what was frozen, if given, and nothing else."""
         held = {stage: daemon.stages[stage] for stage, daemon in enumerate(self.links)}
         self.rows = ToyRows()
         self.engine.detach_frozen(LOST, self.rows, self.journal_pages)
-        self.pipeline = self._fresh_pipeline()
+        self._make_daemons()
         for stage, other in held.items() if kept is not None else ():
             self.links[stage].stages[stage].take_over(other, kept.units)  # type: ignore[union-attr]
-        self.engine.attach(self.pipeline, restored=kept is not None)
+        self.engine.attach(
+            self.links,
+            has_doorbells=self.has_doorbells,
+            restored=kept is not None,
+            on_dead_link=self._on_dead_link,
+        )
 
-    def _fresh_pipeline(self) -> Pipeline:
+    @property
+    def pipeline(self) -> Pipeline | None:
+        return self.engine.core.pipeline
+
+    def _make_daemons(self) -> None:
         homes = self.homes if len(self.homes) == self.model.n_stages else range(self.model.n_stages)
         self.daemons, self.links = toy_daemons(self.model, self.limits.pools, self._told, homes, self.rows.regions)
-        on_result, on_failed = self.engine.on_result, self.engine.on_failed
-        return Pipeline(self.links, on_result, on_failed, clock=lambda: self.now, has_doorbells=self.has_doorbells)
 
     def attach_drafter(self, *, with_output: bool, wrong: int = 0) -> None:
         """A fresh drafter: in the output stage's daemon, or in one of its own."""
@@ -133,7 +140,7 @@ class ToyEngine:
         else:
             home = drafter_daemon(self.drafter, self._told)
             self.daemons.append(home)
-        self.engine.drafter.attach(home, with_output=with_output)
+        self.engine.attach_drafter(DraftStage(home, with_output))
 
     def lose_drafter(self) -> None:
         """The drafter's daemon dies, if it has one of its own; else it is detached and forgets its steps.  What it
@@ -154,7 +161,11 @@ class ToyEngine:
                 home.inbox.extend(kept)
             else:
                 self.daemons.remove(home)
-        self.engine.drafter.detach()
+        self.engine.detach_drafter()
+
+    def _on_dead_link(self, stage: int, _reason: str) -> None:
+        if self.links[stage] in self.daemons:
+            self.crash_stage(stage)
 
     def crash_stage(self, stage: int) -> bool:
         """The daemon that runs this stage alone dies."""
@@ -167,7 +178,7 @@ class ToyEngine:
         self.dead |= home.stages
         if home.drafter is not None:
             home.drafter = None
-            self.engine.drafter.detach()
+            self.engine.detach_drafter()
         return self.engine.lose_stages(home.stages.keys(), LOST)
 
     def come_back(self, kept: FrozenState | None = None) -> None:
@@ -218,27 +229,25 @@ class ToyEngine:
         busy = [d for d in self.daemons if d.ready] + [d for d in told.values() if d in self.daemons]
         if not busy:
             return False
-        assert self.pipeline is not None
-        with_slices = {e.step.step_id for waiting in self.pipeline._at_stage for e in waiting if e.step.slices}
-        assert len(with_slices) <= 2 * self.model.n_stages
+        in_flight = [] if self.pipeline is None else self.pipeline.in_flight
+        assert len({e.step.step_id for e in in_flight if e.step.slices}) <= 2 * self.model.n_stages
         one, arrives = busy[index % len(busy)], index % len(busy) >= sum(d.ready for d in self.daemons)
         if not arrives:
             self._mail.append((one, *one.run_one()))
         if arrives or not self.late:
             at = next(i for i, (daemon, _, _) in enumerate(self._mail) if daemon is one)
-            self.pipeline.receive(*self._mail.pop(at)[1:])
+            self.engine.receive(*self._mail.pop(at)[1:])
         return True
 
     def work_without(self, unheard: ToyDaemon) -> None:
         """Let all daemons work until nothing is left to do without the answers of one, which are lost if it dies."""
-        assert self.pipeline is not None
         while busy := [daemon for daemon in self.daemons if daemon.ready]:
             for one in busy:
                 answer = one.run_one()
                 if one is unheard:
                     self._mail.append((one, *answer))
                 else:
-                    self.pipeline.receive(*answer)
+                    self.engine.receive(*answer)
 
     async def play(self) -> None:
         """Let the daemons work until nothing is left to do; other tasks run between their steps."""

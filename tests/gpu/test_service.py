@@ -53,7 +53,7 @@ async def plain(model: Path, tmp_path: Path, prompts: Sequence[Sequence[int]]) -
 
 async def drafting(service: Service) -> None:
     assert service.only.engine is not None
-    while not service.only.engine.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
+    while not service.only.engine.core.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
         await asyncio.sleep(0.05)
 
 

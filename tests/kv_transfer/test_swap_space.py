@@ -345,7 +345,7 @@ class Swaps(Play):
 
     async def whole_again(self) -> None:
         toy = self.toy
-        if toy.pipeline is not None and toy.engine.pipeline is toy.pipeline and not toy.engine.ready:
+        if toy.pipeline is not None and not toy.engine.ready:
             if any(link not in toy.daemons for link in toy.links):
                 toy.come_back()
             for _ in range(1000):
@@ -354,7 +354,7 @@ class Swaps(Play):
                     break
         if not toy.engine.ready:
             toy.attach()
-        if not toy.engine.scheduler.drafting.attached:
+        if not toy.engine.core.scheduler.drafting.attached:
             self.attach()
 
     def attach(self) -> None:

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.request import FinishedEvent, GenerationRequest
+from lucevisor.engine.shell import Engine, EngineSettings
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.kv_transfer.transfers import KvTransfer
@@ -93,8 +92,7 @@ class Rig:
     def __init__(self, limits: EngineLimits) -> None:
         self.engine = Engine(limits, EngineSettings(max_queue=10))
         self.daemon = DrawingDaemon({}, ToyLimits(1, limits.max_sequences, limits.max_step_tokens))
-        self.pipeline = Pipeline([self.daemon], self.engine.on_result, self.engine.on_failed)
-        self.engine.attach(self.pipeline)
+        self.engine.attach([self.daemon])
 
     async def generate(self, name: str, prompt: TokenBuffer) -> FinishedEvent:
         request = GenerationRequest(request_id=name, prompt=prompt, max_tokens=2, sampling=SamplingParams(seed=1))
@@ -109,7 +107,7 @@ class Rig:
         while True:
             await asyncio.sleep(0 if self.daemon.inbox else 0.001)
             if self.daemon.inbox:
-                self.pipeline.receive(*self.daemon.run_one())
+                self.engine.receive(*self.daemon.run_one())
 
 
 @pytest.fixture

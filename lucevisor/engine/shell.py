@@ -1,0 +1,694 @@
+"""The engine: the asyncio shell of the core, and what its readers, daemons and owner see.
+
+Feeds events to the core and carries out its instructions in order: frames to the links, copies to the journal's memory,
+masks and rankings to threads and tasks, events to the readers of requests.  One thread, no task of its own.
+
+Invariants: a request that ``submit`` returned gets exactly one FinishedEvent, even if the pipeline fails or the engine
+is closed; instructions are carried out in the order in which the core gave them, whatever their effects call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from typing import Protocol
+
+from lucevisor import suspend_clock
+from lucevisor.engine import events as ev
+from lucevisor.engine.constraint import MadeMasks
+from lucevisor.engine.core import MAX_LOSSES, CoreSettings, EngineCore, FrozenState
+from lucevisor.engine.events import EngineState, PauseReason
+from lucevisor.engine.journal import CopyRows, FileRows, PlaceRows, RowCopy
+from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.masking import MaskMaker
+from lucevisor.engine.page_ranking import PageRelevance
+from lucevisor.engine.pipeline import (
+    NO_PAYLOAD,
+    PipelineFailure,
+    PipelineResult,
+    SendCancelPending,
+    SendFrame,
+    SendMasks,
+    StepInFlight,
+)
+from lucevisor.engine.policy import SchedulingPolicy
+from lucevisor.engine.rebuild import CannotRebuild
+from lucevisor.engine.replay import Recording
+from lucevisor.engine.request import (
+    FinishedEvent,
+    GenerationRequest,
+    RequestError,
+    RequestHandle,
+)
+from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing
+from lucevisor.engine.scheduler import SwapSpace
+from lucevisor.engine.sequence import WantedRows
+from lucevisor.engine.statistics import EngineStatistics
+from lucevisor.errors import LucevisorError
+from lucevisor.kv.page_table import PagedOut
+from lucevisor.kv.prefix_cache import PrefixIndex, Reservation
+from lucevisor.kv.prefix_tree import PrefixSlot
+from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.model.values import Space
+from lucevisor.protocol.errors import ProtocolError
+from lucevisor.protocol.loading import StageReplay
+from lucevisor.protocol.messages import SlotPlace
+from lucevisor.protocol.steps import CancelPending, Masks, PendingCancelled, SamplingParams, Step, StepResult
+from lucevisor.protocol.validation import UnansweredStep
+
+
+class Changes:
+    """The engine calls ``notify`` after every entry."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake all waiters, which check their conditions again."""
+        self._changed.set()
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` holds."""
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def holds_within(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until ``condition`` holds; False if it takes longer."""
+        try:
+            async with suspend_clock.timeout(timeout_s):
+                await self.wait_for(condition)
+        except TimeoutError:
+            return False
+        return True
+
+
+class StageLink(Protocol):
+    """The link to the daemon that runs a stage."""
+
+    def send(self, message: bytes | Masks | CancelPending, /, *, payload: Sequence[bytearray] = ()) -> None:
+        """Send one encoded frame, or masks with their rows, or a cancellation, without waiting.
+
+        Raises ProtocolError or OSError when the link is dead.
+        """
+
+
+class RowStore(Protocol):
+    """The memory of the journal, and that of the boundaries."""
+
+    def has_rows(self, boundary: int, step: Step) -> bool:
+        """Return whether the rows of a step are in its region here."""
+
+    def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
+        """Copy rows of a step from its region."""
+
+    def place(self, boundary: int, step: Step, copies: Sequence[RowCopy]) -> None:
+        """Copy rows into the region of a step, and tell its reader."""
+
+    def copy(self, source: int, target: int, n_rows: int) -> None:
+        """Copy the first rows of a block to another."""
+
+    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> FileIO:
+        """Return a new memfd, to which the rows of steps are written one after the other, after all copies so far, and
+        which is then sealed.  Raises LucevisorError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Settings and callbacks of an engine; those of CoreSettings, and its surroundings.
+
+    ``rows``: the memory of the journal, of ``journal_pages``.  ``blame`` names the first stage of a step whose rows are
+    NaN or infinite.  ``mask_threads`` False: masks are made on the calling thread.
+
+    ``on_step`` gets every finished step, ``on_pipeline_failed`` the reason why the pipeline was dropped, and
+    ``on_drafter_lost`` the reason why the drafter was detached.
+    """
+
+    max_queue: int
+    hold_s: float = 0.0
+    max_losses: int = MAX_LOSSES
+    rows: RowStore | None = None
+    journal_pages: int = 0
+    rate_window_s: float = 10.0
+    blame: Callable[[Step], str] = lambda _: "the output stage"
+    validate: bool = False
+    mask_threads: bool = True
+    policy: SchedulingPolicy | None = None
+    clock: Callable[[], float] = time.monotonic
+    on_step: Callable[[PipelineResult], None] = lambda _: None
+    on_pipeline_failed: Callable[[PipelineFailure], None] = lambda _: None
+    on_drafter_lost: Callable[[PipelineFailure], None] = lambda _: None
+
+    def core(self) -> CoreSettings:
+        return CoreSettings(
+            max_queue=self.max_queue,
+            hold_s=self.hold_s,
+            max_losses=self.max_losses,
+            journal_pages=0 if self.rows is None else self.journal_pages,
+            rate_window_s=self.rate_window_s,
+            validate=self.validate,
+            policy=self.policy,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStage:
+    """The link to a draft stage; the other fields as in events.DrafterReady."""
+
+    link: StageLink
+    with_output: bool
+    restored: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateReplay:
+    """The steps of each lost stage, and the ``file`` of their boundary rows.  Rows are still being written to it; it is
+    sealed after the last one.
+    """
+
+    stages: Sequence[StageReplay]
+    file: FileIO
+
+
+class Engine:
+    """Requests in, events out, over the attached daemons."""
+
+    def __init__(self, limits: EngineLimits, settings: EngineSettings) -> None:
+        self._settings, self._clock = settings, settings.clock
+        self._row_store = settings.rows
+        self.recording: Recording | None = None
+        self._started_at = self._clock()
+        self.core = EngineCore(limits, settings.core(), self._started_at, self._has_rows)
+        self._handles: dict[str, RequestHandle] = {}
+        self._collectors: dict[str, RowCollector] = {}  # by request
+        self._links: list[StageLink] = []  # by stage, and that of the draft stage after the last one
+        self._n_stages = 0
+        self._numbers: dict[int, tuple[int, StageLink]] = {}  # of daemons, by the id of their links
+        self._on_dead_link: Callable[[int, str], None] = lambda _, __: None
+        self._on_rebuilt: Callable[[bool], None] = lambda _: None
+        self._instructions: deque[ev.Instruction] = deque()
+        self._dead: dict[int, str] = {}  # stages that a frame could not be sent to, and why
+        self._executing = False
+        self.changes = Changes()
+        self.relevance = PageRelevance(self.handle)
+        self._masks = MaskMaker(self._masks_made, self._masks_failed, threaded=settings.mask_threads)
+        self._n_ids_runs = 0
+        self.slots = SlotAccess(self, self.changes, self._clock)
+        self.freezer = Freezer(self, self.changes)
+        self.on_submit: Callable[[GenerationRequest], bool] = lambda _: False
+
+    # ---- requests
+
+    def submit(self, request: GenerationRequest) -> RequestHandle:
+        """Queue a request and start it when there is room, or hold it until ``resume`` if ``on_submit`` returns True.
+
+        Raises NotReady without a pipeline or a hold, or while draining, QueueFull, InvalidRequest, ContextOverflow.
+        """
+        self.core.check_taking(request)
+        return self._submit(request, None, hold=self.on_submit(request))
+
+    def resume(self, request_id: str) -> None:
+        """Let a held request start, whether or not a prefix was restored for it."""
+        self.handle(ev.Resume(request_id))
+
+    async def run_ids(self, ids: Sequence[int], *, want_hidden: bool, rows_per_step: int) -> IdsOutput:
+        """Run token ids through the pipeline and return the logits and hidden states of every position.
+
+        Scheduled like any request, in chunks of at most ``rows_per_step`` tokens, so that their rows fit one payload
+        (``rows.max_rows_per_step``).  Raises what submit raises, RowsMissing if the pipeline failed, ProtocolError if a
+        payload is not what its result says.
+        """
+        self._n_ids_runs += 1
+        request_id = f"ids-{self._n_ids_runs}"
+        request = GenerationRequest(
+            request_id=request_id, prompt=TokenBuffer(ids), max_tokens=1, sampling=SamplingParams(temperature=0.0)
+        )
+        collector = self._collectors[request_id] = RowCollector(len(request.prompt), hidden=want_hidden)
+        try:
+            with self._submit(request, WantedRows(hidden=want_hidden, rows=rows_per_step)) as handle:
+                async for event in handle:
+                    if isinstance(event, FinishedEvent) and event.error is not None:
+                        raise RowsMissing(f"the ids did not go through: {event.error.message}")
+        finally:
+            del self._collectors[request_id]
+        return collector.output()
+
+    @property
+    def prefixes(self) -> PrefixIndex:
+        return self.core.scheduler.reuse.index
+
+    # ---- the pipeline
+
+    def use_swap_space(self, swap: SwapSpace) -> None:
+        """Let requests that are preempted from now on give their state to host memory."""
+        self.core.scheduler.preemption.swap = swap
+
+    @property
+    def ready(self) -> bool:
+        """True if requests are served."""
+        return self.core.ready
+
+    @property
+    def holding(self) -> bool:
+        """True if requests wait for a daemon that was lost."""
+        return self.core.recovery.holding
+
+    @property
+    def attached(self) -> bool:
+        """True if there is a pipeline, which may have lost stages."""
+        return self.core.pipeline is not None
+
+    @property
+    def has_drafter(self) -> bool:
+        """True if a drafter is attached."""
+        return self.core.scheduler.drafting.attached
+
+    def attach(
+        self,
+        links: Sequence[StageLink],
+        *,
+        has_doorbells: bool = False,
+        restored: bool = False,
+        drafter: DraftStage | None = None,
+        on_dead_link: Callable[[int, str], None] | None = None,
+    ) -> None:
+        """Use daemons that hold no sequences, by stage; queued and held requests start.
+
+        ``restored``: they have the bytes of what was frozen before ``detach_frozen``, so running requests go on.
+        ``drafter`` is attached before the first step.  ``on_dead_link`` is called with a stage that cannot be sent to,
+        and the reason, and calls ``lose_stages`` or ``detach``; without one it is ``detach``.
+        """
+        self._numbers.clear()
+        self._dead.clear()
+        self._links, self._n_stages = [*links], len(links)
+        self._on_dead_link = on_dead_link or self._detach_dead_link
+        ready = self._drafter_ready(drafter)
+        self.handle(ev.StagesReady([self._number(link) for link in links], has_doorbells, restored, ready))
+
+    def receive(self, result: StepResult | PendingCancelled, payload: memoryview = NO_PAYLOAD) -> None:
+        """Take the answer of a stage or of the draft stage."""
+        if isinstance(result, StepResult) and result.invalid and (step := self.core.find_step(result.step_id)):
+            self.handle(ev.StageAnswer(result, payload, self._settings.blame(step)))
+        else:
+            self.handle(ev.StageAnswer(result, payload))
+
+    def fail(self, stage: int, message: str) -> None:
+        """Drop the pipeline because the daemon of a stage did what it must not."""
+        self.handle(ev.PipelineBroken(PipelineFailure(stage, "protocol_error", message)))
+
+    def detach(self, error: RequestError, *, permanent: bool = False) -> None:
+        """Drop the pipeline, and hold requests until the next attach; without a hold, end running ones with ``error``
+        and refuse new ones with its message.
+
+        ``permanent`` (no pipeline will come by itself) ends queued requests, too.  It may be called again, and a later
+        attach, say after an operator's restart, serves again.
+        """
+        self.handle(ev.PipelineLost(error, permanent))
+
+    def detach_frozen(self, error: RequestError, rows: RowStore | None, journal_pages: int) -> None:
+        """Leave the pipeline after a freeze; the next one may have what was frozen (``attach``).
+
+        ``error``: the reason why requests are not served meanwhile.  ``rows``, ``journal_pages``: the memory of the
+        journal over the next pipeline's boundaries.
+        """
+        self._row_store = rows
+        self.handle(ev.PipelineLeft(error, 0 if rows is None else journal_pages))
+
+    def set_unavailable(self, error: RequestError) -> None:
+        """Set the reason why requests are not served: ``error``'s message."""
+        self.handle(ev.Unavailable(error))
+
+    def lose_stages(self, stages: Collection[int], error: RequestError) -> bool:
+        """Hold requests until ``restore``, as the daemons of some stages are lost; the other stages keep their state.
+
+        Returns False where that is impossible: then it does what ``detach`` does.
+        """
+        self.handle(ev.StagesLost(frozenset(stages), error))
+        return self.core.state is EngineState.REBUILDING
+
+    def restore(
+        self,
+        links: Mapping[int, StageLink],
+        on_end: Callable[[bool], None],
+        *,
+        restored: bool = False,
+        replayed: Collection[int] = (),
+        drafter: DraftStage | None = None,
+    ) -> bool:
+        """Rebuild all lost stages in the daemons behind ``links``, by stage, which hold no sequences.
+
+        ``restored``: they have the bytes of what was frozen before the loss, so nothing is computed again.
+        ``replayed``: stages whose daemons computed what ``make_replay`` made since the last loss.  ``drafter`` is
+        attached afterwards.  ``on_end`` is called with whether that worked; if not, the pipeline is detached by then.
+        Returns False if no stage is lost.
+        """
+        if self.core.state is not EngineState.REBUILDING:
+            return False
+        self._on_rebuilt = on_end
+        for stage, link in links.items():
+            self._links[stage] = link
+            self._dead.pop(stage, None)
+        daemons = {stage: self._number(link) for stage, link in links.items()}
+        self.handle(ev.StagesReplaced(daemons, restored, frozenset(replayed), self._drafter_ready(drafter)))
+        return True
+
+    async def make_replay(self, stages: Collection[int], timeout_s: float) -> StateReplay | None:
+        """Return what lost stages have computed; None if steps are on their way to other stages for longer, it is too
+        much, or impossible: then ``restore`` does that.
+
+        The caller closes the file.  It holds until another stage is lost.
+        """
+
+        def prepared() -> bool:
+            self.handle(ev.PrepareReplay(frozenset(stages)))
+            return self.core.replay_plans is not None
+
+        try:
+            if not await self.changes.holds_within(prepared, timeout_s):
+                return None
+        except CannotRebuild:
+            return None
+        replay = self.core.replay()
+        if replay is None or self._row_store is None:
+            return None
+        try:
+            return StateReplay(replay.stages, self._row_store.gather(replay.rows))
+        except LucevisorError:
+            return None
+
+    def attach_drafter(self, drafter: DraftStage) -> None:
+        """Draft with a stage whose daemon holds no sequences."""
+        ready = self._drafter_ready(drafter)
+        assert ready is not None
+        self.handle(ready)
+
+    def detach_drafter(self) -> None:
+        """Go on without drafts.  Does nothing without a drafter; the pipeline takes its own along when it goes."""
+        self.handle(ev.DrafterLost())
+
+    def fail_drafter(self, message: str) -> None:
+        """Detach the drafter because its daemon did what it must not."""
+        self.handle(ev.DrafterBroken("protocol_error", message))
+
+    def oldest_in_flight(self) -> StepInFlight | None:
+        """Return the step a daemon has worked on for longest, for the watchdog."""
+        return self.core.oldest_in_flight(self._clock())
+
+    def find_unanswered(self, stage: int, step_id: int) -> UnansweredStep | None:
+        """Return a step that a stage has yet to answer, for the check of its answer."""
+        return self.core.find_unanswered(stage, step_id, self._clock())
+
+    @property
+    def rebuilds(self) -> bool:
+        """True if lost stages may be rebuilt while others keep what they have."""
+        return self.core.rebuilds
+
+    @property
+    def invalid(self) -> str:
+        """The stage that computed NaN or infinities instead of the newest tokens, or empty."""
+        return self.core.invalid(self._clock())
+
+    def statistics(self) -> EngineStatistics:
+        """Return counts and rates as of now."""
+        return self.core.statistics(self._clock())
+
+    def record(self) -> Recording:
+        """Record all events from now on, which must be before the first one, for ``replay``."""
+        core = self.core
+        self.recording = Recording(core.scheduler.limits, self._settings.core(), self._started_at)
+        return self.recording
+
+    # ---- the end
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests; return whether all accepted ones ended in time."""
+        self.handle(ev.Refuse("the server is shutting down"))
+        return await self.changes.holds_within(lambda: self.core.scheduler.idle, timeout_s)
+
+    def close(self, error: RequestError) -> None:
+        """End all requests with ``error`` and refuse new ones from now on."""
+        self.handle(ev.Close(error))
+        self._masks.close()
+        self.relevance.close()
+
+    # ---- inside
+
+    def tick(self) -> None:
+        """Plan what has become possible."""
+        self.handle(ev.Tick())
+
+    def _submit(self, request: GenerationRequest, wanted: WantedRows | None, *, hold: bool = False) -> RequestHandle:
+        handle = RequestHandle(request.request_id, self._cancel)
+        known = self._handles.setdefault(request.request_id, handle)
+        try:
+            self.handle(ev.Submit(request, wanted, hold))
+        except BaseException:
+            if known is handle:
+                del self._handles[request.request_id]
+            raise
+        return handle
+
+    def _cancel(self, request_id: str) -> None:
+        self.handle(ev.Cancel(request_id))
+
+    def _has_rows(self, boundary: int, step: Step) -> bool:
+        has_rows = self._row_store is not None and self._row_store.has_rows(boundary, step)
+        if self.recording is not None:
+            self.recording.has_rows.append(has_rows)
+        return has_rows
+
+    def _number(self, link: StageLink) -> int:
+        """Return the number of the daemon behind a link."""
+        return self._numbers.setdefault(id(link), (len(self._numbers), link))[0]
+
+    def _drafter_ready(self, drafter: DraftStage | None) -> ev.DrafterReady | None:
+        if drafter is None:
+            return None
+        self._links[self._n_stages :] = [drafter.link]
+        return ev.DrafterReady(self._number(drafter.link), drafter.with_output, drafter.restored)
+
+    def handle(self, event: ev.CoreEvent) -> None:
+        """Feed an event to the core, and carry out what it asks for.  Raises what the core raises."""
+        now = self._clock()
+        try:
+            instructions = self.core.handle(event, now)
+        except Exception as error:
+            if self.recording is not None:
+                self.recording.add(event, now, error)
+            raise
+        if self.recording is not None:
+            self.recording.add(event, now, instructions)
+        queue = self._instructions
+        queue += instructions
+        if self._executing:  # an effect of an instruction: those before it come first
+            return
+        self._executing = True
+        try:
+            while queue or self._dead:
+                while queue:
+                    self._execute(queue.popleft())
+                if self._dead:
+                    stage = next(iter(self._dead))
+                    self._report_dead_link(stage, self._dead.pop(stage))
+        finally:
+            self._executing = False
+        self.changes.notify()
+
+    def _execute(self, instruction: ev.Instruction) -> None:
+        match instruction:
+            case SendFrame(stage, step_id, frame):
+                self._send(stage, f"step {step_id}", frame)
+            case ev.Deliver(events):
+                for request_id, event in events:
+                    self._handles[request_id].push(event)
+                    if type(event) is FinishedEvent:
+                        del self._handles[request_id]
+            case FileRows(boundary, region, copies):
+                if self._row_store is not None:
+                    self._row_store.file(boundary, region, copies)
+            case ev.StepFinished(result, request_id):
+                if (collector := self._collectors.get(request_id)) is not None:
+                    collector.add(result)
+                self._settings.on_step(result)
+            case SendMasks(stage, message, payload):
+                self._send(stage, f"masks of step {message.step_id}", message, payload)
+            case SendCancelPending(stage):
+                self._send(stage, "a cancellation", CancelPending(stage))
+            case PlaceRows(boundary, step, copies):
+                if self._row_store is not None:
+                    self._row_store.place(boundary, step, copies)
+            case CopyRows(source, target, n_rows):
+                if self._row_store is not None:
+                    self._row_store.copy(source, target, n_rows)
+            case ev.MakeMasks(step_id, jobs):
+                self._masks.make_masks(step_id, jobs)
+            case ev.RankPages(step_id, sequence, tokens):
+                self.relevance.rank(step_id, sequence, tokens)
+            case ev.PipelineFailed(failure):
+                self._settings.on_pipeline_failed(failure)
+            case ev.DrafterFailed(failure):
+                self._settings.on_drafter_lost(failure)
+            case ev.RebuildEnded(rebuilt):
+                on_rebuilt, self._on_rebuilt = self._on_rebuilt, lambda _: None
+                on_rebuilt(rebuilt)
+
+    def _send(
+        self, stage: int, what: str, message: bytes | Masks | CancelPending, payload: Sequence[bytearray] | None = None
+    ) -> None:
+        link = self._links[stage]
+        try:
+            link.send(message) if payload is None else link.send(message, payload=payload)
+        except (ProtocolError, OSError) as error:
+            self._dead.setdefault(stage, f"{what} could not be sent to stage {stage}: {error}")
+
+    def _report_dead_link(self, stage: int, text: str) -> None:
+        pipeline = self.core.pipeline
+        if pipeline is None or stage in pipeline.lost:
+            return
+        if stage == pipeline.n_stages:
+            self.handle(ev.DrafterBroken("shard_lost", text))
+        else:
+            self._on_dead_link(stage, text)
+
+    def _detach_dead_link(self, stage: int, text: str) -> None:
+        self.handle(ev.PipelineBroken(PipelineFailure(stage, "shard_lost", text)))
+
+    def _masks_made(self, step_id: int, made: MadeMasks) -> None:
+        self.handle(ev.MasksMade(step_id, made))
+
+    def _masks_failed(self, step_id: int, text: str) -> None:
+        """Drop the pipeline: the output stage would wait for the masks."""
+        if self.core.find_step(step_id) is not None and self.core.pipeline is not None:
+            self.fail(self.core.pipeline.n_stages - 1, text)
+
+
+class Freezer:
+    """Pauses an engine for an operator, between two steps, so that the state of all stages can be moved.
+
+    Like the kernel's cgroup freezer: ``freeze``, then ``thaw``, or other daemons that go on.
+    Invariant: the bytes that a FrozenState names stay in every daemon that lives on, until steps are planned again.
+    """
+
+    def __init__(self, engine: Engine, changes: Changes) -> None:
+        self._engine, self._changes = engine, changes
+
+    async def freeze(self, timeout_s: float, reason: PauseReason = "restart") -> FrozenState | None:
+        """Plan no step until lost stages are there again or a pipeline is attached, and wait until those on their way
+        are done; requests are held meanwhile.
+
+        Returns what the shards hold then, for ``restore`` or ``attach`` with ``restored``.  None if it took longer, or
+        the pipeline was lost.
+        """
+        core = self._engine.core
+        self._engine.handle(ev.Freeze(reason))
+        under_way = (EngineState.DRAINING, EngineState.REBUILDING)
+        await self._changes.holds_within(lambda: core.state not in under_way, timeout_s)
+        return core.frozen if self._engine.attached else None
+
+    def thaw(self) -> None:
+        """Plan again after a freeze.  Does nothing if the freeze has ended already."""
+        self._engine.handle(ev.Thaw())
+
+    async def quiesce(self, timeout_s: float) -> bool:
+        """Start no queued request until the next attach; return whether the running ones ended in time.
+
+        For the orderly restart of a group without holds: new requests are still accepted, and wait.
+        """
+        self._engine.handle(ev.Quiesce())
+        scheduler = self._engine.core.scheduler
+        return await self._changes.holds_within(
+            lambda: scheduler.n_running == 0 and scheduler.n_in_flight == 0, timeout_s
+        )
+
+
+class SlotAccess:
+    """Prefix slots of an engine for those who copy their bytes: slots to save, and places for slots to restore.
+
+    Invariant: nothing writes to a place that was handed out until it is released, adopted or cancelled.
+    """
+
+    def __init__(self, engine: Engine, changes: Changes, clock: Callable[[], float]) -> None:
+        self._engine, self._changes, self._clock = engine, changes, clock
+        self._index = engine.core.scheduler.reuse.index
+
+    async def synchronize(self) -> bool:
+        """Wait until every stage has done all that was decided up to now; False if the pipeline fails first."""
+        pipeline = self._engine.core.pipeline
+        self._engine.handle(ev.Flush())
+        goal = self._engine.core.flush_goal
+        if pipeline is None:
+            return False
+        await self._changes.wait_for(
+            lambda: pipeline is not self._engine.core.pipeline or self._engine.core.scheduler.last_finished >= goal
+        )
+        return pipeline is self._engine.core.pipeline
+
+    async def export(self, slot: PrefixSlot) -> SlotPlace | None:
+        """Pin a slot and return its place once its bytes are there in every stage.
+
+        Nothing writes to its first ``n_tokens`` positions until the caller calls ``release``.  None, without a pin, if
+        the slot is gone or the pipeline fails.
+        """
+        self._index.pin(slot)
+        if slot.alive and await self.synchronize() and slot.alive:
+            full, window = (slot.pages(space) for space in (Space.FULL, Space.WINDOW))
+            return SlotPlace(slot.n_tokens, full, window, slot.first_window, slot.state)
+        self.release(slot)
+        return None
+
+    def release(self, slot: PrefixSlot) -> None:
+        """Undo the pin of ``export``."""
+        self._index.unpin(slot)
+        self._engine.tick()
+
+    def can_restore(self, n_tokens: int, n_saved: int, paged_out: PagedOut | None) -> bool:
+        """Return whether the first ``n_tokens`` of a prefix of ``n_saved`` may be restored, pages of which were
+        ``paged_out``: what was computed with pages left out stands for nothing that is computed without.
+        """
+        limits = self._engine.core.scheduler.limits
+        if not limits.stays_whole(n_tokens + 1):
+            return False
+        if paged_out is None or not paged_out.approximate or n_tokens < paged_out.n_exact:
+            return True
+        return n_tokens == n_saved and limits.residency is not None and limits.residency.ranks_pages
+
+    async def reserve(self, n_tokens: int, paged_out: PagedOut | None = None) -> Reservation | None:
+        """Allocate pages and a state for a prefix of ``n_tokens``, to which no step in flight writes any more.
+
+        ``paged_out``: which of its pages were in host memory when it was saved; those beyond the pool go there.
+
+        The caller must ``adopt`` it once every stage has its bytes, or ``cancel_reservation``.  None if there is no
+        room, KV Flash would drop some of it, or the pipeline fails.
+        """
+        reservation = self._engine.core.scheduler.reuse.reserve(n_tokens, paged_out)
+        if reservation is not None and not await self.synchronize():
+            self.cancel_reservation(reservation)
+            return None
+        return reservation
+
+    def adopt(self, tokens: Sequence[int], reservation: Reservation, *, drafted: bool = False) -> PrefixSlot | None:
+        """Publish a restored prefix, pinned; ``release`` it once the requests that wait for it have started.
+
+        ``drafted``: the drafter's state was restored, too.  None if it is not kept: the pipeline failed meanwhile, or
+        it is not worth caching.
+        """
+        slot = self._index.adopt(tokens, reservation, self._clock(), drafted=drafted)
+        self._engine.tick()
+        return slot
+
+    def cancel_reservation(self, reservation: Reservation) -> None:
+        """Free reserved pages.  Does nothing if they are freed or adopted already."""
+        self._index.cancel(reservation)
+        self._engine.tick()
+
+    async def wait_for_capacity(self) -> None:
+        """Wait until the queue is empty and another sequence could start."""
+        scheduler = self._engine.core.scheduler
+        n_most = scheduler.limits.max_sequences
+        await self._changes.wait_for(
+            lambda: self._engine.core.pipeline is not None and not scheduler.n_queued and scheduler.n_running < n_most
+        )
