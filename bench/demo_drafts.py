@@ -70,11 +70,7 @@ async def ask(service, name, prompts, n_tokens):
 
 async def attached(service):
     """Wait until the drafter is there."""
-<<<<<<< HEAD
-    while not service.only.engine.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
-=======
     while not service.only.engine.core.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
->>>>>>> main
         await asyncio.sleep(0.05)
 
 

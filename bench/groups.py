@@ -79,11 +79,7 @@ async def measure(options, devices):
 
 def hops(service):
     """Hops so far, and their seconds."""
-<<<<<<< HEAD
-    totals = service.only.engine._totals.boundaries
-=======
     totals = service.only.engine.core.totals.boundaries
->>>>>>> main
     return sum(one.n_hops for one in totals), sum(one.seconds for one in totals)
 
 

@@ -64,13 +64,8 @@ class Knob:
     """Replaces the drafts of a service's engine, and notes the times of its steps and drafts."""
 
     def __init__(self, service):
-<<<<<<< HEAD
-        self.drafting = service.only.engine.scheduler.drafting
-        self.vocabulary = service.only.model.spec.vocabulary
-=======
         self.drafting = service.only.engine.core.scheduler.drafting
-        self.vocabulary = service.model.spec.vocabulary
->>>>>>> main
+        self.vocabulary = service.only.model.spec.vocabulary
         settings = self.drafting._settings
         # draft.width, for the widest step, fixes the service's
         self.adaptive, self.useless = (SpecDecodeController(settings.max_drafts, settings.kind) for _ in range(2))
@@ -232,11 +227,7 @@ async def serve(config, model, run_dir, options, drafter):
         freeze_gc()
         if drafter == "none":
             return await measure_without(service, options)
-<<<<<<< HEAD
-        while not service.only.engine.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
-=======
         while not service.only.engine.core.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
->>>>>>> main
             await asyncio.sleep(0.1)
         return await measure(service, options)
     finally:

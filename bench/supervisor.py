@@ -75,17 +75,10 @@ async def steps(service, n):
 
     SystemExit if there are none for a while.
     """
-<<<<<<< HEAD
-    first = service.only.engine._totals.n_steps
-    began, cpu, others = time.perf_counter(), time.process_time(), daemons_cpu_s()
-    seen, seen_at = 0, began
-    while (done := service.only.engine._totals.n_steps - first) < n:
-=======
     first = service.only.engine.core.totals.n_steps
     began, cpu, others = time.perf_counter(), time.process_time(), daemons_cpu_s()
     seen, seen_at = 0, began
     while (done := service.only.engine.core.totals.n_steps - first) < n:
->>>>>>> main
         if done > seen:
             seen, seen_at = done, time.perf_counter()
         elif time.perf_counter() - seen_at > STUCK_S:

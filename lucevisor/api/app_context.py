@@ -16,12 +16,8 @@ from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.sse import EventStream
 from lucevisor.compression.compressor import Compressor
 from lucevisor.engine.request import RequestHandle
-<<<<<<< HEAD
-from lucevisor.errors import LucevisorError, show
-=======
 from lucevisor.engine.shell import Engine
-from lucevisor.errors import LucevisorError
->>>>>>> main
+from lucevisor.errors import LucevisorError, show
 from lucevisor.snapshots.store import SnapshotStore
 from lucevisor.text.grammar.matcher import GrammarCompiler
 from lucevisor.text.normalise import Normalise

@@ -21,13 +21,8 @@ from aiohttp import web
 from lucevisor.api.bodies import json_response
 from lucevisor.api.errors import ApiError
 from lucevisor.api.schemas import convert
-<<<<<<< HEAD
 from lucevisor.deployment.service import ModelService, Service
-from lucevisor.engine.core import Engine
-=======
-from lucevisor.deployment.service import Service
 from lucevisor.engine.shell import Engine
->>>>>>> main
 from lucevisor.errors import AdminError, ConfigError, LucevisorError
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
 from lucevisor.model.pages import pages_of

@@ -58,13 +58,8 @@ from lucevisor.config import (
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.preflight import check_before_start
 from lucevisor.deployment.served_model import ServedModel
-<<<<<<< HEAD
 from lucevisor.deployment.service import ModelService, Service
-from lucevisor.engine.core import Engine
-=======
-from lucevisor.deployment.service import Service
 from lucevisor.engine.shell import Engine
->>>>>>> main
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, unusable
 from lucevisor.model.values import dtype_bytes
 from lucevisor.protocol import fault_hooks

@@ -17,13 +17,8 @@ from lucevisor.config import Config, changed_keys
 from lucevisor.config.checks import OVERRIDE
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.replacement import RestoredState
-<<<<<<< HEAD
 from lucevisor.deployment.service import RESTART_S, ModelService, Service
-from lucevisor.engine.core import Engine
-=======
-from lucevisor.deployment.service import RESTART_S, Service
 from lucevisor.engine.shell import Engine
->>>>>>> main
 from lucevisor.errors import AdminError, ConfigError, ConfigErrors, LucevisorError, NotReadyError, nearest, show
 from lucevisor.kv_transfer.exports import ExportedState
 from lucevisor.supervision.states import State

@@ -19,7 +19,7 @@ import pytest
 from lucevisor.app.model_files import open_model
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.deployment.service import Observer, Service
+from lucevisor.deployment.service import ModelService, Observer, Service
 from lucevisor.engine.replay import replay
 from lucevisor.engine.request import FinishedEvent, NotReady
 from lucevisor.engine.shell import Engine
@@ -42,7 +42,7 @@ PLAIN = Case(CASES["qwen35-random"].model, "off")
 """Without drafts, and with spares."""
 
 
-def record(engine: Engine) -> None:
+def record(_: ModelService, engine: Engine) -> None:
     engine.record()
 
 
@@ -56,7 +56,7 @@ async def serving(
     overrides += [f"groups.{name}.transport={transport}" for name in load(path, overrides).groups]
     config = load(path, overrides)
     brisk = SupervisionLimits(backoff_min_s=0.02, backoff_max_s=0.02, spare_delay_s=0.02, **limits)  # type: ignore[arg-type]
-    service = Service(config, open_model(config), tmp_path, Observer(), on_engine=record, limits=brisk)
+    service = Service(config, [open_model(config)], tmp_path, Observer(), on_engine=record, limits=brisk)
     try:
         await service.start()
         assert await service.wait_ready(60.0), service.reason()
