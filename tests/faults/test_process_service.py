@@ -69,7 +69,7 @@ async def test_ready_names_the_cause_of_the_last_failure_until_ready_again(tmp_p
         assert await service.wait_ready(60.0), service.reason()
         pid = service.groups["left"].pid
         heard: list[tuple[State, str]] = []
-        service._observer.state = lambda group, state, _: heard.append((state, service.reason()))
+        service.observer.state = lambda group, state, _: heard.append((state, service.reason()))
         os.kill(pid, signal.SIGKILL)
         await service.groups["left"].wait(State.LOADING, timeout_s=60)
         with pytest.raises(NotReady, match=f"group left is LOADING: restarting after: process {pid} was killed"):
