@@ -185,9 +185,10 @@ def _group(service: Service, group: GroupSupervisor, progress: LoadProgress) -> 
 def devices(group: GroupSupervisor) -> list[dict[str, Any]]:
     """Return the shards of a loaded group, with the memory of their devices; ``free_bytes`` as last reported."""
     used = {u.layers: u for loaded in group.loads for u in loaded.shards}
+    workspaces = {i: n for loaded in group.loads for i, n in loaded.workspace_bytes.items()}
     indices = sorted({u.device for u in used.values()})
     free = dict(zip(indices, group.heartbeat.free_bytes, strict=False)) if group.heartbeat is not None else {}
-    return [_device(group, u, free) for u in used.values()]
+    return [_device(group, u, free) | {"workspace_bytes": workspaces.get(u.device)} for u in used.values()]
 
 
 def _device(group: GroupSupervisor, use: DeviceUse, free: dict[int, int]) -> dict[str, Any]:
