@@ -12,8 +12,8 @@ from daemons.draft.drafter import Drafter, Drafts, VocabularyWeights
 from daemons.kv.batch import Batch
 from daemons.kv.pools import Pools
 from daemons.models.blocks import Attention, AttentionShape, Block, PreNormLayer
+from daemons.models.llama import LlamaFamily
 from daemons.models.loader import WeightLoader
-from daemons.models.qwen3 import Qwen3Family
 from daemons.ops.choices import Candidates
 from daemons.ops.linear import Linear, Table
 from daemons.ops.operations import Operations
@@ -22,7 +22,7 @@ from lucevisor.model.drafters.spec import DraftSpec
 from lucevisor.model.spec import ModelSpec
 
 
-class DflashFamily(Qwen3Family):
+class DflashFamily(LlamaFamily):
     """Builds the layers: those of ``qwen3`` with a mask of their own and, in version 2, convolutions around blocks."""
 
     def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None:

@@ -19,7 +19,7 @@ from daemons.kv.batch import Batch, Group
 from daemons.kv.pools import Pools
 from daemons.models.loader import WeightLoader
 from daemons.ops.attention import Causal, attention
-from daemons.ops.basic import RmsNorm, Rope, l2_scale
+from daemons.ops.basic import RmsNorm, Rope, l2_scale, rope
 from daemons.ops.delta_rule import by_token, chunked, convolve, joined_updates, step
 from daemons.ops.gated import gated_product
 from daemons.ops.linear import Linear, Table
@@ -34,6 +34,7 @@ from daemons.ops.operations import (
 )
 from daemons.ops.paged import PagedTensor, Pages
 from daemons.ops.partial_attention import Partial, partial_attention
+from lucevisor.model.rope import Rotary
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Space
 
@@ -113,6 +114,13 @@ class Family(ABC):
         weight = self.w.exact(name)
         return self.operations.norm(weight, weight.shape[-1], self.eps)
 
+    def rotary(self, rotary: Rotary, factors: Tensor | None = None) -> Rope:
+        """Rotary positions; ``factors`` [n / 2] divide the frequencies, and so does linear scaling."""
+        if rotary.linear != 1.0:
+            linear = torch.full((rotary.n // 2,), rotary.linear, device=self.device)
+            factors = linear if factors is None else factors * linear
+        return rope(rotary, self.device, factors)
+
     def embedding(self) -> Callable[[Batch], Tensor]:
         """Token ids to boundary rows [T, boundary width]."""
         return Embedding(self.w.table("token_embd.weight"), self.spec.embedding_scale)
@@ -165,6 +173,34 @@ class PreNormLayer:
         return h, self.mlp(x, batch)
 
 
+@dataclass(frozen=True)
+class NormedBlock:
+    """``post(block(pre(h)))``; ``post`` is optional."""
+
+    pre: Norm
+    block: Block
+    post: Norm | None
+
+    def __call__(self, h: Tensor, batch: Batch) -> Tensor:
+        out = self.block(self.pre(h), batch)
+        return out if self.post is None else self.post(out)
+
+
+class SandwichNormLayer:
+    """``h += mixer(h); h += mlp(h)`` of blocks with norms before and after them."""
+
+    def __init__(self, mixer: NormedBlock, mlp: NormedBlock, operations: Operations) -> None:
+        self.mixer, self.mlp, self.operations = mixer, mlp, operations
+
+    def __call__(self, h: Tensor, batch: Batch) -> Tensor:
+        h = self.operations.add(h, self.mixer(h, batch))
+        return self.operations.add(h, self.mlp(h, batch))
+
+    def advance_state(self, h: Tensor, batch: Batch) -> None:
+        """See the function."""
+        advance_state(self.mixer.block, self.mixer.pre(h), batch)
+
+
 class Embedding:
     """Rows of the token table, times ``scale``."""
 
@@ -195,6 +231,20 @@ class GatedMlp:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         return self.down(gated_product(self.gate_up, x, self.activation, self.operations))
+
+
+class BiasedLinear:
+    """``linear(x) + bias``, the bias in the dtype of the activations."""
+
+    def __init__(self, linear: Linear, bias: Tensor, weights: WeightLoader, operations: Operations) -> None:
+        self.linear, self.operations = linear, operations
+        self.n_out, self.n_bytes = linear.n_out, linear.n_bytes
+        self.bias = bias.to(weights.selector.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        # the rows are written out for kernels that add tensors of one shape
+        return self.operations.add(y, self.operations.concatenate([self.bias.expand(y.shape[0], -1)]))
 
 
 # ---- attention
@@ -301,6 +351,16 @@ class QkNormRope:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         return self.operations.qk_norm_rope(x, self.norm, *batch.rope_tables(self.rope, self.operations))
+
+
+def no_norm(operations: Operations, n_heads: int, head_dim: int, device: torch.device) -> Norm:
+    """A norm per head that changes nothing, for kernels that norm and rotate in one pass.
+
+    Its epsilon outweighs every mean square, so that all is divided by the epsilon's root; that is a power of two, and
+    the weight.
+    """
+    weight = torch.full((n_heads, head_dim), 2.0**40, device=device)
+    return operations.norm(weight, head_dim, 2.0**80)
 
 
 # ---- gated delta net

@@ -14,29 +14,15 @@ from torch import Tensor
 
 from daemons.kv.batch import Batch
 from daemons.kv.pools import Pools
-from daemons.models.blocks import Attention, AttentionShape, Block, Family, GatedMlp, QkNormRope
+from daemons.models.blocks import Attention, AttentionShape, Block, Family, GatedMlp, NormedBlock, QkNormRope
 from daemons.models.loader import WeightLoader
 from daemons.models.moe import build_experts, build_router
-from daemons.ops.basic import rope
 from daemons.ops.linear import Linear
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import Norm
 from daemons.ops.router import RouteFn
 from lucevisor.model.families.gemma4 import ID_WIDTH, Gemma4Params
 from lucevisor.model.spec import ModelSpec
-
-
-@dataclass(frozen=True)
-class NormedBlock:
-    """``post(block(pre(h)))``; ``post`` is optional."""
-
-    pre: Norm
-    block: Block
-    post: Norm | None
-
-    def __call__(self, h: Tensor, batch: Batch) -> Tensor:
-        out = self.block(self.pre(h), batch)
-        return out if self.post is None else self.post(out)
 
 
 @dataclass(frozen=True)
@@ -118,7 +104,7 @@ class Gemma4Family(Family):
         self.p, self.eps = spec.params, spec.params.eps
         self.softcap = self.p.softcap
         factors = weights.exact("rope_freqs.weight")
-        self.ropes = {False: rope(self.p.rotary, self.device, factors), True: rope(self.p.rotary_sliding, self.device)}
+        self.ropes = {False: self.rotary(self.p.rotary, factors), True: self.rotary(self.p.rotary_sliding)}
         self.inputs = LayerInputs(self.p, weights, len(pools.layers)) if self.p.layer_input else None
 
     def embedding(self) -> Callable[[Batch], Tensor]:

@@ -18,7 +18,6 @@ from daemons.models.blocks import (
 )
 from daemons.models.loader import WeightLoader
 from daemons.models.moe import MoeMlp, build_experts, build_router, build_shared_expert
-from daemons.ops.basic import rope
 from lucevisor.model.families.laguna import LagunaParams
 from lucevisor.model.spec import ModelSpec
 
@@ -30,7 +29,7 @@ class LagunaFamily(Family):
         super().__init__(spec, weights, pools)
         assert isinstance(spec.params, LagunaParams)
         self.p, self.eps = spec.params, spec.params.eps
-        self.ropes = {False: rope(self.p.rotary, self.device), True: rope(self.p.rotary_sliding, self.device)}
+        self.ropes = {False: self.rotary(self.p.rotary), True: self.rotary(self.p.rotary_sliding)}
 
     def layer(self, index: int) -> Block:
         b = f"blk.{index}."

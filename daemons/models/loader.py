@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from math import prod
+from math import lcm, prod
 
 import torch
 from torch import Tensor
@@ -78,12 +78,14 @@ ADVICE = "give this device fewer layers (target_layer_split), a smaller quant, o
 class Rows:
     """Rows of a matrix as concatenated half-open ranges.  None: all rows in order.
 
-    ``columns``: the range of columns to keep.  None: all.
+    ``columns``: the range of columns to keep.  None: all.  ``pairs``: see :func:`halves_of_pairs`; ranges are of whole
+    heads.
     """
 
     name: str
     ranges: tuple[tuple[int, int], ...] | None = None
     columns: tuple[int, int] | None = None
+    pairs: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -349,7 +351,7 @@ class WeightLoader:
         for r in rows:
             tensor = self.files.tensors[r.name]
             columns = r.columns or (0, tensor.shape[-1])
-            out += [TensorChunk(tensor, a, b, columns) for a, b in r.ranges or ((0, row_count(tensor)),)]
+            out += [TensorChunk(tensor, a, b, columns, r.pairs) for a, b in r.ranges or ((0, row_count(tensor)),)]
         return out
 
     def _empty(self, chunks: list[TensorChunk], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -367,7 +369,9 @@ class WeightLoader:
     def _batches(
         self, chunks: list[TensorChunk], align: int, *, expanded: bool = True
     ) -> Iterator[tuple[int, list[tuple[TensorChunk, Tensor]]]]:
-        """The rows in batches of about BATCH_BYTES (as float32 if ``expanded``), in multiples of ``align`` rows."""
+        """The rows in batches of about BATCH_BYTES (as float32 if ``expanded``), in multiples of ``align`` rows and of
+        heads whose rows are reordered."""
+        align = lcm(align, *(p.pairs[0] for p in chunks if p.pairs is not None))
         row_bytes = max(p.tensor.n_bytes // row_count(p.tensor) for p in chunks)
         widest = max(row_bytes, chunks[0].width * 4) if expanded else row_bytes
         budget = BATCH_BYTES * self._n_batches()
@@ -379,7 +383,7 @@ class WeightLoader:
             for chunk, raw in zip(part, read, strict=True):
                 if checks_blocks(chunk.tensor.kind):
                     self._check(chunk, any_invalid(chunk.tensor.kind, raw))
-            yield start, [(p, _narrow(p, raw)) for p, raw in zip(part, read, strict=True)]
+            yield start, [(p, _ordered(p, _narrow(p, raw))) for p, raw in zip(part, read, strict=True)]
             self.progress.add(sum(p.n_bytes for p in part))
 
     def _n_batches(self) -> int:
@@ -405,6 +409,20 @@ def _narrow(chunk: TensorChunk, raw: Tensor) -> Tensor:
     """The quant blocks that hold the chunk's columns."""
     start, stop = chunk.byte_columns
     return raw if stop - start == raw.shape[1] else raw[:, start:stop].contiguous()
+
+
+def _ordered(chunk: TensorChunk, raw: Tensor) -> Tensor:
+    """The rows in the order that blocks expect."""
+    return raw if chunk.pairs is None else halves_of_pairs(raw, *chunk.pairs)
+
+
+def halves_of_pairs(rows: Tensor, head_dim: int, n_rotary: int) -> Tensor:
+    """Rows [n, W] of heads in whose first ``n_rotary`` rows those of a rotary pair alternate: all first ones of the
+    pairs, then all second ones.
+    """
+    heads = rows.view(-1, head_dim, rows.shape[1])
+    firsts, seconds = heads[:, :n_rotary:2], heads[:, 1:n_rotary:2]
+    return torch.cat((firsts, seconds, heads[:, n_rotary:]), dim=1).flatten(0, 1)
 
 
 def _leading(chunk: TensorChunk) -> int:

@@ -18,7 +18,6 @@ from daemons.models.blocks import (
     QkNormRope,
 )
 from daemons.models.loader import Rows, WeightLoader
-from daemons.ops.basic import rope
 from lucevisor.model.families.qwen35 import Qwen35Params
 from lucevisor.model.spec import ModelSpec
 
@@ -30,7 +29,7 @@ class Qwen35Family(Family):
         super().__init__(spec, weights, pools)
         assert isinstance(spec.params, Qwen35Params)
         self.p, self.eps = spec.params, spec.params.eps
-        self.rope = rope(self.p.rotary, self.device)
+        self.rope = self.rotary(self.p.rotary)
 
     def layer(self, index: int) -> Block:
         b = f"blk.{index}."

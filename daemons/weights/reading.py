@@ -35,12 +35,14 @@ LEAST_SHARE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """Rows ``start`` .. ``stop`` of a tensor, restricted to ``columns``."""
+    """Rows ``start`` .. ``stop`` of a tensor, restricted to ``columns``; ``pairs``: head dim and rotary dims of heads
+    whose rows are to be reordered."""
 
     tensor: TensorInfo
     start: int
     stop: int
     columns: tuple[int, int]
+    pairs: tuple[int, int] | None = None
 
     @property
     def width(self) -> int:

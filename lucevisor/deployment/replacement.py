@@ -50,6 +50,7 @@ class ReplacementState:
 
     def add(self, group: str, state: ExportedState) -> None:
         """Keep a group's state for its next daemon."""
+        self.drop(group)  # of one that did not load
         self._exported[group] = state
 
     def take(self, group: str) -> ExportedState | None:

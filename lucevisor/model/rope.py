@@ -30,11 +30,12 @@ class Yarn:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """RoPE over the first ``n`` dims of a head, with base ``theta``."""
+    """RoPE over the first ``n`` dims of a head, with base ``theta``; positions are divided by ``linear``."""
 
     n: int
     theta: float
     yarn: Yarn | None = None
+    linear: float = 1.0
 
 
 def plain_rotary(keys: Keys, head_dim: int, theta: float, suffix: str = "") -> Rotary:
@@ -46,7 +47,25 @@ def plain_rotary(keys: Keys, head_dim: int, theta: float, suffix: str = "") -> R
 def read_rotary(keys: Keys, head_dim: int, options: Mapping[str, str]) -> Rotary:
     """Read ``rope.dimension_count``, ``rope.freq_base`` and ``rope.scaling.*``.  Raises GgufError, also for
     an unsupported scaling type."""
-    return replace(plain_rotary(keys, head_dim, 10000.0), yarn=read_yarn(keys, options))
+    plain = plain_rotary(keys, head_dim, 10000.0)
+    return replace(plain, yarn=read_yarn(keys, options), linear=read_linear(keys))
+
+
+def scaling_type(keys: Keys) -> str:
+    """The kind of RoPE scaling: "none", "linear" or "yarn"; files that give a factor only mean linear."""
+    by_factor = "linear" if keys.has("rope.scaling.factor") or keys.has("rope.scale_linear") else "none"
+    kind = keys.text("rope.scaling.type", by_factor)
+    if kind not in ("none", "linear", "yarn"):
+        raise keys.error("rope.scaling.type", f"is {kind!r}, known are 'linear', 'yarn' and 'none'")
+    return kind
+
+
+def read_linear(keys: Keys) -> float:
+    """The divisor of positions; 1 without linear scaling."""
+    if scaling_type(keys) != "linear":
+        return 1.0
+    key = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
+    return keys.number(key, 0.0) or 1.0  # 0 stands for no scaling
 
 
 def read_yarn(keys: Keys, options: Mapping[str, str]) -> Yarn | None:
@@ -55,11 +74,8 @@ def read_yarn(keys: Keys, options: Mapping[str, str]) -> Yarn | None:
     Option ``yarn_attn_factor``: "default" computes the factor on cos and sin by the formula, as common servers do;
     "file" uses the value in the file.
     """
-    kind = keys.text("rope.scaling.type", "none")
-    if kind == "none":
+    if scaling_type(keys) != "yarn":
         return None
-    if kind != "yarn":
-        raise keys.error("rope.scaling.type", f"is {kind!r}, known are 'yarn' and 'none'")
     attention = None
     if options.get("yarn_attn_factor", "default") == "file":
         attention = keys.number("rope.scaling.yarn_attn_factor", 0.0) or None

@@ -226,9 +226,9 @@ class Keys:
             raise self.error(key, f"is {value}, expected an even number, 2 to {high}")
         return value
 
-    def head_dim(self, suffix: str = "") -> int:
+    def head_dim(self, suffix: str = "", default: int | None = None) -> int:
         """``attention.key_length``, which ``value_length`` must equal; ``suffix`` as in "_swa"."""
-        width = self.integer("attention.key_length" + suffix)
+        width = self.integer("attention.key_length" + suffix, default)
         if self.integer("attention.value_length" + suffix, width) != width:
             raise self.error("attention.value_length" + suffix, f"differs from key_length{suffix} {width}")
         return width
@@ -255,16 +255,24 @@ def attention_state(n_kv_heads: int, key_dim: int, value_dim: int) -> tuple[Stat
     )
 
 
-def attention_tensors(prefix: str, embedding: int, n_heads: int, n_kv_heads: int, dim: int, n_gates: int = 0) -> Shapes:
-    """Attention of the layer ``prefix`` ("blk.3."), with norms of queries and keys; ``n_gates``: rows of gates among
-    those of the queries."""
+def attention_tensors(
+    prefix: str,
+    embedding: int,
+    n_heads: int,
+    n_kv_heads: int,
+    dim: int,
+    *,
+    n_gates: int = 0,
+    qk_norm: bool = True,
+) -> Shapes:
+    """Attention of the layer ``prefix`` ("blk.3."); ``n_gates``: rows of gates among those of the queries."""
     e, q, kv = embedding, n_heads * dim, n_kv_heads * dim
+    norms = {prefix + "attn_q_norm.weight": (dim,), prefix + "attn_k_norm.weight": (dim,)} if qk_norm else {}
     return {
         prefix + "attn_q.weight": (q + n_gates, e),
         prefix + "attn_k.weight": (kv, e),
         prefix + "attn_v.weight": (kv, e),
-        prefix + "attn_q_norm.weight": (dim,),
-        prefix + "attn_k_norm.weight": (dim,),
+        **norms,
         prefix + "attn_output.weight": (e, q),
     }
 
@@ -299,7 +307,7 @@ def assemble(
         expected |= {**layer.tensors, **{name: part.full_shape for name, part in layer.parts.items()}}
     check_tensors(files, expected)
     skipped = tuple(name for name in files.tensors if name not in expected)
-    _check_layers(files, skipped, keys)
+    _check_layers(files, skipped, keys, len(layers))
     _check_gaps(files, expected.keys())
     return ModelSpec(
         architecture=keys.prefix,
@@ -321,19 +329,21 @@ def assemble(
     )
 
 
-def _check_layers(files: GgufFiles, unused: Sequence[str], keys: Keys) -> None:
-    """Raise GgufError when the file has layers beyond its block count: without them answers would be silently wrong."""
+def _check_layers(files: GgufFiles, unused: Sequence[str], keys: Keys, n_layers: int) -> None:
+    """Raise GgufError for layers beyond the block count and for biases that the family does not add: without them
+    answers would be silently wrong."""
     n_blocks = keys.integer("block_count")
     for name in unused:
         kind, _, name_in_layer = name.partition(".")
         index = name_in_layer.partition(".")[0]
-        if kind == "blk" and index.isdecimal() and int(index) >= n_blocks:
-            where = str(files.paths[files.tensors[name].part])
-            raise GgufError(
-                where,
-                f"tensor {name!r}",
-                f"is of no layer: {keys.prefix}.block_count is {n_blocks}; convert or download the file again",
-            )
+        if kind != "blk" or not index.isdecimal():
+            continue
+        where = str(files.paths[files.tensors[name].part])
+        if int(index) >= n_blocks:
+            reason = f"is of no layer: {keys.prefix}.block_count is {n_blocks}; convert or download the file again"
+            raise GgufError(where, f"tensor {name!r}", reason)
+        if int(index) < n_layers and name.endswith(".bias"):
+            raise GgufError(where, f"tensor {name!r}", f"is a bias, which this version's {keys.prefix} does not add")
 
 
 def _check_gaps(files: GgufFiles, used: AbstractSet[str]) -> None:

@@ -319,20 +319,15 @@ class SnapshotManager:
             place = await self._engine.slots.export(slot)
             if place is None:
                 return False
-            unsealed: PendingSnapshot | None = None
+            pending: PendingSnapshot | None = None
             try:
                 drafted = self._engine.prefixes.drafted(slot)
                 slot_record = SlotRecord(slot.tokens, time.time(), drafted, slot.paged_out)
-                pending = unsealed = await self._on_disk(self.store.begin, slot_record)
-                late = "the daemons or the disk took too long"
-                transfer = await self._await(
-                    self.transfers.save([(pending, place)]), deadline_s,
-                    lambda: self._spawn(self._on_disk(self.store.abort, pending, late), "abort a snapshot"),
-                )  # fmt: skip
+                pending = await self._on_disk(self.store.begin, slot_record)
+                transfer = await self._await(self.transfers.save([(pending, place)]), deadline_s)
                 if transfer.problem:
                     await self._on_disk(self.store.abort, pending, transfer.problem)
                     return False
-                unsealed = None  # finish completes even if this task is cancelled
                 await self._on_disk(self.store.finish, pending, transfer.n_bytes)
                 self._backoff.succeeded()
             except SaveFailed as failed:  # logged and counted by the store
@@ -340,8 +335,8 @@ class SnapshotManager:
                     self._backoff.failed(time.monotonic())
                 return False
             except asyncio.CancelledError:
-                if unsealed is not None:  # daemons may still write into the unlinked file
-                    self.store.abort(unsealed, "the stop was cut short")
+                if pending is not None:  # unless it is finished; daemons may still write into the unlinked file
+                    self.store.abort(pending, "the stop was cut short")
                 raise
             finally:
                 self._engine.slots.release(slot)
@@ -362,7 +357,9 @@ class SnapshotManager:
                 task.cancel()
             return call.result()
 
-    async def _await(self, end: asyncio.Future[Transfer], seconds: float, late: Callable[[], object]) -> Transfer:
+    async def _await(
+        self, end: asyncio.Future[Transfer], seconds: float, late: Callable[[], object] = lambda: None
+    ) -> Transfer:
         """Wait for a transfer to end, however long it takes; at the deadline it has failed, and ``late`` is called."""
         try:
             async with suspend_clock.timeout(seconds):

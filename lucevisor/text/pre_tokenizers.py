@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from tokenizers import Regex, normalizers, pre_tokenizers
@@ -36,6 +36,8 @@ class PreTokenizerSpec:
     """One way to turn text into the symbols that BPE merges.
 
     `byte_level`: symbols are the 256 letters of GPT-2's byte alphabet; else characters, with `<0xNN>` for unknown ones.
+    `add_bos`: raw prompts begin with BOS where the file does not say.
+    `prefix_space`: a space is put before a text, and before one behind a marker.
     `ignore_merges`: a piece that is a token itself becomes that token, whatever the merges.
     `whole_text`: tokens of any type that match this pattern entirely are found in text first.
     `added_text`: user-defined tokens that are ordinary text; other user-defined tokens are template markers.
@@ -44,6 +46,8 @@ class PreTokenizerSpec:
     cuts: tuple[SplitRule, ...] = ()
     normal: Normalization = Normalization.NONE
     byte_level: bool = True
+    add_bos: bool = False
+    prefix_space: bool = False
     ignore_merges: bool = False
     whole_text: re.Pattern[str] | None = None
     added_text: re.Pattern[str] = re.compile(r"\s+")
@@ -52,7 +56,8 @@ class PreTokenizerSpec:
         if self.normal is Normalization.NFC:
             return normalizers.NFC()
         if self.normal is Normalization.METASPACE:
-            return normalizers.Replace(" ", "▁")
+            spaces = normalizers.Replace(" ", "▁")
+            return normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if self.prefix_space else spaces
         return None
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer | None:
@@ -78,6 +83,12 @@ _O200K = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 # llama.cpp's own fallback for files that name no pre-tokenizer; no published tokenizer.json has it.
 DEFAULT = PreTokenizerSpec(
     (
@@ -89,8 +100,39 @@ DEFAULT = PreTokenizerSpec(
 )
 GPT2 = PreTokenizerSpec((SplitRule(_GPT2),))
 SMOLLM = PreTokenizerSpec((SplitRule(r"\p{N}"), SplitRule(_GPT2)))
-LLAMA3 = PreTokenizerSpec((SplitRule(_LLAMA3),), ignore_merges=True)
+LLAMA3 = PreTokenizerSpec((SplitRule(_LLAMA3),), ignore_merges=True, add_bos=True)
+GLM4 = replace(LLAMA3, add_bos=False)
+CHATGLM = PreTokenizerSpec((SplitRule(_LLAMA3),))
 GPT4O = PreTokenizerSpec((SplitRule(_O200K),))
+TEKKEN = PreTokenizerSpec((SplitRule(_TEKKEN),), ignore_merges=True, add_bos=True)
+FALCON = PreTokenizerSpec(
+    (
+        SplitRule(r"[\p{P}\$\+<=>\^~\|`]+"),
+        SplitRule(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"),
+        SplitRule(r"[0-9][0-9][0-9]"),
+    )
+)
+# Its user-defined single letters are those of words, as in its tokenizer.json.
+DEEPSEEK_CODER = PreTokenizerSpec(
+    (
+        SplitRule(r"[\r\n]"),
+        SplitRule(r"\s?\p{L}+"),
+        SplitRule(r"\s?\p{P}+"),
+        SplitRule("[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"),
+        SplitRule(r"\p{N}"),
+    ),
+    added_text=re.compile(r"\s+|[\u0080-\U0010ffff]"),
+)
+DEEPSEEK3 = PreTokenizerSpec(
+    (
+        SplitRule(r"\p{N}{1,3}"),
+        SplitRule("[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"),
+        SplitRule(
+            r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+            r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+    )
+)
 # Qwen's tokenizer.json normalises to NFC; llama.cpp does not, so its ids differ for decomposed accents and Hangul jamo.
 QWEN2 = PreTokenizerSpec((SplitRule(_QWEN2),), normal=Normalization.NFC)
 QWEN35 = PreTokenizerSpec((SplitRule(_QWEN35),), normal=Normalization.NFC)
@@ -105,6 +147,13 @@ GEMMA4 = PreTokenizerSpec(
     whole_text=re.compile(r"\n+"),
     added_text=re.compile(r"\s+|▁+|</?[a-z][a-z0-9]*>"),
 )
+# Llama 2, Mistral, Gemma 3: user-defined runs of blanks and the HTML tags of Gemma are text.
+SENTENCEPIECE_SPEC = PreTokenizerSpec(
+    normal=Normalization.METASPACE,
+    byte_level=False,
+    add_bos=True,
+    added_text=re.compile(r"\s+|▁+|</?[a-z][a-z0-9]*>"),
+)
 
 
 def _rows(*rows: tuple[PreTokenizerSpec, Iterable[str]]) -> dict[str, PreTokenizerSpec]:
@@ -114,9 +163,15 @@ def _rows(*rows: tuple[PreTokenizerSpec, Iterable[str]]) -> dict[str, PreTokeniz
 PRE_TOKENIZERS: dict[str, PreTokenizerSpec] = _rows(
     (DEFAULT, ["default"]),
     (GPT2, ["gpt-2", "phi-2"]),
-    (SMOLLM, ["smollm", "starcoder"]),
-    (LLAMA3, ["llama-bpe", "llama3", "llama-v3"]),
-    (GPT4O, ["gpt-4o"]),
+    (SMOLLM, ["smollm", "starcoder", "refact"]),
+    (LLAMA3, ["llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"]),
+    (GLM4, ["glm4"]),
+    (CHATGLM, ["chatglm-bpe", "smaug-bpe"]),
+    (GPT4O, ["gpt-4o", "llama4", "minimax-m2"]),
+    (TEKKEN, ["tekken"]),
+    (FALCON, ["falcon"]),
+    (DEEPSEEK_CODER, ["deepseek-coder"]),
+    (DEEPSEEK3, ["deepseek-v3", "hunyuan-dense"]),
     (QWEN2, ["qwen2", "deepseek-r1-qwen"]),
     (QWEN35, ["qwen35"]),
     (LAGUNA, ["laguna"]),

@@ -44,6 +44,9 @@ class TokenBound:
         self.max_token_bytes = self._most[0]
         """Bytes that one token stands for at most."""
         self._known = _stands_for_every_byte(vocabulary, scheme)
+        tokens = set(vocabulary.tokens)
+        lost = [ord(byte) for letter, byte in alphabet.items() if chr(letter) not in tokens]
+        self._lost = bytes(lost) if scheme.byte_level else b""  # such bytes are dropped
 
     def min_tokens(self, text: str) -> int:
         """Return a number of tokens that the text certainly has, whichever of its characters are trusted."""
@@ -53,9 +56,11 @@ class TokenBound:
             data = text.encode()
         else:
             data = SURROGATES.sub("\ufffd", text).encode()
+            if self._nfc and self._lost:
+                return 0
             if self._nfc:
                 return -(-len(data) // (NFC_SHRINKS * self.max_token_bytes))
-        counts = (len(data.translate(None, rest)) for rest in _NOT_COUNTED)
+        counts = (len(data.translate(None, rest + self._lost)) for rest in _NOT_COUNTED)
         return max(-(-count // most) for count, most in zip(counts, self._most, strict=True))
 
 
@@ -78,7 +83,7 @@ def _forms(
 def _stands_for_every_byte(vocabulary: Vocabulary, scheme: PreTokenizerSpec) -> bool:
     """Return whether no text is dropped or fused into one unknown token."""
     if scheme.byte_level:
-        return True  # a vocabulary that lacks a byte letter is refused when it is loaded
+        return True  # but for bytes without a letter, which are known
     usable = {
         text
         for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)

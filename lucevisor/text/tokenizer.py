@@ -1,4 +1,6 @@
-"""Tokenizer: byte-level BPE between strings and token ids, built from the metadata of a GGUF file.
+"""Tokenizer: byte-pair encoding between strings and token ids, built from the metadata of a GGUF file.
+
+Byte-level BPE, or SentencePiece's over characters with byte tokens for those that it lacks.
 
 The BPE core has no control tokens. `encode_segments` looks for markers (control and user-defined tokens, leftmost and
 longest first, as the `tokenizers` library does) in trusted runs only, and passes everything between to the core in one
@@ -9,19 +11,22 @@ from __future__ import annotations
 
 import codecs
 import re
+import string
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as BpeCore
 
-from lucevisor.text.pre_tokenizers import PRE_TOKENIZERS, Normalization, PreTokenizerSpec
+from lucevisor.text.pre_tokenizers import PRE_TOKENIZERS, SENTENCEPIECE_SPEC, Normalization, PreTokenizerSpec
+from lucevisor.text.sentencepiece import merges_of_scores
 from lucevisor.text.token_bound import SURROGATES, TokenBound
 from lucevisor.text.vocabulary import (
     MODEL_KEY,
     PRE_KEY,
+    SENTENCEPIECE,
     TOKENS_KEY,
     TokenizerError,
     TokenType,
@@ -63,7 +68,8 @@ class Tokenizer:
         self.n_vocab = len(vocabulary.tokens)
         self.eos_ids = vocabulary.eos_ids
         self.bos = vocabulary.bos
-        self.add_bos = vocabulary.add_bos and vocabulary.bos is not None
+        add_bos = scheme.add_bos if vocabulary.add_bos is None else vocabulary.add_bos
+        self.add_bos = add_bos and vocabulary.bos is not None
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
@@ -100,9 +106,15 @@ class Tokenizer:
         return TokenBound(self._vocabulary, self._bytes, self._scheme, _byte_alphabet())
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Return the text of ids, by default without control tokens; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of ids, by default without control tokens; invalid UTF-8 becomes U+FFFD.
+
+        A space that `encode` puts before a text is left out.
+        """
+        ids = list(ids)
         shown = (i for i in ids if not (skip_special and self.is_special(i)))
-        return b"".join(map(self.token_bytes, shown)).decode("utf-8", errors="replace")
+        text = b"".join(map(self.token_bytes, shown)).decode("utf-8", errors="replace")
+        prefixed = self._scheme.prefix_space and bool(ids) and (skip_special or not self.is_marker(ids[0]))
+        return text.removeprefix(" ") if prefixed else text
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token; for a control token, its name in UTF-8."""
@@ -206,8 +218,12 @@ def _decoded(raw: bytes) -> str:
 
 def _scheme(metadata: Mapping[str, object]) -> PreTokenizerSpec:
     model = require(metadata, MODEL_KEY, str)
+    if model == SENTENCEPIECE:
+        prefix_space = require(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
+        return replace(SENTENCEPIECE_SPEC, prefix_space=prefix_space)
     if model not in ("gpt2", "gemma4"):
-        raise TokenizerError(f"{MODEL_KEY} = {model!r} is not known; known are 'gpt2' (byte-pair merges) and 'gemma4'")
+        known = "'gpt2' (byte-pair merges), 'llama' (SentencePiece) and 'gemma4'"
+        raise TokenizerError(f"{MODEL_KEY} = {model!r} is not known; known are {known}")
     pre = "gemma4" if model == "gemma4" else require(metadata, PRE_KEY, str, "default")
     if pre not in PRE_TOKENIZERS:
         names = ", ".join(sorted(PRE_TOKENIZERS))
@@ -226,9 +242,12 @@ def _build_core(vocabulary: Vocabulary, scheme: PreTokenizerSpec) -> BpeCore:
         for token_id, text in enumerate(tokens)
         if text and types[token_id] not in (TokenType.CONTROL, TokenType.UNUSED)
     }
-    missing = [chr(letter) for letter in _byte_alphabet() if scheme.byte_level and chr(letter) not in usable]
-    if missing:  # the library would silently drop these bytes
-        raise TokenizerError(f"{TOKENS_KEY} lacks {len(missing)} byte letters, such as {missing[0]!r}")
+    # The library drops bytes without a letter, as in training: a vocabulary may lack those that its texts never had.
+    missing = [
+        letter for byte in b"\n" + string.printable.encode()[:95] if (letter := _byte_letter(byte)) not in usable
+    ]
+    if scheme.byte_level and missing:
+        raise TokenizerError(f"{TOKENS_KEY} lacks {len(missing)} byte letters of ASCII, such as {missing[0]!r}")
     unknown = None
     if vocabulary.unknown is not None and not scheme.byte_level:
         unknown = tokens[vocabulary.unknown]
@@ -236,7 +255,7 @@ def _build_core(vocabulary: Vocabulary, scheme: PreTokenizerSpec) -> BpeCore:
     # Files from llama.cpp's converter may have merges of strings that are not tokens: drop them.
     merges = [
         (left, right)
-        for left, right in vocabulary.merges
+        for left, right in vocabulary.merges or merges_of_scores(_scores(vocabulary, usable))
         if left in usable and right in usable and left + right in usable
     ]
     model = models.BPE(
@@ -260,6 +279,12 @@ def _build_core(vocabulary: Vocabulary, scheme: PreTokenizerSpec) -> BpeCore:
         ]
     )
     return core
+
+
+def _scores(vocabulary: Vocabulary, usable: Mapping[str, int]) -> dict[str, float]:
+    """Return the scores of the tokens that text is merged to."""
+    types, scores = vocabulary.types, vocabulary.scores
+    return {text: scores[i] for text, i in usable.items() if scores and types[i] != TokenType.BYTE}
 
 
 def _token_bytes(vocabulary: Vocabulary, scheme: PreTokenizerSpec) -> list[bytes]:
@@ -292,6 +317,10 @@ def _byte_alphabet() -> dict[int, str]:
     table = {byte: chr(byte) for byte in printable}
     table.update({0x100 + index: chr(byte) for index, byte in enumerate(unprintable)})
     return table
+
+
+def _byte_letter(byte: int) -> str:
+    return next(chr(letter) for letter, character in _byte_alphabet().items() if ord(character) == byte)
 
 
 def _any_of(words: Collection[str]) -> re.Pattern[str]:

@@ -16,6 +16,10 @@ PRE_KEY: Final = "tokenizer.ggml.pre"
 TOKENS_KEY: Final = "tokenizer.ggml.tokens"
 TYPES_KEY: Final = "tokenizer.ggml.token_type"
 MERGES_KEY: Final = "tokenizer.ggml.merges"
+SCORES_KEY: Final = "tokenizer.ggml.scores"
+ADD_BOS_KEY: Final = "tokenizer.ggml.add_bos_token"
+SENTENCEPIECE: Final = "llama"
+"""The value of ``tokenizer.ggml.model`` for SentencePiece's vocabularies."""
 
 # End-of-generation tokens (EOG) by text: files name one id only (`eos_token_id`), models stop at several.
 # Those of llama.cpp's list that a byte-pair vocabulary can hold, and Laguna's end of turn, which older files do not
@@ -25,7 +29,7 @@ _ENDINGS: Final = frozenset(
         *["<|im_end|>", "<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],  # Qwen
         *["<eos>", "<end_of_turn>", "<turn|>", "<|tool_response>"],  # Gemma; the last hands over to a tool
         *["</assistant>"],  # Laguna
-        *["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"],  # Llama
+        *["<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end_of_text|>"],  # Llama
         *["<|end|>", "<|return|>", "</s>", "<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>"],
     ]
 )
@@ -58,16 +62,18 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """All tokens of a model.  `turn_end_ids`: `eos_ids`, and tokens that end another role's message."""
+    """All tokens of a model.  `turn_end_ids`: `eos_ids`, and tokens that end another role's message.  `scores`: of each
+    token, where they stand for `merges`.  `add_bos`: None when the file does not say."""
 
     tokens: Sequence[str]
     types: Sequence[int]
     merges: Sequence[tuple[str, str]]
+    scores: Sequence[float]
     eos_ids: frozenset[int]
     turn_end_ids: frozenset[int]
     bos: int | None
     unknown: int | None
-    add_bos: bool
+    add_bos: bool | None
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Vocabulary:
@@ -78,6 +84,7 @@ class Vocabulary:
             counts = f"{TYPES_KEY} has {len(types)} entries, {TOKENS_KEY} has {len(tokens)}"
             raise TokenizerError(f"{counts}; convert the file again")
         _check_tokens(tokens)
+        sentencepiece = metadata.get(MODEL_KEY) == SENTENCEPIECE
         named = {
             name: token_id
             for name in ("bos", "eos", "eot", "eom", "unknown", "padding", "mask")
@@ -88,19 +95,21 @@ class Vocabulary:
         turn_endings: set[int] = set()
         for token_id, text in enumerate(tokens):
             if text in _ENDINGS or text in _TURN_ENDINGS:
-                # An ordinary token may look like one: `</s>` is the end of struck-out text to Gemma.
-                if typed and types[token_id] not in (TokenType.CONTROL, TokenType.USER_DEFINED):
+                # Another token may look like one: `</s>` is the end of struck-out text to Gemma, user-defined or not.
+                kinds = (TokenType.CONTROL,) if text == "</s>" else (TokenType.CONTROL, TokenType.USER_DEFINED)
+                if typed and types[token_id] not in kinds:
                     continue
                 (endings if text in _ENDINGS else turn_endings).add(token_id)
         return cls(
             tokens=tokens,
             types=[TokenType.CONTROL if i in endings else kind for i, kind in enumerate(types)],
-            merges=_merges(require(metadata, MERGES_KEY, list)),
+            merges=_merges(require(metadata, MERGES_KEY, list, [] if sentencepiece else None)),
+            scores=_scores(metadata, len(tokens)) if sentencepiece else (),
             eos_ids=frozenset(endings),
             turn_end_ids=frozenset(endings | turn_endings),
             bos=named.get("bos"),
             unknown=named.get("unknown"),
-            add_bos=require(metadata, "tokenizer.ggml.add_bos_token", bool, False),
+            add_bos=require(metadata, ADD_BOS_KEY, bool) if ADD_BOS_KEY in metadata else None,
         )
 
 
@@ -130,6 +139,18 @@ def _check_tokens(tokens: Sequence[object]) -> None:
             raise TokenizerError(f"{TOKENS_KEY}[{token_id}] is a {type(text).__name__}, must be text")
         if text and seen.setdefault(text, token_id) != token_id:
             raise TokenizerError(f"{TOKENS_KEY}: {seen[text]} and {token_id} are both {text!r}; convert the file again")
+
+
+def _scores(metadata: Mapping[str, object], n_vocab: int) -> list[float]:
+    scores = require(metadata, SCORES_KEY, list)
+    if len(scores) != n_vocab:
+        raise TokenizerError(
+            f"{SCORES_KEY} has {len(scores)} entries, {TOKENS_KEY} has {n_vocab}; convert the file again"
+        )
+    for token_id, score in enumerate(scores):
+        if isinstance(score, bool) or not isinstance(score, int | float) or score != score:
+            raise TokenizerError(f"{SCORES_KEY}[{token_id}] = {score!r} is not a number; convert the file again")
+    return scores
 
 
 def _token_id(metadata: Mapping[str, object], key: str, n_vocab: int) -> int | None:

@@ -18,9 +18,16 @@ from tests.e2e.service import GOLDEN, generate, running, write_config
 
 N = 4
 MODELS = {
+    "gemma3": ["gemma3"],
     "gemma4": ["gemma4_e2b"],
     "laguna": ["laguna_mscale"],
+    "llama3": ["llama"],
+    "mistral_nemo": ["llama"],
+    "mistral_small": ["llama"],
+    "qwen25": ["qwen2"],
     "qwen3": ["qwen3"],
+    "qwen3_instruct": ["qwen3moe"],
+    "smollm2": ["llama"],
     "qwen35": ["qwen35", "qwen35moe"],
 }
 CASES = [(card, model) for card in (file.stem for file in card_files()) for model in MODELS[card]]

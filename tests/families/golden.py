@@ -14,7 +14,8 @@ from tests.families.pipeline import Pipeline, load_stages
 from tests.families.rounding import Bounds, Formats, assert_same_tokens, bounds, explained
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-FIXTURES = ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale")
+FIXTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35moe")
+FIXTURES += ("gemma3", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale")
 OPTIONS = {"laguna": {"yarn_attn_factor": "file"}}
 """The golden file ``laguna`` holds an attention factor that only transformers obeys."""
 

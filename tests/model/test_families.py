@@ -23,12 +23,17 @@ from lucevisor.model.weight_layout import layer_layouts, non_layer_layouts, shar
 from tests.families.shapes import E2B, E4B, GEMMA4_26B_A4B, GEMMA4_31B, LAGUNA_XS2, gemma4, write
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-FILES = ["qwen3", "qwen35", "qwen35_mtp", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale"]
+FILES = ["llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35_mtp", "qwen35moe"]
+FILES += ["gemma3", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale"]
 KINDS = {
+    "llama": "ffff",
+    "qwen2": "ffff",
     "qwen3": "ffff",
+    "qwen3moe": "fff",
     "qwen35": "rrrfrrrf",
     "qwen35_mtp": "rrrfrrrf",
     "qwen35moe": "rrrf",
+    "gemma3": "wwwwwfw",
     "gemma4_e2b": "wwfwfwwf",
     "gemma4_moe": "wwfwwf",
     "laguna": "fwwwf",
@@ -187,7 +192,7 @@ def test_a_missing_tensor_is_named(tmp_path, model, name):
         (E2B, {"rope.dimension_count": 1024}, "is 1024, expected 2 to 512"),
         (GEMMA4_26B_A4B, {"expert_used_count": 129}, "is 129, the model has 128 experts"),
         (LAGUNA_XS2, {"expert_gating_func": 3}, "is 3, known are 1"),
-        (LAGUNA_XS2, {"rope.scaling.type": "longrope"}, "is 'longrope', known are 'yarn' and 'none'"),
+        (LAGUNA_XS2, {"rope.scaling.type": "longrope"}, "is 'longrope', known are 'linear', 'yarn' and 'none'"),
         (LAGUNA_XS2, {"attention.value_length": 64}, "differs from key_length 128"),
         (LAGUNA_XS2, {"attention.head_count": 32}, "attn_gate.weight': has 48 rows"),
     ],

@@ -277,8 +277,20 @@ class TestRefusals:
     def test_a_missing_byte_letter(self):
         metadata = byte_metadata("qwen2", {})
         metadata["tokenizer.ggml.tokens"][0] = "something else"
-        with pytest.raises(TokenizerError, match="lacks 1 byte letters"):
+        with pytest.raises(TokenizerError, match="lacks 1 byte letters of ASCII, such as '!'"):
             Tokenizer.from_gguf(metadata)
+
+    @given(st.text(alphabet=["a", " ", "t", "h", "e", "\x04", "\U00050000", "é"], max_size=30))
+    def test_bytes_that_no_text_of_the_training_had_are_dropped(self, text):
+        """SmolLM2 lacks six control characters and most bytes of no character; transformers drops them, too."""
+        metadata = byte_metadata("smollm", {})
+        tokens = metadata["tokenizer.ggml.tokens"]
+        for i, letter in enumerate(("\u0104", "\xf1")):
+            tokens[tokens.index(letter)] = f"something else {i}"
+        tokenizer = Tokenizer.from_gguf(metadata)
+        ids, left = tokenizer.encode(text), text.encode().translate(None, b"\x04\xf1")
+        assert b"".join(map(tokenizer.token_bytes, ids)) == left
+        assert tokenizer.bound.min_tokens(text) <= len(ids)
 
     def test_a_control_token_as_long_as_a_book(self):
         metadata = byte_metadata("qwen2", {"<" * 100_000: CONTROL})

@@ -19,7 +19,7 @@ from lucevisor.model.drafters.spec import (
     refuse,
     with_tensors,
 )
-from lucevisor.model.families.qwen3 import Qwen3Params, hyperparameters, layer_tensors
+from lucevisor.model.families.llama import LlamaParams, hyperparameters, layer_tensors
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError, TensorInfo
 from lucevisor.model.spec import Keys, LayerSpec, ModelSpec, Shapes, attention_state, tensor
@@ -60,7 +60,7 @@ class Selector:
 
 
 @dataclass(frozen=True, slots=True)
-class DflashParams(Qwen3Params):
+class DflashParams(LlamaParams):
     """Hyperparameters of ``qwen3``, whose layers a drafter has, and its own.
 
     ``features``: numbers per token that are captured.  ``windows``: of each layer, 0: all positions.  ``causal``: for
@@ -88,7 +88,7 @@ def read(files: GgufFiles, target: ModelSpec) -> DraftSpec:
     keys = Keys(files.metadata, architecture, str(files.paths[0]))
     drafter_files = _renamed(files)
     p, block_size = _hyperparameters(keys, drafter_files, target)
-    shared, per_layer = _shared_tensors(p, target.vocabulary), _layer_tensors(p)
+    shared, per_layer = _shared_tensors(p, target.vocabulary), _layer_tensors(drafter_files, p)
     _refuse_extras(drafter_files, {*shared, *(n for tensors in per_layer for n in tensors), EMBEDDING, LM_HEAD})
     if (EMBEDDING in drafter_files.tensors) != (LM_HEAD in drafter_files.tensors):
         present = next(name for name in (EMBEDDING, LM_HEAD) if name in drafter_files.tensors)
@@ -161,7 +161,7 @@ def _hyperparameters(keys: Keys, files: GgufFiles, target: ModelSpec) -> tuple[D
     n_target = keys.integer("num_target_layers", target.n_layers)
     if n_target != target.n_layers:
         raise keys.error("num_target_layers", f"is {n_target}, {target.name} has {target.n_layers}: {_OTHER}")
-    layers = hyperparameters(keys, {})
+    layers = hyperparameters(files, keys, {}, adjacent_pairs=False, qk_norm=True, experts=False)
     windows, causal = _masks(keys, layers.n_layers)
     p = DflashParams(
         **{f.name: getattr(layers, f.name) for f in fields(layers)},
@@ -242,10 +242,10 @@ def _shared_tensors(p: DflashParams, vocabulary: int) -> Shapes:
     return out
 
 
-def _layer_tensors(p: DflashParams) -> list[Shapes]:
+def _layer_tensors(files: GgufFiles, p: DflashParams) -> list[Shapes]:
     e, s, out = p.hidden_size, p.selector, []
     for i in range(p.n_layers):
-        layer = layer_tensors(p, i)
+        layer = layer_tensors(files, p, i)
         if s is not None:
             for part in (f"blk.{i}.attn", f"blk.{i}.ffn"):
                 layer[f"{part}_conv_base"] = (2, s.taps, e)

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lucevisor.model.families import gemma4, laguna, qwen3, qwen35, qwen35moe
+from lucevisor.model.families import gemma3, gemma4, laguna, llama, qwen2, qwen3, qwen3moe, qwen35, qwen35moe
 from lucevisor.model.gguf_files import GgufFiles, open_model, part_paths
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.spec import ModelSpec
 
 FAMILIES: dict[str, Callable[[GgufFiles, Mapping[str, str]], ModelSpec]] = {
+    "gemma3": gemma3.spec,
     "gemma4": gemma4.spec,
     "laguna": laguna.spec,
+    "llama": llama.spec,
+    "qwen2": qwen2.spec,
     "qwen3": qwen3.spec,
     "qwen35": qwen35.spec,
     "qwen35moe": qwen35moe.spec,
+    "qwen3moe": qwen3moe.spec,
 }
 
 REFUSED = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lucevisor.model.experts import Experts, read_experts, routed_tensors
 from lucevisor.model.gguf_files import GgufFiles
-from lucevisor.model.rope import Rotary, plain_rotary, read_yarn
+from lucevisor.model.rope import Rotary, plain_rotary, scaling_type
 from lucevisor.model.spec import (
     MAX_LAYERS,
     Keys,
@@ -93,8 +93,8 @@ def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4Params:
     full, narrow, widths = keys.head_dim(), keys.head_dim("_swa"), keys.integers("feed_forward_length", n)
     if 0 in widths:
         raise keys.error("feed_forward_length", f"is 0 in layer {widths.index(0)}")
-    if read_yarn(keys, {}) is not None:
-        raise keys.error("rope.scaling.type", "is 'yarn', which this family does not support")
+    if (scaling := scaling_type(keys)) != "none":
+        raise keys.error("rope.scaling.type", f"is {scaling!r}, which this family does not support")
     layers = tuple(
         Gemma4Layer(
             sliding=slides,

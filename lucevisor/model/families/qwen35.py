@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lucevisor.model.gguf_files import GgufFiles
-from lucevisor.model.rope import Rotary, read_yarn
+from lucevisor.model.rope import Rotary, read_linear, read_yarn
 from lucevisor.model.spec import (
     MAX_LAYERS,
     Keys,
@@ -77,7 +77,9 @@ def hyperparameters(keys: Keys, options: Mapping[str, str]) -> Qwen35Params:
         n_heads=heads,
         n_kv_heads=kv_heads,
         head_dim=head_dim,
-        rotary=Rotary(n_rotary, keys.number("rope.freq_base", 10000.0, above=0.0), read_yarn(keys, options)),
+        rotary=Rotary(
+            n_rotary, keys.number("rope.freq_base", 10000.0, above=0.0), read_yarn(keys, options), read_linear(keys)
+        ),
         eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
         scale=keys.number("attention.scale", head_dim**-0.5),
         recurrent=tuple(flags if flags is not None else [(i + 1) % interval != 0 for i in range(n_layers)]),

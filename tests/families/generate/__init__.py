@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.families.generate import gemma4, laguna, qwen
+from tests.families.generate import gemma3, gemma4, laguna, llama, qwen
 from tests.families.generate.made import Draw, Made
 
 FAMILIES: dict[str, Callable[[Draw], Made]] = {
+    "llama": llama.llama,
+    "qwen2": llama.qwen2,
     "qwen3": qwen.qwen3,
+    "qwen3moe": llama.qwen3moe,
     "qwen35": qwen.qwen35,
     "qwen35moe": qwen.qwen35moe,
+    "gemma3": gemma3.gemma3,
     "gemma4": gemma4.gemma4,
     "laguna": laguna.laguna,
 }

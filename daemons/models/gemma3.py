@@ -1,0 +1,51 @@
+"""Family ``gemma3``: sliding and full attention, norms before and after each block.  Maths: docs/families.md."""
+
+from __future__ import annotations
+
+import torch
+
+from daemons.kv.pools import Pools
+from daemons.models.blocks import (
+    Attention,
+    AttentionShape,
+    Block,
+    Family,
+    GatedMlp,
+    NormedBlock,
+    QkNormRope,
+    SandwichNormLayer,
+)
+from daemons.models.loader import WeightLoader
+from lucevisor.model.families.gemma3 import Gemma3Params
+from lucevisor.model.spec import ModelSpec
+
+
+class Gemma3Family(Family):
+    """Builds the blocks of one shard."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None:
+        super().__init__(spec, weights, pools)
+        assert isinstance(spec.params, Gemma3Params)
+        self.p, self.eps, self.softcap = spec.params, spec.params.eps, spec.params.softcap
+        self.ropes = {False: self.rotary(self.p.rotary), True: self.rotary(self.p.rotary_sliding)}
+
+    def layer(self, index: int) -> Block:
+        b = f"blk.{index}."
+        gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
+        mlp = GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations, "gelu_tanh")
+        norms = [self.norm(f"{b}{n}.weight") for n in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")]
+        return SandwichNormLayer(
+            NormedBlock(norms[0], self.attention(index), norms[1]),
+            NormedBlock(norms[2], mlp, norms[3]),
+            self.operations,
+        )
+
+    def attention(self, index: int) -> Attention:
+        p, b, d, layer = self.p, f"blk.{index}.", self.p.head_dim, self.spec.layers[index]
+        inputs = self.w.linear(b + "attn_q.weight", b + "attn_k.weight", b + "attn_v.weight")
+        q_norm, k_norm = self.w.exact(b + "attn_q_norm.weight"), self.w.exact(b + "attn_k_norm.weight")
+        per_head = torch.cat((q_norm.expand(p.n_heads, -1), k_norm.expand(p.n_kv_heads, -1)))
+        shape = AttentionShape(p.n_heads, p.n_kv_heads, d, p.scale, space=layer.space, window=layer.window)
+        pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
+        positions = QkNormRope(self.operations.norm(per_head, d, p.eps), self.ropes[p.sliding[index]], self.operations)
+        return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions, self.operations)

@@ -1,0 +1,91 @@
+"""Families ``llama``, ``qwen2``, ``qwen3`` and ``qwen3moe``: full attention in every layer; norms on queries and keys,
+biases and routed experts where the parameters say so.  Maths: docs/families.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from daemons.kv.pools import Pools
+from daemons.models.blocks import (
+    Attention,
+    AttentionShape,
+    BiasedLinear,
+    Block,
+    Family,
+    GatedMlp,
+    PreNormLayer,
+    QkNormRope,
+    no_norm,
+)
+from daemons.models.loader import Rows, WeightLoader, halves_of_pairs
+from daemons.models.moe import MoeMlp, build_experts, build_router
+from daemons.ops.linear import Linear
+from daemons.ops.operations import Norm
+from lucevisor.model.families.llama import INPUTS, ROPE_FACTORS, LlamaParams
+from lucevisor.model.spec import ModelSpec
+
+
+class LlamaFamily(Family):
+    """Builds the blocks of one shard.
+
+    Kernels rotate dims half a head apart.  Where a file has the rows of a rotary pair side by side, those of queries
+    and keys are reordered when they are loaded: scores are sums over all dims of a head, in whichever order.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None:
+        super().__init__(spec, weights, pools)
+        assert isinstance(spec.params, LlamaParams)
+        self.p, self.eps = spec.params, spec.params.eps
+        self.rope = self.rotary(self.p.rotary, weights.exact(ROPE_FACTORS) if self.p.rope_factors else None)
+
+    def layer(self, index: int) -> Block:
+        b = f"blk.{index}."
+        norms = self.norm(b + "attn_norm.weight"), self.norm(b + "ffn_norm.weight")
+        return PreNormLayer(norms[0], self.attention(index), norms[1], self.mlp(index), self.operations)
+
+    def mlp(self, index: int) -> Block:
+        b, x = f"blk.{index}.", self.p.experts
+        if x is not None:
+            return MoeMlp(build_router(self.w, b, x), build_experts(self.w, b, "silu"), None)
+        gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
+        return GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations)
+
+    def attention_shape(self, index: int) -> AttentionShape:
+        return AttentionShape(self.p.n_heads, self.p.n_kv_heads, self.p.head_dim, self.p.scale)
+
+    def attention(self, index: int) -> Attention:
+        b, shape = f"blk.{index}.", self.attention_shape(index)
+        pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
+        positions = QkNormRope(self.qk_norm(b), self.rope, self.operations)
+        output = self.biased(b, self.w.linear(b + "attn_output.weight"), "attn_output")
+        return Attention(shape, self.inputs(b), output, pages, positions, self.operations)
+
+    def inputs(self, prefix: str) -> Linear:
+        pairs = (self.p.head_dim, self.p.rotary.n) if self.p.adjacent_pairs else None
+        q, k, v = (f"{prefix}{name}.weight" for name in INPUTS)
+        return self.biased(prefix, self.w.linear(Rows(q, pairs=pairs), Rows(k, pairs=pairs), v), *INPUTS)
+
+    def biased(self, prefix: str, linear: Linear, *names: str) -> Linear:
+        """The product with the stacked matrices ``names``, plus the biases of those that have one."""
+        if not self.p.biases.intersection(names):
+            return linear
+        return BiasedLinear(linear, torch.cat([self.bias(prefix, name) for name in names]), self.w, self.operations)
+
+    def bias(self, prefix: str, name: str) -> Tensor:
+        p = self.p
+        if name not in p.biases:
+            n_rows = self.w.files.tensors[f"{prefix}{name}.weight"].shape[0]
+            return torch.zeros(n_rows, device=self.device)
+        bias = self.w.exact(f"{prefix}{name}.bias")
+        paired = p.adjacent_pairs and name in INPUTS[:2]
+        return halves_of_pairs(bias.unsqueeze(1), p.head_dim, p.rotary.n).flatten() if paired else bias
+
+    def qk_norm(self, prefix: str) -> Norm:
+        p, d = self.p, self.p.head_dim
+        if not p.qk_norm:
+            return no_norm(self.operations, p.n_heads + p.n_kv_heads, d, self.device)
+        q_norm, k_norm = self.w.exact(prefix + "attn_q_norm.weight"), self.w.exact(prefix + "attn_k_norm.weight")
+        per_head = torch.cat((q_norm.expand(p.n_heads, -1), k_norm.expand(p.n_kv_heads, -1)))
+        return self.operations.norm(per_head, d, p.eps)

@@ -1,0 +1,113 @@
+"""Family ``gemma3``: sliding and full attention, norms before and after each block, positions of two kinds.
+
+Text only.  Full layers may divide their positions (``rope.scaling``), sliding ones never do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.rope import Rotary, plain_rotary, read_rotary
+from lucevisor.model.spec import (
+    MAX_LAYERS,
+    Keys,
+    LayerSpec,
+    ModelSpec,
+    Shapes,
+    assemble,
+    attention_state,
+    attention_tensors,
+    swiglu_tensors,
+)
+from lucevisor.model.values import Space
+
+DEFAULT_PERIOD = 6
+LAYERS_OF_27B = 62
+"""Gemma 3 27B scales its scores by (E / H)^-0.5 where the others have D^-0.5; its files do not say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma3Params:
+    """Hyperparameters.  ``window``: positions visible to layers with ``sliding[i]``."""
+
+    hidden_size: int
+    feed_forward: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    sliding: tuple[bool, ...]
+    window: int
+    rotary: Rotary
+    rotary_sliding: Rotary
+    eps: float
+    scale: float
+    softcap: float
+
+
+def sliding_layers(keys: Keys, n_layers: int, window: int) -> tuple[bool, ...]:
+    """Read which layers slide: an array, or a period (default 6) that ends with a full layer."""
+    key = "attention.sliding_window_pattern"
+    if not window:
+        return (False,) * n_layers
+    if isinstance(keys.raw(key), list):
+        return tuple(keys.flags(key, n_layers) or ())
+    period = keys.integer(key, DEFAULT_PERIOD)
+    return tuple(i % period < period - 1 for i in range(n_layers))
+
+
+def hyperparameters(keys: Keys) -> Gemma3Params:
+    """Read and cross-check the metadata.  Raises GgufError naming the key."""
+    n_layers, window = keys.integer("block_count", high=MAX_LAYERS), keys.integer("attention.sliding_window", 0, low=0)
+    e, n_heads, n_kv_heads = (
+        keys.integer(key) for key in ("embedding_length", "attention.head_count", "attention.head_count_kv")
+    )
+    keys.check_heads(n_heads, n_kv_heads)
+    d = keys.head_dim()
+    rotary = read_rotary(keys, d, {})
+    if rotary.yarn is not None:
+        raise keys.error("rope.scaling.type", "is 'yarn', which this family does not support")
+    return Gemma3Params(
+        hidden_size=e,
+        feed_forward=keys.integer("feed_forward_length"),
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=d,
+        sliding=sliding_layers(keys, n_layers, window),
+        window=window,
+        rotary=rotary,
+        rotary_sliding=plain_rotary(keys, d, 1e4, "_swa"),
+        eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
+        scale=keys.number("attention.scale", 0.0) or (e / n_heads if n_layers == LAYERS_OF_27B else d) ** -0.5,
+        softcap=keys.number("final_logit_softcapping", 0.0),
+    )
+
+
+def layer_tensors(p: Gemma3Params, i: int) -> Shapes:
+    b, e = f"blk.{i}.", p.hidden_size
+    norms = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+    return {
+        **{f"{b}{name}.weight": (e,) for name in norms},
+        **attention_tensors(b, e, p.n_heads, p.n_kv_heads, p.head_dim),
+        **swiglu_tensors(b, e, p.feed_forward),
+    }
+
+
+def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
+    """Read the spec of a ``gemma3`` file.  No model options."""
+    keys = Keys(files.metadata, "gemma3", str(files.paths[0]))
+    p = hyperparameters(keys)
+    state = attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
+    layers = [
+        LayerSpec(
+            index=i,
+            space=Space.WINDOW if slides else Space.FULL,
+            tensors=layer_tensors(p, i),
+            state=state,
+            window=p.window if slides else 0,
+        )
+        for i, slides in enumerate(p.sliding)
+    ]
+    return assemble(files, keys, p, layers, embedding_scale=math.sqrt(p.hidden_size))

@@ -1,0 +1,133 @@
+"""Makes golden files: ``python -m tests.families.generate.golden NAME FOLDER`` (contents: tests/data/golden/README.md).
+
+The vocabulary is that of the golden file ``qwen3``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from gguf import GGUFReader, GGUFValueType
+from torch import Tensor, nn
+
+from bench.gguf_writing import finish, new_file
+from tests.families.generate import gemma3, llama
+from tests.families.generate.made import PLAIN, Draw, Made, build
+
+N_TOKENS, PROMPT, GREEDY, VOCABULARY = 72, 40, 32, 288
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": None, **PLAIN,
+}  # fmt: skip
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+
+
+def made_llama(draw: Draw) -> Made:
+    """Frequencies as in Llama 3, an output matrix of its own."""
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 128
+    config: Any = transformers.LlamaConfig(
+        **COMMON, num_hidden_layers=4, head_dim=32, rope_parameters=rope, tie_word_embeddings=False
+    )
+    return llama.of_llama(build(transformers.LlamaForCausalLM, config, draw), {})
+
+
+def made_qwen2(draw: Draw) -> Made:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}  # of 32 numbers each
+    config: Any = transformers.Qwen2Config(
+        **COMMON | heads, num_hidden_layers=4, rope_parameters=PLAIN_ROPE, tie_word_embeddings=True,
+        use_sliding_window=False,
+    )  # fmt: skip
+    return llama.of_qwen2(build(transformers.Qwen2ForCausalLM, config, draw))
+
+
+def made_qwen3moe(draw: Draw) -> Made:
+    config: Any = transformers.Qwen3MoeConfig(
+        **COMMON, num_hidden_layers=3, head_dim=32, rope_parameters=PLAIN_ROPE, tie_word_embeddings=False,
+        num_experts=6, num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=48, decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )  # fmt: skip
+    return llama.of_qwen3moe(build(transformers.Qwen3MoeForCausalLM, config, draw), divide=True)
+
+
+def made_gemma3(draw: Draw) -> Made:
+    """The published period of layers, positions of the full ones divided."""
+    rope = {"full_attention": PLAIN_ROPE | {"rope_type": "linear", "factor": 8.0}}
+    rope["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e4}
+    kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(7)]
+    config: Any = transformers.Gemma3TextConfig(
+        **COMMON, num_hidden_layers=7, head_dim=32, query_pre_attn_scalar=32, sliding_window=12, layer_types=kinds,
+        rope_parameters=rope, use_bidirectional_attention=False,
+    )  # fmt: skip
+    return gemma3.of_config(config, draw, pattern=None, linear=True)
+
+
+MODELS: dict[str, Callable[[Draw], Made]] = {
+    "gemma3": made_gemma3,
+    "llama": made_llama,
+    "qwen2": made_qwen2,
+    "qwen3moe": made_qwen3moe,
+}
+
+
+def hidden_and_logits(model: nn.Module, ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Rows behind the embedding and behind each layer [L+1, T, E], not normed, and logits [T, V]."""
+    rows: list[Tensor] = []
+    layers = model.model.layers
+    hooks = [layers[0].register_forward_pre_hook(lambda _, args: rows.append(args[0][0]))]
+    hooks += [
+        layer.register_forward_hook(lambda _, __, out: rows.append(out[0] if isinstance(out, Tensor) else out[0][0]))
+        for layer in layers
+    ]
+    with torch.no_grad():
+        [logits] = model(torch.tensor([ids]), use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(rows), logits
+
+
+def write(name: str, folder: Path) -> None:
+    draw = Draw(sorted(MODELS).index(name))
+    made = MODELS[name](draw)
+    ids = draw.ids(N_TOKENS, VOCABULARY)
+    hidden, logits = hidden_and_logits(made.model, ids)
+    greedy, margins = list[int](), list[float]()
+    while len(greedy) < GREEDY:
+        best = hidden_and_logits(made.model, ids[:PROMPT] + greedy)[1][-1].topk(2)
+        greedy.append(int(best.indices[0]))
+        margins.append(float(best.values[0] - best.values[1]))
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(
+        folder / "golden.npz",
+        input_ids=np.array(ids),
+        logits=logits.numpy(),
+        hidden=hidden.numpy(),
+        prompt_len=np.array(PROMPT),
+        greedy=np.array(greedy),
+        greedy_margin_min=np.array(min(margins)),
+    )
+    (folder / "hf_config.json").write_text(
+        json.dumps(made.model.config.to_diff_dict(), indent=1, sort_keys=True) + "\n"
+    )
+    writer = new_file(folder / "model.gguf", made.architecture, made.metadata)
+    writer.add_name(f"tiny-{name}")
+    vocabulary = GGUFReader(Path(__file__).parents[2] / "data/golden/qwen3/model.gguf")
+    for key, found in vocabulary.fields.items():
+        if key.startswith("tokenizer."):
+            kind, *inner = found.types
+            sub_type = inner[-1] if kind is GGUFValueType.ARRAY else None
+            writer.add_key_value(key, found.contents(), kind, sub_type=sub_type)
+    for tensor_name, tensor in made.tensors.items():
+        writer.add_tensor(tensor_name, np.ascontiguousarray(tensor.detach().to(torch.float32).numpy()))
+    finish(writer)
+
+
+if __name__ == "__main__":
+    write(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,131 @@
+"""Random models of ``llama``, ``qwen2`` and ``qwen3moe``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from tests.families.generate.made import PLAIN, Draw, Made, build, ends, renamed
+from tests.families.generate.qwen import ATTENTION, DENSE, HEAD_NORMS, divided, heads, metadata_of
+
+NORMS = {"attn_norm.weight": "input_layernorm.weight", "ffn_norm.weight": "post_attention_layernorm.weight"}
+BIASES = {f"attn_{n}.bias": f"self_attn.{n}_proj.bias" for n in "qkv"} | {"attn_output.bias": "self_attn.o_proj.bias"}
+
+EXPERTS = {"ffn_gate_inp.weight": "mlp.gate.weight", "ffn_down_exps.weight": "mlp.experts.down_proj"}
+EXPERTS |= {"ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj"}
+
+
+def adjacent(x: Tensor, n_heads: int) -> Tensor:
+    """Rows of queries or keys as llama.cpp's converter writes them: those of a rotary pair side by side."""
+    return x.unflatten(0, (n_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def common(draw: Draw) -> dict[str, Any]:
+    n_heads, n_kv, d = heads(draw)
+    return {
+        "vocab_size": draw.between(60, 200), "hidden_size": n_heads * draw.between(4, 12),
+        "intermediate_size": draw.between(20, 90),
+        "num_hidden_layers": draw.between(2, 5), "num_attention_heads": n_heads, "num_key_value_heads": n_kv,
+        "head_dim": d, "max_position_embeddings": 512, "tie_word_embeddings": draw.flag(),
+        "rms_norm_eps": draw.one(1e-6, 1e-5), "pad_token_id": None, **PLAIN,
+    }  # fmt: skip
+
+
+def made(
+    model: Any, architecture: str, names: dict[str, str], more: dict[str, Any], tensors: dict[str, Tensor]
+) -> Made:
+    """The file of a model of which each layer is full attention and an MLP."""
+    config, state = model.config, model.state_dict()
+    metadata = metadata_of(config, config.head_dim) | {"feed_forward_length": config.intermediate_size} | more
+    layers = renamed(state, names | ATTENTION | BIASES | NORMS, config.num_hidden_layers)
+    return Made(model, architecture, metadata, layers | tensors | ends(state, tied=config.tie_word_embeddings))
+
+
+def experts_of(config: Any) -> dict[str, Any]:
+    used = config.num_experts_per_tok
+    n_experts = getattr(config, "num_local_experts", None) or config.num_experts
+    return {"expert_count": n_experts, "expert_used_count": used}
+
+
+def llama(draw: Draw) -> Made:
+    """Plain, with Llama 3's frequencies, with linear scaling, with biases, or Mixtral's experts."""
+    kind = draw.one("plain", "llama3", "linear", "biases", "experts")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": draw.one(1e4, 5e5)}
+    if kind == "llama3":
+        rope |= {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope |= {"original_max_position_embeddings": 64}
+    if kind == "linear":
+        rope |= {"rope_type": "linear", "factor": 4.0}
+    settings = common(draw) | {"rope_parameters": rope}
+    more: dict[str, Any] = {}
+    if kind == "experts":
+        n_experts = draw.between(2, 8)
+        settings |= {"num_local_experts": n_experts, "num_experts_per_tok": draw.between(1, n_experts)}
+        config: Any = transformers.MixtralConfig(**settings, sliding_window=None)
+        model = build(transformers.MixtralForCausalLM, config, draw)
+    else:
+        config = transformers.LlamaConfig(**settings, attention_bias=kind == "biases")
+        model = build(transformers.LlamaForCausalLM, config, draw)
+    if kind == "linear":
+        more = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    if draw.flag():
+        more["rope.dimension_count"] = config.head_dim
+    return of_llama(model, more)
+
+
+def of_llama(model: Any, more: dict[str, Any]) -> Made:
+    """The file of a Llama or Mixtral: pairs side by side, ``rope_freqs`` where its frequencies are Llama 3's."""
+    config, tensors, names = model.config, dict[str, Tensor](), DENSE
+    if isinstance(config, transformers.MixtralConfig):
+        names = EXPERTS
+        more = more | experts_of(config)
+    if config.rope_parameters["rope_type"] == "llama3":
+        exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+        plain = 1.0 / config.rope_parameters["rope_theta"] ** exponents
+        tensors["rope_freqs.weight"] = plain / model.model.rotary_emb.inv_freq
+    found = made(model, "llama", names, more, tensors)
+    counts = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, tensor in found.tensors.items():
+        if n_heads := counts.get(name.split(".")[-2]):
+            found.tensors[name] = adjacent(tensor, n_heads)
+    return replace(found, tensors=divided(found.tensors))
+
+
+def qwen2(draw: Draw) -> Made:
+    """With biases on queries, keys and values."""
+    settings = common(draw)
+    settings.pop("head_dim")
+    settings["hidden_size"] *= 2
+    rope = {"rope_type": "default", "rope_theta": draw.one(1e4, 1e6)}
+    config: Any = transformers.Qwen2Config(**settings, rope_parameters=rope, use_sliding_window=False)
+    return of_qwen2(build(transformers.Qwen2ForCausalLM, config, draw))
+
+
+def of_qwen2(model: Any) -> Made:
+    config = model.config
+    config.head_dim = config.hidden_size // config.num_attention_heads
+    found = made(model, "qwen2", DENSE, {}, {})
+    for key in ("attention.key_length", "attention.value_length"):  # no published file of this family has them
+        del found.metadata[key]
+    return found
+
+
+def qwen3moe(draw: Draw) -> Made:
+    n_experts = draw.between(2, 9)
+    config: Any = transformers.Qwen3MoeConfig(
+        **common(draw), num_experts=n_experts, num_experts_per_tok=draw.between(1, n_experts), norm_topk_prob=True,
+        moe_intermediate_size=draw.between(9, 40), decoder_sparse_step=1, mlp_only_layers=[],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    return of_qwen3moe(build(transformers.Qwen3MoeForCausalLM, config, draw), divide=draw.flag())
+
+
+def of_qwen3moe(model: Any, *, divide: bool) -> Made:
+    """``divide``: gate and up of the experts are two tensors."""
+    more = experts_of(model.config) | {"expert_feed_forward_length": model.config.moe_intermediate_size}
+    found = made(model, "qwen3moe", HEAD_NORMS | EXPERTS, more, {})
+    return replace(found, tensors=divided(found.tensors)) if divide else found
