@@ -97,7 +97,8 @@ class Preprocessor:
                 if not self._closed:
                     await self._short.start(self._setup(models))
             except (WorkerLost, OSError) as error:
-                log.error("preprocessing worker failed to start", reason=str(error))
+                if not self._closed:  # else `close` stopped it
+                    log.error("preprocessing worker failed to start", reason=str(error))
 
     async def _read(self, worker: _Worker, reader: Reader, body: Sequence[bytes], models: ServedModels) -> ReadBody:
         """Read a body, a second time if the worker is lost.  Releases the worker's lock."""

@@ -205,10 +205,14 @@ def _group(service: Service, group: GroupSupervisor, progress: LoadProgress) -> 
 
 def devices(group: GroupSupervisor, models: Sequence[str]) -> list[dict[str, Any]]:
     """Return the shards of a loaded group, with the memory of their devices; ``free_bytes`` as last reported."""
-    used = [(model, use) for model, loaded in zip(models, group.loads, strict=False) for use in loaded.shards]
-    indices = sorted({use.device for _, use in used})
+    loads = list(zip(models, group.loads, strict=False))
+    indices = sorted({use.device for _, loaded in loads for use in loaded.shards})
     free = dict(zip(indices, group.heartbeat.free_bytes, strict=False)) if group.heartbeat is not None else {}
-    return [{**_device(group, use, free), "model": model} for model, use in used]
+    return [
+        {**_device(group, use, free), "workspace_bytes": loaded.workspace_bytes.get(use.device), "model": model}
+        for model, loaded in loads
+        for use in loaded.shards
+    ]
 
 
 def _device(group: GroupSupervisor, use: DeviceUse, free: dict[int, int]) -> dict[str, Any]:

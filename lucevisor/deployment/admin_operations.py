@@ -65,9 +65,9 @@ async def freeze_and_export(engine: Engine, earlier: Deployment) -> ExportedStat
     """
     assert earlier.placement is not None
     try:
-        frozen = await engine.freezer.freeze(FREEZE_S, "reload")
+        frozen = await engine.freeze(FREEZE_S, "reload")
         while frozen is None and engine.ready:  # a daemon was lost, and came back
-            frozen = await engine.freezer.freeze(FREEZE_S, "reload")
+            frozen = await engine.freeze(FREEZE_S, "reload")
         if frozen is None:
             raise LucevisorError("running requests could not be paused; try again")
         return await earlier.export_state(frozen, {stage.group for stage in earlier.placement.stages})
@@ -79,7 +79,7 @@ async def freeze_and_export(engine: Engine, earlier: Deployment) -> ExportedStat
 def resume_requests(engine: Engine, earlier: Deployment) -> None:
     if earlier.transfers is not None:
         earlier.transfers.resume()
-    engine.freezer.thaw()
+    engine.thaw()
 
 
 async def restore_state(state: ExportedState, later: Deployment) -> RestoredState:

@@ -21,6 +21,7 @@ import structlog
 
 from lucevisor import suspend_clock
 from lucevisor.config import Config
+from lucevisor.config.formats import DeviceRef
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.deployment.boundaries import Boundaries
 from lucevisor.deployment.group_settings import group_threads, spin_s, target_groups
@@ -462,6 +463,11 @@ class Deployment:
 
     def _on_ready(self, group: str, link: Channel, _hello: Hello, loaded: Loaded) -> None:
         self.links[group], self.loads[group] = link, loaded
+        assert self.placement is not None
+        for index, measured in loaded.workspace_bytes.items():
+            plans = [plan for plan in self.placement.devices if plan.device == DeviceRef(group, index)]
+            planned = sum(plan.workspace_bytes for plan in plans)
+            log.info("workspace", device=f"{group}:{index}", planned_bytes=planned, measured_bytes=measured)
         if self._boundaries is not None:
             self._boundaries.on_ready(group, link)
         with_draft = False

@@ -366,8 +366,8 @@ class ModelService:
             return None
         if self.config.recovery.hold_s:
             await self.save_prefixes(SAVE_S)
-            return await self.engine.freezer.freeze(RESTART_S / 2)
-        if await self.engine.freezer.quiesce(RESTART_S / 2):
+            return await self.engine.freeze(RESTART_S / 2)
+        if await self.engine.quiesce(RESTART_S / 2):
             await self.save_prefixes(SAVE_S)
         return None
 
