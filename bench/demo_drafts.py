@@ -44,7 +44,7 @@ async def answer(service, name, prompt, n_tokens):
         stop_ids=frozenset({END_OF_TURN}),
     )  # fmt: skip
     tokens, times = [], []
-    with service.engine.submit(request) as handle:
+    with service.only.engine.submit(request) as handle:
         async for event in handle:
             if isinstance(event, TokenEvent):
                 tokens.append(event.token)
@@ -70,7 +70,7 @@ async def ask(service, name, prompts, n_tokens):
 
 async def attached(service):
     """Wait until the drafter is there."""
-    while not service.engine.core.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
+    while not service.only.engine.core.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
         await asyncio.sleep(0.05)
 
 
@@ -85,7 +85,7 @@ async def ask_again(options, directory, questions):
             prompt = others[: options.behind] + question
             first, second = [await answer(service, f"{i}-{n}", prompt, options.tokens) for n in range(2)]
             n_same += first[0] == second[0]
-        statistics = service.engine.statistics().drafts
+        statistics = service.only.engine.statistics().drafts
     return {"equal_answers": n_same, **acceptance(statistics)}
 
 

@@ -116,7 +116,7 @@ def write_config(path, file, devices, settings):
 
 async def speed(service, options):
     """Tokens/s: decode of 1 and of 8 sequences, prefill; each a list of rounds, the first one left out."""
-    streams = min(8, service.placement.max_sequences)
+    streams = min(8, service.only.placement.max_sequences)
     wanted = {"decode_1": Case(answer=options.tokens), "decode_8": Case(answer=options.tokens, streams=streams)}
     wanted["prefill"] = Case(prompt=options.prompt)
     out = {key: [] for key in wanted}
@@ -133,7 +133,7 @@ async def start(config, model, run_dir, watcher, options, *, measure):
     """Start the service, record its load, run requests with ``measure``, stop it."""
     poll = Poll(watcher)
     observer = Observer(poll)
-    service = Service(config, model, run_dir, observer)
+    service = Service(config, [model], run_dir, observer)
     observer.service = service
     started = time.perf_counter()
     try:
@@ -169,7 +169,7 @@ def names_of(spec, shard):
 def load_of(service, model, group, peak, before):
     """One daemon's load: seconds, bytes of the file, host memory against its limit."""
     [loaded] = service.groups[group].loads
-    stages = service.placement.stages_of(group)
+    stages = service.only.placement.stages_of(group)
     names = {name for stage in stages for shard in stage.shards for name in names_of(model.spec, shard)}
     sizes = [model.spec.files.tensors[name].n_bytes for name in names]
     limit = max(sizes) + HOST_MARGIN_BYTES
@@ -193,7 +193,7 @@ def devices_of(service, watcher, options):
     out, contexts = {}, watcher.contexts
     for name in dict.fromkeys(options.devices):
         mine = [i for i, device in enumerate(options.devices) if device == name]
-        plans = [service.placement.devices[i] for i in mine]
+        plans = [service.only.placement.devices[i] for i in mine]
         uses = [use for i in mine for use in service.groups[f"g{i}"].loads[0].shards]
         row = {
             "planned_bytes": sum(p.needed_bytes for p in plans),

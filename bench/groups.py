@@ -55,7 +55,7 @@ async def measure(options, devices):
     with tempfile.TemporaryDirectory(prefix="groups-") as directory:
         config = configured(Path(directory) / "groups.toml", options, devices)
         model = ServedModel(open_spec(options.file), (options.file,), options.shape)
-        service = Service(config, model, Path(directory), Observer())
+        service = Service(config, [model], Path(directory), Observer())
         try:
             await service.start()
             if not await service.wait_ready(600.0):
@@ -79,7 +79,7 @@ async def measure(options, devices):
 
 def hops(service):
     """Hops so far, and their seconds."""
-    totals = service.engine.core.totals.boundaries
+    totals = service.only.engine.core.totals.boundaries
     return sum(one.n_hops for one in totals), sum(one.seconds for one in totals)
 
 

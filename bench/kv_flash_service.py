@@ -85,7 +85,7 @@ def memory_in_use():
 
 async def decode(service, options, context):
     """Tokens/s behind a context of zeros, and the share of the time that is not the median token's."""
-    engine, tokens = service.engine, [i % 1000 for i in range(context)]
+    engine, tokens = service.only.engine, [i % 1000 for i in range(context)]
     reservation = await engine.slots.reserve(context)
     assert reservation is not None, f"no room for {context} tokens"
     slot = engine.slots.adopt(tokens, reservation)
@@ -110,14 +110,14 @@ async def decode(service, options, context):
 async def measured(options, policy, directory):
     config = configured(options, policy, directory / f"{policy}.toml")
     spec = open_spec(options.model.resolve())
-    service = Service(config, ServedModel(spec, (options.model.resolve(),), options.shape), directory, Observer())
+    service = Service(config, [ServedModel(spec, (options.model.resolve(),), options.shape)], directory, Observer())
     began, rows = time.perf_counter(), []
     try:
         await service.start()
         if not await service.wait_ready(options.timeout):
             raise RuntimeError(f"not ready: {service.reason()}")
         ready_s, before = time.perf_counter() - began, memory_in_use()
-        page_bytes = spec.unit_bytes(Space.FULL, range_of(spec), service.placement.kv_dtype)
+        page_bytes = spec.unit_bytes(Space.FULL, range_of(spec), service.only.placement.kv_dtype)
         for context in options.contexts:
             rate, above = await decode(service, options, context)
             row = {"context": context, "tokens_per_s": round(rate, 2), "ms": round(1e3 / rate, 3)}

@@ -158,7 +158,7 @@ async def decode(service, tokenizer, grammar, n_sequences, n_tokens):
             request_id=f"{time.perf_counter_ns()}", prompt=prompt, max_tokens=n_tokens, sampling=sampling,
             stop_ids=tokenizer.eos_ids, constraint=constraint,
         )  # fmt: skip
-        handles.append(service.engine.submit(request))
+        handles.append(service.only.engine.submit(request))
     began, n = None, 0
     for handle in handles:
         async for event in handle:

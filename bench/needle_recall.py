@@ -70,9 +70,9 @@ async def score(asked, texts, settings, options):
         right, told = dict.fromkeys(DEPTHS, 0), []
         async with running(path, folder) as service:
             if service.config.kvflash.policy == "drafter":
-                while not service.deployment.scoring.attached:  # noqa: ASYNC110 - it has no event
+                while not service.only.deployment.scoring.attached:  # noqa: ASYNC110 - it has no event
                     await asyncio.sleep(0.05)
-                service.engine.relevance.score = make_page_scorer(service.config, service.model, service, texts)
+                service.only.engine.relevance.score = make_page_scorer(service.only, texts)
             for i, (depth, ids, number) in enumerate(asked):
                 tokens, _ = await answer(service, f"n{i}", ids, 32)
                 told.append(texts.decode(tokens))

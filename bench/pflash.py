@@ -69,7 +69,7 @@ async def first_token(service, compressor, ids, name):
     shortened_s = time.perf_counter() - started
     request = GenerationRequest(request_id=name, prompt=ids, max_tokens=1, sampling=SamplingParams(temperature=0.0))
     first_s = None
-    with service.engine.submit(request) as handle:
+    with service.only.engine.submit(request) as handle:
         async for event in handle:
             if isinstance(event, TokenEvent):
                 first_s = time.perf_counter() - started
@@ -81,8 +81,8 @@ async def first_token(service, compressor, ids, name):
 async def measure(options, folder):
     rng, rows = random.Random(1), []
     async with running(make_config(folder, options), folder) as service:
-        tokenizer = Tokenizer.from_gguf(service.model.spec.files.metadata)
-        compressor = make_compressor(service.config, service.model, service, tokenizer)
+        tokenizer = Tokenizer.from_gguf(service.only.model.spec.files.metadata)
+        compressor = make_compressor(service.only, tokenizer)
 
         def text(n):  # bytes that are a token each, for both models
             return [rng.randrange(65, 91) for _ in range(n)]
@@ -105,11 +105,12 @@ async def measure(options, folder):
             })  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
         kernels = service.groups["main"].loads[0].kernels
-        scorer = service.placement.scorer
+        scorer = service.only.placement.scorer
         return {
             "shape": options.shape, "scorer": options.scorer,
             "keep_ratio": options.keep_ratio, "window": scorer.window_tokens,
-            "prefill_chunk": service.placement.prefill_chunk, "python": platform.python_version(), "kernels": kernels,
+            "prefill_chunk": service.only.placement.prefill_chunk, "python": platform.python_version(),
+            "kernels": kernels,
             "rows": rows,
         }  # fmt: skip
 

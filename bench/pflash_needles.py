@@ -76,7 +76,7 @@ def prompts(texts, n_tokens, count, seed):
 async def scores_of(service, ids):
     """A score for each token of a raw prompt of one window, as the compressor asks for them."""
     question = ids[-QUESTION_TOKENS:]
-    found = await service.deployment.scoring.score(ids, QUERY_TOKENS)
+    found = await service.only.deployment.scoring.score(ids, QUERY_TOKENS)
     return [*found[: -len(question)], *[0.0] * len(question)]
 
 
@@ -87,7 +87,7 @@ async def answer(service, ids, texts, numbers, told):
     request = GenerationRequest(
         request_id=f"n{next(numbers)}", prompt=ids, max_tokens=12, sampling=SamplingParams(temperature=0.0)
     )
-    with service.engine.submit(request) as handle:
+    with service.only.engine.submit(request) as handle:
         found = texts.decode([event.token async for event in handle if isinstance(event, TokenEvent)])
     told[tuple(ids)] = found
     return found

@@ -64,14 +64,14 @@ async def first_token(service, prompt, n_cached, n_more=0):
         sampling=SamplingParams(temperature=0.0),
         turn_boundaries=(len(prompt) - ENDING,),
     )
-    before = service.engine.statistics().steps.n_tokens
+    before = service.only.engine.statistics().steps.n_tokens
     start, found = time.perf_counter(), 0.0
-    with service.engine.submit(request) as handle:
+    with service.only.engine.submit(request) as handle:
         async for event in handle:
             if isinstance(event, TokenEvent):
                 found = time.perf_counter() - start
             elif isinstance(event, FinishedEvent):
-                n_computed = service.engine.statistics().steps.n_tokens - before
+                n_computed = service.only.engine.statistics().steps.n_tokens - before
                 if (event.usage.cached_tokens, n_computed) != (n_cached, len(prompt) - n_cached + n_more):
                     raise SystemExit(
                         f"{event.usage.cached_tokens} tokens cached, {n_computed} computed of {len(prompt)}"
@@ -81,7 +81,7 @@ async def first_token(service, prompt, n_cached, n_more=0):
 
 async def saved(service, beginning):
     """Wait until a prompt's file is written; complains when it is not."""
-    store, end = service.snapshots.store, time.monotonic() + SAVED_S
+    store, end = service.only.snapshots.store, time.monotonic() + SAVED_S
     while (match := store.find(beginning, len(beginning))) is None or match.n_tokens < len(beginning):
         if time.monotonic() > end:
             raise SystemExit(
@@ -104,7 +104,7 @@ async def restored(service, prompt, n):
 
 def forget(service):
     """Drop every slot in memory."""
-    prefixes = service.engine.prefixes
+    prefixes = service.only.engine.prefixes
     for slot in prefixes.slots:
         prefixes.drop(slot)
 

@@ -88,7 +88,7 @@ async def ask(service, prompt, n, on_token=lambda: None, sampling=GREEDY):
         sampling=sampling,
     )
     tokens = []
-    with service.engine.submit(request) as handle:
+    with service.only.engine.submit(request) as handle:
         async for event in handle:
             if isinstance(event, TokenEvent):
                 tokens.append(event.token)
@@ -138,7 +138,7 @@ async def warm(service):
 
 async def kill(service, group):
     """Kill a group's daemon; seconds of the pause and of its parts."""
-    engine, one = service.engine, service.groups[group]
+    engine, one = service.only.engine, service.groups[group]
     before = engine.statistics().recovery
     pid, at = one.pid, [time.perf_counter()]
     os.kill(pid, signal.SIGKILL)
@@ -172,7 +172,7 @@ async def move(service, path, prompts):
         ("restart", lambda: AdminOperations(service).restart(next(iter(service.groups)), now=False)),
         ("reload", lambda: AdminOperations(service).reload(moved)),
     ):
-        before, told = service.engine.statistics().recovery, [0] * len(prompts)
+        before, told = service.only.engine.statistics().recovery, [0] * len(prompts)
 
         def count(at, told=told):
             told[at] += 1
@@ -186,7 +186,7 @@ async def move(service, path, prompts):
         seconds = time.perf_counter() - started
         n_left = sum(not stream.done() for stream in streams)
         same = sum(a == b for a, b in zip(answers, await asyncio.gather(*streams), strict=True))
-        now = service.engine.statistics().recovery
+        now = service.only.engine.statistics().recovery
         found[name] = {
             "pause_s": now.pauses[name].seconds - before.pauses[name].seconds,
             "command_s": seconds,

@@ -86,7 +86,7 @@ async def measure(options, dtype, keep):
                     right.setdefault(kind, found)
                     n = sum(a != b for a, b in zip(right[kind], found, strict=True))
                     keep({"dtype": dtype, "arm": name, "sampling": kind, "changed": n, "of": len(prompts),
-                          "preempted": service.engine.statistics().preemptions})  # fmt: skip
+                          "preempted": service.only.engine.statistics().preemptions})  # fmt: skip
 
         await arm("one at a time", {}, together=1)
         await arm("eight at once", {})

@@ -36,7 +36,7 @@ def groups_toml(options, threads=0):
 async def running(path, directory, settings=(), timeout_s=600.0):
     """The service of a configuration file, READY; stopped at the end.  SystemExit with the reason if it is not."""
     config = load(path, settings)
-    service = Service(config, open_model(config), Path(directory), Observer())
+    service = Service(config, [open_model(config)], Path(directory), Observer())
     try:
         await service.start()
         if not await service.wait_ready(timeout_s):

@@ -64,8 +64,8 @@ class Knob:
     """Replaces the drafts of a service's engine, and notes the times of its steps and drafts."""
 
     def __init__(self, service):
-        self.drafting = service.engine.core.scheduler.drafting
-        self.vocabulary = service.model.spec.vocabulary
+        self.drafting = service.only.engine.core.scheduler.drafting
+        self.vocabulary = service.only.model.spec.vocabulary
         settings = self.drafting._settings
         # draft.width, for the widest step, fixes the service's
         self.adaptive, self.useless = (SpecDecodeController(settings.max_drafts, settings.kind) for _ in range(2))
@@ -125,13 +125,13 @@ class Knob:
 
 async def count(service, name, first, n_tokens):
     """Let the model count from ``first`` on: when each token came.  Raises RuntimeError for a wrong one."""
-    vocabulary = service.model.spec.vocabulary
+    vocabulary = service.only.model.spec.vocabulary
     prompt = tuple((first + i) % vocabulary for i in range(16))
     request = GenerationRequest(
         request_id=name, prompt=prompt, max_tokens=n_tokens, sampling=SamplingParams(temperature=0.0)
     )
     times = []
-    with service.engine.submit(request) as handle:
+    with service.only.engine.submit(request) as handle:
         async for event in handle:
             if not isinstance(event, TokenEvent):
                 break
@@ -219,7 +219,7 @@ async def serve(config, model, run_dir, options, drafter):
     watcher = Watcher([])
     poll = Poll(watcher)
     observer = Observer(poll)
-    service = observer.service = Service(config, model, run_dir, observer)
+    service = observer.service = Service(config, [model], run_dir, observer)
     try:
         await service.start()
         if not await service.wait_ready(options.timeout):
@@ -227,7 +227,7 @@ async def serve(config, model, run_dir, options, drafter):
         freeze_gc()
         if drafter == "none":
             return await measure_without(service, options)
-        while not service.engine.core.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
+        while not service.only.engine.core.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.1)
         return await measure(service, options)
     finally:

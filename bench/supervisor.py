@@ -59,7 +59,7 @@ async def stream(service, index, stop):
             max_tokens=ANSWER,
             sampling=SamplingParams(temperature=0.0),
         )
-        with service.engine.submit(request) as handle:
+        with service.only.engine.submit(request) as handle:
             async for event in handle:
                 if isinstance(event, TokenEvent) and stop.is_set():
                     break
@@ -75,10 +75,10 @@ async def steps(service, n):
 
     SystemExit if there are none for a while.
     """
-    first = service.engine.core.totals.n_steps
+    first = service.only.engine.core.totals.n_steps
     began, cpu, others = time.perf_counter(), time.process_time(), daemons_cpu_s()
     seen, seen_at = 0, began
-    while (done := service.engine.core.totals.n_steps - first) < n:
+    while (done := service.only.engine.core.totals.n_steps - first) < n:
         if done > seen:
             seen, seen_at = done, time.perf_counter()
         elif time.perf_counter() - seen_at > STUCK_S:

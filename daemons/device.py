@@ -191,6 +191,17 @@ def memory_free(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
+def reset_peak(device: torch.device) -> int:
+    """Start anew to measure the most that torch has allocated on a GPU; return what it has now, in bytes."""
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most that torch had allocated since ``reset_peak``."""
+    return torch.cuda.max_memory_allocated(device)
+
+
 def wait_until_free(device: torch.device, n_bytes: int, seconds: float = FREE_S) -> bool:
     """Wait until so much memory is free: that of a process which has just ended may not be.  Return whether it is."""
     if device.type != "cpu" and torch.cuda.mem_get_info(device)[0] >= n_bytes:

@@ -133,7 +133,12 @@ class ModelRunner:
             uses, kernels, seconds, identities, use, problem, score_use, score_problem, replayed, runner._warned
         )
         if load.warm_up:
+            gpus = {shard.device.index: shard.device for stage in runner.stages.values() for shard in stage.shards}
+            gpus = {i: device for i, device in gpus.items() if device.type != "cpu"}
+            held = {i: devices.reset_peak(device) for i, device in gpus.items()}
             warm_up_all([(p, runner.stages[p.stage]) for p in load.stages], runner._draft, reporter)
+            peaks = {i: devices.peak_bytes(device) - held[i] for i, device in gpus.items()}
+            loaded = replace(loaded, workspace_bytes=peaks)
         return runner, loaded
 
     @torch.inference_mode()

@@ -1,22 +1,23 @@
-"""The objects that all handlers share; `engine` and what the placement decides are set later."""
+"""The objects that handlers share, of each model; `engine` and what the placement decides are set later."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Protocol
 
 import msgspec
 from msgspec import Meta
 
+from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.sse import EventStream
 from lucevisor.compression.compressor import Compressor
 from lucevisor.engine.request import RequestHandle
 from lucevisor.engine.shell import Engine
-from lucevisor.errors import LucevisorError
+from lucevisor.errors import LucevisorError, show
 from lucevisor.snapshots.store import SnapshotStore
 from lucevisor.text.grammar.matcher import GrammarCompiler
 from lucevisor.text.normalise import Normalise
@@ -66,12 +67,16 @@ A module-level function, because workers unpickle it by name.  Its docstring is 
 """
 
 
+ReadBody = tuple[PreparedRequest | bytes, str]
+"""What a Reader returned, and the model that the body named."""
+
+
 class BodyReader(Protocol):
     """Interface of the preprocessing workers."""
 
-    def start(self, ctx: AppContext, /) -> None: ...
+    def start(self, models: ServedModels, /) -> None: ...
 
-    async def read(self, reader: Reader, body: Sequence[bytes], ctx: AppContext, /) -> PreparedRequest | bytes: ...
+    async def read(self, reader: Reader, body: Sequence[bytes], models: ServedModels, /) -> ReadBody: ...
 
     async def close(self) -> None: ...
 
@@ -175,7 +180,10 @@ def _no_restart(group: str, now: bool, /) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class AppContext:
-    """State that all handlers share.  `not_ready` must not block; it returns () when the pipeline is ready."""
+    """State of one model that all handlers share, and of the server, which is the same for every model.
+
+    `not_ready` must not block; it returns () when the pipeline is ready.
+    """
 
     model: ModelCard
     tokenizer: Tokenizer
@@ -217,3 +225,43 @@ class AppContext:
         """Return the Retry-After of a 503 while the pipeline is down."""
         wait_s, (least, most) = self.retry_in_s(), RETRY_AFTER_S
         return self.settings.retry_after_s if wait_s is None else min(most, max(least, math.ceil(wait_s)))
+
+
+class ServedModels:
+    """The contexts of the served models, in the order of the configuration; `first` has the state of the server."""
+
+    def __init__(self, contexts: Sequence[AppContext]) -> None:
+        self.first = contexts[0]
+        self._contexts = {ctx.model.name: ctx for ctx in contexts}
+
+    def __iter__(self) -> Iterator[AppContext]:
+        return iter(self._contexts.values())
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    def __getitem__(self, name: str) -> AppContext:
+        """Return the context of a model by its exact name."""
+        return self._contexts[name]
+
+    def find(self, name: object) -> AppContext:
+        """Return the context of the model that a request names; raises ApiError.
+
+        One model serves all requests: their readers check the name, which may be missing.
+        """
+        if len(self) == 1 or not isinstance(name, str | None):
+            return self.first
+        names = ", ".join(self._contexts)
+        if not name:
+            raise bad_parameter("model", f"is missing; this server has {names}", "missing_required_parameter")
+        for ctx in self:
+            if name in (ctx.model.name, ctx.model.tagged):
+                return ctx
+        raise ApiError(
+            404, f"the model {show(name)} does not exist here; this server has {names}",
+            code="model_not_found", param="model",
+        )  # fmt: skip
+
+    def of_body(self, fields: Mapping[str, Any]) -> AppContext:
+        """Return the context of the model that a decoded body names; raises ApiError.  Ollama also has it in `name`."""
+        return self.find(fields.get("model") or fields.get("name"))

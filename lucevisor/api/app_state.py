@@ -9,7 +9,7 @@ from typing import Final
 
 from aiohttp import web
 
-from lucevisor.api.app_context import AppContext, RequestContext
+from lucevisor.api.app_context import AppContext, RequestContext, ServedModels
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.response_store import ResponseStore
 
@@ -21,6 +21,8 @@ async def take_turn(turns: asyncio.Semaphore) -> None:
 
 
 APP_CONTEXT: Final = web.AppKey("app_context", AppContext)
+"""The context of the first model, for the state of the server."""
+MODELS: Final = web.AppKey("models", ServedModels)
 METRICS: Final = web.AppKey("metrics", Metrics)
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -44,6 +46,7 @@ class ActiveRequests:
             {
                 "id": c.request_id,
                 "path": c.path,
+                "model": c.model,
                 "key": c.caller.name,
                 "elapsed_s": round(now - c.started_s, 3),
                 "first_token_s": None if c.first_token_s is None else round(c.first_token_s, 3),
@@ -84,6 +87,11 @@ def attach(request: web.Request, context: RequestContext) -> None:
 
 def context_of(request: web.Request) -> RequestContext:
     return request[_KEY]
+
+
+def model_of(request: web.Request) -> AppContext:
+    """Return the context of the model that a prepared request is for."""
+    return request.app[MODELS][context_of(request).model]
 
 
 def has_context(request: web.Request) -> bool:

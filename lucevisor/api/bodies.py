@@ -11,8 +11,8 @@ import msgspec
 from aiohttp import web
 
 from lucevisor.api.access import check_content_type
-from lucevisor.api.app_context import ApiSettings, AppContext, Reader
-from lucevisor.api.app_state import APP_CONTEXT, BUFFERED_BODIES, BufferedBodies, take_turn
+from lucevisor.api.app_context import ApiSettings, ReadBody, Reader, ServedModels
+from lucevisor.api.app_state import APP_CONTEXT, BUFFERED_BODIES, MODELS, BufferedBodies, context_of, take_turn
 from lucevisor.api.constraint import compiled, constrains
 from lucevisor.api.errors import ApiError
 from lucevisor.api.parameters import searches_vocabulary
@@ -33,18 +33,22 @@ async def prepare(
 ) -> PreparedRequest | bytes:
     """Return the request prepared from the body, or the response to it; raises ApiError.
 
+    Afterwards the model of the request's context is the one that the body names.
+
     `add_to_body` may add to the parts of the body before they are decoded.
     """
-    ctx, bodies = request.app[APP_CONTEXT], request.app[BUFFERED_BODIES]
+    models, bodies = request.app[MODELS], request.app[BUFFERED_BODIES]
     body: list[bytes] = []
     try:
         check_content_type(request)
         await read_body(request, body)
         if add_to_body is not None:
             bodies.n_bytes += await add_to_body(body)
-        read = await _read(reader, body, ctx, bodies)
+        read, name = await _read(reader, body, models, bodies)
     finally:
         bodies.n_bytes -= sum(map(len, body))
+    ctx = models[name]
+    context_of(request).model = name
     if not isinstance(read, PreparedRequest):
         return read
     if read.options.grammar is not None:
@@ -67,16 +71,18 @@ async def _compressed(read: PreparedRequest, compressor: Compressor) -> Prepared
     return replace(read, options=options, prompts=prompts, compressed=tuple(found))
 
 
-async def _read(reader: Reader, body: list[bytes], ctx: AppContext, bodies: BufferedBodies) -> PreparedRequest | bytes:
+async def _read(reader: Reader, body: list[bytes], models: ServedModels, bodies: BufferedBodies) -> ReadBody:
     """Read a whole body, in a worker if it is long or has a grammar, which could crash or block the process."""
+    preprocessor = models.first.preprocessor
     if sum(map(len, body)) <= INLINE_BYTES:
         await take_turn(bodies.turns)
         fields = decode_object(b"".join(body))
-        if ctx.preprocessor is None or not (constrains(fields) or searches_vocabulary(fields)):
-            return reader(fields, ctx)
-    if ctx.preprocessor is None:
+        if preprocessor is None or not (constrains(fields) or searches_vocabulary(fields)):
+            ctx = models.of_body(fields)
+            return reader(fields, ctx), ctx.model.name
+    if preprocessor is None:
         raise too_large(INLINE_BYTES)
-    return await ctx.preprocessor.read(reader, body, ctx)
+    return await preprocessor.read(reader, body, models)
 
 
 async def read_body(request: web.Request, body: list[bytes]) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from lucevisor.api.app_context import AppContext, Reader, RequestContext
-from lucevisor.api.app_state import APP_CONTEXT, METRICS, context_of
+from lucevisor.api.app_state import METRICS, context_of, model_of
 from lucevisor.api.bodies import AddToBody, prepare
 from lucevisor.api.errors import from_request_error, from_submit_error, unavailable
 from lucevisor.api.metrics import Metrics
@@ -194,11 +194,11 @@ async def answer(
     if not isinstance(prepared, PreparedRequest):
         return web.Response(body=prepared, content_type="application/json")
     assert formatter is not None
-    return await _respond(request, formatter(prepared, request.app[APP_CONTEXT]))
+    return await _respond(request, formatter(prepared, model_of(request)))
 
 
 async def _respond(request: web.Request, formatter: ResponseFormatter) -> web.StreamResponse:
-    ctx, context, options = request.app[APP_CONTEXT], context_of(request), formatter.options
+    ctx, context, options = model_of(request), context_of(request), formatter.options
     headers = {IGNORED_HEADER: ", ".join(options.ignored)} if options.ignored else {}
     jobs = make_jobs(formatter.prepared, ctx, formatter.response_id)
     await _submit(ctx, jobs, formatter.prompt_param, context)
@@ -244,7 +244,7 @@ class _Response:
     ) -> None:
         self._jobs, self._formatter = jobs, formatter
         self._context = context
-        self._metrics = metrics
+        self._metrics = metrics.of_model(context.model)
         self._totals = UsageTotals(compressed=formatter.prepared.compressed, sampling=formatter.options.sampling)
         self._n_open = len(jobs)
         self._last_token_s: list[float | None] = [None] * len(jobs)

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from lucevisor import __version__
 from lucevisor.api.app_context import AppContext
-from lucevisor.api.app_state import APP_CONTEXT, BUFFERED_BODIES, METRICS
+from lucevisor.api.app_state import APP_CONTEXT, BUFFERED_BODIES, METRICS, MODELS
 from lucevisor.api.bodies import json_response, read_body
 from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.parameters import check_model
@@ -26,23 +26,23 @@ from lucevisor.text.output_format import OutputFormat
 
 
 async def models(request: web.Request) -> web.Response:
-    """List the served model, in the shapes of OpenAI's and Anthropic's lists at once."""
-    card = _model(request.app[APP_CONTEXT])
-    return json_response(
-        {"object": "list", "data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
-    )
+    """List the served models, in the shapes of OpenAI's and Anthropic's lists at once."""
+    cards = [_model(ctx) for ctx in request.app[MODELS]]
+    ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+    return json_response({"object": "list", "data": cards, "has_more": False, **ends})
 
 
 async def model(request: web.Request) -> web.Response:
     """Describe one model."""
-    ctx = request.app[APP_CONTEXT]
-    check_model(request.match_info["id"], ctx)
+    name = request.match_info["id"]
+    ctx = request.app[MODELS].find(name)
+    check_model(name, ctx)
     return json_response(_model(ctx))
 
 
 async def props(request: web.Request) -> web.Response:
-    """Return the server's properties: the fields of llama.cpp's server that exist here."""
-    ctx = request.app[APP_CONTEXT]
+    """Return a model's properties, of several that of ?model=: the fields of llama.cpp's server that exist here."""
+    ctx = request.app[MODELS].find(request.query.get("model"))
     tokenizer, defaults = ctx.tokenizer, ctx.defaults
     eos = [tokenizer.decode([i], skip_special=False) for i in sorted(tokenizer.eos_ids)]
     settings: dict[str, object] = {"n_ctx": ctx.max_context, "params": msgspec.to_builtins(defaults)}
@@ -67,8 +67,9 @@ async def props(request: web.Request) -> web.Response:
 
 
 async def slots(request: web.Request) -> web.Response:
-    """List the slots for sequences, as llama.cpp's server does: the busy ones first, as they have no fixed places."""
-    ctx = request.app[APP_CONTEXT]
+    """List the slots for sequences, of several models those of ?model=, as llama.cpp's server does: the busy ones
+    first, as they have no fixed places."""
+    ctx = request.app[MODELS].find(request.query.get("model"))
     busy = 0
     if ctx.engine is not None:
         now = ctx.engine.statistics()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -11,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from lucevisor.api.app_context import AppContext, RequestContext
+from lucevisor.api.app_context import AppContext, RequestContext, ServedModels
 from lucevisor.compression.compressor import CompressionStatistics
 from lucevisor.engine.recovery import RecoveryStatistics
 from lucevisor.engine.spec_decode.statistics import DraftStatistics
@@ -24,79 +25,93 @@ from lucevisor.supervision.states import State
 PREFIX: Final = "lucevisor_"
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(PREFIX + name, text, value=value)
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(PREFIX + name, text, value=value)
-
-
 _Values = Iterable[tuple[Sequence[str], float]]
 
 
-def _gauges(name: str, text: str, labels: Sequence[str], values: _Values) -> Metric:
-    return _filled(GaugeMetricFamily(PREFIX + name, text, labels=labels), values)
+class _Families:
+    """Makes families whose samples begin with ``labels``."""
+
+    def __init__(self, **labels: str) -> None:
+        self._names, self._values = list(labels), list(labels.values())
+
+    def gauge(self, name: str, text: str, value: float) -> Metric:
+        return self.gauges(name, text, (), [((), value)])
+
+    def counter(self, name: str, text: str, value: float) -> Metric:
+        return self.counters(name, text, (), [((), value)])
+
+    def gauges(self, name: str, text: str, labels: Sequence[str], values: _Values) -> Metric:
+        return self._filled(GaugeMetricFamily, name, text, labels, values)
+
+    def counters(self, name: str, text: str, labels: Sequence[str], values: _Values) -> Metric:
+        return self._filled(CounterMetricFamily, name, text, labels, values)
+
+    def summaries(self, name: str, text: str, label: str, values: Iterable[tuple[str, int, float]]) -> Metric:
+        """``values``: label, count and sum."""
+        summed = (([label_value], n, total) for label_value, n, total in values)
+        return self._filled(SummaryMetricFamily, name, text, [label], summed)
+
+    def _filled(
+        self, kind: Any, name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Any, ...]]
+    ) -> Metric:
+        family: Metric = kind(PREFIX + name, text, labels=[*self._names, *labels])
+        for own, *numbers in values:
+            family.add_metric([*self._values, *own], *numbers)  # type: ignore[attr-defined]  # of each kind
+        return family
 
 
-def _counters(name: str, text: str, labels: Sequence[str], values: _Values) -> Metric:
-    return _filled(CounterMetricFamily(PREFIX + name, text, labels=labels), values)
-
-
-def _summaries(name: str, text: str, label: str, values: Iterable[tuple[str, int, float]]) -> Metric:
-    """``values``: label, count and sum."""
-    summed = (([label_value], n, total) for label_value, n, total in values)
-    return _filled(SummaryMetricFamily(PREFIX + name, text, labels=[label]), summed)
-
-
-def _filled(family: Any, values: Iterable[tuple[Any, ...]]) -> Metric:
-    for value in values:
-        family.add_metric(*value)
-    metric: Metric = family
-    return metric
+def _joined(families: Iterable[Metric]) -> Iterable[Metric]:
+    """Return families with the samples of all that have the same name."""
+    joined: dict[str, Metric] = {}
+    for family in families:
+        if (known := joined.setdefault(family.name, family)) is not family:
+            known.samples += family.samples
+    return joined.values()
 
 
 class StateCollector(Collector):
-    """Reads engine and groups at scrape time."""
+    """Reads engines and groups at scrape time."""
 
-    def __init__(self, ctx: AppContext) -> None:
-        self._ctx = ctx
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
 
     def describe(self) -> list[Metric]:
         """Return no metrics; otherwise the registry would call collect for their names, before there is an engine."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        ctx = self._ctx
+        ctx = self._models.first
         status = ctx.status()
         yield from _groups(status["groups"])
-        used = [([use["owner"]], use["bytes"]) for use in status["host_memory"]]
-        yield _gauges("host_memory_bytes", "Host memory of state and activations by owner.", ["owner"], used)
-        limits = [
-            ([use["owner"]], use["limit_bytes"]) for use in status["host_memory"] if use["limit_bytes"] is not None
-        ]
-        yield _gauges("host_memory_limit_bytes", "The most that an owner takes.", ["owner"], limits)
+        yield from _joined(family for model in status["models"] for family in _host_memory(model))
         drops = [([sink], n) for sink, n in ctx.log_drops().items()]
-        yield _counters("log_records_dropped", "Log records that were not written, by sink.", ["sink"], drops)
-        if ctx.engine is not None:
-            yield from _engine(ctx.engine.statistics(), ctx.boundary_row_bytes)
-        if ctx.compressor is not None:
-            yield from _compression(ctx.compressor.statistics)
-        snapshots = ctx.snapshots()
-        if snapshots is not None:
-            yield from _snapshots(snapshots)
+        text = "Log records that were not written, by sink."
+        yield _Families().counters("log_records_dropped", text, ["sink"], drops)
+        yield from _joined(family for model in self._models for family in _model(model))
+
+
+def _model(ctx: AppContext) -> Iterator[Metric]:
+    out = _Families(model=ctx.model.name)
+    if ctx.engine is not None:
+        yield from _engine(out, ctx.engine.statistics(), ctx.boundary_row_bytes)
+    if ctx.compressor is not None:
+        yield from _compression(out, ctx.compressor.statistics)
+    snapshots = ctx.snapshots()
+    if snapshots is not None:
+        yield from _snapshots(out, snapshots)
 
 
 def _groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    out = _Families()
     states = [([g["name"], state.value], float(g["state"] == state.value)) for g in groups for state in State]
-    yield _gauges("group_state", "1 for the state a backend group is in.", ["group", "state"], states)
+    yield out.gauges("group_state", "1 for the state a backend group is in.", ["group", "state"], states)
     restarts = [([g["name"], reason], n) for g in groups for reason, n in g["restart_reasons"].items()]
-    yield _counters("daemon_restarts", "Restarts of shard daemons by reason.", ["group", "reason"], restarts)
+    yield out.counters("daemon_restarts", "Restarts of shard daemons by reason.", ["group", "reason"], restarts)
     spares = {g["name"]: [spare["rss_bytes"] for spare in g["spares"] if spare["warm"]] for g in groups}
     ready = [([name], len(rss_bytes)) for name, rss_bytes in spares.items()]
-    yield _gauges("spares", "Spare processes that are ready to take over.", ["group"], ready)
+    yield out.gauges("spares", "Spare processes that are ready to take over.", ["group"], ready)
     spare_bytes = [([name], sum(rss_bytes)) for name, rss_bytes in spares.items()]
-    yield _gauges("spare_memory_bytes", "Resident host memory of spare processes.", ["group"], spare_bytes)
+    yield out.gauges("spare_memory_bytes", "Resident host memory of spare processes.", ["group"], spare_bytes)
     memory: dict[tuple[str, str], int] = {}
     for device in (device for g in groups for device in g["devices"]):
         name = device["device"]
@@ -104,15 +119,23 @@ def _groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
             n_bytes = device["weight_bytes" if use == "weights" else "state_bytes"]
             memory[name, use] = memory.get((name, use), 0) + n_bytes
         memory[name, "free"], memory[name, "total"] = device["free_bytes"], device["total_bytes"]
-    yield _gauges("device_memory_bytes", "Memory of a device by use.", ["device", "use"], memory.items())
+    yield out.gauges("device_memory_bytes", "Memory of a device by use.", ["device", "use"], memory.items())
     resident = [([g["name"]], g["rss_bytes"]) for g in groups]
-    yield _gauges("daemon_memory_bytes", "Resident host memory of a group's daemon.", ["group"], resident)
+    yield out.gauges("daemon_memory_bytes", "Resident host memory of a group's daemon.", ["group"], resident)
 
 
-def _engine(now: EngineStatistics, row_bytes: int) -> Iterator[Metric]:
-    yield _gauge("requests_running", "Requests that hold pages in the shards.", now.running)
-    yield _gauge("requests_queued", "Requests that wait in the queue.", now.queued)
-    yield from _recovery(now.recovery)
+def _host_memory(model: Mapping[str, Any]) -> Iterator[Metric]:
+    out, uses = _Families(model=model["name"]), model["host_memory"]
+    used = [([use["owner"]], use["bytes"]) for use in uses]
+    yield out.gauges("host_memory_bytes", "Host memory of state and activations by owner.", ["owner"], used)
+    limits = [([use["owner"]], use["limit_bytes"]) for use in uses if use["limit_bytes"] is not None]
+    yield out.gauges("host_memory_limit_bytes", "The most that an owner takes.", ["owner"], limits)
+
+
+def _engine(out: _Families, now: EngineStatistics, row_bytes: int) -> Iterator[Metric]:
+    yield out.gauge("requests_running", "Requests that hold pages in the shards.", now.running)
+    yield out.gauge("requests_queued", "Requests that wait in the queue.", now.queued)
+    yield from _recovery(out, now.recovery)
     pages: list[tuple[Sequence[str], int]] = []
     for space, use in now.pages.items():
         pages.append(([space, "device"], use.used - use.evictable))
@@ -121,34 +144,35 @@ def _engine(now: EngineStatistics, row_bytes: int) -> Iterator[Metric]:
     pages.append(([Space.FULL, "out"], now.pages_out))
     pages.append(([Space.FULL, "host"], now.host_pages.used))
     pages.append(([Space.FULL, "host_free"], now.host_pages.total - now.host_pages.used))
-    yield _gauges("pages", "Pages of a space by location.", ["space", "where"], pages)
+    yield out.gauges("pages", "Pages of a space by location.", ["space", "where"], pages)
     stages, boundaries = now.steps.stages, now.steps.boundaries
     times = [(str(index), stage.n_steps, stage.compute_s) for index, stage in enumerate(stages)]
-    yield _summaries("step_seconds", "Time a stage computed on a step.", "stage", times)
+    yield out.summaries("step_seconds", "Time a stage computed on a step.", "stage", times)
     waits = [(str(index), stage.n_steps, stage.wait_s) for index, stage in enumerate(stages)]
-    yield _summaries("stage_wait_seconds", "Time a stage waited for a step.", "stage", waits)
+    yield out.summaries("stage_wait_seconds", "Time a stage waited for a step.", "stage", waits)
     hops = [(str(index), boundary.n_hops, boundary.seconds) for index, boundary in enumerate(boundaries)]
-    yield _summaries("hop_seconds", "From the doorbell of the rows until the next stage took them.", "boundary", hops)
+    text = "From the doorbell of the rows until the next stage took them."
+    yield out.summaries("hop_seconds", text, "boundary", hops)
     hop_bytes = [([str(index)], boundary.n_tokens * row_bytes) for index, boundary in enumerate(boundaries)]
-    yield _counters("hop_bytes", "Hidden states handed from a stage to the next.", ["boundary"], hop_bytes)
-    yield _counter("steps", "Steps that all stages have computed.", now.steps.n_steps)
-    yield _counter("step_tokens", "Tokens of these steps.", now.steps.n_tokens)
-    yield _counter("preemptions", "Running requests that were preempted.", now.preemptions)
-    yield _counter("preemptions_swapped", "Preempted requests whose state went to host memory.", now.swapped)
-    yield from _drafts(now.drafts)
+    yield out.counters("hop_bytes", "Hidden states handed from a stage to the next.", ["boundary"], hop_bytes)
+    yield out.counter("steps", "Steps that all stages have computed.", now.steps.n_steps)
+    yield out.counter("step_tokens", "Tokens of these steps.", now.steps.n_tokens)
+    yield out.counter("preemptions", "Running requests that were preempted.", now.preemptions)
+    yield out.counter("preemptions_swapped", "Preempted requests whose state went to host memory.", now.swapped)
+    yield from _drafts(out, now.drafts)
     cached = [([tier], now.cache.tokens.get(tier, 0)) for tier in ("memory", "disk")]
-    yield _counters("cached_prompt_tokens", "Prompt tokens taken from prefix slots, by tier.", ["tier"], cached)
-    yield _gauge("prefix_slots", "Prompt prefixes kept in memory.", now.cache.n_slots)
-    yield _gauge("prefix_bytes", "Pages and states held by slots only.", now.cache.n_bytes)
-    yield _counter("prefix_prompts", "Prompts that were started.", now.cache.n_prompts)
-    yield _counter("prefix_hits", "Prompts that started with a cached prefix.", now.cache.n_hits)
-    yield _counter("prefix_evictions", "Slots evicted for others.", now.cache.n_evictions)
+    yield out.counters("cached_prompt_tokens", "Prompt tokens taken from prefix slots, by tier.", ["tier"], cached)
+    yield out.gauge("prefix_slots", "Prompt prefixes kept in memory.", now.cache.n_slots)
+    yield out.gauge("prefix_bytes", "Pages and states held by slots only.", now.cache.n_bytes)
+    yield out.counter("prefix_prompts", "Prompts that were started.", now.cache.n_prompts)
+    yield out.counter("prefix_hits", "Prompts that started with a cached prefix.", now.cache.n_hits)
+    yield out.counter("prefix_evictions", "Slots evicted for others.", now.cache.n_evictions)
 
 
-def _drafts(now: DraftStatistics) -> Iterator[Metric]:
-    yield _counter("draft_steps", "Steps for which the translation stage made drafts.", now.n_steps)
-    yield _counter("draft_tokens", "Tokens drafted, or looked up and verified.", now.total.n_drafted)
-    yield _counter("draft_upkeep_seconds", "Time of the translation stage for all but drafts.", now.upkeep_s)
+def _drafts(out: _Families, now: DraftStatistics) -> Iterator[Metric]:
+    yield out.counter("draft_steps", "Steps for which the translation stage made drafts.", now.n_steps)
+    yield out.counter("draft_tokens", "Tokens drafted, or looked up and verified.", now.total.n_drafted)
+    yield out.counter("draft_upkeep_seconds", "Time of the translation stage for all but drafts.", now.upkeep_s)
     for name, text, field in (
         ("verify_slices", "Decodes that verified drafts, by origin of the sequence's prefix.", "n_verify"),
         ("verified_tokens", "Drafts that were verified.", "n_verified"),
@@ -157,7 +181,7 @@ def _drafts(now: DraftStatistics) -> Iterator[Metric]:
         ("verify_seconds", "Time of all other stages for slices with drafts.", "verify_s"),
     ):
         values = [([origin], getattr(counts, field)) for origin, counts in now.by_origin.items()]
-        yield _counters(name, text, ["origin"], values)
+        yield out.counters(name, text, ["origin"], values)
     for field in ("verified", "accepted"):
         by_position = [
             ([origin, str(position)], n)
@@ -165,41 +189,41 @@ def _drafts(now: DraftStatistics) -> Iterator[Metric]:
             for position, n in enumerate(getattr(counts, field))
         ]
         text = f"Drafts that were {field}, by position in the slice."
-        yield _counters(f"{field}_tokens_per_position", text, ["origin", "position"], by_position)
+        yield out.counters(f"{field}_tokens_per_position", text, ["origin", "position"], by_position)
 
 
-def _recovery(now: RecoveryStatistics) -> Iterator[Metric]:
-    yield _gauge("requests_held", "Requests that wait for a daemon that was lost.", now.held)
+def _recovery(out: _Families, now: RecoveryStatistics) -> Iterator[Metric]:
+    yield out.gauge("requests_held", "Requests that wait for a daemon that was lost.", now.held)
     pauses = [(reason, pause.n, pause.seconds) for reason, pause in now.pauses.items()]
     text = "From the loss of a daemon, or its restart, until requests were computed again."
-    yield _summaries("pause_seconds", text, "reason", pauses)
-    yield _counter("recovered_sequences", "Requests that continued after the loss of a daemon.", now.n_sequences)
+    yield out.summaries("pause_seconds", text, "reason", pauses)
+    yield out.counter("recovered_sequences", "Requests that continued after the loss of a daemon.", now.n_sequences)
     tokens = [(["rebuilt"], now.n_rebuilt), (["recomputed"], now.n_tokens), (["kept"], now.n_kept)]
     text = "Tokens of requests that continued: computed again by lost stages alone, by all, or kept."
-    yield _counters("recovered_tokens", text, ["how"], tokens)
+    yield out.counters("recovered_tokens", text, ["how"], tokens)
 
 
-def _compression(now: CompressionStatistics) -> Iterator[Metric]:
+def _compression(out: _Families, now: CompressionStatistics) -> Iterator[Metric]:
     outcomes = [([outcome], n) for outcome, n in now.outcomes.items()]
-    yield _counters("pflash_prompts", "Prompts by PFlash's outcome.", ["outcome"], outcomes)
+    yield out.counters("pflash_prompts", "Prompts by PFlash's outcome.", ["outcome"], outcomes)
     tokens = [(["prompt"], now.n_tokens), (["kept"], now.n_kept)]
-    yield _counters("pflash_tokens", "Tokens of shortened prompts, and those kept.", ["which"], tokens)
-    yield _counter("pflash_scored_tokens", "Tokens that the scoring model read.", now.n_scored)
-    yield _counter("pflash_seconds", "Time spent shortening prompts, waiting included.", now.seconds)
+    yield out.counters("pflash_tokens", "Tokens of shortened prompts, and those kept.", ["which"], tokens)
+    yield out.counter("pflash_scored_tokens", "Tokens that the scoring model read.", now.n_scored)
+    yield out.counter("pflash_seconds", "Time spent shortening prompts, waiting included.", now.seconds)
 
 
-def _snapshots(store: SnapshotStore) -> Iterator[Metric]:
+def _snapshots(out: _Families, store: SnapshotStore) -> Iterator[Metric]:
     now, entries = store.statistics, store.entries
     n_bytes = [(["save"], now.saved_bytes), (["restore"], now.restored_bytes)]
-    yield _counters("snapshot_bytes", "Bytes of the snapshot files that were saved or restored.", ["op"], n_bytes)
+    yield out.counters("snapshot_bytes", "Bytes of the snapshot files that were saved or restored.", ["op"], n_bytes)
     seconds = [(["save"], now.save_s), (["restore"], now.restore_s)]
-    yield _counters("snapshot_seconds", "Time of successful saves and restores of snapshots.", ["op"], seconds)
+    yield out.counters("snapshot_seconds", "Time of successful saves and restores of snapshots.", ["op"], seconds)
     reasons = (*FAILED_SAVES, *(fault.value for fault in Fault), NOT_RESTORED)  # all: a counter begins with 0
     failures = [([reason], now.failures.get(reason, 0)) for reason in reasons]
     text = "Slots that were not saved and files that were not used, by reason."
-    yield _counters("snapshot_failures", text, ["reason"], failures)
-    yield _gauge("snapshots", "Snapshot files that this model can use.", len(entries))
-    yield _gauge("snapshot_disk_bytes", "Bytes of snapshot files on disk.", sum(entry.n_bytes for entry in entries))
+    yield out.counters("snapshot_failures", text, ["reason"], failures)
+    yield out.gauge("snapshots", "Snapshot files that this model can use.", len(entries))
+    yield out.gauge("snapshot_disk_bytes", "Bytes of snapshot files on disk.", sum(entry.n_bytes for entry in entries))
 
 
 _FIRST_TOKEN_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
@@ -207,18 +231,28 @@ _REQUEST_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500,
 _INTER_TOKEN_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
+@dataclass(frozen=True, slots=True)
+class ModelMetrics:
+    """The metrics that the requests of one model update."""
+
+    prompt_tokens: Counter
+    generated_tokens: Counter
+    time_to_first_token: Histogram
+    request: Histogram
+    queue: Histogram
+    inter_token: Histogram
+
+
 class Metrics:
     """All metrics of one server.  Handlers update the public members; the rest is read at each scrape."""
 
-    def __init__(self, ctx: AppContext) -> None:
+    def __init__(self, models: ServedModels) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(PREFIX + name, text, labels, registry=self._registry)
 
         self.requests = counter("requests", "HTTP requests by status; 499: the client disconnected.", ("code",))
-        self._prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of answered requests.")
-        self._generated_tokens = counter("generated_tokens", "Tokens generated for answered requests.")
         self._key_requests = counter("key_requests", "HTTP requests with a named API key, by its name.", ("key",))
         self._key_prompt_tokens = counter(
             "key_prompt_tokens", "Prompt tokens of requests with a named API key.", ("key",)
@@ -228,34 +262,46 @@ class Metrics:
         )
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
+            return Histogram(PREFIX + name, text, ("model",), buckets=buckets, registry=self._registry)
 
-        self.time_to_first_token = histogram(
+        prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of answered requests.", ("model",))
+        generated_tokens = counter("generated_tokens", "Tokens generated for answered requests.", ("model",))
+        first_token = histogram(
             "time_to_first_token_seconds", "From the head of a request to its first token.", _FIRST_TOKEN_S
         )
-        self._request = histogram(
+        request = histogram(
             "request_seconds", "From the head of a request that generates to the end of its answer.", _REQUEST_S
         )
-        self.queue = histogram("queue_seconds", "From a sequence's arrival at the engine to its start.", _FIRST_TOKEN_S)
-        self.inter_token = histogram("inter_token_seconds", "Between two tokens of a choice.", _INTER_TOKEN_S)
+        queue = histogram("queue_seconds", "From a sequence's arrival at the engine to its start.", _FIRST_TOKEN_S)
+        inter_token = histogram("inter_token_seconds", "Between two tokens of a choice.", _INTER_TOKEN_S)
+
+        def of_model(model: str) -> ModelMetrics:
+            counters = prompt_tokens.labels(model), generated_tokens.labels(model)
+            return ModelMetrics(*counters, *(one.labels(model) for one in (first_token, request, queue, inter_token)))
+
+        self._models = {ctx.model.name: of_model(ctx.model.name) for ctx in models}
         self.connections = Gauge(PREFIX + "connections", "Open connections of clients.", registry=self._registry)
         self.connections_dropped = counter(
             "connections_dropped", "Connections closed by the server, by deadline or cap.", ("reason",)
         )
         ProcessCollector(registry=self._registry)
-        self._registry.register(StateCollector(ctx))
+        self._registry.register(StateCollector(models))
+
+    def of_model(self, name: str) -> ModelMetrics:
+        return self._models[name]
 
     def answered(self, request: RequestContext) -> None:
         n_prompt, n_generated, key_name = request.prompt_tokens, request.generated_tokens, request.caller.name
         self.requests.labels(str(request.status)).inc()
-        self._prompt_tokens.inc(n_prompt)
-        self._generated_tokens.inc(n_generated)
         if key_name:
             self._key_requests.labels(key_name).inc()
             self._key_prompt_tokens.labels(key_name).inc(n_prompt)
             self._key_generated_tokens.labels(key_name).inc(n_generated)
         if request.handles:
-            self._request.observe(request.ended_s - request.started_s)
+            model = self.of_model(request.model)
+            model.prompt_tokens.inc(n_prompt)
+            model.generated_tokens.inc(n_generated)
+            model.request.observe(request.ended_s - request.started_s)
 
     def render(self, accept: str) -> tuple[bytes, str]:
         # prometheus_client's own choose_encoder raises on versions that are not numbers.

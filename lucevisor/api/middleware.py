@@ -26,6 +26,7 @@ from lucevisor.api.app_state import (
     ACTIVE,
     APP_CONTEXT,
     METRICS,
+    MODELS,
     START_TURNS,
     attach,
     context_of,
@@ -64,7 +65,7 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
         method=request.method,
         path=request.path,
         headers=request.headers,
-        model=request.app[APP_CONTEXT].model.name,
+        model=request.app[APP_CONTEXT].model.name if len(request.app[MODELS]) == 1 else "",
     )
     attach(request, context)
     active = request.app[ACTIVE]

@@ -23,7 +23,7 @@ from typing import Any, Final
 import psutil
 import structlog
 
-from lucevisor.api.app_context import ApiSettings, AppContext, Reader
+from lucevisor.api.app_context import ApiSettings, AppContext, ReadBody, Reader, ServedModels
 from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.schemas import decode_object
@@ -47,21 +47,23 @@ class WorkerLost(Exception):
 class Preprocessor:
     """The workers of one server.  Each starts with its first body, or by `start`."""
 
-    def __init__(self, metadata: Mapping[str, object]) -> None:
-        """Copy the metadata of the GGUF header, because the file may change before a worker starts."""
-        self._metadata = {key: value for key, value in metadata.items() if key.startswith(("tokenizer.", "general."))}
+    def __init__(self, *metadata: Mapping[str, object]) -> None:
+        """Copy the metadata of each model's GGUF header, because the file may change before a worker starts."""
+        prefixes = ("tokenizer.", "general.")
+        self._metadata = [{key: value for key, value in one.items() if key.startswith(prefixes)} for one in metadata]
         self._short, self._long = _Worker(), _Worker()
         self._jobs: set[asyncio.Task[Any]] = set()
         self._closed = False
 
-    def start(self, ctx: AppContext) -> None:
+    def start(self, models: ServedModels) -> None:
         """Start a worker in the background, so that the first body does not wait for it."""
-        self._begin(self._warm_up(ctx))
+        self._begin(self._warm_up(models))
 
-    async def read(self, reader: Reader, body: Sequence[bytes], ctx: AppContext) -> PreparedRequest | bytes:
-        """Return the request prepared from a body, or the response to it; raises ApiError."""
+    async def read(self, reader: Reader, body: Sequence[bytes], models: ServedModels) -> ReadBody:
+        """Return the request prepared from a body, or the response to it, and the model that it names; raises
+        ApiError."""
         worker = self._short if sum(map(len, body)) <= SHORT_BYTES else self._long
-        if worker.n_waiting >= ctx.settings.max_waiting_bodies:
+        if worker.n_waiting >= models.first.settings.max_waiting_bodies:
             raise ApiError(
                 429,
                 f"{worker.n_waiting} long requests are waiting to be processed; try again in a second",
@@ -74,7 +76,7 @@ class Preprocessor:
         finally:
             worker.n_waiting -= 1
         # If the client disconnects, let the worker finish: restarting it costs more.
-        return await asyncio.shield(self._begin(self._read(worker, reader, body, ctx)))
+        return await asyncio.shield(self._begin(self._read(worker, reader, body, models)))
 
     async def close(self) -> None:
         self._closed = True
@@ -89,25 +91,24 @@ class Preprocessor:
         job.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may have disconnected
         return job
 
-    async def _warm_up(self, ctx: AppContext) -> None:
+    async def _warm_up(self, models: ServedModels) -> None:
         async with self._short.lock:
             try:
                 if not self._closed:
-                    await self._short.start(self._setup(ctx))
+                    await self._short.start(self._setup(models))
             except (WorkerLost, OSError) as error:
-                log.error("preprocessing worker failed to start", reason=str(error))
+                if not self._closed:  # else `close` stopped it
+                    log.error("preprocessing worker failed to start", reason=str(error))
 
-    async def _read(
-        self, worker: _Worker, reader: Reader, body: Sequence[bytes], ctx: AppContext
-    ) -> PreparedRequest | bytes:
+    async def _read(self, worker: _Worker, reader: Reader, body: Sequence[bytes], models: ServedModels) -> ReadBody:
         """Read a body, a second time if the worker is lost.  Releases the worker's lock."""
-        settings, how = ctx.settings, ""
+        settings, how = models.first.settings, ""
         try:
             for _ in range(2):
                 self._check_open(settings)
                 try:
-                    await worker.start(self._setup(ctx))
-                    return await worker.run(reader, body, ctx.max_prompt, settings)
+                    await worker.start(self._setup(models))
+                    return await worker.run(reader, body, [ctx.max_prompt for ctx in models], settings)
                 except WorkerLost as lost:
                     if self._closed:
                         continue
@@ -128,10 +129,11 @@ class Preprocessor:
         if self._closed:
             raise unavailable("the server is shutting down", settings.retry_after_s, "shutting_down")
 
-    def _setup(self, ctx: AppContext) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the metadata for a worker's tokenizer, and the other fields of its context."""
+    def _setup(self, models: ServedModels) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return the metadata for a worker's tokenizer, and the other fields of its context, for each model."""
         names = ("model", "defaults", "direct_defaults", "efforts", "banned", "settings")
-        return self._metadata, {name: getattr(ctx, name) for name in names}
+        fields = [{name: getattr(ctx, name) for name in names} for ctx in models]
+        return list(zip(self._metadata, fields, strict=True))
 
 
 class _Worker:
@@ -157,12 +159,12 @@ class _Worker:
             raise WorkerLost(_ending(exit_code))
 
     async def run(
-        self, reader: Reader, body: Sequence[bytes], max_context: int, settings: ApiSettings
-    ) -> PreparedRequest | bytes:
-        result = await self._ask((reader, list(body), max_context, settings.preprocess_timeout_s))
+        self, reader: Reader, body: Sequence[bytes], max_contexts: Sequence[int], settings: ApiSettings
+    ) -> ReadBody:
+        result = await self._ask((reader, list(body), max_contexts, settings.preprocess_timeout_s))
         if isinstance(result, Exception):
             raise result
-        if isinstance(result, PreparedRequest | bytes):
+        if isinstance(result, tuple):
             return result
         if result == -signal.SIGPROF:
             limit = f"{settings.preprocess_timeout_s:g} s"
@@ -206,13 +208,13 @@ def _ending(exit_code: int) -> str:
 # ---- in the worker
 
 
-_ctx: AppContext  # of this process
+_models: ServedModels  # of this process
 
 
 def _main(connection: Connection, server_pid: int) -> None:
     """Answer messages: the setup, then requests."""
     _detach(server_pid)
-    _set_up(*connection.recv())
+    _set_up(connection.recv())
     connection.send(None)  # ready
     while True:
         try:
@@ -238,29 +240,35 @@ def _detach(server_pid: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time; more threads would only need memory
 
 
-def _set_up(metadata: dict[str, Any], fields: dict[str, Any]) -> None:
-    global _ctx
-    tokenizer = Tokenizer.from_gguf(metadata)
-    tokenizer.bound  # noqa: B018 - build it now, not while a request waits
-    _ctx = AppContext(tokenizer=tokenizer, template=ChatTemplate.from_gguf(metadata), not_ready=tuple, **fields)
-    _ctx.grammars.prepare()
+def _set_up(models: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    global _models
+    contexts = []
+    for metadata, fields in models:
+        tokenizer, template = Tokenizer.from_gguf(metadata), ChatTemplate.from_gguf(metadata)
+        tokenizer.bound  # noqa: B018 - build it now, not while a request waits
+        contexts.append(AppContext(tokenizer=tokenizer, template=template, not_ready=tuple, **fields))
+        contexts[-1].grammars.prepare()
+    _models = ServedModels(contexts)
     gc.collect()
     gc.freeze()
     gc.disable()  # collecting among the million objects of one body frees nothing
-    limit = psutil.Process().memory_info().data + _ctx.settings.preprocess_memory_bytes
+    limit = psutil.Process().memory_info().data + _models.first.settings.preprocess_memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _read(reader: Reader, body: list[bytes], max_context: int, cpu_s: float) -> memoryview:
+def _read(reader: Reader, body: list[bytes], max_contexts: Sequence[int], cpu_s: float) -> memoryview:
     """Prepare a request, and pickle it.  Ends the process with SIGPROF after `cpu_s` of CPU time."""
-    _ctx.max_context = max_context
+    for ctx, max_context in zip(_models, max_contexts, strict=True):
+        ctx.max_context = max_context
     is_long = sum(map(len, body)) > SHORT_BYTES
     signal.setitimer(signal.ITIMER_PROF, cpu_s)  # unlike a handler's exception, a signal ends native code as well
     try:
-        result = reader(decode_object(b"".join(body)), _ctx)
+        fields = decode_object(b"".join(body))
+        ctx = _models.of_body(fields)
+        result = reader(fields, ctx)
         if isinstance(result, PreparedRequest):
             result = replace(result, prompts=[TokenBuffer.of(prompt) for prompt in result.prompts])
-        return ForkingPickler.dumps(result)
+        return ForkingPickler.dumps((result, ctx.model.name))
     except ApiError:
         raise
     except RecursionError:  # pickle recurses as deep as a schema that the request keeps is nested

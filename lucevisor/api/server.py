@@ -12,12 +12,13 @@ from typing import Final
 
 from aiohttp import web
 
-from lucevisor.api.app_context import AppContext
+from lucevisor.api.app_context import AppContext, ServedModels
 from lucevisor.api.app_state import (
     ACTIVE,
     APP_CONTEXT,
     BUFFERED_BODIES,
     METRICS,
+    MODELS,
     RESPONSE_STORE,
     START_TURNS,
     ActiveRequests,
@@ -105,11 +106,14 @@ _LINGER_S = 1.0
 _STARTS_PER_ITERATION = 16
 
 
-def create_app(ctx: AppContext) -> web.Application:
-    """Return the application; fields of `ctx` that are set later take effect immediately."""
+def create_app(*contexts: AppContext) -> web.Application:
+    """Return the application of models; fields of the contexts that are set later take effect immediately."""
+    models = ServedModels(contexts)
+    ctx = models.first
     app = web.Application(middlewares=[request_middleware], client_max_size=ctx.settings.max_body_bytes)
     app[APP_CONTEXT] = ctx
-    app[METRICS] = Metrics(ctx)
+    app[MODELS] = models
+    app[METRICS] = Metrics(models)
     app[ACTIVE] = ActiveRequests()
     app[BUFFERED_BODIES] = BufferedBodies()
     app[RESPONSE_STORE] = ResponseStore(ctx.settings.stored_responses, ctx.settings.stored_bytes)

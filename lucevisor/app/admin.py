@@ -21,7 +21,7 @@ from aiohttp import web
 from lucevisor.api.bodies import json_response
 from lucevisor.api.errors import ApiError
 from lucevisor.api.schemas import convert
-from lucevisor.deployment.service import Service
+from lucevisor.deployment.service import ModelService, Service
 from lucevisor.engine.shell import Engine
 from lucevisor.errors import AdminError, ConfigError, LucevisorError
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
@@ -50,7 +50,7 @@ class CacheOperations:
 
     async def show(self) -> dict[str, Any]:
         """List slots in memory, most recently used first, and files; ``dir`` is empty without snapshots."""
-        engine, store = self._service.engine, self.open_store()
+        engine, store = self._model.engine, self.open_store()
         slots = sorted(engine.prefixes.slots, key=lambda s: (-s.used_at, -s.number)) if engine is not None else []
         files = await asyncio.to_thread(maintenance.files, store.directory) if store is not None else []
         return {
@@ -94,7 +94,15 @@ class CacheOperations:
             await asyncio.to_thread(store.scan)
 
     def open_store(self) -> SnapshotStore | None:
-        return self._service.snapshots.store if self._service.snapshots is not None else None
+        return self._model.snapshot_store
+
+    @property
+    def _model(self) -> ModelService:
+        """The only model, because files are named without one."""
+        if len(self._service.models) == 1:
+            return self._service.only
+        names = ", ".join(self._service.models)
+        raise AdminError(f"this supervisor serves several models ({names}): use --dir DIR, a directory for each model")
 
     def _store(self) -> SnapshotStore:
         store = self.open_store()

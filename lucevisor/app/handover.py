@@ -281,8 +281,9 @@ class Handover:
     async def _scan_saved(self, offer: HandoverOffer) -> None:
         """Rescan cache.dir whenever the old supervisor has saved slots."""
         async for _ in offer.wait_for_saves():
-            if self._service.snapshots is not None:
-                await asyncio.to_thread(self._service.snapshots.store.scan)
+            for model in self._service.models.values():
+                if model.snapshots is not None:
+                    await asyncio.to_thread(model.snapshots.store.scan)
         log.info("the other supervisor has ended", pid=offer.reply.pid)
 
     # ---- in the old supervisor, called by HandoverServer

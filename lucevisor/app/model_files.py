@@ -15,9 +15,9 @@ from msgspec import Meta
 
 from lucevisor.api.app_context import SamplingDefaults
 from lucevisor.app.model_source import resolve_file
-from lucevisor.config import Config
+from lucevisor.config import Config, renamed_errors
 from lucevisor.deployment.served_model import ServedDrafter, ServedModel
-from lucevisor.errors import NO_VALUE, ConfigError
+from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors
 from lucevisor.model.drafters import draft_paths, gemma4_assistant, open_draft, read_draft_spec
 from lucevisor.model.families import open_spec
 from lucevisor.model.gguf_files import GgufFiles, part_paths
@@ -84,6 +84,19 @@ def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
         raise _unreadable(config, "model.path", config.model.path, error, hint) from error
     drafter, scorer = open_drafter(config, spec, notify), open_scorer(config, notify)
     return ServedModel(spec, files, config.model.name or spec.name, drafter, scorer, open_template(config, spec))
+
+
+def open_models(config: Config, notify: _Notify = lambda _: None) -> list[ServedModel]:
+    """Open each model of a configuration, as ``open_model`` does; raises ConfigErrors, with the keys of the file."""
+    opened, errors = [], list[ConfigError]()
+    for own in config.each_model:
+        try:
+            opened.append(open_model(own, notify))
+        except ConfigError as error:
+            errors += renamed_errors(error, own)
+    if errors:
+        raise ConfigErrors(errors)
+    return opened
 
 
 def open_template(config: Config, spec: ModelSpec) -> str | None:

@@ -7,10 +7,8 @@ from typing import Any
 
 from lucevisor.compression.compressor import CompressionSettings, CompressionStatistics, Compressor
 from lucevisor.compression.windows import Windows
-from lucevisor.config import Config
 from lucevisor.deployment.scoring import ScoringStage
-from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.service import Service
+from lucevisor.deployment.service import ModelService
 from lucevisor.engine.page_ranking import PageScorer
 from lucevisor.errors import ScoringError
 from lucevisor.text.tokenizer import Tokenizer
@@ -22,7 +20,7 @@ _SAME = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", 
 class CurrentScorer:
     """The scoring stage of the deployment that serves: a reload makes another one."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: ModelService) -> None:
         self._service = service
 
     @property
@@ -41,9 +39,9 @@ class CurrentScorer:
         return scoring
 
 
-def make_compressor(config: Config, model: ServedModel, service: Service, tokenizer: Tokenizer) -> Compressor | None:
-    """Return the compressor of a service whose model is placed; None while PFlash is off."""
-    pflash, windows = config.pflash, _windows(model, service, tokenizer)
+def make_compressor(service: ModelService, tokenizer: Tokenizer) -> Compressor | None:
+    """Return the compressor of a model that is placed; None while PFlash is off."""
+    pflash, windows = service.config.pflash, _windows(service, tokenizer)
     if pflash.mode == "off" or windows is None:
         return None
     settings = CompressionSettings(
@@ -52,13 +50,14 @@ def make_compressor(config: Config, model: ServedModel, service: Service, tokeni
     return Compressor(settings, windows)
 
 
-def make_page_scorer(config: Config, model: ServedModel, service: Service, tokenizer: Tokenizer) -> PageScorer | None:
+def make_page_scorer(service: ModelService, tokenizer: Tokenizer) -> PageScorer | None:
     """Return what ranks pages under KV Flash's policy ``drafter``; None under others."""
-    windows = _windows(model, service, tokenizer) if config.kvflash.policy == "drafter" else None
+    windows = _windows(service, tokenizer) if service.config.kvflash.policy == "drafter" else None
     return windows.page_scores if windows is not None else None
 
 
-def _windows(model: ServedModel, service: Service, tokenizer: Tokenizer) -> Windows | None:
+def _windows(service: ModelService, tokenizer: Tokenizer) -> Windows | None:
+    model = service.model
     if model.scorer is None or model.scorer.files is None:
         return None
     assert model.spec.files is not None
@@ -67,13 +66,13 @@ def _windows(model: ServedModel, service: Service, tokenizer: Tokenizer) -> Wind
     return Windows(tokenizer, CurrentScorer(service), None if same else Tokenizer.from_gguf(scorer_metadata))
 
 
-def pflash_status(service: Service, compressor: Compressor | None) -> dict[str, Any]:
+def pflash_status(service: ModelService, compressor: Compressor | None) -> dict[str, Any]:
     """Return PFlash's part of the status: docs/pflash.md."""
     scoring = service.deployment.scoring
     now = compressor.statistics if compressor is not None else CompressionStatistics()
     use = None
-    if scoring is not None and (loads := service.groups[scoring.placed.group].loads):
-        use = loads[0].score
+    if scoring is not None and (loaded := service.deployment.loads.get(scoring.placed.group)) is not None:
+        use = loaded.score
     return {
         "mode": service.config.pflash.mode,
         "state": "none" if scoring is None else "attached" if scoring.attached else "detached",

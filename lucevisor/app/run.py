@@ -31,7 +31,7 @@ from lucevisor.api.app_context import (
     NotReadyPart,
     SamplingDefaults,
 )
-from lucevisor.api.app_state import ACTIVE
+from lucevisor.api.app_state import ACTIVE, MODELS
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.api.server import adopt, create_app, listen
@@ -39,7 +39,7 @@ from lucevisor.app import logs, traces
 from lucevisor.app.admin import CacheOperations
 from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.handover import Handover, no_room_error
-from lucevisor.app.model_files import FamilyCard, find_card, open_model, open_tokenizer
+from lucevisor.app.model_files import FamilyCard, find_card, open_models, open_tokenizer
 from lucevisor.app.pflash import make_compressor, make_page_scorer
 from lucevisor.app.rundir import RunDirectory, log_path
 from lucevisor.app.status import LoadProgress, status
@@ -58,7 +58,7 @@ from lucevisor.config import (
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.preflight import check_before_start
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.service import Service
+from lucevisor.deployment.service import ModelService, Service
 from lucevisor.engine.shell import Engine
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, unusable
 from lucevisor.model.values import dtype_bytes
@@ -67,7 +67,6 @@ from lucevisor.snapshots.maintenance import check_directory
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
 from lucevisor.text.template import TEMPLATE_KEY, ChatTemplate
-from lucevisor.text.tokenizer import Tokenizer
 
 FETCH_S = 6 * 3600.0
 """Time that systemd grants the download of a model file."""
@@ -180,15 +179,16 @@ def run(config: Config, name: str, display: LoadProgress, options: RunOptions) -
             refuse_fault_hooks(config)
         else:
             fault_hooks.listen({"clock": fault_hooks.shift_clock})
-        model = open_model(config, _report_download)
-        check_before_start(config, model)
-        if config.cache.dir and config.cache.prefix_slots:
-            check_directory(Path(config.cache.dir))
+        models = open_models(config, _report_download)
+        check_before_start(config, models)
+        for own in config.each_model:
+            if own.cache.dir and own.cache.prefix_slots:
+                check_directory(Path(own.cache.dir))
         early.stop_raising()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
             async def serve() -> ExitCode:  # a Supervisor is made in a running loop
-                return await Supervisor(config, model, run_dir, display, options).run(early)
+                return await Supervisor(config, models, run_dir, display, options).run(early)
 
             return runner.run(serve())
     except KeyboardInterrupt:  # stopped before there was anything to stop
@@ -263,7 +263,7 @@ def live_keys(after: Config, tls: ssl.SSLContext | None) -> set[str]:
 
 
 def apply_live_keys(
-    config: Config, after: Config, context: AppContext, tls: ssl.SSLContext | None
+    config: Config, after: Config, contexts: Sequence[AppContext], tls: ssl.SSLContext | None
 ) -> tuple[Config, list[str], list[str]]:
     """Apply the keys of ``after`` that need no new deployment.  Raises ConfigError, and then nothing has changed.
 
@@ -275,9 +275,10 @@ def apply_live_keys(
         files = Path(after.server.tls_cert_file), Path(after.server.tls_key_file)
         server_context(*files)  # a pair that does not fit would leave the context without a key
         tls.load_cert_chain(*files)
-    context.keys.replace(client_keys)
-    context.admin_keys.replace(admin_keys)
-    context.settings = replace(context.settings, cors_origins=after.server.cors_origins)
+    for context in contexts:
+        context.keys.replace(client_keys)
+        context.admin_keys.replace(admin_keys)
+        context.settings = replace(context.settings, cors_origins=after.server.cors_origins)
     logs.set_level(after.log.level)
     changed = changed_keys(config, after)
     names = [key.partition(".")[2] for key in at_once if key.startswith("server.")]
@@ -307,27 +308,28 @@ class Supervisor:
     def __init__(
         self,
         config: Config,
-        model: ServedModel,
+        models: Sequence[ServedModel],
         run_dir: RunDirectory,
         display: LoadProgress,
         options: RunOptions,
     ) -> None:
-        self.config, self.model, self.run_dir = config, model, run_dir
+        self.config, self.models, self.run_dir = config, models, run_dir
         self._overrides = Overrides(config.file, config.overrides)
         self._described = self._overrides.as_json_rows()
         self._tls = tls_context(config.server)
         self._traces = traces.configured()
-        self._tokenizer = open_tokenizer(config, model.spec)
-        self._context = make_app_context(config, model, self._tokenizer, self._not_ready)
-        self._context.grammars.prepare()
+        self._contexts = make_app_contexts(config, models, self._not_ready)
+        for context in self._contexts.values():
+            context.grammars.prepare()
         self._display = display
         self._stop_asked = asyncio.Event()
         self._wait_forever = options.wait_forever
-        self.service = Service(config, model, run_dir.own, display, self._on_engine, options.limits)
+        self.service = Service(config, models, run_dir.own, display, self._on_engine, options.limits)
         self._admin_operations = AdminOperations(self.service)
         self.cache = CacheOperations(self.service)
-        self._connect_service(self._context)
-        self._app = create_app(self._context)
+        for name, context in self._contexts.items():
+            self._connect_service(context, self.service.models[name])
+        self._app = create_app(*self._contexts.values())
         self._endpoint = Endpoint(self._app, self, run_dir.socket, self._tls)
         self._report = SystemdReport(self._status_line)
         self._handover = Handover(
@@ -348,10 +350,10 @@ class Supervisor:
             self._reload_live_keys()
         for notice in self.config.notices:
             log.warning("configuration", notice=str(notice))
-        for marker in (
-            self._context.template.lost_markers(self._tokenizer) if self._context.template is not None else []
-        ):
-            log.warning("chat template writes a marker in a way that makes it ordinary text", marker=marker)
+        for context in self._contexts.values():
+            for marker in context.template.lost_markers(context.tokenizer) if context.template is not None else []:
+                log.warning("chat template writes a marker in a way that makes it ordinary text",
+                            model=context.model.name, marker=marker)  # fmt: skip
         self._report.use(Notifier(), watchdog_s())
         report = asyncio.create_task(self._report.run(), name="systemd")
         watch = asyncio.create_task(self._watch_run_directory(), name="watch run directory")
@@ -424,8 +426,9 @@ class Supervisor:
                 log.warning("the run directory was removed and is made again", path=str(self.run_dir.path))
 
     def _prepare(self) -> None:
-        if self._context.preprocessor is not None:
-            self._context.preprocessor.start(self._context)
+        models = self._app[MODELS]
+        if models.first.preprocessor is not None:
+            models.first.preprocessor.start(models)
         freeze_gc()
 
     def _listening(self) -> None:
@@ -441,15 +444,16 @@ class Supervisor:
         if self._handover.pending:
             return "starting", f"about to take over: {self.service.reason() or 'ready'}"
         state = self.service.state
-        text = f"{self.service.model.name} at {self.url}" if state == "ready" else self.service.reason()
+        text = f"{', '.join(self.service.models)} at {self.url}" if state == "ready" else self.service.reason()
         return state, f"{state}: {text}"
 
     # ---- for operators (lucevisor.app.admin.AdminPort)
 
     def status(self) -> dict[str, Any]:
         requests = self._app[ACTIVE].generating(time.monotonic())
-        compressor, name = self._context.compressor, self.run_dir.name
-        return status(self.service, name, self.url, self._display, requests, compressor, self._described)
+        compressors = {name: context.compressor for name, context in self._contexts.items()}
+        name = self.run_dir.name
+        return status(self.service, name, self.url, self._display, requests, compressors, self._described)
 
     async def wait_ready(self, timeout_s: float) -> bool:
         return await self.service.wait_ready(timeout_s)
@@ -470,7 +474,9 @@ class Supervisor:
     def _reload_live_keys(self) -> None:
         try:
             overrides = Overrides(self.config.file, self._overrides.from_start)
-            config, changed, waiting = apply_live_keys(self.config, reload_config(overrides), self._context, self._tls)
+            config, changed, waiting = apply_live_keys(
+                self.config, reload_config(overrides), [*self._contexts.values()], self._tls
+            )
             # Overrides of `lucevisor reload --set` that changed the deployment stay; live keys follow the file again.
             left = [o for o in self._overrides.from_reload if o.partition("=")[0] in waiting]
             self._overrides = replace(overrides, from_reload=left)
@@ -504,9 +510,9 @@ class Supervisor:
         with self._report.reload():
             later = replace(self._overrides, from_reload=overrides)
             after, described = await asyncio.to_thread(lambda: (reload_config(later), later.as_json_rows()))
-            await asyncio.to_thread(check_before_start, after, self.model)
+            await asyncio.to_thread(check_before_start, after, self.models)
             changed = await self._admin_operations.reload(after, live_keys(after, self._tls))
-            apply_live_keys(self.config, after, self._context, self._tls)
+            apply_live_keys(self.config, after, [*self._contexts.values()], self._tls)
         self.config, self._overrides, self._described = after, later, described
         log.info("configuration reloaded, with API keys and certificate", changed=[*changed])
         return changed
@@ -523,29 +529,29 @@ class Supervisor:
 
     # ---- for clients
 
-    def _connect_service(self, context: AppContext) -> None:
-        """Connect the API to the service's state."""
-        context.retry_in_s = self.service.retry_in_s
+    def _connect_service(self, context: AppContext, model: ModelService) -> None:
+        """Connect the API of a model to the service's state."""
+        context.retry_in_s = model.retry_in_s
         context.status = self.status
         context.restart = self._begin_restart
-        context.snapshots = self.cache.open_store
+        context.snapshots = lambda: model.snapshot_store
         if self._traces is not None:
             context.trace = self._traces
 
-    def _on_engine(self, engine: Engine) -> None:
-        placement = self.service.placement
-        self._context.engine = engine
+    def _on_engine(self, model: ModelService, engine: Engine) -> None:
+        placement, context = model.placement, self._contexts[model.name]
+        context.engine = engine
         if placement is not None:
-            self._context.max_context = placement.max_context
-            self._context.max_sequences = placement.max_sequences
-            self._context.boundary_row_bytes = dtype_bytes(placement.dtype, self.model.spec.boundary_width)
-        self._context.compressor = make_compressor(self.config, self.model, self.service, self._tokenizer)
-        engine.relevance.score = make_page_scorer(self.config, self.model, self.service, self._tokenizer)
+            context.max_context = placement.max_context
+            context.max_sequences = placement.max_sequences
+            context.boundary_row_bytes = dtype_bytes(placement.dtype, model.model.spec.boundary_width)
+        context.compressor = make_compressor(model, context.tokenizer)
+        engine.relevance.score = make_page_scorer(model, context.tokenizer)
 
     def _not_ready(self) -> list[NotReadyPart]:
-        engine = self.service.engine
         if self.service.state == "ready":
-            return [NotReadyPart("pipeline", "invalid logits", engine.invalid)] if engine and engine.invalid else []
+            engines = [model.engine for model in self.service.models.values() if model.engine is not None]
+            return [NotReadyPart("pipeline", "invalid logits", one.invalid) for one in engines if one.invalid]
         parts = [
             NotReadyPart(f"group {name}", g.state.name.lower(), g.reason)
             for name, g in self.service.groups.items()
@@ -596,30 +602,35 @@ def parse_fault_limits(text: str) -> SupervisionLimits:
     return replace(SupervisionLimits(), **limits)  # type: ignore[arg-type]
 
 
-def make_app_context(
-    config: Config, model: ServedModel, tokenizer: Tokenizer, not_ready: Callable[[], Sequence[NotReadyPart]]
-) -> AppContext:
-    """Return the context of a server that has no engine yet; raises the limit of open files for its connections."""
-    metadata = model.metadata
+def make_app_contexts(
+    config: Config, models: Sequence[ServedModel], not_ready: Callable[[], Sequence[NotReadyPart]]
+) -> dict[str, AppContext]:
+    """Return the contexts, by model, of a server that has no engines yet; raises the limit of open files for its
+    connections."""
     client_keys, admin_keys = read_server_keys(config.server)
-    card = find_card(model.spec.architecture, metadata) or FamilyCard(architectures=[], name="")
-    direct = card.sampling_without_thinking
-    return AppContext(
-        model=_model_card(model, metadata),
-        tokenizer=tokenizer,
-        template=ChatTemplate.from_gguf(metadata),
-        not_ready=not_ready,
-        preprocessor=Preprocessor(metadata),
-        defaults=SamplingDefaults.from_gguf(metadata, card.sampling),
-        direct_defaults=direct,
-        efforts=dict(card.thinking_budgets.items()),
-        stop_ids=card.stop_ids(tokenizer),
-        keys=ApiKeys(client_keys),
-        admin_keys=ApiKeys(admin_keys),
-        settings=_settings(config),
-        log_drops=logs.dropped_records,
-        banned=tuple(range(tokenizer.n_vocab, model.spec.vocabulary)),
-    )
+    keys, admins, settings = ApiKeys(client_keys), ApiKeys(admin_keys), _settings(config)
+    preprocessor = Preprocessor(*(model.metadata for model in models))
+    contexts = {}
+    for own, model in zip(config.each_model, models, strict=True):
+        metadata, tokenizer = model.metadata, open_tokenizer(own, model.spec)
+        card = find_card(model.spec.architecture, metadata) or FamilyCard(architectures=[], name="")
+        contexts[model.name] = AppContext(
+            model=_model_card(model, metadata),
+            tokenizer=tokenizer,
+            template=ChatTemplate.from_gguf(metadata),
+            not_ready=not_ready,
+            preprocessor=preprocessor,
+            defaults=SamplingDefaults.from_gguf(metadata, card.sampling),
+            direct_defaults=card.sampling_without_thinking,
+            efforts=dict(card.thinking_budgets.items()),
+            stop_ids=card.stop_ids(tokenizer),
+            keys=keys,
+            admin_keys=admins,
+            settings=replace(settings, normalise=own.cache.normalise),
+            log_drops=logs.dropped_records,
+            banned=tuple(range(tokenizer.n_vocab, model.spec.vocabulary)),
+        )
+    return contexts
 
 
 def _model_card(model: ServedModel, metadata: Mapping[str, object]) -> ModelCard:
@@ -645,6 +656,5 @@ def _settings(config: Config) -> ApiSettings:
         host=server.host,
         allow_open=server.allow_open,
         cors_origins=server.cors_origins,
-        normalise=config.cache.normalise,
         max_connections=min(server.max_connections, max_connections),
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from lucevisor.app import logs
 from lucevisor.app.pflash import pflash_status
 from lucevisor.compression.compressor import Compressor
-from lucevisor.deployment.service import Observer, Service
+from lucevisor.deployment.service import ModelService, Observer, Service
 from lucevisor.engine.recovery import RecoveryStatistics
 from lucevisor.engine.spec_decode.statistics import DraftCounts, DraftStatistics
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics
@@ -32,12 +33,15 @@ def status(
     url: str,
     progress: LoadProgress,
     requests: list[dict[str, object]],
-    compressor: Compressor | None = None,
+    compressors: Mapping[str, Compressor | None] = MappingProxyType({}),
     overrides: Sequence[Mapping[str, object]] = (),
 ) -> dict[str, Any]:
-    """Return the whole status; never blocks."""
-    spec = service.model.spec
-    statistics = service.engine.statistics() if service.engine is not None else None
+    """Return the whole status; never blocks.  ``compressors``: of PFlash, by model.
+
+    ``models`` has all models; the first one is beside the fields of the service, too.
+    """
+    models = [_model(model, compressors.get(model.name)) for model in service.models.values()]
+    first = {key: value for key, value in models[0].items() if key not in ("name", "state", "reason")}
     return {
         "name": name,
         "pid": os.getpid(),
@@ -48,16 +52,28 @@ def status(
         "state": service.state,
         "reason": service.reason(),
         "ready_in_s": service.retry_in_s(),
+        "groups": [_group(service, g, progress) for g in service.groups.values()],
+        "requests": requests,
+        **first,
+        "models": models,
+    }
+
+
+def _model(service: ModelService, compressor: Compressor | None) -> dict[str, Any]:
+    spec = service.model.spec
+    statistics = service.engine.statistics() if service.engine is not None else None
+    return {
+        "name": service.name,
+        "state": service.state,
+        "reason": service.reason(),
         "model": {
-            "name": service.model.name,
+            "name": service.name,
             "architecture": spec.architecture,
             "layers": spec.n_layers,
             "quant": spec.quant,
             "file": str(service.model.files[0]),
         },
-        "groups": [_group(service, g, progress) for g in service.groups.values()],
         "engine": _engine(statistics),
-        "requests": requests,
         "draft": _draft(service, statistics),
         "pflash": pflash_status(service, compressor),
         "host_memory": _host_memory(service),
@@ -65,15 +81,15 @@ def status(
     }
 
 
-def _draft(service: Service, now: EngineStatistics | None) -> dict[str, Any]:
+def _draft(service: ModelService, now: EngineStatistics | None) -> dict[str, Any]:
     """Speculative decoding.  ``state``: "attached" while a drafter drafts; ``paused``: why decoding is plain now."""
     placement, drafter = service.placement, service.model.drafter
     configured = service.config.draft.kind
     if placement is None:
         return {"kind": configured, "state": "none", "reason": ""}
     stage, drafting = placement.draft, placement.drafting
-    group = service.groups[stage.group] if stage is not None else None
-    use = group.loads[0].draft if group is not None and group.loads else None
+    loaded = service.deployment.loads.get(stage.group) if stage is not None else None
+    use = loaded.draft if loaded is not None else None
     kind = stage.kind.value if stage is not None else "lookup" if drafting.lookup and drafting.max_drafts else "off"
     state = "none" if drafter is None else "attached" if service.deployment.drafting else "detached"
     drafts = now.drafts if now is not None else DraftStatistics()
@@ -117,11 +133,11 @@ def _draft_counts(counts: DraftCounts) -> dict[str, Any]:
     }
 
 
-def _host_memory(service: Service) -> list[dict[str, Any]]:
+def _host_memory(service: ModelService) -> list[dict[str, Any]]:
     """Host memory by owner.  ``limit_bytes`` None: half of what is free."""
     if service.placement is None:
         return []
-    loaded = [load for group in service.groups.values() for load in group.loads]
+    loaded = service.deployment.loads.values()
     in_daemons = sum(use.host_state_bytes for uses in loaded for use in uses.shards)
     in_daemons += sum(uses.draft.host_state_bytes for uses in loaded if uses.draft is not None)
     return [
@@ -130,9 +146,9 @@ def _host_memory(service: Service) -> list[dict[str, Any]]:
     ]
 
 
-def _cache(service: Service, now: CacheStatistics) -> dict[str, Any]:
+def _cache(service: ModelService, now: CacheStatistics) -> dict[str, Any]:
     """Prefix slots and snapshots; ``dir`` is empty while snapshots are off."""
-    store = service.snapshots.store if service.snapshots is not None else None
+    store = service.snapshot_store
     entries, placement = store.entries if store is not None else [], service.placement
     return {
         "prefix_slots": now.n_slots,
@@ -155,9 +171,14 @@ def _cache(service: Service, now: CacheStatistics) -> dict[str, Any]:
 
 
 def _group(service: Service, group: GroupSupervisor, progress: LoadProgress) -> dict[str, Any]:
-    """One group.  ``state_s``: seconds in the present state; ``loading``: phase and bytes while it loads."""
-    placement = service.placement
+    """One group.  ``state_s``: seconds in the present state; ``loading``: phase and bytes while it loads.
+
+    ``stages`` are those of the first model that the group holds.
+    """
+    models = [model for model in service.models.values() if group.name in model.groups]
+    placement = models[0].placement
     stages = placement.stages_of(group.name) if placement is not None else ()
+    kernels = {key: kernel for loaded in group.loads for key, kernel in loaded.kernels.items()}
     return {
         "name": group.name,
         "backend": group.config.backend,
@@ -171,23 +192,27 @@ def _group(service: Service, group: GroupSupervisor, progress: LoadProgress) -> 
         "restart_reasons": {reason: service.restart_reasons[group.name][reason] for reason in _RESTART_REASONS},
         "quarantined": group.quarantined,
         "stages": [s.index for s in stages],
-        "devices": devices(group),
+        "devices": devices(group, [model.name for model in models]),
         "rss_bytes": group.heartbeat.rss_bytes if group.heartbeat is not None else 0,
         "torch": group.hello.torch if group.hello is not None else "",
         "python": group.hello.executable if group.hello is not None else "",
-        "kernels": group.loads[0].kernels if group.loads else {},
-        "warnings": group.loads[0].warnings if group.loads else [],
+        "kernels": kernels,
+        "warnings": list(dict.fromkeys(warning for loaded in group.loads for warning in loaded.warnings)),
         "spare": any(spare.warm for spare in group.spares),
         "spares": [{"pid": s.pid, "warm": s.warm, "rss_bytes": s.rss_bytes} for s in group.spares],
     }
 
 
-def devices(group: GroupSupervisor) -> list[dict[str, Any]]:
+def devices(group: GroupSupervisor, models: Sequence[str]) -> list[dict[str, Any]]:
     """Return the shards of a loaded group, with the memory of their devices; ``free_bytes`` as last reported."""
-    used = {u.layers: u for loaded in group.loads for u in loaded.shards}
-    indices = sorted({u.device for u in used.values()})
+    loads = list(zip(models, group.loads, strict=False))
+    indices = sorted({use.device for _, loaded in loads for use in loaded.shards})
     free = dict(zip(indices, group.heartbeat.free_bytes, strict=False)) if group.heartbeat is not None else {}
-    return [_device(group, u, free) for u in used.values()]
+    return [
+        {**_device(group, use, free), "workspace_bytes": loaded.workspace_bytes.get(use.device), "model": model}
+        for model, loaded in loads
+        for use in loaded.shards
+    ]
 
 
 def _device(group: GroupSupervisor, use: DeviceUse, free: dict[int, int]) -> dict[str, Any]:
@@ -272,7 +297,7 @@ class LoadProgress(Observer):
     def __init__(self) -> None:
         self.announces = True
         self._states: dict[str, tuple[State, str, float]] = {}  # with reason and since when
-        self._shards: dict[str, dict[tuple[int, int], Progress]] = {}
+        self._shards: dict[str, dict[tuple[int, int, int], Progress]] = {}
 
     def state(self, group: str, state: State, reason: str) -> None:
         self._states[group] = state, reason, time.monotonic()
@@ -285,7 +310,7 @@ class LoadProgress(Observer):
         if (
             group in self._states and self._states[group][0] is State.LOADING
         ):  # reports have a channel of their own and may come after READY
-            self._shards.setdefault(group, {})[progress.stage, progress.device] = progress
+            self._shards.setdefault(group, {})[progress.model, progress.stage, progress.device] = progress
 
     def state_s(self, group: str) -> float:
         return time.monotonic() - self._states[group][2] if group in self._states else 0.0

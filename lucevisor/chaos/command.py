@@ -15,7 +15,7 @@ from lucevisor.chaos.faults import FAULTS
 from lucevisor.chaos.run import EXACT, Chaos, Report
 from lucevisor.cli.demo import demo_config
 from lucevisor.cli.options import RangeOfNumbers
-from lucevisor.config import load, merge_overrides
+from lucevisor.config import load, merge_overrides, single_model
 from lucevisor.errors import ExitCode
 
 _N_SHOWN = 5
@@ -45,7 +45,8 @@ def chaos(
     if unknown := [name for name in faults if name not in FAULTS]:
         raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(FAULTS)}", param_hint="--fault")
     file = config or demo_config()
-    load(file, merge_overrides(EXACT, overrides))  # refused here, not by a supervisor whose output is in a file
+    # Refused here, not by a supervisor whose output is in a file.
+    single_model(load(file, merge_overrides(EXACT, overrides)), "chaos")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.FAILED))  # not without its supervisor
 
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed

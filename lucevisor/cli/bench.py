@@ -25,7 +25,7 @@ from lucevisor import __version__
 from lucevisor.app import logs
 from lucevisor.app.model_files import open_model
 from lucevisor.cli.options import OutputFile, config_argument
-from lucevisor.config import Config, load, merge_overrides
+from lucevisor.config import Config, load, merge_overrides, single_model
 from lucevisor.deployment.group_settings import group_threads, usable_cores
 from lucevisor.deployment.probe import tune
 from lucevisor.deployment.served_model import ServedModel
@@ -106,7 +106,7 @@ def bench(
     peer_arguments = _words(against_args)
     needed = max((case.streams for case in wanted), default=1)
     settings = [*PLAIN, *([f"engine.max_sequences={needed}"] if needed > 1 else [])]
-    loaded = load(config, merge_overrides(settings, overrides))
+    loaded = single_model(load(config, merge_overrides(settings, overrides)), "bench")
     logs.configure(loaded.log.format, "warning")
     model = open_model(loaded)
     peer = LlamaBench(against, model.files[0], peer_arguments) if against is not None else None
@@ -174,11 +174,11 @@ async def measure(
 
     Raises LucevisorError for a case that does not fit the service's context, or whose requests fail.
     """
-    assert service.placement is not None
+    assert service.only.placement is not None
     longest = max((case.context for case in wanted), default=0)
-    if longest > service.placement.max_context:
+    if longest > service.only.placement.max_context:
         raise LucevisorError(
-            f"{longest} tokens were asked for, the context has {service.placement.max_context}: "
+            f"{longest} tokens were asked for, the context has {service.only.placement.max_context}: "
             f"raise engine.max_context, or ask for less"
         )
     figures = [BenchmarkResult(case) for case in wanted]
@@ -213,8 +213,8 @@ async def tokens_per_s(service: Service, case: Case, n_round: int) -> float:
 
 async def generate(service: Service, n_prompt: int, n_answer: int, name: str) -> tuple[float, list[float]]:
     """Run a request of random ids, seeded by ``name``; return when it was sent, and when each token came."""
-    assert service.engine is not None
-    ids, vocabulary = random.Random(name), service.model.spec.vocabulary
+    assert service.only.engine is not None
+    ids, vocabulary = random.Random(name), service.only.model.spec.vocabulary
     request = GenerationRequest(
         request_id=f"bench {name}",
         prompt=tuple(ids.randrange(vocabulary) for _ in range(n_prompt)),
@@ -222,7 +222,7 @@ async def generate(service: Service, n_prompt: int, n_answer: int, name: str) ->
         sampling=SamplingParams(temperature=0.0),
     )
     started, times = time.perf_counter(), []
-    with service.engine.submit(request) as handle:
+    with service.only.engine.submit(request) as handle:
         async for event in handle:
             if isinstance(event, TokenEvent):
                 times.append(time.perf_counter())
@@ -259,7 +259,7 @@ async def run(
     json_file: Path | None,
 ) -> list[BenchmarkResult]:
     """Start a service, measure, stop it.  Write the figures to ``json_file`` after each round."""
-    service = Service(config, model, directory, Observer())
+    service = Service(config, [model], directory, Observer())
     try:
         await service.start()
         if not await service.wait_ready(None):
@@ -281,7 +281,7 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def conditions(service: Service) -> dict[str, Any]:
-    assert service.placement is not None
+    assert service.only.placement is not None
     groups = {}
     for group in service.groups.values():
         hello = group.hello
@@ -297,12 +297,12 @@ def conditions(service: Service) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "model": service.model.spec.name,
-        "file": service.model.files[0].name,
-        "quant": service.model.spec.quant,
-        "dtype": service.placement.dtype.value,
-        "kv_dtype": service.placement.kv_dtype.value,
-        "layers": [f"{device.device} {device.layers}" for device in service.placement.devices],
+        "model": service.only.model.spec.name,
+        "file": service.only.model.files[0].name,
+        "quant": service.only.model.spec.quant,
+        "dtype": service.only.placement.dtype.value,
+        "kv_dtype": service.only.placement.kv_dtype.value,
+        "layers": [f"{device.device} {device.layers}" for device in service.only.placement.devices],
         "groups": groups,
         "n_cores": len(usable_cores()),
         "load_average": os.getloadavg()[0],

@@ -14,7 +14,7 @@ import click
 from lucevisor.app.rundir import find_supervisor
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import target_options
-from lucevisor.config import load
+from lucevisor.config import load, single_model
 from lucevisor.config.formats import InvalidValue, size
 from lucevisor.errors import ExitCode
 from lucevisor.placement.formatting import format_bytes
@@ -84,7 +84,7 @@ def _snapshot_target(
         )
     disk_bytes = None
     if config is not None:
-        cache = load(config, ()).cache
+        cache = single_model(load(config, ()), "cache --config").cache
         disk_bytes = cache.disk
         if directory is None:
             if not cache.dir:

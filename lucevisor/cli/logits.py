@@ -15,7 +15,7 @@ import uvloop
 from lucevisor.app import logs
 from lucevisor.app.model_files import open_model
 from lucevisor.cli.options import OutputFile, config_argument
-from lucevisor.config import Config, load
+from lucevisor.config import Config, load, single_model
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.rows import max_rows_per_step
@@ -40,7 +40,7 @@ from lucevisor.errors import ConfigError, ExitCode
 def logits(config: Path, overrides: tuple[str, ...], ids_file: Path, out: Path) -> int:
     """Run token ids through the pipeline of daemons; save float32 logits of every position and the residual stream
     after every layer (row 0: the embedding output)."""
-    loaded = load(config, overrides)
+    loaded = single_model(load(config, overrides), "logits")
     logs.configure(loaded.log.format, "warning")
     model = open_model(loaded)
     try:
@@ -64,14 +64,14 @@ def logits(config: Path, overrides: tuple[str, ...], ids_file: Path, out: Path) 
 
 async def logits_of(config: Config, model: ServedModel, run_dir: Path, ids: list[int], observer: Observer) -> Any:
     """Start the daemons, run ``ids`` through the whole model, stop.  Returns an IdsOutput."""
-    service = Service(config, model, run_dir, observer)
+    service = Service(config, [model], run_dir, observer)
     try:
         await service.start()
-        if not await service.wait_ready(None) or service.engine is None or service.placement is None:
+        if not await service.wait_ready(None) or service.only.engine is None or service.only.placement is None:
             raise ConfigError("CONFIG", str(config.file), service.reason() or "the model did not become ready")
         spec = model.spec
         rows = max_rows_per_step(spec.vocabulary, spec.hidden_size, spec.n_layers, hidden=True)
-        rows = min(service.placement.prefill_chunk, rows)
-        return await service.engine.run_ids(ids, want_hidden=True, rows_per_step=rows)
+        rows = min(service.only.placement.prefill_chunk, rows)
+        return await service.only.engine.run_ids(ids, want_hidden=True, rows_per_step=rows)
     finally:
         await service.stop(0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +15,11 @@ from lucevisor.config.formats import HUB_PREFIX
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors, ExitCode
 from lucevisor.protocol.messages import Check
 from lucevisor.supervision.probe import Probe
+
+if TYPE_CHECKING:
+    from lucevisor.deployment.served_model import ServedModel
+    from lucevisor.placement.devices import Inventory
+    from lucevisor.placement.result import Infeasible, Placement
 
 
 @click.command()
@@ -26,12 +32,10 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     """Show shards, bytes of weights and state per device, what does not fit and by how much.  Loads no weights, but a
     few layers with --measure."""
     from lucevisor.app import logs
-    from lucevisor.app.model_files import open_model
+    from lucevisor.app.model_files import open_models
+    from lucevisor.deployment.model_configs import model_configs
     from lucevisor.deployment.preflight import check_before_start
     from lucevisor.deployment.probe import inventory
-    from lucevisor.deployment.speeds import read_speeds, request_for_split, speeds_for
-    from lucevisor.placement.devices import with_target_devices
-    from lucevisor.placement.planner import plan as make_plan
     from lucevisor.placement.report import plan_json, plan_text
     from lucevisor.placement.result import Infeasible
 
@@ -39,26 +43,43 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
         raise click.UsageError("--measure queries the groups' interpreters, --no-probe forbids it: use one of them")
     loaded = load(config, overrides)
     logs.configure(loaded.log.format, loaded.log.level)
-    model = open_model(loaded, lambda what: click.echo(f"fetching {what}", err=True))
+    models = open_models(loaded, lambda what: click.echo(f"fetching {what}", err=True))
     if not no_probe:
-        check_before_start(loaded, model)
+        check_before_start(loaded, models)
     found, problems = ({}, {}) if no_probe else asyncio.run(inventory(loaded))
     if problems:
         hint = "`lucevisor doctor` says more; --no-probe plans without asking, with unknown memory"
         raise ConfigErrors(
             [ConfigError(f"groups.{name}", NO_VALUE, why, hint, file=str(config)) for name, why in problems.items()]
         )
-    loaded = with_target_devices(loaded, found)
-    if measure:
-        speeds = asyncio.run(speeds_for(model.spec, model.files, loaded, found, fresh=True))
+    configs = model_configs(loaded, models)
+    results = {
+        model.name: _plan(own, model, found, measure=measure) for own, model in zip(configs, models, strict=True)
+    }
+    if as_json:
+        shown = {name: plan_json(result) for name, result in results.items()}
+        click.echo(json.dumps({"models": shown} if loaded.models else shown[models[0].name], indent=2))
     else:
-        request = request_for_split(model.spec, loaded, found)
-        speeds = None if request is None else read_speeds(request, model.spec)
-    result = make_plan(model.spec, loaded, found, speeds, model.draft_spec, model.scorer)
-    click.echo(json.dumps(plan_json(result), indent=2) if as_json else plan_text(result, verbose=verbose))
+        texts = {name: plan_text(result, verbose=verbose) for name, result in results.items()}
+        click.echo("\n\n".join(f"{name}\n{text}" if loaded.models else text for name, text in texts.items()))
     for notice in loaded.notices:
         click.echo(f"notice: {notice}", err=True)
-    return ExitCode.FAILED if isinstance(result, Infeasible) else ExitCode.DONE
+    fits = not any(isinstance(result, Infeasible) for result in results.values())
+    return ExitCode.DONE if fits else ExitCode.FAILED
+
+
+def _plan(config: Config, model: ServedModel, found: Inventory, *, measure: bool) -> Placement | Infeasible:
+    from lucevisor.deployment.speeds import read_speeds, request_for_split, speeds_for
+    from lucevisor.placement.devices import with_target_devices
+    from lucevisor.placement.planner import plan as make_plan
+
+    config = with_target_devices(config, found)
+    if measure:
+        speeds = asyncio.run(speeds_for(model.spec, model.files, config, found, fresh=True))
+    else:
+        request = request_for_split(model.spec, config, found)
+        speeds = None if request is None else read_speeds(request, model.spec)
+    return make_plan(model.spec, config, found, speeds, model.draft_spec, model.scorer)
 
 
 @click.command()
@@ -86,24 +107,35 @@ def init(model: str, pythons: tuple[str, ...]) -> int:
 def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
     """Check each group of CONFIG: imports, torch build, devices, arena mapping, one layer's numbers in the dtype that
     will run; then whether the model fits into the memory that is free."""
-    from lucevisor.app.model_files import open_model
+    from lucevisor.app.model_files import open_models
+    from lucevisor.deployment.model_configs import model_configs
     from lucevisor.deployment.probe import check_arena, inventory, probe_groups
     from lucevisor.placement.devices import with_target_devices
     from lucevisor.placement.planner import plan
     from lucevisor.placement.result import Infeasible
 
     loaded = load(config, overrides)
-    model = open_model(loaded, lambda what: click.echo(f"fetching {what}", err=True))
-    if not 0 <= layer < model.spec.n_layers:
-        raise click.UsageError(f"--layer {layer}: the model has layers 0 to {model.spec.n_layers - 1}")
+    models = open_models(loaded, lambda what: click.echo(f"fetching {what}", err=True))
+    configs = model_configs(loaded, models)
+    for model in models:
+        if not 0 <= layer < model.spec.n_layers:
+            raise click.UsageError(f"--layer {layer}: {model.name} has layers 0 to {model.spec.n_layers - 1}")
     devices, _ = asyncio.run(inventory(loaded))
-    placed = plan(model.spec, with_target_devices(loaded, devices), devices, None, model.draft_spec, model.scorer)
-    dtype = placed.placement.dtype if isinstance(placed, Infeasible) else placed.dtype
+    plans = {
+        model.name: plan(model.spec, with_target_devices(own, devices), devices, None, model.draft_spec, model.scorer)
+        for own, model in zip(configs, models, strict=True)
+    }
+    dtypes = {
+        name: placed.placement.dtype if isinstance(placed, Infeasible) else placed.dtype
+        for name, placed in plans.items()
+    }
     arena = check_arena()
 
     def check(group: str) -> tuple[Check, list[int]]:
         arenas = [arena] if loaded.groups[group].transport == "shared_memory" else []
-        request = Check([str(f) for f in model.files], layer, dtype, [a.plan for a in arenas])
+        # One layer's numbers: of the first model that the group is for.
+        model = next(m for own, m in zip(configs, models, strict=True) if group in own.groups)
+        request = Check([str(f) for f in model.files], layer, dtypes[model.name], [a.plan for a in arenas])
         return request, [a.fd for a in arenas]
 
     try:
@@ -111,10 +143,11 @@ def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
     finally:
         arena.close()
     healthy = [_report(loaded, name, answer) for name, answer in answers.items()]
-    if isinstance(placed, Infeasible):
-        healthy.append(_line(False, "plan", placed.message.replace("\n", "; ")))
-    elif all(healthy):
-        _line(True, "plan", f"{model.name} fits, in {dtype}: `lucevisor plan` shows how")
+    for name, placed in plans.items():
+        if isinstance(placed, Infeasible):
+            healthy.append(_line(False, "plan", placed.message.replace("\n", "; ")))
+        elif all(healthy):
+            _line(True, "plan", f"{name} fits, in {dtypes[name]}: `lucevisor plan` shows how")
     slow = any(answer.checked is not None and answer.checked.warnings for answer in answers.values())
     fit = "all groups can run" + (", but slower than they could be: see the lines marked slow" if slow else "")
     click.echo(fit if all(healthy) else "something is wrong: see the lines marked FAIL")

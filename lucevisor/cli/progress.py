@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-    from lucevisor.deployment.service import Service
+    from lucevisor.deployment.service import ModelService, Service
     from lucevisor.protocol.messages import Progress
 
 _COMING = frozenset({State.STARTING, State.LOADING, State.BACKOFF})
@@ -35,7 +35,7 @@ class StartDisplay(LoadProgress):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self._config = config
-        self._quarters: dict[tuple[str, int, int], int] = {}
+        self._quarters: dict[tuple[str, int, int, int], int] = {}
         self._url = ""
         self._announced = self._away = False
         self._began = time.monotonic()
@@ -73,7 +73,7 @@ class StartDisplay(LoadProgress):
         super().progress(group, progress)
         if self._console is not None or not progress.total_bytes:
             return
-        key = (group, progress.stage, progress.device)
+        key = (group, progress.model, progress.stage, progress.device)
         quarters = _QUARTERS * progress.done_bytes // progress.total_bytes
         if quarters > self._quarters.get(key, 0):
             self._quarters[key] = quarters
@@ -90,17 +90,23 @@ class StartDisplay(LoadProgress):
         seconds = time.monotonic() - self._began
         if self._announced and self._away:
             self._echo(f"ready again after {seconds:.1f} s")
-        elif not self._announced and service.placement is not None:
+        elif not self._announced:
             self._announced = True
-            devices = ", ".join(f"{d.device} layers {d.layers}" for d in service.placement.devices)
-            if self._console is None:
-                log.info("ready", model=service.model.name, url=self._url, devices=devices, seconds=round(seconds, 3))
-            self._echo(f"ready after {seconds:.1f} s: {service.model.name} ({service.model.spec.quant}) over {devices}")
+            for model in service.models.values():
+                self._ready_model(model, seconds)
+            name = next(iter(service.models)) if len(service.models) > 1 else ""
             for warning in self._warnings(service):
                 self._echo(warning)
-            for line in first_request(self._url, keys=bool(self._config.server.api_keys_file)):
+            for line in first_request(self._url, keys=bool(self._config.server.api_keys_file), model=name):
                 self._echo(line)
         self._away = False
+
+    def _ready_model(self, service: ModelService, seconds: float) -> None:
+        assert service.placement is not None
+        devices = ", ".join(f"{d.device} layers {d.layers}" for d in service.placement.devices)
+        if self._console is None:
+            log.info("ready", model=service.name, url=self._url, devices=devices, seconds=round(seconds, 3))
+        self._echo(f"ready after {seconds:.1f} s: {service.name} ({service.model.spec.quant}) over {devices}")
 
     def _warnings(self, service: Service) -> list[str]:
         loads = ((name, loaded) for name, group in service.groups.items() for loaded in group.loads)
@@ -137,10 +143,11 @@ class StartDisplay(LoadProgress):
         return wait_view("restart" if self._announced else "start", self.groups(), time.monotonic() - self._began)
 
 
-def first_request(url: str, *, keys: bool) -> list[str]:
-    """Return the address, and a curl command in lines that fit 80 columns."""
+def first_request(url: str, *, keys: bool, model: str = "") -> list[str]:
+    """Return the address, and a curl command in lines that fit 80 columns.  ``model``: one of several."""
     lines = [f"open {url} in a browser, or ask:", f"curl {url}/v1/chat/completions \\"]
     if keys:
         lines.append("  -H 'authorization: Bearer KEY' \\")
     content = '"messages": [{"role": "user", "content": "What does os.path.join do?"}]'
-    return [*lines, "  -H 'content-type: application/json' \\", f"  -d '{{{content},", '       "temperature": 0}\'']
+    name = f'       "model": "{model}", ' if model else "       "
+    return [*lines, "  -H 'content-type: application/json' \\", f"  -d '{{{content},", f'{name}"temperature": 0}}\'']

@@ -29,19 +29,30 @@ def styled_state(state: str) -> Text:
 
 def status_view(status: Status, *, folds: bool = True, verbose: bool = False) -> RenderableType:
     """Return everything that `lucevisor status` prints; ``folds``: long lines are folded, not left whole."""
+    lines = [line for model in models_of(status) for line in model_lines(model, verbose=verbose)]
+    lines += override_lines(status["overrides"])
+    texts = map(indented if folds else Text, filter(None, lines))
+    return Group(*headline(status), shard_table(status), *problem_lines(status), *warning_lines(status), *texts)
+
+
+def models_of(status: Status) -> Sequence[Status]:
+    """Return the part of each model: the status itself where it has one."""
+    models: Sequence[Status] = status["models"]
+    return models if len(models) > 1 else [{**status, "title": ""}]
+
+
+def model_lines(status: Status, *, verbose: bool = False) -> list[str]:
     engine = status["engine"]
     work = f"running {engine['running']}, queued {engine['queued']}, held {engine['held']}; "
-    lines = [
+    return [
+        status.get("title", f"{status['name']} {status['state']}"),
         f"{work}{engine['tokens_per_s']} tokens/s",
         page_line(engine["pages"]),
         *draft_lines(status["draft"], verbose=verbose),
         *pflash_lines(status["pflash"]),
         *cache_lines(status["cache"]),
         host_memory_line(status["host_memory"]),
-        *override_lines(status["overrides"]),
     ]
-    texts = map(indented if folds else Text, filter(None, lines))
-    return Group(*headline(status), shard_table(status), *problem_lines(status), *warning_lines(status), *texts)
 
 
 def indented(line: str) -> RenderableType:
@@ -54,8 +65,9 @@ def headline(status: Status) -> Iterator[Text]:
     yield Text.assemble(
         (status["name"], "bold"), " ", styled_state(status["state"]), f"  {status['url']}  pid {status['pid']}"
     )
-    model = status["model"]
-    yield Text(f"{model['name']} ({model['architecture']}, {model['layers']} layers, {model['quant']})")
+    for part in models_of(status):
+        model = part["model"]
+        yield Text(f"{model['name']} ({model['architecture']}, {model['layers']} layers, {model['quant']})")
 
 
 def shard_table(status: Status) -> Table:
@@ -65,6 +77,9 @@ def shard_table(status: Status) -> Table:
         table.add_column(title, overflow="fold", min_width=6)
     for title in ("pid", "restarts", "weights", "state", "free"):
         table.add_column(title, justify="right", no_wrap=True)
+    several = len(models_of(status)) > 1
+    if several:
+        table.add_column("model", overflow="fold")
     for group in status["groups"]:
         for device in group["devices"] or [None]:
             process = (str(group["pid"] or "-"), str(group["restarts"]))
@@ -74,7 +89,8 @@ def shard_table(status: Status) -> Table:
             start, stop = device["layers"]
             sizes = (format_bytes(device[key]) for key in ("weight_bytes", "state_bytes", "free_bytes"))
             state = styled_state(group["state"])
-            table.add_row(Text(device["device"]), Text(f"[{start},{stop})"), state, *process, *sizes)
+            model = [Text(device["model"])] if several else []
+            table.add_row(Text(device["device"]), Text(f"[{start},{stop})"), state, *process, *sizes, *model)
     return table
 
 

@@ -18,6 +18,8 @@ from lucevisor.config.formats import is_loopback as is_loopback
 from lucevisor.config.load import changed_keys as changed_keys
 from lucevisor.config.load import load as load
 from lucevisor.config.load import merge_overrides as merge_overrides
+from lucevisor.config.load import renamed_errors as renamed_errors
+from lucevisor.config.load import single_model as single_model
 from lucevisor.config.load import values_in_file as values_in_file
 from lucevisor.config.sections import USUAL_CHUNK as USUAL_CHUNK
 from lucevisor.config.sections import Backend as Backend

@@ -26,7 +26,7 @@ from lucevisor.config.formats import (
     write_split,
 )
 from lucevisor.config.schema import keys_of
-from lucevisor.config.sections import GROUPS, SECTIONS, VISIBLE_DEVICES, Config, GroupConfig, Notice
+from lucevisor.config.sections import GROUPS, MODELS, SECTIONS, VISIBLE_DEVICES, Config, GroupConfig, Notice
 from lucevisor.errors import NO_VALUE, ConfigError, suggest
 
 OVERRIDE = "--set"
@@ -40,6 +40,7 @@ class PendingConfig:
     """
 
     file: str
+    one_of_several: bool = False  # models: groups may be for others
     values: dict[str, Any] = field(default_factory=dict)
     group_names: list[str] = field(default_factory=list)
     set_keys: set[str] = field(default_factory=set)
@@ -160,6 +161,8 @@ def _in_group(device: DeviceRef, groups: Mapping[str, str | None]) -> DeviceRef:
 
 
 def _check_every_group_has_a_device(pending: PendingConfig, used: set[str]) -> None:
+    if pending.one_of_several:
+        return
     values = pending.values
     drafter: DeviceRef | None = values.get("draft.device")
     if drafter is not None and values.get("draft.kind") not in ("off", "lookup"):
@@ -238,6 +241,19 @@ def _check_file(pending: PendingConfig, key: str, file: str, read: Any) -> None:
 # ---- keys without effect
 
 
+def used_groups(config: Config) -> dict[str, GroupConfig]:
+    """Return the groups that the model of ``config`` uses: those of its devices, or all."""
+    devices = [*config.placement.devices]
+    if not devices:
+        return dict(config.groups)
+    if config.draft.device is not None and config.draft.kind not in ("off", "lookup"):
+        devices.append(config.draft.device)
+    if config.pflash.device is not None and config.scores:
+        devices.append(config.pflash.device)
+    named = {device.group for device in devices}
+    return {name: group for name, group in config.groups.items() if name in named}
+
+
 def unused_settings(config: Config) -> list[Notice]:
     """Return a notice for each key that was set and has no effect beside other settings, in the order of the file."""
     notices: dict[str, Notice] = {}
@@ -249,8 +265,8 @@ def unused_settings(config: Config) -> list[Notice]:
         value = getattr(values, field_key.field)
         if key in config.set_keys and value != field_key.default and key not in notices:
             why, hint = f"has no effect: {because}", "remove the key, or change that setting"
-            notices[key] = Notice(key=key, value=field_key.write(value), why=why, hint=hint)
-    sections = ["model", GROUPS, *SECTIONS]
+            notices[key] = Notice(key=config.key(key), value=field_key.write(value), why=why, hint=hint)
+    sections = ["model", MODELS, GROUPS, *SECTIONS]
     return sorted(notices.values(), key=lambda notice: sections.index(notice.key.partition(".")[0]))
 
 
@@ -260,6 +276,8 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
         config.placement, config.cache, config.draft, config.kvflash, config.pflash,
     )  # fmt: skip
     one_device, server = len(placement.devices) == 1, config.server
+    if not config.section:
+        yield "model.memory_share", "there is one model"
     for group in config.groups.values():
         key = f"{GROUPS}.{group.name}." + ("visible_devices" if group.backend == "cpu" else "threads")
         yield key, f"it is not for groups with backend {group.backend}"

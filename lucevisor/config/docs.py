@@ -15,7 +15,7 @@ from typing import Any
 
 from lucevisor.config.formats import SIZE, SIZE_UNITS
 from lucevisor.config.schema import FieldKey, keys_of
-from lucevisor.config.sections import GROUPS, SECTIONS, GroupConfig
+from lucevisor.config.sections import GROUPS, PER_MODEL, SECTIONS, GroupConfig
 from lucevisor.errors import ExitCode, show
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -44,6 +44,23 @@ start, without starting it.
 """
 
 
+_MODELS = """\
+## `[models.NAME]`
+
+Several models in one service, instead of `[model]`. The keys are those of `[model]`; `name`, the id for clients, is
+`NAME` by default, which is 1 to 32 of `a-z 0-9 _ -`. Each may have sections of its own, such as
+`[models.NAME.placement]` and `[models.NAME.engine]`: {sections}. A key that is not there has the value of the file's
+section of that name, which is for all models.
+
+- A group may hold shards of several models, in one daemon. It is lost and restarted for all of them.
+- Each device's usable memory is divided among the models that may use it (`memory_share`), `recovery.journal` equally.
+  Other sizes are for each model: `engine.swap_space`, `cache.memory`, `cache.disk`, `server.max_queue`.
+- A `cache.dir` of the file's own section means a subdirectory `NAME` for each model.
+- Requests must name a model. `lucevisor reload` and a SIGHUP change only what needs no other daemons; `bench`, `chaos`,
+  `logits` and `cache` without `--dir` are for one model.
+"""
+
+
 def page() -> str:
     """Return docs/configuration.md."""
     return "\n".join(_lines())
@@ -54,6 +71,7 @@ def _lines() -> Iterator[str]:
     for name, section in SECTIONS.items():
         yield from _section(name, section)
         if name == "model":
+            yield _MODELS.format(sections=", ".join(f"`{part}`" for part in PER_MODEL))
             yield from _section(f"{GROUPS}.NAME", GroupConfig)
 
 

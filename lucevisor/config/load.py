@@ -12,10 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from lucevisor.config.checks import OVERRIDE, PendingConfig, check_values, unused_settings
+from lucevisor.config.checks import OVERRIDE, PendingConfig, check_values, unused_settings, used_groups
 from lucevisor.config.formats import GROUP_NAME, InvalidValue, kind_of
 from lucevisor.config.schema import FieldKey, Text, keys_of, plain
-from lucevisor.config.sections import GROUPS, SECTIONS, Config, GroupConfig
+from lucevisor.config.sections import GROUPS, MODELS, PER_MODEL, SECTIONS, Config, GroupConfig, file_key
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors, nearest, suggest
 
 MAX_FILE_BYTES: Final = 64 * 1024
@@ -55,6 +55,14 @@ def from_tree(tree: Mapping[str, object], file: Path, overrides: Sequence[str] =
     """
     pending = PendingConfig(file=shown_as or str(file))
     sections = _overridden(tree, overrides, pending)
+    config = _read_models(pending, sections, file) if MODELS in sections else _read(pending, sections, file)
+    if config is None:
+        raise pending.errors[0] if len(pending.errors) == 1 else ConfigErrors(pending.errors)
+    return dataclasses.replace(config, overrides=tuple(overrides))
+
+
+def _read(pending: PendingConfig, sections: Mapping[str, object], file: Path) -> Config | None:
+    """Return the configuration of one model; None after adding errors."""
     for name in sections:
         if name not in SECTIONS and name != GROUPS:
             pending.refuse(name, sections[name], "is not a section", _nearest_section(name))
@@ -63,9 +71,108 @@ def from_tree(tree: Mapping[str, object], file: Path, overrides: Sequence[str] =
         if name == "model":
             _read_groups(pending, sections.get(GROUPS, {}), file.parent)
     check_values(pending)
+    return None if pending.errors else _build(pending, file)
+
+
+def _read_models(pending: PendingConfig, sections: Mapping[str, object], file: Path) -> Config | None:
+    """Return the configuration of `[models.NAME]`: each is read as if it were the only one, with the sections of the
+    file as its defaults; None after adding errors.
+    """
+    models = sections[MODELS]
+    if "model" in sections:
+        hint = f"write [{MODELS}.NAME] for this one, too, or remove [{MODELS}]"
+        pending.refuse("model", NO_VALUE, f"is beside [{MODELS}.NAME]", hint)
+    if not isinstance(models, dict) or not models:
+        why = "has no models" if models == {} else f"is {kind_of(models)}, not a table"
+        pending.refuse(MODELS, models, why, f"write [{MODELS}.NAME] and path = below it")
+        return None
+    common = {name: table for name, table in sections.items() if name not in (MODELS, "model")}
+    configs: dict[str, Config] = {}
+    for name, own in models.items():
+        section = f"{MODELS}.{name}"
+        if not GROUP_NAME.fullmatch(name):
+            hint = f"such as small; `name` below [{MODELS}.NAME] is the id for clients"
+            pending.refuse(section, NO_VALUE, "is not the name of a section: use 1 to 32 of a-z 0-9 _ -", hint)
+        elif not isinstance(own, dict):
+            pending.refuse(section, own, f"is {kind_of(own)}, not a table", f"write [{section}] and its keys below it")
+        elif (config := _read_model(pending, section, own, common, file)) is not None:
+            configs[name] = config
     if pending.errors:
-        raise pending.errors[0] if len(pending.errors) == 1 else ConfigErrors(pending.errors)
-    return dataclasses.replace(_build(pending, file), overrides=tuple(overrides))
+        return None
+    _check_models(pending, configs)
+    first = next(iter(configs.values()))
+    notices = tuple({str(notice): notice for config in configs.values() for notice in config.notices}.values())
+    configs = {name: dataclasses.replace(config, groups=used_groups(config)) for name, config in configs.items()}
+    several = dataclasses.replace(
+        first, models=MappingProxyType(configs), notices=notices, section="", own_keys=frozenset()
+    )
+    return None if pending.errors else several
+
+
+def _read_model(
+    pending: PendingConfig, section: str, own: Mapping[str, object], common: Mapping[str, object], file: Path
+) -> Config | None:
+    """Return the configuration of one of several models; None after adding its errors to `pending`."""
+    inner = PendingConfig(file=pending.file, one_of_several=True)
+    name, sections = section.partition(".")[2], dict(common)
+    sections["model"] = {"name": name, **{key: value for key, value in own.items() if key not in PER_MODEL}}
+    own_keys = {f"model.{key}" for key in own if key not in PER_MODEL}
+    for part in PER_MODEL:
+        table, shared = own.get(part, {}), common.get(part, {})
+        if isinstance(table, dict) and isinstance(shared, dict):
+            sections[part] = {**shared, **table}
+            own_keys |= {f"{part}.{key}" for key in table}
+        elif part in own:
+            sections[part] = table
+            own_keys.add(part)
+    cache = sections.get("cache")
+    if isinstance(cache, dict) and "cache.dir" not in own_keys and isinstance(folder := cache.get("dir"), str):
+        sections["cache"] = {**cache, "dir": type(folder)(f"{folder}/{name}") if folder else folder}
+    config = _read(inner, sections, file)
+    known = {str(error) for error in pending.errors}
+    for error in inner.errors:
+        key = file_key(error.key, section, own_keys)
+        origin = OVERRIDE if {key, error.key} & pending.overridden else error.file
+        why, hint = (text.replace("[model]", f"[{section}]") for text in (error.why, error.hint))
+        named = ConfigError(key, error.value, why, hint, file=origin)
+        if str(named) not in known:  # of a section for all models
+            pending.errors.append(named)
+    if config is None:
+        return None
+    return dataclasses.replace(config, section=section, own_keys=frozenset(own_keys))
+
+
+def _check_models(pending: PendingConfig, configs: Mapping[str, Config]) -> None:
+    """Check the models against each other: their ids, and that each group has something to do."""
+    ids: dict[str, str] = {}
+    for name, config in configs.items():
+        if other := ids.get(config.model.name):
+            why = f"is the id of [{MODELS}.{other}], too"
+            pending.refuse(f"{MODELS}.{name}.name", config.model.name, why, "give each model its own")
+        ids[config.model.name] = name
+    used = {group for config in configs.values() for group in used_groups(config)}
+    for group in next(iter(configs.values())).groups:
+        if group not in used:
+            why = "has no device in placement.target_devices of any model: its daemon would have nothing to do"
+            hint = f"add {group}:0 to [{MODELS}.NAME.placement] target_devices, or remove [{GROUPS}.{group}]"
+            pending.refuse(f"{GROUPS}.{group}", NO_VALUE, why, hint)
+
+
+def renamed_errors(error: ConfigError, config: Config) -> list[ConfigError]:
+    """Return errors whose keys are as of a lone model, with the names that the keys have in the file."""
+    return [
+        ConfigError(config.key(one.key), one.value, one.why, one.hint, file=one.file) if config.section else one
+        for one in error.errors
+    ]
+
+
+def single_model(config: Config, command: str) -> Config:
+    """Return ``config``; raises ConfigError if it has several models, of which a command runs one."""
+    if config.models:
+        hint = "write a file with [model] for the one that is meant"
+        why = f"are several models, and `lucevisor {command}` runs one"
+        raise ConfigError(MODELS, list(config.models), why, hint, file=str(config.file))
+    return config
 
 
 def changed_keys(before: Config, after: Config) -> list[str]:
@@ -86,6 +193,9 @@ def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
 def _flat(config: Config) -> Mapping[str, Any]:
     sections: dict[str, Any] = config.as_dict()
     groups = {f"{GROUPS}.{name}": keys for name, keys in sections.pop(GROUPS).items()}
+    for name, keys in sections.pop(MODELS, {}).items():
+        sections |= {f"{MODELS}.{name}.{part}": keys.pop(part) for part in PER_MODEL}
+        sections[f"{MODELS}.{name}"] = keys
     return {f"{name}.{key}": value for name, keys in {**sections, **groups}.items() for key, value in keys.items()}
 
 
@@ -132,7 +242,7 @@ def _overridden(tree: Mapping[str, object], overrides: Sequence[str], pending: P
             pending.errors.append(ConfigError(OVERRIDE, override, "is not KEY=VALUE", "such as --set server.port=8081"))
             continue
         why, hint = "", ""
-        if parts[0] not in SECTIONS and parts[0] != GROUPS and len(parts) > 1:
+        if parts[0] not in SECTIONS and parts[0] not in (GROUPS, MODELS) and len(parts) > 1:
             why, hint = f"is not a key: there is no section {parts[0]}", _nearest_section(parts[0])
         elif not _is_key(parts):
             hint = suggest(key, _all_keys()) or f"such as server.port, or {GROUPS}.NAME.threads"
@@ -151,6 +261,8 @@ def _is_key(parts: Sequence[str]) -> bool:
     """Return whether dotted parts could be a key; whether the key exists is checked with all others."""
     if parts[0] == GROUPS:
         return len(parts) == 3 or (len(parts) == 4 and parts[2] == "env")
+    if parts[0] == MODELS:
+        return len(parts) == 3 or (len(parts) == 4 and parts[2] in PER_MODEL)
     return len(parts) == 2
 
 
@@ -240,7 +352,7 @@ def _all_keys() -> list[str]:
 def _nearest_section(name: str) -> str:
     """Return the hint for an unknown section: a key of that name, else similar sections."""
     key = next((dotted for dotted in _all_keys() if dotted.endswith(f".{name}")), "")
-    return f"nearest: {key}" if key else suggest(name, [*SECTIONS, GROUPS], "sections")
+    return f"nearest: {key}" if key else suggest(name, [*SECTIONS, MODELS, GROUPS], "sections")
 
 
 def _nearest_in_section(key: str, keys: list[str]) -> str:

@@ -5,7 +5,7 @@ A field is a key of the file with the same name, or `Key.name`; the text below i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -70,6 +70,9 @@ class ModelConfig:
     yarn_attn_factor: Literal["default", "file"] = "default"
     """Attention factor of models with YaRN (Laguna): `default` is 0.1 ln(factor) + 1, `file` the value in the model
     file."""
+    memory_share: Annotated[Annotated[float, Meta(gt=0, le=1)] | AutoWord, Key()] = "auto"
+    """With several models: the share of each device's memory that this one may use beside others on the device. `auto`:
+    what the shares of others leave, in proportion to the sizes of the files."""
 
     @property
     def source(self) -> Path | HubFile:
@@ -346,6 +349,10 @@ class Config:
     pflash: PFlashConfig = PFlashConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     log: LogConfig = LogConfig()
+    models: Mapping[str, Config] = field(default_factory=lambda: MappingProxyType({}))  # of [models.NAME]
+    section: str = field(default="", compare=False)  # "models.NAME", of one of several
+    own_keys: frozenset[str] = field(default=frozenset(), compare=False)  # those in that section, as of a lone model
+    neighbours: tuple[Neighbour, ...] = field(default=(), compare=False)  # all models, if there are several
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
     notices: tuple[Notice, ...] = field(default=(), compare=False)
     overrides: tuple[str, ...] = field(default=(), compare=False)  # of the command line: `load` takes them again
@@ -354,10 +361,25 @@ class Config:
         """Return all keys and values as in the file, JSON-compatible; loading it gives an equal configuration."""
         sections: dict[str, object] = {}
         for name in SECTIONS:
-            sections[name] = _written(getattr(self, name))
+            if not self.models or name not in ("model", *PER_MODEL):
+                sections[name] = _written(getattr(self, name))
             if name == "model":
+                if self.models:
+                    sections[MODELS] = {name: config._as_model() for name, config in self.models.items()}
                 sections[GROUPS] = {group.name: _written(group) for group in self.groups.values()}
         return sections
+
+    def _as_model(self) -> dict[str, object]:
+        return {**_written(self.model), **{name: _written(getattr(self, name)) for name in PER_MODEL}}
+
+    @property
+    def each_model(self) -> Sequence[Config]:
+        """The configuration of each model, as if it were the only one."""
+        return [*self.models.values()] or [self]
+
+    def key(self, key: str) -> str:
+        """Return the name in the file of a key that is named as of a lone model."""
+        return file_key(key, self.section, self.own_keys)
 
     @property
     def scores(self) -> bool:
@@ -368,11 +390,31 @@ class Config:
         config = self.groups[group]
         if config.threads != "auto":
             return config.threads
-        n_cpu_groups = sum(other.backend == "cpu" for other in self.groups.values())
+        groups = {name: other for model in self.neighbours for name, other in model.config.groups.items()}
+        n_cpu_groups = sum(other.backend == "cpu" for other in {**groups, **self.groups}.values())
         return len(config.cores) or max(1, usable_cores // max(1, n_cpu_groups))
 
 
+def file_key(key: str, section: str, own_keys: Collection[str]) -> str:
+    """Return a key as the file names it, in the ``section`` of one of several models, which has ``own_keys``."""
+    name = key.partition("[")[0]  # without the index of an item
+    if not section or (name not in own_keys and not name.startswith("model.")):
+        return key
+    return f"{section}.{key.removeprefix('model.')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """One of several models that share devices, and the bytes of its weights."""
+
+    config: Config
+    n_bytes: int
+
+
 GROUPS = "groups"
+MODELS = "models"
+PER_MODEL: Final = ("placement", "engine", "cache", "draft", "kvflash", "pflash")
+"""Sections that `[models.NAME]` may contain, as `[models.NAME.engine]`; those of the file itself are for all models."""
 SECTIONS: Mapping[str, type[Any]] = {
     "model": ModelConfig,
     "placement": PlacementConfig,

@@ -17,7 +17,7 @@ from lucevisor.config import Config, changed_keys
 from lucevisor.config.checks import OVERRIDE
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.replacement import RestoredState
-from lucevisor.deployment.service import RESTART_S, Service
+from lucevisor.deployment.service import RESTART_S, ModelService, Service
 from lucevisor.engine.shell import Engine
 from lucevisor.errors import AdminError, ConfigError, ConfigErrors, LucevisorError, NotReadyError, nearest, show
 from lucevisor.kv_transfer.exports import ExportedState
@@ -26,8 +26,8 @@ from lucevisor.supervision.states import State
 FREEZE_S: Final = 15.0
 """Timeout in seconds for the steps in flight, before the state is copied."""
 
-DEPLOYMENT_KEYS: Final = ("placement.", "groups.", "draft.device", "recovery.journal", "recovery.spares",
-                   "recovery.restart_limit")  # fmt: skip
+DEPLOYMENT_KEYS: Final[tuple[str, ...]] = ("placement.", "groups.", "draft.device", "recovery.journal",
+                   "recovery.spares", "recovery.restart_limit")  # fmt: skip
 """Keys, and prefixes of keys, that may change with another deployment."""
 LATE_KEYS: Final = frozenset({"server.drain_s"})
 """Keys that are read at each use, so that a change needs no other daemons."""
@@ -35,14 +35,17 @@ LATE_KEYS: Final = frozenset({"server.drain_s"})
 
 def changed_values(before: Config, after: Config, at_once: Collection[str]) -> dict[str, object]:
     """Return the keys that differ, with their values in ``after`` (None: not there any more).  ``at_once``: those that
-    need no other daemons.
+    need no other daemons, the only ones that may change while there are several models.
 
     Raises ConfigErrors naming those that can only change with another start.
     """
     changed = changed_keys(before, after)
     values = {key: _value(after.as_dict(), key) for key in changed}
     why, hint = "cannot change while the supervisor runs", "leave it as it was, or `lucevisor stop`, then `start`"
-    fixed = [key for key in changed if key not in at_once and not key.startswith(DEPLOYMENT_KEYS)]
+    movable = DEPLOYMENT_KEYS
+    if before.models:
+        why, movable = "cannot change while the supervisor serves several models", ()
+    fixed = [key for key in changed if key not in at_once and not key.startswith(movable)]
     if fixed:
         given = {override.partition("=")[0] for override in after.overrides}
         files = {key: OVERRIDE if key in given else str(after.file) for key in fixed}
@@ -62,9 +65,9 @@ async def freeze_and_export(engine: Engine, earlier: Deployment) -> ExportedStat
     """
     assert earlier.placement is not None
     try:
-        frozen = await engine.freezer.freeze(FREEZE_S, "reload")
+        frozen = await engine.freeze(FREEZE_S, "reload")
         while frozen is None and engine.ready:  # a daemon was lost, and came back
-            frozen = await engine.freezer.freeze(FREEZE_S, "reload")
+            frozen = await engine.freeze(FREEZE_S, "reload")
         if frozen is None:
             raise LucevisorError("running requests could not be paused; try again")
         return await earlier.export_state(frozen, {stage.group for stage in earlier.placement.stages})
@@ -76,7 +79,7 @@ async def freeze_and_export(engine: Engine, earlier: Deployment) -> ExportedStat
 def resume_requests(engine: Engine, earlier: Deployment) -> None:
     if earlier.transfers is not None:
         earlier.transfers.resume()
-    engine.freezer.thaw()
+    engine.thaw()
 
 
 async def restore_state(state: ExportedState, later: Deployment) -> RestoredState:
@@ -128,11 +131,12 @@ class AdminOperations:
             service.restart_reasons[group]["operator"] += 1
             tried = (State.LOADING, State.READY, State.FAILED)  # of a new process: the old one has left these
             await supervised.wait(State.STARTING, *tried, timeout_s=2 * RESTART_S)
-            if group in service.deployment.needed:
+            users = [model for model in service.models.values() if group in model.deployment.needed]
+            if users:
                 await service.wait_until(
                     lambda: (
-                        service.state in ("ready", "draining")
-                        or (service.state == "failed" and supervised.state in tried)
+                        all(model.state in ("ready", "draining") for model in users)
+                        or (any(model.state == "failed" for model in users) and supervised.state in tried)
                     )
                 )
             else:  # it runs the drafter alone
@@ -150,23 +154,24 @@ class AdminOperations:
         async with self._one_at_a_time:
             no_daemons = LATE_KEYS.union(at_once)
             changed = changed_values(service.config, config, no_daemons)
-            if service.state != "ready" or service.engine is None or not service.config.recovery.hold_s:
+            if service.state != "ready" or not service.config.recovery.hold_s:
                 reason = service.reason() or "recovery.hold_s is 0, so requests cannot wait for their state"
                 raise NotReadyError(f"nothing is reloaded: {reason}")
-            if no_daemons.issuperset(changed):
-                service.config = config
-                return changed
-            await self._move(service.engine, config)
+            if not no_daemons.issuperset(changed):
+                engine = service.only.engine
+                assert engine is not None
+                await self._move(service.only, engine, config)
+            service.config = config
             await service.wait_until(lambda: service.state in ("ready", "failed", "draining"))
             return changed
 
-    async def _move(self, engine: Engine, config: Config) -> None:
+    async def _move(self, model: ModelService, engine: Engine, config: Config) -> None:
         """Load another deployment beside the present one and switch to it.
 
         If both do not fit at once, end the present one first.
         """
         service = self._service
-        earlier, later = service.deployment, service.deploy(config)
+        earlier, later = model.deployment, service.deploy(model, config)
         try:
             await self._load(later)
             state = await freeze_and_export(engine, earlier)
@@ -183,9 +188,9 @@ class AdminOperations:
                 "old and new deployment do not fit at once: requests wait while the weights are loaded",
                 reason=later.infeasible_reason,
             )
-            await self._replace(engine, config)
+            await self._replace(model, engine, config)
         else:
-            service.switch(engine, config, later, restored)
+            model.switch(engine, config, later, restored)
             await service.end(earlier)
 
     async def _load(self, later: Deployment) -> None:
@@ -196,18 +201,18 @@ class AdminOperations:
         if not later.loaded:
             raise LucevisorError(f"nothing is reloaded: {later.failed or 'the supervisor is stopping'}")
 
-    async def _replace(self, engine: Engine, config: Config) -> None:
+    async def _replace(self, model: ModelService, engine: Engine, config: Config) -> None:
         """End the deployment and start another one with its state, or itself again where that fails.
 
         Raises LucevisorError in that case.
         """
-        service, earlier = self._service, self._service.deployment
+        service, earlier = self._service, model.deployment
         state = await freeze_and_export(engine, earlier)
-        service.detach(engine)
+        model.detach(engine)
         await service.end(earlier)
         problem: LucevisorError | None = None
         for configuration in (config, service.config):
-            later = service.deploy(configuration)
+            later = service.deploy(model, configuration)
             restored = RestoredState()
             try:
                 await self._load(later)
@@ -219,7 +224,7 @@ class AdminOperations:
                     await service.end(later)
                     continue
             state.close()
-            service.switch(engine, configuration, later, restored)
+            model.switch(engine, configuration, later, restored)
             break
-        if problem is not None and service.config is not config:
+        if problem is not None and model.config is not config:
             raise problem

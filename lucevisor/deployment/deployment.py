@@ -1,10 +1,10 @@
 """One epoch of serving: a placement with its groups, boundary buffers, pipeline and transfers.
 
 A deployment starts its groups, waits for every hello, places the model once, makes the buffers, and has the daemons
-load.  A daemon that is restarted gets the same Load again: another placement is another deployment.  Deployments share
-nothing but the weights, so a later one may start and load while an earlier one serves; it takes over the engine with
-``attach`` after the earlier one's ``detach``.  Invariant: messages of a daemon reach the deployment that started it,
-and no other.
+load.  A daemon that is restarted gets the same Load again: another placement is another deployment.  The deployments of
+several models may share groups, whose daemons then hold shards of each.  Those of one model share nothing but the
+weights, so a later one may start and load while an earlier one serves; it takes over the engine with ``attach`` after
+the earlier one's ``detach``.  Invariant: messages of a daemon reach the deployments that started it, and no other.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import structlog
 
 from lucevisor import suspend_clock
 from lucevisor.config import Config
+from lucevisor.config.formats import DeviceRef
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.deployment.boundaries import Boundaries
-from lucevisor.deployment.group_settings import group_devices, group_threads, spin_s, target_groups
+from lucevisor.deployment.group_settings import group_threads, spin_s, target_groups
 from lucevisor.deployment.replacement import ReplacementState, RestoredState
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
@@ -52,7 +53,6 @@ from lucevisor.protocol.transport import Channel
 from lucevisor.protocol.validation import UnansweredStep
 from lucevisor.supervision.daemon import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
 from lucevisor.suspend_clock import SuspendAwareClock
@@ -211,7 +211,6 @@ class Deployment:
         config: Config,
         model: ServedModel,
         weights: ServedWeights,
-        launcher: LocalLauncher,
         limits: SupervisionLimits,
         owner: DeploymentOwner,
         sizes: Placement | None = None,
@@ -222,12 +221,13 @@ class Deployment:
         self._boundaries: Boundaries | None = None
         self.transfers: KvTransfer | None = None
         self.scoring: ScoringStage | None = None  # of PFlash, when it is placed
-        self._config, self._model, self._weights, self._limits, self._owner = config, model, weights, limits, owner
+        self.config, self._model, self._weights, self._limits, self._owner = config, model, weights, limits, owner
         self._sizes = sizes
         self._remote: Final = {name for name, group in config.groups.items() if group.transport != "shared_memory"}
         self.needed: Final = target_groups(config)  # the groups with layers, which serving needs
         self._placing = PlacementBarrier(self.needed, self._place, config.groups.keys() - self.needed)
         self.links: dict[str, Channel] = {}  # of READY groups
+        self.loads: dict[str, Loaded] = {}  # what they have loaded
         self._draft_loaded = False  # the draft group is READY and has loaded the drafter
         self._draft_problem = ""  # why the draft group runs without the drafter
         self._detached = ""  # why the engine dropped the drafter
@@ -236,11 +236,8 @@ class Deployment:
         self._assembly: PipelineAssembly | None = None
         self._watchdog: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
-        self.groups = self._make_groups(launcher)
-
-    def _make_groups(self, launcher: LocalLauncher) -> dict[str, GroupSupervisor]:
-        config, owner = self._config, self._owner
-        callbacks = Callbacks(
+        self.groups: Mapping[str, GroupSupervisor] = {}  # those of its configuration; set when all models have one
+        self.callbacks: Final = Callbacks(
             make_load=self._make_load,
             check_loaded=self._check_loaded,
             on_ready=self._on_ready,
@@ -252,25 +249,13 @@ class Deployment:
             on_progress=lambda group, progress: owner.on_progress(self, group, progress),
             on_heartbeat=self._on_heartbeat,
         )
-        return {
-            name: GroupSupervisor(
-                group,
-                group_threads(config, name),
-                launcher,
-                [callbacks],
-                devices=group_devices(config, name),
-                limits=self._limits,
-                n_spares=config.recovery.spares,
-            )
-            for name, group in config.groups.items()
-        }
 
     # ---- start and stop
 
     async def start(self) -> None:
         """Start every group; returns when all are spawned."""
         self._watchdog = asyncio.create_task(self._watch(), name="watchdog")
-        await asyncio.gather(*(group.start() for group in self.groups.values()))
+        await asyncio.gather(*(group.start() for group in self.groups.values() if group.state is State.STOPPED))
 
     async def stop(self, deadline_s: float) -> None:
         """Stop every group.  A further call with a shorter deadline shortens it."""
@@ -425,8 +410,9 @@ class Deployment:
         files, draft_files = await self._weights.model_files(), None
         if group == self.draft_group:
             draft_files = await self._draft_files(alone=not placement.stages_of(group))
-        threads = group_threads(self._config, group)
-        load = load_message(placement, group, files, threads, draft_files, score_files, spin_s=spin_s(self._config))
+        threads = group_threads(self.config, group)
+        polls_s = 0.0 if self.config.neighbours else spin_s(self.config)  # other models wait for the compute thread
+        load = load_message(placement, group, files, threads, draft_files, score_files, spin_s=polls_s)
         replays = group not in self._remote  # the rows come as a file
         order = await self._replacements.load_order(group, load, self._assembly, replays=replays)
         assert self._boundaries is not None
@@ -449,7 +435,7 @@ class Deployment:
     async def _place(self, hellos: Mapping[str, Hello]) -> Placement:
         await self._weights.wait_until_stable()
         inventory = {group: hello.devices for group, hello in hellos.items()}
-        config, model = with_target_devices(self._config, inventory), self._model
+        config, model = with_target_devices(self.config, inventory), self._model
         speeds = await speeds_for(model.spec, model.files, config, inventory)
         config = with_sizes(config, self._sizes)
         result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.scorer)
@@ -476,7 +462,12 @@ class Deployment:
         return f"group {group} read another state of the files than the one that runs"
 
     def _on_ready(self, group: str, link: Channel, _hello: Hello, loaded: Loaded) -> None:
-        self.links[group] = link
+        self.links[group], self.loads[group] = link, loaded
+        assert self.placement is not None
+        for index, measured in loaded.workspace_bytes.items():
+            plans = [plan for plan in self.placement.devices if plan.device == DeviceRef(group, index)]
+            planned = sum(plan.workspace_bytes for plan in plans)
+            log.info("workspace", device=f"{group}:{index}", planned_bytes=planned, measured_bytes=measured)
         if self._boundaries is not None:
             self._boundaries.on_ready(group, link)
         with_draft = False
@@ -499,6 +490,7 @@ class Deployment:
 
     def _on_lost(self, group: str, reason: str) -> None:
         self.links.pop(group, None)
+        self.loads.pop(group, None)
         if group == self.draft_group:
             self._draft_loaded = False
         if self._assembly is not None:

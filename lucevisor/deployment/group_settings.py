@@ -20,12 +20,13 @@ def usable_cores() -> list[int]:
 
 
 def group_devices(config: Config, name: str) -> list[int]:
-    """Indices of the group's devices that the placement, the drafter or the scoring model names."""
-    drafter = config.draft.device if config.draft.kind not in ("off", "lookup") else None
-    scorer = config.pflash.device if config.scores else None
-    targets = config.placement.devices or [DeviceRef(name, 0)]  # all devices that it has: the first at least
-    devices = [*targets, *(device for device in (drafter, scorer) if device is not None)]
-    return list(dict.fromkeys(device.index for device in devices if device.group == name))
+    """Indices of the group's devices that a model's placement, drafter or scoring model names."""
+    devices: list[DeviceRef | None] = []
+    for model in config.each_model:
+        devices += model.placement.devices or [DeviceRef(group, 0) for group in model.groups]  # the first at least
+        devices.append(model.draft.device if model.draft.kind not in ("off", "lookup") else None)
+        devices.append(model.pflash.device if model.scores else None)
+    return list(dict.fromkeys(device.index for device in devices if device is not None and device.group == name))
 
 
 def target_groups(config: Config) -> list[str]:

@@ -10,16 +10,17 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from lucevisor.config import Config, GroupConfig
+from lucevisor.config import Config, GroupConfig, renamed_errors
 from lucevisor.deployment.group_settings import usable_cores
 from lucevisor.deployment.installed import installed
+from lucevisor.deployment.model_configs import model_configs
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors
 from lucevisor.placement.devices import with_target_devices
@@ -46,9 +47,11 @@ class Installed(msgspec.Struct, frozen=True):
     torch: dict[str, str | None]
 
 
-def check_before_start(config: Config, model: ServedModel) -> None:
-    """Raise ConfigErrors naming every key whose value cannot work on this machine, with this model."""
-    errors = [*_check_plan(config, model), *_check_cores(config), *_check_interpreters(config)]
+def check_before_start(config: Config, models: Sequence[ServedModel]) -> None:
+    """Raise ConfigErrors naming every key whose value cannot work on this machine, with these models."""
+    errors = [*_check_cores(config), *_check_interpreters(config)]
+    for own, model in zip(reversed(model_configs(config, models)), reversed(models), strict=True):
+        errors = [*_check_plan(own, model), *errors]
     if errors:
         raise ConfigErrors(errors)
 
@@ -58,7 +61,7 @@ def _check_plan(config: Config, model: ServedModel) -> Iterator[ConfigError]:
     try:
         plan(model.spec, with_target_devices(config, {}), {}, None, model.draft_spec, model.scorer)
     except ConfigError as error:
-        yield error
+        yield from renamed_errors(error, config)
 
 
 def _check_cores(config: Config) -> Iterator[ConfigError]:

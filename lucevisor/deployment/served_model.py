@@ -40,5 +40,11 @@ class ServedModel:
         return metadata if self.chat_template is None else {**metadata, TEMPLATE_KEY: self.chat_template}
 
     @property
+    def n_bytes(self) -> int:
+        """The bytes of the weights, those of its drafter and scoring model included."""
+        own = self.spec.files, self.scorer and self.scorer.files, self.drafter and self.drafter.files
+        return sum(files.total_bytes for files in {id(files): files for files in own if files}.values())
+
+    @property
     def draft_spec(self) -> DraftSpec | None:
         return None if self.drafter is None else self.drafter.spec

@@ -1,8 +1,9 @@
-"""One running supervisor: its engine, weights and snapshots, and the deployment that serves them.
+"""One running supervisor: its groups and its models, each with its engine, weights, snapshots and deployment.
 
-Requests are served while every group with layers is READY; a group with the drafter alone may be missing.
+Requests for a model are served while every group with its layers is READY; a group with the drafter alone may be
+missing.
 
-Order at start: start the deployment's groups, place the model when all have sent hello, make the engine for that
+Order at start: start the groups, place each model when all of its groups have sent hello, make its engine for that
 placement, load; while the groups load, hash the weights and open the snapshots.
 Order at stop: let requests end, save prefix slots, end what still runs, stop the groups, close the files.
 Invariant: any number of callers share one shutdown, and nothing is restarted once it has begun.
@@ -14,7 +15,7 @@ import asyncio
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
@@ -25,7 +26,9 @@ from lucevisor import suspend_clock
 from lucevisor.config import CacheConfig, Config
 from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.deployment import Deployment
+from lucevisor.deployment.group_settings import group_devices, group_threads
 from lucevisor.deployment.journal_rows import journal_rows
+from lucevisor.deployment.model_configs import model_configs
 from lucevisor.deployment.replacement import RestoredState
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.weights import ServedWeights
@@ -46,6 +49,7 @@ from lucevisor.placement.sizing import slot_unit_bytes
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.tcp_buffer import LOOPBACK
 from lucevisor.snapshots.manager import SnapshotManager, open_snapshots
+from lucevisor.snapshots.store import SnapshotStore
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.launcher import LocalLauncher, stage_packages
 from lucevisor.supervision.policy import SupervisionLimits
@@ -139,54 +143,38 @@ class Observer:
         """Called whenever requests are served, again and again."""
 
 
-class Service:
-    """Create it in a running loop.  ``on_engine`` is called once, when the model is placed.  ``limits``: deadlines of
-    supervision; the configuration limits restarts."""
+class ModelService:
+    """One model of a service: placement, engine, weights, snapshots, swap space, and the deployment that serves it."""
 
-    def __init__(
-        self,
-        config: Config,
-        model: ServedModel,
-        run_dir: Path,
-        observer: Observer,
-        on_engine: Callable[[Engine], None] = lambda _: None,
-        limits: SupervisionLimits | None = None,
-    ) -> None:
+    def __init__(self, config: Config, model: ServedModel, owner: Service) -> None:
         self.config, self.model = config, model
         self.engine: Engine | None = None
         self.snapshots: SnapshotManager | None = None
         self.swap: HostSwapSpace | None = None
+        self.deployment: Deployment  # set by the owner
+        self.weights = ServedWeights(model, cache_directory())
         self.host_memory: Final = HostMemory()
-        self.restart_reasons: dict[str, Counter[str]] = {name: Counter() for name in config.groups}
-        self._observer, self._on_engine = observer, on_engine
-        self._weights = ServedWeights(model, cache_directory())
+        self._owner = owner
         self._opening: asyncio.Task[None] | None = None  # while snapshots are wanted and not open yet
         self._saving: asyncio.Task[int] | None = None
         self._holding: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()
         self._loaded = asyncio.Event()  # all groups together, once
-        self._stopping: asyncio.Task[None] | None = None
         self._was_ready = False
-        try:
-            tcp = any(group.transport == "tcp" for group in config.groups.values())
-            self._launcher = LocalLauncher(stage_packages(run_dir), LOOPBACK if tcp else "")
-        except OSError as error:
-            raise unusable(run_dir, error) from error
-        self._limits = limits or SupervisionLimits()
-        self._deployments: list[Deployment] = []  # those with processes
-        self.deployment = self._make_deployment(config)
 
-    def _make_deployment(self, config: Config, succeeds: Deployment | None = None) -> Deployment:
+    def make_deployment(self, config: Config, limits: SupervisionLimits, succeeds: Deployment | None) -> Deployment:
+        """Make a deployment, which has no groups yet.  ``succeeds``: the one whose requests it is to serve."""
         epoch = 1 if succeeds is None else succeeds.epoch + 1
-        limit = config.recovery.restart_limit
-        limits = replace(self._limits, n_restarts=limit.count, window_s=float(limit.seconds))
         sizes = None if succeeds is None else succeeds.placement
-        deployment = Deployment(epoch, config, self.model, self._weights, self._launcher, limits, self, sizes)
-        self._deployments.append(deployment)
-        return deployment
+        return Deployment(epoch, config, self.model, self.weights, limits, self, sizes)
 
     @property
-    def groups(self) -> dict[str, GroupSupervisor]:
+    def name(self) -> str:
+        """The model's id in /v1/models."""
+        return self.model.name
+
+    @property
+    def groups(self) -> Mapping[str, GroupSupervisor]:
+        """The groups that may hold shards of this model."""
         return self.deployment.groups
 
     @property
@@ -194,52 +182,32 @@ class Service:
         """The placement of the present deployment; None until all groups have sent hello."""
         return self.deployment.placement
 
-    # ---- start and stop
+    @property
+    def snapshot_store(self) -> SnapshotStore | None:
+        """The snapshots on disk; None while they are off or not open yet."""
+        return self.snapshots.store if self.snapshots is not None else None
 
-    async def start(self) -> None:
-        """Start every group; returns when all are launched.  :meth:`wait_ready` waits for READY."""
-        await self.deployment.start()
+    # ---- stop
 
-    async def wait_ready(self, timeout_s: float | None = None) -> bool:
-        """True when requests are served, False at the deadline, when a group FAILED or when stopping."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self.wait_until(lambda: self.state in ("ready", "failed", "draining"))
-        return self.state == "ready"
-
-    async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until ``condition`` holds, which is checked at each change of a group or deployment."""
-        while not condition():
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def stop(self, drain_s: float | None = None, stop_s: float = STOP_S) -> None:
-        """Stop everything; ``drain_s`` None is the configured time.  All callers share one shutdown; a further call
-        with shorter deadlines shortens it."""
-        if self._stopping is None:
-            drain_s = self.config.server.drain_s if drain_s is None else drain_s
-            self._stopping = asyncio.create_task(self._stop(drain_s, stop_s), name="stop")
-        elif stop_s < STOP_S:
-            if self._saving is not None:
-                self._saving.cancel()
-            self._end_requests()  # before their groups go: the reason is the stop, not a lost shard
-            await self._stop_groups(stop_s)
-        await asyncio.shield(self._stopping)
-
-    async def _stop(self, drain_s: float, stop_s: float) -> None:
-        self.on_change()
+    async def drain(self, drain_s: float) -> None:
+        """Let requests end, then save prefix slots; part of a stop."""
         if self.engine is not None and self.deployment.complete and drain_s > 0:
             if not await self.engine.drain(drain_s):
                 now = self.engine.statistics()
-                log.warning(
-                    "requests end because of the stop", running=now.running, queued=now.queued, waited_s=drain_s
-                )
+                log.warning("requests end because of the stop", model=self.name, running=now.running,
+                            queued=now.queued, waited_s=drain_s)  # fmt: skip
             await self.save_prefixes(SAVE_S)
-        self._end_requests()
-        if self._holding is not None:
-            self._holding.cancel()
-        await self._stop_groups(stop_s)
-        await self._weights.close()
+        self.end_requests()
+
+    def hurry(self) -> None:
+        """End requests at once, whatever ``drain`` waits for."""
+        if self._saving is not None:
+            self._saving.cancel()
+        self.end_requests()  # before their groups go: the reason is the stop, not a lost shard
+
+    async def close(self) -> None:
+        """Close files, when the groups have stopped."""
+        await self.weights.close()
         if self._opening is not None:  # it ends by itself, unless the disk hangs
             self._loaded.set()
             await asyncio.wait({self._opening}, timeout=STOP_S)
@@ -247,14 +215,8 @@ class Service:
             await self.snapshots.close()
         if self.swap is not None:
             await self.swap.close()
-        for deployment in self._deployments:
-            deployment.close()
-        self.on_change()
 
-    async def _stop_groups(self, stop_s: float) -> None:
-        await asyncio.gather(*(deployment.stop(stop_s) for deployment in self._deployments))
-
-    def _end_requests(self) -> None:
+    def end_requests(self) -> None:
         """End running and queued requests and refuse new ones; idempotent."""
         error = RequestError(
             "shutting_down", "the supervisor is stopping; send the request to another server, or again later"
@@ -262,6 +224,8 @@ class Service:
         if self.engine is not None:
             self.engine.close(error)
         self.deployment.detach(error)
+        if self._holding is not None:
+            self._holding.cancel()
 
     async def save_prefixes(self, deadline_s: float) -> None:
         """Save prefix slots to ``cache.dir``, if set, before the shards lose them; a hurried stop cancels it."""
@@ -274,16 +238,11 @@ class Service:
 
     # ---- another deployment (admin_operations.py)
 
-    def deploy(self, config: Config) -> Deployment:
-        """Make a deployment to succeed the present one; it does not serve yet."""
-        return self._make_deployment(config, self.deployment)
-
     def switch(self, engine: Engine, config: Config, later: Deployment, restored: RestoredState) -> None:
         """Serve with another deployment, whose daemons have the ``restored`` state."""
         self.deployment.detach()
         self.deployment, self.config = later, config
         for name, group in later.groups.items():
-            self.restart_reasons.setdefault(name, Counter())
             self.on_state(later, name, group.state, "reloaded")
         engine.detach_frozen(_MOVING, None, 0)
         if later.placement is not None:
@@ -293,12 +252,6 @@ class Service:
         """Detach the present deployment from the engine, whose requests wait for another one."""
         self.deployment.detach()
         engine.detach_frozen(_MOVING, None, 0)
-
-    async def end(self, deployment: Deployment) -> None:
-        await deployment.stop(STOP_S)
-        if self._stopping is None:
-            self._deployments.remove(deployment)
-            deployment.close()
 
     def _take_over(self, engine: Engine, later: Deployment, restored: RestoredState | None = None) -> None:
         """Attach the present deployment, which is placed, to the engine of the one before."""
@@ -312,13 +265,8 @@ class Service:
     # ---- state
 
     @property
-    def stopping(self) -> bool:
-        """True after the stop has begun."""
-        return self._stopping is not None
-
-    @property
     def state(self) -> ServiceState:
-        if self._stopping is not None:
+        if self._owner.stopping:
             return "draining"
         if any(self.groups[name].state is State.FAILED for name in self.deployment.needed):
             return "failed"
@@ -330,7 +278,7 @@ class Service:
         """Return why requests are not served now; empty when they are."""
         if self.state == "ready":
             return ""
-        if self._stopping is not None:
+        if self._owner.stopping:
             return "the supervisor is stopping"
         parts = [
             f"group {name} is {g.state.name}" + (f": {g.reason}" if g.reason else "")
@@ -338,7 +286,7 @@ class Service:
             if (g := self.groups[name]).state is not State.READY
         ]
         if not parts and self._opening is not None:
-            return f"the weights are being hashed for cache.dir, {self._weights.progress()}: once for each model file"
+            return f"the weights are being hashed for cache.dir, {self.weights.progress()}: once for each model file"
         return "; ".join(parts) or "the pipeline is being assembled"
 
     def failure(self) -> str:
@@ -392,27 +340,25 @@ class Service:
             self._holding = asyncio.create_task(watch_holds(self.engine, settings.hold_s), name="watch holds")
         if self.config.cache.dir and self.config.cache.prefix_slots:
             self._opening = asyncio.create_task(self._open_snapshots(self.engine, deployment), name="open snapshots")
-        self._on_engine(self.engine)
+        self._owner.on_engine(self, self.engine)
 
     def on_state(self, deployment: Deployment, group: str, state: State, reason: str) -> None:
-        """Report a group's change of state to observer and engine, if it belongs to the present deployment."""
+        """Report a group's change of state to owner and engine, if it belongs to the present deployment."""
         if deployment is not self.deployment:
-            self._changed.set()
+            self._owner.wake()
             return
-        if state is State.BACKOFF or (state is State.FAILED and self.groups[group].retry_in_s is not None):
-            self.restart_reasons[group]["lack" if self.groups[group].short_of_resources else "failure"] += 1
         if self.engine is not None and not self.deployment.complete and group in self.deployment.needed:
             away = RequestError("shard_lost", f"{self.reason()}; send the request again later")
             if state is State.FAILED:
                 self.engine.detach(away, permanent=True)
             else:
                 self.engine.set_unavailable(away)
-        self._observer.state(group, state, reason)
+        self._owner.on_state(self, group, state, reason)
         self.on_change()
 
     def on_progress(self, deployment: Deployment, group: str, progress: Progress) -> None:
         if deployment is self.deployment:
-            self._observer.progress(group, progress)
+            self._owner.observer.progress(group, progress)
 
     async def drain_for_restart(self) -> FrozenState | None:
         """Save prefix slots, and suspend requests."""
@@ -420,8 +366,8 @@ class Service:
             return None
         if self.config.recovery.hold_s:
             await self.save_prefixes(SAVE_S)
-            return await self.engine.freezer.freeze(RESTART_S / 2)
-        if await self.engine.freezer.quiesce(RESTART_S / 2):
+            return await self.engine.freeze(RESTART_S / 2)
+        if await self.engine.quiesce(RESTART_S / 2):
             await self.save_prefixes(SAVE_S)
         return None
 
@@ -429,30 +375,222 @@ class Service:
         """Wake all waiters after a change of state."""
         if self.deployment.complete:
             self._loaded.set()
-            self._weights.begin()
-        if self.state == "ready" and not self._was_ready:
-            self._was_ready = True
-        self._changed.set()
+            self.weights.begin()
         if self.state == "ready":
-            self._observer.ready(self)
+            self._was_ready = True
+        self._owner.on_change()
 
     async def _open_snapshots(self, engine: Engine, deployment: Deployment) -> None:
         """Open ``cache.dir`` when all weights are hashed: no file may be read or written before."""
         try:
             await self._loaded.wait()  # two readers at two places would read the disk twice
-            digests = await self._weights.model.digests()
+            digests = await self.weights.model.digests()
             placement, transfers = deployment.placement, deployment.transfers
             assert placement is not None
             assert transfers is not None
-            draft = await self._weights.draft_model() if placement.draft is not None else None
+            draft = await self.weights.draft_model() if placement.draft is not None else None
             snapshots = await open_snapshots(
                 engine, self.config.cache, self.model.spec, digests, placement, transfers, draft
             )
             snapshots.start()
             self.snapshots = snapshots
         except LucevisorError as error:
-            if self._stopping is None:
+            if not self._owner.stopping:
                 log.error("snapshots are off until the next start", reason=str(error))
         finally:
             self._opening = None
             self.on_change()
+
+
+class Service:
+    """The models of a configuration, by name, and the groups that hold their shards.
+
+    Create it in a running loop.  ``on_engine`` is called once for each model, when it is placed.  ``limits``: deadlines
+    of supervision; the configuration limits restarts.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        models: Sequence[ServedModel],
+        run_dir: Path,
+        observer: Observer,
+        on_engine: Callable[[ModelService, Engine], None] = lambda service, engine: None,
+        limits: SupervisionLimits | None = None,
+    ) -> None:
+        self.config = config
+        self.restart_reasons: dict[str, Counter[str]] = {name: Counter() for name in config.groups}
+        self.observer, self.on_engine = observer, on_engine
+        self._changed = asyncio.Event()
+        self._stopping: asyncio.Task[None] | None = None
+        try:
+            tcp = any(group.transport == "tcp" for group in config.groups.values())
+            self._launcher = LocalLauncher(stage_packages(run_dir), LOOPBACK if tcp else "")
+        except OSError as error:
+            raise unusable(run_dir, error) from error
+        self._limits = limits or SupervisionLimits()
+        self._deployments: list[Deployment] = []  # those with processes
+        configs = model_configs(config, models)
+        services = [ModelService(own, model, self) for own, model in zip(configs, models, strict=True)]
+        self.models: Mapping[str, ModelService] = {service.name: service for service in services}
+        for service in services:
+            service.deployment = service.make_deployment(service.config, self._restart_limits(config), None)
+        self._start_groups(config, [service.deployment for service in services])
+
+    def _restart_limits(self, config: Config) -> SupervisionLimits:
+        limit = config.recovery.restart_limit
+        return replace(self._limits, n_restarts=limit.count, window_s=float(limit.seconds))
+
+    def _start_groups(self, config: Config, deployments: Sequence[Deployment]) -> None:
+        """Make the groups of new deployments, which share them."""
+        groups = {
+            name: GroupSupervisor(
+                group,
+                group_threads(config, name),
+                self._launcher,
+                [deployment.callbacks for deployment in deployments if name in deployment.config.groups],
+                devices=group_devices(config, name),
+                limits=self._restart_limits(config),
+                n_spares=config.recovery.spares,
+            )
+            for name, group in config.groups.items()
+        }
+        for deployment in deployments:
+            deployment.groups = {name: groups[name] for name in deployment.config.groups}
+        self._deployments += deployments
+
+    # ---- the models together
+
+    @property
+    def only(self) -> ModelService:
+        """The model of a service that has one."""
+        [service] = self.models.values()
+        return service
+
+    @property
+    def groups(self) -> dict[str, GroupSupervisor]:
+        """The groups of all models, in the order of the configuration."""
+        found = {name: group for service in self.models.values() for name, group in service.groups.items()}
+        return {name: found[name] for name in dict.fromkeys([*self.config.groups, *found]) if name in found}
+
+    # ---- start and stop
+
+    async def start(self) -> None:
+        """Start every group; returns when all are launched.  :meth:`wait_ready` waits for READY."""
+        await asyncio.gather(*(service.deployment.start() for service in self.models.values()))
+
+    async def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """True when requests are served, False at the deadline, when a group FAILED or when stopping."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.wait_until(lambda: self.state in ("ready", "failed", "draining"))
+        return self.state == "ready"
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` holds, which is checked at each change of a group or deployment."""
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def stop(self, drain_s: float | None = None, stop_s: float = STOP_S) -> None:
+        """Stop everything; ``drain_s`` None is the configured time.  All callers share one shutdown; a further call
+        with shorter deadlines shortens it."""
+        if self._stopping is None:
+            drain_s = self.config.server.drain_s if drain_s is None else drain_s
+            self._stopping = asyncio.create_task(self._stop(drain_s, stop_s), name="stop")
+        elif stop_s < STOP_S:
+            for service in self.models.values():
+                service.hurry()
+            await self._stop_groups(stop_s)
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self, drain_s: float, stop_s: float) -> None:
+        self.on_change()
+        await asyncio.gather(*(service.drain(drain_s) for service in self.models.values()))
+        await self._stop_groups(stop_s)
+        await asyncio.gather(*(service.close() for service in self.models.values()))
+        for deployment in self._deployments:
+            deployment.close()
+        self.on_change()
+
+    async def _stop_groups(self, stop_s: float) -> None:
+        await asyncio.gather(*(deployment.stop(stop_s) for deployment in self._deployments))
+
+    async def save_prefixes(self, deadline_s: float) -> None:
+        """Save the prefix slots of all models to their ``cache.dir``, if set."""
+        await asyncio.gather(*(service.save_prefixes(deadline_s) for service in self.models.values()))
+
+    # ---- another deployment (admin_operations.py)
+
+    def deploy(self, service: ModelService, config: Config) -> Deployment:
+        """Make a deployment to succeed that of a model, with groups of its own; it does not serve yet."""
+        deployment = service.make_deployment(config, self._restart_limits(config), service.deployment)
+        for name in config.groups:
+            self.restart_reasons.setdefault(name, Counter())
+        self._start_groups(config, [deployment])
+        return deployment
+
+    async def end(self, deployment: Deployment) -> None:
+        await deployment.stop(STOP_S)
+        if self._stopping is None:
+            self._deployments.remove(deployment)
+            deployment.close()
+
+    # ---- state
+
+    @property
+    def stopping(self) -> bool:
+        """True after the stop has begun."""
+        return self._stopping is not None
+
+    @property
+    def state(self) -> ServiceState:
+        """The state of the models: the first of failed, starting, degraded that one of them has."""
+        states = {service.state for service in self.models.values()}
+        order: tuple[ServiceState, ...] = ("draining", "failed", "starting", "degraded", "ready")
+        return next(state for state in order if state in states)
+
+    def reason(self) -> str:
+        """Return why requests are not served now, each reason once; empty when they are."""
+        return self._reasons({service.name: service.reason() for service in self.models.values()})
+
+    def failure(self) -> str:
+        """Return why groups that requests need are given up; empty while none is."""
+        return self._reasons({service.name: service.failure() for service in self.models.values()})
+
+    def _reasons(self, by_model: Mapping[str, str]) -> str:
+        """Return the reasons, each once, with the models that have it unless all have."""
+        reasons: dict[str, list[str]] = {}
+        for name, reason in by_model.items():
+            if reason:
+                reasons.setdefault(reason, []).append(name)
+        return "; ".join(
+            reason if len(names) == len(self.models) else f"model {', '.join(names)}: {reason}"
+            for reason, names in reasons.items()
+        )
+
+    def retry_in_s(self) -> float | None:
+        """Return the seconds until all groups that wait in BACKOFF or FAILED are started again; None if none is due."""
+        retries = [service.retry_in_s() for service in self.models.values()]
+        return max((seconds for seconds in retries if seconds is not None), default=None)
+
+    # ---- the owner of models
+
+    def on_state(self, service: ModelService, group: str, state: State, reason: str) -> None:
+        """Report a group's change of state to the observer, once for all models that it holds."""
+        if service is not next(one for one in self.models.values() if group in one.groups):
+            return
+        supervised = service.groups[group]
+        if state is State.BACKOFF or (state is State.FAILED and supervised.retry_in_s is not None):
+            self.restart_reasons[group]["lack" if supervised.short_of_resources else "failure"] += 1
+        self.observer.state(group, state, reason)
+
+    def on_change(self) -> None:
+        """Wake all waiters after a change of state."""
+        self._changed.set()
+        if self.state == "ready":
+            self.observer.ready(self)
+
+    def wake(self) -> None:
+        """Let waiters check their conditions."""
+        self._changed.set()

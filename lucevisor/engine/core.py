@@ -51,7 +51,7 @@ MAX_LOSSES: Final = 4
 N_LOGGED: Final = 32  # transitions kept
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CoreSettings:
     """Settings of an engine.
 
@@ -133,8 +133,15 @@ class EngineCore:
         self._now = now
         if self.pipeline is not None:
             self.pipeline.now = now
-        self._dispatch(event)
-        self._settle()
+        if type(event) is ev.StageAnswer:  # nearly all are
+            self._receive(event)
+        else:
+            self._dispatch(event)
+        self._take_outcomes()
+        while self._proceed_due:
+            self._proceed_due = False
+            self._proceed()
+            self._take_outcomes()
         if self._events:
             self._out.append(ev.Deliver(self._events))
             self._events = []
@@ -144,14 +151,16 @@ class EngineCore:
         self._out.clear()
         return instructions
 
+    def _receive(self, answer: ev.StageAnswer) -> None:
+        self._blamed = answer.blamed
+        if self.pipeline is not None:
+            self.pipeline.receive(answer.result, answer.payload)
+        if self.state is not EngineState.SERVING:  # else an outcome asks for it
+            self._proceed_due = True
+
     def _dispatch(self, event: ev.CoreEvent) -> None:
         self._proceed_due = True
         match event:
-            case ev.StageAnswer(result, payload, blamed):
-                self._proceed_due = self.state in (EngineState.DRAINING, EngineState.REBUILDING)
-                self._blamed = blamed
-                if self.pipeline is not None:
-                    self.pipeline.receive(result, payload)
             case ev.Submit(request, wanted, hold):
                 self.check_taking(request)
                 self.scheduler.submit(request, self._now, wanted, hold=hold)
@@ -220,14 +229,6 @@ class EngineCore:
                 self._move(EngineState.CLOSED, error.message)
 
     # ---- outcomes of the pipeline
-
-    def _settle(self) -> None:
-        """Handle outcomes and plan steps until nothing more follows from the event."""
-        self._take_outcomes()
-        while self._proceed_due:
-            self._proceed_due = False
-            self._proceed()
-            self._take_outcomes()
 
     def _take_outcomes(self) -> None:
         while self.pipeline is not None and self.pipeline.outcomes:

@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from lucevisor import suspend_clock
 from lucevisor.engine import events as ev
 from lucevisor.engine.constraint import MadeMasks
-from lucevisor.engine.core import MAX_LOSSES, CoreSettings, EngineCore, FrozenState
+from lucevisor.engine.core import CoreSettings, EngineCore, FrozenState
 from lucevisor.engine.events import EngineState, PauseReason
 from lucevisor.engine.journal import CopyRows, FileRows, PlaceRows, RowCopy
 from lucevisor.engine.limits import EngineLimits
@@ -35,7 +35,6 @@ from lucevisor.engine.pipeline import (
     SendMasks,
     StepInFlight,
 )
-from lucevisor.engine.policy import SchedulingPolicy
 from lucevisor.engine.rebuild import CannotRebuild
 from lucevisor.engine.replay import Recording
 from lucevisor.engine.request import (
@@ -117,42 +116,23 @@ class RowStore(Protocol):
         which is then sealed.  Raises LucevisorError."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """Settings and callbacks of an engine; those of CoreSettings, and its surroundings.
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(CoreSettings):
+    """Settings and callbacks of an engine.
 
-    ``rows``: the memory of the journal, of ``journal_pages``.  ``blame`` names the first stage of a step whose rows are
-    NaN or infinite.  ``mask_threads`` False: masks are made on the calling thread.
-
-    ``on_step`` gets every finished step, ``on_pipeline_failed`` the reason why the pipeline was dropped, and
-    ``on_drafter_lost`` the reason why the drafter was detached.
+    ``rows``: the memory of the journal.  ``blame`` names the first stage of a step whose rows are NaN or infinite.
+    ``mask_threads`` False: masks are made on the calling thread.  ``on_step`` gets every finished step,
+    ``on_pipeline_failed`` the reason why the pipeline was dropped, and ``on_drafter_lost`` the reason why the drafter
+    was detached.
     """
 
-    max_queue: int
-    hold_s: float = 0.0
-    max_losses: int = MAX_LOSSES
     rows: RowStore | None = None
-    journal_pages: int = 0
-    rate_window_s: float = 10.0
     blame: Callable[[Step], str] = lambda _: "the output stage"
-    validate: bool = False
     mask_threads: bool = True
-    policy: SchedulingPolicy | None = None
     clock: Callable[[], float] = time.monotonic
     on_step: Callable[[PipelineResult], None] = lambda _: None
     on_pipeline_failed: Callable[[PipelineFailure], None] = lambda _: None
     on_drafter_lost: Callable[[PipelineFailure], None] = lambda _: None
-
-    def core(self) -> CoreSettings:
-        return CoreSettings(
-            max_queue=self.max_queue,
-            hold_s=self.hold_s,
-            max_losses=self.max_losses,
-            journal_pages=0 if self.rows is None else self.journal_pages,
-            rate_window_s=self.rate_window_s,
-            validate=self.validate,
-            policy=self.policy,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +162,7 @@ class Engine:
         self._row_store = settings.rows
         self.recording: Recording | None = None
         self._started_at = self._clock()
-        self.core = EngineCore(limits, settings.core(), self._started_at, self._has_rows)
+        self.core = EngineCore(limits, settings, self._started_at, self._has_rows)
         self._handles: dict[str, RequestHandle] = {}
         self._collectors: dict[str, RowCollector] = {}  # by request
         self._links: list[StageLink] = []  # by stage, and that of the draft stage after the last one
@@ -198,7 +178,6 @@ class Engine:
         self._masks = MaskMaker(self._masks_made, self._masks_failed, threaded=settings.mask_threads)
         self._n_ids_runs = 0
         self.slots = SlotAccess(self, self.changes, self._clock)
-        self.freezer = Freezer(self, self.changes)
         self.on_submit: Callable[[GenerationRequest], bool] = lambda _: False
 
     # ---- requests
@@ -261,11 +240,6 @@ class Engine:
     def attached(self) -> bool:
         """True if there is a pipeline, which may have lost stages."""
         return self.core.pipeline is not None
-
-    @property
-    def has_drafter(self) -> bool:
-        """True if a drafter is attached."""
-        return self.core.scheduler.drafting.attached
 
     def attach(
         self,
@@ -419,8 +393,37 @@ class Engine:
     def record(self) -> Recording:
         """Record all events from now on, which must be before the first one, for ``replay``."""
         core = self.core
-        self.recording = Recording(core.scheduler.limits, self._settings.core(), self._started_at)
+        self.recording = Recording(core.scheduler.limits, self._settings, self._started_at)
         return self.recording
+
+    # ---- pauses, like the kernel's cgroup freezer
+
+    async def freeze(self, timeout_s: float, reason: PauseReason = "restart") -> FrozenState | None:
+        """Plan no step until lost stages are there again or a pipeline is attached, and wait until those on their way
+        are done; requests are held meanwhile.
+
+        Returns what the shards hold then, for ``restore`` or ``attach`` with ``restored``; these bytes stay in every
+        daemon that lives on until steps are planned again.  None if it took longer, or the pipeline was lost.
+        """
+        self.handle(ev.Freeze(reason))
+        under_way = (EngineState.DRAINING, EngineState.REBUILDING)
+        await self.changes.holds_within(lambda: self.core.state not in under_way, timeout_s)
+        return self.core.frozen if self.attached else None
+
+    def thaw(self) -> None:
+        """Plan again after a freeze.  Does nothing if the freeze has ended already."""
+        self.handle(ev.Thaw())
+
+    async def quiesce(self, timeout_s: float) -> bool:
+        """Start no queued request until the next attach; return whether the running ones ended in time.
+
+        For the orderly restart of a group without holds: new requests are still accepted, and wait.
+        """
+        self.handle(ev.Quiesce())
+        scheduler = self.core.scheduler
+        return await self.changes.holds_within(
+            lambda: scheduler.n_running == 0 and scheduler.n_in_flight == 0, timeout_s
+        )
 
     # ---- the end
 
@@ -482,7 +485,7 @@ class Engine:
             raise
         if self.recording is not None:
             self.recording.add(event, now, instructions)
-        queue = self._instructions
+        queue, effects = self._instructions, self._EFFECTS
         queue += instructions
         if self._executing:  # an effect of an instruction: those before it come first
             return
@@ -490,7 +493,8 @@ class Engine:
         try:
             while queue or self._dead:
                 while queue:
-                    self._execute(queue.popleft())
+                    instruction = queue.popleft()
+                    effects[type(instruction)](self, instruction)
                 if self._dead:
                     stage = next(iter(self._dead))
                     self._report_dead_link(stage, self._dead.pop(stage))
@@ -498,52 +502,84 @@ class Engine:
             self._executing = False
         self.changes.notify()
 
-    def _execute(self, instruction: ev.Instruction) -> None:
-        match instruction:
-            case SendFrame(stage, step_id, frame):
-                self._send(stage, f"step {step_id}", frame)
-            case ev.Deliver(events):
-                for request_id, event in events:
-                    self._handles[request_id].push(event)
-                    if type(event) is FinishedEvent:
-                        del self._handles[request_id]
-            case FileRows(boundary, region, copies):
-                if self._row_store is not None:
-                    self._row_store.file(boundary, region, copies)
-            case ev.StepFinished(result, request_id):
-                if (collector := self._collectors.get(request_id)) is not None:
-                    collector.add(result)
-                self._settings.on_step(result)
-            case SendMasks(stage, message, payload):
-                self._send(stage, f"masks of step {message.step_id}", message, payload)
-            case SendCancelPending(stage):
-                self._send(stage, "a cancellation", CancelPending(stage))
-            case PlaceRows(boundary, step, copies):
-                if self._row_store is not None:
-                    self._row_store.place(boundary, step, copies)
-            case CopyRows(source, target, n_rows):
-                if self._row_store is not None:
-                    self._row_store.copy(source, target, n_rows)
-            case ev.MakeMasks(step_id, jobs):
-                self._masks.make_masks(step_id, jobs)
-            case ev.RankPages(step_id, sequence, tokens):
-                self.relevance.rank(step_id, sequence, tokens)
-            case ev.PipelineFailed(failure):
-                self._settings.on_pipeline_failed(failure)
-            case ev.DrafterFailed(failure):
-                self._settings.on_drafter_lost(failure)
-            case ev.RebuildEnded(rebuilt):
-                on_rebuilt, self._on_rebuilt = self._on_rebuilt, lambda _: None
-                on_rebuilt(rebuilt)
+    # ---- effects of instructions
 
-    def _send(
-        self, stage: int, what: str, message: bytes | Masks | CancelPending, payload: Sequence[bytearray] | None = None
-    ) -> None:
-        link = self._links[stage]
+    def _send_frame(self, instruction: SendFrame) -> None:
         try:
-            link.send(message) if payload is None else link.send(message, payload=payload)
+            self._links[instruction.stage].send(instruction.frame)
         except (ProtocolError, OSError) as error:
-            self._dead.setdefault(stage, f"{what} could not be sent to stage {stage}: {error}")
+            self._on_dead(instruction.stage, f"step {instruction.step_id}", error)
+
+    def _send_masks(self, instruction: SendMasks) -> None:
+        try:
+            self._links[instruction.stage].send(instruction.message, payload=instruction.payload)
+        except (ProtocolError, OSError) as error:
+            self._on_dead(instruction.stage, f"masks of step {instruction.message.step_id}", error)
+
+    def _send_cancel_pending(self, instruction: SendCancelPending) -> None:
+        try:
+            self._links[instruction.stage].send(CancelPending(instruction.stage))
+        except (ProtocolError, OSError) as error:
+            self._on_dead(instruction.stage, "a cancellation", error)
+
+    def _on_dead(self, stage: int, what: str, error: Exception) -> None:
+        self._dead.setdefault(stage, f"{what} could not be sent to stage {stage}: {error}")
+
+    def _deliver(self, instruction: ev.Deliver) -> None:
+        handles = self._handles
+        for request_id, event in instruction.events:
+            handles[request_id].push(event)
+            if type(event) is FinishedEvent:
+                del handles[request_id]
+
+    def _file_rows(self, instruction: FileRows) -> None:
+        if self._row_store is not None:
+            self._row_store.file(instruction.boundary, instruction.region, instruction.copies)
+
+    def _place_rows(self, instruction: PlaceRows) -> None:
+        if self._row_store is not None:
+            self._row_store.place(instruction.boundary, instruction.step, instruction.copies)
+
+    def _copy_rows(self, instruction: CopyRows) -> None:
+        if self._row_store is not None:
+            self._row_store.copy(instruction.source, instruction.target, instruction.n_rows)
+
+    def _step_finished(self, instruction: ev.StepFinished) -> None:
+        if (collector := self._collectors.get(instruction.request_id)) is not None:
+            collector.add(instruction.result)
+        self._settings.on_step(instruction.result)
+
+    def _make_masks(self, instruction: ev.MakeMasks) -> None:
+        self._masks.make_masks(instruction.step_id, instruction.jobs)
+
+    def _rank_pages(self, instruction: ev.RankPages) -> None:
+        self.relevance.rank(instruction.step_id, instruction.sequence, instruction.tokens)
+
+    def _pipeline_failed(self, instruction: ev.PipelineFailed) -> None:
+        self._settings.on_pipeline_failed(instruction.failure)
+
+    def _drafter_failed(self, instruction: ev.DrafterFailed) -> None:
+        self._settings.on_drafter_lost(instruction.failure)
+
+    def _rebuild_ended(self, instruction: ev.RebuildEnded) -> None:
+        on_rebuilt, self._on_rebuilt = self._on_rebuilt, lambda _: None
+        on_rebuilt(instruction.rebuilt)
+
+    _EFFECTS: ClassVar[Mapping[type, Callable[..., None]]] = {  # a table is quicker than a match
+        SendFrame: _send_frame,
+        SendMasks: _send_masks,
+        SendCancelPending: _send_cancel_pending,
+        FileRows: _file_rows,
+        PlaceRows: _place_rows,
+        CopyRows: _copy_rows,
+        ev.Deliver: _deliver,
+        ev.StepFinished: _step_finished,
+        ev.MakeMasks: _make_masks,
+        ev.RankPages: _rank_pages,
+        ev.PipelineFailed: _pipeline_failed,
+        ev.DrafterFailed: _drafter_failed,
+        ev.RebuildEnded: _rebuild_ended,
+    }
 
     def _report_dead_link(self, stage: int, text: str) -> None:
         pipeline = self.core.pipeline
@@ -564,45 +600,6 @@ class Engine:
         """Drop the pipeline: the output stage would wait for the masks."""
         if self.core.find_step(step_id) is not None and self.core.pipeline is not None:
             self.fail(self.core.pipeline.n_stages - 1, text)
-
-
-class Freezer:
-    """Pauses an engine for an operator, between two steps, so that the state of all stages can be moved.
-
-    Like the kernel's cgroup freezer: ``freeze``, then ``thaw``, or other daemons that go on.
-    Invariant: the bytes that a FrozenState names stay in every daemon that lives on, until steps are planned again.
-    """
-
-    def __init__(self, engine: Engine, changes: Changes) -> None:
-        self._engine, self._changes = engine, changes
-
-    async def freeze(self, timeout_s: float, reason: PauseReason = "restart") -> FrozenState | None:
-        """Plan no step until lost stages are there again or a pipeline is attached, and wait until those on their way
-        are done; requests are held meanwhile.
-
-        Returns what the shards hold then, for ``restore`` or ``attach`` with ``restored``.  None if it took longer, or
-        the pipeline was lost.
-        """
-        core = self._engine.core
-        self._engine.handle(ev.Freeze(reason))
-        under_way = (EngineState.DRAINING, EngineState.REBUILDING)
-        await self._changes.holds_within(lambda: core.state not in under_way, timeout_s)
-        return core.frozen if self._engine.attached else None
-
-    def thaw(self) -> None:
-        """Plan again after a freeze.  Does nothing if the freeze has ended already."""
-        self._engine.handle(ev.Thaw())
-
-    async def quiesce(self, timeout_s: float) -> bool:
-        """Start no queued request until the next attach; return whether the running ones ended in time.
-
-        For the orderly restart of a group without holds: new requests are still accepted, and wait.
-        """
-        self._engine.handle(ev.Quiesce())
-        scheduler = self._engine.core.scheduler
-        return await self._changes.holds_within(
-            lambda: scheduler.n_running == 0 and scheduler.n_in_flight == 0, timeout_s
-        )
 
 
 class SlotAccess:

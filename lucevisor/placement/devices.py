@@ -32,12 +32,16 @@ SPARE_HOST_BYTES = 300 << 20
 
 @dataclass(frozen=True, slots=True)
 class TargetDevice:
-    """One device of ``target_devices``; ``info`` is None if its group was not queried.  ``n_spares``: of its group."""
+    """One device of ``target_devices``; ``info`` is None if its group was not queried.  ``n_spares``: of its group.
+
+    ``share``: of its usable memory, which other models may use, too.
+    """
 
     device: DeviceRef
     backend: Backend
     info: DeviceInfo | None
     n_spares: int = 0
+    share: float = 1.0
 
     @property
     def memory(self) -> str:
@@ -84,7 +88,8 @@ def target_devices(config: Config, inventory: Inventory | None) -> tuple[TargetD
         backend = Backend(config.groups[device.group].backend)
         taken = {other.index for other in config.placement.devices if other.group == device.group}
         info = find_device(config, f"placement.target_devices[{i}]", device, backend, inventory, taken)
-        targets.append(TargetDevice(device, backend, info, config.recovery.spares))
+        share = memory_share(config, device, backend)
+        targets.append(TargetDevice(device, backend, info, config.recovery.spares, share))
     return tuple(targets)
 
 
@@ -132,8 +137,38 @@ def memories_of(targets: Sequence[TargetDevice]) -> dict[str, Memory]:
         if known is not None and known.free_bytes is not None:
             free = min(free, known.free_bytes)
         spares = max(_spare_bytes(other, targets) for other in targets if other.memory == target.memory)
-        out[target.memory] = Memory(target.memory, free, min(free, _reserve(target, free) + spares))
+        usable = max(0, free - _reserve(target, free) - spares)
+        out[target.memory] = Memory(target.memory, free, free - int(usable * target.share))
     return out
+
+
+def memory_share(config: Config, device: DeviceRef, backend: Backend) -> float:
+    """Return the share of a device's usable memory for the model of ``config``, beside the others that use it.
+
+    Raises PlacementError if the configured shares leave nothing for others.
+    """
+    users = [other for other in config.neighbours if _uses(other.config, device, backend)]
+    if len(users) < 2:
+        return 1.0
+    shares = {user.config.section: user.config.model.memory_share for user in users}
+    given = {name: share for name, share in shares.items() if not isinstance(share, str)}
+    left = 1.0 - sum(given.values())
+    if left < -1e-9 or (left < 1e-9 and len(given) < len(users)):
+        name = next(iter(given))
+        why = f"leaves nothing of {device} for others: the shares of {', '.join(given)} add up to {1.0 - left:g}"
+        raise PlacementError(f"{name}.memory_share", given[name], why, "lower one", file=str(config.file))
+    if config.section in given:
+        return given[config.section]
+    automatic = {user.config.section: user.n_bytes for user in users if user.config.section not in given}
+    return left * (automatic[config.section] / max(1, sum(automatic.values())))
+
+
+def _uses(config: Config, device: DeviceRef, backend: Backend) -> bool:
+    """Return whether a model uses the memory of a device; ``config.groups`` are those that it uses."""
+    if backend is Backend.CPU:
+        return any(Backend(group.backend) is Backend.CPU for group in config.groups.values())
+    named = {*config.placement.devices, config.draft.device, config.pflash.device}
+    return device.group in config.groups and (device in named or not config.placement.devices)
 
 
 def _reserve(target: TargetDevice, free_bytes: int) -> int:

@@ -15,7 +15,7 @@ from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes
-from lucevisor.placement.devices import Inventory, TargetDevice, find_device
+from lucevisor.placement.devices import Inventory, TargetDevice, find_device, memory_share
 from lucevisor.placement.result import (
     Infeasible,
     PlacedDrafter,
@@ -82,7 +82,8 @@ def _target(config: Config, key: str, device: DeviceRef | None, inventory: Inven
     if device is None:
         return None
     backend = Backend(config.groups[device.group].backend)
-    return TargetDevice(device, backend, find_device(config, key, device, backend, inventory))
+    info, share = find_device(config, key, device, backend, inventory), memory_share(config, device, backend)
+    return TargetDevice(device, backend, info, share=share)
 
 
 def _same_place(a: TargetDevice, b: TargetDevice) -> bool:

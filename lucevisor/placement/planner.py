@@ -22,6 +22,7 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space, dtype_bytes
 from lucevisor.placement.cost import MemoryUse
 from lucevisor.placement.devices import (
+    HOST,
     DtypeChoice,
     Inventory,
     TargetDevice,
@@ -68,7 +69,7 @@ from lucevisor.placement.split import (
     snap_to_legal,
 )
 from lucevisor.placement.stages import arenas_of, stages_of
-from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
+from lucevisor.protocol.loading import SpeculationSettings
 
 DEVICES_KEY, SPLIT_KEY = "placement.target_devices", "placement.target_layer_split"
 MIN_CHUNK = 64  # the smallest prefill chunk that advice names
@@ -380,7 +381,7 @@ class _PlanAttempt:
                 max_sequences=inputs.max_sequences,
                 max_drafts=sizing.max_drafts,
             ),
-            journal_bytes=_journal_bytes(spec, inputs.dtype, len(stages), sizing.pools, config.recovery),
+            journal_bytes=_journal_bytes(sizing, config.recovery),
             swap_bytes=config.engine.swap_space if config.cache.prefix_slots else 0,
             prefix_slots=self.capacity.prefix_slots,
             cache_bytes=self.capacity.cache_bytes,
@@ -459,12 +460,16 @@ def _choose_sizes(inputs: SizingInputs, ranges: Sequence[LayerRange], config: Co
     return compute_sizes(inputs, ranges)
 
 
-def _journal_bytes(spec: ModelSpec, dtype: Dtype, n_stages: int, pools: PoolSizes, recovery: RecoveryConfig) -> int:
-    """Return the most host memory that the journal takes: rows of every page at every boundary, within its limit."""
-    if not recovery.hold_s:
-        return 0
-    page_bytes = PAGE_TOKENS * dtype_bytes(dtype, spec.boundary_width)
-    return min(recovery.journal // page_bytes, (n_stages - 1) * pools.full_pages) * page_bytes
+def _journal_bytes(sizing: Sizing, recovery: RecoveryConfig) -> int:
+    """Return the most host memory that the journal takes: rows of every page at every boundary, within its limit and
+    what cpu devices leave."""
+    inputs, limit = sizing.inputs, recovery.journal if recovery.hold_s else 0
+    page_bytes = PAGE_TOKENS * dtype_bytes(inputs.dtype, inputs.spec.boundary_width)
+    n_pages = (sizing.n_stages - 1) * sizing.pools.full_pages
+    host = sizing.memories.get(HOST)
+    if host is not None and host.usable_bytes is not None:
+        limit = min(limit, max(0, host.usable_bytes - sizing.needed_bytes(HOST)))
+    return min(limit // page_bytes, n_pages) * page_bytes
 
 
 # ---- reasons
@@ -550,7 +555,9 @@ def _memories(sizing: Sizing) -> Iterator[str]:
             users = list(dict.fromkeys(str(target.device) for target in targets if target.memory == memory.name))
             shared = "" if users == [memory.name] else f" for {', '.join(users)}{' together' if len(users) > 1 else ''}"
             spares = ", also for spares" if any(target.n_spares for target in targets) else ""
-            kept = f"{format_bytes(memory.reserve_bytes)} of that are kept free{spares}"
+            share = next(target.share for target in targets if target.memory == memory.name)
+            others = "" if share == 1.0 else f" or are for other models: this one may use {share:.0%}"
+            kept = f"{format_bytes(memory.reserve_bytes)} of that are kept free{spares}{others}"
             yield f"{memory.name}: {format_bytes(memory.free_bytes)} are free{shared}; {kept}"
     unknown = [memory.name for memory in memories if memory.free_bytes is None]
     if unknown:

@@ -290,3 +290,4 @@ class Loaded(msgspec.Struct, frozen=True):
     score_problem: str = ""  # the same for the scoring model
     replayed: bool = False  # all of ``Load.replay`` is computed; else the daemon holds no sequences
     warnings: list[str] = []  # what costs speed and can be fixed
+    workspace_bytes: dict[int, int] = {}  # of GPUs, by index: the peak beyond weights and state while steps warmed up

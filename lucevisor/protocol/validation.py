@@ -137,6 +137,8 @@ def _check_loaded(message: Loaded, daemon: DaemonFacts) -> None:
     _require(message.draft is None or (load is not None and load.draft is not None), "Loaded.draft was not asked for")
     _require(message.score is None or (load is not None and load.score is not None), "Loaded.score was not asked for")
     _require(not message.replayed or daemon.replays, "Loaded.replayed, but it was sent nothing to replay")
+    for n_bytes in message.workspace_bytes.values():
+        _check_counts("Loaded", workspace_bytes=n_bytes)
     for use in [*message.shards, message.draft, message.score]:
         if use is not None:
             _check_counts("Loaded", weight_bytes=use.weight_bytes, state_bytes=use.state_bytes,

@@ -207,7 +207,7 @@ class Rig:
             "not_ready": lambda: self.waiting_for,
             "status": lambda: {
                 "groups": [group_status("left", "ready", exited=2), group_status("right", "loading")],
-                "host_memory": [],
+                "models": [],
             },
             "engine": self.engine,
             "max_context": self.limits.max_context,

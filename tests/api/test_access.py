@@ -340,4 +340,4 @@ async def test_the_wait_in_the_queue_is_measured(start):
     client = await start(Rig())
     await client.ask("/v1/completions", {"prompt": "Hi", "max_tokens": 1})
     async with client.session.get(f"{client.url}/metrics") as response:
-        assert "lucevisor_queue_seconds_count 1.0" in await response.text()
+        assert 'lucevisor_queue_seconds_count{model="scripted/demo"} 1.0' in await response.text()

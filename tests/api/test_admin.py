@@ -43,9 +43,9 @@ class Desk:
     def __init__(self, directory, disk_bytes=1 << 24):
         self.store = made_store(directory, disk_bytes=disk_bytes)
         self.service = SimpleNamespace(
-            engine=None,
+            only=SimpleNamespace(engine=None, snapshot_store=self.store),
+            models=["demo"],
             state="ready",
-            snapshots=SimpleNamespace(store=self.store),
             config=SimpleNamespace(cache=CacheConfig(dir=str(directory)), file="c.toml"),
         )
         self.cache = CacheOperations(self.service)
@@ -203,7 +203,7 @@ async def test_a_path_need_not_be_utf8(desk):
 
 
 async def test_a_defect_is_told_and_logged(desk):
-    desk.service.snapshots = object()
+    desk.service.only.snapshot_store = object()
     status, told = await desk.ask("GET", "/cache")
     assert (status, told["error"].startswith("AttributeError: ")) == (500, True)
 
@@ -221,7 +221,7 @@ async def test_snapshots_that_are_off_or_closing_are_409(desk, path):
     desk.service.state = "draining"
     status, told = await desk.ask("POST", f"/cache/{path}", body)
     assert (status, "is stopping" in told["error"]) == (409, True)
-    desk.service.state, desk.service.snapshots = "starting", None
+    desk.service.state, desk.service.only.snapshot_store = "starting", None
     status, told = await desk.ask("POST", f"/cache/{path}", body)
     assert (status, "not open yet" in told["error"]) == (409, True)
     desk.service.config.cache = CacheConfig()
@@ -263,7 +263,7 @@ async def test_the_commands_print_the_same_for_a_directory_and_a_supervisor(desk
     assert (code, output.startswith(f"removed {bad.file}.refused, ")) == (0, True)
     code, output = await asyncio.to_thread(command, "rm", "--all", "--socket", tmp_path / "s")
     assert (code, output.startswith(f"removed {good.file}, ")) == (0, True)
-    desk.service.snapshots, desk.service.config.cache = None, CacheConfig()
+    desk.service.only.snapshot_store, desk.service.config.cache = None, CacheConfig()
     assert "cache.dir is not in use" in (await asyncio.to_thread(command, "ls", "--socket", tmp_path / "s"))[1]
     with pytest.raises(LucevisorError, match="snapshots are off"):
         await asyncio.to_thread(command, "verify", "--socket", tmp_path / "s")
@@ -273,7 +273,12 @@ async def snapshot_metrics(client):
     async with client.session.get(client.url + "/metrics") as response:
         text = await response.text()
     samples = [s for f in text_string_to_metric_families(text) for s in f.samples if "snapshot" in s.name]
-    return {(s.name.removeprefix("lucevisor_"), *s.labels.values()): s.value for s in samples}
+
+    def key(sample):
+        labels = [value for name, value in sample.labels.items() if name != "model"]
+        return (sample.name.removeprefix("lucevisor_"), *labels)
+
+    return {key(sample): sample.value for sample in samples}
 
 
 def test_every_reason_of_a_failure_is_described():

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lucevisor.api.app_context import ApiSettings
+from lucevisor.api.app_context import ApiSettings, ServedModels
 from lucevisor.api.app_state import BUFFERED_BODIES
 from lucevisor.api.bodies import INLINE_BYTES
 from lucevisor.api.dialects.llamacpp import read_detokenize, read_tokenize
@@ -115,7 +115,8 @@ async def test_a_process_reads_as_the_server_does(preprocessor):
         except ApiError as error:
             here = error
         try:
-            there = await preprocessor.read(reader, [body[:7], body[7:], b" " * 5000], context)
+            there, model = await preprocessor.read(reader, [body[:7], body[7:], b" " * 5000], ServedModels([context]))
+            assert model == context.model.name
         except ApiError as error:
             there = error
         assert outcome(there) == outcome(here), fields
@@ -132,7 +133,7 @@ async def test_a_schema_that_is_nested_too_deep_to_be_sent_back_is_refused(prepr
     context = Rig(attach=False).context
     context.max_context = 4096
     with pytest.raises(ApiError, match="nested too deep") as refused:
-        await preprocessor.read(READERS["chat"], [json.dumps(body).encode()], context)
+        await preprocessor.read(READERS["chat"], [json.dumps(body).encode()], ServedModels([context]))
     assert refused.value.status == 400
 
 

@@ -131,14 +131,14 @@ class TestHeld:
             await response.content.readuntil(b"word")
             client.rig.lose()
             metrics = await (await client.session.get(client.url + "/metrics")).text()
-            assert "lucevisor_requests_held 1.0" in metrics
+            assert 'lucevisor_requests_held{model="scripted/demo"} 1.0' in metrics
             text = await response.content.readuntil(b": waiting\n\n")
             assert b"error" not in text
             client.rig.attach()
             await response.content.readuntil(b"word")
         metrics = await (await client.session.get(client.url + "/metrics")).text()
-        assert 'lucevisor_pause_seconds_count{reason="loss"} 1.0' in metrics
-        assert "lucevisor_recovered_sequences_total 1.0" in metrics
+        assert 'lucevisor_pause_seconds_count{model="scripted/demo",reason="loss"} 1.0' in metrics
+        assert 'lucevisor_recovered_sequences_total{model="scripted/demo"} 1.0' in metrics
 
     async def test_one_that_has_not_begun_may_still_get_a_503(self, client):
         client.rig.engine.core.recovery.hold_s = 60.0

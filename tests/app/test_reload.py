@@ -38,7 +38,7 @@ class Box:
 
     def reload(self, *overrides: str) -> tuple[list[str], list[str]]:
         found = reload_config(Overrides(self.file, overrides))
-        self.config, changed, waiting = apply_live_keys(self.config, found, self.context, self.tls)
+        self.config, changed, waiting = apply_live_keys(self.config, found, [self.context], self.tls)
         return changed, waiting
 
     def accepts(self, key: str) -> bool:

@@ -63,7 +63,7 @@ def status(**more):
             "pages": {"out": 0, "spaces": {"full": use, "recurrent": use}}, "stages": [dict(STAGE), dict(STAGE)],
         },
         "requests": [request("req-0123456789abcdef01234567", None, 0), request("x" * 128, 0.5, 100_000)],
-        "draft": draft, "pflash": pflash, "cache": cache, "overrides": [],
+        "draft": draft, "pflash": pflash, "cache": cache, "overrides": [], "models": [],
         "host_memory": [
             {"owner": "boundaries", "limit_bytes": 1 << 20, "key": "", "bytes": 1 << 20},
             {"owner": "journal", "limit_bytes": 2 << 30, "key": "recovery.journal", "bytes": 512 << 20},
@@ -220,3 +220,17 @@ def test_kernels_are_listed_by_group_device_and_operation():
     rows = [line.split() for line in console.file.getvalue().splitlines()]
     assert ["cpu", "cpu", "layers", "torch"] in rows
     assert ["cpu", "cpu", "linear", "Q4_K", "tiles,", "[bold]c++"] in rows
+
+
+def test_several_models_have_a_part_each_and_a_column():
+    models = {name: {**status()["model"], "name": name} for name in "ab"}
+    parts = [{**status(), "name": name, "model": model} for name, model in models.items()]
+    groups = [group("left", 0, 0, 32)]
+    groups[0]["devices"] = [{**groups[0]["devices"][0], "model": name} for name in "ab"]
+    text = printed(status_view(status(models=parts, groups=groups)), width=200)
+    for name in "ab":
+        assert f"{name} (qwen35, 64 layers, Q4_K)" in text
+        assert f"\n{name} ready" in text
+        rows = [line.split() for line in text.splitlines()]
+        assert len([row for row in rows if row[:1] == ["left:0"] and row[-1] == name]) == 1
+    assert text.count("running 8, queued 120") == 2

@@ -23,7 +23,7 @@ DEMO = Path(__file__).parents[2] / "etc" / "demo.toml"
 def refused(*overrides):
     config = load(DEMO, [*overrides, "draft.kind=off"])
     with pytest.raises(ConfigError) as caught:
-        check_before_start(config, open_model(config))
+        check_before_start(config, [open_model(config)])
     assert caught.value.exit_code == ExitCode.USAGE
     return caught.value
 
@@ -48,7 +48,7 @@ def bare_python(tmp_path):
 def test_what_no_plan_can_be_made_of(overrides, key, hint):
     config = load(DEMO, overrides)
     with pytest.raises(ConfigError) as caught:
-        check_before_start(config, open_model(config))
+        check_before_start(config, [open_model(config)])
     assert (caught.value.key, caught.value.hint) == (key, hint)
 
 
@@ -130,7 +130,7 @@ def test_an_interpreter_with_the_wrong_torch(tmp_path, version, cuda, hip, backe
 def test_an_interpreter_with_the_right_torch(tmp_path, cuda, hip, backend):
     python = python_with_torch(tmp_path, "2.13.0", cuda, hip)
     config = load(DEMO, [f"groups.right.python={python}", f"groups.right.backend={backend}", "draft.kind=off"])
-    check_before_start(config, open_model(config))
+    check_before_start(config, [open_model(config)])
 
 
 # ---- tuning

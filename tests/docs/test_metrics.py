@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from lucevisor.api.app_context import ServedModels
 from lucevisor.api.metrics import Metrics
 from lucevisor.compression.compressor import CompressionSettings, Compressor
 from lucevisor.compression.windows import Windows
@@ -36,26 +37,26 @@ SUFFIXES = {
 
 PROMISED = {  # names and labels that scripts rely on; the page and the code may gain others, and never lose these
     "requests_total": ("code",),
-    "requests_running": (),
-    "requests_queued": (),
-    "requests_held": (),
-    "prompt_tokens_total": (),
-    "generated_tokens_total": (),
-    "cached_prompt_tokens_total": ("tier",),
-    "time_to_first_token_seconds": (),
-    "inter_token_seconds": (),
-    "step_seconds": ("stage",),
-    "stage_wait_seconds": ("stage",),
-    "hop_bytes_total": ("boundary",),
-    "hop_seconds": ("boundary",),
-    "pages": ("space", "where"),
-    "draft_steps_total": (),
-    "draft_tokens_total": (),
-    "accepted_tokens_total": ("origin",),
-    "snapshot_bytes_total": ("op",),
-    "snapshot_failures_total": ("reason",),
+    "requests_running": ("model",),
+    "requests_queued": ("model",),
+    "requests_held": ("model",),
+    "prompt_tokens_total": ("model",),
+    "generated_tokens_total": ("model",),
+    "cached_prompt_tokens_total": ("model", "tier"),
+    "time_to_first_token_seconds": ("model",),
+    "inter_token_seconds": ("model",),
+    "step_seconds": ("model", "stage"),
+    "stage_wait_seconds": ("model", "stage"),
+    "hop_bytes_total": ("model", "boundary"),
+    "hop_seconds": ("model", "boundary"),
+    "pages": ("model", "space", "where"),
+    "draft_steps_total": ("model",),
+    "draft_tokens_total": ("model",),
+    "accepted_tokens_total": ("model", "origin"),
+    "snapshot_bytes_total": ("model", "op"),
+    "snapshot_failures_total": ("model", "reason"),
     "daemon_restarts_total": ("group", "reason"),
-    "pause_seconds": ("reason",),
+    "pause_seconds": ("model", "reason"),
     "group_state": ("group", "state"),
 }
 
@@ -78,12 +79,13 @@ async def registry() -> CollectorRegistry:
     device = {"device": "left:0", "weight_bytes": 1, "state_bytes": 2, "free_bytes": 3, "total_bytes": 6}
     memory = [{"owner": "swap", "limit_bytes": 2, "key": "engine.swap_space", "bytes": 1}]
     rig.context.status = lambda: {
-        "groups": [group_status("left", "ready", device, exited=1)], "host_memory": memory,
+        "groups": [group_status("left", "ready", device, exited=1)],
+        "models": [{"name": rig.context.model.name, "host_memory": memory}],
     }  # fmt: skip
     stage = ScoringStage(PlacedScorer(DeviceRef("left", 0), Backend.CPU, "scorer", 1024, 512))
     settings = CompressionSettings(threshold=1, keep_ratio=0.1)
     rig.context.compressor = Compressor(settings, Windows(rig.context.tokenizer, stage))
-    return Metrics(rig.context)._registry
+    return Metrics(ServedModels([rig.context]))._registry
 
 
 def families(registry: CollectorRegistry) -> set[Family]:

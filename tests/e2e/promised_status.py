@@ -55,6 +55,14 @@ class HostUse(msgspec.Struct):
     key: str
 
 
+class OneModel(msgspec.Struct):
+    name: str
+    state: str
+    reason: str
+    model: Model
+    engine: Engine
+
+
 class Status(msgspec.Struct):
     name: str
     pid: int
@@ -66,3 +74,4 @@ class Status(msgspec.Struct):
     draft: dict[str, Any]
     host_memory: list[HostUse]
     cache: dict[str, Any]
+    models: list[OneModel]

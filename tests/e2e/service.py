@@ -50,7 +50,7 @@ def write_config(
 async def running(config: Path, directory: Path, overrides: Sequence[str] = ()) -> AsyncIterator[Service]:
     """The service of ``config``, READY; stopped at the end."""
     loaded = load(config, overrides)
-    service = Service(loaded, open_model(loaded), directory, Observer())
+    service = Service(loaded, [open_model(loaded)], directory, Observer())
     try:
         await service.start()
         assert await service.wait_ready(180.0), service.reason()
@@ -72,7 +72,7 @@ async def generate_all(
     service: Service, prompt: Sequence[int], n: int, sampling: SamplingParams | None = None, turns: Sequence[int] = ()
 ) -> tuple[list[int], FinishedEvent]:
     """Token ids of one request, and how it ended."""
-    assert service.engine is not None
+    assert service.only.engine is not None
     request = GenerationRequest(
         request_id=f"test-{next(_numbers)}",
         prompt=tuple(int(i) for i in prompt),
@@ -81,7 +81,7 @@ async def generate_all(
         turn_boundaries=tuple(turns),
     )
     tokens: list[int] = []
-    with service.engine.submit(request) as handle:
+    with service.only.engine.submit(request) as handle:
         async for event in handle:
             if isinstance(event, TokenEvent):
                 tokens.append(event.token)
@@ -127,8 +127,8 @@ async def converse(service: Service, vocabulary: int, n_conversations: int) -> T
     """Conversations of three turns, on two system prompts, one after the other."""
     told, rng = Told(), random.Random(5)
     systems = [[rng.randrange(vocabulary) for _ in range(n)] for n in (130, 150)]
-    assert service.engine is not None
-    before = service.engine.statistics().steps.n_tokens
+    assert service.only.engine is not None
+    before = service.only.engine.statistics().steps.n_tokens
     for i in range(n_conversations):
         prompt = list(systems[i % 2])
         turns = [len(prompt)]
@@ -142,7 +142,7 @@ async def converse(service: Service, vocabulary: int, n_conversations: int) -> T
             told.cached.append(finished.usage.cached_tokens)
             prompt += answer
             turns.append(len(prompt))
-    told.n_computed = service.engine.statistics().steps.n_tokens - before
+    told.n_computed = service.only.engine.statistics().steps.n_tokens - before
     return told
 
 
@@ -188,8 +188,8 @@ class Place:
 
 
 def snapshots_of(service: Service) -> SnapshotManager:
-    assert service.snapshots is not None
-    return service.snapshots
+    assert service.only.snapshots is not None
+    return service.only.snapshots
 
 
 def told_of(service: Service) -> Counter[str]:

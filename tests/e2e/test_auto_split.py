@@ -77,16 +77,16 @@ async def test_plan_and_start_follow_what_was_measured(cache, config, tmp_path, 
     assert latency["max_context"] == 4096  # the other automatic sizes hold as with any split
     assert latency["pages"]["full"] >= 8 * 64
     async with running(config, tmp_path, ["placement.goal=throughput"]) as service:
-        assert service.placement is not None
-        assert [str(d.layers) for d in service.placement.devices] == ["[0,2)", "[2,8)"]
+        assert service.only.placement is not None
+        assert [str(d.layers) for d in service.only.placement.devices] == ["[0,2)", "[2,8)"]
         assert len(await generate(service, [1, 2, 3], 4)) == 4
     assert len(list(cache.glob("speeds-*"))) == 1  # nothing was measured
 
 
 async def test_the_first_start_measures_and_the_next_remembers(cache, config, tmp_path, cli):
     async with running(config, tmp_path) as service:
-        assert service.placement is not None
-        first = service.placement
+        assert service.only.placement is not None
+        first = service.only.placement
         assert first.measured
         assert first.goal == "latency"
         assert all(d.decode_s is not None and d.decode_s > 0 for d in first.devices)

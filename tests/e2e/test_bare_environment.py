@@ -46,6 +46,6 @@ async def test_a_daemon_of_another_environment_computes_the_golden_numbers(bare_
         assert hello is not None
         assert hello.executable == str(bare_python)
         assert hello.executable != sys.executable
-        assert service.engine is not None
-        rows = await service.engine.run_ids(golden.ids, want_hidden=False, rows_per_step=64)
+        assert service.only.engine is not None
+        rows = await service.only.engine.run_ids(golden.ids, want_hidden=False, rows_per_step=64)
         golden.assert_logits(torch.from_numpy(rows.logits))

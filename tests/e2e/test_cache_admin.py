@@ -19,7 +19,12 @@ def metrics(status: dict[str, Any]) -> dict[tuple[str, ...], float]:
     with urllib.request.urlopen(f"{status['url']}/metrics", timeout=10) as reply:
         text = reply.read().decode()
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
-    return {(s.name.removeprefix("lucevisor_"), *s.labels.values()): s.value for s in samples}
+
+    def key(sample: Any) -> tuple[str, ...]:
+        labels = [value for name, value in sample.labels.items() if name != "model"]
+        return (sample.name.removeprefix("lucevisor_"), *labels)
+
+    return {key(sample): sample.value for sample in samples}
 
 
 def files(cli: Cli, *where: str) -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ def two_groups(tmp_path: Path, model: Path, extra: str = "") -> Path:
 
 async def test_cut_before_the_daemons_load(model: Path, tmp_path: Path) -> None:
     config = load(write_config(tmp_path, model, {"left": 1}, ["0-8"]))
-    service = Service(config, open_model(config), tmp_path, Observer())
+    service = Service(config, [open_model(config)], tmp_path, Observer())
     change(model, "cut")
     try:
         await service.start()

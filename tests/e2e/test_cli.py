@@ -75,7 +75,9 @@ def test_page_counts_are_those_of_plan_and_metrics(demo_status: dict[str, Any], 
     assert pages["spaces"]["recurrent"]["total"] == plan["pages"]["states"]
     with urllib.request.urlopen(f"{demo_status['url']}/metrics") as answer:
         metrics = answer.read().decode()
-    counted = re.findall(r'^lucevisor_pages\{space="full",where="\w+"\} ([\d.e+]+)', metrics, re.MULTILINE)
+    counted = re.findall(
+        r'^lucevisor_pages\{model="[^"]+",space="full",where="\w+"\} ([\d.e+]+)', metrics, re.MULTILINE
+    )
     assert sum(map(float, counted)) == pages["total"]
 
 

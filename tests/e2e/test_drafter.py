@@ -58,7 +58,7 @@ def two_groups(tmp_path: Path, model: Path, draft: str, *, n: int = 4, more: str
 
 
 async def drafting(service: Service) -> None:
-    await until(lambda: service.deployment.drafting)
+    await until(lambda: service.only.deployment.drafting)
 
 
 def draft_of(service: Service) -> dict[str, Any]:
@@ -67,8 +67,8 @@ def draft_of(service: Service) -> dict[str, Any]:
 
 
 def n_steps(service: Service) -> int:
-    assert service.engine is not None
-    return service.engine.statistics().steps.n_steps
+    assert service.only.engine is not None
+    return service.only.engine.statistics().steps.n_steps
 
 
 # ---- the same tokens, in fewer steps
@@ -110,7 +110,7 @@ async def test_8_streams_go_on_when_the_drafters_group_dies(tmp_path: Path, how:
         if not _alone:
             _alone.extend([await generate(service, one, N) for one in prompts])
         assert _alone[0][:N] == wanted
-        aside, engine = service.groups["aside"], service.engine
+        aside, engine = service.groups["aside"], service.only.engine
         assert engine is not None
         pid, others = aside.pid, [service.groups[name].pid for name in ("left", "right")]
         assert pid is not None
@@ -118,7 +118,7 @@ async def test_8_streams_go_on_when_the_drafters_group_dies(tmp_path: Path, how:
         await until(lambda: engine.statistics().running == 8)
         if how == "kill":
             os.kill(pid, signal.SIGKILL)
-            await until(lambda: not service.deployment.drafting)
+            await until(lambda: not service.only.deployment.drafting)
             assert service.state == "ready"
             shown = draft_of(service)
             assert shown["state"] == "detached"
@@ -219,9 +219,9 @@ async def test_a_snapshot_holds_the_drafters_state_and_moves_with_it(
         before = n_steps(service)
         assert await generate(service, asked, len(rest)) == rest
         n_warm = n_steps(service) - before
-        assert service.snapshots is not None
-        await service.snapshots.save_all(60.0)
-        entries = service.snapshots.store.entries
+        assert service.only.snapshots is not None
+        await service.only.snapshots.save_all(60.0)
+        entries = service.only.snapshots.store.entries
         assert any(entry.snapshot.draft_fingerprint for entry in entries)
 
     for draft, split, expected in (

@@ -69,14 +69,14 @@ async def test_every_split_gives_the_golden_numbers(
     ranges = [f"{start}-{stop}" for start, stop in pairwise(ends)]
     config = write_config(tmp_path, GOLDEN / name / "model.gguf", groups, ranges, ENGINE.format(32), transport)
     async with running(config, tmp_path, FACTOR.get(name, [])) as service:
-        assert service.engine is not None
+        assert service.only.engine is not None
         inet = [
             connection
             for group in service.groups.values()
             for connection in psutil.Process(group.pid).net_connections("inet")
         ]
         assert {connection.laddr.ip for connection in inet} == ({"127.0.0.1"} if transport == "tcp" else set())
-        rows = await service.engine.run_ids(ids, want_hidden=True, rows_per_step=32)
+        rows = await service.only.engine.run_ids(ids, want_hidden=True, rows_per_step=32)
         assert rows.hidden is not None
         bound.assert_layers(torch.from_numpy(rows.hidden), torch.from_numpy(golden["hidden"]))
         bound.assert_logits(torch.from_numpy(rows.logits), torch.from_numpy(golden["logits"]))
@@ -86,7 +86,7 @@ async def test_every_split_gives_the_golden_numbers(
         together = await asyncio.gather(*(generate(service, p, 24) for p in prompts))
         for p, found, wanted in zip(prompts, together, alone, strict=True):
             assert_same_tokens(spec, p, found, wanted)
-        pages = service.engine.statistics().pages
+        pages = service.only.engine.statistics().pages
         assert {space: use.used for space, use in pages.items()} == dict.fromkeys(pages, 0)
 
 
@@ -100,20 +100,20 @@ async def test_prompts_have_the_golden_log_probabilities(tmp_path: Path) -> None
     config = write_config(tmp_path, GOLDEN / "qwen35" / "model.gguf", {"a": 1, "b": 1}, ["0-5", "5-8"], extra)
 
     async def scores(service: Service, number: int) -> tuple[TokenScore, ...]:
-        assert service.engine is not None
+        assert service.only.engine is not None
         sampling = SamplingParams(temperature=0.0, n_top_logprobs=2)
         request = GenerationRequest(
             request_id=str(number), prompt=ids, max_tokens=60, sampling=sampling, score_prompt=True
         )
-        with service.engine.submit(request) as handle:
+        with service.only.engine.submit(request) as handle:
             *_, last = [event async for event in handle]
         assert isinstance(last, FinishedEvent)
         return last.prompt_scores
 
     async with running(config, tmp_path) as service:
         found = await asyncio.gather(*(scores(service, i) for i in range(4)))
-        assert service.engine is not None
-        assert service.engine.statistics().preemptions
+        assert service.only.engine is not None
+        assert service.only.engine.statistics().preemptions
     for one in found:
         assert len(one) == len(ids) - 1
         for at, (score, token) in enumerate(zip(one, ids[1:], strict=True)):
@@ -129,6 +129,6 @@ async def test_greedy_tokens_with_q8_0_keys_and_values(tmp_path: Path) -> None:
         prompt = golden["input_ids"][: int(golden["prompt_len"])].tolist()
         wanted = golden["greedy"].tolist()
     async with running(config, tmp_path, ["engine.dtype=float32", "engine.kv_dtype=q8_0"]) as service:
-        assert service.placement is not None
-        assert service.placement.kv_dtype == "q8_0"
+        assert service.only.placement is not None
+        assert service.only.placement.kv_dtype == "q8_0"
         assert await generate(service, prompt, len(wanted)) == wanted

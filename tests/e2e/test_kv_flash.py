@@ -36,9 +36,9 @@ async def test_exact_draws_the_tokens_of_the_whole_context(tmp_path: Path) -> No
     overrides = ["engine.dtype=float32", "engine.max_context=900", "model.yarn_attn_factor=file"]
     overrides += ["kvflash.pool_tokens=500", "kvflash.policy=exact"]
     async with running(config, tmp_path, overrides) as service:
-        assert service.placement is not None
-        assert service.placement.pools.host_pages == service.placement.max_sequences * (15 - 8)
-        assert any("room for" in reason for reason in service.placement.reasons)
+        assert service.only.placement is not None
+        assert service.only.placement.pools.host_pages == service.only.placement.max_sequences * (15 - 8)
+        assert any("room for" in reason for reason in service.only.placement.reasons)
         assert await generate(service, prompt, len(wanted)) == wanted
 
 
@@ -66,9 +66,9 @@ async def test_ranked_pages_come_back_in_both_processes(tmp_path: Path) -> None:
     config = write_config(tmp_path, GOLDEN / "qwen35" / "model.gguf", {"left": 1, "right": 1}, ["0-4", "4-8"])
     overrides = ["engine.dtype=float32", "engine.max_context=900", "kvflash.pool_tokens=500", "kvflash.policy=qk"]
     async with running(config, tmp_path, overrides) as service:
-        assert service.placement is not None
-        assert service.placement.pools.host_pages == service.placement.max_sequences * 15
-        assert any("attend to most" in reason for reason in service.placement.reasons)
+        assert service.only.placement is not None
+        assert service.only.placement.pools.host_pages == service.only.placement.max_sequences * 15
+        assert any("attend to most" in reason for reason in service.only.placement.reasons)
         assert await generate(service, prompt, len(wanted)) == wanted
 
 
@@ -118,16 +118,16 @@ async def test_pages_in_host_memory_move_with_their_layers(policy: str, tmp_path
     prompt = tokens_at(0, 700, golden.spec.vocabulary)
     async with running(config, tmp_path) as service:
         wanted = await generate(service, prompt, 250)
-        assert service.engine is not None
-        service.engine.prefixes.clear()
+        assert service.only.engine is not None
+        service.only.engine.prefixes.clear()
         before, asked = layers_of(service), asyncio.create_task(generate(service, prompt, 250))
-        while not service.engine.statistics().host_pages.used:  # noqa: ASYNC110 - counters have no event
+        while not service.only.engine.statistics().host_pages.used:  # noqa: ASYNC110 - counters have no event
             await asyncio.sleep(0.01)
         await AdminOperations(service).reload(changed(service, ["a:0", "b:0"], [3.0, 1.0]))
         assert not asked.done()
         assert layers_of(service) != before
         assert await asked == wanted
-        assert service.engine.statistics().recovery.n_kept > 512
+        assert service.only.engine.statistics().recovery.n_kept > 512
 
 
 SCORED = """
@@ -153,18 +153,18 @@ async def test_a_small_model_chooses_the_pages_of_a_prompt(tmp_path: Path) -> No
     text = f"{text_of(60, 1)}. {fact} 73935. {text_of(400, 2)} {fact} "
     prompt, said = [*TEXTS.encode(text)[:796], *TEXTS.encode(fact)[-4:]], list[list[float]]()
     async with running(config, tmp_path) as service:
-        assert service.engine is not None
-        score = make_page_scorer(service.config, service.model, service, TEXTS)
+        assert service.only.engine is not None
+        score = make_page_scorer(service.only, TEXTS)
         assert score is not None
 
         async def scored(tokens: Sequence[int]) -> Sequence[float]:
             said.append([*await score(tokens)])
             return said[-1]
 
-        service.engine.relevance.score = scored
+        service.only.engine.relevance.score = scored
         found = await generate(service, prompt, 30)
-        assert service.placement is not None
-        assert any("finds relevant" in reason for reason in service.placement.reasons)
+        assert service.only.placement is not None
+        assert any("finds relevant" in reason for reason in service.only.placement.reasons)
     spec = open_spec(DEMO)
     texts = Texts(spec, load_stages(spec, (), How(host_pages=40, rank_pages=True)), Residency(8, "drafter"))
     for start, stop in pairwise((0, 192, 384, 576, 768, len(prompt) - 1, len(prompt))):

@@ -52,16 +52,18 @@ async def test_temperature_0_gives_the_likeliest_tokens(name: str, model: str, t
     ids = np.load(GOLDEN / model / "golden.npz")["input_ids"].tolist()
     config = write_config(tmp_path, path, {"a": 1}, [f"0-{spec.n_layers}"], '[engine]\ndtype = "float32"\n')
     async with running(config, tmp_path) as service:
-        assert service.engine is not None
+        assert service.only.engine is not None
         for is_direct in (False, True):
             greedy = sampling_params(GenerationBody(temperature=0.0), context, 1, -1, direct=is_direct)
             answer = await generate(service, ids, N, greedy)
-            rows = await service.engine.run_ids([*ids, *answer], want_hidden=False, rows_per_step=32)
+            rows = await service.only.engine.run_ids([*ids, *answer], want_hidden=False, rows_per_step=32)
             assert answer == rows.logits[len(ids) - 1 : -1].argmax(axis=1).tolist()
         # A penalty that was asked for counts what is generated: a token of the prompt loses nothing.
         asked = sampling_params(
             GenerationBody(temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0), context, 1, -1
         )
-        best = (await service.engine.run_ids(ids, want_hidden=False, rows_per_step=32)).logits.argmax(axis=1).tolist()
+        best = (
+            (await service.only.engine.run_ids(ids, want_hidden=False, rows_per_step=32)).logits.argmax(axis=1).tolist()
+        )
         n = max(n for n in range(1, len(ids) + 1) if best[n - 1] in ids[:n])
         assert await generate(service, ids[:n], 1, asked) == [best[n - 1]]

@@ -51,9 +51,9 @@ async def test_drafts_change_neither_answers_nor_what_is_remembered(
         config = write_config(tmp_path, MODELS[name], {"a": 1, "b": 1}, ranges, CONFIG.format(300, "device", draft))
         async with running(config, tmp_path) as service:
             told += [await converse(service, spec.vocabulary, 3) for _ in range(2)]
-            assert service.engine is not None
-            assert all(use.used == use.evictable for use in service.engine.statistics().pages.values())
-            assert service.deployment.drafting == (draft != PLAIN and drafter is not None)
+            assert service.only.engine is not None
+            assert all(use.used == use.evictable for use in service.only.engine.statistics().pages.values())
+            assert service.only.deployment.drafting == (draft != PLAIN and drafter is not None)
     plain, drafted = told[:2], told[2:]
     assert [(one.answers, one.cached) for one in plain] == [(one.answers, one.cached) for one in drafted]
 
@@ -82,8 +82,9 @@ def test_an_agent_that_tells_the_time_is_answered_from_memory_and_everybody_is_t
     assert now["engine"]["pages"]["cached"] > 0
     with urllib.request.urlopen(f"{status['url']}/metrics", timeout=10) as reply:
         text = reply.read().decode()
-    assert f'lucevisor_cached_prompt_tokens_total{{tier="memory"}} {float(sum(cached))}' in text
-    assert 'lucevisor_pages{space="full",where="cached"}' in text
+    name = now["model"]["name"]
+    assert f'lucevisor_cached_prompt_tokens_total{{model="{name}",tier="memory"}} {float(sum(cached))}' in text
+    assert f'lucevisor_pages{{model="{name}",space="full",where="cached"}}' in text
     cli.run("restart", "left")  # its successor takes over what it held
     assert cli.status()["cache"]["prefix_slots"] == now["cache"]["prefix_slots"]
     assert chat(status["url"], f"Current time: 12:00\n{RULES}", turns[:1])[2] > 0

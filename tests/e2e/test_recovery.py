@@ -19,7 +19,7 @@ import pytest
 from lucevisor.app.model_files import open_model
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.deployment.service import Observer, Service
+from lucevisor.deployment.service import ModelService, Observer, Service
 from lucevisor.engine.replay import replay
 from lucevisor.engine.request import FinishedEvent, NotReady
 from lucevisor.engine.shell import Engine
@@ -42,7 +42,7 @@ PLAIN = Case(CASES["qwen35-random"].model, "off")
 """Without drafts, and with spares."""
 
 
-def record(engine: Engine) -> None:
+def record(_: ModelService, engine: Engine) -> None:
     engine.record()
 
 
@@ -56,7 +56,7 @@ async def serving(
     overrides += [f"groups.{name}.transport={transport}" for name in load(path, overrides).groups]
     config = load(path, overrides)
     brisk = SupervisionLimits(backoff_min_s=0.02, backoff_max_s=0.02, spare_delay_s=0.02, **limits)  # type: ignore[arg-type]
-    service = Service(config, open_model(config), tmp_path, Observer(), on_engine=record, limits=brisk)
+    service = Service(config, [open_model(config)], tmp_path, Observer(), on_engine=record, limits=brisk)
     try:
         await service.start()
         assert await service.wait_ready(60.0), service.reason()
@@ -148,14 +148,14 @@ async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, 
         replayed = [loaded.replayed for one in service.groups.values() for loaded in one.loads]
         replays = transport == "shared_memory" and case is not CONFIGURATIONS[2].values[0]
         assert any(replayed) == replays, "while it loaded, from a file that is handed over; not with sliding layers"
-        assert service.engine is not None
-        now = service.engine.statistics()
+        assert service.only.engine is not None
+        now = service.only.engine.statistics()
         assert now.recovery.pauses["loss"].n >= 1
         assert now.recovery.n_sequences >= 1
         assert now.recovery.n_rebuilt > now.recovery.n_tokens  # nearly always by the lost stages alone
         assert now.running == now.queued == 0
-        assert service.engine.recording is not None
-        replay(service.engine.recording, service.engine.recording.new_core())
+        assert service.only.engine.recording is not None
+        replay(service.only.engine.recording, service.only.engine.recording.new_core())
 
 
 GEMMA = Case(CASES["gemma4_e2b-random"].model, "off")
@@ -177,15 +177,17 @@ async def test_restarts_of_all_groups_change_no_token(tmp_path: Path, case: Case
             for group in service.groups:
                 await AdminOperations(service).restart(group, now=False)
         assert streams.wrong == []
-        assert service.engine is not None
-        now = service.engine.statistics().recovery
+        assert service.only.engine is not None
+        now = service.only.engine.statistics().recovery
         assert (now.pauses["restart"].n, now.pauses["loss"].n) == (n_groups, 0)
         assert now.n_kept > 0
         assert (now.n_rebuilt, now.n_tokens) == (0, 0)
-        assert service.engine.statistics().cache.n_slots > 0
+        assert service.only.engine.statistics().cache.n_slots > 0
         if case.kind != "off":
-            assert service.deployment.drafting
-            assert any(map(service.engine.prefixes.drafted, service.engine.prefixes.slots)), "its context went along"
+            assert service.only.deployment.drafting
+            assert any(map(service.only.engine.prefixes.drafted, service.only.engine.prefixes.slots)), (
+                "its context went along"
+            )
 
 
 async def test_what_is_held_too_long_ends_with_an_error_that_says_so(tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ async def test_what_is_held_too_long_ends_with_an_error_that_says_so(tmp_path: P
     path = config_of(case, tmp_path, 2, "tail")
     config = load(path, ["recovery.hold_s=0.2"])
     slow = SupervisionLimits(backoff_min_s=2.0)
-    service = Service(config, open_model(config), tmp_path, Observer(), limits=slow)
+    service = Service(config, [open_model(config)], tmp_path, Observer(), limits=slow)
     try:
         await service.start()
         assert await service.wait_ready(60.0), service.reason()

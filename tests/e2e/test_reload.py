@@ -42,8 +42,8 @@ def changed(service: Service, devices: Sequence[str], split: Sequence[float]) ->
 
 
 def layers_of(service: Service) -> list[tuple[str, int, int]]:
-    assert service.placement is not None
-    return [(str(one.device), one.layers.start, one.layers.stop) for one in service.placement.devices]
+    assert service.only.placement is not None
+    return [(str(one.device), one.layers.start, one.layers.stop) for one in service.only.placement.devices]
 
 
 SPLITS = (
@@ -66,12 +66,12 @@ async def test_moves_change_no_token(tmp_path: Path, case: Case) -> None:
                 await AdminOperations(service).reload(changed(service, devices, split))
                 assert [name for name, _, _ in layers_of(service)] == devices
         assert streams.wrong == []
-        assert service.engine is not None
-        now = service.engine.statistics().recovery
+        assert service.only.engine is not None
+        now = service.only.engine.statistics().recovery
         assert (now.pauses["reload"].n, now.pauses["loss"].n) == (2, 0)
         assert now.n_kept > 0
         assert (now.n_rebuilt, now.n_tokens) == (0, 0)
-        assert service.engine.statistics().cache.n_slots > 0
+        assert service.only.engine.statistics().cache.n_slots > 0
         assert now.held == 0
 
 
@@ -113,7 +113,7 @@ async def test_where_both_do_not_fit_requests_wait_for_the_weights(
         result = real(spec, config, *more)  # type: ignore[arg-type]
         assert isinstance(result, Placement)
         moved = len(result.devices) == 3
-        full = any(group.pid for group in service.deployment.groups.values())
+        full = any(group.pid for group in service.only.deployment.groups.values())
         return Infeasible(result, (), ("the device is full",)) if moved and (full or never) else result
 
     async with serving(CASES["mtp"], tmp_path, 2) as service:
@@ -132,8 +132,8 @@ async def test_where_both_do_not_fit_requests_wait_for_the_weights(
                 await AdminOperations(service).reload(changed(service, ["a:0", "b:0", "z:0"], [1.0, 1.0, 1.0]))
             assert layers_of(service) == before
         assert streams.wrong == []
-        assert service.engine is not None
-        now = service.engine.statistics().recovery
+        assert service.only.engine is not None
+        now = service.only.engine.statistics().recovery
         assert now.pauses["reload"].n == 3
         assert (now.n_rebuilt, now.n_tokens) == (0, 0)
 

@@ -44,7 +44,7 @@ async def answers(
     service: Service, words: Tokenizer, wanted: list[Schema], model: str
 ) -> list[tuple[list[int], FinishedEvent]]:
     """Tokens and end of an answer by each schema, all at once.  The bias makes models close what they open."""
-    assert service.engine is not None
+    assert service.only.engine is not None
     compiler = GrammarCompiler(words)
     texts = [words.token_bytes(i) for i in range(words.n_vocab)]
     ends = ["null" if text.strip() in NULL else text[:1].decode("latin-1") for text in texts]
@@ -55,7 +55,7 @@ async def answers(
         rules = Rules(words)
         grammar = compiler.compile(rules.grammar(rules.part(forms.json_schema(schema))))
         handles.append(
-            service.engine.submit(
+            service.only.engine.submit(
                 GenerationRequest(
                     request_id=f"schema-{number}",
                     prompt=tuple(words.encode(f"Answer {number} as JSON: ")),
@@ -85,8 +85,8 @@ def check(model: str, wanted: list[Schema], directory: Path) -> None:
             async with running(config, directory) as service:
                 found.append(await answers(service, words, wanted, model))
                 if drafts == DRAFTS[model]:
-                    assert service.engine is not None
-                    assert service.engine.statistics().drafts.total.n_accepted > 0
+                    assert service.only.engine is not None
+                    assert service.only.engine.statistics().drafts.total.n_accepted > 0
         return found
 
     plain, drafted = asyncio.run(both())

@@ -100,10 +100,10 @@ async def test_a_conversation_that_rests_while_a_daemon_is_lost_comes_back_when_
         if on:
             await snapshots_of(service).save_all(60.0)
         asking = asyncio.create_task(ask(service, [9, *PROMPT], []))
-        await until(lambda: service.engine.statistics().running > 0 or asking.done())
+        await until(lambda: service.only.engine.statistics().running > 0 or asking.done())
         os.kill(service.groups["b"].pid or 0, signal.SIGKILL)
         assert (await asking)[0] == other
-        await until(lambda: service.state == "ready" and service.engine.ready)
+        await until(lambda: service.state == "ready" and service.only.engine.ready)
         answer, finished = await ask(service, PROMPT, [])
         assert (answer, finished.usage.cached_tokens > 200) == (expected, on)
         assert not on or told_of(service)["restored"] > 0
@@ -160,8 +160,8 @@ async def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: p
         await ask(service, [9, *PROMPT], [])
         await until(lambda: told_of(service)["failed"] == 2)
         assert place.files() == before
-        assert service.engine is not None
-        await until(lambda: not any(slot.pins for slot in service.engine.prefixes.slots))  # type: ignore[union-attr]
+        assert service.only.engine is not None
+        await until(lambda: not any(slot.pins for slot in service.only.engine.prefixes.slots))  # type: ignore[union-attr]
     assert not list(place.snapshots.glob("*.partial"))
 
 
@@ -169,8 +169,8 @@ async def test_a_disk_that_hangs_holds_up_no_stop(tmp_path: Path, monkeypatch: p
     place = Place(MODELS["qwen35"], tmp_path)
     monkeypatch.setattr("lucevisor.deployment.service.SAVE_S", 0.5)
     async with running(place.config(), place.directory) as service:
-        assert service.engine is not None
-        service.engine.prefixes.hooks.on_slot = lambda slot: None
+        assert service.only.engine is not None
+        service.only.engine.prefixes.hooks.on_slot = lambda slot: None
         await ask(service, PROMPT, [])
         delay(service, "save", 30.0)
         async with asyncio.timeout(20.0):

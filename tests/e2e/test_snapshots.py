@@ -46,8 +46,8 @@ async def four_arms(place: Place, n: int) -> None:
     async with running(place.config(), place.directory) as service:
         again = await converse(service, spec.vocabulary, n)
         counts = told_of(service)
-        assert service.engine is not None
-        tokens = service.engine.statistics().cache.tokens
+        assert service.only.engine is not None
+        tokens = service.only.engine.statistics().cache.tokens
         assert snapshots_of(service).store.statistics.restored_bytes > 0
     assert off.answers == cold.answers == warm.answers == again.answers
     assert counts["failed"] == 0
@@ -79,8 +79,8 @@ async def across_splits(place: Place, n: int) -> None:
     vocabulary = open_spec(place.model).vocabulary
     async with running(place.config(3), place.directory) as service:
         cold = await converse_and_save(service, vocabulary, n)
-        assert service.placement is not None
-        ranges = [stage.layers for stage in service.placement.stages]
+        assert service.only.placement is not None
+        ranges = [stage.layers for stage in service.only.placement.stages]
         assert len(ranges) == 3
     for n_groups, pages in ((2, 900), (1, 1500)):
         async with running(place.config(n_groups, pages=pages), place.directory) as service:
@@ -101,8 +101,8 @@ async def test_an_evicted_slot_goes_to_disk_and_comes_back(tmp_path: Path) -> No
     place = Place(MODELS["qwen35"], tmp_path)
     prompts = [[first, *PROMPT] for first in range(4)]
     async with running(place.config(slots=1), place.directory) as service:
-        assert service.engine is not None
-        service.engine.prefixes.hooks.on_slot = lambda slot: None  # no turn is saved
+        assert service.only.engine is not None
+        service.only.engine.prefixes.hooks.on_slot = lambda slot: None  # no turn is saved
         cold = [await ask(service, prompt, []) for prompt in prompts]
         await until(lambda: told_of(service)["saved"] > 0)
         saved = [tuple(e.snapshot.tokens) for e in snapshots_of(service).store.entries]
@@ -128,8 +128,8 @@ async def test_requests_that_want_the_same_file_wait_for_one_restore(tmp_path: P
 async def test_a_stop_with_requests_still_saves_within_its_deadline(tmp_path: Path) -> None:
     place = Place(MODELS["qwen35"], tmp_path)
     async with running(place.config(), place.directory) as service:
-        assert service.engine is not None
-        service.engine.prefixes.hooks.on_slot = lambda slot: None
+        assert service.only.engine is not None
+        service.only.engine.prefixes.hooks.on_slot = lambda slot: None
         await ask(service, PROMPT, [])
         assert not place.files()
         await service.stop()
@@ -148,8 +148,8 @@ async def test_a_stop_saves_what_was_used_last_one_file_for_a_prompt_and_its_ans
 
     async def asked(disk: int, asked: list[list[int]]) -> list[bool]:
         async with running(config(disk), place.directory) as service:
-            assert service.engine is not None
-            service.engine.prefixes.hooks.on_slot = lambda slot: None  # no turn is saved
+            assert service.only.engine is not None
+            service.only.engine.prefixes.hooks.on_slot = lambda slot: None  # no turn is saved
             found = [(await ask(service, prompt, []))[1].usage.cached_tokens > 200 for prompt in asked]
             await snapshots_of(service).save_all(60.0)
             return found

@@ -131,7 +131,7 @@ async def answers(
 
 
 async def abort_one(service: Service, prompt: list[int], n: int) -> None:
-    assert service.engine is not None
+    assert service.only.engine is not None
     request = GenerationRequest(
         request_id=f"aborted-{random.random()}",
         prompt=tuple(prompt),
@@ -139,7 +139,7 @@ async def abort_one(service: Service, prompt: list[int], n: int) -> None:
         sampling=SamplingParams(temperature=0.0),
     )
     seen = 0
-    with contextlib.suppress(StopAsyncIteration), service.engine.submit(request) as handle:
+    with contextlib.suppress(StopAsyncIteration), service.only.engine.submit(request) as handle:
         async for event in handle:
             seen += isinstance(event, TokenEvent)
             if seen == 5:
@@ -180,16 +180,16 @@ async def check(
     rest = [answer[-n_again:] for answer in wanted]
     config = config_of(case, tmp_path, n_groups, place, tmp_path / "cache", n_prompts)
     async with running(config, tmp_path / "one") as service:
-        assert service.engine is not None
+        assert service.only.engine is not None
         assert_lossless(case, prompts, await answers(service, prompts, turns, n, n_streams), wanted)
         assert_lossless(case, again, await answers(service, again, turns, n_again, 8), rest)
-        assert service.engine.statistics().cache.n_hits
+        assert service.only.engine.statistics().cache.n_hits
         await service.save_prefixes(120.0)  # what was saved meanwhile are the longest slots: the answers' ends
     async with running(config, tmp_path / "two") as service:
-        assert service.engine is not None
+        assert service.only.engine is not None
         assert_lossless(case, again, await answers(service, again, turns, n_again, 8), rest)
         if case.prompts:  # of the others some are computed sooner than read
-            assert service.engine.statistics().cache.tokens["disk"] > sum(turns) // 2
+            assert service.only.engine.statistics().cache.tokens["disk"] > sum(turns) // 2
 
 
 SHORT = [
@@ -217,7 +217,7 @@ async def test_captures_and_drafts_over_tcp_give_the_tokens_of_plain_decoding(
     over_tcp = [f"groups.{group}.transport=tcp" for group in load(config).groups]
     async with running(config, tmp_path / "tcp", over_tcp) as service:
         assert_lossless(case, prompts, await answers(service, prompts, turns, 24, 8), wanted)
-        assert service.deployment.drafting
+        assert service.only.deployment.drafting
 
 
 @pytest.mark.slow

@@ -53,20 +53,20 @@ async def test_preempted_requests_go_on_where_they_were(tmp_path: Path, case: Ca
     async with running(config_of(case, tmp_path, n_groups, "tail"), tmp_path, FEW) as service:
         right = await one_by_one(service)
         assert await all_at_once(service) == right
-        assert service.engine is not None
-        now = service.engine.statistics()
+        assert service.only.engine is not None
+        now = service.only.engine.statistics()
         assert now.swapped == now.preemptions > 0
-        assert service.host_memory.used(HostOwner.SWAP) == 0, "nobody waits any more"
+        assert service.only.host_memory.used(HostOwner.SWAP) == 0, "nobody waits any more"
 
 
 async def test_layers_that_move_and_a_daemon_that_dies_meanwhile_change_no_token(tmp_path: Path) -> None:
     overrides = [*FEW, "recovery.spares=1", "recovery.restart_limit=99/60s"]
     async with running(config_of(PLAIN, tmp_path, 2, "tail"), tmp_path, overrides) as service:
         right = await one_by_one(service)
-        assert service.engine is not None
+        assert service.only.engine is not None
         for how in ("moves", "dies"):
-            asked, n_swapped = asyncio.create_task(all_at_once(service)), service.engine.statistics().swapped
-            while service.engine.statistics().swapped == n_swapped:  # noqa: ASYNC110
+            asked, n_swapped = asyncio.create_task(all_at_once(service)), service.only.engine.statistics().swapped
+            while service.only.engine.statistics().swapped == n_swapped:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             if how == "moves":
                 split = load(service.config.file, [*overrides, "placement.target_layer_split=3,1"])
@@ -74,4 +74,4 @@ async def test_layers_that_move_and_a_daemon_that_dies_meanwhile_change_no_token
             else:
                 os.kill(service.groups["b"].pid or 0, signal.SIGKILL)
             assert await asked == right, how
-            assert service.host_memory.used(HostOwner.SWAP) == 0
+            assert service.only.host_memory.used(HostOwner.SWAP) == 0

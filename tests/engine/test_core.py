@@ -170,7 +170,7 @@ async def test_close_ends_what_a_drain_left() -> None:
 async def test_quiesce_lets_running_requests_end_and_keeps_the_queue() -> None:
     toy = ready(max_sequences=1, pools=PoolSizes(16, 0, 1))
     running = toy.engine.submit(request("a"))
-    quiet = asyncio.create_task(toy.engine.freezer.quiesce(5))
+    quiet = asyncio.create_task(toy.engine.quiesce(5))
     await asyncio.sleep(0)
     waiting = toy.engine.submit(request("b"))
     await toy.play()

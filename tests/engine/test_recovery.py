@@ -586,7 +586,7 @@ SLOTS = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
 
 async def freeze(toy: ToyEngine) -> FrozenState:
     """Let the daemons work until the engine is at rest."""
-    frozen = asyncio.create_task(toy.engine.freezer.freeze(60.0))
+    frozen = asyncio.create_task(toy.engine.freeze(60.0))
     while not frozen.done():
         await asyncio.sleep(0)
         toy.work(0)
@@ -724,7 +724,7 @@ async def test_frozen_state_is_of_no_use_after_another_loss() -> None:
 async def test_a_pipeline_that_is_lost_meanwhile_freezes_nothing() -> None:
     toy = rebuilding(2)
     handle = toy.engine.submit(request("a", range(100)))
-    frozen = asyncio.create_task(toy.engine.freezer.freeze(60.0))
+    frozen = asyncio.create_task(toy.engine.freeze(60.0))
     await asyncio.sleep(0)
     toy.lose()
     assert await frozen is None
@@ -750,7 +750,7 @@ class Restarts(Play):
         frozen = self._loop.run_until_complete(freeze(toy))
         self._meanwhile(index)
         if index % 5 == 0:
-            toy.engine.freezer.thaw()
+            toy.engine.thaw()
             return
         if index % 5 == 1:
             toy.move(frozen if index % 2 else None)

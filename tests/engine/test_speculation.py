@@ -496,7 +496,7 @@ async def test_every_decode_counts_where_its_sequence_began() -> None:
     while not toy.engine.ready:
         toy.work(0)
     assert work_until_more() == [0, 0, 3]
-    frozen = asyncio.create_task(toy.engine.freezer.freeze(10.0))
+    frozen = asyncio.create_task(toy.engine.freeze(10.0))
     await asyncio.sleep(0)
     await toy.play()
     assert toy.crash(1)

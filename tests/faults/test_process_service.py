@@ -45,7 +45,7 @@ def config_of(tmp_path: Path, limit: int = 5, **how: str) -> Path:
 @asynccontextmanager
 async def serving(config_file: Path, directory: Path, **limits: float) -> AsyncIterator[Service]:
     config = load(config_file, [])
-    service = Service(config, open_model(config), directory, Observer(), limits=brisk(**limits))
+    service = Service(config, [open_model(config)], directory, Observer(), limits=brisk(**limits))
     try:
         await service.start()
         yield service
@@ -54,9 +54,9 @@ async def serving(config_file: Path, directory: Path, **limits: float) -> AsyncI
 
 
 async def ask(service: Service) -> FinishedEvent:
-    assert service.engine is not None
+    assert service.only.engine is not None
     request = GenerationRequest(request_id="r", prompt=(1, 2), max_tokens=4, sampling=SamplingParams(temperature=0.0))
-    with service.engine.submit(request) as handle:
+    with service.only.engine.submit(request) as handle:
         async for event in handle:
             if isinstance(event, FinishedEvent):
                 return event
@@ -69,7 +69,7 @@ async def test_ready_names_the_cause_of_the_last_failure_until_ready_again(tmp_p
         assert await service.wait_ready(60.0), service.reason()
         pid = service.groups["left"].pid
         heard: list[tuple[State, str]] = []
-        service._observer.state = lambda group, state, _: heard.append((state, service.reason()))
+        service.observer.state = lambda group, state, _: heard.append((state, service.reason()))
         os.kill(pid, signal.SIGKILL)
         await service.groups["left"].wait(State.LOADING, timeout_s=60)
         with pytest.raises(NotReady, match=f"group left is LOADING: restarting after: process {pid} was killed"):

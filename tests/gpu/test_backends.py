@@ -75,8 +75,8 @@ async def test_float32_on_any_mixture_is_golden(placement: str, tmp_path: Path) 
     devices = [d.replace("cudab:", "cuda2:") for d in devices]
     config = mixed_config(tmp_path, GOLDEN / "qwen35" / "model.gguf", devices, ranges, '[engine]\ndtype = "float32"\n')
     async with running(config, tmp_path) as service:
-        assert service.engine is not None
-        rows = await service.engine.run_ids(golden.ids, want_hidden=True, rows_per_step=64)
+        assert service.only.engine is not None
+        rows = await service.only.engine.run_ids(golden.ids, want_hidden=True, rows_per_step=64)
         assert rows.hidden is not None
         golden.bounds.assert_layers(torch.from_numpy(rows.hidden), golden.hidden)
         golden.assert_logits(torch.from_numpy(rows.logits))
@@ -94,13 +94,13 @@ async def test_the_quantised_demo_model_agrees_with_the_cpu(placement: str, dtyp
     (tmp_path / "ref").mkdir()
     reference = mixed_config(tmp_path / "ref", model, ["cpu:0"], ["0-8"], '[engine]\ndtype = "float32"\n')
     async with running(reference, tmp_path / "ref") as service:
-        assert service.engine is not None
-        expected = (await service.engine.run_ids(ids, want_hidden=False, rows_per_step=64)).logits
+        assert service.only.engine is not None
+        expected = (await service.only.engine.run_ids(ids, want_hidden=False, rows_per_step=64)).logits
         tokens = await generate(service, ids, 48)
     config = mixed_config(tmp_path, model, devices, ranges, f'[engine]\ndtype = "{dtype}"\n')
     async with running(config, tmp_path) as service:
-        assert service.engine is not None
-        got = (await service.engine.run_ids(ids, want_hidden=False, rows_per_step=64)).logits
+        assert service.only.engine is not None
+        got = (await service.only.engine.run_ids(ids, want_hidden=False, rows_per_step=64)).logits
         found = await generate(service, ids, 48)
     if dtype == "float32":
         assert_float32(torch.from_numpy(got), torch.from_numpy(expected))

@@ -52,15 +52,15 @@ async def plain(model: Path, tmp_path: Path, prompts: Sequence[Sequence[int]]) -
 
 
 async def drafting(service: Service) -> None:
-    assert service.engine is not None
-    while not service.engine.core.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
+    assert service.only.engine is not None
+    while not service.only.engine.core.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
         await asyncio.sleep(0.05)
 
 
 def n_verified(service: Service) -> int:
     """Verify steps so far."""
-    assert service.engine is not None
-    return sum(counts.n_verify for counts in service.engine.statistics().drafts.by_origin.values())
+    assert service.only.engine is not None
+    return sum(counts.n_verify for counts in service.only.engine.statistics().drafts.by_origin.values())
 
 
 async def test_the_demo_with_its_drafter(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ async def test_the_demo_with_its_drafter(tmp_path: Path) -> None:
     (tmp_path / "gpu").mkdir()
     config = DEMO.parents[1] / "demo.toml"
     async with running(config, tmp_path / "gpu", [*on_gpu("left", "right"), "draft.width=3"]) as service:
-        assert service.engine is not None
+        assert service.only.engine is not None
         await drafting(service)
         for killed in (False, True):
             n_before = n_verified(service)

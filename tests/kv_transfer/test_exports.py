@@ -59,13 +59,13 @@ async def test_a_restart_without_requests_keeps_prefix_slots(tmp_path: Path, kv_
     config = write_config(tmp_path, MODEL, {"a": 1}, ["0-8"], "[cache]\nmin_tokens = 8\n")
     overrides = ["engine.dtype=float32", f"engine.kv_dtype={kv_dtype}", "engine.prefill_chunk=64"]
     async with running(config, tmp_path, overrides) as service:
-        assert service.engine is not None
+        assert service.only.engine is not None
         wanted, _ = await generate_all(service, PROMPT, 8, SAMPLING, turns=(64,))
-        n_slots = service.engine.statistics().cache.n_slots
+        n_slots = service.only.engine.statistics().cache.n_slots
         assert n_slots > 0
         await AdminOperations(service).restart("a", now=False)
-        assert service.host_memory.used(HostOwner.EXPORTS) == 0
-        assert service.engine.statistics().cache.n_slots == n_slots
+        assert service.only.host_memory.used(HostOwner.EXPORTS) == 0
+        assert service.only.engine.statistics().cache.n_slots == n_slots
         found, finished = await generate_all(service, PROMPT, 8, SAMPLING, turns=(64,))
         assert (found, finished.usage.cached_tokens) == (wanted, 64)
 
@@ -90,13 +90,13 @@ class Broken(ExportedState):
 async def test_what_cannot_be_handed_over_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(tmp_path, MODEL, {"a": 1, "b": 1}, ["0-4", "4-8"], "[cache]\nmin_tokens = 8\n")
     async with running(config, tmp_path, ["engine.dtype=float32"]) as service:
-        assert service.engine is not None
+        assert service.only.engine is not None
         wanted = await generate(service, PROMPT, 8, SAMPLING)
         monkeypatch.setattr("lucevisor.deployment.deployment.ExportedState", Broken)
         for fails in ("export", "import"):
             monkeypatch.setattr(Broken, "fails", fails)
-            assert service.engine.statistics().cache.n_slots > 0
+            assert service.only.engine.statistics().cache.n_slots > 0
             await AdminOperations(service).restart("b", now=False)
-            assert service.engine.statistics().recovery.n_kept == 0
-            assert service.host_memory.used(HostOwner.EXPORTS) == 0
+            assert service.only.engine.statistics().recovery.n_kept == 0
+            assert service.only.host_memory.used(HostOwner.EXPORTS) == 0
             assert await generate(service, PROMPT, 8, SAMPLING) == wanted

@@ -284,6 +284,16 @@ def test_the_limit_of_a_journal_is_kept_in_whole_pages(demo: ModelSpec, tmp_path
     assert all_bytes - 64 * 4 * 8192 < found.journal_bytes < all_bytes
 
 
+def test_a_journal_takes_what_cpu_devices_leave_of_the_host(demo: ModelSpec, tmp_path: Path) -> None:
+    config = configure(tmp_path, ["left:0", "right:0"], pages=600, max_context=2048)
+    roomy = placed(demo, config, {"left": [cpu(16)], "right": [cpu(16)]})
+    needed = sum(device.needed_bytes for device in roomy.devices) + roomy.arena_bytes
+    for n_bytes in (roomy.journal_bytes - 1, roomy.journal_bytes // 3, 0):
+        host = cpu((needed + n_bytes) / 0.9 / GIB)
+        found = placed(demo, config, {"left": [host], "right": [host]})
+        assert n_bytes - 64 * 4 * 8192 - 100 < found.journal_bytes <= n_bytes + 100
+
+
 def test_without_a_boundary_or_a_hold_there_is_none(demo: ModelSpec, tmp_path: Path) -> None:
     alone = planned(demo, tmp_path, ["left:0"])
     assert alone.journal_bytes == planned(demo, tmp_path, ["left:0", "right:0"], hold_s=0.0).journal_bytes == 0

@@ -32,16 +32,16 @@ def say(**facts: object) -> None:
 
 async def main(run_dir: str, n_tokens: int) -> None:
     config = load(DEMO, [])
-    service = Service(config, open_model(config), Path(run_dir), Observer(), limits=LIMITS)
+    service = Service(config, [open_model(config)], Path(run_dir), Observer(), limits=LIMITS)
     await service.start()
     assert await service.wait_ready(60.0), service.reason()
-    assert service.engine is not None
+    assert service.only.engine is not None
     pids = [group.pid for group in service.groups.values()]
     request = GenerationRequest(
         request_id="r", prompt=(1, 2, 3), max_tokens=n_tokens, sampling=SamplingParams(temperature=0.0)
     )
     n, reason = 0, ""
-    with service.engine.submit(request) as handle:
+    with service.only.engine.submit(request) as handle:
         async for event in handle:
             if isinstance(event, TokenEvent):
                 n += 1

@@ -558,6 +558,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "states.md"
 
 
 def test_the_page_is_current():
-    command = [sys.executable, "-m", "lucevisor.supervision.states", "--diagram"]
+    command = [sys.executable, "-m", "lucevisor.app.states_page"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert PAGE.read_text() == printed, "run: python -m lucevisor.supervision.states --diagram > docs/states.md"
+    assert PAGE.read_text() == printed, "run: python -m lucevisor.app.states_page > docs/states.md"

@@ -1,13 +1,16 @@
 """Compile CUDA C++ to machine code with NVRTC, the compiler library that torch's CUDA wheels bring along.
 
-Needs neither a GPU nor a CUDA installation.  A kernel takes some 0.2 s and a model some ten of them, so machine code is
-kept in the user's cache under a name made of sources, options and compiler.
+Needs neither a GPU nor a CUDA installation.  A kernel takes 0.2 to 1 s and a model some thirty of them, so they are
+compiled in threads, and machine code is kept in the user's cache under a name made of sources, options and compiler.
 """
 
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from functools import cache, lru_cache
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +18,7 @@ from pathlib import Path
 import torch
 
 from daemons.ops.code_cache import kept
+from lucevisor.protocol.threads import ThreadExecutor
 
 SOURCES = Path(__file__).parent
 
@@ -39,12 +43,27 @@ def nvrtc() -> ctypes.CDLL:
     raise CompileError("NVRTC is not installed: install nvidia-cuda-nvrtc into the daemon's environment")
 
 
+@lru_cache(maxsize=256)
 def compile_kernel(file: str, architecture: str, defines: tuple[str, ...] = ()) -> bytes:
     """Machine code of ``file`` in this directory for ``architecture`` such as sm_90.  Raises CompileError."""
     options = (f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{d}" for d in defines))
     digest = sha256(repr((_version(), file, options)).encode() + _sources())
     name = f"{Path(file).stem}-{architecture}-{digest.hexdigest()[:24]}.cubin"
     return kept(name, lambda: _compiled(file, options))
+
+
+def compile_together(kernels: Sequence[Callable[[], bytes]]) -> None:
+    """Compile kernels that are needed next, all at once; what fails fails again, and says why, when it is needed."""
+    n_threads = min(len(kernels), len(os.sched_getaffinity(0)), 8)
+    if n_threads < 2:
+        return
+    try:
+        threads = ThreadExecutor(n_threads, "nvrtc")
+    except MemoryError:
+        return
+    futures = [threads.submit(kernel) for kernel in kernels]
+    threads.shutdown(wait=False)
+    wait(futures)
 
 
 @cache

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from daemons.ops.basic import l2_scale
-from daemons.ops.cuda.compiler import compile_kernel
+from daemons.ops.cuda.compiler import compile_kernel, compile_together
 from daemons.ops.cuda.driver import Kernel, load_kernel
 from daemons.ops.cuda.limits import DTYPES, SharedMemory
 from daemons.ops.operations import MAX_DECODE_TOKENS, DeltaNetPools, GatedDeltaNetParams
@@ -92,9 +93,11 @@ class CudaDeltaNet:
         self, params: GatedDeltaNetParams, device: torch.device, dtype: torch.dtype, architecture: str
     ) -> None:
         most, cluster = shared_bytes(params, MAX_DECODE_TOKENS), halves(params) * (params.n_value // params.n_key)
+        forms = [partial(compile_delta_net, architecture, params, dtype, n) for n in (2, 1)]
+        compile_together([*forms, partial(compile_delta_net_batch, architecture, params, dtype)])
         self.kernel, alone = (
             load_kernel(code, "delta_net", device, most, dependent=True, cluster=cluster)
-            for code in (compile_delta_net(architecture, params, dtype, n) for n in (2, 1))
+            for code in [compile_() for compile_ in forms]
         )
         # Of one slice: where each block has a multiprocessor to itself, none waits for another's arithmetic.
         self.kernel_of_one = alone if alone.max_clusters(32 * WARPS, most) >= params.n_key else self.kernel

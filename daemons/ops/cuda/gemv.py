@@ -7,17 +7,17 @@ docs/kernels.md how they compute.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from daemons.ops.cuda.compiler import compile_kernel
+from daemons.ops.cuda.compiler import compile_kernel, compile_together
 from daemons.ops.cuda.driver import Kernel, load_kernel
 from daemons.ops.cuda.experts import CudaExperts
-from daemons.ops.cuda.gemm import MAX_GEMM_ROWS, Gemm, GemmShape, gemm_shape
+from daemons.ops.cuda.gemm import MAX_GEMM_ROWS, Gemm, GemmShape, compile_gemm, gemm_shape
 from daemons.ops.cuda.limits import DTYPES, SharedMemory, eight_rows_bytes
-from daemons.ops.cuda.slabs import SlabGemv, SlabShape, slab_shape
+from daemons.ops.cuda.slabs import SlabGemv, SlabShape, compile_slabs, slab_shape
 from daemons.ops.cuda.streamed import MAX_STREAMED_ROWS, StreamedShape, compile_streamed, streamed_shape
 from daemons.ops.expert_pairs import ExpertPairs
 from daemons.ops.triton.split_k import reduce_splits, split_buffer
@@ -148,24 +148,43 @@ class CudaGemv:
         shape = gemv_shape(kind, n_chunks, self.limits) if kind in KINDS else None
         if shape is None:
             return 0
-        self._kernel(kind, shape)
-        n_rows = 1
-        if packed.tiles.ndim == 4:  # experts
-            return n_rows
-        for more in (*range(8, MAX_STREAMED_ROWS + 1, 8), 2 * MAX_STREAMED_ROWS, MAX_GEMM_ROWS):
-            match self._shape_of_rows(packed, more):
-                case SlabShape() as slabs:
-                    self._slabs.kernels(kind, slabs)
-                case StreamedShape() as streamed:
-                    self._streamed_kernels(kind, streamed)
-                case RowsShape() as rows:
-                    self._rows_kernel(kind, rows)
-                case GemmShape() as gemm:
-                    self._gemm.kernels(kind, gemm)
-                case None:
+        n_rows, shapes = 1, list[ShapeOfRows]()
+        if packed.tiles.ndim < 4:  # experts have a kernel of their own
+            for more in (*range(8, MAX_STREAMED_ROWS + 1, 8), 2 * MAX_STREAMED_ROWS, MAX_GEMM_ROWS):
+                if (found := self._shape_of_rows(packed, more)) is None:
                     break
-            n_rows = more
+                n_rows = more
+                shapes.append(found)
+        one_row = gemv_constants(kind, shape.warps, shape.depth)
+        compile_together(
+            [
+                partial(compile_gemv, self.architecture, one_row, self.dtype, *self.defines),
+                *(partial(self._compile, kind, found) for found in dict.fromkeys(shapes)),
+            ]
+        )
+        self._kernel(kind, shape)
+        for found in shapes:
+            match found:
+                case SlabShape():
+                    self._slabs.kernels(kind, found)
+                case StreamedShape():
+                    self._streamed_kernels(kind, found)
+                case RowsShape():
+                    self._rows_kernel(kind, found)
+                case GemmShape():
+                    self._gemm.kernels(kind, found)
         return n_rows
+
+    def _compile(self, kind: str, shape: ShapeOfRows) -> bytes:
+        match shape:
+            case SlabShape():
+                return compile_slabs(kind, shape, self.dtype, *self.defines)
+            case StreamedShape():
+                return compile_streamed(self.architecture, kind, shape, self.dtype, *self.defines)
+            case RowsShape():
+                return compile_gemv_rows(self.architecture, kind, shape, self.dtype, *self.defines)
+            case GemmShape():
+                return compile_gemm(kind, shape, self.dtype, *self.defines)
 
     def _kernel(self, kind: str, shape: GemvShape, *, gated: bool = False) -> Kernel:
         key = gemv_constants(kind, shape.warps, shape.depth, gated=gated)
@@ -182,9 +201,7 @@ class CudaGemv:
             self._rows_kernels[key] = kernel
         return self._rows_kernels[key]
 
-    def _shape_of_rows(
-        self, packed: PackedWeights, n_rows: int
-    ) -> SlabShape | StreamedShape | RowsShape | GemmShape | None:
+    def _shape_of_rows(self, packed: PackedWeights, n_rows: int) -> ShapeOfRows | None:
         n_tiles = padded_rows(packed.n_rows) // TILE_ROWS
         return shape_of_rows(packed.kind.name, packed.n_chunks, n_tiles, n_rows, self.limits)
 
@@ -314,7 +331,6 @@ def _aligned(x: Tensor) -> Tensor:
 def cuda_gemv(device: torch.device, dtype: torch.dtype) -> CudaGemv:
     """The kernel, after a product with zeros.  Raises CompileError, DriverError or what torch raises."""
     gemv, packed = CudaGemv(device, dtype), empty_packed(BY_NAME["Q4_K"], TILE_ROWS, CHUNK, device)
-    gemv.prepare(packed)
     packed.tiles.zero_()
     if bool(gemv(packed, torch.ones(1, CHUNK, dtype=dtype, device=device)).any()):
         raise RuntimeError("a product with zeros is not zero")

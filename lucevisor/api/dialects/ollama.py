@@ -14,7 +14,7 @@ from aiohttp import web
 
 from lucevisor import __version__
 from lucevisor.api.app_context import AppContext, ModelCard
-from lucevisor.api.app_state import APP_CONTEXT
+from lucevisor.api.app_state import MODELS, model_of
 from lucevisor.api.bodies import json_response, prepare
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder
 from lucevisor.api.dialects.openai_completions import infill_ids, read_completion
@@ -360,21 +360,24 @@ async def root(request: web.Request) -> web.Response:
 
 
 async def tags(request: web.Request) -> web.Response:
-    """List the served model, as Ollama's API does."""
-    return json_response({"models": [_model(request.app[APP_CONTEXT])]})
+    """List the served models, as Ollama's API does."""
+    return json_response({"models": [_model(ctx) for ctx in request.app[MODELS]]})
 
 
 async def running(request: web.Request) -> web.Response:
-    """List the loaded model, as Ollama's API does: it is never unloaded."""
-    ctx = request.app[APP_CONTEXT]
-    more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": ctx.model.size_bytes}
-    return json_response({"models": [_model(ctx) | more | {"context_length": ctx.max_context}]})
+    """List the loaded models, as Ollama's API does: they are never unloaded."""
+    loaded = [
+        {**_model(ctx), "expires_at": "9999-12-31T23:59:59Z", "size_vram": ctx.model.size_bytes,
+         "context_length": ctx.max_context}
+        for ctx in request.app[MODELS]
+    ]  # fmt: skip
+    return json_response({"models": loaded})
 
 
 async def show_model(request: web.Request) -> web.StreamResponse:
     """Describe the served model, as Ollama's API does."""
     await prepare(request, read_show)
-    ctx = request.app[APP_CONTEXT]
+    ctx = model_of(request)
     card, template = ctx.model, ctx.template
     able = abilities(ctx)
     capabilities = ["completion", *(name for name in ("tools", "thinking") if able[name])]

@@ -53,9 +53,9 @@ function draw(now, at) {
     else group.devices = remembered.get(group.name) ?? [];
   }
   setState(now.state, now.state);
-  if (!last) showSampling();
+  if (!last) showSampling(now.model.name);
   setText("model", `${now.model.name} · ${now.model.architecture} · ${now.model.layers} layers · ${now.model.quant}`);
-  document.title = `${now.model.name} – Lucevisor`;
+  document.title = `${now.models.map((model) => model.name).join(", ")} – Lucevisor`;
   const colours = stageColours(now);
   drawFigures(now.engine);
   drawRecovery(now);

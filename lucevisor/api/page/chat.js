@@ -24,6 +24,7 @@ async function answer(messages, entry) {
     method: "POST",
     headers: authorised(apiKey(), { "Content-Type": "application/json" }),
     body: JSON.stringify({
+      model: last?.now.model.name, // the first of several
       messages: system ? [{ role: "system", content: system }, ...messages] : messages,
       stream: true,
       stream_options: { include_usage: true },
@@ -90,8 +91,8 @@ async function copyText(text, button) {
 }
 
 // What answers are drawn with where this page says nothing: the model card's sampling.
-async function showSampling() {
-  const response = await fetch("props", { headers: authorised(apiKey()) });
+async function showSampling(model) {
+  const response = await fetch(`props?model=${encodeURIComponent(model)}`, { headers: authorised(apiKey()) });
   if (!response.ok) return;
   const { params } = (await response.json()).default_generation_settings;
   const shown = Object.entries(params).filter(([, value]) => typeof value === "number" && value !== 0);

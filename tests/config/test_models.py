@@ -1,0 +1,111 @@
+"""`[models.NAME]`: each model is read as if it were the only one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lucevisor.config import DeviceRef, changed_keys, load, single_model
+from lucevisor.config.load import from_tree
+from lucevisor.errors import ConfigError
+
+TEXT = """
+[models.large]
+path = "large.gguf"
+[models.large.placement]
+target_devices = ["left:0", "right:0"]
+[models.small]
+path = "small.gguf"
+name = "Small-1B"
+memory_share = 0.25
+[models.small.engine]
+max_context = 4096
+[models.small.placement]
+target_devices = ["cuda:0"]
+[engine]
+max_sequences = 3
+max_context = 8192
+[cache]
+dir = "slots"
+[groups.left]
+backend = "cpu"
+[groups.right]
+backend = "cuda"
+[recovery]
+journal = "1GiB"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "box.toml").write_text(TEXT)
+    return tmp_path / "box.toml"
+
+
+def refusal(file: Path, text: str, *overrides: str) -> list[str]:
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load(file, overrides)
+    return [f"{error.key}: {error.why}" for error in refused.value.errors]
+
+
+def test_a_model_has_its_own_keys_before_those_for_all(file: Path) -> None:
+    config = load(file, ["models.large.engine.max_context=1000", "engine.max_sequences=5"])
+    large, small = config.each_model
+    assert [*config.models] == ["large", "small"]
+    assert (large.model.name, small.model.name, small.model.memory_share) == ("large", "Small-1B", 0.25)
+    assert (large.engine.max_context, small.engine.max_context) == (1000, 4096)
+    assert (large.engine.max_sequences, small.engine.max_sequences) == (5, 5)
+    assert small.placement.devices == (DeviceRef("right", 0),)
+    assert ([*large.groups], [*small.groups], [*config.groups]) == (["left", "right"], ["right"], ["left", "right"])
+    assert [Path(model.cache.dir).parts[-2:] for model in (large, small)] == [("slots", "large"), ("slots", "small")]
+    assert {model.recovery.journal for model in (config, large, small)} == {2**30}
+
+
+def test_what_it_writes_means_the_same(file: Path) -> None:
+    config = load(file)
+    again = from_tree(config.as_dict(), file)
+    assert again == config
+    assert changed_keys(config, again) == []
+    after = load(file, ["models.small.engine.max_context=2048", "server.drain_s=9"])
+    assert set(changed_keys(config, after)) == {"models.small.engine.max_context", "server.drain_s"}
+
+
+def test_a_lone_model_is_each_model() -> None:
+    config = load(Path(__file__).parents[2] / "etc" / "demo.toml")
+    assert (config.each_model, config.models, single_model(config, "bench")) == ([config], {}, config)
+
+
+def test_commands_for_one_model_name_the_others(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"models = \[.*large.*small.*`lucevisor bench` runs one"):
+        single_model(load(file), "bench")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("[models.small]", "[model]\npath = 'x.gguf'\n[models.small]"), "model: is beside [models.NAME]"),
+        (('path = "small.gguf"', ""), "models.small.path: is missing"),
+        (("max_context = 4096", "max_context = 0"), "models.small.engine.max_context: is not in 1..1073741824"),
+        (("max_sequences = 3", "max_sequences = 0"), "engine.max_sequences: is not in 1..4096"),
+        (('target_devices = ["cuda:0"]', 'target_devices = ["hip:0"]'),
+         "models.small.placement.target_devices[0]: no group has the backend hip"),
+        (('name = "Small-1B"', 'name = "large"'), "models.small.name: is the id of [models.large], too"),
+        (("[models.small.engine]", "[models.small.server]"), "models.small.server: is not a key of [models.small]"),
+        (("[models.large]", "[models.Large]"),
+         "models.Large: is not the name of a section: use 1 to 32 of a-z 0-9 _ -"),
+        (('target_devices = ["left:0", "right:0"]', 'target_devices = ["right:0"]'),
+         "groups.left: has no device in placement.target_devices of any model: its daemon would have nothing to do"),
+    ],
+)  # fmt: skip
+def test_a_fault_is_told_once_with_the_key_of_the_file(file: Path, change: tuple[str, str], expected: str) -> None:
+    assert expected in refusal(file, TEXT.replace(*change))
+    assert refusal(file, TEXT.replace(*change)).count(expected) == 1
+
+
+def test_an_override_of_one_model_is_named_as_it_was_given(file: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(file, ["models.small.engine.max_context=many"])
+    assert (refused.value.key, refused.value.file) == ("models.small.engine.max_context", "--set")
+    assert refusal(file, TEXT, "models.small=1")[0] == "models.small: is not a key"

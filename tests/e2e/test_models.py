@@ -1,0 +1,169 @@
+"""Several models in one service: in the same two daemons, and each in its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from lucevisor.app.model_files import open_models
+from lucevisor.config import load
+from lucevisor.deployment.admin_operations import AdminOperations
+from lucevisor.deployment.service import ModelService, Observer, Service
+from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
+from lucevisor.errors import ConfigErrors
+from lucevisor.protocol.steps import SamplingParams
+from lucevisor.supervision.states import State
+from tests.e2e.service import MODELS, TRANSPORTS
+from tests.waiting import until
+
+N_TOKENS = 24
+PROMPTS = [[3 + i, 40, 7, 9 + i, 22, 5] * 12 for i in range(3)]
+
+SHARED = f"""
+[models.dense]
+path = "{MODELS["qwen3"]}"
+[models.hybrid]
+path = "{MODELS["qwen35"]}"
+[models.hybrid.placement]
+target_devices = ["right:0", "left:0"]   # its first stage is where the other one has its last
+[engine]
+dtype = "float32"
+max_sequences = 4
+pages = 300
+[groups.left]
+backend = "cpu"
+threads = 1
+[groups.right]
+backend = "cpu"
+threads = 1
+"""
+APART = (
+    SHARED.replace('["right:0", "left:0"]', '["right:0"]') + '[models.dense.placement]\ntarget_devices = ["left:0"]\n'
+)
+ALONE = """
+[model]
+path = "{path}"
+[engine]
+dtype = "float32"
+max_sequences = 4
+pages = 300
+[groups.left]
+backend = "cpu"
+threads = 1
+"""
+
+
+@contextlib.asynccontextmanager
+async def serving(text: str, directory: Path) -> AsyncIterator[Service]:
+    file = directory / "config.toml"
+    file.write_text(text)
+    config = load(file)
+    service = Service(config, open_models(config), directory, Observer())
+    try:
+        await service.start()
+        assert await service.wait_ready(300.0), service.reason()
+        yield service
+    finally:
+        await service.stop(0.0)
+
+
+async def generate(model: ModelService, prompt: Sequence[int], n: int = N_TOKENS) -> list[int]:
+    assert model.engine is not None
+    sampling = SamplingParams(temperature=0.0)
+    request = GenerationRequest(
+        request_id=f"{model.name}-{prompt[0]}", prompt=tuple(prompt), max_tokens=n, sampling=sampling
+    )
+    tokens: list[int] = []
+    with model.engine.submit(request) as handle:
+        async for event in handle:
+            if isinstance(event, TokenEvent):
+                tokens.append(event.token)
+            else:
+                assert isinstance(event, FinishedEvent)
+                assert event.reason == "length", event
+    return tokens
+
+
+async def answers_alone(path: Path, directory: Path) -> list[list[int]]:
+    async with serving(ALONE.format(path=path), directory) as service:
+        return [await generate(service.only, prompt) for prompt in PROMPTS]
+
+
+async def answers_of(service: Service) -> dict[str, list[list[int]]]:
+    """The answers of all models to all prompts, at the same time."""
+    asked = {name: [generate(model, prompt) for prompt in PROMPTS] for name, model in service.models.items()}
+    found = await asyncio.gather(*(asyncio.gather(*tasks) for tasks in asked.values()))
+    return dict(zip(asked, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
+    async def both() -> dict[str, list[list[int]]]:
+        paths = {"dense": MODELS["qwen3"], "hybrid": MODELS["qwen35"]}
+        return {name: await answers_alone(path, tmp_path_factory.mktemp(name)) for name, path in paths.items()}
+
+    return asyncio.run(both())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_two_models_in_the_same_two_daemons_answer_as_each_does_alone(tmp_path, expected, transport):
+    text = SHARED.replace("threads = 1\n", f'threads = 1\ntransport = "{transport}"\n')
+    async with serving(text, tmp_path) as service:
+        assert [len(group.loads) for group in service.groups.values()] == [2, 2]
+        dense, hybrid = service.models.values()
+        assert [stage.group for stage in dense.placement.stages] == ["left", "right"]
+        assert [stage.group for stage in hybrid.placement.stages] == ["right", "left"]
+        assert await answers_of(service) == expected
+
+        asked = asyncio.create_task(answers_of(service))
+        engines = [model.engine for model in service.models.values()]
+        before = [engine.statistics().generated_tokens for engine in engines]
+        await until(
+            lambda: all(engine.statistics().generated_tokens > n for engine, n in zip(engines, before, strict=True))
+        )
+        os.kill(service.groups["left"].pid, signal.SIGKILL)  # it holds half of each model
+        assert await asked == expected
+
+        assert await service.wait_ready(300.0)
+        asked = asyncio.create_task(answers_of(service))
+        await AdminOperations(service).restart("right", now=False)
+        assert await asked == expected
+        assert [group.restarts for group in service.groups.values()] == [1, 1]
+
+
+async def test_the_loss_of_a_daemon_leaves_the_streams_of_a_model_elsewhere_alone(tmp_path, expected):
+    async with serving(APART, tmp_path) as service:
+        dense, hybrid = service.models.values()
+        assert [[*model.groups] for model in (dense, hybrid)] == [["left"], ["right"]]
+        left, right = service.groups.values()
+        os.kill(left.pid, signal.SIGSTOP)  # so that it does not come back before the others have answered
+        os.kill(left.pid, signal.SIGKILL)
+        await left.wait(State.STARTING, State.BACKOFF, timeout_s=60)
+        assert [model.state for model in (dense, hybrid)] == ["degraded", "ready"]
+        held = asyncio.create_task(generate(dense, PROMPTS[0]))
+        assert [await generate(hybrid, prompt) for prompt in PROMPTS] == expected["hybrid"]
+        assert await held == expected["dense"][0]
+        now = hybrid.engine.statistics()
+        assert not any(pause.n for pause in now.recovery.pauses.values())
+        assert (left.restarts, right.restarts) == (1, 0)
+
+
+async def test_a_reload_that_moves_layers_is_refused_and_nothing_changes(tmp_path, expected):
+    async with serving(APART, tmp_path) as service:
+        file = tmp_path / "config.toml"
+        pids = [group.pid for group in service.groups.values()]
+        after = load(file, ["models.dense.placement.target_devices=left:0,right:0", "server.drain_s=7"])
+        with pytest.raises(ConfigErrors, match=r"models\.dense\.placement\.target_devices = .* several models"):
+            await AdminOperations(service).reload(after)
+        assert service.config.server.drain_s != 7
+        changed = await AdminOperations(service).reload(load(file, ["server.drain_s=7"]))
+        assert changed == {"server.drain_s": 7.0}
+        assert service.config.server.drain_s == 7
+        assert [group.pid for group in service.groups.values()] == pids
+        assert await generate(service.models["hybrid"], PROMPTS[1]) == expected["hybrid"][1]
