@@ -38,6 +38,8 @@ MAX_BREAKER_SEQUENCES: Final = 16384
 """Token sequences of all sequence breakers of a request."""
 _MARKER_TYPES: Final = frozenset([TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED])
 _HIDDEN_TYPES: Final = frozenset([TokenType.CONTROL, TokenType.UNKNOWN])
+_NEEDED: Final = frozenset(string.digits + string.ascii_letters + string.punctuation + " \n")
+"""Characters that every byte-level vocabulary can write."""
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -243,9 +245,8 @@ def _build_core(vocabulary: Vocabulary, scheme: PreTokenizerSpec) -> BpeCore:
         if text and types[token_id] not in (TokenType.CONTROL, TokenType.UNUSED)
     }
     # The library drops bytes without a letter, as in training: a vocabulary may lack those that its texts never had.
-    missing = [
-        letter for byte in b"\n" + string.printable.encode()[:95] if (letter := _byte_letter(byte)) not in usable
-    ]
+    needed = {chr(letter) for letter, byte in _byte_alphabet().items() if byte in _NEEDED}
+    missing = sorted(needed - usable.keys())
     if scheme.byte_level and missing:
         raise TokenizerError(f"{TOKENS_KEY} lacks {len(missing)} byte letters of ASCII, such as {missing[0]!r}")
     unknown = None
@@ -317,10 +318,6 @@ def _byte_alphabet() -> dict[int, str]:
     table = {byte: chr(byte) for byte in printable}
     table.update({0x100 + index: chr(byte) for index, byte in enumerate(unprintable)})
     return table
-
-
-def _byte_letter(byte: int) -> str:
-    return next(chr(letter) for letter, character in _byte_alphabet().items() if ord(character) == byte)
 
 
 def _any_of(words: Collection[str]) -> re.Pattern[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import unicodedata
 
@@ -20,11 +21,13 @@ from lucevisor.text.tokenizer import Detokenizer, Segment, Tokenizer
 from lucevisor.text.vocabulary import TokenizerError
 from tests.text.vocabularies import (
     AWKWARD,
+    BYTE,
     CONTROL,
     DEMO_JSON,
     GEMMA_MARKERS,
     NORMAL,
     ROOT,
+    UNKNOWN,
     USER_DEFINED,
     byte_metadata,
     demo_metadata,
@@ -234,6 +237,15 @@ def test_the_files_of_every_family_load(path):
     assert 282 not in tokens.encode("<|im_end|>")
 
 
+@functools.cache
+def lacking(*letters: str) -> Tokenizer:
+    """A byte-level vocabulary without some of the byte letters."""
+    metadata = byte_metadata("smollm", {})
+    tokens = metadata["tokenizer.ggml.tokens"]
+    metadata["tokenizer.ggml.tokens"] = [f"no {token!r}" if token in letters else token for token in tokens]
+    return Tokenizer.from_gguf(metadata)
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -283,11 +295,7 @@ class TestRefusals:
     @given(st.text(alphabet=["a", " ", "t", "h", "e", "\x04", "\U00050000", "é"], max_size=30))
     def test_bytes_that_no_text_of_the_training_had_are_dropped(self, text):
         """SmolLM2 lacks six control characters and most bytes of no character; transformers drops them, too."""
-        metadata = byte_metadata("smollm", {})
-        tokens = metadata["tokenizer.ggml.tokens"]
-        for i, letter in enumerate(("\u0104", "\xf1")):
-            tokens[tokens.index(letter)] = f"something else {i}"
-        tokenizer = Tokenizer.from_gguf(metadata)
+        tokenizer = lacking("\u0104", "\xf1")
         ids, left = tokenizer.encode(text), text.encode().translate(None, b"\x04\xf1")
         assert b"".join(map(tokenizer.token_bytes, ids)) == left
         assert tokenizer.bound.min_tokens(text) <= len(ids)
@@ -541,3 +549,87 @@ def test_unknown_when_characters_are_fused():
     ]
     more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
     assert Tokenizer.from_gguf({**metadata, **more}).bound.min_tokens("x" * 10_000) == 0
+
+
+# ---- SentencePiece
+
+
+def sentencepiece_metadata(scores: dict[str, float], **more: object) -> dict[str, object]:
+    """A vocabulary with byte tokens, two markers and words with scores."""
+    head = {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL, "[INST]": CONTROL}
+    head |= {f"<0x{byte:02X}>": BYTE for byte in range(256)}
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [*head, *scores],
+        "tokenizer.ggml.token_type": [*head.values(), *[NORMAL] * len(scores)],
+        "tokenizer.ggml.scores": [0.0] * len(head) + list(scores.values()),
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    } | {f"tokenizer.ggml.{key}": value for key, value in more.items()}
+
+
+def joined_by_score(text: str, scores: dict[str, float]) -> list[str]:
+    """SentencePiece's algorithm to the letter: the neighbours of the highest score, the leftmost of equal ones."""
+    symbols = list(text)
+    while True:
+        pairs = [(scores[a + b], -i) for i, (a, b) in enumerate(itertools.pairwise(symbols)) if a + b in scores]
+        if not pairs:
+            return symbols
+        at = -max(pairs)[1]
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+
+
+WITHOUT_PREFIX = Tokenizer.from_gguf(sentencepiece_metadata({"▁": -1.0, "a": -2.0}, add_space_prefix=False))
+
+
+class TestSentencePiece:
+    @settings(max_examples=100, deadline=None)
+    @given(
+        st.lists(st.text("ab▁", min_size=2, max_size=5), unique=True, max_size=12).flatmap(
+            lambda words: st.permutations(words)
+        ),
+        st.text("ab ", max_size=16),
+    )
+    def test_neighbours_are_joined_by_score(self, words, text):
+        scores = {word: -float(rank) for rank, word in enumerate([*words, "a", "b", "▁"])}
+        tokens = Tokenizer.from_gguf(sentencepiece_metadata(scores))
+        found = [tokens.token_bytes(i).decode().replace(" ", "▁") for i in tokens.encode(text)]
+        assert found == (joined_by_score("▁" + text.replace(" ", "▁"), scores) if text else [])
+        assert tokens.decode(tokens.encode(text)) == text
+
+    @given(st.text(max_size=20))
+    def test_characters_without_a_token_are_their_bytes(self, text):
+        tokens, text = WITHOUT_PREFIX, text.replace("▁", "")  # which is a space
+        ids = tokens.encode(text)
+        assert b"".join(map(tokens.token_bytes, ids)) == text.encode()
+        assert tokens.decode(ids) == text
+
+    def test_a_space_goes_before_a_text_and_behind_a_marker(self):
+        tokens = Tokenizer.from_gguf(sentencepiece_metadata({"▁": -1.0, "a": -2.0, "▁a": -0.5}))
+        found = tokens.encode_prompt("a[INST]a a")
+        assert [tokens.token_bytes(i) for i in found] == [b"<s>", b" a", b"[INST]", b" a", b" a"]
+        assert tokens.decode(found[1:2]) == "a"
+        assert (tokens.bos, tokens.add_bos, tokens.eos_ids) == (1, True, {2})
+
+    def test_struck_out_html_ends_nothing(self):
+        metadata = sentencepiece_metadata({"▁": -1.0, "s": -2.0})
+        metadata["tokenizer.ggml.token_type"][2] = USER_DEFINED
+        metadata["tokenizer.ggml.eos_token_id"] = 1
+        tokens = Tokenizer.from_gguf(metadata)
+        assert tokens.eos_ids == {1}
+        assert 2 in tokens.encode("x</s>")
+
+    @pytest.mark.parametrize(
+        ("scores", "reason"),
+        [([0.0], "has 1 entries"), (None, "no tokenizer.ggml.scores"), ("nan", r"scores\[0\] = nan is not a number")],
+    )
+    def test_scores_that_are_none(self, scores, reason):
+        metadata = sentencepiece_metadata({"a": -1.0})
+        if scores == "nan":
+            scores = [float("nan")] * len(metadata["tokenizer.ggml.tokens"])
+        metadata["tokenizer.ggml.scores"] = scores
+        if scores is None:
+            del metadata["tokenizer.ggml.scores"]
+        with pytest.raises(TokenizerError, match=reason):
+            Tokenizer.from_gguf(metadata)
