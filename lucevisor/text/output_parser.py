@@ -201,17 +201,19 @@ class OutputParser:
         assert self._calls is not None
         bare = self._opening != self._calls.open
         if bare:
-            call = self._calls.parse(self._opening + body + (self._close if whole else ""), self._tools)
+            calls = [self._calls.parse(self._opening + body + (self._close if whole else ""), self._tools)]
         elif whole and (repair or not self._calls.is_inside_value(body)):
-            call = read_call(self._calls, body, self._tools)
+            calls = [read_call(self._calls, part, self._tools) for part in self._calls.split(body)]
         else:
-            call = self._calls.parse(body, self._tools)
+            calls = [self._calls.parse(part, self._tools) for part in self._calls.split(body)]
         # Reasoning and answers may quote the format: there it is a call only if it names an offered tool.
         doubtful = bare or self._call_in is _ParserState.REASONING
-        if call is None or (doubtful and not has_tool(self._tools, call.name)):
+        found = [call for call in calls if call is not None and not (doubtful and not has_tool(self._tools, call.name))]
+        if not found or len(found) < len(calls):
             return False
-        self._events.append(ToolCallDelta(self._n_calls, call.name, call.arguments))
-        self._n_calls += 1
+        for call in found:
+            self._events.append(ToolCallDelta(self._n_calls, call.name, call.arguments))
+            self._n_calls += 1
         self._text = rest
         self._begin(_ParserState.CONTENT, _BLANKS)
         self._orphan = self._calls.close if bare else ""

@@ -86,6 +86,7 @@ class ChatTemplate:
             developer_role="developer" in source,
             embedded_tool_responses="tool_responses" in source and "tool_call_id" not in source,
             more_system_messages=self._takes_more_system_messages(),
+            short_call_ids="length != 9" in source,
         )
 
     @classmethod

@@ -39,31 +39,85 @@ def logits(model: str, ids: list[int], out: str, beta_fast: float | None = None)
     """Logits [T, V] of every position of ``ids`` (at most 512) to the .npy file ``out``.  ``beta_fast``: YaRN's, in
     place of llama.cpp's own default.
     """
+    params = plain_params()
+    if beta_fast is not None:
+        params.yarn_beta_fast = beta_fast
+    with opened(model) as handle, context_of(handle, params) as context:
+        np.save(out, np.stack(decoded(handle, context, ids)))
+
+
+def scores(model: str, windows: list[list[int]], out: str) -> None:
+    """To the .npy file ``out``: for each window (at most 512 ids, each by itself) the log-probability of each id after
+    its first, [n, T - 1].
+    """
+    params = plain_params()
+    found = []
+    with opened(model) as handle:
+        for ids in windows:
+            with context_of(handle, params) as context:
+                logits = np.stack(decoded(handle, context, ids)[:-1]).astype(np.float64)
+            logits -= logits.max(axis=1, keepdims=True)
+            of_sum = np.log(np.exp(logits).sum(axis=1))
+            found.append(logits[np.arange(len(ids) - 1), ids[1:]] - of_sum)
+    np.save(out, np.stack(found))
+
+
+def greedy(model: str, prompts: list[list[int]], n: int, out: str) -> None:
+    """To the JSON file ``out``: the ``n`` likeliest tokens after each prompt, one after the other, and how far the
+    second best logit was behind each.
+    """
+    params, found = plain_params(), []
+    with opened(model) as handle:
+        for prompt in prompts:
+            tokens: list[int] = []
+            margins: list[float] = []
+            with context_of(handle, params) as context:
+                rows, position = prompt, 0
+                while len(tokens) < n:
+                    logits = decoded(handle, context, rows, position)[-1]
+                    second, best = np.sort(np.partition(logits, -2)[-2:])
+                    tokens.append(int(logits.argmax()))
+                    margins.append(float(best - second))
+                    rows, position = tokens[-1:], position + len(rows)
+            found.append({"tokens": tokens, "margins": margins})
+    Path(out).write_text(json.dumps(found))
+
+
+def plain_params() -> lib.llama_context_params:
     params = lib.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = N_BATCH
     params.n_seq_max = 1
     params.n_threads = params.n_threads_batch = 1
     params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.type_k = params.type_v = F32
-    if beta_fast is not None:
-        params.yarn_beta_fast = beta_fast
-    with opened(model) as handle:
-        context = lib.llama_init_from_model(handle, params)
-        if not context:
-            sys.exit(f"llama.cpp makes no context for {model}")
-        batch = lib.llama_batch_init(len(ids), 0, 1)
-        batch.n_tokens = len(ids)
-        for i, token in enumerate(ids):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-        code = lib.llama_decode(context, batch)
-        if code:
-            sys.exit(f"llama_decode of {model} returned {code}")
-        width = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(handle))
-        rows = [np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (width,)).copy() for i in range(len(ids))]
-        np.save(out, np.stack(rows))
-        lib.llama_batch_free(batch)
-        lib.llama_free(context)
+    return params
+
+
+@contextmanager
+def context_of(handle: lib.llama_model_p, params: lib.llama_context_params) -> Iterator[lib.llama_context_p]:
+    context = lib.llama_init_from_model(handle, params)
+    if not context:
+        sys.exit("llama.cpp makes no context")
+    yield context
+    lib.llama_free(context)
+
+
+def decoded(
+    handle: lib.llama_model_p, context: lib.llama_context_p, ids: list[int], position: int = 0
+) -> list[np.ndarray]:
+    """Logits [V] of each of ``ids``, which are at ``position`` and behind it."""
+    batch = lib.llama_batch_init(len(ids), 0, 1)
+    batch.n_tokens = len(ids)
+    for i, token in enumerate(ids):
+        batch.token[i], batch.pos[i], batch.logits[i] = token, position + i, 1
+        batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+    code = lib.llama_decode(context, batch)
+    if code:
+        sys.exit(f"llama_decode returned {code}")
+    width = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(handle))
+    rows = [np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (width,)).copy() for i in range(len(ids))]
+    lib.llama_batch_free(batch)
+    return rows
 
 
 def quantize(source: str, target: str, kind: str) -> None:
@@ -110,7 +164,14 @@ def about(out: str) -> None:
     )
 
 
-JOBS = {"about": about, "logits": logits, "quantize": quantize, "tokenize": tokenize}
+JOBS = {
+    "about": about,
+    "greedy": greedy,
+    "logits": logits,
+    "scores": scores,
+    "quantize": quantize,
+    "tokenize": tokenize,
+}
 
 if __name__ == "__main__":
     lib.llama_backend_init()

@@ -51,7 +51,7 @@ class Peer:
         plan = self.folder / "jobs.json"
         plan.write_text(json.dumps(jobs))
         done = subprocess.run(
-            [str(interpreter()), str(RUNNER), str(plan)], capture_output=True, text=True, errors="replace", timeout=600
+            [str(interpreter()), str(RUNNER), str(plan)], capture_output=True, text=True, errors="replace", timeout=3600
         )
         if done.returncode:
             raise PeerError(f"exit {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
@@ -68,6 +68,18 @@ class Peer:
         common = {"do": "logits", "ids": ids, "beta_fast": beta_fast}
         self.run(*(common | {"model": str(m), "out": str(o)} for m, o in zip(models, outs, strict=True)))
         return [np.load(out) for out in outs]
+
+    def scores(self, model: Path, windows: list[list[int]]) -> np.ndarray:
+        """The log-probability [n, T - 1] of each id of each window after its first."""
+        out = self.folder / "scores.npy"
+        self.run({"do": "scores", "model": str(model), "windows": windows, "out": str(out)})
+        return np.load(out)
+
+    def greedy(self, model: Path, prompts: list[list[int]], n: int) -> list[dict[str, list[Any]]]:
+        """``tokens``: the ``n`` likeliest after each prompt; ``margins``: how far the second best logit was behind."""
+        out = self.folder / "greedy.json"
+        self.run({"do": "greedy", "model": str(model), "prompts": prompts, "n": n, "out": str(out)})
+        return json.loads(out.read_text())
 
     def quantize(self, source: Path, *steps: tuple[Path, str]) -> None:
         """Each step makes a file of a kind out of the file before it."""

@@ -19,7 +19,11 @@ from tests.text.vocabularies import CONTROL, USER_DEFINED, byte_metadata
 Tool = dict[str, Any]
 
 NAMES: dict[str, ToolFormat] = dict(
-    zip(("gemma", "pairs", "xml", "json"), (tool_format for _, tool_format in FORMATS), strict=True)
+    zip(
+        ("gemma", "mistral", "mistral array", "llama", "pairs", "xml", "json"),
+        (tool_format for _, tool_format in FORMATS),
+        strict=True,
+    )
 )
 ENDS = ["\n</parameter>\n", "</arg_value>", "}"]  # random bytes hardly ever end a text
 

@@ -330,7 +330,8 @@ def test_text_is_free_and_calls_in_it_fit(kind: str, markers: bool, seed: int) -
 @pytest.mark.parametrize("kind", sorted(NAMES))
 def test_plain_text_is_allowed_beside_strict_tools(kind: str) -> None:
     walk = matcher(kind, TOOLS, only=False)
-    ids = tokenizer(True).encode("No tool is needed: 1 < 2 <think>.", parse_special=True)
+    marker = "<think>" if NAMES[kind].tags else ""  # where calls begin with plain text, so does all of an answer
+    ids = tokenizer(True).encode(f"No tool is needed: 1 < 2 {marker}.", parse_special=True)
     row = walk.masks(0, ids, [])
     (end,) = tokenizer(True).eos_ids
     assert row[end // 8] >> (end % 8) & 1

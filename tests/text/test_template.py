@@ -10,6 +10,7 @@ from datetime import datetime
 import jinja2
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from jinja2.exceptions import SecurityError
 
 from lucevisor.text import template_language
@@ -562,3 +563,42 @@ def test_a_template_reaches_neither_python_nor_its_arguments(source):
     assert "class" not in shown
     assert "function" not in shown
     assert messages == [{"role": "user", "content": "hi"}]
+
+
+# ---- templates that insist on a form, as Mistral's and Granite's
+
+
+MISTRAL = """{%- for m in messages -%}
+{%- if m.role == "user" -%}{%- if loop.index0 and messages[loop.index0 - 1].role == "user" -%}
+{{- raise_exception("roles must alternate") }}{%- endif -%}[INST]{{ m.content }}[/INST]
+{%- elif m.tool_calls -%}{{- m.content + "" }}{%- for c in m.tool_calls -%}
+{%- if c.id|length != 9 -%}{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+{%- endif -%}[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}[ARGS]{{ c.function.arguments|tojson }}{%- endfor -%}
+{%- elif m.role == "tool" -%}[TOOL_RESULTS]{{ m.tool_call_id }}[TOOL_CONTENT]{{ m.content }}[/TOOL_RESULTS]
+{%- else -%}{{ m.content }}</s>{%- endif -%}{%- endfor -%}"""
+
+
+def answered(call_id: str) -> list[dict[str, object]]:
+    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return [
+        {"role": "user", "content": "one"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": "five"},
+    ]
+
+
+def test_a_chat_takes_the_form_that_a_template_insists_on():
+    found = ChatTemplate(MISTRAL, {}).render(answered("a1b2C3d4E")).text
+    assert found == (
+        "[INST]one\n\ntwo[/INST][TOOL_CALLS]f[CALL_ID]a1b2C3d4E[ARGS]{}[TOOL_RESULTS]a1b2C3d4E[TOOL_CONTENT]five"
+        "[/TOOL_RESULTS]"
+    )
+
+
+@given(st.text(min_size=1, max_size=40))
+def test_ids_of_calls_become_nine_letters_and_stay_those_of_their_results(call_id):
+    found = ChatTemplate(MISTRAL, {}).render(answered(call_id)).text
+    [named] = re.findall(r"\[CALL_ID\]([0-9a-zA-Z]{9})\[ARGS\]", found)
+    assert f"[TOOL_RESULTS]{named}[TOOL_CONTENT]" in found
+    assert found == ChatTemplate(MISTRAL, {}).render(answered(call_id)).text

@@ -17,7 +17,7 @@ from lucevisor.text.tools import FORMATS
 from lucevisor.text.tools.xml_function import XmlFunction
 from tests.text.vocabularies import demo_metadata
 
-GEMMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
+GEMMA, MISTRAL, MISTRAL_ARRAY, LLAMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
 SCHEMAS = {
     "s": {"type": "string"},
     "i": {"type": "integer"},
@@ -146,6 +146,50 @@ def test_gemma(body, expected):
 
 
 @pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('f[ARGS]{"s": "é}", "o": {}', ("f", {"s": "é}", "o": {}})),
+        ('f[CALL_ID]a1b2c3d4e[ARGS]{"i": 1', ("f", {"i": 1})),
+        (" f [ARGS] {", ("f", {})),
+        ('f{"i": 1', None),
+        ('[ARGS]{"i": 1', None),
+        ('f[ARGS]["i"', None),
+        ("", None),
+    ],
+)
+def test_mistral_arguments(body, expected):
+    assert call(MISTRAL, body) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (' [{"name": "f", "arguments": {"s": "]"}, "id": "a1b2c3d4e"}', [("f", {"s": "]"})]),
+        ('[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"i": 1.50}}', [("f", {}), ("g", {"i": 1.5})]),
+        ("[", []),
+        ('[{"name": "f"}, 5', [("f", {}), None]),
+        ('{"name": "f"', [None]),
+    ],
+)
+def test_mistral_arrays(body, expected):
+    assert [call(MISTRAL_ARRAY, part) for part in MISTRAL_ARRAY.split(body)] == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (' "f", "parameters": {"s": "}"}', ("f", {"s": "}"})),
+        ('"f","arguments":{}', ("f", {})),
+        ('{"type": "function", "name": "f", "parameters": {"i": 1}}', ("f", {"i": 1})),
+        (' "Ada", "age": 36', None),  # an answer in JSON, no function
+        (' "f", "parameters": {"s": "}"', None),
+    ],
+)
+def test_llama_3(body, expected):
+    assert call(LLAMA, body) == expected
+
+
+@pytest.mark.parametrize(
     ("text", "name", "expected"),
     [
         ("12", "s", "12"),
@@ -231,8 +275,10 @@ class TestRoundTrips:
 @given(st.text('<>/="{}[]:,|\\ \ncall:ftoolparameterargkeyvalue', max_size=60))
 @settings(max_examples=500, deadline=None)
 def test_no_text_raises(body):
-    for tool_format in (GEMMA, PAIRS, XML, JSON):
-        tool_format.parse(body, TOOLS)
+    for _, tool_format in FORMATS:
+        for part in tool_format.split(body):
+            tool_format.parse(part, TOOLS)
+        tool_format.repair(body, TOOLS)
         tool_format.is_inside_value(body)
 
 

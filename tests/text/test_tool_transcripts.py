@@ -22,12 +22,15 @@ from lucevisor.text.output_parser import ContentDelta, OutputParser, ReasoningDe
 from lucevisor.text.reasoning import CHANNEL, THINK
 from lucevisor.text.tools import FORMATS
 
-GEMMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
+GEMMA, MISTRAL, MISTRAL_ARRAY, LLAMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
 FAMILIES = {
     "json_object": OutputFormat(THINK, JSON),
     "xml_function": OutputFormat(THINK, XML),
     "argument_pairs": OutputFormat(THINK, PAIRS),
     "gemma4": OutputFormat(CHANNEL, GEMMA),
+    "mistral": OutputFormat(None, MISTRAL),
+    "mistral_array": OutputFormat(None, MISTRAL_ARRAY),
+    "llama3": OutputFormat(None, LLAMA),
 }
 TEXT = {"type": "string"}
 SCHEMAS: dict[str, dict[str, Any]] = {

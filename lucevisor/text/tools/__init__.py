@@ -9,13 +9,18 @@ from lucevisor.text.tools.argument_pairs import ArgumentPairs
 from lucevisor.text.tools.call import Function, ToolCall, ToolFormat
 from lucevisor.text.tools.gemma4 import Gemma4
 from lucevisor.text.tools.json_object import JsonObject
+from lucevisor.text.tools.llama3 import Llama3
+from lucevisor.text.tools.mistral import MistralArguments, MistralArray
 from lucevisor.text.tools.xml_function import XmlFunction
 
 __all__ = ["FORMATS", "Function", "ToolCall", "ToolFormat", "Tools", "detect_tool_format", "has_tool", "read_call"]
 
-# Text by which a template shows its format, the most specific first: all but Gemma's contain <tool_call> as well.
+# Text by which a template shows its format, the most specific first: the last three all contain <tool_call>.
 FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
     ("<|tool_call>call:", Gemma4()),
+    ("[ARGS]", MistralArguments()),
+    ("[TOOL_CALLS]", MistralArray()),
+    ('"parameters": dictionary of argument name', Llama3()),
     ("<arg_key>", ArgumentPairs()),
     ("<function=", XmlFunction()),
     ("<tool_call>", JsonObject()),

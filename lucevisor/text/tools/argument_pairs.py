@@ -9,7 +9,7 @@ from typing import Final
 from lucevisor.text.grammar.rules import LINE_END, Rules
 from lucevisor.text.parameters import Parameters, Tools, first_readable
 from lucevisor.text.tools.bare_values import Ending, bare_parameters
-from lucevisor.text.tools.call import Function, ToolCall, make_call
+from lucevisor.text.tools.call import Function, SingleCall, ToolCall, make_call
 
 _NAME: Final = re.compile(r"\s*([^<\s]+)")
 _KEY: Final = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
@@ -19,7 +19,7 @@ _NO_VALUE: Final = re.compile(r"</arg_key>(?!\s*<arg_value>)")
 _NO_KEY: Final = re.compile(r"\A(\s*[^<\s]+\s*)<tool_call>")
 
 
-class ArgumentPairs:
+class ArgumentPairs(SingleCall):
     """Calls written as a name and pairs of key and value; strings are bare text, everything else JSON."""
 
     open = "<tool_call>"
@@ -67,6 +67,5 @@ class ArgumentPairs:
             return f"{LINE_END} {rules.text('<arg_key>')} {rules.ended(terminal, '</arg_key>')} {LINE_END} {value}"
 
         ending = Ending("</arg_value>", [r"<\/arg_value>"])
-        return (
-            f"{rules.text(function.name)} {bare_parameters(rules, function, ending, declared, undeclared)} {LINE_END}"
-        )
+        values = bare_parameters(rules, function, ending, declared, undeclared)
+        return f"{rules.text(function.name)} {values} {LINE_END} {rules.text(self.close)}"

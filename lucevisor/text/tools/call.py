@@ -48,8 +48,11 @@ class ToolFormat(Protocol):
     def tags(self) -> Sequence[str]:
         """All tags of the format that may be control tokens of a vocabulary."""
 
+    def split(self, body: str) -> Sequence[str]:
+        """Return the bodies of the calls between the tags: several where one pair of tags is around all calls."""
+
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
-        """Parse the text between the tags; None if it is not a call."""
+        """Parse the body of a call; None if it is not one."""
 
     def repair(self, body: str, tools: Tools) -> ToolCall | None:
         """Parse a body that `parse` refuses, if it has only one possible meaning; else None."""
@@ -58,7 +61,15 @@ class ToolFormat(Protocol):
         """Return whether `body`, cut before a closing tag, ends inside a value, so that the tag is part of it."""
 
     def grammar(self, rules: Rules, function: Function) -> str:
-        """Return an expression for calls of a function that `parse` reads by its schema; raises GrammarError."""
+        """Return an expression for calls of a function that `parse` reads by its schema, from behind the opening tag
+        up to and with the closing one; raises GrammarError."""
+
+
+class SingleCall:
+    """Formats with a pair of tags for each call."""
+
+    def split(self, body: str) -> Sequence[str]:
+        return (body,)
 
 
 def make_call(name: str, arguments: Mapping[str, object]) -> ToolCall:

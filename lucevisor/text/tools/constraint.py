@@ -57,7 +57,7 @@ def _rest_of_call(rules: Rules, tool_format: ToolFormat, offered: Sequence[Funct
             if function.strict:
                 raise GrammarError(f"parameters of {function.name}: {str(error).strip()}") from None
             call = tool_format.grammar(rules, replace(function, schema=_FREE))
-        calls.append(f"({call} {rules.text(tool_format.close)})")
+        calls.append(f"({call})")
     return rules.add(" | ".join(calls))
 
 

@@ -17,7 +17,7 @@ from lucevisor.text.grammar.texts import fits_as_text, text_terminal
 from lucevisor.text.json_text import MAX_DEPTH, parse
 from lucevisor.text.llguidance_limits import GrammarError
 from lucevisor.text.parameters import ANY_TYPE, Parameters, Tools
-from lucevisor.text.tools.call import Function, ToolCall, make_call
+from lucevisor.text.tools.call import Function, SingleCall, ToolCall, make_call
 
 _QUOTE: Final = '<|"|>'
 _HEAD: Final = re.compile(r"\s*call:\s*([^\s{]+)\s*\{")
@@ -46,7 +46,7 @@ class _Malformed(Exception):
     """The text is no call."""
 
 
-class Gemma4:
+class Gemma4(SingleCall):
     """Calls in Gemma 4's own notation."""
 
     open = "<|tool_call>"
@@ -83,7 +83,7 @@ class Gemma4:
         arguments = _ValueWriter(rules, function).value(function.schema, "parameters", 0)
         if arguments is None:
             raise GrammarError("they allow no arguments, as required properties are forbidden")
-        return f"{rules.text(f'call:{function.name}')} {arguments}"
+        return f"{rules.text(f'call:{function.name}')} {arguments} {rules.text(self.close)}"
 
 
 class _ValueReader:

@@ -10,7 +10,7 @@ from typing import Final
 from lucevisor.text.grammar.rules import LINE_END, Rules
 from lucevisor.text.json_text import parse
 from lucevisor.text.parameters import Tools
-from lucevisor.text.tools.call import Function, ToolCall, make_call
+from lucevisor.text.tools.call import Function, SingleCall, ToolCall, make_call
 
 _QUOTED_OR_REST: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[^"]+', re.DOTALL)
 _CONTROL: Final = re.compile("[\0-\x1f]")
@@ -20,11 +20,21 @@ _MOST_BRACES: Final = 2  # that a body lacks or has too many
 _NAME: Final = re.compile("[^\ud800-\udfff]+")  # JSON can name a lone surrogate, an answer in UTF-8 cannot
 
 
+def json_depth(text: str) -> int | None:
+    """Return how many more braces and brackets of JSON a text opens than it closes; None inside a string."""
+    depth = end = 0
+    while piece := _QUOTED_OR_REST.match(text, end):
+        end = piece.end()
+        if not piece[0].startswith('"'):
+            depth += sum(piece[0].count(c) for c in "{[") - sum(piece[0].count(c) for c in "}]")
+    return depth if end == len(text) else None
+
+
 def _escaped(character: re.Match[str]) -> str:
     return f"\\u{ord(character[0]):04x}"
 
 
-class JsonObject:
+class JsonObject(SingleCall):
     """Calls written as one JSON object."""
 
     open = "<tool_call>"
@@ -61,11 +71,9 @@ class JsonObject:
         return self.parse(text + "}" * depth, tools)
 
     def is_inside_value(self, body: str) -> bool:
-        end = 0
-        while match := _QUOTED_OR_REST.match(body, end):
-            end = match.end()
-        return end < len(body)
+        return json_depth(body) is None
 
     def grammar(self, rules: Rules, function: Function) -> str:
         head = rules.text(f'\n{{"name": {json.dumps(function.name, ensure_ascii=False)}, "arguments": ')
-        return f"{head} {rules.json(function.schema, lenient=not function.strict)} {rules.text('}')} {LINE_END}"
+        arguments = rules.json(function.schema, lenient=not function.strict)
+        return f"{head} {arguments} {rules.text('}')} {LINE_END} {rules.text(self.close)}"

@@ -12,7 +12,7 @@ from typing import Final
 from lucevisor.text.grammar.rules import LINE_END, Rules
 from lucevisor.text.parameters import Parameters, Tools, first_readable
 from lucevisor.text.tools.bare_values import Ending, bare_parameters
-from lucevisor.text.tools.call import Function, ToolCall, make_call
+from lucevisor.text.tools.call import Function, SingleCall, ToolCall, make_call
 
 _HEAD: Final = re.compile(r"\s*<function=([^>\n]+)>")
 _OPEN: Final = re.compile(r"<parameter=([^\n]*?)>")
@@ -23,7 +23,7 @@ _UNCLOSED: Final = re.compile(r"(<parameter=[^>\n]+>(?:(?!</parameter>).)*?)(?=\
 _TAIL: Final = re.compile(r"\s*(?:</function>\s*)?\Z")
 
 
-class XmlFunction:
+class XmlFunction(SingleCall):
     """Calls written as XML-like tags; values are bare text, read by the tool's schema."""
 
     open = "<tool_call>"
@@ -68,7 +68,7 @@ class XmlFunction:
             lambda name: None if "\n" in name else rules.text(f"<parameter={name}>\n"),
             lambda terminal: rules.add(f'"<parameter=" ({terminal}) ">\\n"', lazy=True),
         )
-        return f"{head} {values} {tail} {LINE_END}"
+        return f"{head} {values} {tail} {LINE_END} {rules.text(self.close)}"
 
 
 def _parameter(body: str, start: int, parameters: Parameters) -> tuple[str, str, int] | None:
