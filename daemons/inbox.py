@@ -96,8 +96,8 @@ class Inbox:
         """Wait until the rows of a step are there; return the seconds since then, or since the call if shorter.
 
         Polls for ``spin_s``, then sleeps until the bell or the link wakes it; never sleeps while ``computing`` returns
-        True.  Where a thread of this process takes the rows from a connection it sleeps between two looks: polling would
-        keep that thread from Python's lock for 5 ms.  Raises StepCancelled.
+        True.  Where a thread of this process takes the rows from a connection it sleeps between two looks: polling
+        would keep that thread from Python's lock for 5 ms.  Raises StepCancelled.
         """
         began = time.monotonic()
         until = began + self.spin_s
