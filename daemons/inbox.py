@@ -27,6 +27,7 @@ from lucevisor.protocol.transport import BlockingLink
 _POLLS_PER_LINK_CHECK: Final = 20
 """Polls of a doorbell between two checks of the link: some two microseconds."""
 _HOLD_MS: Final = 10
+_PAUSE_S: Final = 5e-5  # between two looks at rows that a thread of this process receives
 """Longest time that an answer is held back to be sent with the next one: longer than most steps of a stage that shares
 its core."""
 
@@ -95,18 +96,22 @@ class Inbox:
         """Wait until the rows of a step are there; return the seconds since then, or since the call if shorter.
 
         Polls for ``spin_s``, then sleeps until the bell or the link wakes it; never sleeps while ``computing`` returns
-        True.  Sleeps at once where a thread of this process takes the rows from a connection: polling would keep it
-        from Python's lock for 5 ms.  Raises StepCancelled.
+        True.  Where a thread of this process takes the rows from a connection it sleeps between two looks: polling
+        would keep that thread from Python's lock for 5 ms.  Raises StepCancelled.
         """
         began = time.monotonic()
         until = began + self.spin_s
         while not (rows.rung(region, step_id) or (not posted and rows.placed(region, step_id) is not None)):
             if self.is_cancelling:
                 raise StepCancelled(f"step {step_id}")
-            spins = rows.shared_memory and (computing() or time.monotonic() < until)
+            computes = computing()
+            spins = rows.shared_memory and (computes or time.monotonic() < until)
             if spins and any(rows.rung(region, step_id) for _ in range(_POLLS_PER_LINK_CHECK)):
                 break
-            self._check_link(rows, None if not spins else 0)
+            if computes and not spins:
+                with self._released:
+                    time.sleep(_PAUSE_S)
+            self._check_link(rows, 0 if spins or computes else None)
         return min(rows.since_s(region), time.monotonic() - began)
 
     def _check_link(self, rows: SharedBuffer, timeout_ms: int | None) -> None:
