@@ -95,15 +95,14 @@ class Inbox:
         """Wait until the rows of a step are there; return the seconds since then, or since the call if shorter.
 
         Polls for ``spin_s``, then sleeps until the bell or the link wakes it; never sleeps while ``computing`` returns
-        True.  Sleeps at once where a thread of this process takes the rows from a connection: polling would keep it
-        from Python's lock for 5 ms.  Raises StepCancelled.
+        True.  Raises StepCancelled.
         """
         began = time.monotonic()
         until = began + self.spin_s
         while not (rows.rung(region, step_id) or (not posted and rows.placed(region, step_id) is not None)):
             if self.is_cancelling:
                 raise StepCancelled(f"step {step_id}")
-            spins = rows.shared_memory and (computing() or time.monotonic() < until)
+            spins = computing() or time.monotonic() < until
             if spins and any(rows.rung(region, step_id) for _ in range(_POLLS_PER_LINK_CHECK)):
                 break
             self._check_link(rows, None if not spins else 0)

@@ -19,8 +19,9 @@ from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEven
 from lucevisor.errors import ConfigErrors
 from lucevisor.protocol.steps import SamplingParams
 from lucevisor.supervision.states import State
+from tests.e2e.process import Cli, post
 from tests.e2e.service import MODELS, TRANSPORTS
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 N_TOKENS = 24
 PROMPTS = [[3 + i, 40, 7, 9 + i, 22, 5] * 12 for i in range(3)]
@@ -167,3 +168,36 @@ async def test_a_reload_that_moves_layers_is_refused_and_nothing_changes(tmp_pat
         assert service.config.server.drain_s == 7
         assert [group.pid for group in service.groups.values()] == pids
         assert await generate(service.models["hybrid"], PROMPTS[1]) == expected["hybrid"][1]
+
+
+def test_a_supervisor_of_two_models_is_operated_like_one(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(SHARED + f'[cache]\nmin_tokens = 1\ncheckpoint_pages = 1\ndir = "{tmp_path / "slots"}"\n')
+    status = cli.start(file)
+
+    def ask(name: str) -> tuple[list[int], int]:
+        body = {"model": name, "prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+        code, answer = post(f"{status['url']}/v1/completions", body)
+        assert (code, answer["model"]) == (200, name)
+        return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [model["name"] for model in status["models"]] == ["dense", "hybrid"]
+    shards = [(device["model"], device["device"]) for group in status["groups"] for device in group["devices"]]
+    assert sorted(shards) == [("dense", "left:0"), ("dense", "right:0"), ("hybrid", "left:0"), ("hybrid", "right:0")]
+    first = {name: ask(name)[0] for name in ("dense", "hybrid")}
+    code, answer = post(f"{status['url']}/v1/completions", {"model": "third", "prompt": [3], "max_tokens": 1})
+    assert (code, answer["error"]["code"]) == (404, "model_not_found")
+    cli.run("restart", "left")
+    refused = cli.run("reload", "--set", "models.dense.placement.target_devices=right:0,left:0", check=False)
+    assert refused.returncode == 2
+    assert "several models" in refused.stderr
+    assert "use --dir DIR" in cli.run("cache", "ls", check=False).stderr
+
+    status = cli.start(file, take_over=True)
+    wait_until(lambda: all(model["cache"]["snapshots"] for model in cli.status()["models"]), what="slots are saved")
+    for name in ("dense", "hybrid"):
+        answer, n_cached = ask(name)
+        assert answer == first[name]
+        assert n_cached > 0, "from the directory of its model"
+    assert [folder.name for folder in sorted((tmp_path / "slots").iterdir())] == ["dense", "hybrid"]
+    cli.stop()

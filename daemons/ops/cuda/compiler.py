@@ -10,14 +10,14 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from functools import cache, lru_cache
+from functools import cache
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from daemons.ops.code_cache import kept
+from daemons.ops.code_cache import cache_directory, kept
 from lucevisor.protocol.threads import ThreadExecutor
 
 SOURCES = Path(__file__).parent
@@ -43,7 +43,6 @@ def nvrtc() -> ctypes.CDLL:
     raise CompileError("NVRTC is not installed: install nvidia-cuda-nvrtc into the daemon's environment")
 
 
-@lru_cache(maxsize=256)
 def compile_kernel(file: str, architecture: str, defines: tuple[str, ...] = ()) -> bytes:
     """Machine code of ``file`` in this directory for ``architecture`` such as sm_90.  Raises CompileError."""
     options = (f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{d}" for d in defines))
@@ -53,9 +52,11 @@ def compile_kernel(file: str, architecture: str, defines: tuple[str, ...] = ()) 
 
 
 def compile_together(kernels: Sequence[Callable[[], bytes]]) -> None:
-    """Compile kernels that are needed next, all at once; what fails fails again, and says why, when it is needed."""
+    """Compile kernels that are needed next into the user's cache, all at once; what fails fails again, and says why,
+    when it is needed.
+    """
     n_threads = min(len(kernels), len(os.sched_getaffinity(0)), 8)
-    if n_threads < 2:
+    if n_threads < 2 or cache_directory() is None:
         return
     try:
         threads = ThreadExecutor(n_threads, "nvrtc")
