@@ -36,7 +36,7 @@ from lucevisor.engine.pipeline import (
     StepInFlight,
     StepsReturned,
 )
-from lucevisor.engine.policy import SchedulingPolicy
+from lucevisor.engine.policy import FairShare, PolicyFactory
 from lucevisor.engine.rebuild import CannotRebuild, RebuildPlan
 from lucevisor.engine.recovery import Recovery, ReplayPlan, StageRecovery
 from lucevisor.engine.request import Event, GenerationRequest, NotReady, QueueFull, RequestError
@@ -59,7 +59,7 @@ class CoreSettings:
     all.  ``max_losses``: losses in a row, without a token in between, that end a running request.  ``journal_pages``:
     the memory of the journal; without one all stages compute again what one has lost.  ``rate_window_s``: the span of
     ``tokens_per_s`` in statistics.  ``validate``: check all accounts whenever the engine is idle; raises
-    AccountingError.  ``policy``: the scheduler's; None: FairShare.
+    AccountingError.  ``policy``: makes that of the scheduler.
     """
 
     max_queue: int
@@ -68,7 +68,7 @@ class CoreSettings:
     journal_pages: int = 0
     rate_window_s: float = 10.0
     validate: bool = False
-    policy: SchedulingPolicy | None = None
+    policy: PolicyFactory = FairShare
 
 
 class Transition(NamedTuple):

@@ -1,7 +1,7 @@
 """The engine on one page: choose a step, run it, apply its result.
 
-``core.Engine`` does the same over the same scheduler, but has several steps on their way, over daemons that come and
-go.  Read this first; tests compare the answers of both.  Nothing here drafts, ranks pages or swaps requests out.
+``core.EngineCore`` does the same over the same scheduler, but has several steps on their way, over daemons that come
+and go.  Read this first; tests compare the answers of both.  Nothing here drafts, ranks pages or swaps requests out.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from lucevisor.engine.constraint import MadeMasks, make_masks
 from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.policy import FairShare, PolicyFactory
 from lucevisor.engine.request import Event, GenerationRequest, RequestError
 from lucevisor.engine.scheduler import Events, Scheduler
 from lucevisor.protocol.steps import Step, StepResult
@@ -21,8 +22,8 @@ RunStep = Callable[[Step, MadeMasks | None], StepResult]
 class PlainLoop:
     """Requests in, events out, one step after the other."""
 
-    def __init__(self, limits: EngineLimits, run_step: RunStep) -> None:
-        self.scheduler = Scheduler(limits)
+    def __init__(self, limits: EngineLimits, run_step: RunStep, policy: PolicyFactory = FairShare) -> None:
+        self.scheduler = Scheduler(limits, policy=policy)
         self._run_step = run_step
 
     def step(self, now: float) -> Events | None:

@@ -7,7 +7,7 @@ The scheduler asks a policy for decisions and records in it what happened; a pol
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -36,7 +36,11 @@ class Victims(Protocol):
 
 
 class SchedulingPolicy(Protocol):
-    """The decisions of a scheduler."""
+    """The decisions of a scheduler, which makes its policy: ``Scheduler(limits, policy=FairShare)``.
+
+    The scheduler keeps its own rules: decodes go first, those that waited longest at the front; pages are given by
+    arrival; the first waiting request that does not fit holds up those after it.
+    """
 
     @property
     def order_is_stable(self) -> bool:
@@ -45,7 +49,10 @@ class SchedulingPolicy(Protocol):
     def waiting_order(
         self, waiting: Collection[RequestRecord], running: Iterable[RequestRecord]
     ) -> list[RequestRecord]:
-        """Return the waiting requests, next first."""
+        """Return the waiting requests, next first.
+
+        Those left out do not start now.  One with ``has_priority``, for which another was preempted, goes first.
+        """
 
     def accepts(self, request: GenerationRequest, n_waiting: int, n_clients: int, max_queue: int) -> bool:
         """Return whether a request may wait in a queue of ``max_queue``.
@@ -63,7 +70,7 @@ class SchedulingPolicy(Protocol):
         *,
         busy: bool,
     ) -> StepShare:
-        """Return what the step after ``last_step`` may compute of some ``prompts``.
+        """Return what the step after ``last_step`` may compute of some ``prompts``, within the step's own budget.
 
         ``busy``: the first stage has a step to compute already, or every stage has one.
         """
@@ -78,7 +85,7 @@ class SchedulingPolicy(Protocol):
         """
 
     def page_victim(self, running: Iterable[RequestRecord]) -> RequestRecord:
-        """Return the running request to preempt for want of pages."""
+        """Return the running request to preempt for want of pages, any of them."""
 
     def on_submitted(self, client: str) -> None:
         """Record a request that waits or runs from now on."""
@@ -91,6 +98,10 @@ class SchedulingPolicy(Protocol):
 
     def on_finished(self, client: str) -> None:
         """Record the end of a request."""
+
+
+PolicyFactory = Callable[[EngineLimits], SchedulingPolicy]
+"""Makes the policy of a scheduler with these limits."""
 
 
 class ClientShares:

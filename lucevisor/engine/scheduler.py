@@ -20,7 +20,7 @@ from typing import Protocol
 
 from lucevisor.engine.drafting import Drafting, with_same_draft_step
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.policy import FairShare, SchedulingPolicy
+from lucevisor.engine.policy import FairShare, PolicyFactory, SchedulingPolicy
 from lucevisor.engine.prefix_reuse import NO_MATCH, PrefixReuse
 from lucevisor.engine.request import (
     Event,
@@ -299,7 +299,7 @@ class Scheduler:
     FairShare by default.
     """
 
-    def __init__(self, limits: EngineLimits, n_stages: int = 1, policy: SchedulingPolicy | None = None) -> None:
+    def __init__(self, limits: EngineLimits, n_stages: int = 1, policy: PolicyFactory = FairShare) -> None:
         self.limits = limits
         self.n_stages = n_stages
         self.runs_ahead = n_stages == 1  # decodes may be planned before their tokens are known
@@ -312,7 +312,7 @@ class Scheduler:
         self.running = RunningRequests(limits, self.pools, self.reuse)
         self.drafting = Drafting(limits, self.pools, self.running, n_stages)
         self._records: dict[str, RequestRecord] = {}
-        self._policy = policy or FairShare(limits)
+        self._policy = policy(limits)
         self.queue = RequestQueue(self._policy)
         self.preemption = Preemption(self.running, self.queue, self.reuse, self._policy)
         self.admission = Admission(self.queue, self.running, self.reuse, self._policy, self.preemption)
@@ -496,8 +496,8 @@ class Scheduler:
     # ---- inside: choice of slices
 
     def choose_slices(self, now: float) -> list[ScheduledSlice]:
-        """Choose the slices of a step within its token budget: decodes first, longest waiting first, then prompts,
-        shortest first.  Pages are allocated afterwards.
+        """Choose the slices of a step within its token budget: decodes first, longest waiting first, then prompts, as
+        the policy orders them.  Pages are allocated afterwards.
         """
         records = list(self.running)
         if any(step.num_draft_tokens for step in self.in_flight) and not any(has_rows(record) for record in records):
@@ -603,7 +603,7 @@ class Scheduler:
     # ---- inside: pages and plans
 
     def _allocate_pages(self, chosen: list[ScheduledSlice], now: float) -> list[ScheduledSlice]:
-        """Give every slice its pages, oldest request first, evicting slots and then preempting the youngest request if
+        """Give every slice its pages, oldest request first, evicting slots and then preempting what the policy names if
         too few are free.  Returns the slices that have them; a request whose pages host memory cannot hold ends."""
         with_pages = []
         for slice_ in sorted(chosen, key=attrgetter("record.arrival")):
@@ -628,7 +628,7 @@ class Scheduler:
                 if len(self.running) == 1 and self.reuse.index.pinning:
                     break  # a snapshot is being written or read: its pages come back by themselves
                 self._operations += self.preemption.preempt(self._policy.page_victim(self.running), now)
-        return with_pages
+        return [slice_ for slice_ in with_pages if slice_.record.live is slice_.live]  # the others were preempted
 
     def _fit_drafts(self, slice_: ScheduledSlice) -> ScheduledSlice:
         slice_, operations = self.drafting.fit(slice_)

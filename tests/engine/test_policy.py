@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 import pytest
 
-from lucevisor.engine.policy import FairShare, SchedulingPolicy, StepShare
+from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.policy import FairShare, PolicyFactory, StepShare
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.protocol.loading import PoolSizes
@@ -17,6 +18,8 @@ class FirstCome:
     """Requests start in the order in which they came, keep what they have, and compute their prompts in that order."""
 
     order_is_stable = True
+
+    def __init__(self, _limits: EngineLimits) -> None: ...
 
     def waiting_order(
         self, waiting: Collection[RequestRecord], running: Iterable[RequestRecord]
@@ -53,8 +56,8 @@ class FirstCome:
 ONE_SEQUENCE = limits(max_sequences=1, pools=PoolSizes(16, 0, 1))
 
 
-@pytest.mark.parametrize(("policy", "order"), [(FirstCome(), "abc"), (FairShare(ONE_SEQUENCE), "acb")])
-async def test_the_policy_says_who_starts_next(policy: SchedulingPolicy, order: str) -> None:
+@pytest.mark.parametrize(("policy", "order"), [(FirstCome, "abc"), (FairShare, "acb")])
+async def test_the_policy_says_who_starts_next(policy: PolicyFactory, order: str) -> None:
     toy = ToyEngine(ONE_SEQUENCE, policy=policy)
     toy.attach()
     asked = [request("a", range(100)), request("b", range(200)), request("c", range(10))]
@@ -81,7 +84,7 @@ async def test_the_client_that_was_served_least_starts_next() -> None:
 @pytest.mark.parametrize("n_stages", [1, 3])
 async def test_answers_do_not_depend_on_the_policy(n_stages: int) -> None:
     few = limits(pools=PoolSizes(9, 0, 4))  # so that pages run short
-    for policy in (FirstCome(), FairShare(few)):
+    for policy in (FirstCome, FairShare):
         toy = ToyEngine(few, n_stages=n_stages, policy=policy)
         toy.attach()
         asked = [request(f"{i}", range(i, 40 * i + 9), n=150 + 5 * i, client_id=f"{i % 3}") for i in range(9)]
@@ -90,3 +93,25 @@ async def test_answers_do_not_depend_on_the_policy(n_stages: int) -> None:
         for one, handle in zip(asked, handles, strict=True):
             assert told(await events_of(handle))[0] == toy.alone(one)
         assert toy.engine.statistics().preemptions > 0
+
+
+class OldestGivesPages(FirstCome):
+    """Preempts a request that has its pages for the step already."""
+
+    def page_victim(self, running: Iterable[RequestRecord]) -> RequestRecord:
+        return min(running, key=lambda record: record.arrival)
+
+
+async def test_any_running_request_may_give_its_pages() -> None:
+    few = limits(pools=PoolSizes(6, 0, 4))
+    toy = ToyEngine(few, policy=OldestGivesPages)
+    toy.attach()
+    asked = [request(f"{i}", range(i, 20 * i + 30), n=140 - 10 * i) for i in range(5)]
+    handles = [toy.engine.submit(one) for one in asked]
+    for _ in range(600):
+        toy.work(0)
+    for handle in handles[:-1]:  # they may take pages from each other for ever
+        handle.cancel()
+    toy.run()
+    assert told(await events_of(handles[-1]))[0] == toy.alone(asked[-1])
+    assert toy.engine.statistics().preemptions > 0
