@@ -105,7 +105,7 @@ async def test_what_was_measured_is_there_when_a_later_round_fails(tmp_path, mon
             return dict.fromkeys(wanted, 0.5)
 
     monkeypatch.setattr(benchmark, "tokens_per_s", tokens_per_s)
-    service, kept = SimpleNamespace(placement=SimpleNamespace(max_context=100)), []
+    service, kept = SimpleNamespace(only=SimpleNamespace(placement=SimpleNamespace(max_context=100))), []
 
     async def every_round():
         async for figures in benchmark.measure(service, [Case(prompt=4), Case(answer=8)], 3, Peer()):
