@@ -170,14 +170,14 @@ def _engine(out: _Families, now: EngineStatistics, row_bytes: int) -> Iterator[M
 
 
 def _drafts(out: _Families, now: DraftStatistics) -> Iterator[Metric]:
-    yield out.counter("draft_steps", "Steps for which the translation stage made drafts.", now.n_steps)
+    yield out.counter("draft_steps", "Steps for which the draft stage made drafts.", now.n_steps)
     yield out.counter("draft_tokens", "Tokens drafted, or looked up and verified.", now.total.n_drafted)
-    yield out.counter("draft_upkeep_seconds", "Time of the translation stage for all but drafts.", now.upkeep_s)
+    yield out.counter("draft_upkeep_seconds", "Time of the draft stage for all but drafts.", now.upkeep_s)
     for name, text, field in (
         ("verify_slices", "Decodes that verified drafts, by origin of the sequence's prefix.", "n_verify"),
         ("verified_tokens", "Drafts that were verified.", "n_verified"),
         ("accepted_tokens", "Drafts that were accepted.", "n_accepted"),
-        ("draft_seconds", "Time of the translation stage for drafts.", "draft_s"),
+        ("draft_seconds", "Time of the draft stage for drafts.", "draft_s"),
         ("verify_seconds", "Time of all other stages for slices with drafts.", "verify_s"),
     ):
         values = [([origin], getattr(counts, field)) for origin, counts in now.by_origin.items()]

@@ -141,7 +141,7 @@ def _host_memory(service: ModelService) -> list[dict[str, Any]]:
     in_daemons = sum(use.host_state_bytes for uses in loaded for use in uses.shards)
     in_daemons += sum(uses.draft.host_state_bytes for uses in loaded if uses.draft is not None)
     return [
-        use._asdict() | {"bytes": in_daemons if use.owner is HostOwner.POOLS else service.host_memory.used(use.owner)}
+        use.as_json() | {"bytes": in_daemons if use.owner is HostOwner.POOLS else service.host_memory.used(use.owner)}
         for use in service.placement.host_memory
     ]
 

@@ -84,7 +84,7 @@ class Drafting:
         self._running = running
         self.speculation = SpecDecodeController(s.max_drafts, s.kind, fixed=s.fixed)
         self.statistics = DraftStatistics()
-        self._suspension = DrafterSuspension()
+        self.suspension = DrafterSuspension()
         self.attached = False
         self.opening = False  # the next step opens the running sequences at the drafter
         self._opens_restored = False  # which has their states
@@ -118,7 +118,7 @@ class Drafting:
         """Stop drafting; sequences that wait for drafts go on without."""
         if self.attached:
             self._was_suspended = self.suspended
-            self._suspension.reset()
+            self.suspension.reset()
             self.attached = self.opening = False
             self.outstanding.clear()
             self._last_results.clear()
@@ -136,7 +136,7 @@ class Drafting:
     @property
     def suspended(self) -> bool:
         """True if the drafter gets no steps, and has no sequences."""
-        return self._suspension.suspended
+        return self.suspension.suspended
 
     @property
     def active(self) -> bool:
@@ -145,7 +145,7 @@ class Drafting:
 
     def toggle_due(self) -> bool:
         """Return whether to suspend or resume the drafter before the next step."""
-        if not self._suspension.is_due(idle=not self._running) or not self.attached or self.opening:
+        if not self.suspension.is_due(idle=not self._running) or not self.attached or self.opening:
             return False  # at nearly every step
         asked = any(step.num_draft_tokens for step in self.outstanding)
         return not asked and (self.suspended or bool(self.speculation.no_drafts))
@@ -155,14 +155,14 @@ class Drafting:
 
         ``waiting``: those of the next step, which are to be part of it.
         """
-        self._suspension.toggle()
+        self.suspension.toggle()
         self._pools.end_draft_epoch()
         lives = [record.live for record in self._running if record.live is not None]
         return [*waiting, *(CloseSequence(live.sequence) for live in lives)]
 
     def resume(self, *, opening: bool) -> None:
         """Ask the drafter again, as one that was just attached; ``opening`` as there."""
-        self._suspension.toggle()
+        self.suspension.toggle()
         self.opening, self._opens_restored = opening, False
         self._pools.begin_draft_epoch()
 
@@ -302,7 +302,7 @@ class Drafting:
         if not step.only_decodes:
             self._last_results.clear()
             return
-        self._suspension.record_step()
+        self.suspension.record_step()
         self.speculation.record_step()
         batch = frozenset(step.parts)
         last = self._last_results.pop(batch, None)
@@ -401,7 +401,7 @@ class Drafting:
         n_decoding = self._n_decoding if record.state is RequestState.DECODE else len(self._running)  # prompts end
         wanted = min(most, self.speculation.num_draft_tokens(record.drafts, n_decoding)) if most > 0 else 0
         if wanted and not self.speculation.in_trial:
-            self._suspension.record_use()
+            self.suspension.record_use()
         return wanted
 
     def _candidates(self, slice_: ScheduledSlice) -> Drafted:

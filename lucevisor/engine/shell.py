@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from io import FileIO
 from typing import ClassVar, Protocol
 
+import structlog
+
 from lucevisor import suspend_clock
 from lucevisor.engine import events as ev
 from lucevisor.engine.constraint import MadeMasks
@@ -58,6 +60,8 @@ from lucevisor.protocol.loading import StageReplay
 from lucevisor.protocol.messages import SlotPlace
 from lucevisor.protocol.steps import CancelPending, Masks, PendingCancelled, SamplingParams, Step, StepResult
 from lucevisor.protocol.validation import UnansweredStep
+
+log = structlog.get_logger("engine")
 
 
 class Changes:
@@ -351,7 +355,8 @@ class Engine:
             return None
         try:
             return StateReplay(replay.stages, self._row_store.gather(replay.rows))
-        except LucevisorError:
+        except LucevisorError as error:
+            log.info("lost stages compute again after the load of their daemons", reason=str(error))
             return None
 
     def attach_drafter(self, drafter: DraftStage) -> None:

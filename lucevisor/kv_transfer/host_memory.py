@@ -73,9 +73,11 @@ class HostMemory:
         used, available = self.used(owner), self._available()
         what = f"{format_bytes(n_bytes)} of host memory for {owner}"
         if limit_bytes is not None and used + n_bytes > limit_bytes:
-            raise HostMemoryShort(f"{what}: {format_bytes(used)} of its {format_bytes(limit_bytes)} are used")
+            limit = f"{format_bytes(used)} of its {format_bytes(limit_bytes)} are used"
+            raise HostMemoryShort(f"{what}: {limit}; raise {owner.key or 'its limit'}")
         if 2 * n_bytes > available:
-            raise HostMemoryShort(f"{what} are more than half of the {format_bytes(available)} that are free")
+            free = f"{format_bytes(available)} that are free"
+            raise HostMemoryShort(f"{what} are more than half of the {free}; run fewer long requests, or free memory")
         try:
             file = HostFile(owner, n_bytes)
         except OSError as error:

@@ -64,7 +64,7 @@ def plan_table(result: Result) -> str:
 def host_table(p: Placement) -> str:
     """Return the owners of host memory with the most that each takes."""
     rows = [
-        (use.owner, "half of what is free" if use.limit_bytes is None else format_bytes(use.limit_bytes), use.key)
+        (use.owner, "half of what is free" if use.limit_bytes is None else format_bytes(use.limit_bytes), use.owner.key)
         for use in p.host_memory
         if use.limit_bytes != 0
     ]
@@ -148,7 +148,7 @@ def plan_json(result: Result) -> dict[str, object]:
             "draft_states": pools.draft_states,
             "host": pools.host_pages,
         },
-        "host_memory": [use._asdict() for use in p.host_memory],
+        "host_memory": [use.as_json() for use in p.host_memory],
         "draft": {
             "kind": p.draft.kind.value if p.draft is not None else None,
             "lookup": p.drafting.lookup,

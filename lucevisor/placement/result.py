@@ -125,13 +125,22 @@ class HostOwner(StrEnum):
     SWAP = "swap"  # state of preempted requests
     EXPORTS = "exports"  # state for the daemons after a restart or reload
 
+    @property
+    def key(self) -> str:
+        """The key that bounds it; empty without one."""
+        keys = {"journal": "recovery.journal", "replays": "recovery.journal", "swap": "engine.swap_space",
+                "pools": "cache.states, kvflash.host"}  # fmt: skip
+        return keys.get(self, "")
+
 
 class HostUse(NamedTuple):
-    """The most bytes that an owner takes (None: half of what is free at the time), and the key that bounds it."""
+    """The most bytes that an owner takes; None: half of what is free at the time."""
 
     owner: HostOwner
     limit_bytes: int | None
-    key: str = ""
+
+    def as_json(self) -> dict[str, object]:
+        return {**self._asdict(), "key": self.owner.key}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,10 +214,10 @@ class Placement:
         """Host memory by owner."""
         return (
             HostUse(HostOwner.BOUNDARIES, self.arena_bytes),
-            HostUse(HostOwner.JOURNAL, self.journal_bytes, "recovery.journal"),
-            HostUse(HostOwner.REPLAYS, self.journal_bytes, "recovery.journal"),
-            HostUse(HostOwner.POOLS, self.host_state_bytes, "cache.states, kvflash.host"),
-            HostUse(HostOwner.SWAP, self.swap_bytes, "engine.swap_space"),
+            HostUse(HostOwner.JOURNAL, self.journal_bytes),
+            HostUse(HostOwner.REPLAYS, self.journal_bytes),
+            HostUse(HostOwner.POOLS, self.host_state_bytes),
+            HostUse(HostOwner.SWAP, self.swap_bytes),
             HostUse(HostOwner.EXPORTS, None),
         )
 

@@ -176,7 +176,7 @@ class Play:
             self.toy.texts[one.sampling.seed] = [*one.prompt, *answer]
         scheduled = self.toy.engine.core.scheduler.drafting
         scheduled.speculation = AnyWidth(scenario.limits.speculation.max_drafts, scenario.wrong)
-        scheduled._suspension = self.suspension = AnySuspension(scenario.wrong + scenario.n_stages)
+        scheduled.suspension = self.suspension = AnySuspension(scenario.wrong + scenario.n_stages)
         self.waiting = list(scenario.requests)
         self.handles: dict[str, RequestHandle] = {}
         self.n_drafted = 0

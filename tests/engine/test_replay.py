@@ -30,7 +30,7 @@ def test_recorded_crashes_replay_to_the_same_instructions(scenario: Scenario, pa
         play.play()
         core = recording.new_core()
         core.scheduler.drafting.speculation = AnyWidth(scenario.limits.speculation.max_drafts, scenario.wrong)
-        core.scheduler.drafting._suspension = AnySuspension(scenario.wrong + scenario.n_stages)
+        core.scheduler.drafting.suspension = AnySuspension(scenario.wrong + scenario.n_stages)
         replay(recording, core)
     assert core.state is play.toy.engine.core.state
     assert [*core.transitions] == [*play.toy.engine.core.transitions]
