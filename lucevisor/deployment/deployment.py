@@ -22,13 +22,12 @@ import structlog
 from lucevisor import suspend_clock
 from lucevisor.config import Config
 from lucevisor.config.formats import DeviceRef
-from lucevisor.deployment.assembly import PipelineAssembly
+from lucevisor.deployment.assembly import PipelineAssembly, ReplacementState, RestoredState
 from lucevisor.deployment.boundaries import Boundaries
 from lucevisor.deployment.group_settings import group_threads, spin_s, target_groups
-from lucevisor.deployment.replacement import ReplacementState, RestoredState
+from lucevisor.deployment.probe import speeds_for
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.speeds import speeds_for
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import FrozenState
 from lucevisor.engine.pipeline import PipelineFailure
@@ -52,9 +51,9 @@ from lucevisor.protocol.steps import RowsCopy, Step, StepResult
 from lucevisor.protocol.transport import Channel
 from lucevisor.protocol.validation import UnansweredStep
 from lucevisor.supervision.daemon import Callbacks, LoadOrder
+from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.policy import SupervisionLimits
-from lucevisor.supervision.states import State
 from lucevisor.suspend_clock import SuspendAwareClock
 
 OPTIONAL_GROUPS_S = 5.0

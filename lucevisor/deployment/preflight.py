@@ -20,8 +20,7 @@ import msgspec
 from lucevisor.config import Config, GroupConfig, renamed_errors
 from lucevisor.deployment.group_settings import usable_cores
 from lucevisor.deployment.installed import installed
-from lucevisor.deployment.model_configs import model_configs
-from lucevisor.deployment.served_model import ServedModel
+from lucevisor.deployment.served_model import ServedModel, model_configs
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors
 from lucevisor.placement.devices import with_target_devices
 from lucevisor.placement.planner import plan

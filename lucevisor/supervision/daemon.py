@@ -31,7 +31,7 @@ from lucevisor.protocol.transport import Channel
 from lucevisor.protocol.validation import MAX_INTEGER, DaemonFacts, UnansweredStep, fault_of
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.child import Child, ProcessEnd
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 
 
 @dataclass(frozen=True, slots=True)

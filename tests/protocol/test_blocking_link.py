@@ -10,8 +10,8 @@ import time
 import pytest
 
 from lucevisor.model.values import Dtype
-from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LinkClosed, RemoteProtocolError
+from lucevisor.protocol.frames import encode
 from lucevisor.protocol.loading import ArenaPlan
 from lucevisor.protocol.messages import Check, Role, StreamKind
 from lucevisor.protocol.states import LinkState

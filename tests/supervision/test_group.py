@@ -19,9 +19,9 @@ from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.steps import Reset, ResetDone, Step, StepResult
+from lucevisor.supervision.child import LocalLauncher, stage_packages
+from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.launcher import LocalLauncher, stage_packages
-from lucevisor.supervision.states import State
 from tests.supervision.real_groups import (
     FAST,
     Owner,
