@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,29 +51,14 @@ EXACT: Final = (
 
 
 @dataclass(slots=True)
-class Row:
-    """Results of the faults of one kind."""
-
-    times: int = 0
-    n_right: int = 0
-    wrong: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    pause_s: float = 0.0
-
-    def add(self, counts: Counts) -> None:
-        self.times += 1
-        self.n_right += counts.n_right
-        self.wrong += counts.wrong
-        self.lost += counts.lost
-        self.pause_s = max(self.pause_s, counts.pause_s)
-
-
-@dataclass(slots=True)
 class Report:
-    """``rows``: by fault; one that came with another counts for both.  ``total``: every answer once."""
+    """``rows``: by fault; one that came with another counts for both.  ``times``: how often each came.  ``total``:
+    every answer once.
+    """
 
     seed: int
-    rows: dict[str, Row]
+    rows: dict[str, Counts]
+    times: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     total: Counts = field(default_factory=Counts)
     restarts: int = 0
@@ -104,7 +90,7 @@ class Chaos:
         self._faults = faults
         self._began_s = time.monotonic()
         self._supervisors: list[subprocess.Popen[bytes]] = []
-        self.report = Report(seed, {name: Row() for name in faults})
+        self.report = Report(seed, {name: Counts() for name in faults})
 
     def run(self, seconds: float, n_faults: int | None = None) -> Report:
         """Return the report, after so many faults or so long.  Raises LucevisorError when the supervisor does not start
@@ -217,6 +203,7 @@ class Chaos:
                 await traffic.answered(running)  # else a slow machine would interrupt them again and again
             for name in dict.fromkeys(names):
                 self.report.rows[name].add(counts)
+                self.report.times[name] += 1
 
     async def _check_idle(self, target: Target) -> None:
         """Wait until no request runs, and report what the supervisor still holds."""
@@ -303,19 +290,11 @@ def chaos(
 
 
 def _table(report: Report) -> str:
-    lines = [
-        "| fault | times | right | wrong | lost | longest pause |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, row in report.rows.items():
+    lines = ["| fault | times | right | wrong | lost | longest pause |", "|---|---|---|---|---|---|"]
+    rows = [(name, report.times[name], row) for name, row in report.rows.items()]
+    for name, times, row in [*rows, ("all, each answer once", report.times.total(), report.total)]:
         pause = f"{row.pause_s:.2f} s"
-        lines.append(f"| {name} | {row.times} | {row.n_right} | {len(row.wrong)} | {len(row.lost)} | {pause} |")
-    total = report.total
-    n_faults = sum(row.times for row in report.rows.values())
-    lines.append(
-        f"| all, each answer once | {n_faults} | {total.n_right} | {len(total.wrong)} | {len(total.lost)} "
-        f"| {total.pause_s:.2f} s |"
-    )
+        lines.append(f"| {name} | {times} | {row.n_right} | {len(row.wrong)} | {len(row.lost)} | {pause} |")
     recovery, cache = report.recovery, report.recovery["cache"]
     summary = [
         f"{report.seconds:.0f} s, seed {report.seed}; {report.restarts} restarts of daemons",
@@ -331,22 +310,6 @@ def _table(report: Report) -> str:
 
 
 def _json(report: Report) -> str:
-    rows = {
-        name: {"times": row.times, "right": row.n_right, "wrong": row.wrong, "lost": row.lost, "pause_s": row.pause_s}
-        for name, row in report.rows.items()
-    }
-    total = report.total
-    answers = {"right": total.n_right, "wrong": total.wrong, "lost": total.lost, "pause_s": total.pause_s}
-    return json.dumps(
-        {
-            "seed": report.seed,
-            "seconds": report.seconds,
-            "faults": rows,
-            "answers": answers,
-            "restarts": report.restarts,
-            "recovery": report.recovery,
-            "descriptors": report.descriptors,
-            "left": report.left,
-        },
-        indent=2,
-    )
+    plain = {name: getattr(report, name) for name in ("seed", "seconds", "restarts", "recovery", "descriptors", "left")}
+    faults = {name: {"times": report.times[name], **row.as_json()} for name, row in report.rows.items()}
+    return json.dumps({**plain, "faults": faults, "answers": report.total.as_json()}, indent=2)
