@@ -221,10 +221,7 @@ class _MessageLoop:
     def _answer(self, output: StepOutput, n_rows: int) -> None:
         payload = [t.contiguous().numpy().data for t in output.payload]
         result, runtime = output.result, self._runtime
-        if result.drafts and runtime is not None and runtime.shares_cores:  # a step that verifies them may be here
-            self._link.hold(result, request_id=result.step_id)
-        else:
-            self._link.send(result, request_id=result.step_id, payload=payload)
+        self._link.send(result, request_id=result.step_id, payload=payload)
         if runtime is not None:
             runtime.publish_tokens(output)
         self._reporter.step_done(n_rows)

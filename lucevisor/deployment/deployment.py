@@ -46,7 +46,7 @@ from lucevisor.placement.stages import LoadFiles, load_message
 from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Hello, Loaded
-from lucevisor.protocol.messages import Heartbeat, Progress
+from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import RowsCopy, Step, StepResult
 from lucevisor.protocol.transport import Channel
 from lucevisor.protocol.validation import UnansweredStep
@@ -246,7 +246,6 @@ class Deployment:
             on_state=self._on_state,
             on_draining=self._on_draining,
             on_progress=lambda group, progress: owner.on_progress(self, group, progress),
-            on_heartbeat=self._on_heartbeat,
         )
 
     # ---- start and stop
@@ -559,9 +558,6 @@ class Deployment:
             self._assembly.on_ready(
                 group, link, with_draft=with_draft, restored=restored, draft_restored=draft_restored
             )
-
-    def _on_heartbeat(self, group: str, heartbeat: Heartbeat) -> None:
-        log.debug("heartbeat", group=group, phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))
 
     # ---- watchdog
 

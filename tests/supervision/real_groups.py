@@ -56,7 +56,6 @@ class Owner:
         self.links = []
         self.frames = []
         self.progress = []
-        self.heartbeats = []
         self.lost: list[str] = []
         self.may_load = asyncio.Event()
         self.may_load.set()
@@ -73,7 +72,6 @@ class Owner:
             on_frame=lambda _, frame: self.frames.append(frame),
             on_state=self.on_state,
             on_draining=on_draining,
-            on_heartbeat=lambda _, heartbeat: self.heartbeats.append(heartbeat),
             on_progress=lambda _, progress: self.progress.append(progress),
         )
 
