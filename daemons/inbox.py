@@ -113,13 +113,14 @@ class Inbox:
         if (link := self._link.fileno()) >= 0 and not self._link.buffered:
             poll = select.poll()
             poll.register(link, select.POLLIN)
-            poll.register(rows.wake_fd, select.POLLIN)
+            for fd in rows.wake_fds:
+                poll.register(fd, select.POLLIN)
             holds = timeout_ms is None and self._link.holds
             with self._released:
                 ready = {fd for fd, _ in poll.poll(_HOLD_MS if holds else timeout_ms)}
             if holds and not ready:
                 self._link.flush()
-            if rows.wake_fd in ready:
+            if ready - {link}:
                 rows.drain()
             if link not in ready:
                 return
