@@ -155,7 +155,7 @@ def open_buffers(n_bytes, n_regions, *, tcp, tokens=False):
 
 def await_rows(buffer, region, step_id):
     while not buffer.rung(region, step_id):
-        select.select([buffer.wake_fd], [], [])
+        select.select(buffer.wake_fds, [], [])
         buffer.drain()
 
 

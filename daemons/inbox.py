@@ -110,10 +110,11 @@ class Inbox:
         if (link := self._link.fileno()) >= 0 and not self._link.buffered:
             poll = select.poll()
             poll.register(link, select.POLLIN)
-            poll.register(rows.wake_fd, select.POLLIN)
+            for fd in rows.wake_fds:
+                poll.register(fd, select.POLLIN)
             with self._released:
                 ready = {fd for fd, _ in poll.poll(timeout_ms)}
-            if rows.wake_fd in ready:
+            if ready - {link}:
                 rows.drain()
             if link not in ready:
                 return

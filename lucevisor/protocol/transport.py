@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 RECEIVE_FLAGS = int(socket.MSG_CMSG_CLOEXEC)
 LOST_FLAG = int(socket.MSG_CTRUNC)
 WAIT_FOR_ALL = int(socket.MSG_WAITALL)
+DO_NOT_WAIT = int(socket.MSG_DONTWAIT)
 ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
 
 MAX_BUFFERS = 512  # of one sendmsg; the kernel takes at most 1024 (UIO_MAXIOV)
@@ -307,7 +308,7 @@ class Link:
 class BlockingLink:
     """Frames over ``sock``, which this object owns.
 
-    One thread receives; any thread may send, a lock keeps frames whole.
+    One thread at a time receives; any thread may send, a lock keeps frames whole.
     """
 
     def __init__(
@@ -372,6 +373,14 @@ class BlockingLink:
                 self._fill()
         return self._frames.popleft()
 
+    def receive_arrived(self) -> Frame | None:
+        """Return the next frame if all of it has arrived, else None; as ``receive``, but without waiting."""
+        while not self._frames:
+            self._frames.extend(self._connection.events())
+            if not self._frames and (self.closed_because is not None or not self._fill(DO_NOT_WAIT)):
+                return None
+        return self._frames.popleft()
+
     def send(
         self, message: Message | bytes, *, request_id: int = 0, payload: Sequence[Buffer] = (), fds: Sequence[int] = ()
     ) -> None:
@@ -423,22 +432,24 @@ class BlockingLink:
             ancillary = []  # the descriptors went with the first byte
             buffers = after(buffers, n_sent)
 
-    def _fill(self) -> None:
-        """Feed the connection the next bytes, or mark the link dead."""
+    def _fill(self, wait: int = WAIT_FOR_ALL) -> bool:
+        """Feed the connection the next bytes, or mark the link dead; False if there are none and it may not wait."""
         buffer = self._connection.buffer()
         try:
-            wanted = RECEIVE_FLAGS | WAIT_FOR_ALL if self._connection.is_filling else RECEIVE_FLAGS
+            wanted = RECEIVE_FLAGS | (wait if self._connection.is_filling else wait & DO_NOT_WAIT)
             n, ancillary, flags, _ = self._sock.recvmsg_into([buffer], ANCILLARY_BYTES, wanted)
+        except BlockingIOError:
+            return False
         except ConnectionError as error:
             self._dead(f"the peer is gone: {error}")
-            return
+            return True
         except OSError:
             if self.closed_because is None:
                 raise
-            return  # close() in another thread
+            return True  # close() in another thread
         if n == 0:
             self._dead("end of file")
-            return
+            return True
         if flags & LOST_FLAG:
             self._connection.error = RemoteProtocolError(
                 "descriptors were lost in transit",
@@ -446,6 +457,7 @@ class BlockingLink:
                 "raise the limit of open files (ulimit -n), then restart the group",
             )
         self._connection.received(n, unpack(ancillary) if ancillary else ())
+        return True
 
     def _dead(self, what: str) -> None:
         place = self._connection.unfinished
