@@ -19,7 +19,7 @@ from lucevisor.text.tools.call import Function, SingleCall, ToolCall, make_call
 
 _QUOTED_OR_REST: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[^"]+', re.DOTALL)
 _CONTROL: Final = re.compile("[\0-\x1f]")
-_FENCED: Final = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
+_FENCED: Final = re.compile(r"\s*```(?:json)?\s*(.*?)\s*(?:```)?\s*", re.DOTALL)
 _MOST_BRACES: Final = 2  # that a body lacks or has too many
 
 _NAME: Final = re.compile("[^\ud800-\udfff]+")  # JSON can name a lone surrogate, an answer in UTF-8 cannot
@@ -35,22 +35,27 @@ def json_depth(text: str) -> int | None:
     return depth if end == len(text) else None
 
 
+def _unfenced(body: str) -> str:
+    fenced = _FENCED.fullmatch(body)
+    return fenced[1] if fenced else body
+
+
 def _escaped(character: re.Match[str]) -> str:
     return f"\\u{ord(character[0]):04x}"
 
 
 class JsonObject(SingleCall):
-    """Calls written as one JSON object."""
+    """Calls written as one JSON object.  Qwen 2.5 Coder writes a block of Markdown in place of the tags."""
 
     open = "<tool_call>"
     close = "</tool_call>"
-    bare = ("", "")
+    bare = ("```json\n{", "```")
     tags: Sequence[str] = (open, close)
 
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
         """Return the call, or None; `parameters` is taken for `arguments`, which may be JSON text themselves."""
         try:
-            call = parse(body)
+            call = parse(_unfenced(body))
             if not isinstance(call, dict):
                 return None
             arguments = call.get("arguments", call.get("parameters", {}))
@@ -64,9 +69,8 @@ class JsonObject(SingleCall):
         return make_call(name, arguments)
 
     def repair(self, body: str, tools: Tools) -> ToolCall | None:
-        """Escape control characters in strings, leave out a Markdown fence, add or drop braces at the end."""
-        fenced = _FENCED.fullmatch(body)
-        pieces = _QUOTED_OR_REST.findall(fenced[1] if fenced else body)
+        """Escape control characters in strings, add or drop braces at the end."""
+        pieces = _QUOTED_OR_REST.findall(_unfenced(body))
         text = "".join(_CONTROL.sub(_escaped, piece) if piece.startswith('"') else piece for piece in pieces).strip()
         depth = sum(piece.count("{") - piece.count("}") for piece in pieces if not piece.startswith('"'))
         if not -_MOST_BRACES <= depth <= _MOST_BRACES:
