@@ -390,7 +390,7 @@ class _MessageLoop:
             places += [] if load.score is None else [f"device {load.score.device} scoring stage"]
             return self._fail("load", e, ", ".join(places))
         self._inbox.spin_s = load.spin_s
-        self._runtime.draft_step, self._runtime.flush_answers = self._inbox.draft_step, self._link.flush
+        self._runtime.draft_step = self._inbox.draft_step
         self._runtime.await_captures = self._inbox.await_captures
         self._reporter.memory(self._runtime.free_bytes())
         self._link.send(loaded)
