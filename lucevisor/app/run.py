@@ -36,8 +36,7 @@ from lucevisor.api.keys import ApiKeys
 from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.api.server import adopt, create_app, listen
 from lucevisor.app import logs, traces
-from lucevisor.app.admin import CacheOperations
-from lucevisor.app.endpoint import Endpoint
+from lucevisor.app.admin import CacheOperations, Endpoint
 from lucevisor.app.handover import Handover, no_room_error
 from lucevisor.app.model_files import FamilyCard, find_card, open_models, open_tokenizer
 from lucevisor.app.pflash import make_compressor, make_page_scorer
@@ -65,7 +64,7 @@ from lucevisor.model.values import dtype_bytes
 from lucevisor.protocol import fault_hooks
 from lucevisor.snapshots.maintenance import check_directory
 from lucevisor.supervision.events import State
-from lucevisor.supervision.policy import SupervisionLimits
+from lucevisor.supervision.machine import SupervisionLimits
 from lucevisor.text.template import TEMPLATE_KEY, ChatTemplate
 
 FETCH_S = 6 * 3600.0

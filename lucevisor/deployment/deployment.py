@@ -53,7 +53,7 @@ from lucevisor.protocol.validation import UnansweredStep
 from lucevisor.supervision.daemon import Callbacks, LoadOrder
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.policy import SupervisionLimits
+from lucevisor.supervision.machine import SupervisionLimits
 from lucevisor.suspend_clock import SuspendAwareClock
 
 OPTIONAL_GROUPS_S = 5.0
