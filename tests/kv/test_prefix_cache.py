@@ -618,7 +618,7 @@ def test_adopting_twice_or_something_else_is_refused() -> None:
         Space.FULL: PageUse(2, 100, evictable=2),
         Space.RECURRENT: PageUse(1, 8, evictable=1),
     }
-    assert maker.index.match([*numbered(0, 100), 10**9]).from_disk
+    assert maker.index.match([*numbered(0, 100), 10**9]).tier == "disk"
 
 
 def test_cache_and_uncache_check_ownership() -> None:
