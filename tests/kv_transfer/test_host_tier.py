@@ -243,6 +243,7 @@ def test_a_conversation_and_what_many_share_are_held_once() -> None:
     assert first[0] is not None
     for held in made.tier.slots:
         made.check(held, held.n_tokens)
+    made.tier.close()
 
 
 def test_the_longest_unused_goes_first_and_of_two_the_one_that_is_cheaper_to_compute() -> None:
@@ -256,6 +257,7 @@ def test_the_longest_unused_goes_first_and_of_two_the_one_that_is_cheaper_to_com
     made.tier.touch(made.tier.slots[1], 0.0)
     assert made.copy(list(range(40_000, 40_600))) is not None
     assert [held.n_tokens for held in made.tier.slots] == [600, 500]
+    made.tier.close()
 
 
 @pytest.mark.parametrize("limit", [None, 1 << 40])
@@ -268,3 +270,4 @@ def test_the_limit_follows_what_is_free(limit: int | None) -> None:
     assert [held.n_tokens for held in made.tier.slots] == [600]
     assert made.copy(list(range(9000, 11_000))) is None
     assert [held.n_tokens for held in made.tier.slots] == [600], "what could not be held anyway evicts nothing"
+    made.tier.close()
