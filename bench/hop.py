@@ -35,7 +35,7 @@ from services import ROOT, running
 from lucevisor.cli.bench import Case, tokens_per_s
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.arena import Arena, descriptors
-from lucevisor.protocol.codec import encode
+from lucevisor.protocol.frames import encode
 from lucevisor.protocol.loading import ArenaPlan, Load, PoolSizes, RowsConnection
 from lucevisor.protocol.messages import Role
 from lucevisor.protocol.steps import Slice, Step

@@ -36,7 +36,7 @@ from services import DEMO, groups_toml, running
 
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.deployment.journal_rows import JournalRows
+from lucevisor.deployment.boundaries import JournalRows
 from lucevisor.engine.journal import Journal
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.engine.sequence import LiveSequence
@@ -47,7 +47,7 @@ from lucevisor.model.values import Space
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import ArenaPlan, PoolSizes
 from lucevisor.protocol.steps import SamplingParams, Slice, Step
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 
 GREEDY = SamplingParams(temperature=0.0)
 N_DECODED = 64

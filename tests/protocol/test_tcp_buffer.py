@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from lucevisor.protocol.arena import Arena
-from lucevisor.protocol.codec import encode
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
+from lucevisor.protocol.frames import encode
 from lucevisor.protocol.loading import ArenaPlan, RowsConnection
 from lucevisor.protocol.messages import Message, Role, StreamKind
 from lucevisor.protocol.states import LinkState
