@@ -20,7 +20,7 @@ from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.model.values import Space
 from lucevisor.snapshots.file_format import Fault
 from lucevisor.snapshots.store import FAILED_SAVES, NOT_RESTORED, SnapshotStore
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 
 PREFIX: Final = "lucevisor_"
 

@@ -2,6 +2,6 @@
 
 supervisor  run (READ FIRST; configuration reload), admin, rundir, endpoint, handover, systemd
 reports     status, logs, traces
-model       model_files (and model cards), model_source, discovery, compression
+model       model_files (and model cards), discovery, pflash
 commands    benchmark
 """

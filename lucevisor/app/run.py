@@ -64,8 +64,8 @@ from lucevisor.errors import ConfigError, ExitCode, LucevisorError, unusable
 from lucevisor.model.values import dtype_bytes
 from lucevisor.protocol import fault_hooks
 from lucevisor.snapshots.maintenance import check_directory
+from lucevisor.supervision.events import State
 from lucevisor.supervision.policy import SupervisionLimits
-from lucevisor.supervision.states import State
 from lucevisor.text.template import TEMPLATE_KEY, ChatTemplate
 
 FETCH_S = 6 * 3600.0

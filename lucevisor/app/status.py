@@ -20,8 +20,8 @@ from lucevisor.model.values import Space
 from lucevisor.placement.result import HostOwner
 from lucevisor.protocol.loading import DeviceUse
 from lucevisor.protocol.messages import Progress
+from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.states import State
 
 _RESTART_REASONS: Final = ("failure", "lack", "operator")
 """All reasons: a counter that first appears with 1 hides that restart from Prometheus' increase()."""

@@ -24,13 +24,12 @@ import structlog
 
 from lucevisor import suspend_clock
 from lucevisor.config import CacheConfig, Config
+from lucevisor.deployment.assembly import RestoredState
+from lucevisor.deployment.boundaries import journal_rows
 from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.group_settings import group_devices, group_threads
-from lucevisor.deployment.journal_rows import journal_rows
-from lucevisor.deployment.model_configs import model_configs
-from lucevisor.deployment.replacement import RestoredState
-from lucevisor.deployment.served_model import ServedModel
+from lucevisor.deployment.served_model import ServedModel, model_configs
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import MAX_LOSSES, FrozenState
 from lucevisor.engine.limits import EngineLimits
@@ -52,10 +51,10 @@ from lucevisor.protocol.tcp_buffer import LOOPBACK
 from lucevisor.snapshots.manager import SnapshotManager, open_store
 from lucevisor.snapshots.policy import SavePolicy
 from lucevisor.snapshots.store import SnapshotStore
+from lucevisor.supervision.child import LocalLauncher, stage_packages
+from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.launcher import LocalLauncher, stage_packages
 from lucevisor.supervision.policy import SupervisionLimits
-from lucevisor.supervision.states import State
 
 
 async def watch_holds(engine: Engine, hold_s: float) -> None:

@@ -31,7 +31,7 @@ from lucevisor.protocol.transport import Channel
 from lucevisor.protocol.validation import MAX_INTEGER, DaemonFacts, UnansweredStep, fault_of
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.child import Child, ProcessEnd
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,6 @@ class Callbacks:
     find_step: Callable[[str, int, int], UnansweredStep | None] = _no_step
     on_state: Callable[[str, State, str], None] = _ignore
     on_draining: Callable[[str, int], None] | None = None
-    on_heartbeat: Callable[[str, Heartbeat], None] = _ignore
     on_progress: Callable[[str, Progress], None] = _ignore
 
 
@@ -322,8 +321,7 @@ class Daemon:
             case Heartbeat() as heartbeat:
                 self.heartbeat = heartbeat
                 self._emit(ev.HeartbeatReceived(self.number, heartbeat.phase))
-                for callbacks in self._callbacks:
-                    callbacks.on_heartbeat(self.name, heartbeat)
+                self._log.debug("heartbeat", phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))
             case Progress() as progress:
                 self._emit(ev.ProgressReceived(self.number))
                 self._callbacks[progress.model].on_progress(self.name, progress)

@@ -14,9 +14,8 @@ from enum import Enum, auto
 
 from lucevisor.protocol.process import EXIT_CONFIGURATION
 from lucevisor.supervision import events as ev
-from lucevisor.supervision.events import CancelTimer, ProcessSignal, StartTimer, Timer
+from lucevisor.supervision.events import TRANSITIONS, CancelTimer, ProcessSignal, StartTimer, State, Timer
 from lucevisor.supervision.policy import RestartPolicy, SupervisionLimits
-from lucevisor.supervision.states import TRANSITIONS, State
 
 N_LOGGED = 64  # events kept for the message of an InvalidGroupTransition
 
