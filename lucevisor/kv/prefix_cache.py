@@ -313,11 +313,10 @@ class PrefixIndex:
                 self._remove(slot)
             self.trim()
 
-    def drop(self, slot: PrefixSlot) -> bool:
-        """Evict a slot without telling the hook; False if it is pinned."""
-        if slot.alive and not slot.pins:
+    def drop(self, slot: PrefixSlot) -> None:
+        """Remove a slot whose content is lost or wrong, even a pinned one: who copies it sees that it is not alive."""
+        if slot.alive:
             self._remove(slot)
-        return not slot.alive
 
     def clear(self) -> None:
         """Drop everything, pins and reservations included: the shards lost their state."""

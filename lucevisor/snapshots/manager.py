@@ -30,10 +30,11 @@ from lucevisor.kv.prefix_tree import CacheTier, PrefixSlot
 from lucevisor.kv.rates import MeasuredRate
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.kv_transfer.host_tier import HostSlot, HostTier
-from lucevisor.kv_transfer.transfers import KvTransfer, Transfer, Units
+from lucevisor.kv_transfer.transfers import KvTransfer, Transfer, TransferFile, Units
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.spec import ModelSpec
 from lucevisor.placement.result import Placement
+from lucevisor.protocol.messages import SlotPlace
 from lucevisor.snapshots.disk import describe_error
 from lucevisor.snapshots.file_format import DraftModel, SlotRecord, StateModel, max_file_bytes
 from lucevisor.snapshots.policy import (
@@ -383,7 +384,7 @@ class SnapshotManager:
             held = None
             try:
                 held = host.begin(slot, time.monotonic())
-                if held is not None and not (await self._move([(held.unit, place)], TRANSFER_S)).problem:
+                if held is not None and not (await self._move_out(slot, held.unit, place, TRANSFER_S)).problem:
                     host.finish(held)
             finally:
                 if held is not None and not held.alive:
@@ -454,7 +455,7 @@ class SnapshotManager:
             try:
                 drafted = self._engine.prefixes.drafted(slot)
                 record = SlotRecord(slot.tokens, time.time(), drafted, slot.paged_out)
-                return await self._write(store, record, lambda file: self._move([(file, place)], deadline_s))
+                return await self._write(store, record, lambda file: self._move_out(slot, file, place, deadline_s))
             finally:
                 self._engine.slots.release(slot)
 
@@ -511,6 +512,13 @@ class SnapshotManager:
             if (task := asyncio.current_task()) is not None:
                 task.cancel()
             return call.result()
+
+    async def _move_out(self, slot: PrefixSlot, file: TransferFile, place: SlotPlace, seconds: float) -> Transfer:
+        """Let the daemons write a slot; one that was dropped meanwhile has failed, as others may have its pages."""
+        transfer = await self._move([(file, place)], seconds)
+        if not slot.alive:
+            transfer.problem = transfer.problem or "its slot was dropped"
+        return transfer
 
     async def _move(
         self, units: Units, seconds: float, late: Callable[[], object] = lambda: None, *, load: bool = False
