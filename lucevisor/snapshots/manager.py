@@ -33,6 +33,7 @@ from lucevisor.kv_transfer.host_tier import HostSlot, HostTier
 from lucevisor.kv_transfer.transfers import KvTransfer, Transfer, TransferFile, Units
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.messages import SlotPlace
 from lucevisor.snapshots.disk import describe_error
@@ -178,6 +179,11 @@ class SnapshotManager:
         if self.host is not None:
             self.host.close()
 
+    @property
+    def _min_gain(self) -> int:
+        """Tokens more than another tier has, for which a slot is copied to host memory and read back."""
+        return max(1, min(PAGE_TOKENS, self._limits.min_tokens))
+
     # ---- restore
 
     def _on_submit(self, request: GenerationRequest) -> bool:
@@ -206,8 +212,12 @@ class SnapshotManager:
         n_known = prefixes.match(prompt).position
         for entries in ([*held, *files], held):
             match = longest_match(entries, prompt, len(prompt) - 1, whole_only=self._whole_only)
-            if match is None or match.n_tokens - n_known < max(1, self._limits.min_tokens):
+            if match is None:
                 return None
+            if match.n_tokens - n_known < (
+                self._min_gain if _tier(match) == "host" else max(1, self._limits.min_tokens)
+            ):
+                continue
             restorable = self._engine.slots.can_restore(match.n_tokens, match.entry.n_tokens, match.entry.paged_out)
             if restorable and self._is_faster(match, match.n_tokens - n_known):
                 return match
@@ -371,9 +381,9 @@ class SnapshotManager:
                 await asyncio.wait({copying})  # an exception is logged and does not end this loop
 
     def _is_new(self, host: HostTier, slot: PrefixSlot) -> bool:
-        """Return whether host memory lacks so much of a slot that it would be restored."""
+        """Return whether host memory lacks so much of a slot that it is copied."""
         known = longest_match(host.slots, slot.tokens, slot.n_tokens, whole_only=self._whole_only)
-        return slot.n_tokens - (known.n_tokens if known is not None else 0) >= max(1, self._limits.min_tokens)
+        return slot.n_tokens - (known.n_tokens if known is not None else 0) >= self._min_gain
 
     async def _copy(self, host: HostTier, slot: PrefixSlot) -> None:
         """Copy a slot to host memory; one that failed is not kept."""
