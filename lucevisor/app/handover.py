@@ -282,8 +282,8 @@ class Handover:
         """Rescan cache.dir whenever the old supervisor has saved slots."""
         async for _ in offer.wait_for_saves():
             for model in self._service.models.values():
-                if model.snapshots is not None:
-                    await asyncio.to_thread(model.snapshots.store.scan)
+                if model.snapshot_store is not None:
+                    await asyncio.to_thread(model.snapshot_store.scan)
         log.info("the other supervisor has ended", pid=offer.reply.pid)
 
     # ---- in the old supervisor, called by HandoverServer

@@ -579,8 +579,8 @@ class StageRecovery:
             self._reopen(lost)
         elif self._journal is None:
             raise CannotRebuild("there is no journal")
-        elif self._scheduler.reuse.index.pinning:
-            raise CannotRebuild("a prefix slot is being saved or restored")
+        elif self._scheduler.reuse.index.reservations:
+            raise CannotRebuild("a prefix slot is being restored")
         else:
             self._output_lost = pipeline.n_stages - 1 in pipeline.lost
             self._steps = self._without_ended(pipeline, self._journal)
