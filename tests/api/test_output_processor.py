@@ -237,25 +237,25 @@ class TestStopsInChat:
         ("kind", "call", "stops"),
         [
             (
-                "xml_function",
+                "XmlFunction",
                 "<tool_call>\n<function=add>\n<parameter=a>\nx\ny\n</parameter>\n</function>\n</tool_call>",
                 ["\ny", "</parameter>", "=a>"],
             ),
             (
-                "argument_pairs",
+                "ArgumentPairs",
                 "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>x\ny</arg_value>\n</tool_call>",
                 ["x\ny", "<arg_value>", "add"],
             ),
-            ("gemma4", '<|tool_call>call:add{a:<|"|>x\ny<|"|>}<tool_call|>', ["\n", '"', "call:"]),
+            ("Gemma4", '<|tool_call>call:add{a:<|"|>x\ny<|"|>}<tool_call|>', ["\n", '"', "call:"]),
             (
-                "json_object",
+                "JsonObject",
                 '<tool_call>\n{"name": "add", "arguments": {"a": "x\\ny"}}\n</tool_call>',
                 ["\\n", "}}", "{"],
             ),
         ],
     )
     def test_it_is_not_seen_inside_a_call_of_any_format(self, kind, call, stops):
-        form = OutputFormat(None, next(form for _, form in FORMATS if type(form).__module__.endswith(kind)))
+        form = OutputFormat(None, next(form for _, form in FORMATS if type(form).__name__ == kind))
         processor = OutputProcessor(tokenizer(), options(stops=tuple(stops), tools=TOOLS), form)
         deltas, _ = read(processor, "Well" + call)
         assert [p.event.arguments for p in deltas if isinstance(p.event, ToolCallDelta)] == ['{"a": "x\\ny"}']
