@@ -22,8 +22,8 @@ from daemons.ops.code_cache import cache_directory
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fopenmp", "-march=native", "-ffp-contract=off")
-NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
-"""Flags in /proc/cpuinfo of a cpu that can run the kernels."""
+NEEDED = frozenset({"avx2", "fma", "f16c"})
+"""Flags in /proc/cpuinfo of a cpu that can run the kernels; vectors.h decides by the compiler's what is used beyond."""
 TIMEOUT_S = 300.0
 _LOADING = Lock()
 

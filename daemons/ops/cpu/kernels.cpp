@@ -128,7 +128,7 @@ long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n
 
 // Whether many rows are faster by oneDNN's product of dequantised weights.
 long multiplies_many_by_onednn() {
-#if defined(__AMX_BF16__) || !defined(__AVX512VNNI__)
+#if defined(__AMX_BF16__) || (WIDE && !defined(__AVX512VNNI__))
   return 1;
 #else
   return 0;
@@ -216,8 +216,8 @@ long rope_tables(const int64_t* positions, long n_rows, const float* frequencies
 long add(const uint16_t* x, const uint16_t* y, long n, uint16_t* out) {
   parallel_for(n > PARALLEL, (n + LANES - 1) / LANES, [=](long vector) {
     const long i = vector * LANES;
-    const __mmask16 m = lanes(i, n);
-    store_bfloat16(out + i, m, _mm512_add_ps(load_bfloat16(x + i, m), load_bfloat16(y + i, m)));
+    const Mask m = lanes(i, n);
+    store_bfloat16(out + i, m, load_bfloat16(x + i, m) + load_bfloat16(y + i, m));
   });
   return 0;
 }
@@ -233,11 +233,11 @@ long copy_rows(const uint8_t* rows, long stride_bytes, long n_rows, long row_byt
 long cast(const void* x, long to_bfloat16, long n, void* out) {
   parallel_for(n > PARALLEL, (n + LANES - 1) / LANES, [=](long vector) {
     const long i = vector * LANES;
-    const __mmask16 m = lanes(i, n);
+    const Mask m = lanes(i, n);
     if (to_bfloat16)
-      store_bfloat16((uint16_t*)out + i, m, _mm512_maskz_loadu_ps(m, (const float*)x + i));
+      store_bfloat16((uint16_t*)out + i, m, load((const float*)x + i, m));
     else
-      _mm512_mask_storeu_ps((float*)out + i, m, load_bfloat16((const uint16_t*)x + i, m));
+      store((float*)out + i, m, load_bfloat16((const uint16_t*)x + i, m));
   });
   return 0;
 }

@@ -108,7 +108,7 @@ void dequantise_row(const uint8_t* raw, long n_blocks, long block_bytes, uint16_
         const float product = scale * float(value);
         x[i] = T::MIN ? product + T::MIN * minimum : product;
       }
-      for (int i = 0; i < T::GROUP; i += LANES) store_bfloat16(out + g * T::GROUP + i, _mm512_load_ps(x + i));
+      for (int i = 0; i < T::GROUP; i += LANES) store_bfloat16(out + g * T::GROUP + i, load(x + i));
     }
   }
 }
