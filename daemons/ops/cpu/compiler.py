@@ -1,7 +1,7 @@
 """Compile the C++ kernels of this directory with the machine's compiler, for the cpu at hand, and load them.
 
 The library is kept in the user's cache under a name made of sources, compiler and cpu, so only the first daemon of a
-version waits for it (some 10 s).  It is linked to no OpenMP library: it takes torch's, whose threads it shares.
+version waits for it.  It is linked to no OpenMP library: it takes torch's, whose threads it shares.
 """
 
 from __future__ import annotations
