@@ -201,9 +201,17 @@ inline Ints lane_numbers() {
 template <int BITS>
 inline Ints shift_left(Ints x) BOTH(Ints, _mm256_slli_epi32(x.a, BITS), _mm256_slli_epi32(x.b, BITS))
 
+// A sum that is computed before the next is begun: gcc would add many at the end, and keep all products in memory.
+inline __m256i now(__m256i sum) {
+  asm("" : "+x"(sum));
+  return sum;
+}
+
 // Sums of products of two 16-bit integers.
-inline Ints add_pairs(Ints sum, Ints w, Ints x)
-    BOTH(Ints, _mm256_add_epi32(sum.a, _mm256_madd_epi16(w.a, x.a)), _mm256_add_epi32(sum.b, _mm256_madd_epi16(w.b, x.b)))
+inline __m256i add_pairs(__m256i sum, __m256i w, __m256i x) {
+  return now(_mm256_add_epi32(sum, _mm256_madd_epi16(w, x)));
+}
+inline Ints add_pairs(Ints sum, Ints w, Ints x) BOTH(Ints, add_pairs(sum.a, w.a, x.a), add_pairs(sum.b, w.b, x.b))
 
 #if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
 inline __m256i add_fours(__m256i sum, __m256i w, __m256i x) {
@@ -222,8 +230,10 @@ constexpr bool ADDS_FOURS = false;
 #endif
 
 // Products of two bytes and the next two, those of `w` without sign, are summed as 16-bit integers; those saturate.
-inline Ints add_twos(Ints sum, Ints w, Ints x)
-    BOTH(Ints, _mm256_add_epi16(sum.a, _mm256_maddubs_epi16(w.a, x.a)), _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(w.b, x.b)))
+inline __m256i add_twos(__m256i sum, __m256i w, __m256i x) {
+  return now(_mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)));
+}
+inline Ints add_twos(Ints sum, Ints w, Ints x) BOTH(Ints, add_twos(sum.a, w.a, x.a), add_twos(sum.b, w.b, x.b))
 // The same of two bytes with sign, of which x is above -128.
 inline __m256i signed_twos(__m256i w, __m256i x) {
   return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
@@ -247,6 +257,8 @@ template <int BITS>  // of 16-bit integers
 inline Ints shift_right_16(Ints x) BOTH(Ints, _mm256_srli_epi16(x.a, BITS), _mm256_srli_epi16(x.b, BITS))
 template <int BITS>
 inline Ints shift_left_16(Ints x) BOTH(Ints, _mm256_slli_epi16(x.a, BITS), _mm256_slli_epi16(x.b, BITS))
+inline Ints shifted_right_16(Ints x, int n) BOTH(Ints, _mm256_srli_epi16(x.a, n), _mm256_srli_epi16(x.b, n))
+inline Ints shifted_left_16(Ints x, int n) BOTH(Ints, _mm256_slli_epi16(x.a, n), _mm256_slli_epi16(x.b, n))
 inline Ints bits_and(Ints x, Ints y) BOTH(Ints, _mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b))
 inline Ints bits_and_or(Ints x, Ints y, Ints z)
     BOTH(Ints, _mm256_or_si256(_mm256_and_si256(x.a, y.a), z.a), _mm256_or_si256(_mm256_and_si256(x.b, y.b), z.b))
@@ -255,17 +267,13 @@ inline Ints lookup_bytes(__m128i table, Ints index) {
   const __m256i both = _mm256_broadcastsi128_si256(table);
   return {_mm256_shuffle_epi8(both, index.a), _mm256_shuffle_epi8(both, index.b)};
 }
-// x plus `added` in those bytes whose bit is set in the 64 bits at `bits`.
-inline __m256i add_where(__m256i x, const void* bits, uint8_t added) {
-  int32_t all;
-  memcpy(&all, bits, 4);
-  const __m256i byte_of_each = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-  const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201)), mine = _mm256_set1_epi32(all);
-  const __m256i found = _mm256_and_si256(_mm256_shuffle_epi8(mine, byte_of_each), bit);
-  return _mm256_add_epi8(x, _mm256_and_si256(_mm256_cmpeq_epi8(found, bit), _mm256_set1_epi8(char(added))));
+// The fours of a group of 32 columns with a high bit: the i-th one plus 16 where its bit of the 64 bytes is set.
+inline Ints add_high_bit(Ints low, const uint8_t* bits, int i) {
+  const Ints all = load_ints(bits), moved = i < 4 ? shifted_left_16(all, 4 - i) : shifted_right_16(all, i - 4);
+  return bits_and_or(moved, splat_byte(16), low);
 }
-inline Ints add_where(Ints x, const void* bits, uint8_t added)
-    BOTH(Ints, add_where(x.a, bits, added), add_where(x.b, (const char*)bits + 4, added))
+// Where that of a byte, `lane`, is.
+inline void set_high_bit(uint8_t* bits, int i, int lane) { bits[lane] |= 1 << i; }
 
 // ---- pairs of bfloat16 in lanes of 32 bits
 

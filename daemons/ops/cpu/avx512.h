@@ -142,12 +142,14 @@ inline Ints flip_bits(Ints x, Ints y) { return _mm512_xor_si512(x, y); }
 inline Ints lookup_bytes(__m128i table, Ints index) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), index);
 }
-// x plus `added` in those bytes whose bit is set in the 64 bits at `bits`.
-inline Ints add_where(Ints x, const void* bits, uint8_t added) {
+// The fours of a group of 32 columns with a high bit: the i-th one plus 16 where its bit of the 64 bytes is set.
+inline Ints add_high_bit(Ints low, const uint8_t* bits, int i) {
   uint64_t mask;
-  memcpy(&mask, bits, 8);
-  return _mm512_mask_add_epi8(x, __mmask64(mask), x, splat_byte(added));
+  memcpy(&mask, bits + 8 * i, 8);
+  return _mm512_mask_add_epi8(low, __mmask64(mask), low, splat_byte(16));
 }
+// Where that of a byte, `lane`, is.
+inline void set_high_bit(uint8_t* bits, int i, int lane) { bits[8 * i + lane / 8] |= 1 << lane % 8; }
 
 // ---- pairs of bfloat16 in lanes of 32 bits
 

@@ -6,7 +6,8 @@
 // a byte each | groups of columns that share a scale, of each half: high bits | codes.  Of eight columns, 0 4 1 5 are the
 // bytes of one vector, a *four*, and 2 6 3 7 those of the next: so the halves of a lane in both, shifted, are the pairs
 // 0 1, 2 3, 4 5 and 6 7.  Codes of 4 bits: a byte has the first four's in its low nibble, the second's in the high one.
-// One high bit: a bit for each byte of a four.  Two high bits: 64 bytes for 16 columns, bits 2i of a byte are of the i-th
+// One high bit: with AVX-512 a bit for each byte of a four; else 64 bytes for 32 columns, bit i of a byte is of the i-th
+// four.  Two high bits: 64 bytes for 16 columns, bits 2i of a byte are of the i-th
 // four.  Codes of 8 bits: a byte each, plus OFFSET.
 #pragma once
 #include "vectors.h"
@@ -117,7 +118,7 @@ inline __attribute__((always_inline)) Ints bytes_of(const uint8_t* group, int i)
     const __m128i levels = _mm_loadu_si128((const __m128i*)LEVELS);
     return lookup_bytes(SIGNED ? levels : _mm_xor_si128(levels, _mm_set1_epi8(-128)), low);
   }
-  if constexpr (T::HIGH == 1) return add_where(low, group + 8 * i, 16);
+  if constexpr (T::HIGH == 1) return add_high_bit(low, group, i);
   return low;
 }
 
