@@ -53,7 +53,7 @@ from lucevisor.protocol.validation import UnansweredStep
 from lucevisor.supervision.daemon import Callbacks, LoadOrder
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.policy import SupervisionLimits
+from lucevisor.supervision.machine import SupervisionLimits
 from lucevisor.suspend_clock import SuspendAwareClock
 
 OPTIONAL_GROUPS_S = 5.0
@@ -118,14 +118,9 @@ class PlacementBarrier:
 
 def _new_future() -> asyncio.Future[Placement]:
     future: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
-    future.add_done_callback(_retrieve)
+    # retrieved at once: who awaits it gets it anyway
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
-
-
-def _retrieve(future: asyncio.Future[Placement]) -> None:
-    """Mark an exception as seen: whoever awaits the future still gets it."""
-    if not future.cancelled():
-        future.exception()
 
 
 _SHARED = (

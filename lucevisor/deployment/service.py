@@ -54,7 +54,7 @@ from lucevisor.snapshots.store import SnapshotStore
 from lucevisor.supervision.child import LocalLauncher, stage_packages
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.policy import SupervisionLimits
+from lucevisor.supervision.machine import SupervisionLimits
 
 
 async def watch_holds(engine: Engine, hold_s: float) -> None:

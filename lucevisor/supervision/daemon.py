@@ -49,15 +49,6 @@ def _ignore(*_: object) -> None:
     """Do nothing."""
 
 
-def _no_step(*_: object) -> None:
-    """Return no step."""
-
-
-def _accept(*_: object) -> str:
-    """Accept whatever was loaded."""
-    return ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
     """The callbacks of one model.  The first argument of each is the group's name.
@@ -72,11 +63,11 @@ class Callbacks:
     """
 
     make_load: Callable[[str, Hello], Awaitable[LoadOrder]]
-    check_loaded: Callable[[str, Loaded], str] = _accept
+    check_loaded: Callable[[str, Loaded], str] = lambda *_: ""
     on_ready: Callable[[str, Channel, Hello, Loaded], None] = _ignore
     on_lost: Callable[[str, str], None] = _ignore
     on_frame: Callable[[str, Frame], None] = _ignore
-    find_step: Callable[[str, int, int], UnansweredStep | None] = _no_step
+    find_step: Callable[[str, int, int], UnansweredStep | None] = lambda *_: None
     on_state: Callable[[str, State, str], None] = _ignore
     on_draining: Callable[[str, int], None] | None = None
     on_progress: Callable[[str, Progress], None] = _ignore

@@ -26,8 +26,7 @@ from lucevisor.supervision import events as ev
 from lucevisor.supervision.child import LocalLauncher, SpawnError
 from lucevisor.supervision.daemon import Callbacks, Daemon
 from lucevisor.supervision.events import State
-from lucevisor.supervision.machine import Machine
-from lucevisor.supervision.policy import SupervisionLimits
+from lucevisor.supervision.machine import Machine, SupervisionLimits
 from lucevisor.supervision.spares import Spares, SpareStatus
 
 _log = structlog.get_logger("lucevisor.supervision")

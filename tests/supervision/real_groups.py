@@ -17,7 +17,7 @@ from lucevisor.supervision.child import LocalLauncher, StagedPackages, stage_pac
 from lucevisor.supervision.daemon import Callbacks, LoadOrder
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.policy import SupervisionLimits
+from lucevisor.supervision.machine import SupervisionLimits
 from tests.waiting import until
 
 FAST = SupervisionLimits(backoff_min_s=0.05, hello_s=20.0, exit_grace_s=0.5, stacks_s=0.5, recheck_s=0.1, n_restarts=3)

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lucevisor.text.output_format import OutputFormat, detect_format
-from lucevisor.text.output_parser import ContentDelta, OutputParser, ReasoningDelta, StopMatcher, ToolCallDelta
+from lucevisor.text.output_parser import (
+    ContentDelta,
+    OutputFormat,
+    OutputParser,
+    ReasoningDelta,
+    StopMatcher,
+    ToolCallDelta,
+    detect_format,
+)
 from lucevisor.text.reasoning import CHANNEL, THINK
 from lucevisor.text.tokenizer import Segment, Tokenizer
 from lucevisor.text.tools import FORMATS
