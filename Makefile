@@ -68,6 +68,7 @@ style: setup
 
 types: setup
 	$(BIN)/mypy lucevisor daemons
+	MYPYPATH=bench $(BIN)/mypy --config-file bench/mypy.ini bench/*.py
 
 arch: setup
 	$(BIN)/lint-imports

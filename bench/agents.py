@@ -1,10 +1,12 @@
 """Agents behind one system prompt, against any OpenAI endpoint: time to the first token, reused tokens, tokens/s.
 
     python bench/agents.py URL [--agents 12] [--turns 5] [--system 6000] [--tool 2400] [--answer 150] [--json PATH]
+                           [--in-turn] [--stream]
 
 All agents begin at once with the same system prompt.  Each turn of an agent sends its conversation so far and a new
 text of a tool, and takes an answer of so many tokens, streamed, greedy.  Lengths of texts are in words, most of which
-are one token or two; the endpoint's usage says how many tokens they were.
+are one token or two; the endpoint's usage says how many tokens they were.  --in-turn: one request at a time, and an
+agent goes on when all others have had their turn.  --stream: beside one more answer, whose chunks are timed.
 """
 
 import argparse
@@ -57,15 +59,41 @@ async def turn(session, url, model, messages, n_answer):
 
 
 async def agent(session, url, model, options, i):
+    """Yield what was measured of each turn."""
     rng = random.Random(f"agent {options.seed} {i}")
     messages = [{"role": "system", "content": text(random.Random(options.seed), options.system)}]
-    rows = []
     for number in range(options.turns):
         messages.append({"role": "user", "content": f"Agent {i}, turn {number}: {text(rng, options.tool)}"})
         said, row = await turn(session, url, model, messages, options.answer)
         messages.append({"role": "assistant", "content": said})
-        rows.append({"agent": i, "turn": number, **row})
-    return rows
+        yield {"agent": i, "turn": number, **row}
+
+
+async def all_turns(session, url, model, options):
+    agents = [agent(session, url, model, options, i) for i in range(options.agents)]
+    if options.in_turn:
+        return [await anext(one) for _ in range(options.turns) for one in agents]
+
+    async def rows(one):
+        return [row async for row in one]
+
+    return [row for found in await asyncio.gather(*map(rows, agents)) for row in found]
+
+
+async def gaps_of_a_stream(session, url, model, gaps):
+    """Collect the seconds between the chunks of answers without end."""
+    body = {
+        "model": model, "messages": [{"role": "user", "content": "Count."}], "max_tokens": 1500, "temperature": 0,
+        "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    while True:
+        async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
+            last = None
+            async for line in answer.content:
+                if line.startswith(b"data: {"):
+                    now = time.monotonic()
+                    gaps += [] if last is None else [now - last]
+                    last = now
 
 
 async def measure(options):
@@ -73,12 +101,13 @@ async def measure(options):
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         async with session.get(f"{options.url}/v1/models") as answer:
             model = (await answer.json())["data"][0]["id"]
+        gaps = []
+        beside = asyncio.create_task(gaps_of_a_stream(session, options.url, model, gaps)) if options.stream else None
         began = time.monotonic()
-        all_rows = await asyncio.gather(
-            *(agent(session, options.url, model, options, i) for i in range(options.agents))
-        )
+        rows = await all_turns(session, options.url, model, options)
         seconds = time.monotonic() - began
-    rows = [row for rows in all_rows for row in rows]
+        if beside is not None:
+            beside.cancel()
     first = sorted(row["first_s"] for row in rows)
     total = {key: sum(row[key] for row in rows) for key in ("prompt", "cached", "answer")}
     print(
@@ -86,7 +115,15 @@ async def measure(options):
         f"prompts, {total['cached']} of them reused; {total['answer']} answered; first token p50 "
         f"{statistics.median(first):.2f} s, p95 {first[int(0.95 * (len(first) - 1))]:.2f} s"
     )
-    return {"model": model, "seconds": seconds, **total, "first_s": first, "rows": rows}
+    later = sorted(row["first_s"] for row in rows if row["turn"])
+    if options.in_turn and later:
+        print(f"after the first turn: first token p50 {statistics.median(later):.3f} s, max {later[-1]:.3f} s")
+    if gaps := sorted(gaps):
+        at = {
+            name: 1e3 * gaps[int(share * (len(gaps) - 1))] for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1))
+        }
+        print(f"{len(gaps)} chunks beside it, ms apart: " + ", ".join(f"{name} {ms:.1f}" for name, ms in at.items()))
+    return {"model": model, "seconds": seconds, **total, "first_s": first, "gaps_s": gaps, "rows": rows}
 
 
 def main():
@@ -97,6 +134,8 @@ def main():
     parser.add_argument("--system", type=int, default=6000)
     parser.add_argument("--tool", type=int, default=2400)
     parser.add_argument("--answer", type=int, default=150)
+    parser.add_argument("--in-turn", action="store_true")
+    parser.add_argument("--stream", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -44,7 +44,7 @@ def switched(graphs, on):
     """Dependent launches on or off; graphs are captured anew."""
     for name, module in sys.modules.items():
         if name.startswith("daemons.ops.triton.") and module is not launches and hasattr(module, "dependent_launch"):
-            module.dependent_launch = launches.dependent_launch if on else lambda device: {"PDL": False}
+            vars(module)["dependent_launch"] = launches.dependent_launch if on else lambda device: {"PDL": False}
     Kernel.dependent_launches = on
     for graph in graphs:
         graph._graphs.clear()

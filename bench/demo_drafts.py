@@ -115,7 +115,7 @@ async def measure(options, directory):
                     totals[name][origin][0] += n
                     totals[name][origin][1] += s
             n_same += sum(map(list.__eq__, answers["plain"], answers["drafts"]))
-        statistics = services["drafts"].engine.statistics().drafts
+        statistics = services["drafts"].only.engine.statistics().drafts
     return {"equal_answers": n_same, **figures(totals, statistics)}
 
 

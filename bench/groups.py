@@ -51,7 +51,7 @@ def configured(path, options, devices):
 async def measure(options, devices):
     """Seconds a token by number of streams, seconds of the prompt, and seconds of a hop where one row crosses."""
     counts = sorted({*options.streams, *(max(1, n // 2) for n in options.streams)})
-    found = {"streams": {n: [] for n in counts}, "prompt_s": [], "hop_s": []}
+    found: dict = {"streams": {n: [] for n in counts}, "prompt_s": [], "hop_s": []}
     with tempfile.TemporaryDirectory(prefix="groups-") as directory:
         config = configured(Path(directory) / "groups.toml", options, devices)
         model = ServedModel(open_spec(options.file), (options.file,), options.shape)

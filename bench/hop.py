@@ -35,7 +35,7 @@ from services import ROOT, running
 from lucevisor.cli.bench import Case, tokens_per_s
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.arena import Arena, descriptors
-from lucevisor.protocol.codec import encode
+from lucevisor.protocol.frames import encode
 from lucevisor.protocol.loading import ArenaPlan, Load, PoolSizes, RowsConnection
 from lucevisor.protocol.messages import Role
 from lucevisor.protocol.steps import Slice, Step
@@ -155,7 +155,7 @@ def open_buffers(n_bytes, n_regions, *, tcp, tokens=False):
 
 def await_rows(buffer, region, step_id):
     while not buffer.rung(region, step_id):
-        select.select([buffer.wake_fd], [], [])
+        select.select(buffer.wake_fds, [], [])
         buffer.drain()
 
 

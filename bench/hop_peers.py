@@ -38,7 +38,7 @@ def sink(address, n_bytes):
 
 def await_rows(buffer, region, step_id):
     while not buffer.rung(region, step_id):
-        select.select([buffer.wake_fd], [], [])
+        select.select(buffer.wake_fds, [], [])
         buffer.drain()
 
 
@@ -50,7 +50,7 @@ def rows(address, _):
     step_id = 1
     while True:
         while not there.rung(step_id % 2, step_id):
-            if link.fileno() in select.select([there.wake_fd, link.fileno()], [], [])[0]:
+            if link.fileno() in select.select([*there.wake_fds, link.fileno()], [], [])[0]:
                 return
             there.drain()
         back.region(step_id % 2)[:] = there.region(step_id % 2)

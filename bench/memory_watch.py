@@ -26,6 +26,7 @@ class Watcher:
         self._process = self._spawn() if self.indices else None
         self.start = self.free()
         self.least = dict(self.start)
+        self.contexts = {}
 
     @staticmethod
     def _spawn():

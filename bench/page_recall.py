@@ -74,7 +74,7 @@ def by_page(weights):
 
 def shares_and_scores(layers):
     """The last token's attention by page, by layer and head [L, H, pages], and the pages' scores as ``qk`` has them."""
-    shares, scores = [], 0.0
+    shares, scores = [], torch.zeros(())
     for q, keys, scale in layers:
         n_heads, n_kv_heads = q.shape[1], keys.shape[1]
         repeated = keys.repeat_interleave(n_heads // n_kv_heads, dim=1)
@@ -83,7 +83,7 @@ def shares_and_scores(layers):
         whole = (len(keys) - 2) // PAGE_TOKENS
         pages = keys[: whole * PAGE_TOKENS].view(whole, PAGE_TOKENS, *keys.shape[1:])
         sums = log_sums(queries_by_head(q[:-1], n_kv_heads, scale), sketches_of(pages))
-        scores = scores + scores_of(sums, len(q) - 1)
+        scores += scores_of(sums, len(q) - 1)
     return torch.stack(shares), scores.tolist()
 
 

@@ -210,10 +210,10 @@ def main():
     own = [row for row in record["rows"] if row["model"] == options.model.name]
     worst = max((row["difference"] for row in own), key=abs, default=0.0)
     known = {(row["path"], row["mode"]) for row in own}
-    texts = held_out(options.texts, options.tokens)
-    if not texts[1].any():
+    texts, counted = held_out(options.texts, options.tokens)
+    if not counted.any():
         raise SystemExit("the assistant says nothing in these tokens: ask for more")
-    for row in measure(options.model, *texts, backend, paths, known=known):
+    for row in measure(options.model, texts, counted, backend, paths, known=known):
         worst = max(worst, row["difference"], key=abs)
         keep(record, row, out)
     if options.golden is not None:

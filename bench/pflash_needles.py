@@ -25,7 +25,7 @@ from pathlib import Path
 import structlog
 from services import DEMO, ROOT, running
 
-from lucevisor.compression.selection import CHUNK_TOKENS, anchor_chunks, select
+from lucevisor.compression.compressor import CHUNK_TOKENS, anchor_chunks, select
 from lucevisor.compression.windows import QUERY_TOKENS, QUESTION_TOKENS
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.model.gguf_files import open_model

@@ -36,7 +36,7 @@ from services import DEMO, groups_toml, running
 
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.deployment.journal_rows import JournalRows
+from lucevisor.deployment.boundaries import JournalRows
 from lucevisor.engine.journal import Journal
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.engine.sequence import LiveSequence
@@ -47,7 +47,7 @@ from lucevisor.model.values import Space
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import ArenaPlan, PoolSizes
 from lucevisor.protocol.steps import SamplingParams, Slice, Step
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 
 GREEDY = SamplingParams(temperature=0.0)
 N_DECODED = 64
@@ -278,20 +278,24 @@ async def measure(options, cost, keep):
 
 def journal_alone():
     pools = PagePools({Space.FULL}, PoolSizes(2000, 0, 0))
-    rows = JournalRows({0: Arena.create(ArenaPlan(0, CHUNK * ROW_BYTES, 3))}, ROW_BYTES, 2 << 30, HostMemory())
-    journal = Journal(rows, pools[Space.FULL], rows.n_pages)
+    arena, copies = Arena.create(ArenaPlan(0, CHUNK * ROW_BYTES, 3)), []
+    rows = JournalRows({0: arena}, ROW_BYTES, 2 << 30, HostMemory())
+    journal = Journal(copies, rows.has_rows, pools[Space.FULL], rows.n_pages)
     lives = {i: LiveSequence(i, -1, PageTable(pools, None)) for i in range(8)}
     for live in lives.values():
         live.table.grow(0, 8000)
 
     def file(step_id, slices):
         step = Step(step_id, 0, [], slices)
+        arena.ring(0, step_id, 0)
         started = time.perf_counter()
         journal.on_step_planned(step, lives)
         journal.on_stage_answered(step_id, 0)
         journal.on_step_finished(step_id)
         between = time.perf_counter()
-        rows.free(0)
+        for one in copies:
+            rows.file(one.boundary, one.region, one.copies)
+        copies.clear()
         return between - started, time.perf_counter() - started
 
     chunks = [file(1 + 2 * i + at, [Slice(i, at * CHUNK, [1] * CHUNK, sample=False)]) for i in lives for at in (0, 1)]

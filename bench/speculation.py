@@ -34,7 +34,8 @@ from make_gguf import SHAPES, write
 from memory_watch import Poll, Watcher
 from records import RESULTS, conditions, write_json
 
-from lucevisor.app.run import freeze_gc, open_model
+from lucevisor.app.model_files import open_model
+from lucevisor.app.run import freeze_gc
 from lucevisor.deployment.service import Service
 from lucevisor.engine.drafting import placeholder_drafts
 from lucevisor.engine.request import GenerationRequest, TokenEvent

@@ -26,9 +26,6 @@ from lucevisor.protocol.transport import BlockingLink
 
 _POLLS_PER_LINK_CHECK: Final = 20
 """Polls of a doorbell between two checks of the link: some two microseconds."""
-_HOLD_MS: Final = 10
-"""Longest time that an answer is held back to be sent with the next one: longer than most steps of a stage that shares
-its core."""
 
 
 class StepCancelled(Exception):
@@ -113,13 +110,11 @@ class Inbox:
         if (link := self._link.fileno()) >= 0 and not self._link.buffered:
             poll = select.poll()
             poll.register(link, select.POLLIN)
-            poll.register(rows.wake_fd, select.POLLIN)
-            holds = timeout_ms is None and self._link.holds
+            for fd in rows.wake_fds:
+                poll.register(fd, select.POLLIN)
             with self._released:
-                ready = {fd for fd, _ in poll.poll(_HOLD_MS if holds else timeout_ms)}
-            if holds and not ready:
-                self._link.flush()
-            if rows.wake_fd in ready:
+                ready = {fd for fd, _ in poll.poll(timeout_ms)}
+            if ready - {link}:
                 rows.drain()
             if link not in ready:
                 return

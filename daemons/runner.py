@@ -73,7 +73,6 @@ class ModelRunner:
         self.scorer: ScoreStage | None = None
         self._draft: DraftStage | None = None
         self.draft_step: Callable[[int], DraftStep | None] = lambda step_id: None  # see Inbox.draft_step
-        self.flush_answers: Callable[[], None] = lambda: None  # those that wait for the next one: BlockingLink.flush
         self.await_captures: Callable[[SharedBuffer, Step], None] = lambda rows, step: None  # see Inbox.await_captures
         self._draft_inputs = None
         if load.draft is not None:
@@ -408,7 +407,6 @@ class ModelRunner:
             return []
         logits = stage.logits(rows, wanted)  # on a device it is queued by now: the masks arrive meanwhile
         between()
-        self.flush_answers()  # so that the supervisor, which they wake, is awake when this step is answered
         slices = [s for s in step.slices if s.sample]
         waits = self._wants_drafts(step) or step.want_logits  # a DraftStep begins with tokens that the host reads
         alone = not waits and (queues or self._plans[stage.plan.stage].source is None)

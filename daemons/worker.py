@@ -221,10 +221,7 @@ class _MessageLoop:
     def _answer(self, output: StepOutput, n_rows: int) -> None:
         payload = [t.contiguous().numpy().data for t in output.payload]
         result, runtime = output.result, self._runtime
-        if result.drafts and runtime is not None and runtime.shares_cores:  # a step that verifies them may be here
-            self._link.hold(result, request_id=result.step_id)
-        else:
-            self._link.send(result, request_id=result.step_id, payload=payload)
+        self._link.send(result, request_id=result.step_id, payload=payload)
         if runtime is not None:
             runtime.publish_tokens(output)
         self._reporter.step_done(n_rows)
@@ -393,7 +390,7 @@ class _MessageLoop:
             places += [] if load.score is None else [f"device {load.score.device} scoring stage"]
             return self._fail("load", e, ", ".join(places))
         self._inbox.spin_s = load.spin_s
-        self._runtime.draft_step, self._runtime.flush_answers = self._inbox.draft_step, self._link.flush
+        self._runtime.draft_step = self._inbox.draft_step
         self._runtime.await_captures = self._inbox.await_captures
         self._reporter.memory(self._runtime.free_bytes())
         self._link.send(loaded)

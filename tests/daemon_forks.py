@@ -40,7 +40,7 @@ from typing import Any
 if __name__ != "__main__":  # the process that forks holds what a daemon imports, and no more
     import lucevisor
     from lucevisor.supervision import child
-    from lucevisor.supervision.launcher import stage_packages
+    from lucevisor.supervision.child import stage_packages
     from tests import cpu_library
 
 _PR_SET_CHILD_SUBREAPER = 36

@@ -20,7 +20,7 @@ from lucevisor.text.grammar.rules import Rules
 from lucevisor.text.llguidance_limits import GrammarError
 from lucevisor.text.reasoning import ReasoningTags, after_reasoning
 from lucevisor.text.tools import Function, ToolFormat, Tools
-from lucevisor.text.tools.constraint import MAX_CALLS, calls_in_text, calls_only, functions, without_schemas
+from lucevisor.text.tools.call import MAX_CALLS, calls_in_text, calls_only, functions, without_schemas
 
 MAX_OPTIONS: Final = 1024
 """Texts of a choice."""

@@ -22,7 +22,7 @@ from lucevisor.api.bodies import json_response, read_body
 from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.parameters import check_model
 from lucevisor.errors import LucevisorError
-from lucevisor.text.output_format import OutputFormat
+from lucevisor.text.output_parser import OutputFormat
 
 
 async def models(request: web.Request) -> web.Response:

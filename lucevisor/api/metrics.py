@@ -20,7 +20,7 @@ from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.model.values import Space
 from lucevisor.snapshots.file_format import Fault
 from lucevisor.snapshots.store import FAILED_SAVES, NOT_RESTORED, SnapshotStore
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 
 PREFIX: Final = "lucevisor_"
 
@@ -160,7 +160,7 @@ def _engine(out: _Families, now: EngineStatistics, row_bytes: int) -> Iterator[M
     yield out.counter("preemptions", "Running requests that were preempted.", now.preemptions)
     yield out.counter("preemptions_swapped", "Preempted requests whose state went to host memory.", now.swapped)
     yield from _drafts(out, now.drafts)
-    cached = [([tier], now.cache.tokens.get(tier, 0)) for tier in ("memory", "disk")]
+    cached = [([tier], now.cache.tokens.get(tier, 0)) for tier in ("memory", "host", "disk")]
     yield out.counters("cached_prompt_tokens", "Prompt tokens taken from prefix slots, by tier.", ["tier"], cached)
     yield out.gauge("prefix_slots", "Prompt prefixes kept in memory.", now.cache.n_slots)
     yield out.gauge("prefix_bytes", "Pages and states held by slots only.", now.cache.n_bytes)

@@ -15,10 +15,10 @@ from lucevisor.api.prepared import GenerationOptions
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, TokenScore
 from lucevisor.protocol.steps import SamplingParams
-from lucevisor.text.output_format import OutputFormat
 from lucevisor.text.output_parser import (
     ContentDelta,
     OutputEvent,
+    OutputFormat,
     OutputParser,
     ReasoningDelta,
     StopMatcher,

@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import asyncio
+import glob
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from lucevisor.app.model_files import open_model
 from lucevisor.app.rundir import NAME, log_path
 from lucevisor.config import load
 from lucevisor.config.formats import HUB_PREFIX
-from lucevisor.deployment.cache_files import write_atomically
+from lucevisor.deployment.cache_files import cache_directory, read_json, write_atomically, write_json
 from lucevisor.deployment.probe import inventory
 from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.model.gguf_files import part_paths
@@ -33,6 +35,9 @@ from lucevisor.placement.result import Infeasible
 
 PROBE_S = 120.0
 """Importing torch from a cold disk takes a minute."""
+_HARDWARE = ("/proc/sys/kernel/random/boot_id", "/proc/driver/nvidia/version", "/sys/module/amdgpu/version")
+_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvidia-caps/*", "/dev/dri/render*", "/dev/kfd")
+_VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 _PROBE = """
 import json
@@ -42,21 +47,23 @@ try:
     n_devices = torch.cuda.device_count() if backend != "cpu" else 0
     devices = [torch.cuda.get_device_properties(i) for i in range(n_devices)]
     names, memory = [device.name for device in devices], sum(device.total_memory for device in devices)
-    print(json.dumps({"torch": torch.__version__, "backend": backend, "devices": names, "memory_bytes": memory}))
+    known = {"torch": torch.__version__, "backend": backend, "devices": names, "memory_bytes": memory}
+    print(json.dumps(known | {"file": torch.version.__file__}))
 except Exception as error:
     print(json.dumps({"problem": f"{type(error).__name__}: {error}"}))
 """
 
 
 class Interpreter(msgspec.Struct):
-    """Answer of an interpreter.  ``devices``: names of its GPUs, of ``memory_bytes`` in all.  ``problem``: why it
-    cannot run a daemon, or empty.
+    """Answer of an interpreter.  ``devices``: names of its GPUs, of ``memory_bytes`` in all.  ``file``: one that a new
+    torch would replace.  ``problem``: why it cannot run a daemon, or empty.
     """
 
     torch: str = ""
     backend: Literal["cpu", "cuda", "hip"] = "cpu"
     devices: tuple[str, ...] = ()
     memory_bytes: int = 0
+    file: str = ""
     problem: str = ""
     python: str = ""
 
@@ -76,6 +83,12 @@ class Interpreter(msgspec.Struct):
         return f"group {self.backend}: {devices}; torch {self.torch} of {self.python}"
 
 
+class KnownInterpreters(msgspec.Struct):
+    """Earlier answers of interpreters, by path, each with the ``state_of`` what it depends on."""
+
+    answers: dict[str, tuple[list[str], Interpreter]] = {}
+
+
 def model_name(model: str) -> str:
     """Return a name for the supervisor of a model: the file's stem, or the repository's name."""
     stem = model.removeprefix(HUB_PREFIX).partition(":")[0] if model.startswith(HUB_PREFIX) else model
@@ -91,8 +104,7 @@ def choose_groups(model: str, pythons: Sequence[str]) -> list[Interpreter]:
     """
     pythons = [os.path.abspath(python) if "/" in python else python for python in pythons]
     candidates = list(dict.fromkeys([*pythons, sys.executable, *_environments()]))
-    with ThreadPoolExecutor() as pool:
-        answers = {answer.python: answer for answer in pool.map(probe_interpreter, candidates)}
+    answers = ask_interpreters(candidates)
     for python in pythons:
         if answers[python].problem:
             why = f"cannot run a daemon: {answers[python].problem}"
@@ -117,6 +129,29 @@ def groups_by_vendor(interpreters: Sequence[Interpreter]) -> list[Interpreter]:
         if interpreter.devices:
             groups.setdefault(interpreter.backend, interpreter)
     return [*groups.values()] or [interpreters[0].as_cpu()]
+
+
+def ask_interpreters(pythons: Sequence[str]) -> dict[str, Interpreter]:
+    """Return answers by path.  An interpreter that has answered is asked again after a change of its torch, the
+    devices, their drivers or the variables that hide them, and after a reboot: importing torch takes seconds.
+    """
+    path = cache_directory() / "interpreters.json"
+    known = (read_json(path, KnownInterpreters, "known interpreters", lambda _: "") or KnownInterpreters()).answers
+    unknown = [python for python in pythons if python not in known or known[python][0] != state_of(known[python][1])]
+    with ThreadPoolExecutor() as pool:
+        asked = {answer.python: answer for answer in pool.map(probe_interpreter, unknown)}
+    if found := {python: (state_of(answer), answer) for python, answer in asked.items() if not answer.problem}:
+        write_json(path, KnownInterpreters(known | found), "known interpreters")
+    return {python: asked.get(python) or known[python][1] for python in pythons}
+
+
+def state_of(answer: Interpreter) -> list[str]:
+    """Return what an interpreter's answer depends on, as text to compare."""
+    files = [os.path.realpath(path) for path in (shutil.which(answer.python), answer.file) if path]
+    stamps = [f"{path} {os.stat(path).st_mtime_ns}" for path in files if os.path.exists(path)]
+    hardware = [Path(path).read_text() for path in _HARDWARE if os.path.exists(path)]
+    devices = sorted(device for pattern in _DEVICES for device in glob.glob(pattern))
+    return [*stamps, *hardware, *devices, *(f"{name}={os.environ.get(name)}" for name in _VISIBILITY)]
 
 
 def probe_interpreter(python: str) -> Interpreter:

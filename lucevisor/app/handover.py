@@ -25,7 +25,7 @@ import structlog
 
 from lucevisor.api.server import adopt
 from lucevisor.api.server import listen as listen_on
-from lucevisor.app.endpoint import Endpoint
+from lucevisor.app.admin import Endpoint
 from lucevisor.app.rundir import RunDirectory
 from lucevisor.app.systemd import Notifier, SystemdReport, watchdog_s
 from lucevisor.config import ServerConfig
@@ -282,8 +282,8 @@ class Handover:
         """Rescan cache.dir whenever the old supervisor has saved slots."""
         async for _ in offer.wait_for_saves():
             for model in self._service.models.values():
-                if model.snapshots is not None:
-                    await asyncio.to_thread(model.snapshots.store.scan)
+                if model.snapshot_store is not None:
+                    await asyncio.to_thread(model.snapshot_store.scan)
         log.info("the other supervisor has ended", pid=offer.reply.pid)
 
     # ---- in the old supervisor, called by HandoverServer

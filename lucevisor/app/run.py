@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import structlog
 import uvloop
@@ -36,8 +36,7 @@ from lucevisor.api.keys import ApiKeys
 from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.api.server import adopt, create_app, listen
 from lucevisor.app import logs, traces
-from lucevisor.app.admin import CacheOperations
-from lucevisor.app.endpoint import Endpoint
+from lucevisor.app.admin import CacheOperations, Endpoint
 from lucevisor.app.handover import Handover, no_room_error
 from lucevisor.app.model_files import FamilyCard, find_card, open_models, open_tokenizer
 from lucevisor.app.pflash import make_compressor, make_page_scorer
@@ -64,8 +63,8 @@ from lucevisor.errors import ConfigError, ExitCode, LucevisorError, unusable
 from lucevisor.model.values import dtype_bytes
 from lucevisor.protocol import fault_hooks
 from lucevisor.snapshots.maintenance import check_directory
-from lucevisor.supervision.policy import SupervisionLimits
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
+from lucevisor.supervision.machine import SupervisionLimits
 from lucevisor.text.template import TEMPLATE_KEY, ChatTemplate
 
 FETCH_S = 6 * 3600.0
@@ -98,8 +97,8 @@ class EarlySignals:
             raise KeyboardInterrupt
 
     def _on_signal(self, number: int, _: object) -> None:
-        if number == signal.SIGHUP and not self.hangup.ends:
-            self.reload = self.reload or self.hangup.reloads
+        if number == signal.SIGHUP and (effect := self.hangup.effect()) != "stop":
+            self.reload |= effect == "reload"
             return
         self.asked = signal.Signals(number).name
         if self._raising:
@@ -116,19 +115,11 @@ class HangupHandler:
         self._ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._in_terminal = _has_terminal()
 
-    @property
-    def ends(self) -> bool:
-        """True if a SIGHUP stops the supervisor now."""
-        return self._closed and not self._ignored
-
-    @property
-    def reloads(self) -> bool:
-        """True if a SIGHUP reloads the configuration now."""
-        return not self._closed
-
-    @property
-    def _closed(self) -> bool:
-        return self._in_terminal and not _has_terminal()
+    def effect(self) -> Literal["stop", "reload", "none"]:
+        """Return the effect of a SIGHUP that arrives now."""
+        if not self._in_terminal or _has_terminal():
+            return "reload"
+        return "none" if self._ignored else "stop"
 
 
 def _has_terminal() -> bool:
@@ -236,6 +227,10 @@ class Overrides:
     def effective(self) -> list[str]:
         return merge_overrides(self.from_start, self.from_reload)
 
+    def load(self) -> Config:
+        """Load the configuration as it is now; raises ConfigError."""
+        return load(self.file, self.effective)
+
     def as_json_rows(self) -> list[dict[str, object]]:
         """Return key, value, source and the overridden value of the file.  Environment variables may be secrets."""
         pairs = [override.partition("=")[::2] for override in self.effective]
@@ -250,11 +245,6 @@ class Overrides:
             }
             for key, value in pairs
         ]
-
-
-def reload_config(overrides: Overrides) -> Config:
-    """Load the configuration as it is now; raises ConfigError."""
-    return load(overrides.file, overrides.effective)
 
 
 def live_keys(after: Config, tls: ssl.SSLContext | None) -> set[str]:
@@ -475,7 +465,7 @@ class Supervisor:
         try:
             overrides = Overrides(self.config.file, self._overrides.from_start)
             config, changed, waiting = apply_live_keys(
-                self.config, reload_config(overrides), [*self._contexts.values()], self._tls
+                self.config, overrides.load(), [*self._contexts.values()], self._tls
             )
             # Overrides of `lucevisor reload --set` that changed the deployment stay; live keys follow the file again.
             left = [o for o in self._overrides.from_reload if o.partition("=")[0] in waiting]
@@ -490,9 +480,9 @@ class Supervisor:
             log.warning("changed keys that wait for `lucevisor reload` or a start", keys=waiting)
 
     def _on_hangup(self, hangup: HangupHandler) -> None:
-        if hangup.ends:
+        if (effect := hangup.effect()) == "stop":
             self.stop("SIGHUP, the terminal was closed")
-        elif hangup.reloads:
+        elif effect == "reload":
             with self._report.reload():
                 self._reload_live_keys()
 
@@ -509,7 +499,7 @@ class Supervisor:
     async def _reload(self, overrides: list[str]) -> dict[str, object]:
         with self._report.reload():
             later = replace(self._overrides, from_reload=overrides)
-            after, described = await asyncio.to_thread(lambda: (reload_config(later), later.as_json_rows()))
+            after, described = await asyncio.to_thread(lambda: (later.load(), later.as_json_rows()))
             await asyncio.to_thread(check_before_start, after, self.models)
             changed = await self._admin_operations.reload(after, live_keys(after, self._tls))
             apply_live_keys(self.config, after, [*self._contexts.values()], self._tls)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from lucevisor.engine import events
-from lucevisor.supervision import states
+from lucevisor.supervision import events as group_events
 
 _HEAD = """# States
 
@@ -29,7 +29,7 @@ def page() -> str:
     return "\n".join(
         [
             _HEAD,
-            _section("A backend group", states.State.STOPPED, states.TRANSITIONS),  # type: ignore[arg-type]
+            _section("A backend group", group_events.State.STOPPED, group_events.TRANSITIONS),  # type: ignore[arg-type]
             _section("The engine", events.EngineState.UNAVAILABLE, events.TRANSITIONS),  # type: ignore[arg-type]
         ]
     )

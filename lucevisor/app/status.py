@@ -20,8 +20,8 @@ from lucevisor.model.values import Space
 from lucevisor.placement.result import HostOwner
 from lucevisor.protocol.loading import DeviceUse
 from lucevisor.protocol.messages import Progress
+from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.states import State
 
 _RESTART_REASONS: Final = ("failure", "lack", "operator")
 """All reasons: a counter that first appears with 1 hides that restart from Prometheus' increase()."""
@@ -148,7 +148,7 @@ def _host_memory(service: ModelService) -> list[dict[str, Any]]:
 
 def _cache(service: ModelService, now: CacheStatistics) -> dict[str, Any]:
     """Prefix slots and snapshots; ``dir`` is empty while snapshots are off."""
-    store = service.snapshot_store
+    store, host = service.snapshot_store, service.host_tier
     entries, placement = store.entries if store is not None else [], service.placement
     return {
         "prefix_slots": now.n_slots,
@@ -159,7 +159,10 @@ def _cache(service: ModelService, now: CacheStatistics) -> dict[str, Any]:
         "prompts": now.n_prompts,
         "hits": now.n_hits,
         "evictions": now.n_evictions,
-        "tokens": {"memory": 0, "disk": 0} | now.tokens,
+        "tokens": {"memory": 0, "host": 0, "disk": 0} | now.tokens,
+        "host_slots": len(host.slots) if host is not None else 0,
+        "host_bytes": host.n_bytes if host is not None else 0,
+        "host": host.limit_bytes if host is not None else 0,
         "dir": str(store.directory.absolute()) if store is not None else "",
         "disk": store.budget if store is not None else service.config.cache.disk,
         "snapshots": len(entries),

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import math
 import os
 import random
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +26,10 @@ import psutil
 from lucevisor.chaos.faults import FAULTS, HEARTBEAT_S, READY_S, Target
 from lucevisor.chaos.traffic import Counts, Traffic
 from lucevisor.cli.admin_client import AdminClient
-from lucevisor.config import merge_overrides
-from lucevisor.errors import LucevisorError
+from lucevisor.cli.demo import demo_config
+from lucevisor.cli.options import RangeOfNumbers
+from lucevisor.config import load, merge_overrides, single_model
+from lucevisor.errors import ExitCode, LucevisorError
 from lucevisor.protocol import fault_hooks
 from lucevisor.source_tree import module_command
 
@@ -44,29 +51,14 @@ EXACT: Final = (
 
 
 @dataclass(slots=True)
-class Row:
-    """Results of the faults of one kind."""
-
-    times: int = 0
-    n_right: int = 0
-    wrong: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    pause_s: float = 0.0
-
-    def add(self, counts: Counts) -> None:
-        self.times += 1
-        self.n_right += counts.n_right
-        self.wrong += counts.wrong
-        self.lost += counts.lost
-        self.pause_s = max(self.pause_s, counts.pause_s)
-
-
-@dataclass(slots=True)
 class Report:
-    """``rows``: by fault; one that came with another counts for both.  ``total``: every answer once."""
+    """``rows``: by fault; one that came with another counts for both.  ``times``: how often each came.  ``total``:
+    every answer once.
+    """
 
     seed: int
-    rows: dict[str, Row]
+    rows: dict[str, Counts]
+    times: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     total: Counts = field(default_factory=Counts)
     restarts: int = 0
@@ -98,7 +90,7 @@ class Chaos:
         self._faults = faults
         self._began_s = time.monotonic()
         self._supervisors: list[subprocess.Popen[bytes]] = []
-        self.report = Report(seed, {name: Row() for name in faults})
+        self.report = Report(seed, {name: Counts() for name in faults})
 
     def run(self, seconds: float, n_faults: int | None = None) -> Report:
         """Return the report, after so many faults or so long.  Raises LucevisorError when the supervisor does not start
@@ -211,6 +203,7 @@ class Chaos:
                 await traffic.answered(running)  # else a slow machine would interrupt them again and again
             for name in dict.fromkeys(names):
                 self.report.rows[name].add(counts)
+                self.report.times[name] += 1
 
     async def _check_idle(self, target: Target) -> None:
         """Wait until no request runs, and report what the supervisor still holds."""
@@ -254,3 +247,69 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 def _socket(directory: Path) -> Path:
     return directory / "lucevisor" / NAME / "admin.sock"
+
+
+_N_SHOWN = 5
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=False)
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key.")
+@click.option("--minutes", type=RangeOfNumbers(0.01, 10_000), default=2.0, show_default=True)
+@click.option("--fault", "faults", metavar="NAME", multiple=True, help="Inject only this fault; may be repeated.")
+@click.option(
+    "--times", "n_faults", type=click.IntRange(min=1), help="End after this many faults instead of after --minutes."
+)
+@click.option("--seed", type=int, help="Seed for kinds and times of faults (default: random).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def chaos(
+    config: Path | None,
+    overrides: tuple[str, ...],
+    minutes: float,
+    faults: tuple[str, ...],
+    n_faults: int | None,
+    seed: int | None,
+    as_json: bool,
+) -> int:
+    """Start CONFIG (default: the demo) in float32, in a directory of its own, and let eight clients ask it while its
+    processes are killed, stopped, hung and starved at random.  Exit code 1 if an answer was wrong or lost."""
+    if unknown := [name for name in faults if name not in FAULTS]:
+        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(FAULTS)}", param_hint="--fault")
+    file = config or demo_config()
+    # Refused here, not by a supervisor whose output is in a file.
+    single_model(load(file, merge_overrides(EXACT, overrides)), "chaos")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.FAILED))  # not without its supervisor
+
+    seed = random.SystemRandom().randrange(10**6) if seed is None else seed
+    seconds = 60 * minutes if n_faults is None else math.inf
+    report = Chaos(file, overrides, seed, faults or tuple(FAULTS)).run(seconds, n_faults)
+    click.echo(_json(report) if as_json else _table(report))
+    for problem in [*report.total.wrong, *report.total.lost, *report.left][:_N_SHOWN]:
+        click.echo(problem, err=True)
+    return ExitCode.DONE if report.passed else ExitCode.FAILED
+
+
+def _table(report: Report) -> str:
+    lines = ["| fault | times | right | wrong | lost | longest pause |", "|---|---|---|---|---|---|"]
+    rows = [(name, report.times[name], row) for name, row in report.rows.items()]
+    for name, times, row in [*rows, ("all, each answer once", report.times.total(), report.total)]:
+        pause = f"{row.pause_s:.2f} s"
+        lines.append(f"| {name} | {times} | {row.n_right} | {len(row.wrong)} | {len(row.lost)} | {pause} |")
+    recovery, cache = report.recovery, report.recovery["cache"]
+    summary = [
+        f"{report.seconds:.0f} s, seed {report.seed}; {report.restarts} restarts of daemons",
+        f"{recovery['sequences']} sequences went on",
+        f"{recovery['rebuilt_tokens']} tokens rebuilt by the lost stages alone",
+        f"{recovery['recomputed_tokens']} computed again by all",
+        f"{cache['restored']} snapshots restored, refused: {cache['failures'] or 'none'}",
+        f"descriptors of the supervisor {report.descriptors[0]} before, {report.descriptors[1]} after",
+        f"left over: {', '.join(report.left) or 'nothing'}",
+    ]
+    lines += ["", "; ".join(summary)]
+    return "\n".join(lines)
+
+
+def _json(report: Report) -> str:
+    plain = {name: getattr(report, name) for name in ("seed", "seconds", "restarts", "recovery", "descriptors", "left")}
+    faults = {name: {"times": report.times[name], **row.as_json()} for name, row in report.rows.items()}
+    return json.dumps({**plain, "faults": faults, "answers": report.total.as_json()}, indent=2)

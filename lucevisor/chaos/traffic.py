@@ -59,6 +59,15 @@ class Counts:
     pause_s: float = 0.0
     """The longest time that a stream waited for its next token."""
 
+    def add(self, other: Counts) -> None:
+        self.n_right += other.n_right
+        self.wrong += other.wrong
+        self.lost += other.lost
+        self.pause_s = max(self.pause_s, other.pause_s)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"right": self.n_right, "wrong": self.wrong, "lost": self.lost, "pause_s": self.pause_s}
+
 
 class Lost(Exception):
     """A request that ended otherwise than with an answer."""

@@ -30,7 +30,7 @@ COMMANDS = {
     "bench": ("lucevisor.cli.bench", "Measure prompts and answers a second, also beside llama.cpp."),
     "cache": ("lucevisor.cli.cache", "List, verify, prune and remove snapshots on disk."),
     "chat": ("lucevisor.cli.chat", "Talk to a running supervisor."),
-    "chaos": ("lucevisor.chaos.command", "Inject random faults beside real traffic, and check every answer."),
+    "chaos": ("lucevisor.chaos.run", "Inject random faults beside real traffic, and check every answer."),
     "demo": ("lucevisor.cli.demo", "Start the bundled model over two daemons, ask questions, kill one in mid-answer."),
 }
 

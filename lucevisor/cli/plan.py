@@ -33,9 +33,9 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     few layers with --measure."""
     from lucevisor.app import logs
     from lucevisor.app.model_files import open_models
-    from lucevisor.deployment.model_configs import model_configs
     from lucevisor.deployment.preflight import check_before_start
     from lucevisor.deployment.probe import inventory
+    from lucevisor.deployment.served_model import model_configs
     from lucevisor.placement.report import plan_json, plan_text
     from lucevisor.placement.result import Infeasible
 
@@ -69,7 +69,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
 
 
 def _plan(config: Config, model: ServedModel, found: Inventory, *, measure: bool) -> Placement | Infeasible:
-    from lucevisor.deployment.speeds import read_speeds, request_for_split, speeds_for
+    from lucevisor.deployment.probe import read_speeds, request_for_split, speeds_for
     from lucevisor.placement.devices import with_target_devices
     from lucevisor.placement.planner import plan as make_plan
 
@@ -89,7 +89,7 @@ def init(model: str, pythons: tuple[str, ...]) -> int:
     """Print a configuration file that serves MODEL, a GGUF file or hf:OWNER/REPO[:QUANT], on the devices of this
     machine."""
     from lucevisor.app.discovery import choose_groups, write_config
-    from lucevisor.app.model_source import find_hub_file
+    from lucevisor.app.model_files import find_hub_file
 
     if not model.startswith(HUB_PREFIX) and not Path(model).is_file():
         raise ConfigError("MODEL", model, "there is no such file", "name a GGUF file, or hf:OWNER/REPO[:QUANT]")
@@ -108,8 +108,8 @@ def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
     """Check each group of CONFIG: imports, torch build, devices, arena mapping, one layer's numbers in the dtype that
     will run; then whether the model fits into the memory that is free."""
     from lucevisor.app.model_files import open_models
-    from lucevisor.deployment.model_configs import model_configs
     from lucevisor.deployment.probe import check_arena, inventory, probe_groups
+    from lucevisor.deployment.served_model import model_configs
     from lucevisor.placement.devices import with_target_devices
     from lucevisor.placement.planner import plan
     from lucevisor.placement.result import Infeasible

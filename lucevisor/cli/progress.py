@@ -13,7 +13,7 @@ import structlog
 from lucevisor.app import logs
 from lucevisor.app.status import LoadProgress
 from lucevisor.config import Config
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -117,7 +117,7 @@ def _is_model(argument: Path) -> bool:
 
 def _configured(model: str, pythons: Sequence[str], name: str | None) -> tuple[Path, str]:
     from lucevisor.app.discovery import choose_groups, model_name, save_config
-    from lucevisor.app.model_source import find_hub_file
+    from lucevisor.app.model_files import find_hub_file
 
     if not model.startswith(HUB_PREFIX) and not Path(model).is_file():
         raise ConfigError("CONFIG", model, "there is no such file", "name a configuration file, or a model's GGUF file")

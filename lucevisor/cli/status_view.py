@@ -257,6 +257,10 @@ def cache_lines(c: dict[str, Any]) -> list[str]:
         lines.append(f"prefix slots {c['prefix_slots']} of {c['max_slots']}, {memory}; {reused}")
         if n_tokens := sum(c["tokens"].values()):
             lines.append(f"  {n_tokens} tokens not computed")
+    if c["host"]:
+        lines.append(
+            f"  in host memory {c['host_slots']}, {format_bytes(c['host_bytes'])} of {format_bytes(c['host'])}"
+        )
     if c["dir"]:
         failed = "".join(f", {n} {reason}" for reason, n in c["failures"].items())
         disk = f"{format_bytes(c['snapshot_bytes'])} of {format_bytes(c['disk'])}"

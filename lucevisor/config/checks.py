@@ -288,12 +288,14 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
     if is_loopback(server.host) or server.api_keys_file:
         yield "server.allow_open", "server.host is for this machine only, or server.api_keys_file is set"
     if cache.prefix_slots == 0:
-        for name in ("memory", "states", "min_tokens", "checkpoint_pages", "dir", "disk"):
+        for name in ("memory", "states", "min_tokens", "checkpoint_pages", "host", "dir", "disk"):
             yield f"cache.{name}", "cache.prefix_slots is 0"
         if config.engine.swap_space != 0:
             yield "engine.swap_space", "cache.prefix_slots is 0, so preempted requests compute again"
     if not cache.dir:
         yield "cache.disk", "cache.dir is empty"
+    if any(group.transport == "tcp" for group in config.groups.values()):
+        yield "cache.host", "a group's transport is tcp, which passes no files"
     if draft.kind in ("off", "lookup"):
         for name in ("path", "device", "width") if draft.kind == "off" else ("path", "device"):
             yield f"draft.{name}", f"draft.kind is {draft.kind}"

@@ -205,6 +205,9 @@ class CacheConfig:
     states: Literal["device", "host"] = "device"
     """Memory for checkpoints of recurrent layers. `host`: in host memory, and copied when a slot is made or used;
     the devices hold the states of running sequences only. Pages stay on the devices."""
+    host: Annotated[int | AutoWord, AUTO_SIZE] = "auto"
+    """Host memory for prefix slots that the devices evict; 0 is off. `auto`: half of what is free; off where all
+    devices are cpus, whose slots are in host memory already."""
     dir: Annotated[str, PATH] = ""
     """Directory for snapshots, which survive a restart. Empty: none are written."""
     disk: Annotated[int, SIZE] = 20 * 2**30

@@ -15,13 +15,13 @@ import structlog
 from lucevisor import suspend_clock
 from lucevisor.config import Config, changed_keys
 from lucevisor.config.checks import OVERRIDE
+from lucevisor.deployment.assembly import RestoredState
 from lucevisor.deployment.deployment import Deployment
-from lucevisor.deployment.replacement import RestoredState
 from lucevisor.deployment.service import RESTART_S, ModelService, Service
 from lucevisor.engine.shell import Engine
 from lucevisor.errors import AdminError, ConfigError, ConfigErrors, LucevisorError, NotReadyError, nearest, show
 from lucevisor.kv_transfer.exports import ExportedState
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 
 FREEZE_S: Final = 15.0
 """Timeout in seconds for the steps in flight, before the state is copied."""

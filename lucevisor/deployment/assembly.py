@@ -3,6 +3,7 @@
 When every group with layers is READY, each daemon drops its sequences (Reset, answered by ResetDone); then a pipeline
 over their links is attached.  When a daemon is lost, only its replacement is reset and rebuilt (engine/recovery.py).
 Where the engine cannot do that, the pipeline is closed at once, and all daemons are reset for the next one.
+A daemon that replaces another may get its state, or steps to compute while it loads.
 Invariant: steps go only to READY daemons that were reset since they were lost or the pipeline was closed.
 """
 
@@ -10,18 +11,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Final
+from io import FileIO
+from typing import Final, NamedTuple
 
 import structlog
+from msgspec.structs import replace
 
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.shell import DraftStage, Engine, StateReplay
+from lucevisor.kv_transfer.exports import ExportedState
 from lucevisor.kv_transfer.transfers import KvTransfer
 from lucevisor.protocol.arena import ORDERED
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.loading import Load
 from lucevisor.protocol.steps import PendingCancelled, Reset, ResetDone, StepResult
 from lucevisor.protocol.transport import Channel
+from lucevisor.supervision.daemon import LoadOrder
 
 log = structlog.get_logger("assembly")
 
@@ -391,3 +397,61 @@ class PipelineAssembly:
 
 def _lost(group: str, reason: str) -> str:
     return f"group {group} was lost while the request ran: {reason}; send the request again"
+
+
+class RestoredState(NamedTuple):
+    """Links of daemons that have read what others held; ``with_draft``: the drafter's state, too."""
+
+    links: Collection[Channel] = ()
+    with_draft: bool = False
+
+
+_SETTLE_S: Final = 1.0
+"""Seconds that a load waits for steps in flight to other stages, to carry the steps to replay."""
+
+
+class ReplacementState:
+    """State for the next daemon of each group: exported state in host memory, or steps to replay while loading."""
+
+    def __init__(self) -> None:
+        self._exported: dict[str, ExportedState] = {}
+        self._rows: dict[str, FileIO] = {}  # the files that loads carry
+
+    async def load_order(
+        self, group: str, load: Load, assembly: PipelineAssembly | None, *, replays: bool = True
+    ) -> LoadOrder:
+        """Return a load, without its boundary memory.  It carries the steps that its daemon is to replay meanwhile, if
+        it ``replays``, and skips the warm-up, whose kernels are in caches, where requests wait for it.
+        """
+        self._close_rows(group)
+        if assembly is None or assembly.complete:
+            return LoadOrder(load)
+        replay = None if group in self._exported or not replays else await assembly.replay(group, _SETTLE_S)
+        if replay is None:
+            return LoadOrder(replace(load, warm_up=not assembly.holding))
+        self._rows[group] = replay.file
+        return LoadOrder(replace(load, replay=[*replay.stages], warm_up=False), [replay.file.fileno()])
+
+    def add(self, group: str, state: ExportedState) -> None:
+        """Keep a group's state for its next daemon."""
+        self.drop(group)  # of one that did not load
+        self._exported[group] = state
+
+    def take(self, group: str) -> ExportedState | None:
+        """Return the state for a daemon that has loaded, if there is one; the caller lets it read that."""
+        self._close_rows(group)
+        return self._exported.pop(group, None)
+
+    def drop(self, group: str) -> None:
+        """Drop the state of a group that will have no next daemon."""
+        self._close_rows(group)
+        if group in self._exported:
+            self._exported.pop(group).close()
+
+    def close(self) -> None:
+        for group in {*self._exported, *self._rows}:
+            self.drop(group)
+
+    def _close_rows(self, group: str) -> None:
+        if group in self._rows:
+            self._rows.pop(group).close()

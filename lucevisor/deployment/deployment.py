@@ -22,13 +22,12 @@ import structlog
 from lucevisor import suspend_clock
 from lucevisor.config import Config
 from lucevisor.config.formats import DeviceRef
-from lucevisor.deployment.assembly import PipelineAssembly
+from lucevisor.deployment.assembly import PipelineAssembly, ReplacementState, RestoredState
 from lucevisor.deployment.boundaries import Boundaries
 from lucevisor.deployment.group_settings import group_threads, spin_s, target_groups
-from lucevisor.deployment.replacement import ReplacementState, RestoredState
+from lucevisor.deployment.probe import speeds_for
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.speeds import speeds_for
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import FrozenState
 from lucevisor.engine.pipeline import PipelineFailure
@@ -47,14 +46,14 @@ from lucevisor.placement.stages import LoadFiles, load_message
 from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Hello, Loaded
-from lucevisor.protocol.messages import Heartbeat, Progress
+from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import RowsCopy, Step, StepResult
 from lucevisor.protocol.transport import Channel
 from lucevisor.protocol.validation import UnansweredStep
 from lucevisor.supervision.daemon import Callbacks, LoadOrder
+from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.policy import SupervisionLimits
-from lucevisor.supervision.states import State
+from lucevisor.supervision.machine import SupervisionLimits
 from lucevisor.suspend_clock import SuspendAwareClock
 
 OPTIONAL_GROUPS_S = 5.0
@@ -119,14 +118,9 @@ class PlacementBarrier:
 
 def _new_future() -> asyncio.Future[Placement]:
     future: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
-    future.add_done_callback(_retrieve)
+    # retrieved at once: who awaits it gets it anyway
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
-
-
-def _retrieve(future: asyncio.Future[Placement]) -> None:
-    """Mark an exception as seen: whoever awaits the future still gets it."""
-    if not future.cancelled():
-        future.exception()
 
 
 _SHARED = (
@@ -247,7 +241,6 @@ class Deployment:
             on_state=self._on_state,
             on_draining=self._on_draining,
             on_progress=lambda group, progress: owner.on_progress(self, group, progress),
-            on_heartbeat=self._on_heartbeat,
         )
 
     # ---- start and stop
@@ -560,9 +553,6 @@ class Deployment:
             self._assembly.on_ready(
                 group, link, with_draft=with_draft, restored=restored, draft_restored=draft_restored
             )
-
-    def _on_heartbeat(self, group: str, heartbeat: Heartbeat) -> None:
-        log.debug("heartbeat", group=group, phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))
 
     # ---- watchdog
 

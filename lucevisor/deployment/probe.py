@@ -1,22 +1,35 @@
-"""Devices and checks of the groups' interpreters without loading a model, for `plan` and `doctor`.
+"""Devices, checks and speeds of the groups' interpreters without loading a model, for `plan`, `doctor` and the split.
 
-A probe is a daemon that sends hello, may run a check, and is shut down.
+A probe is a daemon that sends hello, may run a check, and is shut down.  Speeds are measured once, then kept in the
+user's cache directory: one JSON file for each model, set of devices and pair of formats.  Invariant: a file that cannot
+be read, is of another version or does not match the request is ignored with a warning, and a start goes on without
+speeds whatever fails here.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
+import msgspec
+import structlog
+
+from lucevisor import __version__, suspend_clock
 from lucevisor.config import Config
+from lucevisor.deployment.cache_files import cache_directory, read_json, write_json
 from lucevisor.deployment.group_settings import group_devices, group_threads, target_groups
 from lucevisor.errors import LucevisorError
+from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype
+from lucevisor.placement.devices import Inventory
 from lucevisor.placement.planner import model_options
+from lucevisor.placement.speeds import MeasurementRequest, SpeedModel, Speeds, measurement_request
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import ArenaPlan, DeviceInfo
-from lucevisor.protocol.messages import Check, CheckLine, Tune
+from lucevisor.protocol.messages import Check, CheckLine, Measure, Timing, Tune
 from lucevisor.supervision.probe import Probe, launching, probe
 
 CHECK_S = 300.0
@@ -69,3 +82,108 @@ async def tune(files: Sequence[Path], config: Config) -> list[CheckLine]:
                 raise LucevisorError(f"groups.{group} was not tuned: {failed[0].subject}: {failed[0].detail}")
             lines += [CheckLine(f"{group} {line.subject}", True, line.detail) for line in answer.checked.lines]
     return lines
+
+
+MEASURE_S = 90.0
+"""Timeout in seconds for all groups together, less than the 120 s that daemons wait for their load."""
+
+log = structlog.get_logger("speeds")
+
+
+class SpeedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The contents of a file.  ``version`` changes with the layout."""
+
+    version: Literal[2] = 2
+    speeds: Speeds
+
+
+def request_for_split(spec: ModelSpec, config: Config, inventory: Inventory) -> MeasurementRequest | None:
+    """Return what to measure for the split of ``config``; None when its ranges do not depend on speeds."""
+    threads = {g.name: group_threads(config, g.name) for g in config.groups.values() if g.backend == "cpu"}
+    return measurement_request(spec, config, inventory, threads, __version__)
+
+
+def speed_file(request: MeasurementRequest) -> Path:
+    """Return the file that stores the speeds of a request."""
+    return cache_directory() / f"speeds-{request.conditions.key()}.json"
+
+
+def read_speeds(request: MeasurementRequest, spec: ModelSpec) -> Speeds | None:
+    """Return the stored speeds of the same request, or None."""
+
+    def reject_reason(stored: SpeedFile) -> str:
+        if not stored.speeds.valid():
+            return "its times are not numbers of 0 or more for each device"
+        try:
+            SpeedModel.of(spec, stored.speeds)
+        except KeyError as error:
+            return str(error.args[0])
+        return "" if stored.speeds.conditions == request.conditions else "it describes other devices or another model"
+
+    stored = read_json(speed_file(request), SpeedFile, "speed file", reject_reason)
+    return None if stored is None else stored.speeds
+
+
+async def speeds_for(
+    spec: ModelSpec, files: Sequence[Path], config: Config, inventory: Inventory, *, fresh: bool = False
+) -> Speeds | None:
+    """Return speeds for the split of ``config``: stored ones, or measured now with ``fresh`` or if none are stored.
+
+    None if the split does not depend on them, or if measuring fails, which is logged.
+    """
+    request = request_for_split(spec, config, inventory)
+    if request is None:
+        return None
+    speeds = None if fresh else read_speeds(request, spec)
+    if speeds is not None:
+        return speeds
+    log.info("measuring how fast the devices are", model=spec.name, targets=request.conditions.targets)
+    try:
+        async with suspend_clock.timeout(MEASURE_S):
+            speeds = await measure(request, files, config)
+    except TimeoutError:
+        log.warning("speeds not measured", reason=f"not done within {MEASURE_S:.0f} s")
+        return None
+    if speeds is not None:
+        write_json(speed_file(request), SpeedFile(speeds=speeds), "speeds")
+    return speeds
+
+
+async def measure(request: MeasurementRequest, files: Sequence[Path], config: Config) -> Speeds | None:
+    """Let a probe of each group time its spans, one group at a time so that they do not disturb each other."""
+    devices = config.placement.devices
+    timings: list[list[Timing]] = [[] for _ in devices]
+    with launching() as launcher:
+        for group in dict.fromkeys(device.group for device in devices):
+            targets = [i for i, device in enumerate(devices) if device.group == group]
+            check = _check(request, targets, files, config, group)
+            assert check.measure is not None
+            indices = sorted({span.device for span in check.measure.spans})
+            answer = await probe(config.groups[group], launcher, indices, (check, []), MEASURE_S)
+            timings_ = answer.checked.timings if answer.checked is not None else []
+            if len(timings_) != len(check.measure.spans):
+                log.warning("speeds not measured", group=group, reason=_failure(answer))
+                return None
+            remaining = iter(timings_)
+            for i in targets:
+                timings[i] = [next(remaining) for _ in request.spans[i]]
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    speeds = request.to_speeds(timings, now)
+    if not speeds.valid():
+        log.warning("speeds not measured", reason="a device reported impossible times")
+        return None
+    return speeds
+
+
+def _failure(answer: Probe) -> str:
+    lines = answer.checked.lines if answer.checked is not None else []
+    return answer.problem or "; ".join(f"{x.subject}: {x.detail}" for x in lines) or "the probe returned too few times"
+
+
+def _check(
+    request: MeasurementRequest, targets: Sequence[int], files: Sequence[Path], config: Config, group: str
+) -> Check:
+    spans = [span for i in targets for span in request.spans[i].values()]
+    conditions = request.conditions
+    timing = Measure(spans, conditions.kv_dtype, conditions.n_rows, group_threads(config, group), model_options(config))
+    return Check([str(f) for f in files], 0, conditions.dtype, [], timing)

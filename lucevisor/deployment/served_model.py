@@ -4,10 +4,12 @@ tensors).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lucevisor.config import Config
+from lucevisor.config.sections import Neighbour
 from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import ModelSpec
@@ -48,3 +50,15 @@ class ServedModel:
     @property
     def draft_spec(self) -> DraftSpec | None:
         return None if self.drafter is None else self.drafter.spec
+
+
+def model_configs(config: Config, models: Sequence[ServedModel]) -> list[Config]:
+    """Return the configuration of each model, which says what it may use beside the others: shares of device memory,
+    and equal parts of the journal.
+    """
+    each = config.each_model
+    if len(each) == 1:
+        return [*each]
+    recovery = replace(config.recovery, journal=config.recovery.journal // len(each))
+    neighbours = tuple(Neighbour(own, model.n_bytes) for own, model in zip(each, models, strict=True))
+    return [replace(own, recovery=recovery, neighbours=neighbours) for own in each]

@@ -24,13 +24,12 @@ import structlog
 
 from lucevisor import suspend_clock
 from lucevisor.config import CacheConfig, Config
+from lucevisor.deployment.assembly import RestoredState
+from lucevisor.deployment.boundaries import journal_rows
 from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.group_settings import group_devices, group_threads
-from lucevisor.deployment.journal_rows import journal_rows
-from lucevisor.deployment.model_configs import model_configs
-from lucevisor.deployment.replacement import RestoredState
-from lucevisor.deployment.served_model import ServedModel
+from lucevisor.deployment.served_model import ServedModel, model_configs
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import MAX_LOSSES, FrozenState
 from lucevisor.engine.limits import EngineLimits
@@ -41,6 +40,7 @@ from lucevisor.errors import LucevisorError, unusable
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.kv_transfer.host_memory import HostMemory
+from lucevisor.kv_transfer.host_tier import HostTier
 from lucevisor.kv_transfer.swap_space import HostSwapSpace
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend
@@ -48,12 +48,13 @@ from lucevisor.placement.result import Placement
 from lucevisor.placement.sizing import slot_unit_bytes
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.tcp_buffer import LOOPBACK
-from lucevisor.snapshots.manager import SnapshotManager, open_snapshots
+from lucevisor.snapshots.manager import SnapshotManager, open_store
+from lucevisor.snapshots.policy import SavePolicy
 from lucevisor.snapshots.store import SnapshotStore
+from lucevisor.supervision.child import LocalLauncher, stage_packages
+from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.launcher import LocalLauncher, stage_packages
-from lucevisor.supervision.policy import SupervisionLimits
-from lucevisor.supervision.states import State
+from lucevisor.supervision.machine import SupervisionLimits
 
 
 async def watch_holds(engine: Engine, hold_s: float) -> None:
@@ -187,6 +188,11 @@ class ModelService:
         """The snapshots on disk; None while they are off or not open yet."""
         return self.snapshots.store if self.snapshots is not None else None
 
+    @property
+    def host_tier(self) -> HostTier | None:
+        """The prefix slots in host memory; None while they are off."""
+        return self.snapshots.host if self.snapshots is not None else None
+
     # ---- stop
 
     async def drain(self, drain_s: float) -> None:
@@ -229,7 +235,7 @@ class ModelService:
 
     async def save_prefixes(self, deadline_s: float) -> None:
         """Save prefix slots to ``cache.dir``, if set, before the shards lose them; a hurried stop cancels it."""
-        if self.snapshots is not None and self.deployment.complete:
+        if self.snapshots is not None and self.snapshot_store is not None and self.deployment.complete:
             self._saving = asyncio.create_task(self.snapshots.save_all(deadline_s), name="save all slots")
             with contextlib.suppress(asyncio.CancelledError, TimeoutError):
                 async with suspend_clock.timeout(deadline_s + 1.0):  # a hung disk does not delay the stop
@@ -258,8 +264,6 @@ class ModelService:
         assert later.placement is not None
         rows = journal_rows(later.buffers, later.placement, self.host_memory)
         engine.detach_frozen(_MOVING, rows, rows.n_pages if rows is not None else 0)
-        if self.snapshots is not None and later.transfers is not None:
-            self.snapshots.transfers = later.transfers
         later.attach(engine, restored)
 
     # ---- state
@@ -328,18 +332,30 @@ class ModelService:
             validate=enabled(os.environ),
         )
         drafter = self.model.drafter.spec.model if placement.draft is not None and self.model.drafter else None
-        self.engine = Engine(engine_limits(self.config.cache, self.model.spec, placement, drafter), settings)
+        cache, layers = self.config.cache, self.model.spec.layers
+        draft_layers = drafter.layers if drafter is not None else ()
+        self.engine = Engine(engine_limits(cache, self.model.spec, placement, drafter), settings)
         if placement.swap_bytes:
             self.swap = HostSwapSpace(
-                self.engine, self.model.spec.layers, drafter.layers if drafter is not None else (), placement.kv_dtype,
+                self.engine, layers, draft_layers, placement.kv_dtype,
                 self.host_memory, placement.swap_bytes, lambda: self.deployment.transfers,
             )  # fmt: skip
             self.engine.use_swap_space(self.swap)
+        host = None
+        if placement.host_cache_bytes != 0:
+            host = HostTier(
+                self.engine.prefixes, layers, draft_layers, placement.kv_dtype, self.host_memory,
+                placement.host_cache_bytes,
+            )  # fmt: skip
+        if host is not None or cache.dir:
+            policy = SavePolicy(cache.min_tokens, cache.disk)
+            self.snapshots = SnapshotManager(self.engine, lambda: self.deployment.transfers, policy, host)
+            self.snapshots.start()
         deployment.attach(self.engine)
         if settings.hold_s > 0:
             self._holding = asyncio.create_task(watch_holds(self.engine, settings.hold_s), name="watch holds")
-        if self.config.cache.dir and self.config.cache.prefix_slots:
-            self._opening = asyncio.create_task(self._open_snapshots(self.engine, deployment), name="open snapshots")
+        if self.snapshots is not None and cache.dir and cache.prefix_slots:
+            self._opening = asyncio.create_task(self._open_snapshots(self.snapshots, deployment), name="open snapshots")
         self._owner.on_engine(self, self.engine)
 
     def on_state(self, deployment: Deployment, group: str, state: State, reason: str) -> None:
@@ -380,20 +396,15 @@ class ModelService:
             self._was_ready = True
         self._owner.on_change()
 
-    async def _open_snapshots(self, engine: Engine, deployment: Deployment) -> None:
+    async def _open_snapshots(self, snapshots: SnapshotManager, deployment: Deployment) -> None:
         """Open ``cache.dir`` when all weights are hashed: no file may be read or written before."""
         try:
             await self._loaded.wait()  # two readers at two places would read the disk twice
             digests = await self.weights.model.digests()
-            placement, transfers = deployment.placement, deployment.transfers
+            placement = deployment.placement
             assert placement is not None
-            assert transfers is not None
             draft = await self.weights.draft_model() if placement.draft is not None else None
-            snapshots = await open_snapshots(
-                engine, self.config.cache, self.model.spec, digests, placement, transfers, draft
-            )
-            snapshots.start()
-            self.snapshots = snapshots
+            snapshots.use(await open_store(self.config.cache, self.model.spec, digests, placement, draft))
         except LucevisorError as error:
             if not self._owner.stopping:
                 log.error("snapshots are off until the next start", reason=str(error))

@@ -7,7 +7,7 @@ scheduler   scheduler: what the next step computes; policy: who starts, who give
 pipeline    pipeline
 prefixes    prefix_reuse
 drafts      drafting: the scheduler's part; spec_decode/: controller, ngram, statistics
-losses      recovery, rebuild, journal
-masks       constraint, masking
+losses      recovery, journal
+masks       constraint
 KV Flash    page_ranking
 """

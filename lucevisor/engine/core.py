@@ -37,8 +37,7 @@ from lucevisor.engine.pipeline import (
     StepsReturned,
 )
 from lucevisor.engine.policy import FairShare, PolicyFactory
-from lucevisor.engine.rebuild import CannotRebuild, RebuildPlan
-from lucevisor.engine.recovery import Recovery, ReplayPlan, StageRecovery
+from lucevisor.engine.recovery import CannotRebuild, RebuildPlan, Recovery, ReplayPlan, StageRecovery
 from lucevisor.engine.request import Event, GenerationRequest, NotReady, QueueFull, RequestError
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.statistics import EngineStatistics, RateWindow, StepTotals

@@ -21,9 +21,8 @@ from msgspec.structs import replace
 
 from lucevisor.engine.constraint import MadeMasks
 from lucevisor.engine.request import ErrorCode
-from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LocalProtocolError
-from lucevisor.protocol.frames import POSTED
+from lucevisor.protocol.frames import POSTED, encode
 from lucevisor.protocol.steps import (
     PENDING,
     DraftStep,

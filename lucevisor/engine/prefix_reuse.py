@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
 
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
@@ -20,7 +19,8 @@ from lucevisor.engine.sequence import LiveSequence, RequestRecord, page_operatio
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import HostMemoryFull, NoRoom, PagedOut
 from lucevisor.kv.prefix_cache import PrefixIndex, PrefixMatch, PrefixSettings, Reservation
-from lucevisor.kv.prefix_tree import NO_STATE, Origin, PrefixSlot, SlotSource
+from lucevisor.kv.prefix_tree import NO_STATE, CacheTier, Origin, PrefixSlot, SlotSource
+from lucevisor.kv.rates import MeasuredRate
 from lucevisor.kv.residency import page_table
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import CopyPage, CopyState, OpenSequence, Operation, ZeroState
@@ -51,8 +51,6 @@ def find_checkpoints(
 
 NO_MATCH = PrefixMatch(0)
 
-CacheTier = Literal["memory", "disk"]
-
 
 @dataclass(slots=True)
 class ReuseCounts:
@@ -60,7 +58,7 @@ class ReuseCounts:
 
     n_prompts: int = 0
     n_hits: int = 0
-    tokens: dict[CacheTier, int] = field(default_factory=lambda: {"memory": 0, "disk": 0})
+    tokens: dict[CacheTier, int] = field(default_factory=lambda: {"memory": 0, "host": 0, "disk": 0})
 
 
 class PrefixReuse:
@@ -71,6 +69,7 @@ class PrefixReuse:
         self._pools = pools
         self.index = PrefixIndex(pools, limits.prefix, limits.window_tokens, limits.residency)
         self.counts = ReuseCounts()
+        self.prompt_rate = MeasuredRate()  # in tokens that were computed, from a request's start to its first token
 
     # ---- before a request starts
 
@@ -184,13 +183,19 @@ class PrefixReuse:
         use = record.prefix
         n_cached = min(match.position, len(record.request.prompt))
         if use.cached is None:
-            use.from_disk = match.from_disk
+            use.tier = match.tier
         use.cached = n_cached if use.cached is None else min(use.cached, n_cached)
         use.common.clear()
         self.index.record_use(match, now)
         if not self.index.block_granular and match.n_known - match.position >= PAGE_TOKENS:
             # Other prompts share more with it than any slot covers: make one where they diverge.
             use.branch_position = self._last_slice_end(record, match.n_known)
+
+    def on_first_token(self, record: RequestRecord, now: float) -> None:
+        """Measure how fast a prompt was computed that was neither preempted nor held up by a loss."""
+        n = record.live.n_prefill if record.live is not None and not record.n_served and not record.loss else 0
+        if record.started_at is not None and self.index.worth_caching(n):
+            self.prompt_rate.add(n, now - record.started_at, now)
 
     def on_slice_planned(self, record: RequestRecord, now: float) -> list[Operation]:
         """Publish a slot if the slice just planned ends at a checkpoint."""
@@ -247,13 +252,14 @@ class PrefixReuse:
         tree, n_tokens = self.index.tree, len(record.tokens)
         for slot in [*tree.slots_on(tree.walk(record.tokens, n_tokens), record.tokens, n_tokens)]:
             self.index.drop(slot)
+        self.index.hooks.on_invalid(record.tokens)
 
     def on_finished(self, record: RequestRecord) -> None:
         use = record.prefix
         if use.cached is not None and not record.uncached:
             self.counts.n_prompts += 1
             self.counts.n_hits += use.cached > 0
-            self.counts.tokens["disk" if use.from_disk else "memory"] += use.cached
+            self.counts.tokens[use.tier] += use.cached
         self.index.trim()
 
     # ---- inside

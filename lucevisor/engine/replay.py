@@ -14,7 +14,7 @@ from lucevisor.engine import events as ev
 from lucevisor.engine.constraint import make_masks
 from lucevisor.engine.core import CoreSettings, EngineCore
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.rebuild import CannotRebuild
+from lucevisor.engine.recovery import CannotRebuild
 from lucevisor.engine.request import SubmitError
 from lucevisor.protocol.steps import Step
 

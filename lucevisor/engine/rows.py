@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.codec import payload_segments
+from lucevisor.protocol.frames import payload_segments
 from lucevisor.protocol.messages import MAX_PAYLOAD_BYTES
 
 _FLOAT32_BYTES = 4

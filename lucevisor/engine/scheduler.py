@@ -700,6 +700,7 @@ class Scheduler:
         self.n_generated_tokens += not record.uncached
         if record.first_token_at is None:
             record.first_token_at = now
+            self.reuse.on_first_token(record, now)
         if record.paused_at is not None:
             self.longest_pause_s = max(self.longest_pause_s, now - record.paused_at)
             record.paused_at = None

@@ -23,7 +23,7 @@ from lucevisor.engine.request import (
 from lucevisor.engine.spec_decode.controller import RequestDrafts
 from lucevisor.kv.page_table import Growth, MakeRoom, PagedOut, PageTable, Swap
 from lucevisor.kv.prefix_cache import PrefixMatch
-from lucevisor.kv.prefix_tree import NO_STATE, Origin
+from lucevisor.kv.prefix_tree import NO_STATE, CacheTier, Origin
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.protocol.steps import Drafted, Operation, PageIn, PageOut, Sampled, SetPages
 
@@ -134,8 +134,8 @@ class PrefixUse:
     and why; ``checkpoint_positions``: the same positions, in order.
     ``branch_position``: one more checkpoint, where other prompts diverge from it.
     ``lookup``: the version of the index and the match found in it.  ``common``: tokens shared with running requests, by
-    arrival.  ``cached``: tokens of the prompt that were reused; None before it starts.  ``swapped``: what it had
-    computed when it was preempted, in host memory.
+    arrival.  ``cached``: tokens of the prompt that were reused, from ``tier``; None before it starts.
+    ``swapped``: what it had computed when it was preempted, in host memory.
     """
 
     held: bool = False
@@ -145,7 +145,7 @@ class PrefixUse:
     lookup: tuple[int, PrefixMatch] | None = None
     common: dict[int, int] = field(default_factory=dict)
     cached: int | None = None
-    from_disk: bool = False
+    tier: CacheTier = "memory"
     swapped: SwappedPrefix | None = None
 
 

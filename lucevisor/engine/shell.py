@@ -21,12 +21,11 @@ import structlog
 
 from lucevisor import suspend_clock
 from lucevisor.engine import events as ev
-from lucevisor.engine.constraint import MadeMasks
+from lucevisor.engine.constraint import MadeMasks, MaskMaker
 from lucevisor.engine.core import CoreSettings, EngineCore, FrozenState
 from lucevisor.engine.events import EngineState, PauseReason
 from lucevisor.engine.journal import CopyRows, FileRows, PlaceRows, RowCopy
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.page_ranking import PageRelevance
 from lucevisor.engine.pipeline import (
     NO_PAYLOAD,
@@ -37,7 +36,7 @@ from lucevisor.engine.pipeline import (
     SendMasks,
     StepInFlight,
 )
-from lucevisor.engine.rebuild import CannotRebuild
+from lucevisor.engine.recovery import CannotRebuild
 from lucevisor.engine.replay import Recording
 from lucevisor.engine.request import (
     FinishedEvent,

@@ -15,7 +15,16 @@ from typing import Final
 
 from lucevisor.kv.page_pool import PageAllocator, PagePools
 from lucevisor.kv.page_table import PagedOut
-from lucevisor.kv.prefix_tree import NO_STATE, Node, Origin, PrefixSlot, PrefixTree, SlotSource, pages_of_path
+from lucevisor.kv.prefix_tree import (
+    NO_STATE,
+    CacheTier,
+    Node,
+    Origin,
+    PrefixSlot,
+    PrefixTree,
+    SlotSource,
+    pages_of_path,
+)
 from lucevisor.kv.residency import Residency
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.pages import pages_of
@@ -56,9 +65,10 @@ class PrefixMatch:
     paged_out: PagedOut | None = None
 
     @property
-    def from_disk(self) -> bool:
-        """True if the tokens came from a snapshot and this is their first use."""
-        return self.slot is not None and self.slot.origin == "disk" and self.slot.n_uses == 0
+    def tier(self) -> CacheTier:
+        """The memory that the tokens came from: another one than the devices' counts at the first use only."""
+        slot = self.slot
+        return slot.origin if slot is not None and slot.origin in ("host", "disk") and not slot.n_uses else "memory"
 
 
 @dataclass(slots=True, eq=False)
@@ -100,12 +110,13 @@ class Reservation:
 @dataclass(slots=True)
 class PrefixHooks:
     """``on_slot``: a slot was made.  ``on_evict``: one is about to be evicted; a pin taken here delays that until it is
-    removed.  Neither is called when ``clear`` drops all slots.  Both run while a step is being planned: they may pin,
-    but must not call the engine.
+    removed.  Neither is called when ``clear`` drops all slots.  ``on_invalid``: what slots hold of these tokens is
+    wrong.  They run while a step is being planned: they may pin, but must not call the engine.
     """
 
     on_slot: Callable[[PrefixSlot], None] = lambda _: None
     on_evict: Callable[[PrefixSlot], None] = lambda _: None
+    on_invalid: Callable[[Sequence[int]], None] = lambda _: None
 
 
 class PrefixIndex:
@@ -129,7 +140,7 @@ class PrefixIndex:
         self._sequence_pools, self.pools = pools, pools.slot_pools
         self.tree = PrefixTree(self.pools, window_tokens)
         self._slots: dict[int, PrefixSlot] = {}  # by number, oldest first
-        self._n_made = self._n_prompts = 0  # slots ever, and prompts that a slot could have been used for
+        self._n_made = self.n_prompts = 0  # slots ever, and prompts that a slot could have been used for
         self.reservations: set[Reservation] = set()
 
     # ---- state and lookup
@@ -168,13 +179,13 @@ class PrefixIndex:
 
     def record_use(self, match: PrefixMatch, now: float) -> None:
         """Count the use of a match.  Call once per prompt, with or without a hit."""
-        self._n_prompts += 1
+        self.n_prompts += 1
         if match.slot is not None and match.slot.alive:
             self.touch(match.slot, now)
             match.slot.n_uses += 1
 
     def touch(self, slot: PrefixSlot, now: float) -> None:
-        slot.last_use, slot.used_at, slot.evict_on_unpin = self._n_prompts, now, False
+        slot.last_use, slot.used_at, slot.evict_on_unpin = self.n_prompts, now, False
 
     # ---- making slots
 
@@ -302,11 +313,10 @@ class PrefixIndex:
                 self._remove(slot)
             self.trim()
 
-    def drop(self, slot: PrefixSlot) -> bool:
-        """Evict a slot without telling the hook; False if it is pinned."""
-        if slot.alive and not slot.pins:
+    def drop(self, slot: PrefixSlot) -> None:
+        """Remove a slot whose content is lost or wrong, even a pinned one: who copies it sees that it is not alive."""
+        if slot.alive:
             self._remove(slot)
-        return not slot.alive
 
     def clear(self) -> None:
         """Drop everything, pins and reservations included: the shards lost their state."""
@@ -417,7 +427,7 @@ class PrefixIndex:
                 other.parent = slot.parent
 
     def _value(self, slot: PrefixSlot) -> float:
-        return self._n_lost(slot) / (self._n_prompts - slot.last_use + 1)
+        return self._n_lost(slot) / (self.n_prompts - slot.last_use + 1)
 
     def _n_lost(self, slot: PrefixSlot) -> int:
         """Return how many tokens would have to be recomputed without the slot."""

@@ -23,9 +23,12 @@ from lucevisor.model.values import PAGE_TOKENS, Space
 NO_STATE: Final = -1
 """State id of models without recurrent layers."""
 
-Origin = Literal["turn", "pages", "prompt", "generation", "shared", "disk", "preempted"]
+Origin = Literal["turn", "pages", "prompt", "generation", "shared", "host", "disk", "preempted"]
 """Reason for a slot: a chat turn ends there, a multiple of ``checkpoint_pages``, the prompt ends, the answer ends,
-two prompts diverge after it, it was restored from a snapshot, or its request was preempted there."""
+two prompts diverge after it, it came back from host memory or from disk, or its request was preempted there."""
+
+CacheTier = Literal["memory", "host", "disk"]
+"""The memory that a cached prefix came from: the devices', host memory, or ``cache.dir``."""
 
 PageLookup = Callable[[Space, int, int], list[int]]
 """The pages of entries [start, stop) in a space, as in a page table; those it does not hold are left out."""

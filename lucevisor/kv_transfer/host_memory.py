@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
 from weakref import WeakSet
 
 import psutil
@@ -43,9 +46,21 @@ class HostFile(io.FileIO):
         self.owner, self.n_bytes = owner, n_bytes
 
 
-def available_bytes() -> int:
-    """Return the host memory that is free."""
-    return int(psutil.virtual_memory().available)
+def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the host memory that is free, of the machine and of the cgroups that this process is in."""
+    return min([int(psutil.virtual_memory().available), *_left_in_cgroups(proc, cgroups)])
+
+
+def _left_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
+    """Yield the bytes that each cgroup (v2) with a limit has left; its page cache counts as free."""
+    with suppress(OSError):
+        own = (proc / "self" / "cgroup").read_text(encoding="utf-8").rpartition("0::/")[2].strip()
+        for path in (Path(own), *Path(own).parents):
+            with suppress(OSError, ValueError):  # "max": without a limit
+                limit, used = (int((cgroups / path / f"memory.{name}").read_text()) for name in ("max", "current"))
+                rows = (cgroups / path / "memory.stat").read_text().splitlines()
+                stat = {name: int(n) for name, n in map(str.split, rows)}
+                yield max(0, limit - used + stat.get("file", 0) - stat.get("shmem", 0))
 
 
 class HostMemory:
@@ -58,6 +73,16 @@ class HostMemory:
     def used(self, owner: HostOwner) -> int:
         """Return the bytes of an owner."""
         return sum(held.n_bytes for held in self._held if held.owner is owner and not held.closed)
+
+    def share(self, owner: HostOwner) -> int:
+        """Return half of what an owner has and what is free: the limit of one that takes what others leave."""
+        return (self.used(owner) + self._available()) // 2
+
+    def release(self, file: HostFile) -> None:
+        """Count a file no more and close it beside the loop, as the system takes a while to free its memory."""
+        if file in self._held:
+            self._held.discard(file)
+            Thread(target=file.close, name="free host memory").start()
 
     def lease(self, owner: HostOwner, n_bytes: int = 0) -> HostLease:
         """Count memory that the plan has room for."""

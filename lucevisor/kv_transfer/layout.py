@@ -26,16 +26,21 @@ _STORED = {Dtype.FLOAT32: "F32", Dtype.BFLOAT16: "BF16", Dtype.FLOAT16: "F16"}
 
 
 def slot_tensors(
-    layers: Sequence[LayerSpec], n_tokens: int, kv_dtype: Dtype, draft_layers: Sequence[LayerSpec] = ()
+    layers: Sequence[LayerSpec],
+    n_tokens: int,
+    kv_dtype: Dtype,
+    draft_layers: Sequence[LayerSpec] = (),
+    start: int = 0,
 ) -> list[SnapshotTensor]:
     """Return the tensors of a slot of ``n_tokens``, with offsets 0, sorted by item size, model, layer and kind.
 
-    In this order each tensor starts at a multiple of its item size, whatever the lengths.
+    In this order each tensor starts at a multiple of its item size, whatever the lengths.  ``start``: the first
+    position whose keys and values of full attention are wanted.
     """
     tensors: list[SnapshotTensor] = []
     for draft, layer in _of_both(layers, draft_layers):
         in_window = layer.space is Space.WINDOW and layer.window
-        first = first_visible(n_tokens, layer.window or 0) if in_window else 0
+        first = first_visible(n_tokens, layer.window or 0) if in_window else start
         tensors += _layer_tensors(layer, n_tokens - first, kv_dtype, first, draft=draft)
     return sorted(tensors, key=lambda t: (-ITEM_BYTES[t.dtype], t.draft, t.layer, t.kind))
 

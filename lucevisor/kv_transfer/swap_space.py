@@ -115,7 +115,7 @@ class HostSwapSpace:
                 return
             try:
                 copy.with_draft &= self._engine.prefixes.drafted(slot)  # by the drafter of now
-                swapped.whole = await self._move(copy, place, load=False) is not None
+                swapped.whole = await self._move(copy, place, load=False) is not None and slot.alive
             finally:
                 self._engine.prefixes.unpin(slot)
         finally:

@@ -67,12 +67,12 @@ class HostState:
         for tensors in units:
             laid_out.append(with_offsets(tensors, self.n_bytes))
             self.n_bytes += sum(tensor.n_bytes for tensor in tensors)
-        self._file = memory.open(owner, self.n_bytes, limit_bytes)
+        self._memory, self._file = memory, memory.open(owner, self.n_bytes, limit_bytes)
         self.units = [TransferFile(what, self._file.fileno(), tensors) for tensors in laid_out]
 
     def close(self) -> None:
         """Release the memory; idempotent."""
-        self._file.close()
+        self._memory.release(self._file)
 
 
 Units = Iterable[tuple[TransferFile, SlotPlace]]

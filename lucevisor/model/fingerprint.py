@@ -1,6 +1,6 @@
 """Model fingerprint: identifies the model that a saved state belongs to.
 
-A pure function of an opened model and its tensor digests (``lucevisor.deployment.weight_digests``).  Invariant: equal
+A pure function of an opened model and its tensor digests (``lucevisor.deployment.weights``).  Invariant: equal
 fingerprints mean equal architecture, metadata (with tokenizer and chat template), tensor names, shapes, storage types
 and bytes, and equal model options.  Splitting into parts and the order of tensors and keys do not matter.
 """

@@ -28,6 +28,7 @@ takes KERNEL_COPIES, B sequences decoded together, L longest sequence, E hidden 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass, replace
 from math import prod
@@ -35,7 +36,7 @@ from math import prod
 from lucevisor.model.pages import pages_of
 from lucevisor.model.quant_types import WeightFormat
 from lucevisor.model.spec import LayerSpec, ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, Space, dtype_bytes
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space, dtype_bytes
 from lucevisor.model.weight_layout import QUANTISED_FORMATS, TensorLayout, TensorRole, layer_layouts, non_layer_layouts
 from lucevisor.model.workspace import (
     DEQUANT_ELEMENTS,
@@ -102,55 +103,79 @@ class _Weights:
     largest_int8: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What the workspace of a layer depends on.  Most layers of a model are equal in it."""
+
+    space: Space
+    window: int
+    n_rows: int  # of its matrices: outputs per token
+    state_rows: int
+    unit_bytes: int
+    read_bytes: int  # of a page, as numbers that are computed with
+    query_groups: int
+    output_width: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Sums over the layers of a shard, with the embedding and the output if it has them."""
+
+    weight_bytes: int
+    stored_bytes: int
+    largest_blocks: int
+    largest_int8: int  # in layers
+    end_int8: int  # in the embedding and the output
+    layers: frozenset[_Layer]
+    device_units: dict[Space, int]  # bytes of a page or state on the device
+    host_units: dict[Space, int]
+    draft_state_bytes: int
+    sketch_bytes: int  # of a page in host memory
+    page_bytes: int  # one layer of each shape
+
+
 class CostModel:
-    """The costs of a model's layers in one pair of dtypes; weights are summed once per backend and layer."""
+    """The costs of a model's layers in one pair of dtypes.  A plan asks thousands of times for few ranges."""
 
     def __init__(self, spec: ModelSpec, dtype: Dtype, kv_dtype: Dtype) -> None:
         """``spec.files`` must be set, or counting weights raises ValueError."""
         self.spec, self.dtype, self.kv_dtype = spec, dtype, kv_dtype
-        self._units = [layer.unit_bytes(kv_dtype) for layer in spec.layers]
-        self._device_units = [layer.device_unit_bytes(kv_dtype) for layer in spec.layers]
-        self._draft_states = [
-            layer.draft_state_bytes(kv_dtype) if layer.space is Space.RECURRENT else 0 for layer in spec.layers
-        ]
-        read_as = dtype if kv_dtype is Dtype.Q8_0 else kv_dtype
-        self._read = [layer.unit_bytes(read_as) for layer in spec.layers]
-        self._groups = [_query_groups(layer) for layer in spec.layers]
-        self._sketches = [_sketch_bytes(layer) for layer in spec.layers]
-        self._widths = [_output_width(layer) for layer in spec.layers]
-        self._layers: dict[tuple[Backend, int], _Weights] = {}
-        self._ends: dict[tuple[Backend, bool, bool], _Weights] = {}
+        self._layers: dict[tuple[Backend, int], tuple[_Weights, _Layer]] = {}
+        self._ranges: dict[tuple[Backend, LayerRange, bool, bool], _Range] = {}
 
     def weight_bytes(self, shard: Shard) -> int:
         """Bytes of weights on the shard; the first also holds the embedding, the last the output."""
-        return sum(part.n_bytes for part in self._parts(shard))
+        return self._range(shard).weight_bytes
 
     def stored_bytes(self, shard: Shard) -> int:
         """Bytes of the same weights in the file."""
-        return sum(part.stored_bytes for part in self._parts(shard))
+        return self._range(shard).stored_bytes
 
     def state_bytes(self, shard: Shard, pools: PoolSizes) -> int:
         """Bytes of the shard's pools on its device."""
-        units = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.device_states}
-        of_drafts = sum(pools.draft_states * self._draft_states[i] for i in _indices(shard))
-        return of_drafts + sum(units[self.spec.layers[i].space] * self._device_units[i] for i in _indices(shard))
+        n = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.device_states}
+        found = self._range(shard)
+        of_drafts = pools.draft_states * found.draft_state_bytes
+        return of_drafts + sum(n[space] * n_bytes for space, n_bytes in found.device_units.items())
 
     def host_state_bytes(self, shard: Shard, pools: PoolSizes) -> int:
         """Bytes of the shard's recurrent states and pages in host memory."""
-        units = {Space.FULL: pools.host_pages, Space.RECURRENT: pools.host_states}
-        return sum(units.get(self.spec.layers[i].space, 0) * self._units[i] for i in _indices(shard))
+        n = {Space.FULL: pools.host_pages, Space.RECURRENT: pools.host_states}
+        return sum(n.get(space, 0) * n_bytes for space, n_bytes in self._range(shard).host_units.items())
 
     def workspace_bytes(self, shard: Shard, steps: StepSizes) -> int:
         """Estimate the workspace of a step; see the module docstring."""
-        ends, *layers = self._parts(shard)
+        found = self._range(shard)
         out = self._layer_bytes(shard, steps, 4, RULE_COPIES)
         if shard.last:
             out += steps.max_sequences * self.spec.vocabulary * SAMPLING_BYTES
         if shard.backend is Backend.CPU:
             few = steps.max_sequences <= INT8_GEMV_ROWS
-            return out + 2 * max(0 if few else ends.largest_int8, *(part.largest_int8 for part in layers))
-        out += self._staging_bytes(shard, steps)
-        expanded = min(DEQUANT_ELEMENTS, max(part.largest_blocks for part in (ends, *layers)))
+            return out + 2 * max(0 if few else found.end_int8, found.largest_int8)
+        if steps.pools.host_pages:
+            sketches = steps.pools.host_pages * found.sketch_bytes if steps.ranks_pages else 0
+            out += 2 * HOST_CHUNK_PAGES * found.page_bytes + sketches
+        expanded = min(DEQUANT_ELEMENTS, found.largest_blocks)
         scores = SCORE_BYTES if self.dtype is Dtype.FLOAT32 else 0
         out += expanded * (12 + dtype_bytes(self.dtype, 1)) + LIBRARY_BYTES + scores
         if self.kv_dtype is Dtype.Q8_0:  # whose chunks are not captured
@@ -159,11 +184,11 @@ class CostModel:
 
     def _layer_bytes(self, shard: Shard, steps: StepSizes, number: int, rule_copies: int) -> int:
         """Activations of the largest layer, of ``number`` bytes each."""
-        parts = zip(_indices(shard), self._parts(shard)[1:], strict=True)
         row = 4 * self.spec.hidden_size
         return max(
-            steps.max_tokens * (row + part.n_rows) * number + self._mixer_bytes(i, shard.backend, steps, rule_copies)
-            for i, part in parts
+            steps.max_tokens * (row + layer.n_rows) * number
+            + _mixer_bytes(layer, shard.backend, steps, rule_copies, dtype_bytes(self.dtype, 1))
+            for layer in self._range(shard).layers
         )
 
     def _graph_bytes(self, shard: Shard, steps: StepSizes) -> int:
@@ -176,52 +201,75 @@ class CostModel:
         number = dtype_bytes(self.dtype, 1)
         return self._layer_bytes(shard, slice_steps, number, KERNEL_COPIES) + 2 * n * self.spec.boundary_width * number
 
-    def _staging_bytes(self, shard: Shard, steps: StepSizes) -> int:
-        """Chunks of pages in host memory, and sketches of their keys."""
-        full = {self._units[i] for i in _indices(shard) if self.spec.layers[i].space is Space.FULL}
-        if not steps.pools.host_pages:
-            return 0
-        sketches = sum(self._sketches[i] for i in _indices(shard)) if steps.ranks_pages else 0
-        return 2 * HOST_CHUNK_PAGES * sum(full) + steps.pools.host_pages * sketches
+    def _range(self, shard: Shard) -> _Range:
+        key = (shard.backend, shard.layers, shard.first, shard.last)
+        if key not in self._ranges:
+            self._ranges[key] = self._sum(*key)
+        return self._ranges[key]
 
-    def _mixer_bytes(self, i: int, backend: Backend, steps: StepSizes, rule_copies: int) -> int:
-        """Attention or delta rule of layer ``i``."""
-        layer = self.spec.layers[i]
-        if layer.space is Space.RECURRENT:
-            rows = max((prod(t.shape[:-1]) for t in layer.state), default=0)
-            return steps.max_tokens * rows * rule_copies * 4 + steps.n_together * self._units[i] * 2
-        seen, n_pages = steps.resident, steps.pools.full_pages
-        if layer.space is Space.WINDOW:
-            seen, n_pages = steps.max_context, steps.pools.window_pages
-            if layer.window:
-                seen = min(seen, layer.window - 1 + steps.max_tokens)
-        source = i if layer.shares_with is None else layer.shares_with
-        partial = steps.max_tokens * self._widths[source] * PARTIAL_COPIES * 4 if steps.pools.host_pages else 0
-        on_gpu = backend is not Backend.CPU  # its kernels read the pages of short slices in place
-        n_gathered = 1 if on_gpu else steps.n_together
-        read = partial + n_gathered * min(n_pages, pages_of(seen) + 1) * self._read[source]
-        in_graph = rule_copies == KERNEL_COPIES
-        if on_gpu and not (layer.window or in_graph):
-            return read
-        return read + steps.max_tokens * self._groups[source] * seen * (1 + dtype_bytes(self.dtype, 1))
+    def _sum(self, backend: Backend, layers: LayerRange, first: bool, last: bool) -> _Range:
+        ends = _count(non_layer_layouts(self.spec, embedding=first, output=last, backend=backend, dtype=self.dtype))
+        indices, kv_dtype = range(layers.start, layers.stop), self.kv_dtype
+        own = [self.spec.layers[i] for i in indices]
+        found = [self._layer(backend, i) for i in indices]
+        weights = [one for one, _ in found]
+        device_units, host_units = Counter[Space](), Counter[Space]()
+        for layer in own:
+            device_units[layer.space] += layer.device_unit_bytes(kv_dtype)
+            host_units[layer.space] += layer.unit_bytes(kv_dtype)
+        return _Range(
+            weight_bytes=sum(one.n_bytes for one in (ends, *weights)),
+            stored_bytes=sum(one.stored_bytes for one in (ends, *weights)),
+            largest_blocks=max(one.largest_blocks for one in (ends, *weights)),
+            largest_int8=max((one.largest_int8 for one in weights), default=0),
+            end_int8=ends.largest_int8,
+            layers=frozenset(layer for _, layer in found),
+            device_units=device_units,
+            host_units=host_units,
+            draft_state_bytes=sum(layer.draft_state_bytes(kv_dtype) for layer in own if layer.space is Space.RECURRENT),
+            sketch_bytes=sum(map(_sketch_bytes, own)),
+            page_bytes=sum({layer.unit_bytes(kv_dtype) for layer in own if layer.space is Space.FULL}),
+        )
 
-    def _parts(self, shard: Shard) -> list[_Weights]:
-        """Return the weights outside the layers first, then those of each layer."""
-        ends = (shard.backend, shard.first, shard.last)
-        if ends not in self._ends:
-            backend, embedding, output = ends
-            layouts = non_layer_layouts(
-                self.spec, embedding=embedding, output=output, backend=backend, dtype=self.dtype
+    def _layer(self, backend: Backend, i: int) -> tuple[_Weights, _Layer]:
+        """Return the weights of a layer, and what its workspace depends on."""
+        if (backend, i) not in self._layers:
+            layer, read_as = self.spec.layers[i], self.dtype if self.kv_dtype is Dtype.Q8_0 else self.kv_dtype
+            weights = _count(layer_layouts(self.spec, i, backend, self.dtype), layer.n_routed)
+            source = layer if layer.shares_with is None else self.spec.layers[layer.shares_with]
+            self._layers[backend, i] = (
+                weights,
+                _Layer(
+                    layer.space,
+                    layer.window or 0,
+                    weights.n_rows,
+                    max((prod(t.shape[:-1]) for t in layer.state), default=0),
+                    layer.unit_bytes(self.kv_dtype),
+                    source.unit_bytes(read_as),
+                    _query_groups(source),
+                    _output_width(source),
+                ),
             )
-            self._ends[ends] = _count(layouts)
-        out = [self._ends[ends]]
-        for i in _indices(shard):
-            key = (shard.backend, i)
-            if key not in self._layers:
-                layouts = layer_layouts(self.spec, i, shard.backend, self.dtype)
-                self._layers[key] = _count(layouts, self.spec.layers[i].n_routed)
-            out.append(self._layers[key])
-        return out
+        return self._layers[backend, i]
+
+
+def _mixer_bytes(layer: _Layer, backend: Backend, steps: StepSizes, rule_copies: int, number: int) -> int:
+    """Attention or delta rule of a layer, in numbers of ``number`` bytes."""
+    if layer.space is Space.RECURRENT:
+        return steps.max_tokens * layer.state_rows * rule_copies * 4 + steps.n_together * layer.unit_bytes * 2
+    seen, n_pages = steps.resident, steps.pools.full_pages
+    if layer.space is Space.WINDOW:
+        seen, n_pages = steps.max_context, steps.pools.window_pages
+        if layer.window:
+            seen = min(seen, layer.window - 1 + steps.max_tokens)
+    partial = steps.max_tokens * layer.output_width * PARTIAL_COPIES * 4 if steps.pools.host_pages else 0
+    on_gpu = backend is not Backend.CPU  # its kernels read the pages of short slices in place
+    n_gathered = 1 if on_gpu else steps.n_together
+    read = partial + n_gathered * min(n_pages, pages_of(seen) + 1) * layer.read_bytes
+    in_graph = rule_copies == KERNEL_COPIES
+    if on_gpu and not (layer.window or in_graph):
+        return read
+    return read + steps.max_tokens * layer.query_groups * seen * (1 + number)
 
 
 def _count(layouts: list[TensorLayout], n_routed: int = 0) -> _Weights:
@@ -239,10 +287,6 @@ def _count(layouts: list[TensorLayout], n_routed: int = 0) -> _Weights:
         largest_blocks=_largest(matrices, QUANTISED_FORMATS),
         largest_int8=_largest(matrices, {WeightFormat.INT8}),
     )
-
-
-def _indices(shard: Shard) -> range:
-    return range(shard.layers.start, shard.layers.stop)
 
 
 def _largest(matrices: list[TensorLayout], forms: Set[WeightFormat]) -> int:

@@ -8,7 +8,7 @@ known; otherwise the result is an Infeasible with advice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
@@ -383,6 +383,7 @@ class _PlanAttempt:
             ),
             journal_bytes=_journal_bytes(sizing, config.recovery),
             swap_bytes=config.engine.swap_space if config.cache.prefix_slots else 0,
+            host_cache_bytes=_host_cache_bytes(config, self.targets),
             prefix_slots=self.capacity.prefix_slots,
             cache_bytes=self.capacity.cache_bytes,
             draft=draft,
@@ -400,6 +401,16 @@ class _PlanAttempt:
             goal=config.placement.goal if by_speed is not None else "",
             measured=by_speed.speeds.measured if by_speed is not None else "",
         )
+
+
+def _host_cache_bytes(config: Config, targets: Iterable[TargetDevice]) -> int | None:
+    """Return the host memory of prefix slots; None: half of what is free."""
+    passes_files = all(group.transport != "tcp" for group in config.groups.values())
+    if not config.cache.prefix_slots or not passes_files:
+        return 0
+    if config.cache.host != "auto":
+        return config.cache.host
+    return 0 if all(target.backend is Backend.CPU for target in targets) else None
 
 
 def _device_plan(sizing: Sizing, target: TargetDevice, layers: LayerRange, use: MemoryUse) -> DevicePlan:

@@ -47,8 +47,10 @@ class SharedBuffer(Protocol):
     plan: ArenaPlan
     shared_memory: bool
     """Writer, reader and supervisor map the same bytes.  Otherwise each has its own, and rows travel."""
-    wake_fd: int
-    """Readable after a ring; -1: nobody sleeps here."""
+
+    @property
+    def wake_fds(self) -> Sequence[int]:
+        """Descriptors of which one is readable after a ring, and when rows have arrived that ``drain`` takes."""
 
     def view(self) -> memoryview:
         """Return all regions, writable, for registration with a device."""
@@ -69,7 +71,10 @@ class SharedBuffer(Protocol):
         """Return the seconds since a region's last ring."""
 
     def drain(self) -> None:
-        """Let the next sleep on ``wake_fd`` last until the next ring.  Call ``rung`` after this."""
+        """Take what has arrived, and let the next sleep on ``wake_fds`` last until the next ring.
+
+        Call ``rung`` after this.
+        """
 
     def close(self) -> None:
         """Release the memory; idempotent.  What a tensor uses stays mapped until the tensor is gone."""
@@ -97,7 +102,7 @@ class Arena:
     """One mapping of the memory, from :meth:`create` or :meth:`attach`.
 
     ``fd`` is the descriptor to pass on; -1 for an attached arena and after ``close``.  ``wake_fd``, an eventfd, is the
-    object's own.
+    object's own; -1: nobody sleeps here.
     """
 
     shared_memory = True
@@ -185,6 +190,10 @@ class Arena:
 
     def since_s(self, region: int) -> float:
         return (time.monotonic_ns() - self._bells[region * (SLOT_BYTES // 8) + 1]) / 1e9
+
+    @property
+    def wake_fds(self) -> Sequence[int]:
+        return (self.wake_fd,)
 
     def drain(self) -> None:
         with suppress(BlockingIOError):  # nobody rang

@@ -13,9 +13,21 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from lucevisor.protocol.codec import WITH_DESCRIPTORS, byte_views, decode, encode, n_descriptors
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
-from lucevisor.protocol.frames import HEADER_BYTES, KIND_OFFSET, MAGIC, Frame, Header, foreign_bytes, parse_header
+from lucevisor.protocol.frames import (
+    HEADER_BYTES,
+    KIND_OFFSET,
+    MAGIC,
+    WITH_DESCRIPTORS,
+    Frame,
+    Header,
+    byte_views,
+    decode,
+    encode,
+    foreign_bytes,
+    n_descriptors,
+    parse_header,
+)
 from lucevisor.protocol.messages import KIND_OF, Message, MessageKind, Role, StreamKind
 from lucevisor.protocol.states import INITIAL, LinkState, legal, refusal
 

@@ -10,8 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from lucevisor.protocol.codec import WITH_DESCRIPTORS
-from lucevisor.protocol.frames import MAX_FLAGS
+from lucevisor.protocol.frames import MAX_FLAGS, WITH_DESCRIPTORS
 from lucevisor.protocol.messages import KIB, MESSAGES, MIB, MessageKind, StreamKind
 from lucevisor.protocol.states import INITIAL, TRANSITIONS
 

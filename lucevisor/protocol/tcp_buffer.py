@@ -2,6 +2,7 @@
 
 Each end has regions and doorbells of its own (``TcpBuffer``), and so has the supervisor (``RelayBuffer``), which gets a
 copy of the rows for its journal.  The daemon that is loaded later connects to the other one (``RowsEndpoint``).
+Whoever waits for rows receives them; while nobody does, a thread receives, so that the writer never waits for long.
 Invariants: a frame is written straight to its region, and rung when it is whole; a connection brings the rows of one
 epoch, in order; after a newer one has begun, the older one writes nothing more; what the supervisor sends never meets
 rows that are still on the way, as it stays outside the regions.
@@ -9,11 +10,12 @@ rows that are still on the way, as it stays outside the regions.
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from threading import Condition, Event, Lock
+from threading import Condition, Lock
 from typing import Any
 
 from lucevisor.protocol.arena import Arena, SharedBuffer, arena_bytes, open_arenas
@@ -54,12 +56,15 @@ class RowsOrder:
 
 
 class RowsLink:
-    """A connection between the two ends of a buffer; ``run`` receives on a thread of its own."""
+    """A connection between the two ends of a buffer.  ``run`` receives on a thread of its own.
+
+    So does any thread in ``receive_arrived``: no other one needs to be woken, or given the interpreter's lock, by then.
+    """
 
     def __init__(self, buffer: TcpBuffer, link: BlockingLink, epoch: int) -> None:
         self.link, self.epoch = link, epoch
         self._buffer, self._order, self._n_sent = buffer, RowsOrder(buffer, epoch), 0
-        self._ended = Event()
+        self._receiving = Lock()
         link.payload_memory = self._memory
 
     def send(self, region: int, step_id: int, rows: memoryview) -> None:
@@ -71,21 +76,31 @@ class RowsLink:
 
     def run(self) -> None:
         """Receive rows until the other end is gone or ``close`` is called."""
-        try:
-            while (frame := self.link.receive()) is not None:
-                if not isinstance(frame.message, Rows):
-                    raise RemoteProtocolError(f"{frame.kind.name} came twice", "rows", "restart the group")
-                self._buffer.rows_arrived(frame.message)
-        except ProtocolError as error:
-            self._buffer.on_broken(error)
-        finally:
-            self.link.close()
-            self._ended.set()
+        poll = select.poll()
+        while (fd := self.link.fileno()) >= 0:
+            poll.register(fd, select.POLLIN)
+            poll.poll()
+            self.receive_arrived()
+
+    def receive_arrived(self) -> None:
+        """Receive the rows that have arrived.  Closes the connection when the other end is gone."""
+        with self._receiving:
+            try:
+                while (frame := self.link.receive_arrived()) is not None:
+                    if not isinstance(frame.message, Rows):
+                        raise RemoteProtocolError(f"{frame.kind.name} came twice", "rows", "restart the group")
+                    self._buffer.rows_arrived(frame.message)
+            except ProtocolError as error:
+                self._buffer.on_broken(error)
+                self.link.close()
+            if self.link.closed_because is not None:
+                self.link.close()
 
     def close(self) -> None:
         """End ``run``: nothing is written to a region after this."""
         self.link.close()
-        self._ended.wait()
+        with self._receiving:
+            pass
 
     def _memory(self, message: Message, n_bytes: int) -> memoryview:
         if not isinstance(message, Rows):
@@ -142,6 +157,16 @@ class TcpBuffer(Arena):
     def place(self, rows: PlacedRows, payload: memoryview) -> None:
         """Keep rows from the supervisor beside the region."""
         self._placed[rows.region] = rows.step_id, payload
+
+    @property
+    def wake_fds(self) -> Sequence[int]:
+        fd = -1 if self._peer is None else self._peer.link.fileno()
+        return (self.wake_fd,) if fd < 0 else (self.wake_fd, fd)
+
+    def drain(self) -> None:
+        super().drain()
+        if (peer := self._peer) is not None:
+            peer.receive_arrived()
 
     def placed(self, region: int, step_id: int) -> memoryview | None:
         placed_step, payload = self._placed.get(region, (NEVER, None))

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 RECEIVE_FLAGS = int(socket.MSG_CMSG_CLOEXEC)
 LOST_FLAG = int(socket.MSG_CTRUNC)
 WAIT_FOR_ALL = int(socket.MSG_WAITALL)
+DO_NOT_WAIT = int(socket.MSG_DONTWAIT)
 ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
 
 MAX_BUFFERS = 512  # of one sendmsg; the kernel takes at most 1024 (UIO_MAXIOV)
@@ -307,7 +308,7 @@ class Link:
 class BlockingLink:
     """Frames over ``sock``, which this object owns.
 
-    One thread receives; any thread may send, a lock keeps frames whole.
+    One thread at a time receives; any thread may send, a lock keeps frames whole.
     """
 
     def __init__(
@@ -325,7 +326,6 @@ class BlockingLink:
         self._name = name
         self._frames: deque[Frame] = deque()
         self._send_lock = Lock()
-        self._held: list[bytes | memoryview] = []  # frames that wait for the next one
         self._send_broken: LinkClosed | None = None
 
     @property
@@ -373,6 +373,14 @@ class BlockingLink:
                 self._fill()
         return self._frames.popleft()
 
+    def receive_arrived(self) -> Frame | None:
+        """Return the next frame if all of it has arrived, else None; as ``receive``, but without waiting."""
+        while not self._frames:
+            self._frames.extend(self._connection.events())
+            if not self._frames and (self.closed_because is not None or not self._fill(DO_NOT_WAIT)):
+                return None
+        return self._frames.popleft()
+
     def send(
         self, message: Message | bytes, *, request_id: int = 0, payload: Sequence[Buffer] = (), fds: Sequence[int] = ()
     ) -> None:
@@ -382,55 +390,22 @@ class BlockingLink:
         the link is dead, LocalProtocolError when this message is not allowed.
         """
         with self._send_lock:
-            self._check_sending()
+            if self._send_broken is not None:
+                raise LinkClosed(self._send_broken.what, self._name, _PEER_GONE, local=self._send_broken.local)
             if isinstance(message, bytes):
                 self._connection.send_encoded(message)
                 buffers: list[bytes | memoryview] = [message]
             else:
                 buffers = self._connection.send(message, request_id, payload=payload)
-            if fds:
-                self._write_held()
-            self._write_all(buffers, fds)
-
-    def hold(self, message: Message, *, request_id: int = 0) -> None:
-        """Let a frame wait for the next one, ``flush``, or until ``receive`` waits for the peer.  Raises as ``send``.
-
-        Each write wakes the peer; where cores are few it takes the place of who has more urgent work.
-        """
-        with self._send_lock:
-            self._check_sending()
-            self._held += self._connection.send(message, request_id)
-
-    @property
-    def holds(self) -> bool:
-        """True if a frame waits for the next one."""
-        return bool(self._held)
-
-    def flush(self) -> None:
-        """Write the frames that wait for the next one.  LinkClosed when the link is dead."""
-        with self._send_lock:
-            self._write_held()
-
-    def _check_sending(self) -> None:
-        if self._send_broken is not None:
-            raise LinkClosed(self._send_broken.what, self._name, _PEER_GONE, local=self._send_broken.local)
-
-    def _write_held(self) -> None:
-        if self._held:
-            self._check_sending()
-            self._write_all([], ())
-
-    def _write_all(self, buffers: list[bytes | memoryview], fds: Sequence[int]) -> None:
-        """Write frames behind those that wait for them."""
-        held, self._held = self._held, []
-        try:
-            self._write(held + buffers, fds)
-        except ConnectionError as error:
-            self._send_broken = LinkClosed(f"the peer is gone: {error}", self._name, _PEER_GONE)
-            raise self._send_broken from error
-        except BaseException as error:  # a signal handler raised: the frame may be truncated, so none may follow
-            self._send_broken = LinkClosed(f"sending was interrupted by {error!r}", self._name, _PEER_GONE, local=True)
-            raise
+            try:
+                self._write(buffers, fds)
+            except ConnectionError as error:
+                self._send_broken = LinkClosed(f"the peer is gone: {error}", self._name, _PEER_GONE)
+                raise self._send_broken from error
+            except BaseException as error:  # a signal handler raised: the frame may be truncated, so none may follow
+                what = f"sending was interrupted by {error!r}"
+                self._send_broken = LinkClosed(what, self._name, _PEER_GONE, local=True)
+                raise
 
     def close(self) -> None:
         """Close the link; idempotent.  A ``receive`` in another thread returns None."""
@@ -457,25 +432,24 @@ class BlockingLink:
             ancillary = []  # the descriptors went with the first byte
             buffers = after(buffers, n_sent)
 
-    def _fill(self) -> None:
-        """Feed the connection the next bytes, or mark the link dead."""
+    def _fill(self, wait: int = WAIT_FOR_ALL) -> bool:
+        """Feed the connection the next bytes, or mark the link dead; False if there are none and it may not wait."""
         buffer = self._connection.buffer()
-        if self._held and not self.wait(0.0):
-            with suppress(LinkClosed):  # reading says so, too
-                self.flush()
         try:
-            wanted = RECEIVE_FLAGS | WAIT_FOR_ALL if self._connection.is_filling else RECEIVE_FLAGS
+            wanted = RECEIVE_FLAGS | (wait if self._connection.is_filling else wait & DO_NOT_WAIT)
             n, ancillary, flags, _ = self._sock.recvmsg_into([buffer], ANCILLARY_BYTES, wanted)
+        except BlockingIOError:
+            return False
         except ConnectionError as error:
             self._dead(f"the peer is gone: {error}")
-            return
+            return True
         except OSError:
             if self.closed_because is None:
                 raise
-            return  # close() in another thread
+            return True  # close() in another thread
         if n == 0:
             self._dead("end of file")
-            return
+            return True
         if flags & LOST_FLAG:
             self._connection.error = RemoteProtocolError(
                 "descriptors were lost in transit",
@@ -483,6 +457,7 @@ class BlockingLink:
                 "raise the limit of open files (ulimit -n), then restart the group",
             )
         self._connection.received(n, unpack(ancillary) if ancillary else ())
+        return True
 
     def _dead(self, what: str) -> None:
         place = self._connection.unfinished

@@ -1,17 +1,18 @@
-"""Snapshot manager: saves prefix slots (KV cache) to disk and restores them.
+"""Snapshot manager: copies prefix slots (KV cache) to host memory and to disk, and restores them.
 
-Joins engine, store and daemons; ``policy`` decides by numbers, the daemons and the store move the bytes.  If a file
-covers more of a request's prompt than the slots in memory, the request is held while the file is read into reserved
-pages and checksummed; then the slot is published and the request resumes.  After any failure the request resumes
-without it.  Invariant: a slot is published only if every daemon restored its part and all checksums match; pages and
-descriptors are kept until every daemon is done with them.
+Joins engine, host tier, store and daemons; ``policy`` decides by numbers, the daemons and the store move the bytes.
+New slots are copied to host memory behind the steps, and go from there to disk.  If host memory or a file covers more
+of a request's prompt than the devices' slots, and reading it is faster than computing, the request is held while it is
+read into reserved pages, and checksummed if it is a file; then the slot is published and the request resumes.  After
+any failure the request resumes without it.  Invariant: a slot is published only if every daemon restored its part and
+all checksums match; pages and descriptors are kept until every daemon is done with them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,25 +26,31 @@ from lucevisor.engine.request import GenerationRequest
 from lucevisor.engine.shell import Engine
 from lucevisor.errors import ConfigError
 from lucevisor.kv.prefix_cache import PrefixHooks, Reservation
-from lucevisor.kv.prefix_tree import PrefixSlot
+from lucevisor.kv.prefix_tree import CacheTier, PrefixSlot
+from lucevisor.kv.rates import MeasuredRate
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.kv_transfer.transfers import KvTransfer, Transfer
+from lucevisor.kv_transfer.host_tier import HostSlot, HostTier
+from lucevisor.kv_transfer.transfers import KvTransfer, Transfer, TransferFile, Units
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.placement.result import Placement
+from lucevisor.protocol.messages import SlotPlace
+from lucevisor.snapshots.disk import describe_error
 from lucevisor.snapshots.file_format import DraftModel, SlotRecord, StateModel, max_file_bytes
 from lucevisor.snapshots.policy import (
     Backoff,
     Candidate,
     SavePolicy,
     SaveTrigger,
+    SnapshotEntry,
     SnapshotMatch,
+    longest_match,
     plan_shutdown_saves,
     reject_save_reason,
 )
 from lucevisor.snapshots.store import (
     DISK_FAILURES,
-    OpenSnapshot,
     PendingSnapshot,
     SaveFailed,
     SnapshotRefused,
@@ -52,6 +59,8 @@ from lucevisor.snapshots.store import (
 
 TRANSFER_S = 60.0
 """Timeout of a save or restore in seconds; after it the disk is considered hung."""
+RATE_S = 60.0
+"""Seconds for which the measured rate of a tier counts; then one prefix is read again, however slow that was."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,22 +68,20 @@ T = TypeVar("T")
 log = structlog.get_logger("snapshots")
 
 
-async def open_snapshots(
-    engine: Engine,
+async def open_store(
     cache: CacheConfig,
     spec: ModelSpec,
     digests: Mapping[str, str],
     placement: Placement,
-    transfers: KvTransfer,
     draft: DraftModel | None = None,
-) -> SnapshotManager:
-    """Open and scan ``cache.dir``; call ``start`` next.  ``digests``: of all tensors; ``draft``: of the drafter that is
-    placed.  Raises ConfigError."""
+) -> SnapshotStore:
+    """Open and scan ``cache.dir``.  ``digests``: of all tensors; ``draft``: of the drafter that is placed.  Raises
+    ConfigError."""
     mark = await asyncio.to_thread(fingerprint, spec, digests, placement.options)
     model = StateModel(mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers, draft)
     store = SnapshotStore(Path(cache.dir), model, cache.disk)
     await asyncio.to_thread(store.scan)
-    return SnapshotManager(engine, store, transfers, SavePolicy(cache.min_tokens, cache.disk))
+    return store
 
 
 @dataclass(slots=True, eq=False)
@@ -87,11 +94,19 @@ class _Restoring:
 
 
 class SnapshotManager:
-    """Created with the engine; ``start`` installs its hooks, ``close`` ends it."""
+    """Created with the engine; ``start`` installs its hooks, ``close`` ends it.  ``host`` None: slots are not kept in
+    host memory.  ``transfers``: those of the present deployment, None while there is none."""
 
-    def __init__(self, engine: Engine, store: SnapshotStore, transfers: KvTransfer, policy: SavePolicy) -> None:
-        self.store, self.transfers = store, transfers
-        self._engine, self._limits = engine, policy
+    def __init__(
+        self, engine: Engine, transfers: Callable[[], KvTransfer | None], policy: SavePolicy, host: HostTier | None
+    ) -> None:
+        self.host = host
+        self.store: SnapshotStore | None = None
+        self._engine, self._transfers, self._limits = engine, transfers, policy
+        self._whole_only = not engine.prefixes.block_granular
+        self._rates: dict[CacheTier, MeasuredRate] = {"host": MeasuredRate(), "disk": MeasuredRate()}
+        self._new_slots: asyncio.Queue[PrefixSlot] = asyncio.Queue()  # to be copied to host memory
+        self._copying = asyncio.Lock()  # one slot at a time
         self._backoff = Backoff()
         self._restoring: dict[tuple[str, int], _Restoring] = {}
         self._candidates: dict[int, PrefixSlot] = {}
@@ -103,31 +118,48 @@ class SnapshotManager:
     # ---- lifecycle
 
     def start(self) -> None:
-        """Install the engine hooks and start saving turns."""
+        """Install the engine hooks and start copying slots to host memory."""
         hooks = self._engine.prefixes.hooks
         hooks.on_slot, hooks.on_evict = self._on_slot, self._on_evict
         self._engine.on_submit = self._on_submit
-        self._spawn(self._save_turns(), "save snapshots at turns")
+        if self.host is not None:
+            self.host.on_evict, hooks.on_invalid = self._on_host_evict, self.host.forget
+            self._spawn(self._copy_slots(self.host), "copy slots to host memory")
+
+    def use(self, store: SnapshotStore) -> None:
+        """Start saving to a directory and restoring from it."""
+        self.store = store
+        self._spawn(self._save_turns(store), "save snapshots at turns")
 
     async def save_all(self, deadline_s: float) -> int:
         """Save all slots in memory that are worth it, most recently used first; return the number of files written.
 
         Call before the shards lose their state.  No save starts after the deadline.
         """
+        store = self.store
+        if store is None:
+            return 0
         end, n_saved = time.monotonic() + deadline_s, 0
-        await self._renew()
-        by_use = sorted(self._engine.prefixes.slots, key=lambda slot: (slot.used_at, slot.number), reverse=True)
-        saved = [self._shortest_alike(slot) for slot in by_use if slot.origin != "preempted"]
-        slots = {slot.number: slot for slot in saved}
-        candidates = [self._candidate(slot) for slot in slots.values()]
-        for candidate in plan_shutdown_saves(candidates, self._policy):
+        await self._renew(store)
+        alike = [self._shortest_alike(slot) for slot in self._engine.prefixes.slots if slot.origin != "preempted"]
+        find, held = self._engine.prefixes.find_slot, self.host.slots if self.host is not None else ()
+        evicted = [slot for slot in held if find(slot.tokens, slot.n_tokens) is None]
+        slots: list[PrefixSlot | HostSlot] = [*dict.fromkeys(alike), *evicted]
+        slots.sort(key=lambda slot: (slot.used_at, slot.n_tokens), reverse=True)
+        candidates = [self._candidate(store, slot, number) for number, slot in enumerate(slots)]
+        for candidate in plan_shutdown_saves(candidates, self._policy(store)):
             left = end - time.monotonic()
             slot = slots[candidate.slot]
             if left <= 0:
                 log.warning("snapshots not saved in time", deadline_s=deadline_s, n_saved=n_saved)
                 break
-            if slot.alive and not reject_save_reason(self._candidate(slot), SaveTrigger.SHUTDOWN, self._policy):
-                n_saved += await self._save(slot, left)
+            if not slot.alive or self._reject_reason(store, slot, SaveTrigger.SHUTDOWN):
+                continue
+            if isinstance(slot, PrefixSlot):
+                n_saved += await self._save(store, slot, left)
+            elif self.host is not None:
+                self.host.pin(slot)
+                n_saved += await self._save_held(store, self.host, slot)
             if self._backoff.left_s(time.monotonic()):  # others would fail as well
                 break
         return n_saved
@@ -136,13 +168,21 @@ class SnapshotManager:
         """End all tasks and wait for the disk.  Call after the last daemon is gone, when every transfer has ended."""
         self._engine.on_submit = lambda _: False
         hooks, nothing = self._engine.prefixes.hooks, PrefixHooks()
-        hooks.on_slot, hooks.on_evict = nothing.on_slot, nothing.on_evict
+        hooks.on_slot, hooks.on_evict, hooks.on_invalid = nothing.on_slot, nothing.on_evict, nothing.on_invalid
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # _done has logged what failed
         await asyncio.to_thread(self._disk.shutdown)  # as long as the disk takes
-        await asyncio.to_thread(self.store.close)
+        if self.store is not None:
+            await asyncio.to_thread(self.store.close)
+        if self.host is not None:
+            self.host.close()
+
+    @property
+    def _min_gain(self) -> int:
+        """Tokens more than another tier has, for which a slot is copied to host memory and read back."""
+        return max(1, min(PAGE_TOKENS, self._limits.min_tokens))
 
     # ---- restore
 
@@ -161,17 +201,37 @@ class SnapshotManager:
         return not under_way.late
 
     def _better(self, request: GenerationRequest) -> SnapshotMatch | None:
+        """Return what to restore for a request: of all tiers below the devices, or of host memory where that is too
+        slow."""
         prefixes = self._engine.prefixes
-        if not prefixes.enabled or not self.store.n_files:
+        held = self.host.slots if self.host is not None else ()
+        files = self.store.entries[::-1] if self.store is not None else ()
+        if not prefixes.enabled or not (held or files):
             return None  # the usual case: nothing is packed for it
         prompt = TokenBuffer.of(request.prompt)
-        match = self.store.find(prompt, len(prompt) - 1)
-        if match is None:
-            return None
-        if not self._engine.slots.can_restore(match.n_tokens, match.entry.n_tokens, match.entry.snapshot.paged_out):
-            return None
-        gain = match.n_tokens - prefixes.match(prompt).position
-        return match if gain >= max(1, self._limits.min_tokens) else None
+        n_known = prefixes.match(prompt).position
+        for entries in ([*held, *files], held):
+            match = longest_match(entries, prompt, len(prompt) - 1, whole_only=self._whole_only)
+            if match is None:
+                return None
+            if match.n_tokens - n_known < (
+                self._min_gain if _tier(match) == "host" else max(1, self._limits.min_tokens)
+            ):
+                continue
+            restorable = self._engine.slots.can_restore(match.n_tokens, match.entry.n_tokens, match.entry.paged_out)
+            if restorable and self._is_faster(match, match.n_tokens - n_known):
+                return match
+        return None
+
+    def _is_faster(self, match: SnapshotMatch, n_tokens: int) -> bool:
+        """Return whether reading a match takes less time than computing so many tokens, by the rates measured last;
+        what was not measured lately is read."""
+        rate, to_compute = (
+            self._rates[_tier(match)],
+            self._engine.core.scheduler.reuse.prompt_rate.seconds_for(n_tokens),
+        )
+        to_read = rate.seconds_for(match.n_bytes) if time.monotonic() - rate.measured_at < RATE_S else None
+        return to_compute is None or to_read is None or to_read < to_compute
 
     async def _restore_for(self, key: tuple[str, int], under_way: _Restoring) -> None:
         slot = None
@@ -191,76 +251,159 @@ class SnapshotManager:
 
     async def _restore(self, under_way: _Restoring) -> PrefixSlot | None:
         """Return the restored slot, pinned, or None."""
-        match, started = under_way.match, time.monotonic()
-        reservation = await self._engine.slots.reserve(match.n_tokens, match.entry.snapshot.paged_out)
+        match, entry, started = under_way.match, under_way.match.entry, time.monotonic()
+        reservation = await self._engine.slots.reserve(match.n_tokens, entry.paged_out)
         if reservation is None:
-            log.info("snapshot not restored", file=match.entry.file, reason="not enough free pages or states")
+            log.info("snapshot not restored", file=entry.file, reason="not enough free pages or states")
             return None
-        slot = None
+        slot, tokens = None, match.entry.tokens[: match.n_tokens]
         try:
-            opened = await self._on_disk(self.store.open_for_restore, match.entry, match.n_tokens)
-            opened.with_draft = opened.with_draft and reservation.drafted
-            try:
-                transfer = await self._fill(opened, reservation, lambda: self._resume(under_way))
-            finally:
-                self.store.close_snapshot(opened)
-            drafted, problem = opened.with_draft and not transfer.without, transfer.problem
-            if not problem and (slot := self._engine.slots.adopt(opened.tokens, reservation, drafted=drafted)) is None:
+            if isinstance(entry, HostSlot):
+                reservation.origin = "host"
+                transfer, drafted = await self._read_host(entry, reservation, lambda: self._resume(under_way))
+            else:
+                transfer, drafted = await self._read_file(match, entry, reservation, lambda: self._resume(under_way))
+            drafted, problem = drafted and not transfer.without, transfer.problem
+            if not problem and (slot := self._engine.slots.adopt(tokens, reservation, drafted=drafted)) is None:
                 problem = "a daemon was lost in the meantime"
         except SnapshotRefused:  # logged and counted by the store
             return None
         finally:
             self._engine.slots.cancel_reservation(reservation)
         seconds = time.monotonic() - started
-        if problem:
-            self.store.not_restored(match.entry, problem)
-            return None
-        self.store.restored(opened, seconds)
-        log.info("snapshot restored", file=match.entry.file, n_tokens=match.n_tokens, seconds=round(seconds, 4),
-                 converted=transfer.converted, with_draft=drafted)  # fmt: skip
+        if not problem:
+            self._rates[_tier(match)].add(match.n_bytes, seconds, time.monotonic())
+            log.info("snapshot restored", file=entry.file, n_tokens=match.n_tokens, seconds=round(seconds, 4),
+                     converted=transfer.converted, with_draft=drafted)  # fmt: skip
+        if isinstance(entry, SnapshotEntry) and self.store is not None:
+            if problem:
+                self.store.not_restored(entry, problem)
+            else:
+                self.store.restored(entry, seconds)
+        elif problem:
+            log.info("prefix slot not restored from host memory", reason=problem)
         return slot
 
-    async def _fill(self, opened: OpenSnapshot, reservation: Reservation, late: Callable[[], None]) -> Transfer:
-        """Read and checksum the file.  Raises SnapshotRefused.
+    async def _read_host(
+        self, held: HostSlot, reservation: Reservation, late: Callable[[], None]
+    ) -> tuple[Transfer, bool]:
+        """Let the daemons read a slot from host memory; return whether the drafter's state is among it."""
+        assert self.host is not None
+        drafted = held.with_draft and reservation.drafted
+        self.host.pin(held)
+        try:
+            self.host.touch(held, time.monotonic())
+            units = self.host.units(held, reservation.place, with_draft=drafted)
+            return await self._move(units, TRANSFER_S, late, load=True), drafted
+        finally:
+            self.host.unpin(held)
+
+    async def _read_file(
+        self, match: SnapshotMatch, entry: SnapshotEntry, reservation: Reservation, late: Callable[[], None]
+    ) -> tuple[Transfer, bool]:
+        """Let the daemons read a file, and checksum it; return whether the drafter's state is among it.  Raises
+        SnapshotRefused.
 
         ``late`` is called on timeout; the pages stay reserved until the daemons are done.
         """
-        check = asyncio.create_task(self._on_disk(self.store.check, opened))
+        assert self.store is not None
+        opened = await self._on_disk(self.store.open_for_restore, entry, match.n_tokens)
+        opened.with_draft = opened.with_draft and reservation.drafted
         try:
-            transfer = await self._await(self.transfers.load([(opened, reservation.place)]), TRANSFER_S, late)
+            check = asyncio.create_task(self._on_disk(self.store.check, opened))
+            try:
+                transfer = await self._move([(opened, reservation.place)], TRANSFER_S, late, load=True)
+            finally:
+                await asyncio.wait({check})  # it reads the descriptor that is closed next
+            check.result()
         finally:
-            await asyncio.wait({check})  # it reads the descriptor that the caller closes
-        check.result()
+            self.store.close_snapshot(opened)
         for group, reason in transfer.without.items():
             log.warning("snapshot restored without the drafter's state", file=opened.file, group=group, reason=reason)
-        return transfer
+        return transfer, opened.with_draft
 
     # ---- save
 
     def _on_slot(self, slot: PrefixSlot) -> None:
-        if slot.origin not in ("disk", "preempted"):
+        if self.host is not None and slot.origin not in ("host", "preempted"):
+            self._new_slots.put_nowait(slot)
+        if self.store is not None and slot.origin not in ("host", "disk", "preempted"):
             if self._backoff.left_s(time.monotonic()):  # no candidate is saved now
                 self._candidates = {n: known for n, known in self._candidates.items() if known.alive}
             self._candidates[slot.number] = slot
             self._wake.set()
 
     def _on_evict(self, slot: PrefixSlot) -> None:
-        """Delay an eviction to save the slot, if it is worth a file and no other save is running.
+        """Delay an eviction to copy the slot to host memory, or without that to save it, if it is worth it and no other
+        one is being copied.
 
         The slot of a preempted request is not saved: its memory is needed at once, and its answer is incomplete.
         """
-        if slot.origin == "preempted" or self._saving.locked() or self._reject_reason(slot, SaveTrigger.EVICTION):
+        if slot.origin == "preempted":
             return
+        if self.host is not None:
+            if self._copying.locked() or not self._is_new(self.host, slot):
+                return
+            work: Coroutine[Any, Any, object] = self._copy(self.host, slot)
+        else:
+            if (
+                self.store is None
+                or self._saving.locked()
+                or self._reject_reason(self.store, slot, SaveTrigger.EVICTION)
+            ):
+                return
+            work = self._save(self.store, slot, TRANSFER_S)
         self._engine.prefixes.pin(slot)
-        self._spawn(self._save_evicted(slot), "save an evicted slot")
+        self._spawn(self._finish_eviction(slot, work), "keep an evicted slot")
 
-    async def _save_evicted(self, slot: PrefixSlot) -> None:
+    async def _finish_eviction(self, slot: PrefixSlot, work: Coroutine[Any, Any, object]) -> None:
         try:
-            await self._save(slot, TRANSFER_S)
+            await work
         finally:
             self._engine.slots.release(slot)
 
-    async def _save_turns(self) -> None:
+    def _on_host_evict(self, held: HostSlot) -> None:
+        """The same for a slot in host memory that goes to disk."""
+        if self.store is None or self._saving.locked() or self._reject_reason(self.store, held, SaveTrigger.EVICTION):
+            return
+        assert self.host is not None
+        self.host.pin(held)
+        self._spawn(self._save_held(self.store, self.host, held), "save a slot from host memory")
+
+    # ---- to host memory
+
+    async def _copy_slots(self, host: HostTier) -> None:
+        """Copy new slots to host memory, the oldest first, while steps run."""
+        while True:
+            slot = await self._new_slots.get()
+            if slot.alive and self._is_new(host, slot):
+                copying = self._spawn(self._copy(host, slot), "copy a slot to host memory")
+                await asyncio.wait({copying})  # an exception is logged and does not end this loop
+
+    def _is_new(self, host: HostTier, slot: PrefixSlot) -> bool:
+        """Return whether host memory lacks so much of a slot that it is copied."""
+        known = longest_match(host.slots, slot.tokens, slot.n_tokens, whole_only=self._whole_only)
+        return slot.n_tokens - (known.n_tokens if known is not None else 0) >= self._min_gain
+
+    async def _copy(self, host: HostTier, slot: PrefixSlot) -> None:
+        """Copy a slot to host memory; one that failed is not kept."""
+        async with self._copying:
+            place = await self._engine.slots.export(slot)
+            if place is None:
+                return
+            held = None
+            try:
+                held = host.begin(slot, time.monotonic())
+                if held is not None and not (await self._move_out(slot, held.unit, place, TRANSFER_S)).problem:
+                    host.finish(held)
+            finally:
+                if held is not None and not held.alive:
+                    host.discard(held)
+                self._engine.slots.release(slot)
+
+    # ---- to disk
+
+    async def _save_turns(self, store: SnapshotStore) -> None:
         """Save new slots, longest first, while no request is queued."""
         while True:
             await self._wake.wait()
@@ -270,25 +413,24 @@ class SnapshotManager:
                 if pause_s := self._backoff.left_s(time.monotonic()):
                     await asyncio.sleep(pause_s)
                     continue
-                await self._renew()
+                await self._renew(store)
                 longest = max(self._candidates.values(), key=lambda slot: slot.n_tokens)
                 del self._candidates[longest.number]
                 slot = self._shortest_alike(longest)
-                if slot.alive and not self._reject_reason(slot, SaveTrigger.TURN):
-                    saving = self._spawn(self._save(slot, TRANSFER_S), "save a turn")
+                if slot.alive and not self._reject_reason(store, slot, SaveTrigger.TURN):
+                    saving = self._spawn(self._save(store, slot, TRANSFER_S), "save a turn")
                     await asyncio.wait({saving})  # an exception is logged and does not end this loop
 
-    async def _renew(self) -> None:
+    async def _renew(self, store: SnapshotStore) -> None:
         """Make the directory again if it was removed."""
         try:
-            await self._on_disk(self.store.renew)
+            await self._on_disk(store.renew)
         except ConfigError as error:
             log.warning("snapshot directory cannot be used", reason=str(error))
             self._backoff.failed(time.monotonic())
 
-    @property
-    def _policy(self) -> SavePolicy:
-        return replace(self._limits, disk_bytes=self.store.budget)
+    def _policy(self, store: SnapshotStore) -> SavePolicy:
+        return replace(self._limits, disk_bytes=store.budget)
 
     def _shortest_alike(self, slot: PrefixSlot) -> PrefixSlot:
         """Return the shortest slot that has all but a few tokens of another one: its file serves more prompts, such as
@@ -299,48 +441,72 @@ class SnapshotManager:
             shortest = parent
         return shortest
 
-    def _candidate(self, slot: PrefixSlot) -> Candidate:
+    @staticmethod
+    def _candidate(store: SnapshotStore, slot: PrefixSlot | HostSlot, number: int = 0) -> Candidate:
         tokens = slot.tokens
-        known = self.store.find(tokens, len(tokens))
-        n_bytes = max_file_bytes(self.store.model, len(tokens))
-        return Candidate(slot.number, len(tokens), n_bytes, known.n_tokens if known is not None else 0)
+        known = store.find(tokens, len(tokens))
+        n_bytes = max_file_bytes(store.model, len(tokens))
+        return Candidate(number, len(tokens), n_bytes, known.n_tokens if known is not None else 0)
 
-    def _reject_reason(self, slot: PrefixSlot, trigger: SaveTrigger) -> str:
-        reason = reject_save_reason(self._candidate(slot), trigger, self._policy)
+    def _reject_reason(self, store: SnapshotStore, slot: PrefixSlot | HostSlot, trigger: SaveTrigger) -> str:
+        reason = reject_save_reason(self._candidate(store, slot), trigger, self._policy(store))
         if trigger is SaveTrigger.EVICTION and self._backoff.left_s(time.monotonic()):
             reason = "saves pause, as the last one failed"
         if reason:
             log.debug("snapshot not worth a file", n_tokens=slot.n_tokens, trigger=trigger.value, reason=reason)
         return reason
 
-    async def _save(self, slot: PrefixSlot, deadline_s: float) -> bool:
-        """Write a slot's file; False if that failed, which is logged."""
+    async def _save(self, store: SnapshotStore, slot: PrefixSlot, deadline_s: float) -> bool:
+        """Let the daemons write a slot's file; False if that failed, which is logged."""
         async with self._saving:
             place = await self._engine.slots.export(slot)
             if place is None:
                 return False
-            pending: PendingSnapshot | None = None
             try:
                 drafted = self._engine.prefixes.drafted(slot)
-                slot_record = SlotRecord(slot.tokens, time.time(), drafted, slot.paged_out)
-                pending = await self._on_disk(self.store.begin, slot_record)
-                transfer = await self._await(self.transfers.save([(pending, place)]), deadline_s)
-                if transfer.problem:
-                    await self._on_disk(self.store.abort, pending, transfer.problem)
-                    return False
-                await self._on_disk(self.store.finish, pending, transfer.n_bytes)
-                self._backoff.succeeded()
-            except SaveFailed as failed:  # logged and counted by the store
-                if failed.label in DISK_FAILURES:
-                    self._backoff.failed(time.monotonic())
-                return False
-            except asyncio.CancelledError:
-                if pending is not None:  # unless it is finished; daemons may still write into the unlinked file
-                    self.store.abort(pending, "the stop was cut short")
-                raise
+                record = SlotRecord(slot.tokens, time.time(), drafted, slot.paged_out)
+                return await self._write(store, record, lambda file: self._move_out(slot, file, place, deadline_s))
             finally:
                 self._engine.slots.release(slot)
-            return True
+
+    async def _save_held(self, store: SnapshotStore, host: HostTier, held: HostSlot) -> bool:
+        """Write the file of a pinned slot in host memory, and remove the pin."""
+
+        async def copy(file: PendingSnapshot) -> Transfer:
+            try:
+                return Transfer(await self._on_disk(host.copy_to, file.fd, held, file.contents))
+            except OSError as error:
+                return Transfer(problem=describe_error(error))
+
+        try:
+            async with self._saving:
+                return await self._write(
+                    store, SlotRecord(held.tokens, time.time(), held.with_draft, held.paged_out), copy
+                )
+        finally:
+            host.unpin(held)
+
+    async def _write(
+        self, store: SnapshotStore, record: SlotRecord, fill: Callable[[PendingSnapshot], Awaitable[Transfer]]
+    ) -> bool:
+        pending: PendingSnapshot | None = None
+        try:
+            pending = await self._on_disk(store.begin, record)
+            transfer = await fill(pending)
+            if transfer.problem:
+                await self._on_disk(store.abort, pending, transfer.problem)
+                return False
+            await self._on_disk(store.finish, pending, transfer.n_bytes)
+            self._backoff.succeeded()
+        except SaveFailed as failed:  # logged and counted by the store
+            if failed.label in DISK_FAILURES:
+                self._backoff.failed(time.monotonic())
+            return False
+        except asyncio.CancelledError:
+            if pending is not None:  # unless it is finished; daemons may still write into the unlinked file
+                store.abort(pending, "the stop was cut short")
+            raise
+        return True
 
     # ---- inside
 
@@ -357,10 +523,22 @@ class SnapshotManager:
                 task.cancel()
             return call.result()
 
-    async def _await(
-        self, end: asyncio.Future[Transfer], seconds: float, late: Callable[[], object] = lambda: None
+    async def _move_out(self, slot: PrefixSlot, file: TransferFile, place: SlotPlace, seconds: float) -> Transfer:
+        """Let the daemons write a slot; one that was dropped meanwhile has failed, as others may have its pages."""
+        transfer = await self._move([(file, place)], seconds)
+        if not slot.alive:
+            transfer.problem = transfer.problem or "its slot was dropped"
+        return transfer
+
+    async def _move(
+        self, units: Units, seconds: float, late: Callable[[], object] = lambda: None, *, load: bool = False
     ) -> Transfer:
-        """Wait for a transfer to end, however long it takes; at the deadline it has failed, and ``late`` is called."""
+        """Let the daemons write or read, however long it takes; at the deadline it has failed, and ``late`` is
+        called."""
+        transfers = self._transfers()
+        if transfers is None:
+            return Transfer(problem="there are no daemons")
+        end = transfers.load(units) if load else transfers.save(units)
         try:
             async with suspend_clock.timeout(seconds):
                 return await asyncio.shield(end)
@@ -380,3 +558,7 @@ class SnapshotManager:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("snapshot task failed", task=task.get_name(), reason=repr(error), exc_info=error)
+
+
+def _tier(match: SnapshotMatch) -> CacheTier:
+    return "host" if isinstance(match.entry, HostSlot) else "disk"

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from hashlib import sha256
 
-from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.kv.page_table import PagedOut
+from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
+from lucevisor.kv_transfer.host_tier import HostSlot
 from lucevisor.snapshots.file_format import SnapshotHeader
 
 LOCK_FILE = "lucevisor.lock"
@@ -74,13 +76,47 @@ class SnapshotEntry:
     def n_tokens(self) -> int:
         return self.snapshot.n_tokens
 
+    @property
+    def packed_tokens(self) -> bytes:
+        return self.snapshot.packed_tokens
+
+    @property
+    def paged_out(self) -> PagedOut | None:
+        return self.snapshot.paged_out
+
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMatch:
-    """``entry`` holds the first ``n_tokens`` of a prompt."""
+    """``entry``, in host memory or on disk, holds the first ``n_tokens`` of a prompt."""
 
-    entry: SnapshotEntry
+    entry: SnapshotEntry | HostSlot
     n_tokens: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes to read."""
+        return self.entry.n_bytes * self.n_tokens // self.entry.n_tokens
+
+
+def longest_match(
+    entries: Iterable[SnapshotEntry | HostSlot], prompt: Sequence[int], most: int, *, whole_only: bool
+) -> SnapshotMatch | None:
+    """Return the match with most of the prompt's first ``most`` tokens; of several, the first.
+
+    ``whole_only``: slots have a recurrent state or a window, so all tokens of one must be a prefix of the prompt.
+    """
+    tokens = TokenBuffer.of(prompt)
+    most = min(most, len(tokens))
+    text = tokens.packed(0, most)
+    best, beaten_by = None, text[:TOKEN_BYTES]  # entries of which less matches need no look at the rest
+    for entry in entries if most else ():
+        if not entry.packed_tokens.startswith(beaten_by) or (whole_only and not text.startswith(entry.packed_tokens)):
+            continue
+        n = entry.n_tokens if whole_only else tokens.n_common(TokenBuffer.from_packed(entry.packed_tokens), most)
+        best, beaten_by = SnapshotMatch(entry, n), text[: (n + 1) * TOKEN_BYTES]
+        if n == most:
+            break
+    return best
 
 
 # ---- what to save

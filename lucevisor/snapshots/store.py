@@ -49,6 +49,7 @@ from lucevisor.snapshots.policy import (
     SnapshotMatch,
     StoreStatistics,
     file_name,
+    longest_match,
     name_prefix,
 )
 
@@ -222,22 +223,9 @@ class SnapshotStore:
 
     def find(self, prompt: Sequence[int], most: int) -> SnapshotMatch | None:
         """Return the match that restores most of the prompt's first ``most`` tokens; of several, the file used last.
-
-        A slot with a recurrent state or a window counts only if all of its tokens are a prefix of the prompt.  Safe to
-        call on an event loop.
+        Safe to call on an event loop.
         """
-        tokens, whole_only = TokenBuffer.of(prompt), self.model.whole_only
-        most = min(most, len(tokens))
-        best: SnapshotMatch | None = None
-        with self._guard:
-            for entry in self._index.values():
-                if whole_only and entry.n_tokens > most:
-                    continue
-                n = entry.tokens.n_common(tokens, most)
-                usable = n > 0 and (n == entry.n_tokens or not whole_only)
-                if usable and (best is None or (n, entry.used_s) > (best.n_tokens, best.entry.used_s)):
-                    best = SnapshotMatch(entry, n)
-        return best
+        return longest_match(self.entries[::-1], prompt, most, whole_only=self.model.whole_only)
 
     # ---- write
 
@@ -401,11 +389,11 @@ class SnapshotStore:
             except OSError as error:
                 raise disk.unreadable("tensors", error) from error
 
-    def restored(self, opened: OpenSnapshot, seconds: float) -> None:
+    def restored(self, entry: SnapshotEntry, seconds: float) -> None:
         """Count a restored file; ``seconds`` since the decision."""
         with self._guard:
             self.statistics.n_restored += 1
-            self.statistics.restored_bytes += opened.entry.n_bytes
+            self.statistics.restored_bytes += entry.n_bytes
             self.statistics.restore_s += seconds
 
     def not_restored(self, entry: SnapshotEntry, reason: str) -> None:

@@ -31,7 +31,7 @@ from lucevisor.protocol.transport import Channel
 from lucevisor.protocol.validation import MAX_INTEGER, DaemonFacts, UnansweredStep, fault_of
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.child import Child, ProcessEnd
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,6 @@ def _ignore(*_: object) -> None:
     """Do nothing."""
 
 
-def _no_step(*_: object) -> None:
-    """Return no step."""
-
-
-def _accept(*_: object) -> str:
-    """Accept whatever was loaded."""
-    return ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
     """The callbacks of one model.  The first argument of each is the group's name.
@@ -72,14 +63,13 @@ class Callbacks:
     """
 
     make_load: Callable[[str, Hello], Awaitable[LoadOrder]]
-    check_loaded: Callable[[str, Loaded], str] = _accept
+    check_loaded: Callable[[str, Loaded], str] = lambda *_: ""
     on_ready: Callable[[str, Channel, Hello, Loaded], None] = _ignore
     on_lost: Callable[[str, str], None] = _ignore
     on_frame: Callable[[str, Frame], None] = _ignore
-    find_step: Callable[[str, int, int], UnansweredStep | None] = _no_step
+    find_step: Callable[[str, int, int], UnansweredStep | None] = lambda *_: None
     on_state: Callable[[str, State, str], None] = _ignore
     on_draining: Callable[[str, int], None] | None = None
-    on_heartbeat: Callable[[str, Heartbeat], None] = _ignore
     on_progress: Callable[[str, Progress], None] = _ignore
 
 
@@ -322,8 +312,7 @@ class Daemon:
             case Heartbeat() as heartbeat:
                 self.heartbeat = heartbeat
                 self._emit(ev.HeartbeatReceived(self.number, heartbeat.phase))
-                for callbacks in self._callbacks:
-                    callbacks.on_heartbeat(self.name, heartbeat)
+                self._log.debug("heartbeat", phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))
             case Progress() as progress:
                 self._emit(ev.ProgressReceived(self.number))
                 self._callbacks[progress.model].on_progress(self.name, progress)

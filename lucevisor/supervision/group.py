@@ -23,13 +23,11 @@ from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import Heartbeat
 from lucevisor.protocol.transport import Channel
 from lucevisor.supervision import events as ev
-from lucevisor.supervision.child import SpawnError
+from lucevisor.supervision.child import LocalLauncher, SpawnError
 from lucevisor.supervision.daemon import Callbacks, Daemon
-from lucevisor.supervision.launcher import LocalLauncher
-from lucevisor.supervision.machine import Machine
-from lucevisor.supervision.policy import SupervisionLimits
+from lucevisor.supervision.events import State
+from lucevisor.supervision.machine import Machine, SupervisionLimits
 from lucevisor.supervision.spares import Spares, SpareStatus
-from lucevisor.supervision.states import State
 
 _log = structlog.get_logger("lucevisor.supervision")
 

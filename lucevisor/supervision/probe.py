@@ -19,9 +19,8 @@ from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
 from lucevisor.protocol.loading import Hello
 from lucevisor.protocol.messages import Check, Checked, Failed, Shutdown
-from lucevisor.supervision.child import ProcessEnd, SpawnError
+from lucevisor.supervision.child import LocalLauncher, ProcessEnd, SpawnError, stage_packages
 from lucevisor.supervision.events import ProcessSignal
-from lucevisor.supervision.launcher import LocalLauncher, stage_packages
 
 HELLO_S, EXIT_S = 60.0, 3.0
 

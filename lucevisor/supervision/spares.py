@@ -16,7 +16,7 @@ from lucevisor.supervision import events as ev
 from lucevisor.supervision.child import SpawnError
 from lucevisor.supervision.daemon import Daemon
 from lucevisor.supervision.events import ProcessSignal
-from lucevisor.supervision.policy import SupervisionLimits
+from lucevisor.supervision.machine import SupervisionLimits
 
 _log = structlog.get_logger("lucevisor.supervision")
 

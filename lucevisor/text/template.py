@@ -18,7 +18,7 @@ from jinja2 import TemplateError as JinjaError
 from jinja2 import TemplateSyntaxError
 
 from lucevisor.text.messages import TemplateError, TemplateTraits, for_strict_template, prepare_messages
-from lucevisor.text.output_format import OutputFormat, detect_format
+from lucevisor.text.output_parser import OutputFormat, detect_format
 from lucevisor.text.provenance import TracedText
 from lucevisor.text.template_language import RaisedByTemplate, TemplateLanguage
 from lucevisor.text.tokenizer import Segment, Tokenizer

@@ -21,7 +21,6 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as BpeCore
 
 from lucevisor.text.pre_tokenizers import PRE_TOKENIZERS, SENTENCEPIECE_SPEC, Normalization, PreTokenizerSpec
-from lucevisor.text.sentencepiece import merges_of_scores
 from lucevisor.text.token_bound import SURROGATES, TokenBound
 from lucevisor.text.vocabulary import (
     MODEL_KEY,
@@ -33,6 +32,23 @@ from lucevisor.text.vocabulary import (
     Vocabulary,
     require,
 )
+
+
+def merges_of_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return all merges of tokens into tokens, the first ones first; of one token, the one with the longest left.
+
+    SentencePiece joins the two neighbours whose token has the highest score, the leftmost ones first; merges by
+    descending score join the same neighbours.
+    """
+    merges = [
+        (-score, -at, token)
+        for token, score in scores.items()
+        for at in range(1, len(token))
+        if token[:at] in scores and token[at:] in scores
+    ]
+    merges.sort(key=lambda merge: merge[:2])  # equal ones in the order of the vocabulary
+    return [(token[:-at], token[-at:]) for _, at, token in merges]
+
 
 MAX_BREAKER_SEQUENCES: Final = 16384
 """Token sequences of all sequence breakers of a request."""

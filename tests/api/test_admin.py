@@ -299,7 +299,7 @@ async def test_metrics_of_snapshots(start, desk):
     assert reasons == {*FAILED_SAVES, *(fault.value for fault in Fault), NOT_RESTORED}
     entry = save(store)
     reading = store.open_for_restore(entry)
-    store.restored(reading, 0.5)
+    store.restored(reading.entry, 0.5)
     store.close_snapshot(reading)
     store.abort(store.begin(made_slot(50)), "no reason")
     (store.directory / entry.file).unlink()

@@ -23,8 +23,7 @@ from lucevisor.api.output import (
 from lucevisor.api.prepared import GenerationOptions
 from lucevisor.engine.request import FinishedEvent, RequestError, RequestHandle, Timings, TokenEvent, Usage
 from lucevisor.protocol.steps import SamplingParams
-from lucevisor.text.output_format import OutputFormat
-from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
+from lucevisor.text.output_parser import ContentDelta, OutputFormat, ReasoningDelta, ToolCallDelta
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tools import FORMATS
 from tests.api.scripted_model import ids_of, metadata, tokenizer

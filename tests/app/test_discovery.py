@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tomllib
 from pathlib import Path
@@ -29,6 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     return tmp_path
 
@@ -79,6 +81,33 @@ def test_environments_beside_this_one_are_queried(folder: Path, monkeypatch: pyt
     (folder / "rocm" / "pyvenv.cfg").touch()
     python = stand_in(folder / "rocm" / "bin", "python", CPU)
     assert [group.python for group in choose_groups("m.gguf", [])] == [python]
+
+
+def test_an_interpreter_is_asked_again_when_its_answer_may_have_changed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, torch = folder / "asked", folder / "version.py"
+    torch.touch()
+    python = Path(stand_in(folder, "own", CPU | {"file": str(torch)}))
+    python.write_text(python.read_text() + f"echo >> {asked}\n")
+    monkeypatch.setattr(sys, "executable", str(python))
+
+    def n_asked() -> int:
+        choose_groups("m.gguf", [])
+        return asked.stat().st_size
+
+    assert [n_asked(), n_asked()] == [1, 1]
+    os.utime(torch, ns=(1, 1))
+    assert [n_asked(), n_asked()] == [2, 2]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [n_asked(), n_asked()] == [3, 3]
+    (folder / "cache" / "lucevisor" / "interpreters.json").write_text("{")
+    assert [n_asked(), n_asked()] == [4, 4]
+    python.write_text("#!/bin/sh\n" + f"echo >> {asked}\n")
+    for _ in range(2):
+        with pytest.raises(LucevisorError, match="no interpreter can run a daemon"):
+            n_asked()
+    assert asked.stat().st_size == 6  # a problem may be gone the next time
 
 
 def test_what_cannot_run_a_daemon_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

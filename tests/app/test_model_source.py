@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from lucevisor.app.model_source import part_names
+from lucevisor.app.model_files import part_names
 from tests.daemons.tiny_models import Tiny, write
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -155,7 +155,7 @@ KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "COVERAGE_PROCES
 QUICK = """
 import sys
 from pathlib import Path
-from lucevisor.app.model_source import resolve_file
+from lucevisor.app.model_files import resolve_file
 from lucevisor.config import load
 from lucevisor.errors import ConfigError
 try:
@@ -335,7 +335,7 @@ FILES += [f"q2/m-Q2_K-0000{i}-of-00002.gguf" for i in (1, 2)]
     ],
 )
 def test_a_quantisation_is_found_in_a_repository(box, model, answer):
-    code = "import sys; from lucevisor.app.model_source import find_hub_file; print(find_hub_file(sys.argv[1]))"
+    code = "import sys; from lucevisor.app.model_files import find_hub_file; print(find_hub_file(sys.argv[1]))"
     with Hub(dict.fromkeys(FILES, b"")) as hub:
         env = {k: os.environ[k] for k in KEPT if k in os.environ} | {"HF_ENDPOINT": hub.url, "HOME": str(box.folder)}
         done = subprocess.run([sys.executable, "-c", code, model], env=env, capture_output=True, text=True, check=False)

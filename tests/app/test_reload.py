@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from lucevisor.app.run import Overrides, apply_live_keys, read_server_keys, reload_config, tls_context
+from lucevisor.app.run import Overrides, apply_live_keys, read_server_keys, tls_context
 from lucevisor.config import Config, load
 from lucevisor.errors import ConfigError
 from tests.api.scripted_model import Rig
@@ -37,7 +37,7 @@ class Box:
         )
 
     def reload(self, *overrides: str) -> tuple[list[str], list[str]]:
-        found = reload_config(Overrides(self.file, overrides))
+        found = Overrides(self.file, overrides).load()
         self.config, changed, waiting = apply_live_keys(self.config, found, [self.context], self.tls)
         return changed, waiting
 
@@ -135,7 +135,7 @@ def test_overrides_of_a_reload_replace_those_of_the_same_key_until_the_next_one(
         {"key": "engine.max_sequences", "value": "5", "source": "reload", "hides": None},
         {"key": "server.max_queue", "value": "7", "source": "reload", "hides": None},
     ]
-    again = reload_config(replace(later, from_reload=()))
+    again = replace(later, from_reload=()).load()
     assert (again.engine.max_sequences, again.log.level, again.server.max_queue) == (3, "error", 256)
-    found = reload_config(later)
+    found = later.load()
     assert (found.engine.max_sequences, found.log.level, found.server.max_queue) == (5, "error", 7)

@@ -13,7 +13,7 @@ from lucevisor.app.status import LoadProgress
 from lucevisor.config import load
 from lucevisor.errors import ConfigError
 from lucevisor.protocol.messages import Progress
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 from tests.e2e.process import DEMO
 
 

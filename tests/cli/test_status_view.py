@@ -50,7 +50,8 @@ def status(**more):
     }  # fmt: skip
     cache = {
         "max_slots": 32, "prefix_slots": 31, "bytes": 1 << 29, "memory": 1 << 30, "prompts": 99_999, "hits": 88_888,
-        "tokens": {"memory": 1_000_000, "disk": 5}, "dir": "/var/cache/lucevisor", "disk": 20 << 30, "snapshots": 12,
+        "tokens": {"memory": 1_000_000, "host": 7, "disk": 5}, "host_slots": 99_999, "host_bytes": 1 << 38,
+        "host": 1 << 39, "dir": "/var/cache/lucevisor", "disk": 20 << 30, "snapshots": 12,
         "snapshot_bytes": 1 << 33, "saved": 1, "restored": 2, "failures": {},
     }  # fmt: skip
     return {
@@ -93,6 +94,7 @@ def test_status_fits_80_columns():
         "box ready  http://127.0.0.1:8080  pid 1",
         "full pages 1072 of 262144 (99999 cached)",
         "prefix slots 31 of 32, 512.0 MiB of 1.00 GiB",
+        "in host memory 99999, 256.0 GiB of 512.0 GiB",
         "host memory: boundaries 1.00 MiB, journal 512.0 MiB of 2.00 GiB, exports 3.00",
     ):
         assert words in text

@@ -10,20 +10,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.compression.compressor import CompressionSettings, Compressor
-from lucevisor.compression.parts import MIN_PART_TOKENS, PromptPart, last_words_end, parts_of, roles_of_turns
-from lucevisor.compression.selection import (
+from lucevisor.compression.compressor import (
     ANCHOR_TOKENS,
     CHUNK_TOKENS,
     HEAD_CHUNKS,
     TAIL_CHUNKS,
+    CompressionSettings,
+    Compressor,
     anchor_chunks,
     chunk_scores,
     chunks_of,
     keep_ratio_at,
     select,
 )
-from lucevisor.compression.windows import QUERY_TOKENS, QUESTION_TOKENS, Windows, align_scores
+from lucevisor.compression.windows import (
+    MIN_PART_TOKENS,
+    QUERY_TOKENS,
+    QUESTION_TOKENS,
+    PromptPart,
+    Windows,
+    align_scores,
+    last_words_end,
+    parts_of,
+    roles_of_turns,
+)
 from lucevisor.errors import ScoringError
 from lucevisor.model.gguf_files import open_model
 from lucevisor.text.template import ChatTemplate

@@ -12,7 +12,7 @@ import torch
 from daemons.models.stage import LoadedStage
 from daemons.snapshots.state_map import StateMap
 from daemons.snapshots.transfers import TransferExecutor
-from lucevisor.deployment.weight_digests import digest_tensors
+from lucevisor.deployment.weights import digest_tensors
 from lucevisor.model.families import open_spec
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.pages import first_visible_page

@@ -15,7 +15,7 @@ from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import ArenaPlan
 from lucevisor.protocol.messages import Message, Role, Shutdown
 from lucevisor.protocol.states import LinkState
-from lucevisor.protocol.steps import CancelPending, DraftStep, Masks, Reset, Slice, Step, StepResult
+from lucevisor.protocol.steps import CancelPending, DraftStep, Masks, Reset, Slice, Step
 from lucevisor.protocol.transport import BlockingLink
 
 MASKED = [Slice(0, 9, [1], True, masked=True), Slice(1, 4, [1, 2, 3], True, n_drafts=2, masked=True)]
@@ -89,17 +89,6 @@ def test_a_step_that_is_dropped_does_not_wait_and_those_behind_it_are_dropped_to
     assert ends.inbox.is_cancelling  # so step 8 is not begun
     assert ends.inbox.receive().message == message  # type: ignore[union-attr]
     assert not ends.inbox.is_cancelling
-
-
-def test_an_answer_that_waits_for_the_next_one_does_not_wait_as_long_as_rows_do(ends: Ends) -> None:
-    ends.inbox.spin_s = 0.0
-    ends.daemon.hold(StepResult(6, 2))
-    thread = threading.Thread(target=ends.await_rows, args=(1, 7))
-    thread.start()
-    assert ends.supervisor.wait(5.0)
-    assert ends.supervisor.receive().message == StepResult(6, 2)  # type: ignore[union-attr]
-    ends.before.ring(1, 7, 0)
-    thread.join()
 
 
 def test_the_end_of_the_link_ends_the_wait(ends: Ends) -> None:

@@ -34,8 +34,7 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.arena import Arena, SharedBuffer
-from lucevisor.protocol.codec import encode
-from lucevisor.protocol.frames import POSTED
+from lucevisor.protocol.frames import POSTED, encode
 from lucevisor.protocol.loading import (
     ArenaPlan,
     CaptureSource,

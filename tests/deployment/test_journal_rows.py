@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lucevisor.deployment.journal_rows import JournalRows, journal_rows
+from lucevisor.deployment.boundaries import JournalRows, journal_rows
 from lucevisor.engine.journal import RowCopy
 from lucevisor.kv_transfer.host_memory import HostMemory
 from lucevisor.placement.result import HostOwner

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,15 +24,6 @@ def refused(*overrides):
         check_before_start(config, [open_model(config)])
     assert caught.value.exit_code == ExitCode.USAGE
     return caught.value
-
-
-@pytest.fixture
-def bare_python(tmp_path):
-    """An interpreter without packages: this one without its site-packages."""
-    script = tmp_path / "python"
-    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    return script
 
 
 @pytest.mark.parametrize(
@@ -65,72 +54,6 @@ def test_an_interpreter_that_is_missing(python, why):
     error = refused(f"groups.right.python={python}")
     assert (error.key, error.value) == ("groups.right.python", python)
     assert why in error.why
-
-
-@pytest.mark.parametrize(
-    ("script", "why"),
-    [
-        ("exit 3", "it ended with code 3: nothing"),
-        ("echo no >&2", "code 0: no"),
-        ("kill -9 $$", "it ended with signal 9"),
-    ],
-)
-def test_a_program_that_is_no_interpreter(tmp_path, script, why):
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o700)
-    error = refused(f"groups.right.python={program}")
-    assert (error.key, error.value) == ("groups.right.python", str(program))
-    assert f"{program} does not work as a Python interpreter: " in error.why
-    assert why in error.why
-
-
-def test_an_interpreter_without_torch(bare_python):
-    error = refused(f"groups.right.python={bare_python}")
-    assert (error.key, error.value) == ("groups.right.python", str(bare_python))
-    assert f"{bare_python} has no torch, gguf, msgspec, numpy" in error.why
-    assert f"{bare_python} -m pip install torch gguf msgspec numpy" in error.hint
-
-
-def python_with_torch(tmp_path, version, cuda, hip):
-    """An interpreter whose torch says that it was built so."""
-    package = tmp_path / "site" / "torch"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise RuntimeError('torch must not be imported')")
-    lines = ["from typing import Optional", f"__version__ = {version!r}"]
-    (package / "version.py").write_text("\n".join([*lines, f"cuda: Optional[str] = {cuda!r}", f"hip = {hip!r}"]))
-    script = tmp_path / "python"
-    script.write_text(f'#!/bin/sh\nPYTHONPATH={package.parent} exec "{sys.executable}" "$@"\n')
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    return script
-
-
-@pytest.mark.parametrize(
-    ("version", "cuda", "hip", "backend", "why"),
-    [
-        ("2.13.0+cpu", None, None, "cuda", "torch 2.13.0+cpu of {python} is not built for cuda"),
-        ("2.13.0+rocm7.1", None, "7.1", "cuda", "is not built for cuda"),
-        ("2.13.0", "13.0", None, "hip", "is not built for hip"),
-        ("2.3.1+cu121", "12.1", None, "cuda", "torch 2.3.1+cu121 of {python} is older than 2.4"),
-        ("2.3.1", None, None, "cpu", "is older than 2.4"),
-    ],
-)
-def test_an_interpreter_with_the_wrong_torch(tmp_path, version, cuda, hip, backend, why):
-    python = python_with_torch(tmp_path, version, cuda, hip)
-    error = refused(f"groups.right.python={python}", f"groups.right.backend={backend}")
-    assert (error.key, error.value) == ("groups.right.python", str(python))
-    assert why.format(python=python) in error.why
-    assert f"{python} -m pip install" in error.hint
-
-
-@pytest.mark.parametrize(
-    ("cuda", "hip", "backend"),
-    [("13.0", None, "cuda"), (None, "7.1", "hip"), ("13.0", None, "cpu"), (None, None, "cpu")],
-)
-def test_an_interpreter_with_the_right_torch(tmp_path, cuda, hip, backend):
-    python = python_with_torch(tmp_path, "2.13.0", cuda, hip)
-    config = load(DEMO, [f"groups.right.python={python}", f"groups.right.backend={backend}", "draft.kind=off"])
-    check_before_start(config, [open_model(config)])
 
 
 # ---- tuning

@@ -11,8 +11,7 @@ from typing import cast
 
 import pytest
 
-from lucevisor.deployment.assembly import PipelineAssembly
-from lucevisor.deployment.replacement import ReplacementState
+from lucevisor.deployment.assembly import PipelineAssembly, ReplacementState
 from lucevisor.engine.shell import StateReplay
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.loading import Load, PoolSizes, StageReplay

@@ -12,9 +12,8 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lucevisor.deployment import weight_digests
-from lucevisor.deployment.weight_digests import FileChangedError, digest_tensors
-from lucevisor.deployment.weights import ModelWeights, WeightsChangedError
+from lucevisor.deployment import weights as weight_digests
+from lucevisor.deployment.weights import FileChangedError, ModelWeights, WeightsChangedError, digest_tensors
 from lucevisor.errors import LucevisorError
 from lucevisor.model.families import open_spec
 from lucevisor.model.fingerprint import fingerprint

@@ -17,7 +17,7 @@ from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.model.families import open_spec
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 from tests.e2e.process import Cli, post
 from tests.e2e.service import GOLDEN, generate, running, write_config
 

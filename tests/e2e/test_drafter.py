@@ -19,7 +19,7 @@ from lucevisor.app.status import LoadProgress, status
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.errors import LucevisorError
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 from tests.combinations import slow
 from tests.e2e.process import DEMO, Cli
 from tests.e2e.service import GOLDEN, generate, running, write_config

@@ -18,7 +18,7 @@ from lucevisor.deployment.service import ModelService, Observer, Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
 from lucevisor.errors import ConfigErrors
 from lucevisor.protocol.steps import SamplingParams
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 from tests.e2e.process import Cli, post
 from tests.e2e.service import MODELS, TRANSPORTS
 from tests.waiting import until, wait_until

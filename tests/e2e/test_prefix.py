@@ -75,7 +75,7 @@ def test_an_agent_that_tells_the_time_is_answered_from_memory_and_everybody_is_t
     now = cli.status()
     assert now["cache"]["hits"] == 2
     assert now["cache"]["prompts"] == 3
-    assert now["cache"]["tokens"] == {"memory": sum(cached), "disk": 0}
+    assert now["cache"]["tokens"] == {"memory": sum(cached), "host": 0, "disk": 0}
     assert 0 < now["cache"]["prefix_slots"] <= now["cache"]["max_slots"] == 32
     assert 0 < now["cache"]["bytes"] <= now["cache"]["memory"] == 2**30
     assert now["engine"]["pages"]["used"] == 0

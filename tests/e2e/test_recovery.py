@@ -24,7 +24,7 @@ from lucevisor.engine.replay import replay
 from lucevisor.engine.request import FinishedEvent, NotReady
 from lucevisor.engine.shell import Engine
 from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams
-from lucevisor.supervision.policy import SupervisionLimits
+from lucevisor.supervision.machine import SupervisionLimits
 from tests.combinations import slow
 from tests.e2e.service import TRANSPORTS, generate, generate_all
 from tests.e2e.test_speculation import CASES, Case, config_of, prompts_of

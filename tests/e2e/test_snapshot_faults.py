@@ -113,7 +113,8 @@ async def test_a_conversation_that_rests_while_a_daemon_is_lost_comes_back_when_
 
 def kill_at(service: Service, what: str, group: str) -> None:
     """Kill a daemon at the moment the next transfer of a kind was sent."""
-    transfers = snapshots_of(service).transfers
+    transfers = service.only.deployment.transfers
+    assert transfers is not None
     begin = getattr(transfers, what)
 
     def begin_and_kill(units: object) -> Awaitable[object]:
@@ -129,7 +130,8 @@ def kill_at(service: Service, what: str, group: str) -> None:
 
 def delay(service: Service, what: str, seconds: float) -> None:
     """Let the answers to the next transfers of a kind come late."""
-    transfers = snapshots_of(service).transfers
+    transfers = service.only.deployment.transfers
+    assert transfers is not None
     begin = getattr(transfers, what)
 
     def begin_and_wait(units: object) -> Awaitable[object]:

@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.engine.constraint import MAX_MASK_BYTES, MadeMasks, MaskJob, MinTokens, make_masks, within_masks
-from lucevisor.engine.masking import MaskMaker
+from lucevisor.engine.constraint import (
+    MAX_MASK_BYTES,
+    MadeMasks,
+    MaskJob,
+    MaskMaker,
+    MinTokens,
+    make_masks,
+    within_masks,
+)
 from lucevisor.engine.request import FinishedEvent, TokenEvent
 from lucevisor.engine.step import ScheduledSlice
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
@@ -181,7 +188,7 @@ async def test_masks_that_cannot_be_made_are_reported_at_once(threaded: bool, mo
     def no_room(*_: object) -> MadeMasks:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("lucevisor.engine.masking.make_masks", no_room)
+    monkeypatch.setattr("lucevisor.engine.constraint.make_masks", no_room)
     recorded = _Recorded()
     maker = MaskMaker(recorded.on_made, recorded.on_failed, threaded=threaded)
     maker.make_masks(5, jobs_of([ToyConstraint(0)]))

@@ -13,7 +13,7 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.plain_loop import PlainLoop
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.kv.prefix_cache import PrefixSettings
-from lucevisor.protocol.codec import encode
+from lucevisor.protocol.frames import encode
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Step, StepResult
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, attached, events_of, limits, request, told

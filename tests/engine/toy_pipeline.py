@@ -19,11 +19,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from lucevisor.engine.journal import RowCopy
-from lucevisor.engine.rebuild import FIRST_STEP
+from lucevisor.engine.recovery import FIRST_STEP
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.codec import encode, payload_segments
 from lucevisor.protocol.connection import Connection
-from lucevisor.protocol.frames import POSTED
+from lucevisor.protocol.frames import POSTED, encode, payload_segments
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.messages import Role
 from lucevisor.protocol.states import LinkState

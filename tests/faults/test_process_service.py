@@ -19,7 +19,7 @@ from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import SamplingParams
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 from tests.e2e.process import ROOT
 from tests.supervision.real_groups import brisk, stage_tiny
 from tests.waiting import until

@@ -15,11 +15,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from lucevisor.protocol.steps import Step
-from lucevisor.supervision.child import Child, spawn
-from lucevisor.supervision.events import ProcessSignal
+from lucevisor.supervision.child import Child, LocalLauncher, spawn
+from lucevisor.supervision.events import ProcessSignal, State
 from lucevisor.supervision.group import RefusedError
-from lucevisor.supervision.launcher import LocalLauncher
-from lucevisor.supervision.states import State
 from tests.supervision.real_groups import (
     brisk,
     exists,

@@ -17,7 +17,7 @@ import torch
 
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 from tests.e2e.service import DATA, DEMO, GOLDEN, generate_all, running, write_config
 from tests.families.rounding import assert_same_tokens
 

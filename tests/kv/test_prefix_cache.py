@@ -279,8 +279,8 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.pin(slot)
             self.pinned.append(slot)
         else:
-            pinned = slot.pins > 0
-            assert self.index.drop(slot) is not pinned
+            self.index.drop(slot)
+            assert not slot.alive
 
     @precondition(lambda self: self.pinned)
     @rule()
@@ -427,7 +427,8 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.cancel(reservation)
         for slot in self.pinned:
             self.index.unpin(slot)
-        assert all(self.index.drop(slot) for slot in self.index.slots)
+        for slot in self.index.slots:
+            self.index.drop(slot)
         assert all(use.used == 0 for use in self.pools.usage().values())
 
 
@@ -618,7 +619,7 @@ def test_adopting_twice_or_something_else_is_refused() -> None:
         Space.FULL: PageUse(2, 100, evictable=2),
         Space.RECURRENT: PageUse(1, 8, evictable=1),
     }
-    assert maker.index.match([*numbered(0, 100), 10**9]).from_disk
+    assert maker.index.match([*numbered(0, 100), 10**9]).tier == "disk"
 
 
 def test_cache_and_uncache_check_ownership() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import resource
+from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lucevisor.kv_transfer.host_memory import HostFile, HostLease, HostMemory, HostMemoryShort
+from lucevisor.kv_transfer.host_memory import HostFile, HostLease, HostMemory, HostMemoryShort, available_bytes
 from lucevisor.placement.result import HostOwner
 
 LIMIT = 100
@@ -94,3 +95,16 @@ def test_what_the_system_refuses_is_said() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert memory.used(HostOwner.EXPORTS) == 0
+
+
+def test_what_a_container_leaves_is_free_and_no_more(tmp_path: Path) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text("0::/box/service\n")
+    assert available_bytes(proc, cgroups) > 1 << 20
+    for folder, limit in (("", "max"), ("box", "9000"), ("box/service", "max")):
+        (cgroups / folder).mkdir(parents=True, exist_ok=True)
+        (cgroups / folder / "memory.max").write_text(f"{limit}\n")
+        (cgroups / folder / "memory.current").write_text("7000\n")
+        (cgroups / folder / "memory.stat").write_text("anon 3000\nfile 4000\nshmem 1500\n")
+    assert available_bytes(proc, cgroups) == 9000 - 7000 + 4000 - 1500

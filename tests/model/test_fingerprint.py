@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.gguf_writing import finish, new_file
-from lucevisor.deployment.weight_digests import digest_tensors
+from lucevisor.deployment.weights import digest_tensors
 from lucevisor.model import fingerprint as module
 from lucevisor.model.families import open_spec
 from tests.daemons.tiny_models import Tiny

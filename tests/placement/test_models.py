@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lucevisor.app.model_files import open_models
 from lucevisor.config import Config, load
-from lucevisor.deployment.model_configs import model_configs
+from lucevisor.deployment.served_model import model_configs
 from lucevisor.errors import ConfigError
 from lucevisor.placement.devices import memories_of, target_devices
 from lucevisor.placement.planner import plan

@@ -275,7 +275,7 @@ def test_a_journal_takes_no_more_than_all_pages_at_all_boundaries(demo: ModelSpe
     assert f"{format_bytes(found.journal_bytes)}  recovery.journal" in plan_text(found)
     told = {use["owner"]: use["limit_bytes"] for use in plan_json(found)["host_memory"]}  # type: ignore[attr-defined]
     wanted = {"boundaries": found.arena_bytes, "journal": found.journal_bytes, "replays": found.journal_bytes}
-    assert told == wanted | {"pools": 0, "swap": found.swap_bytes, "exports": None}
+    assert told == wanted | {"pools": 0, "swap": found.swap_bytes, "prefixes": 0, "exports": None}
 
 
 def test_the_limit_of_a_journal_is_kept_in_whole_pages(demo: ModelSpec, tmp_path: Path) -> None:
@@ -299,6 +299,30 @@ def test_without_a_boundary_or_a_hold_there_is_none(demo: ModelSpec, tmp_path: P
     assert alone.journal_bytes == planned(demo, tmp_path, ["left:0", "right:0"], hold_s=0.0).journal_bytes == 0
     assert planned(demo, tmp_path, ["left:0", "right:0"], journal=0).journal_bytes == 0
     assert "journal" not in plan_text(alone)
+
+
+@pytest.mark.parametrize(
+    ("devices", "host", "n_bytes"),
+    [
+        (["cuda:0"], "auto", None),
+        (["cuda:0", "left:0"], "auto", None),
+        (["left:0"], "auto", 0),
+        (["left:0"], 1 << 30, 1 << 30),
+    ],
+)
+def test_host_memory_of_prefix_slots_is_for_what_other_devices_evict(
+    demo: ModelSpec, tmp_path: Path, devices: list[str], host: int | Literal["auto"], n_bytes: int | None
+) -> None:
+    config = configure(tmp_path, devices)
+    slots = replace(config, cache=replace(config.cache, prefix_slots=8, host=host))
+    found = placed(demo, slots)
+    assert found.host_cache_bytes == n_bytes
+    said = {None: "half of what is free  cache.host", 0: "", 1 << 30: "1.00 GiB  cache.host"}[n_bytes]
+    assert said in plan_text(found)
+    assert ("cache.host" in plan_text(found)) == (n_bytes != 0)
+    none = {name: replace(group, transport="tcp") for name, group in slots.groups.items()}
+    assert placed(demo, replace(slots, groups=none)).host_cache_bytes == 0
+    assert placed(demo, replace(config, cache=replace(config.cache, host=host))).host_cache_bytes == 0
 
 
 def test_what_preempted_requests_may_take_is_said(demo: ModelSpec, tmp_path: Path) -> None:

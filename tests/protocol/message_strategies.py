@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from lucevisor.protocol import messages
-from lucevisor.protocol.codec import encode, n_descriptors
+from lucevisor.protocol.frames import encode, n_descriptors
 from lucevisor.protocol.messages import MESSAGES, MessageKind, Role, StreamKind
 from lucevisor.protocol.states import TRANSITIONS, LinkState, legal
 from lucevisor.protocol.steps import Step, StepResult

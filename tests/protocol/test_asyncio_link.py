@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from lucevisor.model.values import Dtype
-from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LinkClosed, LinkOverflow, LocalProtocolError
+from lucevisor.protocol.frames import encode
 from lucevisor.protocol.loading import ArenaPlan
 from lucevisor.protocol.messages import Check, Shutdown
 from lucevisor.protocol.states import LinkState

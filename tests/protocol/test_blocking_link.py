@@ -10,8 +10,8 @@ import time
 import pytest
 
 from lucevisor.model.values import Dtype
-from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LinkClosed, RemoteProtocolError
+from lucevisor.protocol.frames import encode
 from lucevisor.protocol.loading import ArenaPlan
 from lucevisor.protocol.messages import Check, Role, StreamKind
 from lucevisor.protocol.states import LinkState
@@ -210,32 +210,3 @@ def test_a_frame_cut_by_a_signal_handler_is_the_last(pair):
     supervisor.close()
     assert daemon.receive() is None
     assert daemon.closed_because.what == "end of file inside a STEP frame"
-
-
-def messages(link, n):
-    return [link.receive().message for _ in range(n)]
-
-
-def test_held_frames_go_with_the_next_one_in_order(pair):
-    supervisor, daemon = pair
-    daemon.hold(StepResult(1, 2))
-    daemon.hold(StepResult(2, 2))
-    assert daemon.holds
-    assert not supervisor.wait(0.05)
-    daemon.send(StepResult(3, 1))
-    assert not daemon.holds
-    assert messages(supervisor, 3) == [StepResult(1, 2), StepResult(2, 2), StepResult(3, 1)]
-
-
-def test_held_frames_are_written_before_the_link_waits(pair):
-    supervisor, daemon = pair
-    supervisor.send(Step(1, 1))
-    daemon.hold(StepResult(1, 2))
-    assert daemon.receive().message == Step(1, 1)
-    assert daemon.holds  # nothing was waited for
-    thread = threading.Thread(target=daemon.receive)
-    thread.start()
-    assert supervisor.wait(5.0)
-    assert supervisor.receive().message == StepResult(1, 2)
-    supervisor.send(Step(2, 1))
-    thread.join()

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.protocol.codec import decode, encode, payload_segments
 from lucevisor.protocol.docs import PAGE, main, page
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
-from lucevisor.protocol.frames import HEADER_BYTES, Header, pack_header, parse_header
+from lucevisor.protocol.frames import HEADER_BYTES, Header, decode, encode, pack_header, parse_header, payload_segments
 from lucevisor.protocol.messages import (
     MAX_METADATA_BYTES,
     MAX_PAYLOAD_BYTES,

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.model.values import Dtype
-from lucevisor.protocol.codec import encode
 from lucevisor.protocol.connection import READ_BUFFER_BYTES, Connection
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
+from lucevisor.protocol.frames import encode
 from lucevisor.protocol.loading import ArenaPlan
 from lucevisor.protocol.messages import Check, Failed, Heartbeat, LogLine, Role, Shutdown, StreamKind
 from lucevisor.protocol.states import LinkState

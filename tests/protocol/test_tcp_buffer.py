@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,14 +14,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from lucevisor.protocol.arena import Arena
-from lucevisor.protocol.codec import encode
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
+from lucevisor.protocol.frames import encode
 from lucevisor.protocol.loading import ArenaPlan, RowsConnection
 from lucevisor.protocol.messages import Message, Role, StreamKind
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Attach, Attached, PlacedRows, Rows, RowsCopy, StepResult
-from lucevisor.protocol.tcp_buffer import LOOPBACK, RelayBuffer, RowsEndpoint, RowsOrder, TcpBuffer
+from lucevisor.protocol.tcp_buffer import LOOPBACK, RelayBuffer, RowsEndpoint, RowsLink, RowsOrder, TcpBuffer
 from lucevisor.protocol.transport import BlockingLink, Channel, connect
 
 N_REGIONS, REGION_BYTES, EPOCH = 3, 100_000, 7
@@ -190,6 +191,25 @@ def test_rows_reach_the_reader_and_a_copy_the_supervisor(writer_first: bool) -> 
             assert copied.message == RowsCopy(False, 1, region, step, 1 if writer_first else 2, step - 1)
             assert bytes(copied.payload) == rows
             assert answer.message == StepResult(step, 0)
+
+
+def test_who_waits_for_rows_needs_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowsLink, "run", lambda link: None)
+    with daemons(2) as (writer, reader):
+        reader.open(1)
+        writer.open(2, reader)
+        wait_until(lambda: len(reader.buffer.wake_fds) == 2)
+        for step, n_bytes in enumerate((4, REGION_BYTES, 4, 65_000), start=1):
+            write(writer.buffer, step % N_REGIONS, step, bytes([step]) * n_bytes)
+            while not reader.buffer.rung(step % N_REGIONS, step):
+                assert select.select(reader.buffer.wake_fds, [], [], WAIT_S)[0]
+                reader.buffer.drain()
+            assert bytes(reader.buffer.region(step % N_REGIONS)[:n_bytes]) == bytes([step]) * n_bytes
+        writer.close()
+        while len(reader.buffer.wake_fds) == 2:  # a descriptor that is always readable would keep the reader busy
+            assert select.select(reader.buffer.wake_fds, [], [], WAIT_S)[0]
+            reader.buffer.drain()
+        assert not reader.broken
 
 
 def test_a_replaced_neighbour_connects_anew_and_bells_of_the_lost_one_count_no_more() -> None:

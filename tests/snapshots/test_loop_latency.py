@@ -140,8 +140,9 @@ async def converse(spaces: frozenset[Space], directory: Path) -> dict[str, int]:
     )
     rig = Rig(limits)
     transfers = KvTransfer({"g": [LayerRange(0, 2)]})  # no daemon is ready: files are opened, checked and given up
-    manager = SnapshotManager(rig.engine, store, transfers, SavePolicy(256, 1 << 30))
+    manager = SnapshotManager(rig.engine, lambda: transfers, SavePolicy(256, 1 << 30), None)
     manager.start()
+    manager.use(store)
     more, longer = TokenBuffer(cold), TokenBuffer(on_disk)
     longer.append(5)
     for token in range(500):

@@ -19,7 +19,7 @@ from lucevisor.config import load
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.protocol.steps import SamplingParams
-from lucevisor.supervision.policy import SupervisionLimits
+from lucevisor.supervision.machine import SupervisionLimits
 from tests.daemon_forks import Forker
 from tests.e2e.process import DEMO
 

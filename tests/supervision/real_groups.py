@@ -13,11 +13,11 @@ from lucevisor.config import GroupConfig
 from lucevisor.model.values import Dtype, LayerRange
 from lucevisor.protocol.handshake import source_hash
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
+from lucevisor.supervision.child import LocalLauncher, StagedPackages, stage_packages
 from lucevisor.supervision.daemon import Callbacks, LoadOrder
+from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.launcher import LocalLauncher, StagedPackages, stage_packages
-from lucevisor.supervision.policy import SupervisionLimits
-from lucevisor.supervision.states import State
+from lucevisor.supervision.machine import SupervisionLimits
 from tests.waiting import until
 
 FAST = SupervisionLimits(backoff_min_s=0.05, hello_s=20.0, exit_grace_s=0.5, stacks_s=0.5, recheck_s=0.1, n_restarts=3)
@@ -56,7 +56,6 @@ class Owner:
         self.links = []
         self.frames = []
         self.progress = []
-        self.heartbeats = []
         self.lost: list[str] = []
         self.may_load = asyncio.Event()
         self.may_load.set()
@@ -73,7 +72,6 @@ class Owner:
             on_frame=lambda _, frame: self.frames.append(frame),
             on_state=self.on_state,
             on_draining=on_draining,
-            on_heartbeat=lambda _, heartbeat: self.heartbeats.append(heartbeat),
             on_progress=lambda _, progress: self.progress.append(progress),
         )
 

@@ -19,9 +19,9 @@ from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.steps import Reset, ResetDone, Step, StepResult
+from lucevisor.supervision.child import LocalLauncher, stage_packages
+from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.launcher import LocalLauncher, stage_packages
-from lucevisor.supervision.states import State
 from tests.supervision.real_groups import (
     FAST,
     Owner,
@@ -46,7 +46,7 @@ async def test_start_ready_step_stop(tmp_path):
         assert group.loads[0].shards[0].weight_bytes == 1
         group.link.send(Step(5, 0), request_id=5)
         group.link.send(Reset(6))
-        await until(lambda: len(owner.frames) == 2 and owner.heartbeats[-1].n_steps)
+        await until(lambda: len(owner.frames) == 2 and group.heartbeat is not None and group.heartbeat.n_steps)
         assert [frame.message for frame in owner.frames] == [StepResult(5, 0), ResetDone(6)]
         assert group.heartbeat.n_tokens == 1
         assert group.heartbeat.rss_bytes > 2**20

@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
-from lucevisor.supervision.child import LINES_PER_SECOND, LONGEST_LINE, N_KEPT_LINES, OutputLines, environment
-from lucevisor.supervision.launcher import stage_packages
+from lucevisor.supervision.child import (
+    LINES_PER_SECOND,
+    LONGEST_LINE,
+    N_KEPT_LINES,
+    OutputLines,
+    environment,
+    stage_packages,
+)
 
 INHERITED = {
     "PATH": "/bin",

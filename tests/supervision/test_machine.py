@@ -14,10 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lucevisor.protocol.process import EXIT_CONFIGURATION
 from lucevisor.supervision import events as ev
-from lucevisor.supervision.events import ProcessSignal, Timer
-from lucevisor.supervision.machine import Machine
-from lucevisor.supervision.policy import RestartPolicy, SupervisionLimits
-from lucevisor.supervision.states import TRANSITIONS, WITH_CHILD, State
+from lucevisor.supervision.events import TRANSITIONS, WITH_CHILD, ProcessSignal, State, Timer
+from lucevisor.supervision.machine import Machine, RestartPolicy, SupervisionLimits
 
 LIMITS = SupervisionLimits(n_restarts=2, window_s=60.0)
 

@@ -9,9 +9,9 @@ import pytest
 
 from lucevisor.config import GroupConfig
 from lucevisor.protocol.steps import Reset, Step
+from lucevisor.supervision.child import LocalLauncher
+from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.launcher import LocalLauncher
-from lucevisor.supervision.states import State
 from tests.supervision.real_groups import FAST, Owner, ready, stage_tiny, until
 
 pytestmark = pytest.mark.filterwarnings("error")

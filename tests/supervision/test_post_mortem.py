@@ -13,7 +13,7 @@ import pytest
 
 from lucevisor.protocol.steps import Step
 from lucevisor.supervision.child import N_LINES_AFTER, explain_kill, failure_cause, oom_kills
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 from tests.supervision.real_groups import Owner, ready_group
 
 CUDA_TRACEBACK = """\

@@ -19,7 +19,7 @@ from lucevisor.app import logs
 from lucevisor.protocol.messages import Heartbeat, LogLine, Progress, Role, StreamKind
 from lucevisor.protocol.transport import BlockingLink
 from lucevisor.supervision.daemon import without_reserved_names
-from lucevisor.supervision.states import State
+from lucevisor.supervision.events import State
 from tests.supervision.real_groups import ready_group
 from tests.waiting import until
 

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from lucevisor.config import GroupConfig
+from lucevisor.supervision.child import LocalLauncher
+from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.launcher import LocalLauncher
-from lucevisor.supervision.states import State
 from tests.supervision.real_groups import FAST, Owner, stage_tiny
 
 

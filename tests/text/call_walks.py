@@ -9,11 +9,10 @@ from typing import Any
 
 from lucevisor.text.grammar.matcher import GrammarCompiler, Matcher
 from lucevisor.text.grammar.rules import Rules
-from lucevisor.text.output_format import OutputFormat
-from lucevisor.text.output_parser import ContentDelta, OutputParser, ToolCallDelta
+from lucevisor.text.output_parser import ContentDelta, OutputFormat, OutputParser, ToolCallDelta
 from lucevisor.text.tokenizer import Tokenizer
 from lucevisor.text.tools import FORMATS, ToolFormat
-from lucevisor.text.tools.constraint import calls_in_text, calls_only, functions
+from lucevisor.text.tools.call import calls_in_text, calls_only, functions
 from tests.text.vocabularies import CONTROL, USER_DEFINED, byte_metadata
 
 Tool = dict[str, Any]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lucevisor.text.grammar.forms import json_schema
 from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.rules import Rules
-from lucevisor.text.tools.constraint import calls_only, functions, without_schemas
+from lucevisor.text.tools.call import calls_only, functions, without_schemas
 from tests.text.call_walks import NAMES, compiler, matcher, parsed, tokenizer, written
 
 Schema = dict[str, Any]

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lucevisor.text.output_format import OutputFormat, detect_format
-from lucevisor.text.output_parser import ContentDelta, OutputParser, ReasoningDelta, StopMatcher, ToolCallDelta
+from lucevisor.text.output_parser import (
+    ContentDelta,
+    OutputFormat,
+    OutputParser,
+    ReasoningDelta,
+    StopMatcher,
+    ToolCallDelta,
+    detect_format,
+)
 from lucevisor.text.reasoning import CHANNEL, THINK
 from lucevisor.text.tokenizer import Segment, Tokenizer
 from lucevisor.text.tools import FORMATS
@@ -87,6 +94,17 @@ ONE = [("f", {"x": "1"})]
             ('<tool_call>{"name": "other"}</tool_call> quoted', "ok", []),
         ),
         ("a <tool_call> b</think>c</tool_call>", True, ("a <tool_call> b", "c</tool_call>", [])),
+        # A block of Markdown in place of the tags is a call if it names an offered tool.
+        ('So:\n```json\n{"name": "f", "arguments": {"x": "1"}}\n```', False, ("", "So:", ONE)),
+        ('```json\n{\n  "name": "f",\n  "arguments": {"x": "1"}\n}\n```\n', False, ("", "", ONE)),
+        (
+            '```json\n{"name": "f", "arguments": {"x": "a\\n```\\nb"}}\n```',
+            False,
+            ("", "", [("f", {"x": "a\n```\nb"})]),
+        ),
+        ('```json\n{"name": "f", "arguments": {"x": "1"}}', False, ("", "", ONE)),
+        ('```json\n{"name": "other"}\n```\nok', False, ("", '```json\n{"name": "other"}\n```\nok', [])),
+        ('```json\n{"x": 1}\n```', False, ("", '```json\n{"x": 1}\n```', [])),
         # Blanks inside the text stay.
         ("a \n\n b\n ", False, ("", "a \n\n b\n ", [])),
         ("  indented", False, ("", "  indented", [])),
@@ -134,7 +152,17 @@ fragments = st.lists(
         [
             *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|channel>", "<channel|>", "thought\n"),
             *("<|tool_call>", "<tool_call|>", '<|"|>', "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-            *("<function=f>", "</function>", "<parameter=x>", "</parameter>", "call:f{x:", "}", '{"name": "f"}', '"'),
+            *(
+                "<function=f>",
+                "</function>",
+                "<parameter=x>",
+                "</parameter>",
+                "call:f{x:",
+                "}",
+                '{"name": "f"}',
+                '"',
+                "```json\n",
+            ),
             *(" ", "\n", "\n\n", "a", "b<", "</", "f", CALL),
         ]
     ),

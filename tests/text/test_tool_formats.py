@@ -14,7 +14,7 @@ from lucevisor.text.messages import TemplateTraits, prepare_messages
 from lucevisor.text.parameters import read_value
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tools import FORMATS
-from lucevisor.text.tools.xml_function import XmlFunction
+from lucevisor.text.tools.bare_values import XmlFunction
 from tests.text.vocabularies import demo_metadata
 
 GEMMA, MISTRAL, MISTRAL_ARRAY, LLAMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)

@@ -17,8 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.text.output_format import OutputFormat
-from lucevisor.text.output_parser import ContentDelta, OutputParser, ReasoningDelta, ToolCallDelta
+from lucevisor.text.output_parser import ContentDelta, OutputFormat, OutputParser, ReasoningDelta, ToolCallDelta
 from lucevisor.text.reasoning import CHANNEL, THINK
 from lucevisor.text.tools import FORMATS
 

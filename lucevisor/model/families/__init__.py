@@ -1,11 +1,16 @@
-"""Registry of model families: architecture name -> the function that reads its spec.  One file per family."""
+"""Registry of model families: architecture name -> the function that reads its spec.
+
+One file per family, but for those whose layers differ from llama's only in a switch: qwen2 in biases, which the file
+has, qwen3 in RMSNorm on queries and keys, qwen3moe in routed experts beside it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-from lucevisor.model.families import gemma3, gemma4, laguna, llama, qwen2, qwen3, qwen3moe, qwen35, qwen35moe
+from lucevisor.model.families import gemma3, gemma4, laguna, llama, qwen35, qwen35moe
 from lucevisor.model.gguf_files import GgufFiles, open_model, part_paths
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.spec import ModelSpec
@@ -15,11 +20,11 @@ FAMILIES: dict[str, Callable[[GgufFiles, Mapping[str, str]], ModelSpec]] = {
     "gemma4": gemma4.spec,
     "laguna": laguna.spec,
     "llama": llama.spec,
-    "qwen2": qwen2.spec,
-    "qwen3": qwen3.spec,
+    "qwen2": partial(llama.read, architecture="qwen2"),
+    "qwen3": partial(llama.read, architecture="qwen3", qk_norm=True),
     "qwen35": qwen35.spec,
     "qwen35moe": qwen35moe.spec,
-    "qwen3moe": qwen3moe.spec,
+    "qwen3moe": partial(llama.read, architecture="qwen3moe", qk_norm=True, experts=True),
 }
 
 REFUSED = (

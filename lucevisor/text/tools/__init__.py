@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from lucevisor.text.parameters import Tools, has_tool
-from lucevisor.text.tools.argument_pairs import ArgumentPairs
+from lucevisor.text.tools.bare_values import ArgumentPairs, XmlFunction
 from lucevisor.text.tools.call import Function, ToolCall, ToolFormat
 from lucevisor.text.tools.gemma4 import Gemma4
-from lucevisor.text.tools.json_object import JsonObject
-from lucevisor.text.tools.llama3 import Llama3
-from lucevisor.text.tools.mistral import MistralArguments, MistralArray
-from lucevisor.text.tools.xml_function import XmlFunction
+from lucevisor.text.tools.json_object import JsonObject, Llama3, MistralArguments, MistralArray
 
 __all__ = ["FORMATS", "Function", "ToolCall", "ToolFormat", "Tools", "detect_tool_format", "has_tool", "read_call"]
 

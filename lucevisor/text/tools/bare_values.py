@@ -1,4 +1,8 @@
-"""Parameters between tags: texts as they are, without quotes, everything else as JSON."""
+"""Call formats with parameters between tags: texts as they are, without quotes, everything else as JSON.
+
+Qwen3-Coder and others: `<function=NAME><parameter=K>V</parameter></function>`.  Laguna, and GLM 4.5 to 4.7:
+`NAME<arg_key>K</arg_key><arg_value>V</arg_value>`.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lucevisor.text.grammar.alternatives import Alternatives
-from lucevisor.text.grammar.members import MemberSequence, members
-from lucevisor.text.grammar.rules import ANYTHING, Rules, quoted
+from lucevisor.text.grammar.members import MemberSequence, fits_as_text, members, text_terminal
+from lucevisor.text.grammar.rules import ANYTHING, LINE_END, Rules, quoted
 from lucevisor.text.grammar.schemas import UnsatisfiableError
-from lucevisor.text.grammar.texts import fits_as_text, text_terminal
 from lucevisor.text.llguidance_limits import GrammarError
-from lucevisor.text.parameters import ANY_TYPE
+from lucevisor.text.parameters import ANY_TYPE, Parameters, Tools, first_readable
 from lucevisor.text.references import with_definitions
-from lucevisor.text.tools.call import Function
+from lucevisor.text.tools.call import Function, SingleCall, ToolCall, make_call
 
 _BLANKS: Final = r"[ \t\r\n]*"
 _INTEGER: Final = "-?(0|[1-9][0-9]*)"
@@ -163,3 +166,157 @@ class _Values:
             if any({"integer", "number"} & set(schema.get("type", ())) or "enum" in schema for schema in self._json):
                 excluded.append(f"~{_BEGINS_AS_NUMBER}")
         return f"(({term}) & {' & '.join(excluded)})"
+
+
+_HEAD: Final = re.compile(r"\s*<function=([^>\n]+)>")
+_OPEN: Final = re.compile(r"<parameter=([^\n]*?)>")
+_ANY_BLANKS: Final = re.compile(r"\s*")
+# A value ends at the closing tag that another parameter or the end follows, so that a value may quote the tag itself.
+_CLOSE: Final = re.compile(r"</parameter>(?=\s*(?:<parameter=[^\n]*?>|</function>\s*\Z|\Z))")
+_UNCLOSED: Final = re.compile(r"(<parameter=[^>\n]+>(?:(?!</parameter>).)*?)(?=\s*</function>\s*\Z)", re.DOTALL)
+_TAIL: Final = re.compile(r"\s*(?:</function>\s*)?\Z")
+
+
+class XmlFunction(SingleCall):
+    """Calls written as XML-like tags; values are bare text, read by the tool's schema."""
+
+    open = "<tool_call>"
+    close = "</tool_call>"
+    bare = ("<function=", "</function>")
+    tags: Sequence[str] = (open, close)
+
+    def parse(self, body: str, tools: Tools) -> ToolCall | None:
+        """Return the call, or None when a tag is missing or text stands between tags."""
+        head = _HEAD.match(body)
+        if head is None:
+            return None
+        name, end = head.group(1).strip(), head.end()
+        parameters = Parameters(tools, name)
+        arguments: dict[str, object] = {}
+        while parameter := _parameter(body, end, parameters):
+            key, value, end = parameter
+            arguments |= _read(key, value, parameters)
+        return make_call(name, arguments) if name and _TAIL.match(body, end) else None
+
+    def repair(self, body: str, tools: Tools) -> ToolCall | None:
+        """Close the last parameter where the function ends."""
+        return self.parse(_UNCLOSED.sub(r"\1\n</parameter>", body), tools)
+
+    def is_inside_value(self, body: str) -> bool:
+        start = body.find("<parameter=")
+        if start < 0:
+            return False
+        ends = [closing.end() for closing in _CLOSE.finditer(body, start)]
+        return not ends or _opened(body, ends[-1]) is not None
+
+    def grammar(self, rules: Rules, function: Function) -> str:
+        head, tail = rules.text(f"\n<function={function.name}>\n"), rules.text("</function>")
+        names = sorted(Parameters([{"name": "", "parameters": function.schema}], "").names)
+        declared = "|".join(re.escape(name).replace("/", "\\/") for name in names)
+        opening = [f"<parameter=({declared})>"] if declared else []
+        ending = Ending("\n</parameter>\n", [r"<\/parameter>[\s\x1c-\x1f]*<(parameter=|\/function>)", *opening])
+        values = bare_parameters(
+            rules,
+            function,
+            ending,
+            lambda name: None if "\n" in name else rules.text(f"<parameter={name}>\n"),
+            lambda terminal: rules.add(f'"<parameter=" ({terminal}) ">\\n"', lazy=True),
+        )
+        return f"{head} {values} {tail} {LINE_END} {rules.text(self.close)}"
+
+
+def _parameter(body: str, start: int, parameters: Parameters) -> tuple[str, str, int] | None:
+    """The name and the value of the parameter that begins here, and its end; None if none does."""
+    opened = _opened(body, start)
+    if opened is None:
+        return None
+    begin = opened.start(1)
+    # A declared name may contain characters that end other names.
+    key = max((name for name in parameters.names if body.startswith(f"{name}>", begin)), key=len, default=None)
+    begin = opened.end() if key is None else begin + len(key) + 1
+    key = opened[1].strip() if key is None else key
+    closings = list(_CLOSE.finditer(body, begin))
+    if not closings:
+        return None
+    closing = closings[first_readable((body[begin : match.start()] for match in closings), parameters.schema(key))]
+    return key, body[begin : closing.start()], closing.end()
+
+
+def _opened(body: str, start: int) -> re.Match[str] | None:
+    blanks = _ANY_BLANKS.match(body, start)
+    return _OPEN.match(body, blanks.end() if blanks else start)
+
+
+def _read(key: str, text: str, parameters: Parameters) -> dict[str, object]:
+    """Return the value of a parameter, and of those whose opening tag stands in it as its closing tag is missing."""
+    value = parameters.read(key, _unpadded(text))
+    opening = None if "</parameter>" in text or not isinstance(value, str) else _OPEN.search(text)
+    if opening is None or opening[1].strip() not in parameters.names:
+        return {key: value}
+    first = parameters.read(key, _unpadded(text[: opening.start()]))
+    return {key: first, **_read(opening[1].strip(), text[opening.end() :], parameters)}
+
+
+def _unpadded(value: str) -> str:
+    """Return the value without the one line end that the format puts before and after it."""
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+_NAME: Final = re.compile(r"\s*([^<\s]+)")
+_KEY: Final = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
+# A value ends at the closing tag that another key or the end follows, so that a value may quote the tag itself.
+_PAIR_CLOSE: Final = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|\Z))")
+_NO_VALUE: Final = re.compile(r"</arg_key>(?!\s*<arg_value>)")
+_NO_KEY: Final = re.compile(r"\A(\s*[^<\s]+\s*)<tool_call>")
+
+
+class ArgumentPairs(SingleCall):
+    """Calls written as a name and pairs of key and value; strings are bare text, everything else JSON."""
+
+    open = "<tool_call>"
+    close = "</tool_call>"
+    bare = ("", "")
+    tags: Sequence[str] = (open, close, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+    def parse(self, body: str, tools: Tools) -> ToolCall | None:
+        """Return the call, or None when it has no name or text stands between the pairs."""
+        head = _NAME.match(body)
+        if head is None:
+            return None
+        name, end = head.group(1), head.end()
+        parameters = Parameters(tools, name)
+        arguments: dict[str, object] = {}
+        while opening := _KEY.match(body, end):
+            key, begin = opening[1], opening.end()
+            if key not in parameters.names:
+                key = key.strip()
+            closings = list(_PAIR_CLOSE.finditer(body, begin))
+            if not closings:
+                break
+            texts = (body[begin : closing.start()] for closing in closings)
+            closing = closings[first_readable(texts, parameters.schema(key))]
+            arguments[key], end = parameters.read(key, body[begin : closing.start()]), closing.end()
+        return make_call(name, arguments) if not body[end:].strip() else None
+
+    def repair(self, body: str, tools: Tools) -> ToolCall | None:
+        """Add the opening tag of values without one, and of a first key after a second opening tag of the call."""
+        return self.parse(_NO_VALUE.sub("</arg_key><arg_value>", _NO_KEY.sub(r"\1<arg_key>", body)), tools)
+
+    def is_inside_value(self, body: str) -> bool:
+        start = body.find("<arg_value>")
+        ends = [closing.end() for closing in _PAIR_CLOSE.finditer(body, start)] if start >= 0 else []
+        return start >= 0 and (not ends or _KEY.match(body, ends[-1]) is not None)
+
+    def grammar(self, rules: Rules, function: Function) -> str:
+        value = rules.text("<arg_value>")
+
+        def declared(name: str) -> str | None:
+            key = rules.text(f"<arg_key>{name}</arg_key>")
+            return None if "</arg_key>" in name else f"{LINE_END} {key} {LINE_END} {value}"
+
+        def undeclared(terminal: str) -> str:
+            return f"{LINE_END} {rules.text('<arg_key>')} {rules.ended(terminal, '</arg_key>')} {LINE_END} {value}"
+
+        ending = Ending("</arg_value>", [r"<\/arg_value>"])
+        values = bare_parameters(rules, function, ending, declared, undeclared)
+        return f"{rules.text(function.name)} {values} {LINE_END} {rules.text(self.close)}"

@@ -11,9 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from lucevisor.text.grammar.alternatives import Alternatives
-from lucevisor.text.grammar.members import MemberSequence, members
+from lucevisor.text.grammar.members import MemberSequence, fits_as_text, members, text_terminal
 from lucevisor.text.grammar.rules import ANYTHING, Rules
-from lucevisor.text.grammar.texts import fits_as_text, text_terminal
 from lucevisor.text.json_text import MAX_DEPTH, parse
 from lucevisor.text.llguidance_limits import GrammarError
 from lucevisor.text.parameters import ANY_TYPE, Parameters, Tools

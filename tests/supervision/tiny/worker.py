@@ -18,7 +18,7 @@ from pathlib import Path
 import daemons
 import lucevisor
 from lucevisor.model.values import Backend
-from lucevisor.protocol.codec import encode
+from lucevisor.protocol.frames import encode
 from lucevisor.protocol.handshake import source_hash
 from lucevisor.protocol.loading import DeviceInfo, DeviceUse, Hello, Load, Loaded
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, LogLine, Progress, Shutdown
