@@ -7,8 +7,8 @@ Real daemons, requests straight into the engine.  A round asks, one after the ot
 new one with the cache on (what remembering costs), that one again with another ending of two tokens (what it gains),
 and, when its file is written and all memory forgotten, once more with another ending: then it is restored from its
 file, which is in the page cache.  The first round is not counted.  `floor`: a prompt of three tokens, which no cache
-can beat.  What is remembered is checked by cached_tokens, what is computed by the tokens of all steps (from disk one
-more, by which the restored state is judged).  --save writes bench/results/prefix-NAME.json.
+can beat.  What is remembered is checked by cached_tokens, what is computed by the tokens of all steps.
+--save writes bench/results/prefix-NAME.json.
 """
 
 import argparse
@@ -49,14 +49,14 @@ prefix_slots = {n_slots}
 memory = "{options.memory}"
 """
     if n_slots:
-        text += f'dir = "{directory}/snapshots"\ndisk = "{options.disk}"\nstates = "{options.states}"\n'
+        text += f'dir = "{directory}/snapshots"\ndisk = "{options.disk}"\nstates = "{options.states}"\nhost = 0\n'
     path = Path(directory) / f"{n_slots}.toml"
     path.write_text(text)
     return path
 
 
-async def first_token(service, prompt, n_cached, n_more=0):
-    """Seconds to the first token; complains when more or less than expected was computed: ``n_more`` is checking."""
+async def first_token(service, prompt, n_cached):
+    """Seconds to the first token; complains when more or less than expected was computed."""
     request = GenerationRequest(
         request_id=f"bench-{time.monotonic_ns()}",
         prompt=tuple(prompt),
@@ -72,7 +72,7 @@ async def first_token(service, prompt, n_cached, n_more=0):
                 found = time.perf_counter() - start
             elif isinstance(event, FinishedEvent):
                 n_computed = service.only.engine.statistics().steps.n_tokens - before
-                if (event.usage.cached_tokens, n_computed) != (n_cached, len(prompt) - n_cached + n_more):
+                if (event.usage.cached_tokens, n_computed) != (n_cached, len(prompt) - n_cached):
                     raise SystemExit(
                         f"{event.usage.cached_tokens} tokens cached, {n_computed} computed of {len(prompt)}"
                     )
@@ -99,7 +99,7 @@ async def remembered(service, prompt, n):
 async def restored(service, prompt, n):
     """A prompt whose first n tokens are in a file only."""
     forget(service)
-    return await first_token(service, prompt, n, 1)
+    return await first_token(service, prompt, n)
 
 
 def forget(service):
@@ -115,7 +115,7 @@ async def measure(options):
     with tempfile.TemporaryDirectory() as directory:
         off, on = (configuration(options, directory, n) for n in (0, options.slots))
         async with running(off, directory) as plain, running(on, directory) as cached:
-            vocabulary = plain.model.spec.vocabulary
+            vocabulary = plain.only.model.spec.vocabulary
 
             def tokens(n):
                 return [rng.randrange(vocabulary) for _ in range(n)]
@@ -133,7 +133,7 @@ async def measure(options):
                     for arm, seconds in zip(ARMS, found, strict=True):
                         if turn:
                             times.setdefault((n, arm), []).append(seconds)
-            now = cached.snapshots.store.statistics
+            now = cached.only.snapshots.store.statistics
             seen = {
                 "saved": now.n_saved, "saved_bytes": now.saved_bytes, "save_s": now.save_s, "restored": now.n_restored,
                 "restored_bytes": now.restored_bytes, "restore_s": now.restore_s, "failures": dict(now.failures),

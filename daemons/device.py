@@ -163,7 +163,7 @@ def _cpu_info() -> DeviceInfo:
     except OSError:
         pass  # no /proc/cpuinfo: the machine type is name enough
     known = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in flags]
-    dtypes = [Dtype.FLOAT32] + ([Dtype.BFLOAT16] if flags & {"avx512_bf16", "amx_bf16"} else [])
+    dtypes = [Dtype.FLOAT32] + ([Dtype.BFLOAT16] if flags >= {"avx2", "fma", "f16c"} else [])
     architecture = "+".join([platform.machine(), *known[-1:]])
     return DeviceInfo(0, model, host_total_bytes(), memory_free(CPU), architecture, dtypes)
 

@@ -62,7 +62,7 @@ def attention(
     if mask is not None and n > 1 and group > 1:
         mask = mask.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3)
     keys, values, dtype = k.transpose(1, 2), v.transpose(1, 2), q.dtype
-    if q.device.type == "cpu" and dtype != torch.float32 and _capability_masked():
+    if q.device.type == "cpu" and dtype != torch.float32 and not _multiplies_bfloat16():
         folded, keys, values = folded.float(), keys.float(), values.float()
     out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
     return _unfold(out.to(dtype), n)
@@ -86,14 +86,14 @@ def _takes_flash(q: Tensor, v: Tensor) -> bool:
 
 
 @cache
-def _capability_masked() -> bool:
-    """Whether ATEN_CPU_CAPABILITY hides AVX-512 from torch while oneDNN still sees it.
+def _multiplies_bfloat16() -> bool:
+    """Whether torch's fused attention multiplies half precision with AVX-512; else float32 is three times as fast.
 
-    Torch's fused attention then packs half precision for oneDNN and raises "pack_vnni2 is only supported when avx512 is
-    supported" (torch 2.11 on a Xeon with AMX).
+    Where ATEN_CPU_CAPABILITY hides AVX-512 from torch while oneDNN still sees it, half precision raises "pack_vnni2 is
+    only supported when avx512 is supported" (torch 2.11 on a Xeon with AMX).
     """
     seen_by_onednn = torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return bool(seen_by_onednn) and not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return bool(seen_by_onednn) and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float = 0.0) -> Tensor:

@@ -45,6 +45,8 @@ from tests.numerics import BFLOAT16, UNIT, Exact, product_error
 
 pytestmark = needs_cpu_kernels
 CPU = torch.device("cpu")
+IS_WIDE = compiler._cpu_flags() >= {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
+"""Whether kernels take vectors of 512 bits here."""
 NO_SPANS = torch.empty(0, 2, dtype=torch.int64)
 
 
@@ -409,10 +411,17 @@ def test_a_library_that_was_cut_short_is_made_once_more(tmp_path, monkeypatch):
     assert len(made) == 2  # what was made now would be no better
 
 
+@pytest.mark.parametrize("architecture", ["x86-64-v3", "alderlake", "icelake-server", "sapphirerapids"])
+def test_kernels_compile_for_every_width(architecture):
+    found = next(filter(None, map(shutil.which, compiler._compilers())))
+    flags = [*compiler.FLAGS, f"-march={architecture}", "-Werror=return-type", "-fsyntax-only"]
+    compiler._run([found, *flags, str(compiler.SOURCES / "kernels.cpp")])
+
+
 def test_the_same_numbers_where_a_hypervisor_hides_vnni(tmp_path, monkeypatch):
     found = next(filter(None, map(shutil.which, compiler._compilers())))
     object_file, library = tmp_path / "kernels.o", tmp_path / "kernels.so"
-    flags = [*compiler.FLAGS, "-mno-avx512vnni", "-O0", "-c", "-o", str(object_file)]
+    flags = [*compiler.FLAGS, "-mno-avx512vnni", "-mno-avxvnni", "-O0", "-c", "-o", str(object_file)]
     compiler._run([found, *flags, str(compiler.SOURCES / "kernels.cpp")])
     compiler._run([found, "-shared", str(object_file), "-o", str(library)])
     monkeypatch.setattr("daemons.ops.cpu.library.library", lambda: ctypes.CDLL(str(library)))
@@ -442,19 +451,19 @@ def test_tiles_of_small_matrices_fit_into_what_is_planned_for_them(kind, n_rows)
     assert cpu_kernels().tiles_bytes(kind, n_rows, 512) <= planned
 
 
-def as_bytes(x):
-    """What products take for ``x`` bfloat16 [n, K]: integers up to 127 times a factor for 256 columns, or the rest."""
+def as_bytes(kind, x):
+    """What products take for ``x`` bfloat16 [n, K]: integers up to 127 times a factor for some columns, or the rest."""
     found = []
-    for columns in x.float().split(256, dim=-1):
+    for columns in x.float().split(256 if IS_WIDE else kind.block_elements, dim=-1):
         largest = columns.abs().amax(dim=-1, keepdim=True)
         codes = (columns * torch.where(largest > 1e-35, torch.tensor(127.0) / largest, 0.0)).round()
         found.append(codes.double() * (largest / 127).double())
     return torch.cat(found, dim=-1)
 
 
-def assert_products(found, x, w):
+def assert_products(kind, found, x, w):
     """Codes of weights and products are exact: only scales and sums are rounded, and the result to bfloat16."""
-    x = as_bytes(x)
+    x = as_bytes(kind, x)
     wanted = x @ w.double().t()
     # a weight is a code's product less a minimum or an offset, up to eleven times as large
     allowed = BFLOAT16 * wanted.abs() + 12 * product_error(x, w)
@@ -478,8 +487,8 @@ def test_products(kinds, n_rows, rows, outlier, seed):
     x = x.bfloat16()
     found = product(x)
     assert found.shape == (rows, product.n_out)
-    raws = zip(kinds, raws, strict=True)
-    assert_products(found, x, torch.cat([dequantise(BY_NAME[k], raw, torch.float32) for k, raw in raws]))
+    for name, raw, part in zip(kinds, raws, found.split(n_rows, dim=-1), strict=True):
+        assert_products(BY_NAME[name], part, x, dequantise(BY_NAME[name], raw, torch.float32))
     for row in range(rows):
         assert torch.equal(product(x[row : row + 1]), found[row : row + 1])
 
@@ -496,7 +505,7 @@ def test_products_of_very_many_rows_and_of_numbers_that_are_not_finite():
     assert not found[bad].isfinite().any()
     found[bad], x[bad] = 0.0, 0.0
     assert not found[6:8].any()
-    assert_products(found, x, dequantise(kind, raw, torch.float32))
+    assert_products(kind, found, x, dequantise(kind, raw, torch.float32))
 
 
 @pytest.mark.parametrize("n_rows", [96, 72])
@@ -523,7 +532,7 @@ def test_experts_whose_matrices_begin_with_tiles(n_rows, tmp_path):
         for e in range(3 if n_rows % 32 == 0 else 0):
             own = slice(e * n_rows, (e + 1) * n_rows)
             w = [dequantise(BY_NAME["Q6_K" if n == "other" else "Q4_K"], raws[n][own], torch.float32) for n in names]
-            assert_products(experts.linear(e)(x), x, torch.cat(w))
+            assert_products(BY_NAME["Q4_K"], experts.linear(e)(x), x, torch.cat(w))
     weights.close()
     tiled = ["tiles" in how for name, how in selector.selected.items() if "experts" in name]
     assert tiled == [n_rows % 32 == 0] * 2
@@ -567,7 +576,7 @@ def test_threads_change_no_number(n_rows, n_out):
 
 def test_a_cpu_or_a_machine_that_cannot_is_told(monkeypatch):
     monkeypatch.setattr(compiler, "_cpu_flags", lambda: frozenset({"avx2"}))
-    with pytest.raises(compiler.CpuCompileError, match="the cpu lacks avx512_bf16"):
+    with pytest.raises(compiler.CpuCompileError, match="the cpu lacks f16c, fma"):
         compiler.load()
     monkeypatch.undo()
     monkeypatch.setenv("PATH", "/nowhere")

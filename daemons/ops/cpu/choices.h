@@ -1,6 +1,6 @@
 // The best of many logits, and the path of a drafter along candidates.  Logits are float32; of equal ones the first wins.
 #pragma once
-#include "avx512.h"
+#include "vectors.h"
 
 // The k best of a row, best first.
 inline void top_k_row(const float* x, long n, long k, float* best, int64_t* ids) {
@@ -14,18 +14,18 @@ inline void top_k_row(const float* x, long n, long k, float* best, int64_t* ids)
   for (; i < k; i++) insert(x[i], i);
   Floats worst = splat(best[k - 1]);
   const auto insert_larger = [&](long i) {
-    const __mmask16 m = lanes(i, n);
-    const Floats row = _mm512_maskz_loadu_ps(m, x + i);
-    for (unsigned larger = _mm512_mask_cmp_ps_mask(m, row, worst, _CMP_GT_OQ); larger; larger &= larger - 1) {
+    const Mask m = lanes(i, n);
+    const Floats row = load(x + i, m);
+    for (unsigned larger = where_larger(row, worst) & m; larger; larger &= larger - 1) {
       const long at = i + __builtin_ctz(larger);
       if (x[at] > best[k - 1]) insert(x[at], at);
     }
     worst = splat(best[k - 1]);
   };
   for (; i + 4 * LANES <= n; i += 4 * LANES) {  // most have none
-    const Floats a = _mm512_max_ps(_mm512_loadu_ps(x + i), _mm512_loadu_ps(x + i + LANES));
-    const Floats b = _mm512_max_ps(_mm512_loadu_ps(x + i + 2 * LANES), _mm512_loadu_ps(x + i + 3 * LANES));
-    if (!_mm512_cmp_ps_mask(_mm512_max_ps(a, b), worst, _CMP_GT_OQ)) continue;
+    const Floats a = maximum(load(x + i), load(x + i + LANES));
+    const Floats b = maximum(load(x + i + 2 * LANES), load(x + i + 3 * LANES));
+    if (!where_larger(maximum(a, b), worst)) continue;
     for (long j = i; j < i + 4 * LANES; j += LANES) insert_larger(j);
   }
   for (; i < n; i += LANES) insert_larger(i);
@@ -35,11 +35,11 @@ inline void top_k_row(const float* x, long n, long k, float* best, int64_t* ids)
 inline float sum_of_weights(const float* x, long n, float largest) {
   Floats sum = splat(0.f);
   for (long i = 0; i < n; i += LANES) {
-    const __mmask16 m = lanes(i, n);
-    const Floats weight = exponential(_mm512_sub_ps(_mm512_maskz_loadu_ps(m, x + i), splat(largest)));
-    sum = _mm512_mask_add_ps(sum, m, sum, weight);
+    const Mask m = lanes(i, n);
+    const Floats weight = exponential(load(x + i, m) - splat(largest));
+    sum = select(m, sum + weight, sum);
   }
-  return _mm512_reduce_add_ps(sum);
+  return sum_of(sum);
 }
 
 // Of each position k candidates with logits `best`; a candidate's score also has the product of its row `after`, the
@@ -55,11 +55,11 @@ struct CandidatePath {
   float product(const uint16_t* a, const uint16_t* g, const uint16_t* b) const {
     Floats sum = splat(0.f);
     for (long i = 0; i < rank; i += LANES) {
-      const __mmask16 m = lanes(i, rank);
-      const Floats gated = _mm512_mul_ps(load_bfloat16(a + i, m), load_bfloat16(g + i, m));
-      sum = _mm512_fmadd_ps(gated, load_bfloat16(b + i, m), sum);
+      const Mask m = lanes(i, rank);
+      const Floats gated = load_bfloat16(a + i, m) * load_bfloat16(g + i, m);
+      sum = add_product(gated, load_bfloat16(b + i, m), sum);
     }
-    return _mm512_reduce_add_ps(sum);
+    return sum_of(sum);
   }
 
   void walk(long slice, float* score) const {

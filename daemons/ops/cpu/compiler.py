@@ -1,7 +1,7 @@
 """Compile the C++ kernels of this directory with the machine's compiler, for the cpu at hand, and load them.
 
 The library is kept in the user's cache under a name made of sources, compiler and cpu, so only the first daemon of a
-version waits for it (some 10 s).  It is linked to no OpenMP library: it takes torch's, whose threads it shares.
+version waits for it.  It is linked to no OpenMP library: it takes torch's, whose threads it shares.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from daemons.ops.code_cache import cache_directory
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fopenmp", "-march=native", "-ffp-contract=off")
-NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
-"""Flags in /proc/cpuinfo of a cpu that can run the kernels."""
+NEEDED = frozenset({"avx2", "fma", "f16c"})
+"""Flags in /proc/cpuinfo of a cpu that can run the kernels; vectors.h decides by the compiler's what is used beyond."""
 TIMEOUT_S = 300.0
 _LOADING = Lock()
 

@@ -55,7 +55,7 @@ struct DeltaNet {
 
   // The input of 16 channels of a token, which may be one of those before the slice.
   Floats input(long slice, long token, long channel) const {
-    if (token < 0) return _mm512_loadu_ps(windows + ((ids[slice] + 1) * (width - 1) + token) * channels() + channel);
+    if (token < 0) return load(windows + ((ids[slice] + 1) * (width - 1) + token) * channels() + channel);
     return load_bfloat16(y + (slice * n + token) * y_stride + channel);
   }
 
@@ -65,7 +65,7 @@ struct DeltaNet {
     const long c = channels();
     Floats window[WIDTH], weight[WIDTH];
 #pragma GCC unroll 8
-    for (int i = 0; i < WIDTH; i++) weight[i] = _mm512_loadu_ps(conv_weight + i * c + channel);
+    for (int i = 0; i < WIDTH; i++) weight[i] = load(conv_weight + i * c + channel);
 #pragma GCC unroll 8
     for (int i = 0; i < WIDTH - 1; i++) window[i] = input(slice, first + i + 1 - WIDTH, channel);
     if (!first) {  // what the next head needs is far from the cache
@@ -77,8 +77,8 @@ struct DeltaNet {
       window[WIDTH - 1] = input(slice, token, channel);
       Floats sum = splat(0.f);
 #pragma GCC unroll 8
-      for (int i = 0; i < WIDTH; i++) sum = _mm512_fmadd_ps(weight[i], window[i], sum);
-      _mm512_store_ps(result, silu(sum));
+      for (int i = 0; i < WIDTH; i++) sum = add_product(weight[i], window[i], sum);
+      store(result, silu(sum));
 #pragma GCC unroll 8
       for (int i = 0; i < WIDTH - 1; i++) window[i] = window[i + 1];
       const int64_t to = target(slice, token);
@@ -87,8 +87,8 @@ struct DeltaNet {
 #pragma GCC unroll 8
       for (int i = 0; i < WIDTH - 1; i++) {
         // most windows of a slice are never read, so they pass by the cache
-        if (n > 1) _mm512_stream_ps(after + i * c, window[i]);
-        else _mm512_store_ps(after + i * c, window[i]);
+        if (n > 1) stream(after + i * c, window[i]);
+        else store(after + i * c, window[i]);
       }
     }
   }
@@ -97,12 +97,12 @@ struct DeltaNet {
   void normalise(float* x, float scale) const {
     Floats squares = splat(0.f);
     for (long i = 0; i < dim; i += LANES) {
-      const Floats a = _mm512_load_ps(x + i);
-      squares = _mm512_fmadd_ps(a, a, squares);
+      const Floats a = load(x + i);
+      squares = add_product(a, a, squares);
     }
     const float l2 = 1.f / std::sqrt(float(dim));
     const Floats factor = splat(rms_factor(squares, dim, 1e-6f / float(dim)) * l2 * scale);
-    for (long i = 0; i < dim; i += LANES) _mm512_store_ps(x + i, _mm512_mul_ps(_mm512_load_ps(x + i), factor));
+    for (long i = 0; i < dim; i += LANES) store(x + i, load(x + i) * factor);
   }
 
   // What the tokens of a slice bring to a key head, which several value heads read.
@@ -115,8 +115,8 @@ struct DeltaNet {
       normalise(q + dim, 1.f);
       Floats product = splat(0.f);
       for (long i = 0; i < dim; i += LANES)
-        product = _mm512_fmadd_ps(_mm512_load_ps(q + i), _mm512_load_ps(q + dim + i), product);
-      q[2 * dim] = _mm512_reduce_add_ps(product);
+        product = add_product(load(q + i), load(q + dim + i), product);
+      q[2 * dim] = sum_of(product);
     }
   }
 
@@ -167,12 +167,12 @@ struct DeltaNet {
       _mm_prefetch(ahead.x + i * ahead.stride, _MM_HINT_T1);
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
-        const Floats s = _mm512_mul_ps(_mm512_loadu_ps(from.x + i * from.stride + 16 * v), decay);
-        const Floats next = _mm512_fmadd_ps(key, error[v], s);
-        _mm512_storeu_ps(to.x + i * to.stride + 16 * v, next);
+        const Floats s = load(from.x + i * from.stride + 16 * v) * decay;
+        const Floats next = add_product(key, error[v], s);
+        store(to.x + i * to.stride + 16 * v, next);
         if constexpr (!SUMS) continue;
-        sk[v] = _mm512_fmadd_ps(key_next, next, sk[v]);
-        sq[v] = _mm512_fmadd_ps(query_next, next, sq[v]);
+        sk[v] = add_product(key_next, next, sk[v]);
+        sq[v] = add_product(query_next, next, sq[v]);
       }
     }
   }
@@ -182,7 +182,7 @@ struct DeltaNet {
   void keep_update(int64_t row, long head, long column, const Tokens<D>& t, long token, const Floats* error) const {
     float* update = updates + row * update_width();
 #pragma GCC unroll 4
-    for (int v = 0; v < V; v++) _mm512_storeu_ps(update + (n_key + head) * D + column + 16 * v, error[v]);
+    for (int v = 0; v < V; v++) store(update + (n_key + head) * D + column + 16 * v, error[v]);
     if (column) return;
     update[(n_key + n_value) * D + head] = t.decay[token];
     if (head < n_key) memcpy(update + head * D, t.k(token), D * 4);
@@ -204,17 +204,17 @@ struct DeltaNet {
     for (long i = 0; i < D; i++)
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
-        const Floats s = _mm512_loadu_ps(from.x + i * from.stride + 16 * v);
-        sk[v] = _mm512_fmadd_ps(splat(t.k(0)[i]), s, sk[v]);
-        sq[v] = _mm512_fmadd_ps(splat(t.q(0)[i]), s, sq[v]);
+        const Floats s = load(from.x + i * from.stride + 16 * v);
+        sk[v] = add_product(splat(t.k(0)[i]), s, sk[v]);
+        sq[v] = add_product(splat(t.q(0)[i]), s, sq[v]);
       }
     for (long token = 0; token < n_tokens; token++) {
       const Floats decay = splat(t.decay[token]), beta = splat(t.beta[token]), qk = splat(t.qk(token));
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
         float* x = t.x[token] + column + 16 * v;
-        error[v] = _mm512_mul_ps(_mm512_fnmadd_ps(decay, sk[v], _mm512_load_ps(x)), beta);
-        _mm512_store_ps(x, _mm512_fmadd_ps(qk, error[v], _mm512_mul_ps(decay, sq[v])));
+        error[v] = subtract_product(decay, sk[v], load(x)) * beta;
+        store(x, add_product(qk, error[v], decay * sq[v]));
       }
       const int64_t row_to = target(slice, first + token);
       const bool is_last = token + 1 == n_tokens;
@@ -233,7 +233,7 @@ struct DeltaNet {
   // All tokens of a slice for one value head of D dims.
   template <int D>
   void recur(long slice, long head) const {
-    constexpr int V = D / 16 < 4 ? D / 16 : 4;
+    constexpr int V = WIDE && D / 16 < 4 ? D / 16 : WIDE ? 4 : 1;  // whose sums are in registers
     static thread_local Tokens<D> t;
     for (long first = 0; first < n; first += MAX_TOKENS) {
       const long n_tokens = n - first < MAX_TOKENS ? n - first : MAX_TOKENS, row = slice * n + first;
@@ -250,14 +250,14 @@ struct DeltaNet {
     const uint16_t* z = y + row * y_stride + channels() + head * D;
     Floats squares = splat(0.f);
     for (long i = 0; i < D; i += LANES) {
-      const Floats x = _mm512_load_ps(o + i);
-      squares = _mm512_fmadd_ps(x, x, squares);
+      const Floats x = load(o + i);
+      squares = add_product(x, x, squares);
     }
     const Floats factor = splat(rms_factor(squares, D, norm_eps));
     for (long i = 0; i < D; i += LANES) {
-      const Floats x = _mm512_mul_ps(_mm512_load_ps(o + i), factor);
-      const Floats normed = _mm512_mul_ps(x, _mm512_loadu_ps(norm_weight + i));
-      store_bfloat16(out + (row * n_value + head) * D + i, _mm512_mul_ps(normed, silu(load_bfloat16(z + i))));
+      const Floats x = load(o + i) * factor;
+      const Floats normed = x * load(norm_weight + i);
+      store_bfloat16(out + (row * n_value + head) * D + i, normed * silu(load_bfloat16(z + i)));
     }
   }
 
@@ -305,14 +305,14 @@ struct Updates {
              const Floats* decay) const {
     Floats s[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < V; v++) s[v] = _mm512_loadu_ps(from + 16 * v);
+    for (int v = 0; v < V; v++) s[v] = load(from + 16 * v);
     for (long t = 0; t < n; t++) {
       const Floats key = in_register(k[t][i]);
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++)
-        s[v] = _mm512_fmadd_ps(key, _mm512_loadu_ps(error[t] + column + 16 * v), _mm512_mul_ps(s[v], decay[t]));
+        s[v] = add_product(key, load(error[t] + column + 16 * v), s[v] * decay[t]);
     }
 #pragma GCC unroll 4
-    for (int v = 0; v < V; v++) _mm512_storeu_ps(to + 16 * v, s[v]);
+    for (int v = 0; v < V; v++) store(to + 16 * v, s[v]);
   }
 };

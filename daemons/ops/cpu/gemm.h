@@ -1,7 +1,7 @@
 // Rows of activations times tiles of packed weights, in integers.
 //
-// Activations are 8-bit integers times a factor for each row and SHARED columns, so that `vpdpbusd` adds products with
-// codes without rounding.  Where scales are bytes, so are sums of groups times their scales: only what SHARED columns
+// Activations are 8-bit integers times a factor for each row and SHARED columns, or fewer, so that `vpdpbusd` adds products
+// with codes without rounding.  Where scales are bytes, so are sums of groups times their scales: only what SHARED columns
 // make is rounded, by float32.  A row's result does not depend on the rows beside it: each is summed by the same
 // instructions in the same order.
 #pragma once
@@ -9,9 +9,9 @@
 
 #include "tiles.h"
 
-constexpr int MAX_ROWS = 8;    // of activations in registers at a time
+constexpr int MAX_ROWS = WIDE ? 8 : 4;  // of activations, whose sums fit into registers
 constexpr int AHEAD = 8192;    // bytes that are prefetched: the processor alone stops at 30 of 36 GB/s a thread
-constexpr int SHARED = 256;    // columns whose activations share a factor; of a row's last ones, those that are left
+constexpr int SHARED = 256;    // columns that are taken together; of a row's last ones, those that are left
 constexpr int GROUP_SUM = 32;  // columns whose activations' sum is known; that of each half, too
 
 // Where in ByteRows::sums, as 16-bit integers, that of a column's GROUP_SUM is for row r of R.
@@ -24,71 +24,89 @@ inline __attribute__((always_inline)) void prefetch_ahead(const uint8_t* at, int
   for (int i = 0; i < n_bytes; i += 64) _mm_prefetch((const char*)at + AHEAD + i, _MM_HINT_T0);
 }
 
-// Sums of products of four bytes, those of `w` without sign.
-inline __m512i add_products(__m512i sum, __m512i w, __m512i x) {
-#ifdef __AVX512VNNI__
-  return _mm512_dpbusd_epi32(sum, w, x);
-#else  // a hypervisor may hide it from a cpu that has bfloat16 products
-  const __m512i even = _mm512_and_si512(w, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(w, 8);
-  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(even, _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8)));
-  return _mm512_add_epi32(sum, _mm512_madd_epi16(odd, _mm512_srai_epi16(x, 8)));
-#endif
-}
-
-// Sums of products of two 16-bit integers.
-inline __m512i add_pairs(__m512i sum, __m512i w, __m512i x) {
-#ifdef __AVX512VNNI__
-  return _mm512_dpwssd_epi32(sum, w, x);
-#else
-  return _mm512_add_epi32(sum, _mm512_madd_epi16(w, x));
-#endif
-}
-
 // Four bytes, of a row's next columns, in all lanes.
-inline __m512i same_in_all(const void* four) {
+inline Ints same_in_all(const void* four) {
   int32_t x;
   memcpy(&x, four, 4);
-  return _mm512_set1_epi32(x);
+  return splat_int(x);
 }
+
+// How products of a type's codes with activations are summed.  Where no instruction adds four products to 32 bits, sums
+// of RUN fours fit into 16 bits, which saturate; codes of 8 bits are then multiplied with their sign, without OFFSET.
+template <class T>
+struct Products {
+  static constexpr bool SIGNED = !ADDS_FOURS && (T::LOOKUP || T::HIGH == 4);
+  static constexpr int OFFSET = SIGNED ? 0 : T::OFFSET, LARGEST = SIGNED ? 128 : (16 << T::HIGH) - 1;
+  static constexpr int RUN = ADDS_FOURS ? T::GROUP / 4 : std::min(T::GROUP / 4, 32767 / (2 * 127 * LARGEST));
+
+  static inline __attribute__((always_inline)) Ints begin(Ints sum) { return ADDS_FOURS ? sum : no_ints(); }
+  static inline __attribute__((always_inline)) Ints add(Ints products, Ints w, Ints x) {
+    if constexpr (ADDS_FOURS) return add_fours(products, w, x);
+    else if constexpr (SIGNED) return signed_twos(w, x);
+    else return add_twos(products, w, x);
+  }
+  static inline __attribute__((always_inline)) Ints end(Ints sum, Ints products) {
+    return ADDS_FOURS ? products : add_pairs(sum, products, splat_int(0x00010001));
+  }
+};
 
 // Activations as bytes, in the order of a tile's columns, their factors, and sums of the bytes.  MAX_ROWS rows are a
 // block, the last one may have fewer; numbers of a block's R rows that are used together adjoin, so that one pointer
-// reaches all of them: x [columns / 4][R][4], factors [SHARED columns][R], sums [pairs of GROUP_SUM columns][R][2], and
+// reaches all of them: x [columns / 4][R][4], factors [`sharing` columns][R], sums [pairs of GROUP_SUM columns][R][2], and
 // negated [GROUP_SUM columns][3][R]: minus the sum of each half and of both, which takes the place of OFFSET.
 struct ByteRows {
   int8_t* x;
   float* factors;
   int32_t *negated, *sums;
-  long n, columns, shared, groups, pairs;
+  long n, columns, sharing, n_factors, groups, pairs;
 
-  static long count_shared(long columns) { return (columns + SHARED - 1) / SHARED; }
+  static long count(long columns, long sharing) { return (columns + sharing - 1) / sharing; }
   static long count_pairs(long columns) { return (columns / GROUP_SUM + 1) / 2; }
-  static long floats(long columns) {
-    return columns / 4 + count_shared(columns) + 3 * (columns / GROUP_SUM) + count_pairs(columns);
+  static long floats(long columns, long sharing) {
+    return columns / 4 + count(columns, sharing) + 3 * (columns / GROUP_SUM) + count_pairs(columns);
   }
-  ByteRows(float* memory, long n, long columns)
-      : n(n), columns(columns), shared(count_shared(columns)) {
+  ByteRows(float* memory, long n, long columns, long sharing)
+      : n(n), columns(columns), sharing(sharing), n_factors(count(columns, sharing)) {
     groups = columns / GROUP_SUM, pairs = count_pairs(columns);
     x = (int8_t*)memory;
     negated = (int32_t*)(x + n * columns);
     factors = (float*)(negated + n * 3 * groups);
-    sums = (int32_t*)(factors + n * shared);
+    sums = (int32_t*)(factors + n * n_factors);
   }
 
-  long parts() const { return (n + MAX_ROWS - 1) / MAX_ROWS * shared; }
+  long parts() const { return (n + MAX_ROWS - 1) / MAX_ROWS * count(columns, SHARED); }
 
   // The i-th SHARED columns of all blocks one after the other, `from` bfloat16 [n][columns].
   void put(long i, const uint16_t* from) const {
-    const long block = i / shared * MAX_ROWS, part = i % shared, first = part * SHARED;
+    const long parts = count(columns, SHARED), block = i / parts * MAX_ROWS, first = i % parts * SHARED;
     const long rows = std::min<long>(MAX_ROWS, n - block), width = std::min<long>(SHARED, columns - first);
     alignas(64) int8_t bytes[MAX_ROWS][SHARED];
     from += block * columns + first;
-    for (long r = 0; r < rows; r++)
-      factors[block * shared + part * rows + r] = round(from + r * columns, width, bytes[r]);
-    const __mmask16 few = lanes(0, rows), twice = few | few << 8;
+    float* factor = factors + block * n_factors + first / sharing * rows;
+    for (long at = 0; at < width; at += sharing, factor += rows)
+      for (long r = 0; r < rows; r++)
+        factor[r] = round(from + r * columns + at, std::min(sharing, width - at), bytes[r] + at);
     int32_t* fours = (int32_t*)(x + block * columns) + first / 4 * rows;
     int32_t* minus = negated + (block * groups + first / GROUP_SUM * rows) * 3;
     int32_t* pair = sums + block * pairs + first / (2 * GROUP_SUM) * rows;
+    put_bytes(bytes, rows, width, fours, minus, pair);
+  }
+
+ private:
+  // A row as bytes; its factor.
+  static float round(const uint16_t* from, long width, int8_t* bytes) {
+    const float largest = largest_bfloat16(from, width);
+    const Floats up = splat(largest > 1e-35f ? 127.f / largest : 0.f);
+    for (long at = 0; at < width; at += LANES) store_bytes(bytes + at, to_ints(load_bfloat16(from + at) * up));
+    // what is not finite has no integer
+    return largest <= std::numeric_limits<float>::max() ? largest / 127.f : NAN;
+  }
+
+#if WIDE
+  // Bytes of some rows and their sums to where they belong.
+  static void put_bytes(const int8_t (*bytes)[SHARED], long rows, long width, int32_t* fours, int32_t* minus,
+                        int32_t* pair) {
+    const Mask few = lanes(0, rows), twice = few | few << 8;
     for (long at = 0; at < width; at += 2 * GROUP_SUM, pair += rows) {
       __m512i two[MAX_ROWS];
       interleave(&bytes[0][at], two);
@@ -102,7 +120,7 @@ struct ByteRows {
 #pragma GCC unroll 2
           for (int i = 0; i < 2; i++, fours += 2 * rows) {
             const __m512i x = two[4 * g + 2 * h + i];
-            sum = add_products(sum, _mm512_set1_epi8(1), x);
+            sum = add_fours(sum, _mm512_set1_epi8(1), x);
             _mm512_mask_storeu_epi32(fours, lanes(0, 2 * rows), _mm512_maskz_compress_epi32(twice, x));
           }
           const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(sum), _mm512_extracti64x4_epi64(sum, 1));
@@ -115,24 +133,6 @@ struct ByteRows {
       const __m256i second = _mm256_slli_epi32(of_group[1], 16);
       _mm256_mask_storeu_epi32(pair, few, _mm256_mask_blend_epi16(0xaaaa, of_group[0], second));
     }
-  }
-
- private:
-  // A row as bytes; its factor.
-  static float round(const uint16_t* from, long width, int8_t* bytes) {
-    __m512i bits = _mm512_setzero_si512();
-    for (long at = 0; at < width; at += GROUP_SUM)  // NaN is the largest
-      bits = _mm512_max_epu16(bits, _mm512_and_si512(_mm512_loadu_si512(from + at), _mm512_set1_epi16(0x7fff)));
-    bits = _mm512_max_epu32(_mm512_slli_epi32(bits, 16), bits);
-    const float largest =
-        _mm512_cvtss_f32(_mm512_castsi512_ps(_mm512_set1_epi32(_mm512_reduce_max_epu32(bits) & 0xffff0000)));
-    const Floats up = splat(largest > 1e-35f ? 127.f / largest : 0.f);
-    for (long at = 0; at < width; at += LANES) {
-      const __m512i p = _mm512_cvtps_epi32(_mm512_mul_ps(load_bfloat16(from + at), up));
-      _mm_store_si128((__m128i*)(bytes + at), _mm512_cvtsepi32_epi8(p));
-    }
-    // what is not finite has no integer
-    return largest <= std::numeric_limits<float>::max() ? largest / 127.f : NAN;
   }
 
   static void store_negated(int32_t* to, __mmask8 few, __m256i x) {
@@ -171,23 +171,61 @@ struct ByteRows {
       two[6 + i / 2] = _mm512_shuffle_i32x4(high, next_high, 0xdd);
     }
   }
+#else
+  // Bytes of some rows and their sums to where they belong.
+  static void put_bytes(const int8_t (*bytes)[SHARED], long rows, long width, int32_t* fours, int32_t* minus,
+                        int32_t* pair) {
+    const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
+    for (long at = 0; at < width; at += GROUP_SUM, fours += 8 * rows, minus += 3 * rows) {
+      const bool is_second = at / GROUP_SUM % 2;
+      for (long r = 0; r < rows; r++) {
+        const __m256i x = _mm256_load_si256((const __m256i*)(bytes[r] + at));
+        alignas(32) int32_t four[8];
+        _mm256_store_si256((__m256i*)four, _mm256_shuffle_epi8(x, order));
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) fours[i * rows + r] = four[i];
+        const __m256i twos = _mm256_maddubs_epi16(_mm256_set1_epi8(1), x), one = _mm256_set1_epi16(1);
+        const __m256i sum = _mm256_madd_epi16(twos, one);  // of fours, whose order within a half does not matter
+        const int low = sum_of_four(_mm256_castsi256_si128(sum)), high = sum_of_four(_mm256_extracti128_si256(sum, 1));
+        minus[r] = -low, minus[rows + r] = -high, minus[2 * rows + r] = -low - high;
+        int16_t* of_pair = (int16_t*)(pair + r);
+        of_pair[is_second] = int16_t(low + high);
+        if (!is_second) of_pair[1] = 0;
+      }
+      if (is_second) pair += rows;
+    }
+  }
+
+  static int sum_of_four(__m128i x) {
+    x = _mm_add_epi32(x, _mm_unpackhi_epi64(x, x));
+    return _mm_cvtsi128_si32(x) + _mm_extract_epi32(x, 1);
+  }
+#endif
 };
+
+// Columns whose activations share a factor: those of a block.  With AVX-512 those of the larger blocks for all types, which
+// costs 3 % of the perplexity of a model of 135 million parameters, and saves a product for each group.
+template <class T>
+constexpr int SHARING = WIDE ? SHARED : T::BLOCK;
 
 // What SHARED columns make, before anything is added: whole numbers where scales are bytes.
 template <class T>
 inline auto nothing() {
-  if constexpr (T::NESTED) return _mm512_setzero_si512();
+  if constexpr (T::NESTED) return no_ints();
   else return splat(0.f);
 }
 
 // R rows from `first` on times one strip of TILE rows of weights.  Products take 4 or 5 cycles and start up to twice a
-// cycle, so ten sums are to be in progress: both halves of a tile are taken at once, with the same activations.
-// All in one function: in parts, gcc keeps sums in memory.  A block of types whose scales are bytes has SHARED columns.
+// cycle, so ten sums are to be in progress: both halves of a tile are taken at once, with the same activations, where
+// registers allow.  All in one function: in parts, gcc keeps sums in memory.  A block of types whose scales are bytes has
+// SHARED columns.
 template <class T, int R>
 void multiply_strip(const uint8_t* strip, const ByteRows& a, long first, Floats (*out)[R]) {
   static_assert(!T::NESTED || T::BLOCK == SHARED);
+  constexpr int HALVES = WIDE || R <= 2 ? 2 : 1;  // of a tile at a time
+  constexpr bool OWN_FACTOR = SHARING<T> < SHARED;  // each group has one
   const int8_t* x = a.x + first * a.columns;
-  const float* factors = a.factors + first * a.shared;
+  const float* factors = a.factors + first * a.n_factors;
   const int32_t* negated = a.negated + first * 3 * a.groups;
   const int16_t* sums = (const int16_t*)(a.sums + first * a.pairs);
   Floats total[2][R];
@@ -196,87 +234,121 @@ void multiply_strip(const uint8_t* strip, const ByteRows& a, long first, Floats 
   for (long from = 0; from < a.columns; from += SHARED) {
     const long stop = from + SHARED < a.columns ? from + SHARED : a.columns;
     const uint8_t* tile = strip + from / T::BLOCK * T::BYTES;
-    decltype(nothing<T>()) part[2][R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) part[0][r] = part[1][r] = nothing<T>();
-    if (T::NESTED) prefetch_ahead(tile, T::FIRST_GROUP);  // 10 lines left out halve what a Zen 4 reads
-    const int n = T::NESTED ? T::GROUPS : (stop - from) / T::GROUP;  // known, or few rows wait for memory
-    for (int i = 0; i < n; i++) {
-      const int g = T::NESTED ? i : 0;
-      const long column = from + i * T::GROUP;
-      if (!T::NESTED) {
-        if (i) tile += T::BYTES;
-        prefetch_ahead(tile, T::FIRST_GROUP);
-      }
-      const uint8_t* half[2] = {half_group<T>(tile, g, 0), half_group<T>(tile, g, 1)};
-      prefetch_ahead(half[0], T::GROUP_BYTES);
-      __m512i sum[2][R];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        sum[0][r] = sum[1][r] = _mm512_setzero_si512();
-        if constexpr (T::OFFSET != 0) {
-          const long of = column / GROUP_SUM * 3 + (T::GROUP == GROUP_SUM ? 2 : column / T::GROUP % 2);
-          sum[0][r] = sum[1][r] = _mm512_slli_epi32(_mm512_set1_epi32(negated[of * R + r]), __builtin_ctz(T::OFFSET));
-        }
-      }
-#pragma GCC unroll 8
-      for (int i = 0; i < T::GROUP / 4; i++) {
-        const __m512i w[2] = {bytes_of<T>(half[0], i), bytes_of<T>(half[1], i)};
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-          const __m512i same = same_in_all(x + column * R + 4 * (R * i + r));
-          sum[0][r] = add_products(sum[0][r], w[0], same);
-          sum[1][r] = add_products(sum[1][r], w[1], same);
-        }
-      }
+    const uint8_t* first_tile = tile;
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; h++) {
-        if constexpr (T::NESTED) {
-          const __m512i scale = whole_scale<T>(tile, g, h);
+    for (int begin = 0; begin < 2; begin += HALVES) {
+      tile = first_tile;
+      decltype(nothing<T>()) part[HALVES][R];
 #pragma GCC unroll 8
-          for (int r = 0; r < R; r++) part[h][r] = _mm512_add_epi32(part[h][r], _mm512_mullo_epi32(sum[h][r], scale));
-        } else {
-          const Floats d = load_half(tile + TILE * h), m = tile_minimum<T>(tile, h);
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int h = 0; h < HALVES; h++) part[h][r] = nothing<T>();
+      if (T::NESTED && !begin) prefetch_ahead(tile, T::FIRST_GROUP);  // 10 lines left out halve what a Zen 4 reads
+      const int n = T::NESTED ? T::GROUPS : (stop - from) / T::GROUP;  // known, or few rows wait for memory
+      for (int i = 0; i < n; i++) {
+        const int g = T::NESTED ? i : 0;
+        const long column = from + i * T::GROUP;
+        if (!T::NESTED) {
+          if (i) tile += T::BYTES;
+          if (!begin) prefetch_ahead(tile, T::FIRST_GROUP);
+        }
+        const uint8_t* half[2] = {half_group<T>(tile, g, begin), half_group<T>(tile, g, 1)};
+        prefetch_ahead(half[0], HALVES * T::HALF_BYTES);
+        Ints sum[HALVES][R];
 #pragma GCC unroll 8
-          for (int r = 0; r < R; r++) {
-            part[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[h][r]), d, part[h][r]);
-            if constexpr (T::MIN != 0)
-              part[h][r] = _mm512_fmadd_ps(m, splat(sums[sum_at(column, r, R)]), part[h][r]);
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+          for (int h = 0; h < HALVES; h++) {
+            sum[h][r] = no_ints();
+            if constexpr (Products<T>::OFFSET != 0) {
+              const long of = column / GROUP_SUM * 3 + (T::GROUP == GROUP_SUM ? 2 : column / T::GROUP % 2);
+              sum[h][r] = shift_left<__builtin_ctz(Products<T>::OFFSET)>(splat_int(negated[of * R + r]));
+            }
+          }
+#pragma GCC unroll 8
+        for (int run = 0; run < T::GROUP / 4; run += Products<T>::RUN) {
+          Ints products[HALVES][R];
+#pragma GCC unroll 2
+          for (int h = 0; h < HALVES; h++)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) products[h][r] = Products<T>::begin(sum[h][r]);
+#pragma GCC unroll 8
+          for (int i = run; i < run + Products<T>::RUN; i++) {
+            Ints w[HALVES];
+#pragma GCC unroll 2
+            for (int h = 0; h < HALVES; h++) w[h] = bytes_of<T, Products<T>::SIGNED>(half[h], i);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+              const Ints same = same_in_all(x + column * R + 4 * (R * i + r));
+#pragma GCC unroll 2
+              for (int h = 0; h < HALVES; h++) products[h][r] = Products<T>::add(products[h][r], w[h], same);
+            }
+          }
+#pragma GCC unroll 2
+          for (int h = 0; h < HALVES; h++)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) sum[h][r] = Products<T>::end(sum[h][r], products[h][r]);
+        }
+#pragma GCC unroll 2
+        for (int h = 0; h < HALVES; h++) {
+          if constexpr (T::NESTED) {
+            const Ints scale = whole_scale<T>(tile, g, begin + h);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) part[h][r] = add_ints(part[h][r], multiply_ints(sum[h][r], scale));
+          } else {
+            const Floats d = load_half(tile + TILE * (begin + h)), m = tile_minimum<T>(tile, begin + h);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+              const float factor = OWN_FACTOR ? factors[column / T::BLOCK * R + r] : 1.f;
+              const Floats scale = OWN_FACTOR ? d * splat(factor) : d;
+              part[h][r] = add_product(to_floats(sum[h][r]), scale, part[h][r]);
+              if constexpr (T::MIN != 0) {
+                const float least = sums[sum_at(column, r, R)];
+                part[h][r] = add_product(m, splat(OWN_FACTOR ? least * factor : least), part[h][r]);
+              }
+            }
           }
         }
       }
-    }
-    if constexpr (T::NESTED) {
-      __m512i least[2][R];
+      if constexpr (T::NESTED) {
+        Ints least[HALVES][R];
+#pragma GCC unroll 2
+        for (int h = 0; h < HALVES; h++)
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) least[0][r] = least[1][r] = _mm512_setzero_si512();
-      if constexpr (T::MIN != 0)
-        for (int g = 0; g < T::GROUPS; g += 2) {
-          const __m512i pair[2] = {whole_minima<T>(tile, g, 0), whole_minima<T>(tile, g, 1)};
+          for (int r = 0; r < R; r++) least[h][r] = no_ints();
+        if constexpr (T::MIN != 0)
+          for (int g = 0; g < T::GROUPS; g += 2) {
+            Ints pair[HALVES];
+#pragma GCC unroll 2
+            for (int h = 0; h < HALVES; h++) pair[h] = whole_minima<T>(tile, g, begin + h);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+              const Ints same = same_in_all(sums + sum_at(from + g * T::GROUP, r, R));
+#pragma GCC unroll 2
+              for (int h = 0; h < HALVES; h++) least[h][r] = add_pairs(least[h][r], pair[h], same);
+            }
+          }
+#pragma GCC unroll 2
+        for (int h = 0; h < HALVES; h++) {
+          const Floats d = load_half(tile + TILE * (begin + h)), m = tile_minimum<T>(tile, begin + h);
 #pragma GCC unroll 8
           for (int r = 0; r < R; r++) {
-            const __m512i same = same_in_all(sums + sum_at(from + g * T::GROUP, r, R));
-            least[0][r] = add_pairs(least[0][r], pair[0], same);
-            least[1][r] = add_pairs(least[1][r], pair[1], same);
+            const Floats factor = splat(factors[from / SHARED * R + r]);
+            Floats& all = total[begin + h][r];
+            all = add_product(to_floats(part[h][r]), d * factor, all);
+            if constexpr (T::MIN != 0) all = add_product(to_floats(least[h][r]), m * factor, all);
           }
         }
-#pragma GCC unroll 2
-      for (int h = 0; h < 2; h++) {
-        const Floats d = load_half(tile + TILE * h), m = tile_minimum<T>(tile, h);
+      } else {
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-          const Floats factor = splat(factors[from / SHARED * R + r]);
-          total[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[h][r]), _mm512_mul_ps(d, factor), total[h][r]);
-          if constexpr (T::MIN != 0)
-            total[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(least[h][r]), _mm512_mul_ps(m, factor), total[h][r]);
+#pragma GCC unroll 2
+          for (int h = 0; h < HALVES; h++) {
+            Floats& all = total[begin + h][r];
+            if constexpr (OWN_FACTOR) all = all + part[h][r];
+            else all = add_product(part[h][r], splat(factors[from / SHARED * R + r]), all);
+          }
         }
-      }
-    } else {
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        const Floats factor = splat(factors[from / SHARED * R + r]);
-        total[0][r] = _mm512_fmadd_ps(part[0][r], factor, total[0][r]);
-        total[1][r] = _mm512_fmadd_ps(part[1][r], factor, total[1][r]);
       }
     }
   }
@@ -291,7 +363,7 @@ void multiply_rows(const uint8_t* tile, const ByteRows& a, long first, long widt
   multiply_strip<T, R>(tile, a, first, found);
   for (long at = 0; at < width; at += 16)
     for (long r = 0; r < R; r++)
-      _mm256_mask_storeu_epi16(out + (first + r) * out_stride + at, lanes(at, width), to_bfloat16(found[at / 16][r]));
+      store_bfloat16(out + (first + r) * out_stride + at, lanes(at, width), found[at / 16][r]);
 }
 
 // Strips from `begin` to `end` of a matrix with `n_out` rows times rows of activations from `row` to `stop`.
@@ -303,15 +375,18 @@ void multiply_strips(const uint8_t* tiles, const ByteRows& a, long row, long sto
     const long at = TILE * strip, width = n_out - at < TILE ? n_out - at : TILE;
     for (long first = row; first < stop; first += MAX_ROWS) {
       const auto rows = [&](auto run) { run(tiles + strip * strip_bytes, a, first, width, out + at, out_stride); };
-      switch (stop - first) {
+      const long left = stop - first < MAX_ROWS ? stop - first : MAX_ROWS;
+      if constexpr (WIDE) switch (left) {
+        case 5: rows(multiply_rows<T, 5>); continue;
+        case 6: rows(multiply_rows<T, 6>); continue;
+        case 7: rows(multiply_rows<T, 7>); continue;
+        case 8: rows(multiply_rows<T, 8>); continue;
+      }
+      switch (left) {
         case 1: rows(multiply_rows<T, 1>); break;
         case 2: rows(multiply_rows<T, 2>); break;
         case 3: rows(multiply_rows<T, 3>); break;
         case 4: rows(multiply_rows<T, 4>); break;
-        case 5: rows(multiply_rows<T, 5>); break;
-        case 6: rows(multiply_rows<T, 6>); break;
-        case 7: rows(multiply_rows<T, 7>); break;
-        default: rows(multiply_rows<T, 8>);
       }
     }
   }

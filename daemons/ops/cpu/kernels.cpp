@@ -90,21 +90,33 @@ long lookup(long kind, const uint8_t* raw, long row_bytes, long n_blocks, const 
 long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n, long n_columns, uint16_t* out,
               long out_stride) {
   if (!n) return 0;
-  static thread_local std::vector<Line> memory;
+  static thread_local std::vector<Line> memory[2];  // for types with large blocks and with small ones
   const long passes = (n + MOST_ROWS - 1) / MOST_ROWS, most = (n + passes - 1) / passes;
-  memory.resize(most * ByteRows::floats(n_columns) / LANES + 1);
+  bool is_used[2] = {};
+  for (long i = 0; i < n_matrices; i++) FOR_KIND(matrices[i].kind, is_used[SHARING<T> < SHARED] = true)
+  const long sharing[2] = {SHARED, GROUP_SUM};
+  for (int i = 0; i < 2; i++)
+    if (is_used[i]) memory[i].resize(most * ByteRows::floats(n_columns, sharing[i]) / LANES + 1);
   const long n_strips = count_strips(matrices, n_matrices);
   for (long first = 0; first < n; first += most) {
-    const ByteRows a(memory.data()->x, n - first < most ? n - first : most, n_columns);
+    const long left = n - first < most ? n - first : most;
+    const ByteRows rows[2] = {{memory[0].data()->x, left, n_columns, sharing[0]},
+                              {memory[1].data()->x, left, n_columns, sharing[1]}};
+    const ByteRows& a = rows[is_used[1]];  // for what both have
     const auto strips = [&](long begin, long end, long row, long stop) {
       for_strips(matrices, n_matrices, begin, end, [&](const Matrix& w, long begin, long end, long column) -> long {
         uint16_t* to = out + first * out_stride + column;
-        FOR_KIND(w.kind, multiply_strips<T>(w.tiles, a, row, stop, w.n_rows, begin, end, to, out_stride))
+        FOR_KIND(w.kind, {
+          const ByteRows& own = rows[SHARING<T> < SHARED];
+          multiply_strips<T>(w.tiles, own, row, stop, w.n_rows, begin, end, to, out_stride);
+        })
         return 0;
       });
     };
     const long parts = (a.n + PART_ROWS - 1) / PART_ROWS;
-    parallel_for(a.n * n_columns > PARALLEL, a.parts(), [&](long i) { a.put(i, x + first * n_columns); });
+    for (int k = 0; k < 2; k++)
+      if (is_used[k])
+        parallel_for(left * n_columns > PARALLEL, a.parts(), [&](long i) { rows[k].put(i, x + first * n_columns); });
     if (omp_get_max_threads() == 1 || n_strips * parts <= 4) {
       strips(0, n_strips, 0, a.n);
       continue;
@@ -128,7 +140,7 @@ long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n
 
 // Whether many rows are faster by oneDNN's product of dequantised weights.
 long multiplies_many_by_onednn() {
-#if defined(__AMX_BF16__) || !defined(__AVX512VNNI__)
+#if defined(__AMX_BF16__) || (WIDE && !defined(__AVX512VNNI__))
   return 1;
 #else
   return 0;
@@ -216,8 +228,8 @@ long rope_tables(const int64_t* positions, long n_rows, const float* frequencies
 long add(const uint16_t* x, const uint16_t* y, long n, uint16_t* out) {
   parallel_for(n > PARALLEL, (n + LANES - 1) / LANES, [=](long vector) {
     const long i = vector * LANES;
-    const __mmask16 m = lanes(i, n);
-    store_bfloat16(out + i, m, _mm512_add_ps(load_bfloat16(x + i, m), load_bfloat16(y + i, m)));
+    const Mask m = lanes(i, n);
+    store_bfloat16(out + i, m, load_bfloat16(x + i, m) + load_bfloat16(y + i, m));
   });
   return 0;
 }
@@ -233,11 +245,11 @@ long copy_rows(const uint8_t* rows, long stride_bytes, long n_rows, long row_byt
 long cast(const void* x, long to_bfloat16, long n, void* out) {
   parallel_for(n > PARALLEL, (n + LANES - 1) / LANES, [=](long vector) {
     const long i = vector * LANES;
-    const __mmask16 m = lanes(i, n);
+    const Mask m = lanes(i, n);
     if (to_bfloat16)
-      store_bfloat16((uint16_t*)out + i, m, _mm512_maskz_loadu_ps(m, (const float*)x + i));
+      store_bfloat16((uint16_t*)out + i, m, load((const float*)x + i, m));
     else
-      _mm512_mask_storeu_ps((float*)out + i, m, load_bfloat16((const uint16_t*)x + i, m));
+      store((float*)out + i, m, load_bfloat16((const uint16_t*)x + i, m));
   });
   return 0;
 }

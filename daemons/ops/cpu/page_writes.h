@@ -6,13 +6,11 @@
 template <int KIND>
 void write_plain(const uint16_t* row, uint8_t* numbers, long at, long width) {
   for (long i = 0; i < width; i += LANES) {
-    const __mmask16 m = lanes(i, width);
+    const Mask m = lanes(i, width);
     const Floats x = load_bfloat16(row + i, m);
     if constexpr (KIND == 0) store_bfloat16((uint16_t*)numbers + at + i, m, x);
-    if constexpr (KIND == 1) _mm512_mask_storeu_ps((float*)numbers + at + i, m, x);
-    if constexpr (KIND == 2)
-      _mm256_mask_storeu_epi16((uint16_t*)numbers + at + i, m,
-                               _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    if constexpr (KIND == 1) store((float*)numbers + at + i, m, x);
+    if constexpr (KIND == 2) store_half((uint16_t*)numbers + at + i, m, x);
   }
 }
 
@@ -23,14 +21,13 @@ inline void write_q8(const uint16_t* row, uint8_t* codes, uint16_t* scales, long
     for (long half = 0; half < 2; half++) {
       const long i = group + half * LANES;
       x[half] = i < width ? load_bfloat16(row + i, lanes(i, width)) : splat(0.f);
-      largest = _mm512_max_ps(largest, _mm512_abs_ps(x[half]));
+      largest = maximum(largest, absolute(x[half]));
     }
-    const uint16_t scale = _cvtss_sh(_mm512_reduce_max_ps(largest) / 127.f, _MM_FROUND_TO_NEAREST_INT);
+    const uint16_t scale = _cvtss_sh(largest_of(largest) / 127.f, _MM_FROUND_TO_NEAREST_INT);
     const float stored_scale = _cvtsh_ss(scale), inverse = stored_scale > 0.f ? 1.f / stored_scale : 0.f;
     for (long half = 0; half < 2; half++) {
-      __m512i code = _mm512_cvtps_epi32(_mm512_mul_ps(x[half], splat(inverse)));
-      code = _mm512_max_epi32(_mm512_min_epi32(code, _mm512_set1_epi32(127)), _mm512_set1_epi32(-127));
-      _mm_storeu_si128((__m128i*)(codes + group + half * LANES), _mm512_cvtepi32_epi8(code));
+      const Ints code = limited_ints(to_ints(x[half] * splat(inverse)), 127);
+      store_bytes(codes + group + half * LANES, code);
     }
     scales[group / 32] = scale;
   }

@@ -6,7 +6,7 @@
 #pragma once
 #include <vector>
 
-#include "avx512.h"
+#include "vectors.h"
 #include "parallel.h"
 
 constexpr long PAGE = 64, SPAN = 1024, MAX_DIM = 1024, PARALLEL_NUMBERS = 1 << 16;
@@ -19,13 +19,12 @@ struct Pages {
   long kind, heads, width, stored;  // stored: numbers a head takes in memory
 
   template <int KIND>
-  Floats load(long slot, long head, long i, __mmask16 mask) const {
+  Floats load(long slot, long head, long i, Mask mask) const {
     const long at = (slot * heads + head) * stored + i;
     if constexpr (KIND == 0) return load_bfloat16((const uint16_t*)numbers + at, mask);
-    if constexpr (KIND == 1) return _mm512_maskz_loadu_ps(mask, (const float*)numbers + at);
-    if constexpr (KIND == 2) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, (const uint16_t*)numbers + at));
-    const __m512i codes = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, numbers + at));
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(codes), splat(_cvtsh_ss(scales[at / 32])));
+    if constexpr (KIND == 1) return ::load((const float*)numbers + at, mask);
+    if constexpr (KIND == 2) return load_half((const uint16_t*)numbers + at, mask);
+    return to_floats(load_signed_bytes(numbers + at, mask)) * splat(_cvtsh_ss(scales[at / 32]));
   }
 };
 
@@ -74,31 +73,35 @@ struct PagedAttention {
     Floats total[ROWS];
   };
 
+  // Whether queries and keys of pages of a kind are multiplied as pairs of bfloat16, else as floats.
+  template <int KIND>
+  static constexpr bool PAIRED = PAIRS && KIND == 0;
+
   // Queries [dim][row] as float32, or [dim / 2][row] as pairs of bfloat16.
   template <int KIND>
   void read_queries(Block& b) const {
-    const long dim = keys.width, wide = KIND == 0 ? 32 : 16;
+    const long dim = keys.width, wide = PAIRED<KIND> ? 32 : 16;
     for (long i = 0; i < dim; i += wide) {
-      __m512i rows[LANES];
+      Ints rows[LANES];
 #pragma GCC unroll 16
       for (long r = 0; r < LANES; r++) {
         if (r >= b.count) {
-          rows[r] = _mm512_setzero_si512();
+          rows[r] = no_ints();
           continue;
         }
         const long token = (b.row + r) % n, h = b.head * group() + (b.row + r) / n;
         rows[r] = words<KIND>(q + (b.slice * n + token) * stride + h * dim + i, dim - i);
       }
       transpose(rows);
-      for (long r = 0; r < LANES; r++) _mm512_store_si512(b.query[KIND == 0 ? i / 2 + r : i + r], rows[r]);
+      for (long r = 0; r < LANES; r++) store_ints(b.query[PAIRED<KIND> ? i / 2 + r : i + r], rows[r]);
     }
   }
 
   // Sixteen pairs of bfloat16 or floats, of which `left` numbers count.
   template <int KIND>
-  static __m512i words(const uint16_t* from, long left) {
-    if constexpr (KIND == 0) return _mm512_maskz_loadu_epi16(left >= 32 ? ~0u : (1u << left) - 1, from);
-    return (__m512i)load_bfloat16(from, lanes(0, left));
+  static Ints words(const uint16_t* from, long left) {
+    if constexpr (PAIRED<KIND>) return load_bfloat16_pairs(from, left);
+    else return as_ints(load_bfloat16(from, lanes(0, left)));
   }
 
   // Which positions the rows of a block see; returns the first of all.
@@ -133,73 +136,77 @@ struct PagedAttention {
       for (long r = 0; r < b.count;) {
         const long left = b.count - r;
         float* sums = mine + r * size;
-        if (left >= 8) add_values<KIND, 8>(b.head, slot, low, high, s, r, sums), r += 8;
+        if (WIDE && left >= 8) add_values<KIND, 8>(b.head, slot, low, high, s, r, sums), r += 8;
         else if (left >= 4) add_values<KIND, 4>(b.head, slot, low, high, s, r, sums), r += 4;
         else if (left >= 2) add_values<KIND, 2>(b.head, slot, low, high, s, r, sums), r += 2;
         else add_values<KIND, 1>(b.head, slot, low, high, s, r, sums), r += 1;
       }
     }
     for (long r = 0; r < b.count; r++)
-      mine[r * size + dv] = s.largest[r], mine[r * size + dv + 1] = _mm512_reduce_add_ps(s.total[r]);
+      mine[r * size + dv] = s.largest[r], mine[r * size + dv + 1] = sum_of(s.total[r]);
   }
 
   // Products of queries and the keys of 16 positions from `slot` on, to column j.
   template <int KIND>
   void score(const Block& b, long slot, Scores& s, long j) const {
-    const long dim = keys.width, wide = KIND == 0 ? 32 : 16;
-    alignas(64) __m512i k[KIND == 0 ? MAX_DIM / 2 : MAX_DIM];
+    const long dim = keys.width, wide = PAIRED<KIND> ? 32 : 16;
+    alignas(64) Ints k[PAIRED<KIND> ? MAX_DIM / 2 : MAX_DIM];
     for (long lane = 0; lane < LANES; lane++) prefetch<KIND>(values, slot + lane, b.head);
     for (long i = 0; i < dim; i += wide) {
-      __m512i* part = k + i / (wide / LANES);
+      Ints* part = k + i / (wide / LANES);
 #pragma GCC unroll 16
       for (long lane = 0; lane < LANES; lane++) {
         const long at = ((slot + lane) * keys.heads + b.head) * keys.stored + i;
-        if constexpr (KIND == 0) part[lane] = words<0>((const uint16_t*)keys.numbers + at, dim - i);
-        else part[lane] = (__m512i)keys.load<KIND>(slot + lane, b.head, i, lanes(i, dim));
+        if constexpr (PAIRED<KIND>) part[lane] = words<KIND>((const uint16_t*)keys.numbers + at, dim - i);
+        else part[lane] = as_ints(keys.load<KIND>(slot + lane, b.head, i, lanes(i, dim)));
       }
       transpose(part);
     }
+    if constexpr (!WIDE) {
+      for (long r = 0; r < b.count; r += 4) score_rows<KIND, 4>(b, k, s, j, r);
+      return;
+    }
     switch ((b.count + 3) / 4) {
-      case 1: return score_rows<KIND, 4>(b, k, s, j);
-      case 2: return score_rows<KIND, 8>(b, k, s, j);
-      case 3: return score_rows<KIND, 12>(b, k, s, j);
-      case 4: return score_rows<KIND, 16>(b, k, s, j);
+      case 1: return score_rows<KIND, 4>(b, k, s, j, 0);
+      case 2: return score_rows<KIND, 8>(b, k, s, j, 0);
+      case 3: return score_rows<KIND, 12>(b, k, s, j, 0);
+      case 4: return score_rows<KIND, 16>(b, k, s, j, 0);
     }
   }
 
-  // The same for at most R rows, by the keys [dim] or [dim / 2] of 16 positions.
+  // The same for at most R rows from `first` on, by the keys [dim] or [dim / 2] of 16 positions.  All sums are in
+  // registers.
   template <int KIND, int R>
-  void score_rows(const Block& b, const __m512i* k, Scores& s, long j) const {
+  void score_rows(const Block& b, const Ints* k, Scores& s, long j, long first) const {
     Floats sum[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) sum[r] = splat(0.f);
-    for (long i = 0; i < (KIND == 0 ? keys.width / 2 : keys.width); i++) {
+    for (long i = 0; i < (PAIRED<KIND> ? keys.width / 2 : keys.width); i++) {
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
-        if constexpr (KIND == 0) sum[r] = multiply_add(sum[r], (__m512bh)k[i], (const uint16_t*)&b.query[i][r]);
-        else sum[r] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_set1_epi32(b.query[i][r])), (Floats)k[i], sum[r]);
+        if constexpr (PAIRED<KIND>)
+          sum[r] = add_pair_product(sum[r], k[i], (const uint16_t*)&b.query[i][first + r]);
+        else sum[r] = add_product(as_floats(splat_int(b.query[i][first + r])), as_floats(k[i]), sum[r]);
       }
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) _mm512_store_ps(s.weight[r] + j, sum[r]);
+    for (int r = 0; r < R; r++) store(s.weight[first + r] + j, sum[r]);
   }
 
   // Scores of 16 positions from `position` on for a row, from the products of its query; -inf where it sees none.
   Floats limited(Floats products, const Block& b, long row, long position) const {
-    Floats x = _mm512_mul_ps(products, splat(scale));
+    Floats x = products * splat(scale);
     if (softcap > 0.f) x = capped(x);
-    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i at = _mm512_add_epi32(_mm512_set1_epi32(int(position)), lane);
-    const __mmask16 seen = _mm512_cmpge_epi32_mask(at, _mm512_set1_epi32(b.first[row])) &
-                           _mm512_cmple_epi32_mask(at, _mm512_set1_epi32(b.last[row]));
-    return _mm512_mask_mov_ps(splat(-std::numeric_limits<float>::infinity()), seen, x);
+    const Ints at = add_ints(splat_int(int(position)), lane_numbers());
+    const Floats none = splat(-std::numeric_limits<float>::infinity());
+    return select_between(at, b.first[row], b.last[row], x, none);
   }
 
   Floats capped(Floats scores) const {
     alignas(64) float s[LANES];
-    _mm512_store_ps(s, scores);
+    store(s, scores);
     for (float& one : s) one = std::tanh(one / softcap) * softcap;
-    return _mm512_load_ps(s);
+    return load(s);
   }
 
   // Products of the page that begins at `position` to weights, and by what the sums before shrink.
@@ -208,23 +215,23 @@ struct PagedAttention {
     for (long r = 0; r < b.count; r++) {
       Floats largest = splat(none);
       for (long j = low; j < high; j += LANES) {
-        const Floats score = limited(_mm512_load_ps(s.weight[r] + j), b, r, position + j);
-        _mm512_store_ps(s.weight[r] + j, score);
-        largest = _mm512_max_ps(largest, score);
+        const Floats score = limited(load(s.weight[r] + j), b, r, position + j);
+        store(s.weight[r] + j, score);
+        largest = maximum(largest, score);
       }
       const float before = s.largest[r];
-      s.largest[r] = std::max(before, _mm512_reduce_max_ps(largest));
+      s.largest[r] = std::max(before, largest_of(largest));
       // of a row that has seen nothing yet: -inf less -inf would be no number
       s.least[r] = s.largest[r] == none ? 0.f : s.largest[r];
       s.shrink[r] = before - s.least[r];
     }
-    _mm512_store_ps(s.shrink, exponential(_mm512_load_ps(s.shrink)));
+    store(s.shrink, exponential(load(s.shrink)));
     for (long r = 0; r < b.count; r++) {
-      Floats total = _mm512_mul_ps(s.total[r], splat(s.shrink[r]));
+      Floats total = s.total[r] * splat(s.shrink[r]);
       for (long j = low; j < high; j += LANES) {
-        const Floats weight = exponential(_mm512_sub_ps(_mm512_load_ps(s.weight[r] + j), splat(s.least[r])));
-        _mm512_store_ps(s.weight[r] + j, weight);
-        total = _mm512_add_ps(total, weight);
+        const Floats weight = exponential(load(s.weight[r] + j) - splat(s.least[r]));
+        store(s.weight[r] + j, weight);
+        total = total + weight;
       }
       s.total[r] = total;
     }
@@ -233,7 +240,7 @@ struct PagedAttention {
   // sums [R][partial_size()] of rows `r` of a block: shrunk, and the page's values times their weights.
   template <int KIND, int R>
   void add_values(long head, long slot, long low, long high, const Scores& s, long r, float* sums) const {
-    constexpr int V = R == 8 ? 2 : 4;
+    constexpr int V = WIDE ? (R == 8 ? 2 : 4) : 4 / R;  // so that sums are in registers
     long i = 0;
     for (; i + V * LANES <= values.width; i += V * LANES)
       add_columns<KIND, R, V>(head, slot, low, high, s, r, i, sums + i);
@@ -243,14 +250,14 @@ struct PagedAttention {
   template <int KIND, int R, int V>
   void add_columns(long head, long slot, long low, long high, const Scores& s, long row, long i, float* sums) const {
     const long size = partial_size();
-    __mmask16 mask[V];
+    Mask mask[V];
     Floats sum[R][V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
       mask[v] = V > 1 ? 0xffff : lanes(i, values.width);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++)
-        sum[r][v] = _mm512_mul_ps(_mm512_load_ps(sums + r * size + v * LANES), splat(s.shrink[row + r]));
+        sum[r][v] = load(sums + r * size + v * LANES) * splat(s.shrink[row + r]);
     }
     const float* weight = s.weight[row] + low;
     for (long j = low; j < high; j++, weight++) {
@@ -258,13 +265,13 @@ struct PagedAttention {
       for (int v = 0; v < V; v++) {
         const Floats value = values.load<KIND>(slot + j, head, i + v * LANES, mask[v]);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) sum[r][v] = _mm512_fmadd_ps(splat(weight[r * PAGE]), value, sum[r][v]);
+        for (int r = 0; r < R; r++) sum[r][v] = add_product(splat(weight[r * PAGE]), value, sum[r][v]);
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-      for (int v = 0; v < V; v++) _mm512_store_ps(sums + r * size + v * LANES, sum[r][v]);
+      for (int v = 0; v < V; v++) store(sums + r * size + v * LANES, sum[r][v]);
   }
 
   // Spans of a query row, in order, to its result.  They lie `apart` numbers from each other.
@@ -280,12 +287,12 @@ struct PagedAttention {
       const float factor = std::exp(p[dv] - largest);
       total += factor * p[dv + 1];
       for (long i = 0; i < dv; i += LANES)
-        _mm512_store_ps(sum + i, _mm512_fmadd_ps(splat(factor), _mm512_load_ps(p + i), _mm512_load_ps(sum + i)));
+        store(sum + i, add_product(splat(factor), load(p + i), load(sum + i)));
     }
     const long token = row % n, h = head * group() + row / n;
     uint16_t* to = out + ((slice * n + token) * heads + h) * values.width;
     for (long i = 0; i < values.width; i += LANES)
-      store_bfloat16(to + i, lanes(i, values.width), _mm512_mul_ps(_mm512_load_ps(sum + i), splat(1.f / total)));
+      store_bfloat16(to + i, lanes(i, values.width), load(sum + i) * splat(1.f / total));
   }
 
   template <int KIND>

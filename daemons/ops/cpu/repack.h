@@ -85,7 +85,7 @@ void put(const Block<T>& block, int row, uint8_t* tile) {
     }
     const int high = code >> 4;
     group[T::CODES + 64 * (four / 2) + lane] |= (code & 15) << 4 * (four % 2);
-    if (T::HIGH == 1) group[8 * four + lane / 8] |= high << lane % 8;
+    if (T::HIGH == 1 && high) set_high_bit(group, four, lane);
     if (T::HIGH == 2) group[lane] |= high << 2 * four;
   }
 }
@@ -108,7 +108,7 @@ void dequantise_row(const uint8_t* raw, long n_blocks, long block_bytes, uint16_
         const float product = scale * float(value);
         x[i] = T::MIN ? product + T::MIN * minimum : product;
       }
-      for (int i = 0; i < T::GROUP; i += LANES) store_bfloat16(out + g * T::GROUP + i, _mm512_load_ps(x + i));
+      for (int i = 0; i < T::GROUP; i += LANES) store_bfloat16(out + g * T::GROUP + i, load(x + i));
     }
   }
 }

@@ -1,11 +1,11 @@
 // Norms, rotary positions, activations and gates of rows of bfloat16; arithmetic is float32.
 #pragma once
-#include "avx512.h"
+#include "vectors.h"
 
 constexpr long PARALLEL = 1 << 15;  // numbers from which more than one thread pays
 
 inline float rms_factor(Floats squares, long width, float eps) {
-  return 1.f / std::sqrt(_mm512_reduce_add_ps(squares) / float(width) + eps);
+  return 1.f / std::sqrt(sum_of(squares) / float(width) + eps);
 }
 
 // RMSNorm of rows of `width` numbers; `heads` of them adjoin, then comes the next after `stride`; `weights` of them have
@@ -23,23 +23,23 @@ struct RmsNorm {
     const float* w = weight ? weight + r % weights * width : nullptr;
     Floats squares = splat(0.f);
     for (long i = 0; i < width; i += LANES) {
-      const __mmask16 m = lanes(i, width);
+      const Mask m = lanes(i, width);
       Floats a = load_bfloat16(in + i, m);
       if (delta) {
-        a = _mm512_add_ps(a, load_bfloat16(delta + r * width + i, m));
+        a = a + load_bfloat16(delta + r * width + i, m);
         store_bfloat16(sum + r * width + i, m, a);
         a = from_bfloat16(to_bfloat16(a));
       }
-      squares = _mm512_fmadd_ps(a, a, squares);
+      squares = add_product(a, a, squares);
     }
     const Floats factor = splat(rms_factor(squares, width, eps));
     if (delta) in = sum + r * width;
     for (long i = 0; i < width; i += LANES) {
-      const __mmask16 m = lanes(i, width);
-      Floats a = _mm512_mul_ps(load_bfloat16(in + i, m), factor);
-      if (w) a = _mm512_mul_ps(a, _mm512_maskz_loadu_ps(m, w + i));
+      const Mask m = lanes(i, width);
+      Floats a = load_bfloat16(in + i, m) * factor;
+      if (w) a = a * load(w + i, m);
       if (out_float)
-        _mm512_mask_storeu_ps(out_float + r * width + i, m, a);
+        store(out_float + r * width + i, m, a);
       else
         store_bfloat16(out + r * width + i, m, a);
     }
@@ -49,14 +49,14 @@ struct RmsNorm {
 inline void rms_norm_float_row(const float* x, long width, const float* weight, float eps, uint16_t* out) {
   Floats squares = splat(0.f);
   for (long i = 0; i < width; i += LANES) {
-    const Floats a = _mm512_maskz_loadu_ps(lanes(i, width), x + i);
-    squares = _mm512_fmadd_ps(a, a, squares);
+    const Floats a = load(x + i, lanes(i, width));
+    squares = add_product(a, a, squares);
   }
   const Floats factor = splat(rms_factor(squares, width, eps));
   for (long i = 0; i < width; i += LANES) {
-    const __mmask16 m = lanes(i, width);
-    const Floats a = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, x + i), factor);
-    store_bfloat16(out + i, m, weight ? _mm512_mul_ps(a, _mm512_maskz_loadu_ps(m, weight + i)) : a);
+    const Mask m = lanes(i, width);
+    const Floats a = load(x + i, m) * factor;
+    store_bfloat16(out + i, m, weight ? a * load(weight + i, m) : a);
   }
 }
 
@@ -66,31 +66,31 @@ inline void norm_and_rotate(const uint16_t* x, const float* w, float eps, const 
   Floats squares = splat(0.f);
   for (long i = 0; i < width; i += LANES) {
     const Floats a = load_bfloat16(x + i, lanes(i, width));
-    squares = _mm512_fmadd_ps(a, a, squares);
+    squares = add_product(a, a, squares);
   }
   const Floats factor = splat(rms_factor(squares, width, eps));
-  const auto normed = [&](long i, __mmask16 m) {
-    const Floats a = _mm512_mul_ps(load_bfloat16(x + i, m), factor);
-    return w ? _mm512_mul_ps(a, _mm512_maskz_loadu_ps(m, w + i)) : a;
+  const auto normed = [&](long i, Mask m) {
+    const Floats a = load_bfloat16(x + i, m) * factor;
+    return w ? a * load(w + i, m) : a;
   };
   for (long i = 0; i < half; i += LANES) {
-    const __mmask16 m = lanes(i, half);
+    const Mask m = lanes(i, half);
     const Floats a = normed(i, m), b = normed(half + i, m);
-    const Floats c = _mm512_maskz_loadu_ps(m, cosine + i), s = _mm512_maskz_loadu_ps(m, sine + i);
-    store_bfloat16(out + i, m, _mm512_fnmadd_ps(b, s, _mm512_mul_ps(a, c)));
-    store_bfloat16(out + half + i, m, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+    const Floats c = load(cosine + i, m), s = load(sine + i, m);
+    store_bfloat16(out + i, m, subtract_product(b, s, a * c));
+    store_bfloat16(out + half + i, m, add_product(b, c, a * s));
   }
   for (long i = 2 * half; i < width; i += LANES) {
-    const __mmask16 m = lanes(i, width);
+    const Mask m = lanes(i, width);
     store_bfloat16(out + i, m, normed(i, m));
   }
 }
 
 inline void act_and_mul_row(const uint16_t* x, long width, bool is_gelu, uint16_t* out) {
   for (long i = 0; i < width; i += LANES) {
-    const __mmask16 m = lanes(i, width);
+    const Mask m = lanes(i, width);
     const Floats gate = load_bfloat16(x + i, m), up = load_bfloat16(x + width + i, m);
-    store_bfloat16(out + i, m, _mm512_mul_ps(is_gelu ? gelu(gate) : silu(gate), up));
+    store_bfloat16(out + i, m, (is_gelu ? gelu(gate) : silu(gate)) * up);
   }
 }
 
@@ -99,18 +99,18 @@ inline void output_gate_row(const uint16_t* x, const uint16_t* gate, long heads,
                             bool is_softplus, uint16_t* out) {
   for (long h = 0; h < heads; h++)
     for (long i = 0; i < dim; i += LANES) {
-      const __mmask16 m = lanes(i, dim);
+      const Mask m = lanes(i, dim);
       const long at = h * dim + i;
       Floats g = by_head ? splat(one_bfloat16(gate[h])) : load_bfloat16(gate + at, m);
       if (is_softplus) {
         alignas(64) float each[LANES];
-        _mm512_store_ps(each, g);
+        store(each, g);
         for (float& one : each) one = softplus(one);
-        g = _mm512_load_ps(each);
+        g = load(each);
       } else {
         g = sigmoid(g);
       }
-      store_bfloat16(out + at, m, _mm512_mul_ps(load_bfloat16(x + at, m), g));
+      store_bfloat16(out + at, m, load_bfloat16(x + at, m) * g);
     }
 }
 
@@ -130,8 +130,8 @@ struct BlockConvolution {
         Floats sum = splat(0.f);
         for (long tap = 0; tap < n_taps; tap++) {
           const Floats added = splat(one_bfloat16(own[tap * groups]));
-          const Floats kernel = _mm512_add_ps(_mm512_loadu_ps(base + tap * width + i), added);
-          sum = _mm512_fmadd_ps(kernel, load_bfloat16(x + (r - tap) * width + i), sum);
+          const Floats kernel = load(base + tap * width + i) + added;
+          sum = add_product(kernel, load_bfloat16(x + (r - tap) * width + i), sum);
         }
         store_bfloat16(out + r * width + i, sum);
       }

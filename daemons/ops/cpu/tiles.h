@@ -1,15 +1,16 @@
 // Tiles of packed weights: 32 rows x one quant block of columns, as two halves of 16 rows that are multiplied together.
-// A lane of 32 bits is a row, its bytes are four columns, so that `vpdpbusd` multiplies 16 rows by four activations.
+// A lane of 32 bits is a row, its bytes are four columns, so that `vpdpbusd` multiplies 16 rows (or 8) by four activations.
 // All is read in the order in which it lies: with several streams the processor stops to prefetch.
 //
 // A tile is: d f16[32] | m f16[32], if the type has minima | nested types: scales [groups][32] and minima [groups][32],
 // a byte each | groups of columns that share a scale, of each half: high bits | codes.  Of eight columns, 0 4 1 5 are the
 // bytes of one vector, a *four*, and 2 6 3 7 those of the next: so the halves of a lane in both, shifted, are the pairs
 // 0 1, 2 3, 4 5 and 6 7.  Codes of 4 bits: a byte has the first four's in its low nibble, the second's in the high one.
-// One high bit: a bit for each byte of a four.  Two high bits: 64 bytes for 16 columns, bits 2i of a byte are of the i-th
+// One high bit: with AVX-512 a bit for each byte of a four; else 64 bytes for 32 columns, bit i of a byte is of the i-th
+// four.  Two high bits: 64 bytes for 16 columns, bits 2i of a byte are of the i-th
 // four.  Codes of 8 bits: a byte each, plus OFFSET.
 #pragma once
-#include "avx512.h"
+#include "vectors.h"
 
 constexpr int TILE = 32;  // rows of a tile
 constexpr int8_t LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
@@ -39,6 +40,7 @@ using Q4_K = Type<256, 32, 0, true, false, -1, 0>;
 using Q5_K = Type<256, 32, 1, true, false, -1, 0>;
 using Q6_K = Type<256, 16, 2, true, true, 0, -32>;
 
+#if WIDE
 // The values of 32 codes as bfloat16, exact; where high bits are no part of the index: of sixteen, twice.
 template <class T>
 inline __m512i values(int first) {
@@ -61,7 +63,13 @@ struct Decoder {
   const __m512i nibble = _mm512_set1_epi16(15);
 
   // The p-th pair of columns of half a group, of 16 rows.
-  inline __attribute__((always_inline)) __m512bh pair(const uint8_t* group, int p) const {
+  inline __attribute__((always_inline)) void pair(const uint8_t* group, int p, Floats& a, Floats& b) const {
+    const Ints w = (Ints)packed_pair(group, p);
+    a = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
+    b = _mm512_castsi512_ps(_mm512_and_si512(w, splat_int(int(0xffff0000))));
+  }
+
+  inline __attribute__((always_inline)) __m512bh packed_pair(const uint8_t* group, int p) const {
     const int four = p / 4 * 2 + p % 2, byte = p % 4 / 2;  // of a half of a lane
     if constexpr (T::HIGH == 4) {
       const __m512i q = _mm512_loadu_si512(group + T::CODES + 64 * four);
@@ -89,67 +97,84 @@ struct Decoder {
   }
 };
 
-// The i-th four of half a group as bytes, plus OFFSET.
-template <class T>
-inline __attribute__((always_inline)) __m512i bytes_of(const uint8_t* group, int i) {
-  if constexpr (T::HIGH == 4) return _mm512_loadu_si512(group + T::CODES + 64 * i);
-  const __m512i q = _mm512_loadu_si512(group + T::CODES + 64 * (i / 2)), nibble = _mm512_set1_epi8(15);
-  const __m512i code = i % 2 ? _mm512_srli_epi16(q, 4) : q;
+#endif
+
+// The i-th four of half a group as bytes, plus OFFSET; SIGNED bytes without it.
+template <class T, bool SIGNED = false>
+inline __attribute__((always_inline)) Ints bytes_of(const uint8_t* group, int i) {
+  if constexpr (T::HIGH == 4) {
+    const Ints q = load_ints(group + T::CODES + 64 * i);
+    return SIGNED ? flip_bits(q, splat_byte(128)) : q;
+  }
+  const Ints q = load_ints(group + T::CODES + 64 * (i / 2)), nibble = splat_byte(15);
+  const Ints code = i % 2 ? shift_right_16<4>(q) : q;
   if constexpr (T::HIGH == 2) {
-    const __m512i h = _mm512_loadu_si512(group);
-    const __m512i shifted = i == 0 ? _mm512_slli_epi16(h, 4) : i == 1 ? _mm512_slli_epi16(h, 2)
-                            : i == 2 ? h : _mm512_srli_epi16(h, 2);
-    const __m512i top = _mm512_and_si512(shifted, _mm512_set1_epi8(0x30));
-    return _mm512_ternarylogic_epi32(code, nibble, top, 0xEA);  // code & nibble | top
+    const Ints h = load_ints(group);
+    const Ints shifted = i == 0 ? shift_left_16<4>(h) : i == 1 ? shift_left_16<2>(h) : i == 2 ? h : shift_right_16<2>(h);
+    return bits_and_or(code, nibble, bits_and(shifted, splat_byte(0x30)));
   }
-  const __m512i low = _mm512_and_si512(code, nibble);
+  const Ints low = bits_and(code, nibble);
   if constexpr (T::LOOKUP) {
-    const __m128i levels = _mm_xor_si128(_mm_loadu_si128((const __m128i*)LEVELS), _mm_set1_epi8(-128));
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(levels), low);
+    const __m128i levels = _mm_loadu_si128((const __m128i*)LEVELS);
+    return lookup_bytes(SIGNED ? levels : _mm_xor_si128(levels, _mm_set1_epi8(-128)), low);
   }
-  if constexpr (T::HIGH == 1) {
-    uint64_t bits;
-    memcpy(&bits, group + 8 * i, 8);
-    return _mm512_mask_add_epi8(low, __mmask64(bits), low, _mm512_set1_epi8(16));
-  }
+  if constexpr (T::HIGH == 1) return add_high_bit(low, group, i);
   return low;
 }
 
+#if !WIDE
+// Decodes codes to floats.
+template <class T>
+struct Decoder {
+  // The p-th pair of columns of half a group, of 16 rows.
+  void pair(const uint8_t* group, int p, Floats& a, Floats& b) const {
+    const int first = 8 * (p % 4 / 2);  // bit of the lane
+    const Ints w = bytes_of<T>(group, p / 4 * 2 + p % 2);
+    a = value(w, first), b = value(w, 16 + first);
+  }
+
+ private:
+  static Floats value(Ints w, int first) {
+    const __m128i bits = _mm_cvtsi32_si128(first);
+    const Ints code = bits_and({_mm256_srl_epi32(w.a, bits), _mm256_srl_epi32(w.b, bits)}, splat_int(255));
+    return to_floats(add_ints(code, splat_int(-T::OFFSET)));
+  }
+};
+#endif
+
 // Scale of a group for a half's 16 rows, times that of the tile.
 template <class T>
-inline __m512i whole_scale(const uint8_t* tile, int group, int half) {
-  const __m128i bytes = _mm_loadu_si128((const __m128i*)(tile + T::SCALES + TILE * group + 16 * half));
-  return T::SIGNED ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
+inline Ints whole_scale(const uint8_t* tile, int group, int half) {
+  const uint8_t* at = tile + T::SCALES + TILE * group + 16 * half;
+  return T::SIGNED ? load_signed_bytes(at) : load_unsigned_bytes(at);
 }
 
 // Minima of a group and the next one for a half's 16 rows, over that of the tile: a pair of 16-bit integers a lane.
 template <class T>
-inline __m512i whole_minima(const uint8_t* tile, int group, int half) {
+inline Ints whole_minima(const uint8_t* tile, int group, int half) {
   const uint8_t* at = tile + T::MINIMA + TILE * group + 16 * half;
-  const __m128i one = _mm_loadu_si128((const __m128i*)at), next = _mm_loadu_si128((const __m128i*)(at + TILE));
-  return _mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(one, next), _mm_unpacklo_epi8(one, next)));
+  return load_pairs_of_bytes(at, at + TILE);
 }
 
 // Scale of a group for a half's 16 rows.  ``d``: that of the tile.
 template <class T>
 inline Floats group_scale(const uint8_t* tile, int group, int half, Floats d) {
   if constexpr (!T::NESTED) return d;
-  return _mm512_mul_ps(_mm512_cvtepi32_ps(whole_scale<T>(tile, group, half)), d);
+  return to_floats(whole_scale<T>(tile, group, half)) * d;
 }
 
 // What is added to each weight of a group.  ``m``: the tile's factor, with its sign.
 template <class T>
 inline Floats group_minimum(const uint8_t* tile, int group, int half, Floats m) {
   if constexpr (!T::NESTED) return m;
-  const __m128i bytes = _mm_loadu_si128((const __m128i*)(tile + T::MINIMA + TILE * group + 16 * half));
-  return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), m);
+  return to_floats(load_unsigned_bytes(tile + T::MINIMA + TILE * group + 16 * half)) * m;
 }
 
 template <class T>
 inline Floats tile_minimum(const uint8_t* tile, int half) {
   if constexpr (T::MIN == 0) return splat(0.f);
   const Floats m = load_half(tile + T::M + TILE * half);
-  return T::MIN < 0 ? _mm512_sub_ps(splat(0.f), m) : m;
+  return T::MIN < 0 ? splat(0.f) - m : m;
 }
 
 // Where half a group begins.
