@@ -1,4 +1,5 @@
-"""After the warm-up of a GPU, a verify slice of any width and its drafts are replayed from the first time on."""
+"""After a warm-up of a GPU that is given the time, a verify slice of any width and its drafts are replayed from the first
+time on."""
 
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ def test_no_graph_is_captured_while_a_client_waits(
     name: str, model: Path, path: Path, kind: DraftKind, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(Backend.CUDA, 0)
+    monkeypatch.setattr("daemons.warm.GRAPH_SECONDS", 60.0)
     target = open_spec(model)
     draft = load_draft(target, path, kind, EXACT)
     stages = load_stages(target, how=EXACT, captures=draft.spec.captures)
@@ -51,6 +53,7 @@ def test_no_graph_is_captured_while_a_client_waits(
 
 def test_chunks_that_begin_a_prompt_are_replayed_from_the_first_time_on(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(Backend.CUDA, 0)
+    monkeypatch.setattr("daemons.warm.GRAPH_SECONDS", 60.0)
     golden_model = opened("qwen3")
     [stage] = stages = load_stages(golden_model.spec, how=EXACT)
     warm_up(stage)
