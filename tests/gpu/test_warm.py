@@ -1,5 +1,4 @@
-"""After a warm-up of a GPU that is given the time, a verify slice of any width and its drafts are replayed from the first
-time on."""
+"""A GPU replays verify slices of any width and their drafts from the first time on after a warm-up of all graphs."""
 
 from __future__ import annotations
 
