@@ -104,7 +104,7 @@ def choose_groups(model: str, pythons: Sequence[str]) -> list[Interpreter]:
     """
     pythons = [os.path.abspath(python) if "/" in python else python for python in pythons]
     candidates = list(dict.fromkeys([*pythons, sys.executable, *_environments()]))
-    answers = ask_interpreters(candidates)
+    answers = probe_interpreters(candidates)
     for python in pythons:
         if answers[python].problem:
             why = f"cannot run a daemon: {answers[python].problem}"
@@ -131,7 +131,7 @@ def groups_by_vendor(interpreters: Sequence[Interpreter]) -> list[Interpreter]:
     return [*groups.values()] or [interpreters[0].as_cpu()]
 
 
-def ask_interpreters(pythons: Sequence[str]) -> dict[str, Interpreter]:
+def probe_interpreters(pythons: Sequence[str]) -> dict[str, Interpreter]:
     """Return answers by path.  An interpreter that has answered is asked again after a change of its torch, the
     devices, their drivers or the variables that hide them, and after a reboot: importing torch takes seconds.
     """

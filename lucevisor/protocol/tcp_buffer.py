@@ -98,9 +98,8 @@ class RowsLink:
 
     def close(self) -> None:
         """End ``run``: nothing is written to a region after this."""
-        self.link.close()
         with self._receiving:
-            pass
+            self.link.close()
 
     def _memory(self, message: Message, n_bytes: int) -> memoryview:
         if not isinstance(message, Rows):
