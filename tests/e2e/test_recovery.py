@@ -48,10 +48,17 @@ def record(_: ModelService, engine: Engine) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(
-    case: Case, tmp_path: Path, n_groups: int, place: str = "tail", transport: str = "shared_memory", **limits: float
+    case: Case,
+    tmp_path: Path,
+    n_groups: int,
+    place: str = "tail",
+    transport: str = "shared_memory",
+    spares: int | None = None,
+    **limits: float,
 ) -> AsyncIterator[Service]:
     """A service whose groups are restarted at once, as often as it takes."""
-    overrides = ["recovery.restart_limit=9999/60s", f"recovery.spares={int(case is PLAIN)}"]
+    n_spares = int(case is PLAIN) if spares is None else spares
+    overrides = ["recovery.restart_limit=9999/60s", f"recovery.spares={n_spares}"]
     path = config_of(case, tmp_path, n_groups, place)
     overrides += [f"groups.{name}.transport={transport}" for name in load(path, overrides).groups]
     config = load(path, overrides)
@@ -128,7 +135,7 @@ async def kills(streams: Streams, rng: random.Random) -> None:
 
 
 CONFIGURATIONS = [
-    pytest.param(PLAIN, 2, "tail", id="recurrent, 2 groups with spares"),
+    pytest.param(PLAIN, 2, "tail", id="recurrent, 2 groups"),
     slow(CASES["mtp"], 3, "tail", id="recurrent, mtp drafter, 3 groups"),
     pytest.param(
         CASES["gemma4_e2b-random"], 2, "alone", id="sliding, drafter in a group of its own", marks=pytest.mark.slow
