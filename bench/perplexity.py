@@ -1,15 +1,16 @@
 """How far are the kernels' answers from float32?  Perplexity and greedy choices of every path that a device has.
 
     python bench/perplexity.py [--device cpu|cuda] [--model etc/demo/demo-qwen35-22m-q4_k_m.gguf] [--texts 16]
-                               [--tokens 1024] [--golden DIRECTORY] [--json PATH | --save] [--resume]
+                               [--tokens 1024] [--text FILE] [--golden DIRECTORY] [--json PATH | --save] [--resume]
 
 The model reads 16 texts that its training never saw (bench/data/demo-held-out.bin.xz: chats, of which only what the
 assistant says counts), in float32 by plain torch and by each path in its own number format: in chunks of 512, in steps
 of 32 rows (2 tokens of each text), of 16 rows and of one row (two texts), since other kernels run for each.  The
 weights are those of the file, so what differs is rounding alone.  Printed for each: perplexity beside float32's on the
 same texts (aim: within 0.5 %) with the standard error of the difference, and the share of tokens where both would
-choose the same.  With --golden, the models with random weights there read their own 72 ids: too few for the aim, their
-standard error is above it.  --resume leaves out the rows that the file has.
+choose the same.  With --text, a model reads pieces of that file.  With --golden, the models with random weights there
+read their own 72 ids: too few for the aim, their standard error is above it.  --resume leaves out the rows that the
+file has.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step, ZeroState
+from lucevisor.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"
@@ -171,6 +173,17 @@ def held_out(n_texts, n_tokens):
     return (rows & 0x7FFF).astype(int).tolist(), torch.from_numpy(rows[:, 1:] < 0)
 
 
+def pieces(model, file, n_texts, n_tokens):
+    """The first pieces of a text file as a model's token ids, of which all count."""
+    tokenizer = Tokenizer.from_gguf(open_spec(model).files.metadata)
+    start = tokenizer.encode_prompt("")  # what begins every prompt
+    ids, n = tokenizer.encode(file.read_text()), n_tokens - len(start)
+    texts = [start + ids[i * n : i * n + n] for i in range(n_texts)]
+    if len(texts[-1]) < n_tokens:
+        raise SystemExit(f"{file} has {len(ids)} tokens: ask for fewer than {n_texts} texts of {n_tokens}")
+    return texts, torch.ones(n_texts, n_tokens - 1, dtype=torch.bool)
+
+
 def golden(directory, backend, paths):
     """Yield rows of models with random weights: their perplexity is about their vocabulary, whatever they compute."""
     for folder in sorted(directory.iterdir()):
@@ -193,6 +206,7 @@ def main():
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--texts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=ROW_TOKENS)
+    parser.add_argument("--text", type=Path, help="a text file to read instead of the demo's texts")
     parser.add_argument("--golden", type=Path, help="such as tests/data/golden")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--save", action="store_true", help="write bench/results/perplexity-DEVICE.json")
@@ -210,7 +224,10 @@ def main():
     own = [row for row in record["rows"] if row["model"] == options.model.name]
     worst = max((row["difference"] for row in own), key=abs, default=0.0)
     known = {(row["path"], row["mode"]) for row in own}
-    texts, counted = held_out(options.texts, options.tokens)
+    if options.text is not None:
+        texts, counted = pieces(options.model, options.text, options.texts, options.tokens)
+    else:
+        texts, counted = held_out(options.texts, options.tokens)
     if not counted.any():
         raise SystemExit("the assistant says nothing in these tokens: ask for more")
     for row in measure(options.model, texts, counted, backend, paths, known=known):

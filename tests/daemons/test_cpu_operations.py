@@ -45,8 +45,6 @@ from tests.numerics import BFLOAT16, UNIT, Exact, product_error
 
 pytestmark = needs_cpu_kernels
 CPU = torch.device("cpu")
-IS_WIDE = compiler._cpu_flags() >= {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
-"""Whether kernels take vectors of 512 bits here."""
 NO_SPANS = torch.empty(0, 2, dtype=torch.int64)
 
 
@@ -452,9 +450,9 @@ def test_tiles_of_small_matrices_fit_into_what_is_planned_for_them(kind, n_rows)
 
 
 def as_bytes(kind, x):
-    """What products take for ``x`` bfloat16 [n, K]: integers up to 127 times a factor for some columns, or the rest."""
+    """What products take for ``x`` bfloat16 [n, K]: integers up to 127 times a factor for the columns of a block."""
     found = []
-    for columns in x.float().split(256 if IS_WIDE else kind.block_elements, dim=-1):
+    for columns in x.float().split(kind.block_elements, dim=-1):
         largest = columns.abs().amax(dim=-1, keepdim=True)
         codes = (columns * torch.where(largest > 1e-35, torch.tensor(127.0) / largest, 0.0)).round()
         found.append(codes.double() * (largest / 127).double())

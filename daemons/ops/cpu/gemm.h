@@ -203,10 +203,10 @@ struct ByteRows {
 #endif
 };
 
-// Columns whose activations share a factor: those of a block.  With AVX-512 those of the larger blocks for all types, which
-// costs 3 % of the perplexity of a model of 135 million parameters, and saves a product for each group.
+// Columns whose activations share a factor: those of a block.  One factor for SHARED columns of types with small blocks
+// would save a product for each group, and costs 3 % of the perplexity of a model of 135 million parameters.
 template <class T>
-constexpr int SHARING = WIDE ? SHARED : T::BLOCK;
+constexpr int SHARING = T::BLOCK;
 
 // What SHARED columns make, before anything is added: whole numbers where scales are bytes.
 template <class T>
