@@ -146,8 +146,8 @@ class EngineConfig:
     max_context: Annotated[Annotated[int, Meta(ge=1, le=2**30)] | AutoWord, Key(unit="tokens")] = "auto"
     """Longest sequence, prompt and answer together. `auto`: the model's own limit, or what the pages hold."""
     max_sequences: Annotated[Annotated[int, Meta(ge=1, le=4096)] | AutoWord, Key(unit="sequences")] = "auto"
-    """Sequences that run concurrently; others wait in the queue. `auto`: 32 on GPUs, or 16 or 8 where more would
-    shorten the context or halve the pages; 8 on a cpu."""
+    """Sequences that run concurrently; others wait in the queue. `auto`: 128 on GPUs, or 64, 32, 16 or 8 where
+    more would shorten the context or halve the pages; 8 on a cpu."""
     prefill_chunk: Annotated[Annotated[int, Meta(ge=1, le=2**20)] | AutoWord, Key(unit="tokens")] = "auto"
     """Maximum tokens of a prompt in one step; on a cpu 128 beside other requests. `auto`: 2048 on GPUs with memory for
     it, else 512."""
