@@ -1,6 +1,6 @@
 """The status page in a headless Chromium, over a running supervisor.
 
-With LUCEVISOR_SCREENSHOTS=DIRECTORY the pictures of docs/status-page.md are written there.
+With LUCEVISOR_SCREENSHOTS=DIRECTORY the pictures of docs/metrics.md are written there.
 """
 
 from __future__ import annotations
