@@ -109,7 +109,7 @@ def test_whole_numbers_and_nulls_as_other_languages_write_them(server):
     script(server, say("one two three", end=False))
     call = {"function": {"name": "add", "arguments": {}}}
     messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "2"}]
-    options = {"num_predict": 2.0, "top_k": 3.0, "seed": 7.0, "num_ctx": 4096.0, "stop": None}
+    options = {"num_predict": 2.0, "top_k": 3.0, "seed": 7.0, "num_ctx": 4096.0, "stop": None, "use_mmap": True}
     body = {"model": MODEL, "messages": messages, "options": options, "stream": False, "format": None, "tools": None}
     answer = http("POST", server.url + "/api/chat", json=body).json()
     assert (answer["done_reason"], answer["eval_count"]) == ("length", 2)
@@ -174,18 +174,22 @@ def test_without_a_prompt_the_model_is_only_asked_for(client, ask, reason):
     assert client.chat(MODEL, [], **ask).done_reason == reason
 
 
-def test_what_is_there(client):
+def test_what_is_there(client, server):
     [model] = client.list().models
     assert (model.model, model.details.format, model.details.family) == (MODEL + ":latest", "gguf", "qwen35")
     assert model.details.parameter_size == "22.40M"
     assert re.fullmatch("[0-9a-f]{64}", model.digest)  # Ollama's command line cuts it at 12
     [running] = client.ps().models
     assert (running.model, running.digest) == (model.model, model.digest)
+    assert running.expires_at  # Open WebUI reads it
     shown = client.show(MODEL)
     assert {"completion", "tools", "thinking"} == set(shown.capabilities)
     assert "{%" in shown.template
     told = {"general.basename": "lucevisor-demo", "general.parameter_count": 22_400_000, "qwen35.context_length": 512}
     assert told.items() <= shown.modelinfo.items()
+    older = http("POST", server.url + "/api/show", json={"name": model.model}).json()  # as Continue asks
+    assert older["parameters"]
+    assert all(len(line.split()) == 2 for line in older["parameters"].splitlines())
 
 
 def test_the_name_in_the_lists_is_one_in_all_apis(client, server):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from agents import (
     Agent,
@@ -14,16 +14,10 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
-from pydantic import BaseModel
-from scenario import LOOK_UP, MODEL, QUESTION, URL, run
+from scenario import LOOK_UP, MODEL, QUESTION, URL, Answer, run
 
 set_tracing_disabled(True)
 CLIENT = AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
-
-
-class Answer(BaseModel):
-    module: Literal["os", "os.path", "re"]
-    level: Literal[1, 2, 3]
 
 
 @function_tool

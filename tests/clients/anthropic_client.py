@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from anthropic import Anthropic
-from pydantic import BaseModel
-from scenario import LOOK_UP, MODEL, QUESTION, URL, run
-
-
-class Answer(BaseModel):
-    module: Literal["os", "os.path", "re"]
-    level: Literal[1, 2, 3]
-
+from scenario import LOOK_UP, MODEL, QUESTION, URL, Answer, run
 
 client = Anthropic(base_url=URL, api_key="none", max_retries=0)
 ASK = [{"role": "user", "content": QUESTION}]

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import instructor
 from anthropic import Anthropic
 from openai import OpenAI
-from pydantic import BaseModel
-from scenario import MODEL, QUESTION, URL, run
-
-
-class Answer(BaseModel):
-    module: Literal["os", "os.path", "re"]
-    level: Literal[1, 2, 3]
-
+from scenario import MODEL, QUESTION, URL, Answer, run
 
 ASK = [{"role": "user", "content": QUESTION}]
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
-from scenario import LOOK_UP, MODEL, QUESTION, URL, run
-
-
-class Answer(BaseModel):
-    """An answer."""
-
-    module: Literal["os", "os.path", "re"]
-    level: Literal[1, 2, 3]
+from scenario import LOOK_UP, MODEL, QUESTION, URL, Answer, run
 
 
 @tool

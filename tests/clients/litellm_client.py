@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import litellm
-from pydantic import BaseModel
-from scenario import LOOK_UP, MODEL, QUESTION, URL, run
-
-
-class Answer(BaseModel):
-    module: Literal["os", "os.path", "re"]
-    level: Literal[1, 2, 3]
-
+from scenario import LOOK_UP, MODEL, QUESTION, URL, Answer, run
 
 OPENAI = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "none", "temperature": 0}
 ANTHROPIC = {"model": f"anthropic/{MODEL}", "api_base": URL, "api_key": "none", "temperature": 0}

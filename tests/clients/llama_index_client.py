@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel
-from scenario import LOOK_UP, MODEL, QUESTION, URL, run
-
-
-class Answer(BaseModel):
-    """An answer."""
-
-    module: Literal["os", "os.path", "re"]
-    level: Literal[1, 2, 3]
+from scenario import LOOK_UP, MODEL, QUESTION, URL, Answer, run
 
 
 def get_doc(name: str) -> str:

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from ollama import Client
-from pydantic import BaseModel
-from scenario import LOOK_UP, MODEL, QUESTION, URL, run
-
-
-class Answer(BaseModel):
-    module: Literal["os", "os.path", "re"]
-    level: Literal[1, 2, 3]
-
+from scenario import LOOK_UP, MODEL, QUESTION, URL, Answer, run
 
 client = Client(host=URL)
 ASK = [{"role": "user", "content": QUESTION}]

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Literal
 
 from openai import OpenAI
-from pydantic import BaseModel
-from scenario import LOOK_UP, MODEL, QUESTION, URL, run
-
-
-class Answer(BaseModel):
-    module: Literal["os", "os.path", "re"]
-    level: Literal[1, 2, 3]
-
+from scenario import LOOK_UP, MODEL, QUESTION, URL, Answer, run
 
 client = OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 ASK = [{"role": "user", "content": QUESTION}]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel
 from pydantic_ai import Agent
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
-from scenario import MODEL, QUESTION, URL, run
+from scenario import MODEL, QUESTION, URL, Answer, run
 
 LIMIT: Any = {"max_tokens": 200, "temperature": 0}
 openai = OpenAIProvider(base_url=f"{URL}/v1", api_key="none")
@@ -19,11 +18,6 @@ MODELS: dict[str, Any] = {
     "responses": OpenAIResponsesModel(MODEL, provider=openai),
     "anthropic": AnthropicModel(MODEL, provider=AnthropicProvider(base_url=URL, api_key="none")),
 }
-
-
-class Answer(BaseModel):
-    module: Literal["os", "os.path", "re"]
-    level: Literal[1, 2, 3]
 
 
 def text(model: Any) -> None:

@@ -1,6 +1,6 @@
 """What every client script does: try features one by one against a running supervisor, and print what came of each.
 
-Imported by scripts that run in environments of their own, so it needs the standard library only.
+Imported by scripts that run in environments of their own, all of which have pydantic.
 """
 
 from __future__ import annotations
@@ -9,12 +9,21 @@ import json
 import os
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Literal, NoReturn
+
+from pydantic import BaseModel
 
 URL = os.environ["LUCEVISOR_URL"]
 MODEL = os.environ["LUCEVISOR_MODEL"]
 QUESTION = "What does os.path.join do?"
 LOOK_UP = "Look up the documentation of os.path.join."
+
+
+class Answer(BaseModel):
+    """An answer."""
+
+    module: Literal["os", "os.path", "re"]
+    level: Literal[1, 2, 3]
 
 
 def run(checks: dict[str, Callable[[], object]]) -> NoReturn:
