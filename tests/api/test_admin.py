@@ -162,7 +162,7 @@ async def test_waits_that_are(desk):
     assert desk.waited == (0.0, 0.0, 1000.0, 86400.0)
 
 
-@pytest.mark.parametrize("path", ["/restart", "/cache/verify", "/cache/prune", "/cache/rm"])
+@pytest.mark.parametrize("path", ["/restart", "/cache/rm"])
 @pytest.mark.parametrize(
     "body",
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 
@@ -11,7 +10,6 @@ import structlog
 
 from lucevisor.api import schemas as bodies
 from lucevisor.api.app_context import ApiSettings
-from lucevisor.api.app_state import take_turn
 from tests.api.raw_http import BODY, CHAT
 from tests.api.scripted_model import Rig, say
 
@@ -76,14 +74,8 @@ class TestBodies:
         "data",
         [
             b"",
-            b"{",
             b"[]",
-            b'"x"',
-            b"null",
-            b"NaN",
-            b"\xff\xfe",
             b'{"a":1}{"b":2}',
-            b'{"a":"\\ud800"}',
             b'{"a":1e999}',
             b"[" * 100_000,
             b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}",
@@ -213,22 +205,3 @@ async def test_an_answer_with_many_log_probabilities_is_the_same_in_a_thread(cli
     _, there = await client.chat(**body)
     assert here["choices"] == there["choices"]
     assert len(there["choices"][0]["logprobs"]["content"]) == 40
-
-
-async def test_so_many_turns_in_an_iteration_and_none_for_the_cancelled():
-    turns, passed, rounds = asyncio.Semaphore(3), [], []
-
-    async def task(number: int) -> None:
-        await take_turn(turns)
-        passed.append(number)
-
-    tasks = [asyncio.create_task(task(number)) for number in range(20)]
-    await asyncio.sleep(0)
-    tasks[7].cancel()
-    while len(passed) < 19:
-        before = len(passed)
-        await asyncio.sleep(0)
-        rounds.append(len(passed) - before)
-    assert passed == [number for number in range(20) if number != 7]
-    assert max(rounds) <= 3
-    await asyncio.gather(*tasks, return_exceptions=True)

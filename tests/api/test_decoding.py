@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -16,9 +14,9 @@ from lucevisor.api.dialects.openai_completions import CompletionBody
 from lucevisor.api.dialects.openai_responses import ResponsesBody
 from lucevisor.api.errors import ApiError, from_request_error, from_submit_error
 from lucevisor.api.parameters import n_top_logprobs, sampling_params, seed_of_choice
-from lucevisor.api.schemas import ALIASES, NEUTRAL, REFUSED, GenerationBody, decode_object, ignored, to_record
+from lucevisor.api.schemas import NEUTRAL, REFUSED, GenerationBody, decode_object, ignored, to_record
 from lucevisor.engine.request import ContextOverflow, InvalidRequest, NotReady, QueueFull, RequestError, SubmitError
-from lucevisor.protocol.steps import Mirostat, SamplingParams
+from lucevisor.protocol.steps import Mirostat
 from lucevisor.text.tokenizer import breaker_tokens
 from tests.api.scripted_model import tokenizer
 
@@ -206,11 +204,6 @@ class TestOtherParameters:
         assert error.message.startswith("repeat_penalty: ")
         assert refused(ChatBody, CHAT | {"n_predict": 7, "max_tokens": 8}).param == "max_tokens"
 
-    @pytest.mark.parametrize("name", sorted(ALIASES))
-    def test_other_names_stand_for_parameters(self, name):
-        assert ALIASES[name] in ChatBody.__struct_fields__
-        assert name not in ChatBody.__struct_fields__
-
     @pytest.mark.parametrize("name", sorted(REFUSED.keys() - {"messages"}))
     def test_refused_ones_are_named_unless_null(self, name):
         error = refused(ChatBody, CHAT | {name: "anything"})
@@ -275,49 +268,9 @@ CONTEXT = AppContext(
 )
 
 
-def test_defaults_are_openais():
-    expected = SamplingParams(seed=7, banned=(8190, 8191))
-    assert sampling_params(GenerationBody(), CONTEXT, 7, -1) == expected
-
-
-def test_defaults_of_the_file_and_what_a_request_says():
-    metadata = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.min_p": 0.1}
-    context = replace(CONTEXT, defaults=SamplingDefaults.from_gguf(metadata))
-    sampling = sampling_params(GenerationBody(top_k=5, min_p=0.0), context, 0, -1)
-    assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.5, 5, 0.0)
-
-
 @pytest.mark.parametrize("value", ["0.5", True, None, -1.0, 3.0, float("nan"), [0.5]])
 def test_a_broken_default_of_the_file_is_left_out(value):
     assert SamplingDefaults.from_gguf({"general.sampling.temp": value}) == SamplingDefaults()
-
-
-def test_every_parameter_arrives():
-    body = GenerationBody(
-        temperature=0.1,
-        top_p=0.2,
-        top_k=3,
-        min_p=0.4,
-        seed=-5,
-        presence_penalty=0.6,
-        frequency_penalty=0.7,
-        repetition_penalty=1.8,
-        logit_bias={"9": 1.5, "0": -100},
-        ignore_eos=True,
-    )
-    assert sampling_params(body, CONTEXT, 1, 4) == SamplingParams(
-        temperature=0.1,
-        top_p=0.2,
-        top_k=3,
-        min_p=0.4,
-        seed=-5,
-        presence_penalty=0.6,
-        frequency_penalty=0.7,
-        repetition_penalty=1.8,
-        logit_bias={9: 1.5, 0: -100.0},
-        n_top_logprobs=4,
-        banned=tuple(sorted({8190, 8191, *tokenizer().eos_ids})),
-    )
 
 
 @pytest.mark.parametrize(("asked", "given"), [(0.0, 0.0), (4e-113, 0.0), (9e-5, 0.0), (1e-4, 1e-4), (2.0, 2.0)])

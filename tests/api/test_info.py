@@ -92,7 +92,7 @@ async def test_metrics_count_what_happened(client):
     assert value(found, "lucevisor_prompt_tokens_total") == answer["usage"]["prompt_tokens"]
     assert value(found, "lucevisor_generated_tokens_total") == answer["usage"]["completion_tokens"]
     samples = {s.name: s.value for f in found.values() for s in f.samples if s.labels.keys() <= {"model"}}
-    assert samples["lucevisor_time_to_first_token_seconds_count"] == 1
+    assert samples["lucevisor_time_to_first_token_seconds_count"] == samples["lucevisor_queue_seconds_count"] == 1
     assert samples["lucevisor_inter_token_seconds_count"] == answer["usage"]["completion_tokens"] - 2
     assert value(found, "lucevisor_group_state", group="left", state="ready") == 1
     assert value(found, "lucevisor_group_state", group="right", state="ready") == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.api.generation import merged
 from lucevisor.api.output import (
     ChoiceDelta,
     GenerationFailed,
@@ -21,7 +19,7 @@ from lucevisor.api.output import (
     token_text,
 )
 from lucevisor.api.prepared import GenerationOptions
-from lucevisor.engine.request import FinishedEvent, RequestError, RequestHandle, Timings, TokenEvent, Usage
+from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, Usage
 from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.output_parser import ContentDelta, OutputFormat, ReasoningDelta, ToolCallDelta
 from lucevisor.text.template import ChatTemplate
@@ -85,13 +83,6 @@ def reasoning(deltas: list[ChoiceDelta]) -> str:
 
 
 class TestPlainText:
-    def test_text_ids_and_reason(self):
-        deltas, usage = read(plain(), "Hello there")
-        assert content(deltas) == "Hello there"
-        assert [i for p in deltas for i in p.token_ids] == [*ids_of("Hello there"), EOS]
-        assert [p.finish_reason for p in deltas] == [None] * (len(deltas) - 1) + ["stop"]
-        assert usage.generated == len(ids_of("Hello there")) + 1  # type: ignore[attr-defined]
-
     @given(st.text(max_size=30), st.booleans())
     @settings(max_examples=100, deadline=None)
     def test_every_token_is_in_one_piece_and_no_character_is_split(self, text, cut):
@@ -166,23 +157,8 @@ class TestStops:
         assert content(deltas) == "now STOP"
         assert deltas[-1].finish_reason == "length"
 
-    def test_a_stop_in_the_last_token_allowed_is_a_stop(self):
-        reader = plain("there")
-        deltas = [p for i in ids_of("Hello there") for p in reader.token(TokenEvent(i))]
-        assert reader.ended
-        more, _ = reader.finish(end("length"))
-        assert (content(deltas + more), more[-1].finish_reason) == ("Hello ", "stop")
-
 
 class TestChat:
-    def test_reasoning_is_apart_and_counted(self):
-        thought, answer = "I add the numbers.", "It is 4."
-        deltas, usage = read(chat(thinking=True), f"{thought}\n</think>\n\n{answer}")
-        assert (reasoning(deltas), content(deltas)) == (thought, answer)
-        n_thought = len(ids_of(f"{thought}\n</think>\n\n"))
-        assert abs(usage.reasoning - n_thought) <= 1  # type: ignore[attr-defined]
-        assert usage.generated == len(ids_of(f"{thought}\n</think>\n\n{answer}")) + 1  # type: ignore[attr-defined]
-
     def test_reasoning_that_never_ends(self):
         deltas, usage = read(chat(thinking=True), "still thinking", end("length"))
         assert (reasoning(deltas), content(deltas)) == ("still thinking", "")
@@ -198,11 +174,6 @@ class TestChat:
     def test_a_call_cut_off_by_the_limit_is_length(self):
         deltas, _ = read(chat(tools=True), CALL + "and", end("length"))
         assert deltas[-1].finish_reason == "length"
-
-    def test_tags_are_text_when_no_tools_were_offered(self):
-        deltas, _ = read(chat(), CALL)
-        assert content(deltas) == CALL
-        assert deltas[-1].finish_reason == "stop"
 
     def test_one_call_ends_the_answer_where_one_is_allowed(self):
         reader = chat(tools=True, one=True)
@@ -227,11 +198,6 @@ class TestStopsInChat:
         deltas, _ = read(chat(thinking=True, stops=("STOP",)), "I must not STOP\n</think>\n\nHello STOP there")
         assert (reasoning(deltas), content(deltas)) == ("I must not STOP", "Hello ")
         assert (deltas[-1].finish_reason, deltas[-1].stop) == ("stop", "STOP")
-
-    def test_a_call_goes_on_behind_it(self):
-        deltas, _ = read(chat(tools=True, stops=('"a"', "\n</tool")), CALL)
-        assert [p.event.arguments for p in deltas if isinstance(p.event, ToolCallDelta)] == ['{"a": 1}']
-        assert (deltas[-1].finish_reason, deltas[-1].stop) == ("tool_calls", None)
 
     @pytest.mark.parametrize(
         ("kind", "call", "stops"),
@@ -281,11 +247,6 @@ class TestStopsInChat:
         assert [type(p.event) for p in deltas if p.event] == [ContentDelta, ToolCallDelta, ContentDelta]
         assert content(deltas) == "ab"
 
-    def test_what_is_no_call_is_seen(self):
-        deltas, _ = read(chat(tools=True, stops=("nothing",)), '<tool_call>\n{"nothing": 1}\n</tool_call> more')
-        assert content(deltas) == '<tool_call>\n{"'
-        assert deltas[-1].stop == "nothing"
-
     @given(
         st.lists(st.sampled_from(["Hello", " ", "\n", "ö🎉", "<tool", "STOP", CALL, "</think>", "add"]), max_size=8),
         st.booleans(),
@@ -303,12 +264,6 @@ class TestStopsInChat:
 
 class TestContentTokens:
     """Which tokens are content: those that log-probabilities are of."""
-
-    def test_reasoning_and_tags_are_not(self):
-        deltas, _ = read(chat(thinking=True), "I add.\n</think>\n\nIt is ö🎉.")
-        tokens = [t for p in deltas for t in p.tokens]
-        assert b"".join(tokenizer().token_bytes(t.event.token) for t in tokens if t.content) == "It is ö🎉.".encode()
-        assert [t.event.token for t in tokens] == ids_of("I add.\n</think>\n\nIt is ö🎉.")
 
     def test_calls_are_not_and_text_that_is_none_is(self):
         text = f"One\n{CALL}\ntwo <tool_call>\nno call\n</tool_call>"
@@ -382,96 +337,3 @@ def test_a_missing_or_impossible_number_is_finite():
     for impossible in (math.nan, -math.inf, math.inf, None):
         record = TokenRecord(TokenEvent(5, impossible), 0)
         assert chat_logprobs(tokenizer(), [record])["content"][0]["logprob"] == -9999.0  # type: ignore[index]
-
-
-# ---- several sequences as one stream
-
-
-END = FinishedEvent("stop", Usage(1, 0, 3), Timings(0, 0, 0))
-CANCELLED = FinishedEvent("cancelled", Usage(1, 0, 3), Timings(0, 0, 0))
-
-
-def handles(n):
-    made = []
-    for i in range(n):
-        made.append(RequestHandle(str(i), lambda request_id: made[int(request_id)].push(CANCELLED)))
-    return made
-
-
-def others():
-    return [t for t in asyncio.all_tasks() if t is not asyncio.current_task() and "pump" in repr(t)]
-
-
-async def test_all_events_in_the_order_of_each():
-    both = handles(2)
-    for token in range(200):
-        both[0].push(TokenEvent(token))
-        both[1].push(TokenEvent(token + 1000))
-    for handle in both:
-        handle.push(END)
-    seen = {0: [], 1: []}
-    async with merged(both) as events:
-        for _ in range(402):
-            index, event = await events.get()
-            seen[index].append(event)
-    for index in (0, 1):
-        assert [e.token for e in seen[index][:-1]] == list(range(index * 1000, index * 1000 + 200))
-        assert seen[index][-1] is END
-    assert not others()
-
-
-async def test_a_wait_that_ends_without_an_event_loses_nothing():
-    (one,) = handles(1)
-    async with merged([one]) as events:
-        for token in range(20):
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(events.get(), 0.001)
-            one.push(TokenEvent(token))
-            assert await events.get() == (0, TokenEvent(token))
-
-
-async def test_an_error_of_the_reader_is_raised_as_it_is_and_cancels_all():
-    both = handles(2)
-
-    async def read():
-        async with merged(both):
-            await asyncio.sleep(0)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        await read()
-    assert [h.finished for h in both] == [CANCELLED, CANCELLED]
-    assert not others()
-
-
-async def test_a_cancelled_reader_cancels_all():
-    both = handles(2)
-
-    async def read():
-        async with merged(both) as events:
-            await events.get()
-
-    task = asyncio.create_task(read())
-    await asyncio.sleep(0.01)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert [h.finished for h in both] == [CANCELLED, CANCELLED]
-    assert not others()
-
-
-async def test_a_defect_of_a_sequence_reaches_the_reader():
-    class Broken(RequestHandle):
-        async def __anext__(self):
-            raise ZeroDivisionError
-
-    fine = handles(1)[0]
-
-    async def read():
-        async with merged([fine, Broken("x", lambda _: None)]) as events:
-            await events.get()
-
-    with pytest.raises(ZeroDivisionError):
-        await read()
-    assert fine.finished is CANCELLED
-    assert not others()
