@@ -30,6 +30,7 @@ def test_perplexity_is_of_counted_tokens_and_differences_have_an_error():
     assert (got["same_choice"], got["n_tokens"]) == (0.5, 2)
 
 
+@pytest.mark.slow
 def test_every_path_of_a_cpu_is_near_float32():
     texts, _ = held_out(2, 12)
     counted = torch.ones(2, 11, dtype=torch.bool)
