@@ -1,7 +1,7 @@
 """How far llama.cpp's float32 logits may be from ours: what each of the two rounds, amplified by the model.
 
 For llama.cpp our own code runs, with the delta rule token by token, within a mode that knows what ggml's operations
-round more coarsely than tests/numerics.py says of any float32 path.  docs/numerics.md derives every number.
+round more coarsely than tests/numerics.py says of any float32 path.
 """
 
 from __future__ import annotations
