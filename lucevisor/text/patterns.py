@@ -6,7 +6,7 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -27,85 +27,12 @@ _CONTROL_CHARACTERS: Final = [chr(code) for code in range(32)]
 _CLASSES: Final = {r"\w": "0-9A-Za-z_", r"\d": "0-9"}  # ASCII only, as in ECMA 262
 
 
-MAX_FORCED: Final = 100_000
-"""Bound of the minimum length of any part of an expression, because llguidance follows texts without a choice at
-once."""
-
 MAX_PATTERNS: Final = 64
 """Patterns of one object: each is compared with all others, and with all names."""
-
-# Each alternative ends within a bound or at the end of the text, so that reading takes linear time.
-PART: Final = re.compile(
-    r"""(?P<open>\((?:\?(?:P?<[^>=!]{0,64}>|[a-zA-Z-]{0,9}:|<?[=!])|\?[a-zA-Z-]{1,9}(?=\)))?)
-    | (?P<close>\)) | (?P<or>\|) | (?P<none>[\^$])
-    | (?:(?P<some>[*?])|(?P<more>\+)|\{(?P<times>\d+)(?:,\d*)?\})\??
-    | \[\^?\]?(?:\\.|\[(?:\\.|[^\]])*+\]?|[^\]])*+\]?
-    | \\(?:[pPxu]\{[^}]{0,64}\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.) | .""",
-    re.VERBOSE | re.DOTALL,
-)
 
 
 class PatternError(GrammarError):
     """An expression cannot be compiled.  The message has the reason."""
-
-
-class Length:
-    """Minimum length of the texts that an expression matches, computed part by part."""
-
-    def __init__(self) -> None:
-        self._outer = list[tuple[int, int]]()  # the shortest alternative so far and the length of the one begun
-        self._shortest, self._begun, self._last = MAX_FORCED, 0, 0
-        self.largest = 0
-        """Largest minimum length of any part, up to ``MAX_FORCED``."""
-
-    @property
-    def whole(self) -> int:
-        """Minimum length of the expression, or of the innermost open group, up to ``MAX_FORCED``."""
-        return min(self._shortest, self._begun + self._last)
-
-    def add(self, length: int) -> None:
-        self._begun = min(self._begun + self._last, MAX_FORCED)
-        self._last = length
-        self.largest = max(self.largest, min(self._begun + length, MAX_FORCED))
-
-    def repeat(self, min_times: int) -> None:
-        self._last = min(self._last * min_times, MAX_FORCED)
-        self.largest = max(self.largest, min(self._begun + self._last, MAX_FORCED))
-
-    def choose(self) -> None:
-        self._shortest, self._begun, self._last = self.whole, 0, 0
-
-    def open(self) -> None:
-        self._outer.append((self._shortest, min(self._begun + self._last, MAX_FORCED)))
-        self._shortest, self._begun, self._last = MAX_FORCED, 0, 0
-
-    def close(self) -> None:
-        if self._outer:
-            length = self.whole
-            (self._shortest, self._begun), self._last = self._outer.pop(), 0
-            self.add(length)
-
-
-def check_length(expression: str) -> int:
-    """Return the least number of characters that an expression matches; raises PatternError if they are very many."""
-    length = Length()
-    for part in PART.finditer(expression):
-        kind = part.lastgroup
-        if kind == "open":
-            length.open()
-        elif kind == "close":
-            length.close()
-        elif kind == "or":
-            length.choose()
-        elif kind in ("some", "more"):
-            length.repeat(kind == "more")
-        elif kind == "times":
-            length.repeat(min(int(part["times"][:9]), MAX_FORCED))
-        elif kind is None:
-            length.add(1)
-    if length.largest >= MAX_FORCED:
-        raise PatternError(f"a part of it matches only texts of {MAX_FORCED} characters or more")
-    return length.whole
 
 
 def translated(pattern: str) -> str:
@@ -213,7 +140,6 @@ def nothing_fits(message: str) -> bool:
 def checked(pattern: str) -> str:
     """Return an ECMA expression translated.  Raises PatternError if it cannot be compiled."""
     expression = translated(pattern)
-    check_length(expression)
     message = compile_error(json.dumps({"type": "string", "pattern": expression}))
     if message and not nothing_fits(message):
         raise PatternError(_reason(message))
@@ -246,22 +172,6 @@ def matches(pattern: str, text: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def _searching(expression: str) -> LLMatcher:
     return _matcher({"type": "string", "pattern": expression})
-
-
-def is_covered(pattern: str, names: Iterable[str]) -> bool:
-    """Return whether a translated expression matches nothing but some of these names.
-
-    llguidance offers a key for such a pattern, and after the comma nothing may follow.
-    """
-    other_names = {
-        "type": "object",
-        "properties": dict.fromkeys(names, False),
-        "patternProperties": {pattern: True},
-        "additionalProperties": False,
-        "minProperties": 1,
-    }
-    matcher = _matcher(other_names)
-    return not (matcher.try_consume_tokens([ord("{")]) and any(matcher.compute_bitmask()[:32]))  # without the end
 
 
 def _matcher(schema: Mapping[str, Any]) -> LLMatcher:

@@ -6,13 +6,13 @@ For formats whose values are no JSON, so that llguidance cannot read the schema 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, combinations, product
 from typing import Any, Final
 
 from lucevisor.text.llguidance_limits import GrammarError
 from lucevisor.text.parameters import ANY_TYPE, type_names, type_of
-from lucevisor.text.patterns import MAX_FORCED, MAX_PATTERNS, PatternError, checked, matches
+from lucevisor.text.patterns import MAX_PATTERNS, PatternError, checked, matches
 from lucevisor.text.references import Schema, resolved_name
 
 MAX_ALTERNATIVES: Final = 64
@@ -22,15 +22,18 @@ MAX_COMPARED: Final = 10_000
 _COMPOSING: Final = frozenset(
     [
         *("$ref", "$defs", "$schema", "allOf", "anyOf", "oneOf", "const", "nullable"),
-        *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
+        "unevaluatedProperties",
     ]
 )
-_REFUSED: Final = ("not", "if", "unevaluatedItems", "$dynamicRef", "$recursiveRef")
-_MINIMA: Final = frozenset(["minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties", "minContains"])
-_MAXIMA: Final = frozenset(["maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties", "maxContains"])
+_REFUSED: Final = (
+    *("not", "if", "unevaluatedItems", "propertyNames", "minProperties", "maxProperties"),
+    *("dependentRequired", "dependentSchemas", "dependencies"),
+)
+_MINIMA: Final = frozenset(["minimum", "exclusiveMinimum", "minLength", "minItems", "minContains"])
+_MAXIMA: Final = frozenset(["maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxContains"])
 _COUNTS: Final = frozenset(key for key in _MINIMA | _MAXIMA if not key.lower().endswith(("minimum", "maximum")))
 _MAX_COUNT: Final = 2**31 - 1  # of llguidance
-_SUBSCHEMAS: Final = frozenset(["items", "propertyNames", "contains"])
+_SUBSCHEMAS: Final = frozenset(["items", "contains"])
 _LISTS: Final = frozenset(["required", "patterns"])
 _OBJECT: Final = frozenset(["properties", "patternProperties", "additionalProperties"])
 _CONFLICTING: Final = frozenset(["multipleOf", "format", "prefixItems", "additionalItems", "contentEncoding"])
@@ -81,9 +84,6 @@ class Alternatives:
                 if key == "oneOf" and not self._disjoint_branches(branches, where):
                     self.refuse(where, "oneOf", "whose schemas may both fit")
                 alternatives = self._intersection(alternatives, list(chain.from_iterable(branches)), where)
-        for choice in _dependencies(schema):
-            options = [option for part in choice for option in self._of(part, where)]
-            alternatives = self._intersection(alternatives, options, where)
         if "unevaluatedProperties" in schema:
             unevaluated = {"additionalProperties": schema["unevaluatedProperties"]}
             alternatives = [unevaluated | option for option in alternatives]
@@ -111,9 +111,8 @@ class Alternatives:
         """Make a count an integer that llguidance can read; leave out one that is none, or that no answer reaches."""
         count = keywords.pop(key)
         is_whole = not isinstance(count, bool) and isinstance(count, int | float) and 0 <= count == count // 1
-        max_count = MAX_FORCED if key == "minLength" else _MAX_COUNT
-        if not is_whole or (count > max_count and key in _MINIMA):
-            self.refuse(where, key, f"as it is not a whole number from 0 to {max_count}")
+        if not is_whole or (count > _MAX_COUNT and key in _MINIMA):
+            self.refuse(where, key, f"as it is not a whole number from 0 to {_MAX_COUNT}")
         elif count <= _MAX_COUNT:
             keywords[key] = int(count)
 
@@ -195,18 +194,6 @@ class Alternatives:
 def _list(schema: Schema, key: str) -> list[Any]:
     value = schema.get(key)
     return value if isinstance(value, list) else []
-
-
-def _dependencies(schema: Schema) -> Iterator[list[dict[str, Any]]]:
-    """Yield the alternatives of each dependency: its property is absent, or it is present and its conditions hold."""
-    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
-        dependencies = schema.get(keyword)
-        for name, needed in dependencies.items() if isinstance(dependencies, Mapping) else ():
-            if isinstance(needed, list):
-                present: dict[str, Any] = {"required": [name, *needed]}
-            else:
-                present = {"allOf": [{"required": [name]}, needed]}
-            yield [{"properties": {name: False}}, present]
 
 
 def _fitting(alternative: dict[str, Any]) -> dict[str, Any]:

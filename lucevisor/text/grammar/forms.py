@@ -1,6 +1,5 @@
 """Forms of constrained output as llguidance grammars: JSON schema, regular expression, grammar, choice.
 
-llguidance takes seconds to refuse an expression whose texts are all very long, so minimum lengths are checked first.
 In a GBNF grammar with recursion each rule without it is matched as a whole, as long a text as it can: character by
 character would take too many states with a vocabulary of 200,000 tokens.
 """
@@ -10,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final
 
@@ -18,94 +17,6 @@ from llguidance import LLMatcher
 
 from lucevisor.text.grammar.schemas import prepared
 from lucevisor.text.llguidance_limits import GrammarError
-from lucevisor.text.patterns import MAX_FORCED, Length, check_length
-
-_TEXT: Final = r'"(?:\\.|[^"\\\n])*"'
-_EXPRESSION: Final = r"/(?!/)(?:\\.|[^/\\\n])+/"
-_PART: Final = re.compile(
-    rf"""(?P<text>{_TEXT}) | (?P<expression>{_EXPRESSION})[imslux]* | <[^>\n]*> | ->\s*\w+ | (?P<name>\b[A-Za-z_]\w*)
-    | (?:\{{|~)\s*(?P<times>\d+)[^}}\s]*\}}? | [()\[\]|&*+?]""",
-    re.VERBOSE,
-)
-_RULE: Final = re.compile(r"^[ \t]*[?!]*(%ignore\b|[A-Za-z_]\w*(?:\.\d+)?\s*(?:\[[^\n]*\])?\s*:)", re.MULTILINE)
-_ASIDE: Final = re.compile(rf"{_TEXT}|{_EXPRESSION}|(?P<comment>(?://|\#)[^\n]*)|(?P<json>%json\s*)")
-_JSON: Final = json.JSONDecoder()
-
-
-def check_grammar(text: str) -> None:
-    """Raise GrammarError for a grammar of which a part matches only very long texts."""
-    _, *rules = _RULE.split(_without_asides(text))
-    names = [re.split(r"\W", head, maxsplit=1)[0] for head in rules[::2]]
-    check_lengths(dict(zip(names, rules[1::2], strict=True)))
-
-
-def check_lengths(rules: Mapping[str, str]) -> set[str]:
-    """Return the rules, of names and bodies, that do not lead back to themselves.  Raises as ``check_grammar``."""
-    parts = {name: list(_PART.finditer(body)) for name, body in rules.items()}
-    uses = {name: {part["name"] for part in matches} & rules.keys() for name, matches in parts.items()}
-    order = TopologicalSorter(uses)
-    with contextlib.suppress(CycleError):  # rules in no cycle are reached anyway
-        order.prepare()
-    lengths = dict[str, int]()
-    while ready := order.get_ready():
-        lengths |= {name: _length(parts[name], lengths) for name in ready}
-        order.done(*ready)
-    for name in parts.keys() - lengths.keys():
-        _length(parts[name], lengths)
-    return set(lengths)
-
-
-def _length(parts: list[re.Match[str]], lengths: Mapping[str, int]) -> int:
-    """The least number of characters that a rule matches."""
-    length = Length()
-    for part in parts:
-        token = part.group()
-        if part["text"]:
-            length.add(len(re.sub(r"\\.", ".", token)) - 2)
-        elif part["expression"]:
-            length.add(check_length(part["expression"][1:-1]))
-        elif part["name"]:
-            length.add(lengths.get(token, 0))
-        elif part["times"]:
-            length.repeat(min(int(part["times"][:9]), MAX_FORCED))
-        elif token in "([":
-            length.open()
-        elif token in ")]":
-            length.close()
-            if token == "]":
-                length.repeat(0)
-        elif token in "|&":
-            length.choose()
-        elif token in "*?+":
-            length.repeat(token == "+")
-    if length.largest >= MAX_FORCED:
-        raise GrammarError(f"a part of it matches only texts of {MAX_FORCED} characters or more")
-    return length.whole
-
-
-def _without_asides(text: str) -> str:
-    """The grammar without comments and JSON schemas, whose expressions are checked."""
-    pieces, at = list[str](), 0
-    while match := _ASIDE.search(text, at):
-        aside = match["comment"] or match["json"]
-        pieces.append(text[at : match.start() if aside else match.end()])
-        at = match.end()
-        if match["json"]:
-            with contextlib.suppress(ValueError, RecursionError):
-                schema, at = _JSON.raw_decode(text, at)
-                for pattern in _patterns(schema):
-                    check_length(pattern)
-    return "".join([*pieces, text[at:]])
-
-
-def _patterns(schema: Any) -> Iterator[str]:
-    if isinstance(schema, Mapping):
-        yield from (value for key, value in schema.items() if key == "pattern" and isinstance(value, str))
-        if isinstance(of_names := schema.get("patternProperties"), Mapping):
-            yield from of_names
-    for value in schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ():
-        yield from _patterns(value)
-
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]+")
 _DEFINES: Final = re.compile(r"\s*::=")
@@ -145,7 +56,7 @@ class _Reader:
         if "root" not in self._rules:
             raise GrammarError("it has no rule 'root'")
         # llguidance's lexer follows each rule that does not lead back to itself as one expression.
-        regular = check_lengths({self._rule(name): body for name, body in self._rules.items()})
+        regular = _without_recursion({self._rule(name): body for name, body in self._rules.items()})
         lines = [f"start: {self._rule('root')}"]
         lines += [f"{self._rule(name)}: {body}" for name, body in self._rules.items()]
         return _REFERENCE.sub(lambda match: match.group().upper() if match.group() in regular else match.group(),
@@ -279,6 +190,17 @@ class _Reader:
         return GrammarError(f"line {line}: {why}")
 
 
+def _without_recursion(rules: Mapping[str, str]) -> set[str]:
+    """Return the rules, of names and bodies, that do not lead back to themselves."""
+    order, found = TopologicalSorter({name: _REFERENCE.findall(body) for name, body in rules.items()}), set[str]()
+    with contextlib.suppress(CycleError):  # rules in no cycle are reached anyway
+        order.prepare()
+    while ready := order.get_ready():
+        found.update(ready)
+        order.done(*ready)
+    return found
+
+
 def _coded(char: str) -> str:
     return rf"\u{{{ord(char):x}}}"
 
@@ -316,8 +238,7 @@ def any_object() -> Part:
 
 def regex(pattern: str) -> Part:
     """Text that a regular expression (syntax of Rust's crate regex) matches from beginning to end."""
-    check_length(_bounded(pattern))
-    part: Part = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]
+    part: Part = json.loads(LLMatcher.grammar_from_regex(_bounded(pattern)))["grammars"][0]
     return part
 
 
@@ -331,7 +252,6 @@ def grammar(text: str) -> Part:
     """A grammar in GBNF (llama.cpp) or in Lark's notation as llguidance extends it.  Raises GrammarError."""
     if not _LARK.search(_bounded(text)) or _GBNF.search(text):
         return {"lark_grammar": lark(text)}
-    check_grammar(text)
     return {"lark_grammar": text}
 
 

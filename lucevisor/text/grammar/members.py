@@ -102,6 +102,10 @@ _ANY: Final = r"(.|\n)*"
 
 
 _GROUP_OPEN: Final = re.compile(r"\((?:\?:|(?!\?))")
+# Each alternative ends within a bound or at the end of the text, so that reading takes linear time.
+_PART: Final = re.compile(
+    r"(?P<open>\()|(?P<close>\))|(?P<or>\|)|\[\^?\]?(?:\\.|\[(?:\\.|[^\]])*+\]?|[^\]])*+\]?|\\.|.", re.DOTALL
+)
 
 
 def _branches(pattern: str) -> Iterator[str]:
@@ -116,7 +120,7 @@ def _branches(pattern: str) -> Iterator[str]:
 def _alternatives(pattern: str) -> Iterator[tuple[str, bool]]:
     """Yield the alternatives that a pattern has outside of groups, and whether each is one group."""
     depth, begin, n_groups, end_of_group = 0, 0, 0, -1
-    for part in patterns.PART.finditer(pattern):
+    for part in _PART.finditer(pattern):
         if part.lastgroup == "open":
             depth += 1
         elif part.lastgroup == "close":
@@ -135,9 +139,6 @@ def _escaped_end(branch: str) -> bool:
     return (len(before) - len(before.rstrip("\\"))) % 2 == 1
 
 
-MAX_COUNTED: Final = 4096
-"""Rules for the numbers of members that an object may have."""
-
 _NAME: Final = r"/[\w.$@\/+*-]+/"
 
 
@@ -148,8 +149,6 @@ class Members:
     declared: list[tuple[str, Any, str]]
     required: frozenset[str]
     undeclared: list[tuple[str, Any]]
-    min_number: int
-    max_number: int | None
 
 
 def members(schema: Mapping[str, Any], alternatives: Alternatives, where: str) -> Members | None:
@@ -170,20 +169,37 @@ def members(schema: Mapping[str, Any], alternatives: Alternatives, where: str) -
     if any(properties.get(name, False) is False for name in required):
         return None
     undeclared = _undeclared(schema, properties, alternatives, where)
-    if (names := schema.get("propertyNames")) is not None:
-        properties, undeclared = _with_names(names, properties, undeclared, alternatives, f"{where}.propertyNames")
-    properties = {name: value for name, value in properties.items() if value is not False}
-    min_number, max_number = schema.get("minProperties", 0), schema.get("maxProperties")
-    required = [name for name in required if name in properties]
-    if min_number > len(required) and undeclared:
-        # A name may be written twice.
-        alternatives.refuse(where, "minProperties", "beside properties that it does not name")
-        min_number = 0
-    if (len(properties) + 1) * (max(min_number, max_number or 0) + 2) > MAX_COUNTED:
-        alternatives.refuse(where, "minProperties or maxProperties", "of so many properties")
-        min_number, max_number = 0, None
-    with_places = [(name, value, f"{where}.{name}") for name, value in properties.items()]
-    return Members(with_places, frozenset(required), undeclared, min_number, max_number)
+    with_places = [(name, value, f"{where}.{name}") for name, value in properties.items() if value is not False]
+    return Members(with_places, frozenset(required), undeclared)
+
+
+def member_sequence(
+    rules: Rules,
+    members: Members,
+    declared: Callable[[str, Any, str], str | None],
+    undeclared: Callable[[str, Any], str | None],
+    comma: str = "",
+) -> str | None:
+    """Return an expression for the members one after another, with a ``comma`` between them; None if there is none.
+
+    ``declared`` and ``undeclared`` write a member, or return None if its schema allows no value.
+    """
+    items = [(declared(*member), member[0] in members.required) for member in members.declared]
+    if any(item is None and is_required for item, is_required in items):
+        return None
+    further = [item for member in members.undeclared if (item := undeclared(*member)) is not None]
+    first = after = '""'  # what follows where no member was written yet, and where one was
+    if further:
+        item = rules.add(" | ".join(further))
+        after = f"({comma} {item})*"
+        first = f"({item} {after})?"
+    for written, is_required in reversed(items):
+        if written is not None:
+            item = rules.add(written)
+            rest, next_ = f"{item} {after}", f"{comma} {item} {after}"
+            first = rules.add(rest if is_required else f"{rest} | {first}")
+            after = rules.add(next_ if is_required else f"{next_} | {after}")
+    return first
 
 
 def _undeclared(
@@ -204,91 +220,3 @@ def _undeclared(
     if additional is None:
         additional = not schema.get("properties") and not patterns
     return by_terminal if additional is False else [*by_terminal, (f"{_NAME}{excluded}", additional)]
-
-
-def _with_names(
-    names: Any, properties: dict[str, Any], undeclared: list[tuple[str, Any]], alternatives: Alternatives, where: str
-) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
-    """The members whose names fit a schema."""
-    fitting, limited = dict.fromkeys(properties, False) | {}, list[tuple[str, Any]]()
-    for option in alternatives.of(names, where):
-        if "string" not in option["type"]:
-            continue
-        if "enum" in option:
-            fitting |= {name: schema for name, schema in properties.items() if name in option["enum"]}
-            free = [name for name in option["enum"] if isinstance(name, str) and name not in properties]
-            fitting |= dict.fromkeys(free, undeclared[-1][1]) if len(undeclared) == 1 else {}
-            if free and len(undeclared) > 1:
-                alternatives.refuse(where, "enum", "beside patternProperties")
-            continue
-        limited += [(f"{term} & {text_terminal(option, alternatives, where)}", schema) for term, schema in undeclared]
-        for name, schema in properties.items():
-            if "format" not in option and fits_as_text(name, option):
-                fitting[name] = schema
-            elif "format" in option:
-                alternatives.refuse(where, "format")
-    return fitting, limited
-
-
-class MemberSequence:
-    """Rules for what may follow the members so far, by the next declared one and their number as far as it matters.
-
-    ``declared`` and ``undeclared`` write a member, or return None if its schema allows no value; ``comma``: between
-    members.
-    """
-
-    def __init__(
-        self,
-        rules: Rules,
-        members: Members,
-        declared: Callable[[str, Any, str], str | None],
-        undeclared: Callable[[str, Any], str | None],
-        comma: str = "",
-    ) -> None:
-        self._rules, self._comma = rules, comma
-        self._min, self._max = members.min_number, members.max_number
-        items = [(declared(*member), member[0] in members.required) for member in members.declared]
-        self._items = [(rules.add(item), is_required) for item, is_required in items if item is not None]
-        self._is_possible = all(item is not None or not is_required for item, is_required in items)
-        further = [item for member in members.undeclared if (item := undeclared(*member)) is not None]
-        self._further = rules.add(" | ".join(further)) if further else None
-        # Beyond this number nothing depends on it.
-        self._cap = max(self._min, 0 if self._max is None else self._max + 1, 1 if comma else 0)
-        self._rest: dict[tuple[int, int], str | None] = {}  # by the next declared member, and the number so far
-
-    def written(self) -> str | None:
-        """Return an expression for the members one after another; None if there is none."""
-        if not self._is_possible:
-            return None
-        # From the last to the first, so that no recursion is as deep as an object has members.
-        for index in range(len(self._items), -1, -1):
-            for count in range(self._cap, -1, -1):
-                self._rest[index, count] = self._from(index, count)
-        return self._rest[0, 0]
-
-    def _from(self, index: int, count: int) -> str | None:
-        if self._max is not None and count > self._max:
-            return None
-        comma = self._comma if count else ""
-        if index == len(self._items):
-            return self._end(count, comma)
-        item, is_required = self._items[index]
-        after = self._rest[index + 1, min(count + 1, self._cap)]
-        options = [] if after is None else [f"{comma} {item} {after}"]
-        if not is_required and (without := self._rest[index + 1, count]) is not None:
-            options.append(without)
-        return self._rules.add(" | ".join(options)) if options else None
-
-    def _end(self, count: int, comma: str) -> str | None:
-        is_enough = count >= self._min
-        if self._further is None or count == self._max:
-            return '""' if is_enough else None
-        if self._max is not None:
-            after = self._rest[len(self._items), count + 1]
-            options = [f"{comma} {self._further} {after}"] if after is not None else []
-            options += ['""'] if is_enough else []
-            return self._rules.add(" | ".join(options)) if options else None
-        if not is_enough:
-            return None
-        more = f"({self._comma} {self._further})*"
-        return self._rules.add(f'{comma} {self._further} {more} | ""' if count == 0 and self._comma else more)

@@ -7,7 +7,6 @@ small models do not stop writing them.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections import Counter
@@ -19,7 +18,7 @@ from lucevisor.errors import show
 from lucevisor.text import patterns
 from lucevisor.text.grammar.alternatives import Alternatives
 from lucevisor.text.llguidance_limits import GrammarError
-from lucevisor.text.references import Flattener, Place, resolved_name, without_endless
+from lucevisor.text.references import Flattener, Place, resolved_name
 
 MAX_DEPTH: Final = 80
 """Schemas within one another, references followed: llguidance follows them on its stack."""
@@ -56,8 +55,7 @@ class UnsatisfiableError(GrammarError):
 def prepared(schema: Mapping[str, Any], *, lenient: bool) -> Ready:
     """Return a schema that llguidance enforces whole; ``lenient``: drop what it cannot.  Raises GrammarError."""
     flattener = Flattener(schema, lenient)
-    flat = without_endless(flattener.flattened())
-    ready = False if isinstance(flat, bool) else _Preparation(flat, flattener.paths, lenient).prepared()
+    ready = _Preparation(flattener.flattened(), flattener.paths, lenient).prepared()
     error = _compile_error(ready)
     if error and lenient:
         ready, error = _relaxed(ready, error)
@@ -358,12 +356,7 @@ class _SchemaWriter:
     def _one_of(self, key: str) -> None:
         branches = self._branches(key)
         places = [self._place.child(key, i) for i in range(len(branches))]
-        if (names := _required_names(places)) is not None:
-            branches = [
-                {"type": "object", "required": [name], "properties": dict.fromkeys(set(names) - {name}, False)}
-                for name in names
-            ]
-        elif not self._preparation.alternatives.exclude_each_other([place.schema for place in places]):
+        if not self._preparation.alternatives.exclude_each_other([place.schema for place in places]):
             self._drop(key, "has alternatives that may fit together; anyOf can be enforced")
         self._alternatives(branches)
 
@@ -374,15 +367,9 @@ class _SchemaWriter:
             self._out["anyOf"] = list(branches)
 
     def _not(self, key: str) -> None:
-        place = self._place.child(key)
-        schema = place.schema
-        if schema is False:
-            return
-        if schema is True or schema == {}:
+        if self._schema[key] in (True, {}):
             self._conjuncts.append(False)
-        elif (names := _required_names([place])) is not None:
-            self._conjuncts.append({"type": "object", "properties": {names[0]: False}})
-        else:
+        elif self._schema[key] is not False:
             self._drop(key)
 
     def _if(self, key: str) -> None:
@@ -390,18 +377,8 @@ class _SchemaWriter:
             self._drop(key)
 
     def _dependencies(self, key: str) -> None:
-        """Names or a schema that a property requires; up to draft 7 one keyword has both."""
-        for name, needed in self._mapping(key).items():
-            if isinstance(needed, list) and key != "dependentSchemas":
-                if not all(isinstance(item, str) for item in needed):
-                    raise self._wrong(f"{key}/{name}", "is not a list of names")
-                ready: Ready = {"required": list(dict.fromkeys(needed))} if needed else True
-            elif key == "dependentRequired":
-                raise self._wrong(f"{key}/{name}", "is not a list of names")
-            else:
-                ready = self._inner(key, name, scope=replace(self._scope, part=True))
-            if ready is not True and "object" in self._kinds:
-                self._conjuncts.append({"anyOf": [{"properties": {name: False}}, ready]})
+        if self._mapping(key):
+            self._drop(key)
 
     def _mapping(self, key: str) -> Mapping[str, Any]:
         mapping = self._schema.get(key, {})
@@ -429,9 +406,10 @@ class _SchemaWriter:
         properties = {name: self._inner("properties", name, scope=self._scope.of(name)) for name in declared}
         additional = self._additional()
         by_pattern, is_incomplete = self._patterns(properties)
-        if is_incomplete and additional is not None:
+        if is_incomplete:
             additional = None
-        properties, by_pattern, additional = self._property_names(properties, by_pattern, additional)
+        if self._schema.get("propertyNames", True) not in (True, {}, {"type": "string"}):
+            self._drop("propertyNames")
         required = self._required()
         if self._closing is not None and additional is None:
             properties |= {name: True for name in self._closing.names if name not in properties}
@@ -444,7 +422,14 @@ class _SchemaWriter:
             self._out["additionalProperties"] = additional
         if required:
             self._out["required"] = required
-        self._numbers_of_properties(properties, required, by_pattern, additional)
+        optional = properties.keys() - set(required)
+        for key in ("minProperties", "maxProperties"):
+            if (count := self._count(key)) is None or (key == "minProperties" and count <= len(required)):
+                continue
+            if self._composed or optional:
+                self._drop(key, "cannot be enforced where properties are optional")
+            else:
+                self._out[key] = count
 
     def _required(self) -> list[str]:
         required = self._schema.get("required", [])
@@ -462,129 +447,34 @@ class _SchemaWriter:
             return None
         if not self._composed:
             return self._inner(key)
-        if self._schema[key] is False and self._is_plain_composition():
-            names = self._preparation.survey(self._place).names
-            self._conjuncts.append({"properties": dict.fromkeys(names, True), "additionalProperties": False})
-        else:
-            self._drop(key, "cannot be enforced beside schemas that may or may not apply")
+        self._drop(key, "cannot be enforced beside schemas that may or may not apply")
         return None
-
-    def _is_plain_composition(self) -> bool:
-        """Return whether all schemas that describe the object always apply, and name its properties."""
-        survey = self._preparation.survey(self._place)
-        conditional = set(_APPLICATORS) - {"allOf", "$ref"}
-        return not survey.is_open and not any(key in self._schema for key in conditional) and not any(
-            key in branch
-            for branch in self._schema.get("allOf", ())
-            if isinstance(branch, Mapping)
-            for key in _APPLICATORS
-        ) and "$ref" not in self._schema  # fmt: skip
 
     def _patterns(self, properties: dict[str, Ready]) -> tuple[dict[str, Ready], bool]:
         """Schemas by translated patterns that exclude each other, and whether one was dropped.
 
-        Properties that a pattern matches get its schema, and a pattern that matches nothing else goes: llguidance would
-        offer a key for it, after which nothing may follow.
+        Properties that a pattern matches get its schema.
         """
         key, by_pattern, is_incomplete = "patternProperties", dict[str, Ready](), False
         for n, pattern in enumerate(self._mapping(key)):
-            ready = self._inner(key, pattern, scope=_Scope(part=self._composed))
-            if n >= patterns.MAX_PATTERNS:
-                self._drop(f"{key}/{pattern}", f"is one of more than {patterns.MAX_PATTERNS}")
-                is_incomplete = True
-                continue
+            ready, translated, problem = self._inner(key, pattern, scope=_Scope(part=self._composed)), "", ""
             try:
                 translated = patterns.checked(pattern)
+                if n >= patterns.MAX_PATTERNS:
+                    problem = f"is one of more than {patterns.MAX_PATTERNS}"
+                elif by_pattern and _refusal({key: dict.fromkeys([*by_pattern, translated], True)}):
+                    problem = "overlaps with another pattern, or may"
             except patterns.PatternError as error:
-                self._drop(f"{key}/{pattern}", str(error))
+                problem = str(error)
+            if problem:
+                self._drop(f"{key}/{pattern}", problem)
                 is_incomplete = True
                 continue
-            matched = [name for name in properties if patterns.matches(pattern, name)]
-            same = next((expression for expression, schema in by_pattern.items() if schema == ready), None)
-            union = f"(?:{same})|(?:{translated})" if same else translated
-            different = [expression for expression in by_pattern if expression != same]
-            if different and _refusal({"patternProperties": dict.fromkeys([*different, union], True)}):
-                self._drop(f"{key}/{pattern}", "overlaps with another pattern, or may")
-                is_incomplete = True
-            elif not matched or not patterns.is_covered(translated, matched):
-                by_pattern.pop(same or "", None)
-                by_pattern[union] = ready
-                continue
-            for name in matched:
-                properties[name] = _both(properties[name], ready)
+            by_pattern[translated] = ready
+            for name in properties:
+                if patterns.matches(pattern, name):
+                    properties[name] = _both(properties[name], ready)
         return by_pattern, is_incomplete
-
-    def _property_names(
-        self, properties: dict[str, Ready], by_pattern: dict[str, Ready], additional: Ready | None
-    ) -> tuple[dict[str, Ready], dict[str, Ready], Ready | None]:
-        """Names by ``propertyNames``, if it lists them or has a pattern."""
-        key = "propertyNames"
-        of_names = self._schema.get(key, True)
-        if of_names is True or of_names == {} or of_names == {"type": "string"}:
-            return properties, by_pattern, additional
-        undeclared: Ready = True if additional is None else additional
-        if of_names is False:
-            return dict.fromkeys(properties, False), {}, False
-        keywords = (
-            {name: value for name, value in of_names.items() if name in _CONSTRAINTS}
-            if isinstance(of_names, Mapping)
-            else {}
-        )
-        keywords.pop("type", None)
-        names = keywords.get("enum", [keywords["const"]] if "const" in keywords else None)
-        if not isinstance(of_names, Mapping) or self._composed or by_pattern or len(keywords) != 1:
-            self._drop(key)
-        elif isinstance(names, list):
-            allowed = [name for name in names if isinstance(name, str)]
-            limited = {name: value if name in allowed else False for name, value in properties.items()}
-            return limited | {name: undeclared for name in allowed if name not in limited}, {}, False
-        elif isinstance(pattern := keywords.get("pattern"), str):
-            try:
-                text = patterns.checked(pattern)
-            except patterns.PatternError as error:
-                self._drop(f"{key}/pattern", str(error))
-                return properties, by_pattern, additional
-            limited = {name: value if patterns.matches(pattern, name) else False for name, value in properties.items()}
-            if patterns.is_covered(text, limited):
-                return limited, {}, False
-            return limited, {text: undeclared}, False
-        else:
-            self._drop(key)
-        return properties, by_pattern, additional
-
-    def _numbers_of_properties(
-        self, properties: Mapping[str, Ready], required: Sequence[str], by_pattern: object, additional: Ready | None
-    ) -> None:
-        """Bounds of the number of properties: llguidance counts where all that are named must be there."""
-        min_number, max_number = self._count("minProperties") or 0, self._count("maxProperties")
-        optional = [name for name in properties if name not in required and properties[name] is not False]
-        n_spare = len(optional) - (math.inf if max_number is None else max_number - len(required))
-        is_closed = additional is False and not by_pattern
-        if not self._composed and not optional:
-            self._out |= {"minProperties": min_number} if min_number > len(required) else {}
-            self._out |= {"maxProperties": max_number} if max_number is not None else {}
-            return
-        if min_number > len(required):
-            n_more = min_number - len(required)
-            self._of_names("minProperties", optional, n_more, is_closed, lambda names: {"required": list(names)})
-        if max_number is not None and not (is_closed and n_spare <= 0):
-            absent = int(max(0, n_spare))
-            self._of_names(
-                "maxProperties", optional, absent, is_closed, lambda names: {"properties": dict.fromkeys(names, False)}
-            )
-
-    def _of_names(
-        self, key: str, names: Sequence[str], n: int, is_closed: bool, write: Callable[[Sequence[str]], Ready]
-    ) -> None:
-        """Require something of ``n`` of the names."""
-        if self._composed or not is_closed:
-            self._drop(key, "cannot be enforced where an object has properties that are neither named nor required")
-        elif n > len(names):
-            self._conjuncts.append(False)
-        elif math.comb(len(names), n) > _MAX_CHOICES:
-            self._drop(key, f"can be kept in more than {_MAX_CHOICES} ways")
-        else:
-            self._conjuncts.append({"anyOf": [write(chosen) for chosen in itertools.combinations(names, n)]})
 
     # -- arrays
 
@@ -684,24 +574,6 @@ def _both(first: Ready, second: Ready) -> Ready:
     if first is True or second is False or first == second:
         return second
     return first if second is True or first is False else {"allOf": [first, second]}
-
-
-def _required_names(places: Sequence[Place]) -> list[str] | None:
-    """The names that schemas require, if each only requires one."""
-    names = []
-    for place in places:
-        schema = place.schema
-        if (
-            not isinstance(schema, Mapping)
-            or _constraints(schema) != 1 + ("type" in schema)
-            or schema.get("type", "object") != "object"
-        ):
-            return None
-        required = schema.get("required")
-        if not isinstance(required, list) or len(required) != 1 or not isinstance(required[0], str):
-            return None
-        names.append(required[0])
-    return names if len(set(names)) == len(names) else None
 
 
 def _is_exact(value: Any) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lucevisor.text.grammar.alternatives import Alternatives
-from lucevisor.text.grammar.members import MemberSequence, fits_as_text, members, text_terminal
+from lucevisor.text.grammar.members import fits_as_text, member_sequence, members, text_terminal
 from lucevisor.text.grammar.rules import ANYTHING, LINE_END, Rules, quoted
 from lucevisor.text.grammar.schemas import UnsatisfiableError
 from lucevisor.text.llguidance_limits import GrammarError
@@ -73,7 +73,7 @@ def bare_parameters(
         if "enum" in objects:
             alternatives.refuse("parameters", "enum")
         if (allowed := members(objects, alternatives, "properties")) is not None:
-            sequences.append(MemberSequence(rules, allowed, of_name, of_names).written())
+            sequences.append(member_sequence(rules, allowed, of_name, of_names))
     if not any(sequences):
         raise GrammarError("they allow no arguments, as required properties are forbidden")
     return f"({' | '.join(filter(None, sequences))})"

@@ -10,7 +10,7 @@ from lucevisor.text import json_text
 from lucevisor.text.grammar.rules import Rules
 from lucevisor.text.llguidance_limits import GrammarError
 from lucevisor.text.parameters import Tools, types
-from lucevisor.text.references import Schema, flattened, without_endless
+from lucevisor.text.references import Schema, flattened
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,7 @@ def _call(rules: Rules, tool_format: ToolFormat, function: Function) -> str:
     """A call by the schema of its arguments.  Raises GrammarError, with nothing added to the rules."""
     mark = rules.mark()
     try:
-        schema = without_endless(flattened(function.schema, lenient=not function.strict))
-        if isinstance(schema, bool):
-            raise GrammarError("no value fits them")
+        schema = flattened(function.schema, lenient=not function.strict)
         return tool_format.grammar(rules, replace(function, schema=_of_objects(schema, strict=function.strict)))
     except GrammarError:
         rules.drop(mark)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from lucevisor.text.grammar.alternatives import Alternatives
-from lucevisor.text.grammar.members import MemberSequence, fits_as_text, members, text_terminal
+from lucevisor.text.grammar.members import fits_as_text, member_sequence, members, text_terminal
 from lucevisor.text.grammar.rules import ANYTHING, Rules
 from lucevisor.text.json_text import MAX_DEPTH, parse
 from lucevisor.text.llguidance_limits import GrammarError
@@ -33,8 +33,8 @@ _SCALARS: Final = ("null", "boolean", "integer", "number")
 _OF_SCALARS: Final = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
 _KEYWORDS: Final = frozenset(
     [
-        *("enum", "properties", "patternProperties", "additionalProperties", "propertyNames", "required"),
-        *("minProperties", "maxProperties", "items", "prefixItems", "additionalItems", "minItems", "maxItems"),
+        *("enum", "properties", "patternProperties", "additionalProperties", "required"),
+        *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
         *("contains", "uniqueItems", "minLength", "maxLength", "patterns", "format"),
         *_OF_SCALARS,
     ]
@@ -239,7 +239,7 @@ class _ValueWriter:
 
         if (allowed := members(alternative, self._alternatives, where)) is None:
             return None
-        inner = MemberSequence(self._rules, allowed, of_name, of_names, '","').written()
+        inner = member_sequence(self._rules, allowed, of_name, of_names, '","')
         return None if inner is None else f'"{{" {inner} "}}"'
 
     def _array(self, alternative: Mapping[str, Any], where: str, depth: int) -> str | None:
