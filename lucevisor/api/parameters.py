@@ -45,7 +45,7 @@ def check_length(text: str, param: str, ctx: AppContext) -> None:
     limit = ctx.max_prompt
     if limit <= 0 or len(text) < max(limit, _QUICK_CHARS):
         return
-    least = ctx.tokenizer.bound.min_tokens(text)
+    least = ctx.tokenizer.min_tokens(text)
     if least >= limit:
         raise _overflow(f"has at least {least} tokens", param, limit)
 

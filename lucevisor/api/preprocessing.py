@@ -245,7 +245,7 @@ def _set_up(models: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     contexts = []
     for metadata, fields in models:
         tokenizer, template = Tokenizer.from_gguf(metadata), ChatTemplate.from_gguf(metadata)
-        tokenizer.bound  # noqa: B018 - build it now, not while a request waits
+        tokenizer.max_token_bytes  # noqa: B018 - computed now, not while a request waits
         contexts.append(AppContext(tokenizer=tokenizer, template=template, not_ready=tuple, **fields))
         contexts[-1].grammars.prepare()
     _models = ServedModels(contexts)

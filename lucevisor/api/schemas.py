@@ -15,7 +15,7 @@ from msgspec import Meta, inspect
 
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.errors import show
-from lucevisor.text.token_bound import SURROGATES
+from lucevisor.text.tokenizer import SURROGATES
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024

@@ -21,7 +21,6 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as BpeCore
 
 from lucevisor.text.pre_tokenizers import PRE_TOKENIZERS, SENTENCEPIECE_SPEC, Normalization, PreTokenizerSpec
-from lucevisor.text.token_bound import SURROGATES, TokenBound
 from lucevisor.text.vocabulary import (
     MODEL_KEY,
     PRE_KEY,
@@ -50,6 +49,10 @@ def merges_of_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     return [(token[:-at], token[-at:]) for _, at, token in merges]
 
 
+NFC_SHRINKS: Final = 4
+"""Bytes of a text for one byte of its NFC: U+1FBE U+0308 U+0301 is U+0390, 7 bytes for 2."""
+SURROGATES: Final = re.compile("[\ud800-\udfff]")
+"""JSON may carry half of a surrogate pair; no UTF-8 holds it, and it is tokenised as U+FFFD."""
 MAX_BREAKER_SEQUENCES: Final = 16384
 """Token sequences of all sequence breakers of a request."""
 _MARKER_TYPES: Final = frozenset([TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED])
@@ -118,10 +121,26 @@ class Tokenizer:
                 done = match.end()
         return ids + self._merge(text[done:])
 
+    def min_tokens(self, text: str) -> int:
+        """Return a number of tokens that a text certainly has, from its bytes: what cannot fit is not tokenised.
+
+        It is 0 where unknown characters are fused into one token, or dropped.
+        """
+        most = self.max_token_bytes
+        if self._scheme.normal is Normalization.NFC and not text.isascii():
+            most *= NFC_SHRINKS
+        return -(-len(text.encode("utf-8", "surrogatepass")) // most) if most else 0
+
     @cached_property
-    def bound(self) -> TokenBound:
-        """Lower bound for the number of tokens of a text; built on first use."""
-        return TokenBound(self._vocabulary, self._bytes, self._scheme, _byte_alphabet())
+    def max_token_bytes(self) -> int:
+        """Bytes of a text that one token stands for at most; 0: unknown."""
+        tokens, types = self._vocabulary.tokens, self._vocabulary.types
+        needed = set(map(chr, _byte_alphabet())) if self._scheme.byte_level else {f"<0x{i:02X}>" for i in range(256)}
+        unusable = (TokenType.CONTROL, TokenType.UNUSED)
+        if not needed <= {text for text, kind in zip(tokens, types, strict=True) if kind not in unusable}:
+            return 0
+        shown = [text for text, kind in zip(tokens, types, strict=True) if kind != TokenType.NORMAL or "▁" in text]
+        return max(len(raw) for raw in (*self._bytes, *(text.encode("utf-8", "replace") for text in shown)))
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Return the text of ids, by default without control tokens; invalid UTF-8 becomes U+FFFD.
