@@ -14,14 +14,13 @@ from typing import Any, Final, cast
 
 import msgspec
 import structlog
-from aiohttp import StreamReader, web
+from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from lucevisor.api.app_context import ApiSettings
 from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.metrics import Metrics
 
-_END_OF_HEAD: Final = b"\r\n\r\n"
 _MIN_WRITE_BYTES: Final = 16 * 1024
 """Bytes of a response that a client must read within `write_timeout_s`, if so many are buffered."""
 
@@ -36,14 +35,14 @@ class Connections:
     def __init__(self, settings: ApiSettings, metrics: Metrics, loop: asyncio.AbstractEventLoop) -> None:
         self.settings, self.metrics, self.loop = settings, metrics, loop
         self._all: set[HttpConnection] = set()
-        self._waiting: dict[HttpConnection, float] = {}  # deadlines of those without a request, longest idle first
+        self.waiting: dict[HttpConnection, float] = {}  # deadlines of those without a request, longest idle first
         self._check_s = min(1.0, settings.head_timeout_s / 4, settings.idle_timeout_s / 4)
         self._timer: asyncio.TimerHandle | None = None
         metrics.connections.set_function(lambda: len(self._all))
 
     def admit(self, connection: HttpConnection) -> bool:
         if len(self._all) >= self.settings.max_connections:
-            oldest = next(iter(self._waiting), None)
+            oldest = next(iter(self.waiting), None)
             self.count("refused" if oldest is None else "replaced")
             if oldest is None:
                 return False
@@ -57,17 +56,11 @@ class Connections:
     def wait(self, connection: HttpConnection, seconds: float) -> None:
         if connection in self._all:
             deadline = self.loop.time() + seconds
-            self._waiting[connection] = min(deadline, self._waiting.get(connection, deadline))
-
-    def serve(self, connection: HttpConnection) -> bool:
-        return self._waiting.pop(connection, None) is not None
-
-    def is_waiting(self, connection: HttpConnection) -> bool:
-        return connection in self._waiting
+            self.waiting[connection] = min(deadline, self.waiting.get(connection, deadline))
 
     def forget(self, connection: HttpConnection) -> None:
         self._all.discard(connection)
-        self._waiting.pop(connection, None)
+        self.waiting.pop(connection, None)
 
     def count(self, reason: str) -> None:
         self.metrics.connections_dropped.labels(reason).inc()
@@ -76,22 +69,19 @@ class Connections:
         now = self.loop.time()
         for connection in list(self._all):
             connection.check_write(now)
-            if now >= self._waiting.get(connection, now + 1):
+            if now >= self.waiting.get(connection, now + 1):
                 connection.end_wait()
         self._timer = self.loop.call_later(self._check_s, self._check) if self._all else None
 
 
 class HttpConnection(web.RequestHandler):
-    """aiohttp's protocol of one connection, with deadlines and without upgrades."""
+    """aiohttp's protocol of one connection, with deadlines."""
 
     def __init__(self, manager: web.Server, pool: Connections, **options: Any) -> None:
         super().__init__(manager, loop=pool.loop, **options)
         self._pool = pool
         self._link: asyncio.Transport | None = None  # aiohttp drops its own reference at a close, before it is lost
         self._has_part_of_head = False
-        self._n_body_left = 0  # of a body with Content-Length that is being parsed
-        self._last_body: StreamReader | None = None  # of the head that was parsed last
-        self._last_bytes = b""  # of the head that is being parsed, in case its end comes in two parts
         self._n_acked, self._write_due_s = 0, pool.loop.time() + pool.settings.write_timeout_s
         self.dropped = ""
         """The reason why the server closed the connection in the middle of a response."""
@@ -113,55 +103,17 @@ class HttpConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse in parts that end where a head or body ends: aiohttp loses what follows a request with `Upgrade`.
-
-        aiohttp calls this without data when a full buffer has been read, as its parser goes on with what it kept.
-        """
-        if data and self._pool.is_waiting(self) and not self._has_part_of_head:
+        """Parse bytes.  aiohttp calls this without any when its parser goes on after a full buffer has been read."""
+        if data and not self._has_part_of_head and self in self._pool.waiting:
             self._has_part_of_head = True
             self._pool.wait(self, self._pool.settings.head_timeout_s)
-        while True:
-            n_bytes = self._n_body_left
-            if not n_bytes:
-                end = (self._last_bytes + data).find(_END_OF_HEAD)
-                n_bytes = len(data) if end < 0 else end + len(_END_OF_HEAD) - len(self._last_bytes)
-            self._parse(data[:n_bytes])
-            data = data[n_bytes:]
-            if not data:
-                return
-
-    def _parse(self, part: bytes) -> None:
-        n_requests = self._request_count
-        super().data_received(part)
-        if self._n_body_left:
-            self._n_body_left -= len(part)
-        else:
-            self._last_bytes = (self._last_bytes + part)[1 - len(_END_OF_HEAD) :]
-            if self._request_count > n_requests and self._messages:
-                self._on_message(*self._messages[-1])
-        if self._upgraded and not self._request_in_progress and not self._messages:
-            # The request was answered before its body ended.  aiohttp would wait for ever for its handler to upgrade.
-            self._upgraded, tail, self._message_tail = False, self._message_tail, b""
-            if self._parser is not None:
-                self._parser.set_upgraded(False)
-            super().data_received(tail)
-
-    def _on_message(self, message: Any, body: StreamReader) -> None:
-        """Read the length of a body from its head.  An error in the body of an earlier request ends that body."""
-        before, self._last_body, self._last_bytes = self._last_body, body, b""
-        error = getattr(message, "exc", None)
-        if error is not None and before is not None and not before.is_eof():
-            self._messages.pop()
-            before.set_exception(web.RequestPayloadError(_first_line(str(error))))
-            self._last_body = None
-        elif not body.is_eof():
-            self._n_body_left = int(message.headers.get("Content-Length", 0))
+        super().data_received(data)
 
     # ---- callbacks of the middleware and aiohttp
 
     def on_request_start(self) -> None:
         self._has_part_of_head = False
-        self._pool.serve(self)
+        self._pool.waiting.pop(self, None)
 
     def on_request_end(self) -> None:
         """Record that the request is answered, but for what waits to be written."""

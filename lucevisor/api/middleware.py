@@ -37,10 +37,8 @@ from lucevisor.api.app_state import (
 from lucevisor.api.connections import HttpConnection
 from lucevisor.api.errors import CLIENT_CLOSED, ApiError, internal_error, unavailable
 from lucevisor.api.sse import ClientGone
-from lucevisor.errors import show
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-BaseHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 log = structlog.get_logger("lucevisor.api")
 
@@ -83,24 +81,6 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
                     context.fields["dropped"] = connection.dropped
             context.status, context.ended_s = status, time.monotonic()
             _account(request, context)
-
-
-def refuse_expectations(application: BaseHandler) -> BaseHandler:
-    """Wrap an application's handler: aiohttp refuses an unknown Expect in plain text before any middleware runs."""
-
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        try:
-            return await application(request)
-        except web.HTTPExpectationFailed:
-            assert isinstance(request, web.Request)
-        return await request_middleware(request, _refuse_expectation)
-
-    return handle
-
-
-async def _refuse_expectation(request: web.Request) -> web.StreamResponse:
-    sent = show(request.headers["Expect"])
-    raise ApiError(417, f"Expect is {sent}; send 100-continue, or leave this header out", code="unknown_expectation")
 
 
 async def _serve(request: web.Request, context: RequestContext, handler: Handler) -> tuple[int, web.StreamResponse]:

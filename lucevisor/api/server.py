@@ -26,7 +26,7 @@ from lucevisor.api.app_state import (
 )
 from lucevisor.api.connections import ConnectionRunner
 from lucevisor.api.metrics import Metrics
-from lucevisor.api.middleware import refuse_expectations, request_middleware, set_headers, wait_until_idle
+from lucevisor.api.middleware import request_middleware, set_headers, wait_until_idle
 from lucevisor.api.openapi import ROUTES
 from lucevisor.api.response_store import ResponseStore
 from lucevisor.errors import ConfigError, LucevisorError
@@ -141,8 +141,6 @@ async def serve(
     """
     runner = ConnectionRunner(app, app[APP_CONTEXT].settings, app[METRICS], _CLOSING_S)
     await runner.setup()
-    assert runner.server is not None
-    runner.server.request_handler = refuse_expectations(runner.server.request_handler)
     for sock in sockets:
         await web.SockSite(runner, sock, ssl_context=tls, backlog=BACKLOG).start()
     return runner, url_of(sockets[0], "http" if tls is None else "https")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import resource
 import select
 import socket
@@ -301,73 +300,7 @@ def expecting(expect, path=CHAT, version="1.1", more=""):
     return f"{head}Expect: {expect}\r\n{more}Content-Length: {len(json.dumps(BODY))}\r\n\r\n".encode()
 
 
-UPGRADES = {
-    "websocket": b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n",
-    "h2c": b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n",
-}
-
-
-class TestUpgrade:
-    @pytest.mark.parametrize("protocol", UPGRADES)
-    @pytest.mark.parametrize("first", ["GET", "POST", "POST, chunked", "POST, refused before its body"])
-    def test_a_request_behind_one_with_upgrade_is_answered_however_they_are_cut(self, serve, protocol, first):
-        server = serve()
-        more = UPGRADES[protocol]
-        if first == "GET":
-            sent = HEALTH.replace(b"\r\n\r\n", b"\r\n" + more + b"\r\n")
-        else:
-            path = "/v1/nope" if "refused" in first else CHAT
-            head, _, body = post(BODY, path).partition(b"\r\n\r\n")
-            if "chunked" in first:
-                head = head.rpartition(b"\r\n")[0] + b"\r\nTransfer-Encoding: chunked"
-                body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
-            sent = head + b"\r\n" + more + b"\r\n" + body
-        behind = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        last = HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-        whole = sent + behind + last
-        for cut in {0, 1, len(sent) - 3, len(sent), len(sent) + 5, *random.Random(7).sample(range(len(whole)), 3)}:
-            sock = dial(server, whole[:cut])
-            time.sleep(0.05 if cut else 0.0)
-            sock.sendall(whole[cut:])
-            got = read_all(sock)
-            assert got.count(b"HTTP/1.1 ") == 3, (cut, got)
-            assert b'"object":"list"' in got.replace(b" ", b""), (cut, got)
-
-
 class TestExpect:
-    @pytest.mark.parametrize(
-        "path",
-        ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/tokenize", "/nope"],
-    )
-    def test_an_unknown_one_is_refused_in_the_shape_of_the_api(self, serve, path):
-        server = serve()
-        with capture_logs() as logs:
-            head, body = read_one(dial(server, expecting("200-ok", path)))
-        assert head.startswith(b"HTTP/1.1 417 Expectation Failed\r\n")
-        fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:])
-        assert fields[b"Content-Type"].startswith(b"application/json")
-        assert fields[b"Connection"] == b"close"
-        assert b"x-request-id" in fields
-        answer = json.loads(body)
-        if path.startswith("/api/"):
-            message = answer.pop("error")
-            assert answer == {}
-        elif path == "/v1/messages":
-            assert answer["type"] == "error"
-            assert answer["error"]["type"] == "invalid_request_error"
-            message = answer["error"]["message"]
-        else:
-            message = answer["error"].pop("message")
-            assert answer["error"] == {"type": "invalid_request_error", "param": None, "code": "unknown_expectation"}
-        assert message == 'Expect is "200-ok"; send 100-continue, or leave this header out'
-        assert [(entry["event"], entry["status"]) for entry in logs] == [("request", 417)]
-        assert metric(server, 'requests_total{code="417"}') == 1
-
-    def test_without_a_key_it_is_a_401(self, serve):
-        server = serve()
-        server.do(lambda rig: rig.context.keys.replace([ApiKey("secret")]))
-        assert read_one(dial(server, expecting("200-ok")))[0].startswith(b"HTTP/1.1 401 ")
-
     def test_100_continue_is_obeyed(self, serve):
         sock = dial(serve(), expecting("100-Continue"))
         assert sock.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"

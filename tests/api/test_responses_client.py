@@ -310,22 +310,6 @@ class TestStored:
                 ask(client, previous_response_id=first.id)
             assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
 
-    def test_a_stored_response_as_events(self, client, server):
-        script(server, say("Hm.\n</think>\n\nYes.\n" + CALL))
-        for more in ({}, {"reasoning": {**HIGH, "summary": "auto"}}, {"max_output_tokens": 3}, {"top_logprobs": 1}):
-            answer = ask(client, tools=[ADD], **{"reasoning": HIGH, **more})
-            first, again = (list(client.responses.retrieve(answer.id, stream=True)) for _ in range(2))
-            assert first == again
-            assert [event.sequence_number for event in first] == list(range(len(first)))
-            assert first[-1].response == answer
-            assert [e.item for e in first if e.type == "response.output_item.done"] == answer.output
-            deltas = [event.delta for event in first if event.type == "response.reasoning_text.delta"]
-            assert deltas == ([] if "reasoning" in more else [part.text for part in answer.output[0].content])
-            assert list(client.responses.retrieve(answer.id, stream=True, starting_after=4)) == first[5:]
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.responses.retrieve(answer.id, stream=True, starting_after=-1)
-        assert caught.value.param == "starting_after"
-
     def test_the_items_that_a_response_answers(self, client, server):
         script(server, say("Blue."))
         first = ask(client, "Which colour?")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -573,10 +572,6 @@ class _ItemEvents:
         text: str = (self._part or self._item)[self._field]
         return text
 
-    def replayed(self) -> list[_Json]:
-        """Return all events of a finished item."""
-        return [*self.opening(), self.delta(self.text, self._part.get("logprobs", ())), *self.closing()]
-
     def _scores(self, logprobs: Sequence[object]) -> _Json:
         return {"logprobs": logprobs} if "logprobs" in self._part else {}
 
@@ -614,7 +609,9 @@ class ResponsesFormatter(ResponseFormatter):
 
     def start(self, index: int) -> Sequence[_Json]:
         response = self._response("in_progress")
-        return self._numbered(_beginning(response))
+        return self._numbered(
+            [{"type": f"response.{name}", "response": response} for name in ("created", "in_progress")]
+        )
 
     def delta(self, index: int, delta: ChoiceDelta) -> Sequence[_Json]:
         if delta.finish_reason == "length":
@@ -730,33 +727,12 @@ def _usage(totals: UsageTotals) -> _Json:
     }
 
 
-class ReplayQuery(msgspec.Struct):
-    """The query of GET /v1/responses/{id}."""
-
-    stream: bool = False
-    starting_after: Annotated[int, Meta(ge=0)] | None = None
-
-
 class InputItemsQuery(msgspec.Struct):
     """The query of GET /v1/responses/{id}/input_items."""
 
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None
-
-
-def _beginning(response: _Json) -> list[_Json]:
-    return [{"type": f"response.{name}", "response": response} for name in ("created", "in_progress")]
-
-
-def replay(response: _Json) -> list[_Json]:
-    """Return the events of a finished response, numbered."""
-    begun = {**response, "status": "in_progress", "completed_at": None, "incomplete_details": None, "usage": None}
-    events = _beginning(begun | {"output": []})
-    for index, item in enumerate(response["output"]):
-        events += _ItemEvents(item, index).replayed()
-    events.append({"type": f"response.{response['status']}", "response": response})
-    return [{**event, "sequence_number": number} for number, event in enumerate(events)]
 
 
 def input_items(response_id: str, turns: Sequence[Sequence[_Json]], page: InputItemsQuery) -> _Json:
@@ -818,14 +794,8 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
 
 
 async def get_response(request: web.Request) -> web.Response:
-    """Return a stored response, or its events after `starting_after` with `stream=true`."""
-    stored, query = _stored(request), convert(ReplayQuery, dict(request.query), strict=False)
-    if not query.stream:
-        return web.Response(body=stored.body, content_type="application/json")
-    first = 0 if query.starting_after is None else query.starting_after + 1
-    events = await asyncio.to_thread(lambda: replay(msgspec.json.decode(stored.body))[first:])
-    body = b"".join(b"event: %b\ndata: %b\n\n" % (e["type"].encode(), msgspec.json.encode(e)) for e in events)
-    return web.Response(body=body, content_type="text/event-stream", charset="utf-8")
+    """Return a stored response."""
+    return web.Response(body=_stored(request).body, content_type="application/json")
 
 
 async def list_input_items(request: web.Request) -> web.Response:
