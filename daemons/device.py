@@ -27,8 +27,6 @@ from lucevisor.protocol.loading import DeviceInfo
 
 _TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
 CPU = torch.device("cpu")
-FREE_S = 10.0
-"""How long a load waits for memory: drivers may free that of a killed daemon only some time after it has ended."""
 _POLL_S = 0.05
 _KFD = Path("/dev/kfd")
 _VISIBILITY = {
@@ -38,7 +36,6 @@ _VISIBILITY = {
 """Variables that hide devices."""
 P = ParamSpec("P")
 Result = TypeVar("Result")
-_PORTABLE = 1  # cudaHostRegisterPortable and hipHostRegisterPortable: valid for every device of this process
 
 
 def built_backend() -> Backend:
@@ -202,7 +199,7 @@ def peak_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device)
 
 
-def wait_until_free(device: torch.device, n_bytes: int, seconds: float = FREE_S) -> bool:
+def wait_until_free(device: torch.device, n_bytes: int, seconds: float = 10.0) -> bool:
     """Wait until so much memory is free: that of a process which has just ended may not be.  Return whether it is."""
     if device.type != "cpu" and torch.cuda.mem_get_info(device)[0] >= n_bytes:
         return True  # torch's own statistics take half a millisecond, and a load asks hundreds of times
@@ -304,7 +301,8 @@ def register_host(buffer: memoryview) -> bool:
     if not torch.cuda.is_available() or not len(buffer):
         return False
     address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
-    done = int(_runtime().cudaHostRegister(address, len(buffer), _PORTABLE)) == 0
+    # Portable: valid for every device of this process.
+    done = int(_runtime().cudaHostRegister(address, len(buffer), 1)) == 0
     if not done:
         _clear_last_error()
     return done

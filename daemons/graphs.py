@@ -38,10 +38,6 @@ CHUNK_GRAPHS = 16
 """Size of the LRU cache of graphs of prefill chunks, so that neither kind evicts the other."""
 STAGED = 4
 """Number of page-locked metadata buffers: one step runs and one is queued behind it."""
-STAGED_NUMBERS = 512
-"""Initial size of each buffer: enough for 16 slices of 4 tokens."""
-MAX_SEEN = 4096
-"""Keys whose occurrences are counted before the counts are cleared."""
 
 Output = TypeVar("Output")
 
@@ -117,7 +113,7 @@ class Staging:
     def _refill(self, metadata: Tensor, layout: Layout) -> None:
         n = len(layout.numbers)
         if not self._parts or len(self._parts[0][0]) < n:
-            memory = torch.empty(STAGED, max(n, STAGED_NUMBERS), dtype=torch.int64, pin_memory=True)
+            memory = torch.empty(STAGED, max(n, 512), dtype=torch.int64, pin_memory=True)  # 16 slices of 4
             self._parts = [(part, torch.cuda.Event()) for part in memory]  # type: ignore[no-untyped-call]
         self._turn = (self._turn + 1) % STAGED
         part, copied = self._parts[self._turn]
@@ -186,7 +182,7 @@ class StepGraphs(Generic[Output]):
         found = graphs.get(key)
         if found is None:
             self.cold = True
-            if len(self._seen) >= MAX_SEEN:
+            if len(self._seen) >= 4096:
                 self._seen.clear()
             self._seen[key] = self._seen.get(key, 0) + 1
             if self._seen[key] >= CAPTURE_AT:

@@ -11,7 +11,6 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,9 +22,6 @@ from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.messages import Shutdown
 from lucevisor.protocol.steps import CancelPending, DraftStep, Masks, PlacedRows, Reset, Slice, Step
 from lucevisor.protocol.transport import BlockingLink
-
-_POLLS_PER_LINK_CHECK: Final = 20
-"""Polls of a doorbell between two checks of the link: some two microseconds."""
 
 
 class StepCancelled(Exception):
@@ -100,7 +96,7 @@ class Inbox:
             if self.is_cancelling:
                 raise StepCancelled(f"step {step_id}")
             spins = computing() or time.monotonic() < until
-            if spins and any(rows.rung(region, step_id) for _ in range(_POLLS_PER_LINK_CHECK)):
+            if spins and any(rows.rung(region, step_id) for _ in range(20)):
                 break
             self._check_link(rows, None if not spins else 0)
         return min(rows.since_s(region), time.monotonic() - began)

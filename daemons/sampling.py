@@ -37,9 +37,6 @@ from lucevisor.protocol.steps import (
     Step,
 )
 
-_MOST_LIKELY = 100
-"""Tokens from which mirostat 1 estimates how fast probabilities fall."""
-
 
 def filtered(scaled: Tensor, s: SamplingParams, u_xtc: float) -> tuple[Tensor, Tensor]:
     """Filter logits ``scaled`` [V], divided by the temperature; return the remaining probabilities, descending, and
@@ -97,7 +94,7 @@ def mirostat_keeps(scaled: Tensor, m: Mirostat, mu: float) -> tuple[Tensor, Tens
 
 def _expected_rank(p: Tensor, mu: float, vocabulary: int) -> int:
     """The number of tokens whose expected surprise is ``mu``, if probabilities ``p`` fall by a power of the rank."""
-    n = min(_MOST_LIKELY, len(p)) - 1
+    n = min(100, len(p)) - 1
     if n < 1:
         return 1
     rank = torch.arange(n, dtype=torch.float64)
@@ -120,11 +117,6 @@ def next_mu(p: float, m: Mirostat, mu: float) -> float:
 LONGEST = 1024
 """Repetitions of more tokens count as this many: what searching a context of one repeated token costs is bounded."""
 
-_MOST = 1e38
-"""A penalty that leaves logits finite."""
-
-_LOG_MAX = 88.7228391
-"""ln of the largest float32."""
 
 Breakers = Mapping[int, Sequence[tuple[int, ...]]]
 """Tails of the sequence breakers by their heads."""
@@ -165,8 +157,8 @@ def penalise_repetition(row: Tensor, tokens: np.ndarray, dry: Dry, breakers: Bre
     lengths = repetition_lengths(tokens if dry.last_n < 0 else tokens[-dry.last_n :], dry.allowed_length, breakers)
     if not lengths:
         return
-    steepest = int(_LOG_MAX / math.log(dry.base)) if dry.base > 1 else LONGEST
-    amounts = [min(_MOST, dry.multiplier * dry.base ** min(n - dry.allowed_length, steepest)) for n in lengths.values()]
+    steepest = int(88.7228391 / math.log(dry.base)) if dry.base > 1 else LONGEST  # the logarithm of the largest float32
+    amounts = [min(1e38, dry.multiplier * dry.base ** min(n - dry.allowed_length, steepest)) for n in lengths.values()]
     ids = torch.tensor(list(lengths), dtype=torch.long, device=row.device)
     row[ids] -= torch.tensor(amounts, dtype=torch.float32, device=row.device)
 

@@ -24,7 +24,6 @@ from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Check, Measure, Span, Timing
 from lucevisor.protocol.steps import OpenSequence, Operation, SamplingParams, SetPages, Slice, ZeroState
 
-N_WARM = 2
 N_ROUNDS = 5
 ROUND_S = 0.01
 MAX_CALLS = 32
@@ -129,7 +128,7 @@ def seconds(work: Callable[[int], object], device: torch.device) -> float:
         devices.synchronize(device)
         return (time.perf_counter() - started) / n_calls
 
-    warm = min(once(1) for _ in range(N_WARM))
+    warm = min(once(1) for _ in range(2))
     n_calls = max(1, min(MAX_CALLS, round(ROUND_S / max(warm, 1e-9))))
     return min(once(n_calls) for _ in range(N_ROUNDS))
 

@@ -29,8 +29,6 @@ from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import TensorLayout, TensorRole, shard_layouts
 from lucevisor.protocol.messages import Check, Checked, CheckLine, Tune
 
-MARGIN = 1.02
-"""How much slower the first implementation may measure: two measurements of the same differ by as much."""
 N_TURNS = 3
 """Measurements of both, in turns; the fastest counts, since other load only slows one down."""
 HALF = (Dtype.BFLOAT16, Dtype.FLOAT16)
@@ -144,7 +142,7 @@ def _handover(
         x = torch.randn(n, n_columns, generator=torch.Generator().manual_seed(n)).to(selector.device, selector.dtype)
         turns = [[_time(work, x, selector.device) for work in works] for _ in range(N_TURNS)]
         first, second = map(min, zip(*turns, strict=True))
-        if first > MARGIN * second:
+        if first > 1.02 * second:  # two measurements of the same differ by as much
             break
         kept = n
     return kept

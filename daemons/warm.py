@@ -65,8 +65,6 @@ those of several, and after two thirds to chunks.
 """
 RECORD_SECONDS = 0.5
 """The same on a cpu, for verify slices and for drafts each."""
-GRAPH_MEMORY = 1 << 29
-"""Free bytes of the device below which no graph is captured at load: a graph takes a few MiB."""
 
 Report = Callable[[int, int], None]
 """(steps done, of how many)."""
@@ -235,7 +233,7 @@ def _run_all(
     for share, alike in enumerate(captured, 1):
         ends_at = started + seconds * share / len(captured)
         for number, one in enumerate(alike, done):
-            if time.monotonic() > ends_at or devices.memory_free(device) < GRAPH_MEMORY:
+            if time.monotonic() > ends_at or devices.memory_free(device) < (1 << 29):
                 break
             report(number, total)
             for _ in range(CAPTURE_AT):

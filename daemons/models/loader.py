@@ -69,8 +69,6 @@ waits for multiprocessors.  A batch of packed weights is one launch, two where i
 bytes.
 """
 ROOM_BYTES = 4 << 30
-PACK_ROWS = 64
-"""torch packs int4 in independent blocks of up to 64 rows, so batches of whole blocks can be packed one by one."""
 ADVICE = "give this device fewer layers (target_layer_split), a smaller quant, or fewer pages"
 
 
@@ -322,7 +320,7 @@ class WeightLoader:
         n, columns = _total(chunks), chunks[0].width
         packed = self._empty(chunks, (n, columns // 2), torch.uint8)
         affine = self._empty(chunks, (columns // INT4_GROUP, n, 2), torch.bfloat16)
-        for at, parts in self._batches(chunks, PACK_ROWS):
+        for at, parts in self._batches(chunks, 64):  # torch packs int4 in independent blocks of up to 64 rows
             codes, scales, zeros = (
                 torch.cat(x) for x in zip(*(four_bit(p.tensor.kind, raw) for p, raw in parts), strict=True)
             )

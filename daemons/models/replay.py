@@ -218,10 +218,6 @@ class _PinnedBuffer:
 
 WORK_BYTES = 1 << 30
 """Workspace for layers that compute as many rows as a step has."""
-MAX_STEPS_AT_ONCE = 8
-"""Steps of different sequences that a GPU with enough memory computes together, for fewer launches."""
-SWITCH_S = 5e-4
-"""Interpreter switch interval while one thread loads and the other one computes."""
 
 
 @dataclass(slots=True)
@@ -282,7 +278,7 @@ class LayerwiseReplay:
         stream = self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         interval = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_S)
+        sys.setswitchinterval(5e-4)
         self._thread, self._reader = threads
         self._submitted.append(self._thread.submit(self._load_kernels, selector))
         try:
@@ -392,7 +388,7 @@ class LayerwiseReplay:
                 self._decline(f"rows and weights take {needed} bytes, {free} are free")
                 return
             shares = (free - needed) // WORK_BYTES - 1  # one is for the loading thread
-            self.max_rows = max(1, min(shares, MAX_STEPS_AT_ONCE)) * self._load.max_step_tokens
+            self.max_rows = max(1, min(shares, 8)) * self._load.max_step_tokens  # for fewer launches
         load = self._load
         sequences = self.sequences = Sequences(
             [shard.pools], load.pools, load.max_sequences, attend_host=load.attend_host

@@ -28,9 +28,6 @@ from lucevisor.protocol.loading import DeviceUse, Load, PoolSizes, ScorePlan, Sh
 from lucevisor.protocol.messages import Progress, ScoreWindow
 from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, SamplingParams, SetPages, Slice, ZeroState
 
-_STAGE = -1
-"""In Progress: no stage of the pipeline."""
-
 
 class ScoreStage:
     """A loaded scoring model; see :meth:`load`."""
@@ -73,7 +70,7 @@ class ScoreStage:
         selector = KernelSelector(torch_device(backend, plan.device), torch_dtype(load.dtype))
 
         def report(done: int, total: int) -> None:
-            progress(Progress(_STAGE, plan.device, done, total, "read"))
+            progress(Progress(-1, plan.device, done, total, "read"))
 
         stage = cls(spec, plan, ShardModel(config, selector, report), pools)
         n = min(plan.window_tokens, plan.step_tokens)

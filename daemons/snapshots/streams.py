@@ -62,7 +62,6 @@ class SnapshotIO:
         return SnapshotIOError(f"tensor {tensor} of {self.name}", reason, advice)
 
 
-_WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _libc = ctypes.CDLL(None)
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
@@ -72,7 +71,7 @@ def _start_writing(fd: int, offset: int, n_bytes: int) -> None:
 
     A hint: its result does not matter, since that fsync reports any error.
     """
-    _libc.sync_file_range(fd, offset, n_bytes, _WRITE)
+    _libc.sync_file_range(fd, offset, n_bytes, 2)  # SYNC_FILE_RANGE_WRITE
 
 
 def _skip(views: list[memoryview], n_bytes: int) -> list[memoryview]:

@@ -25,8 +25,6 @@ from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.messages import Failed, Restore, Restored, Save, Saved, TransferFailed
 from lucevisor.protocol.threads import StartedThread
 
-SAVE_NICE = 10
-"""Niceness of saving threads, which yield to the compute thread; a request waits for a restore."""
 MAX_PENDING = 64
 """Pending transfers; each holds a descriptor."""
 
@@ -81,7 +79,8 @@ class TransferExecutor:
         self._jobs: dict[int, _Job] = {}
         self._changed = threading.Condition()
         n_cores = len(os.sched_getaffinity(0))
-        self._saving = _Threads("save", max(1, min(2, n_cores // 4)), SAVE_NICE, on_broken)
+        # Nice, as a request waits for a restore only.
+        self._saving = _Threads("save", max(1, min(2, n_cores // 4)), 10, on_broken)
         self._restoring = _Threads("restore", max(1, min(4, n_cores // 4)), 0, on_broken)
 
     def submit(self, order: Save | Restore, fd: int) -> None:

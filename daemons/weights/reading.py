@@ -26,9 +26,6 @@ from lucevisor.protocol.threads import ThreadExecutor
 
 REPORT_S = 0.05
 HUGE_PAGE_BYTES = 2 << 20
-MOST_READERS = 4
-"""Threads that read for a GPU, one for every four cores: a single one copies less from the page cache than a GPU takes.
-"""
 LEAST_SHARE_BYTES = 4 << 20
 """What a thread reads at least: less is not worth handing over."""
 
@@ -97,7 +94,8 @@ class StagingBuffers:
         Raises MemoryError when a thread does not begin.
         """
         self.files, self.device = files, device
-        on_device = max(1, min(MOST_READERS, len(os.sched_getaffinity(0)) // 4))
+        # A single thread copies less from the page cache than a GPU takes.
+        on_device = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
         self.n_readers = n_readers or (on_device if device.type != "cpu" else 1)
         self._readers = ThreadExecutor(self.n_readers - 1, "weights")  # one more is who loads
         self.accelerated = device.type != "cpu"
