@@ -21,10 +21,6 @@ from enum import Enum, IntEnum
 from pathlib import Path
 from typing import ClassVar, Final
 
-_KEY_CHARS = 120
-_VALUE_CHARS = 160  # a path, mostly
-_MAX_SHOWN = 50
-
 
 class ExitCode(IntEnum):
     """Exit status of the commands."""
@@ -90,7 +86,7 @@ class ConfigErrors(ConfigError):
 
     def __str__(self) -> str:
         """Return one line for each of the first 50 errors."""
-        lines = [str(error) for error in self._errors[:_MAX_SHOWN]]
+        lines = [str(error) for error in self._errors[:50]]
         if more := len(self._errors) - len(lines):
             lines.append(f"and {more} more")
         return "\n".join(lines)
@@ -136,7 +132,7 @@ def suggest(word: str, choices: Sequence[str], noun: str = "choices") -> str:
 
 def format_error(key: str, value: object, why: str, hint: str = "", file: str = "") -> str:
     """Return `FILE: KEY = VALUE: WHY; HINT` on one line, without the parts that are empty."""
-    name = _cut(key, _KEY_CHARS)
+    name = _cut(key, 120)
     subject = name if value is NO_VALUE else f"{name} = {show(value)}"
     text = f"{why}; {hint}" if hint else why
     return _one_line(": ".join(part for part in (file, subject, text) if part))
@@ -148,7 +144,7 @@ def show(value: object) -> str:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except (ValueError, RecursionError, TypeError):  # too deep, an integer too long, keys that are not text
         text = f"a {type(value).__name__}"
-    return _one_line(_cut(text, _VALUE_CHARS))
+    return _one_line(_cut(text, 160))  # a path, mostly
 
 
 def _cut(text: str, n_chars: int) -> str:

@@ -169,7 +169,6 @@ class ApiSettings:
     normalise: Normalise = "off"  # volatile lines of system prompts
 
 
-_MAX_PROMPT: Final = 2**20
 RETRY_AFTER_S: Final = (1, 3600)
 """Bounds of Retry-After."""
 
@@ -219,7 +218,7 @@ class AppContext:
         """One more than the tokens of the longest prompt; with PFlash, of one that fits when it is shortened."""
         if self.compressor is None:
             return self.max_context
-        return min(_MAX_PROMPT, int(self.max_context / self.compressor.settings.min_share))
+        return min(2**20, int(self.max_context / self.compressor.settings.min_share))
 
     def retry_after_s(self) -> int:
         """Return the Retry-After of a 503 while the pipeline is down."""

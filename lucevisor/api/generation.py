@@ -145,8 +145,6 @@ class Job:
     new_prompt: bool = True
 
 
-_QUEUE = 64
-
 Events = asyncio.Queue[tuple[int, Event]]
 """Events of all sequences, with the index of the sequence."""
 
@@ -154,7 +152,7 @@ Events = asyncio.Queue[tuple[int, Event]]
 @asynccontextmanager
 async def merged(handles: Sequence[RequestHandle]) -> AsyncIterator[Events]:
     """Read all handles concurrently while the block runs."""
-    queue: Events = asyncio.Queue(_QUEUE)
+    queue: Events = asyncio.Queue(64)
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_pump(index, handle, queue)) for index, handle in enumerate(handles)]
@@ -176,7 +174,6 @@ async def _pump(index: int, handle: RequestHandle, queue: Events) -> None:
 
 IGNORED_HEADER: Final = "X-Lucevisor-Ignored"
 """Header with the names of the request's parameters that have no effect."""
-_LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as long as this
 _INLINE_RECORDS: Final = 2000  # tokens and log-probabilities that are encoded in a millisecond or two
 
 
@@ -224,7 +221,7 @@ async def _submit(ctx: AppContext, jobs: Sequence[Job], prompt_param: str, conte
     try:
         for job in jobs:
             handles.append(ctx.engine.submit(replace(job.request, client_id=context.caller.share)))
-            if len(job.request.prompt) >= _LONG_PROMPT:
+            if len(job.request.prompt) >= 4096:  # the loop gets a turn
                 await asyncio.sleep(0)
     except BaseException as error:
         for handle in handles:

@@ -43,7 +43,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = structlog.get_logger("lucevisor.api")
 
 _QUIET = OPEN_PATHS | {"/metrics", "/status"}
-_MAX_PATH = 100  # characters of an unknown path that are compared with known ones
 _STATUS_MESSAGES = {
     404: ("no such path", "not_found"),
     405: ("the method is not allowed for this path", "method_not_allowed"),
@@ -157,7 +156,7 @@ def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
 
 def _nearest_path(request: web.Request) -> str:
     known = [r.canonical for r in request.app.router.resources() if "{" not in r.canonical and r.canonical != "/"]
-    asked = request.path[:_MAX_PATH]
+    asked = request.path[:100]
     near = [path for path in known if path.endswith(asked) and len(asked) > 1]
     near = near or difflib.get_close_matches(asked, known, n=1, cutoff=0.8)
     return f"; did you mean {near[0]}?" if near else "; GET /openapi.json lists all"

@@ -18,9 +18,6 @@ from lucevisor.errors import show
 from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams
 from lucevisor.text.tokenizer import Tokenizer, TooManyTokens, breaker_tokens
 
-_QUICK_CHARS: Final = 16 * 1024
-"""Texts up to this length are always tokenised, in a few milliseconds."""
-
 
 def check_model(name: str | None, ctx: AppContext) -> None:
     """Raise a 404 unless the requested model is the served one, as None and Ollama's name of it are."""
@@ -43,7 +40,7 @@ def check_common(body: GenerationBody, ctx: AppContext) -> None:
 def check_length(text: str, param: str, ctx: AppContext) -> None:
     """Reject a text that cannot fit the context by its bytes, before it is tokenised."""
     limit = ctx.max_prompt
-    if limit <= 0 or len(text) < max(limit, _QUICK_CHARS):
+    if limit <= 0 or len(text) < max(limit, 16 * 1024):  # a few milliseconds
         return
     least = ctx.tokenizer.min_tokens(text)
     if least >= limit:
@@ -123,8 +120,6 @@ _SHAPES: Final = frozenset(
 """Parameters that shape the distribution a token is drawn from."""
 
 _SEEDS = 2**63
-_ANY_SEED: Final = -1
-"""Seed in llama.cpp's requests that means a random one."""
 _COLDEST = 1e-4
 """Lower temperatures count as 0 (greedy): the best token is certain, and dividing by them would overflow float32."""
 
@@ -155,7 +150,7 @@ def sampling_params(
         top_k=max(0, int(_or(body.top_k, default.top_k))),
         top_p=_or(body.top_p, default.top_p),
         min_p=_or(body.min_p, default.min_p),
-        seed=seed if body.seed in (None, _ANY_SEED) else body.seed,
+        seed=seed if body.seed in (None, -1) else body.seed,  # -1: as in llama.cpp
         repetition_penalty=_or(body.repetition_penalty, default.repetition_penalty),
         presence_penalty=_or(body.presence_penalty, default.presence_penalty),
         frequency_penalty=_or(body.frequency_penalty, 0.0),

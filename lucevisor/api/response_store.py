@@ -19,8 +19,6 @@ _PREVIOUS: Final = re.compile(rb'"previous_response_id"\s*:\s*"(resp_[0-9a-f]{1,
 _REFERENCE: Final = re.compile(rb'\{[^{}]{0,100}"item_reference"[^{}]{0,100}\}')
 _ITEM: Final = re.compile(rb'"[a-z]{2,3}_([0-9a-f]{1,64})[0-9]{2}"')
 """Ids of output items hold that of their response."""
-_OVERLAP: Final = 256  # bytes of a part that the search in the next one repeats: more than a match is long
-_MOST_NAMES: Final = 64  # a body names one; more are a client's texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +78,9 @@ class ResponseStore:
                 if (response := self.get(name, key_id)) is not None:
                     found[name] = response
                 n_looked_up += 1
-                if n_looked_up == _MOST_NAMES:
+                if n_looked_up == 64:  # a body names one
                     return found
-            before = text[-_OVERLAP:]
+            before = text[-256:]  # more than a match is long
             await asyncio.sleep(0)  # a long body has many parts
         return found
 

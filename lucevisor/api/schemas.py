@@ -19,11 +19,9 @@ from lucevisor.text.tokenizer import SURROGATES
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
-MAX_STOP_IDS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 4096
 MAX_BREAKERS = 16
-MAX_BREAKER_CHARS = 40
 MAX_CHOICES = 128
 """Choices of one request over all its prompts; each is a sequence of its own."""
 MAX_ECHO_CHARS = 4 * 1024 * 1024
@@ -43,7 +41,7 @@ Flag = bool | None
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 OpenAiPenalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)] | bool
-BreakerText = Annotated[str, Meta(min_length=1, max_length=MAX_BREAKER_CHARS)]
+BreakerText = Annotated[str, Meta(min_length=1, max_length=40)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 ALIASES: Final[dict[str, str]] = {
@@ -160,7 +158,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Limit | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: Flag = None
-    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_STOP_IDS)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=1024)] | None = None
     include_stop_str_in_output: Flag = None
     stream: Flag = None
     stream_options: StreamOptions | None = None
@@ -211,7 +209,6 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Body = TypeVar("Body", bound=msgspec.Struct)
 _MAX_NAME_CHARS: Final = 80  # of an unknown parameter, in the answer
 _MAX_NAMES: Final = 32  # of parameters without effect
-_MISSPELT: Final = 0.8  # similarity from which an unknown parameter counts as a misspelt one
 _EMPTY: Final[tuple[object, ...]] = (None, False, "", [], {})
 _PATH: Final = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _UNKNOWN: Final = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
@@ -332,7 +329,7 @@ def ignored(
 
 
 def _is_new(name: str, known: tuple[str, ...]) -> bool:
-    return name in _NOT_MISSPELT or not difflib.get_close_matches(name[:_MAX_NAME_CHARS], known, n=1, cutoff=_MISSPELT)
+    return name in _NOT_MISSPELT or not difflib.get_close_matches(name[:_MAX_NAME_CHARS], known, n=1, cutoff=0.8)
 
 
 def _header_text(name: str) -> str:

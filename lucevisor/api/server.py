@@ -100,12 +100,6 @@ def _cannot_bind(host: str, port: int, error: Exception) -> LucevisorError:
     )
 
 
-_CLOSING_S = 2.0
-_LAST_EVENTS_S = 1.0
-_LINGER_S = 1.0
-_STARTS_PER_ITERATION = 16
-
-
 def create_app(*contexts: AppContext) -> web.Application:
     """Return the application of models; fields of the contexts that are set later take effect immediately."""
     models = ServedModels(contexts)
@@ -117,7 +111,7 @@ def create_app(*contexts: AppContext) -> web.Application:
     app[ACTIVE] = ActiveRequests()
     app[BUFFERED_BODIES] = BufferedBodies()
     app[RESPONSE_STORE] = ResponseStore(ctx.settings.stored_responses, ctx.settings.stored_bytes)
-    app[START_TURNS] = asyncio.Semaphore(_STARTS_PER_ITERATION)
+    app[START_TURNS] = asyncio.Semaphore(16)
     app.on_response_prepare.append(set_headers)
     app.on_shutdown.append(_close_preprocessor)
     for route in ROUTES:
@@ -139,7 +133,7 @@ async def serve(
 
     `tls`: its certificate may be loaded again at any time, for the connections from then on.
     """
-    runner = ConnectionRunner(app, app[APP_CONTEXT].settings, app[METRICS], _CLOSING_S)
+    runner = ConnectionRunner(app, app[APP_CONTEXT].settings, app[METRICS], 2.0)
     await runner.setup()
     for sock in sockets:
         await web.SockSite(runner, sock, ssl_context=tls, backlog=BACKLOG).start()
@@ -161,7 +155,7 @@ async def drain(runner: web.AppRunner, deadline_s: float) -> bool:
     for context in list(active.contexts):
         context.cancel()
     left_s = max(0.0, deadline_s - (time.monotonic() - started))
-    await wait_until_idle(lambda: len(active.contexts), _LAST_EVENTS_S + left_s)
+    await wait_until_idle(lambda: len(active.contexts), 1.0 + left_s)
     return ended
 
 
@@ -171,9 +165,7 @@ async def _wait_until_quiet(runner: web.AppRunner, deadline_s: float) -> bool:
     while await wait_until_idle(lambda: len(contexts), end - time.monotonic()):
         if server is None or not server.connections:
             return True
-        await wait_until_idle(
-            lambda: 0 if contexts else len(server.connections), min(_LINGER_S, end - time.monotonic())
-        )
+        await wait_until_idle(lambda: 0 if contexts else len(server.connections), min(1.0, end - time.monotonic()))
         if not contexts:
             return True
     return False

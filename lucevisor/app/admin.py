@@ -14,7 +14,7 @@ import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -36,13 +36,9 @@ from lucevisor.snapshots.store import SnapshotStore
 
 log = structlog.get_logger("lucevisor.admin")
 
-MAX_COMMAND_BYTES: Final = 1 << 20
-MAX_SHOWN_CHARS: Final = 300
-MAX_NAMES: Final = 10_000
-"""Groups or files in one command."""
 
 Command = TypeVar("Command", bound=msgspec.Struct)
-Names = Annotated[list[str], msgspec.Meta(max_length=MAX_NAMES)]
+Names = Annotated[list[str], msgspec.Meta(max_length=10_000)]
 
 
 class CacheOperations:
@@ -231,7 +227,7 @@ async def _read_command(request: web.Request, kind: type[Command], default: byte
     try:
         return msgspec.json.decode(await request.read() or default, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise ApiError(400, f"the body is invalid: {str(e)[:MAX_SHOWN_CHARS]}") from None
+        raise ApiError(400, f"the body is invalid: {str(e)[:300]}") from None
 
 
 def create_admin_app(port: AdminPort) -> web.Application:
@@ -258,7 +254,7 @@ def create_admin_app(port: AdminPort) -> web.Application:
         changed = await port.reload(command.set)
         return json_response({**port.status(), "changed": changed})
 
-    app = web.Application(middlewares=[_own_user_only], client_max_size=MAX_COMMAND_BYTES)
+    app = web.Application(middlewares=[_own_user_only], client_max_size=1 << 20)
     app.add_routes(
         [
             web.get("/status", status),

@@ -39,7 +39,6 @@ SERVING: Final = b"serving"
 GIVEN: Final = b"given"
 SAVED: Final = b"saved"
 ANSWER_S: Final = 5.0
-SERVING_S: Final = 60.0
 _MAX_BYTES: Final = 1 << 16
 _MAX_SOCKETS: Final = 16
 
@@ -117,7 +116,7 @@ class HandoverServer:
         if reply.refused:
             return False
         log.info("handing over", to_pid=request.pid)
-        async with asyncio.timeout(SERVING_S):
+        async with asyncio.timeout(60.0):
             if await loop.sock_recv(connection, _MAX_BYTES) != SERVING:
                 raise OSError("the other supervisor ended before it served")
         self._source.on_served(request)

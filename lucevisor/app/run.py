@@ -67,12 +67,6 @@ from lucevisor.supervision.events import State
 from lucevisor.supervision.machine import SupervisionLimits
 from lucevisor.text.template import TEMPLATE_KEY, ChatTemplate
 
-FETCH_S = 6 * 3600.0
-"""Time that systemd grants the download of a model file."""
-
-RUN_DIRECTORY_S = 1.0
-"""Seconds between two checks of the run directory."""
-
 log = structlog.get_logger("lucevisor")
 
 
@@ -207,7 +201,7 @@ def _open_log(config: Config, run_dir: RunDirectory, options: RunOptions) -> str
 
 def _report_download(what: str) -> None:
     log.info("fetching", what=what)
-    Notifier().send(STATUS=f"fetching {what}", EXTEND_TIMEOUT_USEC=int(FETCH_S * 1e6))
+    Notifier().send(STATUS=f"fetching {what}", EXTEND_TIMEOUT_USEC=6 * 3600 * 10**6)  # for the download
 
 
 _LIVE_KEYS: Final = {"log.level", "server.api_keys_file", "server.admin_keys_file", "server.cors_origins"}
@@ -399,7 +393,7 @@ class Supervisor:
         """Recreate the run directory when parts of it were removed, so that commands find this process."""
         result = ""
         while True:
-            await asyncio.sleep(RUN_DIRECTORY_S)
+            await asyncio.sleep(1.0)
             if not self.url or self._handover.pending or self.run_dir.is_intact:
                 continue
             try:

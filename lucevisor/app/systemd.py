@@ -15,7 +15,6 @@ import structlog
 log = structlog.get_logger("lucevisor.systemd")
 
 _FIRST_FD: Final = 3
-_SEND_S: Final = 1.0
 _REPEATED: Final = {"WATCHDOG", "STATUS", "EXTEND_TIMEOUT_USEC"}
 _POLL_S: Final = 0.25
 EXTEND_S: Final = 30.0
@@ -45,7 +44,7 @@ class Notifier:
         lines = (f"{name}={str(value).replace(chr(10), ' ')}" for name, value in values.items())
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-                sock.settimeout(0.0 if values.keys() <= _REPEATED else _SEND_S)  # the queue is full: systemd is busy
+                sock.settimeout(0.0 if values.keys() <= _REPEATED else 1.0)  # the queue is full: systemd is busy
                 sock.connect(self._address)
                 sock.send("\n".join(lines).encode())
         except OSError as error:

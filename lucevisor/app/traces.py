@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger("lucevisor")
 
 _ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_FLUSH_S: Final = 2.0
 
 
 class Traces:
@@ -66,7 +65,7 @@ class Traces:
         span.end(_ns(epoch_s + request.ended_s))
         return format_trace_id(span.get_span_context().trace_id)
 
-    async def close(self, seconds: float = _FLUSH_S) -> None:
+    async def close(self, seconds: float = 2.0) -> None:
         # A thread of its own: an exporter tries again for 10 s or more, and the loop's executor would wait for it.
         loop, sent = asyncio.get_running_loop(), asyncio.Event()
 

@@ -28,8 +28,6 @@ READY_S: Final = 600.0
 HEARTBEAT_S: Final = 3.0
 """After this long without a heartbeat a daemon is replaced, while faults are injected."""
 FOREVER_S: Final = 100_000.0
-AIM_S: Final = 10.0
-"""Seconds that a fault waits for a daemon to save or restore a snapshot; then it hits any daemon."""
 _POLL_S: Final = 0.02
 
 
@@ -147,7 +145,7 @@ async def restore(target: Target, rng: random.Random) -> None:
 
 async def _kill_with(target: Target, rng: random.Random, ending: str) -> None:
     """SIGKILL to a daemon at the moment it has a file with such a name open."""
-    end_s = time.monotonic() + AIM_S
+    end_s = time.monotonic() + 10.0
     pids = list((await target.daemons()).values())
     while time.monotonic() < end_s:
         for pid in pids:

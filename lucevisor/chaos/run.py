@@ -36,11 +36,6 @@ from lucevisor.source_tree import module_command
 NAME: Final = "chaos"
 START_S: Final = 600.0
 STOP_S: Final = 60.0
-IDLE_S: Final = 60.0
-ORDER_S: Final = 300.0
-"""Longest restart or reload."""
-TWO_AT_ONCE: Final = 0.25
-"""Probability of a second fault while the first one lasts."""
 _POLL_S: Final = 0.05
 
 EXACT: Final = (
@@ -136,7 +131,7 @@ class Chaos:
 
         async def order(method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
             return await asyncio.to_thread(
-                AdminClient(socket).call, method, path, body, 30.0 if body is None else ORDER_S
+                AdminClient(socket).call, method, path, body, 30.0 if body is None else 300.0
             )
 
         async def take_over() -> None:
@@ -190,7 +185,7 @@ class Chaos:
             left = left or self._rng.sample(self._faults, len(self._faults))
             names = [left.pop()]
             others = [name for name in self._faults if name != names[0]]
-            if others and n_done + 1 != n_faults and self._rng.random() < TWO_AT_ONCE:
+            if others and n_done + 1 != n_faults and self._rng.random() < 0.25:
                 names.append(self._rng.choice(others))
             n_done += len(names)
             self._print(" and ".join(names))
@@ -207,7 +202,7 @@ class Chaos:
 
     async def _check_idle(self, target: Target) -> None:
         """Wait until no request runs, and report what the supervisor still holds."""
-        end_s = time.monotonic() + IDLE_S
+        end_s = time.monotonic() + 60.0
         # A restored snapshot is judged by a request of its own.
         while (status := await target.status())["engine"]["running"] and time.monotonic() < end_s:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
@@ -249,9 +244,6 @@ def _socket(directory: Path) -> Path:
     return directory / "lucevisor" / NAME / "admin.sock"
 
 
-_N_SHOWN = 5
-
-
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=False)
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key.")
@@ -284,7 +276,7 @@ def chaos(
     seconds = 60 * minutes if n_faults is None else math.inf
     report = Chaos(file, overrides, seed, faults or tuple(FAULTS)).run(seconds, n_faults)
     click.echo(_json(report) if as_json else _table(report))
-    for problem in [*report.total.wrong, *report.total.lost, *report.left][:_N_SHOWN]:
+    for problem in [*report.total.wrong, *report.total.lost, *report.left][:5]:
         click.echo(problem, err=True)
     return ExitCode.DONE if report.passed else ExitCode.FAILED
 

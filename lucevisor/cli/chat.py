@@ -33,7 +33,6 @@ HELP = """\
 /quit, Ctrl-D         end
 A line that ends with \\ goes on in the next one. Ctrl-C stops an answer."""
 COMMANDS = ("/new", "/system", "/temperature", "/think", "/help", "/quit")
-HISTORY_LINES = 1000
 
 
 @dataclass
@@ -120,7 +119,7 @@ def _line_editing() -> Iterator[None]:
 
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     file = state / "lucevisor" / "chat_history"
-    readline.set_history_length(HISTORY_LINES)
+    readline.set_history_length(1000)
     readline.set_completer_delims(" ")
     readline.set_completer(_completion)
     readline.parse_and_bind("tab: complete")

@@ -26,12 +26,10 @@ from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import target_options
 from lucevisor.errors import ExitCode, NotRunningError, nearest
 
-MAX_LINES = 1_000_000
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _SEVERITY: Final = logging.getLevelNamesMapping()
 _POLL_S: Final = 0.2  # between reads with --follow
 _READ_BYTES: Final = 64 * 2**10
-_LINE_BYTES: Final = 16 * 2**20  # longer lines are not ours and are skipped
 
 
 class Since(click.ParamType[float]):
@@ -52,7 +50,7 @@ class Since(click.ParamType[float]):
 @click.command()
 @click.argument("group", required=False)
 @click.option("-f", "--follow", is_flag=True, help="Keep printing new lines until the supervisor ends.")
-@click.option("-n", "--lines", "last", type=click.IntRange(0, MAX_LINES), help="Print only the last N lines.")
+@click.option("-n", "--lines", "last", type=click.IntRange(0, 1_000_000), help="Print only the last N lines.")
 @click.option(
     "--since", "since_s", type=Since(), help="Print only records since 90s, 10m, 2h, 1d ago, or since 2026-11-22T21:00."
 )
@@ -183,7 +181,7 @@ class LogReader:
         while True:
             data = os.pread(file.fileno(), n_bytes, self._offset)
             end = data.rfind(b"\n") + 1
-            if not end and len(data) >= _LINE_BYTES:  # not ours: skip it
+            if not end and len(data) >= 16 * 2**20:  # not ours: skip it
                 self._offset += len(data)
                 return []
             if end or len(data) < n_bytes:

@@ -15,9 +15,6 @@ from lucevisor.cli.admin_client import AdminClient, call_and_watch
 from lucevisor.cli.options import SECONDS, target_options
 from lucevisor.errors import ExitCode, LucevisorError, NotRunningError
 
-PIPED_COLUMNS = 80
-"""Width of tables that are not printed to a terminal."""
-
 
 @click.command()
 @target_options
@@ -56,7 +53,7 @@ def status(name: str | None, socket: Path | None, as_json: bool, kernels: bool, 
 
         from lucevisor.cli.status_view import kernel_table, status_view
 
-        console = Console() if sys.stdout.isatty() else Console(width=PIPED_COLUMNS)
+        console = Console() if sys.stdout.isatty() else Console(width=80)
         folds = console.is_terminal
         view = kernel_table(answer) if kernels else status_view(answer, folds=folds, verbose=verbose)
         console.print(view, soft_wrap=not folds)

@@ -20,8 +20,6 @@ STYLES = {"ready": "green", "attached": "green", "failed": "bold red", "quaranti
 CHANGING = "yellow"
 """Style of the states in between, such as loading or backoff."""
 
-SHOWN_POSITIONS = 8
-
 
 def styled_state(state: str) -> Text:
     return Text(state, STYLES.get(state, CHANGING))
@@ -190,7 +188,7 @@ def draft_lines(d: dict[str, Any], *, verbose: bool = False) -> list[str]:
     if not verbose:
         return lines
     n_looked_up = d["lookups"]["slices"]
-    positions = " ".join(f"{share:.2f}" for share in d["acceptance_by_position"][:SHOWN_POSITIONS])
+    positions = " ".join(f"{share:.2f}" for share in d["acceptance_by_position"][:8])
     apart = [
         f"{origin} {counts['acceptance_length']:.2f} ({counts['verify_slices']} slices)"
         for origin, counts in d["origins"].items()

@@ -38,11 +38,9 @@ from lucevisor.placement.formatting import format_bytes, format_seconds
 
 _QUIT = ("q", "Q", "\x1b")
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_HISTORY = 60
 _MAX_REQUESTS = 20
 _BAR = (24, 72)
 """Columns of a bar on narrow and on wide terminals."""
-_BESIDE_BAR = 56
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ def top(name: str | None, socket: Path | None, every_s: float) -> int:
     client = AdminClient(find_supervisor(name, socket).socket)
     console = Console()
     every_s = max(0.1, every_s)
-    before, speeds = client.call("GET", "/status"), deque[float](maxlen=_HISTORY)
+    before, speeds = client.call("GET", "/status"), deque[float](maxlen=60)
     began = time.monotonic()
     try:
         if not console.is_terminal:
@@ -147,7 +145,7 @@ def stage_loads(before: Status, now: Status, seconds: float) -> list[StageLoad]:
 
 def screen(before: Status, now: Status, seconds: float, speeds: deque[float], width: int = 80) -> RenderableType:
     """Return all of it for one pair of answers, ``width`` columns wide at most."""
-    bar_width = min(_BAR[1], max(_BAR[0], width - _BESIDE_BAR))
+    bar_width = min(_BAR[1], max(_BAR[0], width - 56))
     engine = now["engine"]
     counts = f"  running {engine['running']}  queued {engine['queued']}  held {engine['held']}"
     speed = Text.assemble((f"{engine['tokens_per_s']:8.1f}", "bold"), " tokens/s ", (_spark(speeds), "cyan"), counts)

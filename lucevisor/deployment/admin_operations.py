@@ -94,9 +94,6 @@ async def restore_state(state: ExportedState, later: Deployment) -> RestoredStat
     return RestoredState(links.values(), state.with_draft and later.draft_group in groups)
 
 
-PREPARE_S: Final = 15.0
-"""Timeout in seconds for a warm spare before an orderly restart; requests run meanwhile."""
-
 log = structlog.get_logger("service")
 
 
@@ -125,7 +122,7 @@ class AdminOperations:
                 raise LucevisorError("the supervisor is stopping")
             if not now:
                 with contextlib.suppress(TimeoutError):  # the restart takes longer without
-                    async with suspend_clock.timeout(PREPARE_S):
+                    async with suspend_clock.timeout(15.0):
                         await supervised.prepare()
             await supervised.restart(now=now, deadline_s=RESTART_S)
             service.restart_reasons[group]["operator"] += 1

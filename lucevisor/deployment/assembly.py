@@ -406,10 +406,6 @@ class RestoredState(NamedTuple):
     with_draft: bool = False
 
 
-_SETTLE_S: Final = 1.0
-"""Seconds that a load waits for steps in flight to other stages, to carry the steps to replay."""
-
-
 class ReplacementState:
     """State for the next daemon of each group: exported state in host memory, or steps to replay while loading."""
 
@@ -426,7 +422,7 @@ class ReplacementState:
         self._close_rows(group)
         if assembly is None or assembly.complete:
             return LoadOrder(load)
-        replay = None if group in self._exported or not replays else await assembly.replay(group, _SETTLE_S)
+        replay = None if group in self._exported or not replays else await assembly.replay(group, 1.0)
         if replay is None:
             return LoadOrder(replace(load, warm_up=not assembly.holding))
         self._rows[group] = replay.file

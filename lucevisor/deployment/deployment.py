@@ -162,8 +162,6 @@ def infeasible_reason(placement: Placement | Infeasible, sizes: Placement | None
     )
 
 
-WATCH_S = 1.0
-
 _EXPONENTS: Final = {
     Dtype.FLOAT32: (np.uint32, 0x7F800000),
     Dtype.FLOAT16: (np.uint16, 0x7C00),
@@ -560,7 +558,7 @@ class Deployment:
         """Once a second, report work that has taken a daemon longer than the limit."""
         clock, seen_at = SuspendAwareClock(), dict[tuple[str, str], float]()
         while True:
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(1.0)
             try:
                 now = clock()
                 seen_at = {work: seen_at.get(work, now) for work in self._work_in_progress()}

@@ -6,12 +6,8 @@ Pure, but for the cores of this process.
 from __future__ import annotations
 
 import os
-from typing import Final
 
 from lucevisor.config import Config, DeviceRef
-
-SPIN_S: Final = 0.02
-"""Seconds that a daemon polls for the rows of a step where a core is free; most stages decode in less."""
 
 
 def usable_cores() -> list[int]:
@@ -45,4 +41,4 @@ def spin_s(config: Config) -> float:
     """Return how long daemons poll for rows: 0 unless every compute thread and the supervisor have a core."""
     n_cores = len(usable_cores())
     n_busy = 1 + sum(max(1, group_threads(config, name)) for name in config.groups)
-    return SPIN_S if n_busy <= n_cores else 0.0
+    return 0.02 if n_busy <= n_cores else 0.0  # most stages decode in less

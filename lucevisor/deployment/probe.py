@@ -32,9 +32,6 @@ from lucevisor.protocol.loading import ArenaPlan, DeviceInfo
 from lucevisor.protocol.messages import Check, CheckLine, Measure, Timing, Tune
 from lucevisor.supervision.probe import Probe, launching, probe
 
-CHECK_S = 300.0
-TUNE_S = 600.0
-
 
 async def inventory(config: Config) -> tuple[dict[str, list[DeviceInfo]], dict[str, str]]:
     """Return the devices of every group whose interpreter answers, and the problem of each other group."""
@@ -50,7 +47,7 @@ async def probe_groups(config: Config, check: Callable[[str], tuple[Check, list[
 
         async def ask(name: str) -> Probe:
             request = check(name) if check is not None else None
-            return await probe(config.groups[name], launcher, group_devices(config, name), request, CHECK_S)
+            return await probe(config.groups[name], launcher, group_devices(config, name), request, 300.0)
 
         return dict(zip(config.groups, await asyncio.gather(*map(ask, config.groups)), strict=True))
 
@@ -74,7 +71,7 @@ async def tune(files: Sequence[Path], config: Config) -> list[CheckLine]:
             indices = [0] if on_cpu else group_devices(config, group)  # all indices of a cpu group are one device
             request = Tune(indices, group_threads(config, group), model_options(config))
             check = Check([str(f) for f in files], 0, Dtype.BFLOAT16, tune=request)
-            answer = await probe(config.groups[group], launcher, indices, (check, []), TUNE_S)
+            answer = await probe(config.groups[group], launcher, indices, (check, []), 600.0)
             if answer.checked is None:
                 raise LucevisorError(f"groups.{group} was not tuned: {answer.problem}")
             failed = [line for line in answer.checked.lines if not line.ok]

@@ -44,8 +44,6 @@ from lucevisor.snapshots.file_format import DraftModel
 BLOCK_BYTES = 64 << 20
 READ_BYTES = 1 << 20
 """Bytes read and hashed at a time: they fit the processor's cache, and the interpreter lock is released meanwhile."""
-NICE = 10
-"""Niceness of the hashing threads, because requests and loading come first where cores are few."""
 
 _CUT = "unexpected end of file: it was truncated after it was opened; download it again"
 
@@ -181,7 +179,7 @@ def _check_unchanged(files: GgufFiles) -> None:
 
 
 def _lower_priority() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # of this thread alone
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread: requests come first
 
 
 TICK_S = 0.1

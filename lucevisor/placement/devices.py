@@ -22,9 +22,6 @@ HOST_RESERVE = 0.1
 """Share of the host's available memory kept free for the page cache, the supervisor and other programs."""
 HOST_PAGES = 0.25
 """Share of the host's usable memory for automatic pages beyond one sequence; other programs run there, too."""
-DEVICE_RESERVE_BYTES = 512 << 20
-DEVICE_RESERVE = 0.01
-"""Kept free on a GPU for fragmentation of the allocator: a constant, and a share of the device's memory."""
 SPARE_DEVICE_BYTES = 800 << 20
 SPARE_HOST_BYTES = 300 << 20
 """Memory of a spare: a context on each GPU of its group, and host memory."""
@@ -174,7 +171,7 @@ def _uses(config: Config, device: DeviceRef, backend: Backend) -> bool:
 def _reserve(target: TargetDevice, free_bytes: int) -> int:
     if target.backend is Backend.CPU or target.info is None:
         return int(free_bytes * HOST_RESERVE)
-    return DEVICE_RESERVE_BYTES + int(target.info.total_bytes * DEVICE_RESERVE)
+    return (512 << 20) + int(target.info.total_bytes * 0.01)  # for fragmentation of the allocator
 
 
 def _spare_bytes(target: TargetDevice, targets: Sequence[TargetDevice]) -> int:

@@ -26,12 +26,8 @@ from lucevisor.placement.result import (
 )
 from lucevisor.protocol.loading import DraftKind, SpeculationSettings, score_pools
 
-LOOKUP_DRAFTS = 8
-"""``auto`` without a drafter: repeated text is accepted in long runs."""
 REFERENCE_TOKENS = 32768
 """Context that an automatic drafter must leave room for, and that automatic ranges are balanced for."""
-MIN_DRAFTS = 4
-"""``auto``: not fewer than these, however many sequences run at once."""
 
 
 def memory_use(cost: CostModel, shard: Shard, steps: StepSizes) -> MemoryUse:
@@ -101,11 +97,11 @@ def choose_drafting(config: Config, draft: DrafterSizing | None, max_sequences: 
     kind = DraftKind.MTP if draft is None else draft.kind
     if draft is None and not lookup:
         return SpeculationSettings()
-    limit = LOOKUP_DRAFTS if draft is None else draft.spec.max_drafts
+    limit = 8 if draft is None else draft.spec.max_drafts  # repeated text is accepted in long runs
     settings = SpeculationSettings(drafter=draft is not None, lookup=lookup, kind=kind)
     if width == "auto":
         preferred = limit if draft is None else min(limit, 2 * draft.spec.default_drafts)
-        n_drafts = min(preferred, max(MIN_DRAFTS, engine.usual_chunk // max_sequences))
+        n_drafts = min(preferred, max(4, engine.usual_chunk // max_sequences))
         return structs.replace(settings, max_drafts=n_drafts)
     if draft is not None and width > limit:
         why = f"is more than the {limit} tokens that the drafter {draft.spec.model.name} drafts"

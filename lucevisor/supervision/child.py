@@ -248,7 +248,6 @@ def explain_kill(before: int | None, after: int | None) -> str:
 
 
 _READ_BYTES = 65536
-_DRAIN_AT_EXIT_BYTES = 4 * 2**20
 _SHORTAGES = {
     errno.EMFILE: "the supervisor's limit of open files (`ulimit -n`) is reached",
     errno.ENFILE: "the machine's limit of open files (fs.file-max) is reached",
@@ -256,11 +255,6 @@ _SHORTAGES = {
     errno.ENOMEM: "the machine is out of memory",
 }
 """Shortages that pass by themselves and are not the group's fault."""
-_CHILD_FILES = 4096
-"""Limit of a daemon's open files, where the hard limit allows it.
-
-That of the supervisor is higher, for connections.
-"""
 _CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 _SIGNALS = {
     ProcessSignal.STACKS: (signal.SIGUSR1, signal.SIGCONT),  # a stopped process handles no signal until it is continued
@@ -392,7 +386,7 @@ class Child:
         self._pidfd = -1
         self._process.returncode = -1 if code is None else code  # so that Popen does not wait for it
         for stream in ("stdout", "stderr"):
-            left = _DRAIN_AT_EXIT_BYTES  # a grandchild may hold the pipe and write on
+            left = 4 * 2**20  # a grandchild may hold the pipe and write on
             while left > 0 and (taken := self._read(stream)):
                 left -= taken
             self._close_pipe(stream)
@@ -408,7 +402,8 @@ def _limit_files(pid: int) -> None:
     """Set a daemon's own limit of open files."""
     with contextlib.suppress(OSError):  # it has ended, or this is not permitted: it keeps the supervisor's
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(soft, _CHILD_FILES), hard))
+        # The supervisor's is higher, for connections.
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(soft, 4096), hard))
 
 
 def find_python(python: str, path: str | None) -> str:

@@ -31,8 +31,6 @@ from lucevisor.supervision.spares import Spares, SpareStatus
 
 _log = structlog.get_logger("lucevisor.supervision")
 
-_BEYOND_S = 5.0  # how long after the deadline of the machine a wait gives up
-
 
 class RefusedError(LucevisorError):
     """A request that a group cannot carry out now. The message has the reason and a remedy."""
@@ -155,7 +153,7 @@ class GroupSupervisor:
         deadlines. `drain_s` lets running steps finish; at `deadline_s` the process is killed.
         """
         self._request(ev.StopRequested(deadline_s, drain_s))
-        state = await self._wait_for(self._is_stopped, deadline_s + self.limits.reap_s + _BEYOND_S)
+        state = await self._wait_for(self._is_stopped, deadline_s + self.limits.reap_s + 5.0)
         await self._spares.wait_until_reaped()
         return state
 

@@ -161,9 +161,6 @@ class _Escalation(Enum):
     KILL = auto()
 
 
-_EARLY_S = 0.01  # event loops count milliseconds
-
-
 class Timers:
     """Each change returns the instructions that carry it out."""
 
@@ -195,7 +192,7 @@ class Timers:
         due = self._due.get(timer)
         if due is None:
             return False
-        if now < due - _EARLY_S:
+        if now < due - 0.01:  # event loops count milliseconds
             return StartTimer(timer, due - now)
         del self._due[timer]
         return True

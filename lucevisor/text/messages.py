@@ -12,7 +12,6 @@ from typing import Any, Final, NoReturn
 
 from lucevisor.errors import LucevisorError
 
-_MAX_DIGITS: Final = 1000
 _REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
 _SYSTEM: Final = ("system", "developer")
 _SHORT_ID: Final = re.compile("[a-zA-Z0-9]{9}")
@@ -144,7 +143,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _integer(digits: str) -> object:
-    return int(digits) if len(digits) <= _MAX_DIGITS else digits
+    return int(digits) if len(digits) <= 1000 else digits
 
 
 def _real(digits: str) -> object:

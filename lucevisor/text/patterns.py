@@ -14,7 +14,6 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from lucevisor.text.llguidance_limits import LIMITS, TRIAL_LIMITS, GrammarError, is_panic
 
 _END: Final = 256  # the token after the 256 bytes
-_TRIED_CHARACTERS: Final = 8
 _SEARCHES: Final = threading.Lock()  # of searches, which are made by workers and by the event loop
 _CONTROLS: Final = {"0": r"\x00", "b": r"\x08"}
 _QUANTIFIER: Final = re.compile(r"\{\d+(,\d*)?\}")
@@ -117,7 +116,7 @@ def exceeds_work_limit(grammar: str) -> bool:
     """Return whether the first characters of a text take llguidance too much work, by a grammar of texts (as JSON)."""
     try:
         matcher = LLMatcher(_byte_tokens(), f'{{"grammars":[{grammar}]}}', log_level=0, limits=TRIAL_LIMITS)
-        for n_taken in range(_TRIED_CHARACTERS):
+        for n_taken in range(8):
             row = matcher.compute_bitmask()
             if matcher.is_error():
                 return True

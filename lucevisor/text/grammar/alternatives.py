@@ -16,8 +16,6 @@ from lucevisor.text.patterns import MAX_PATTERNS, PatternError, checked, matches
 from lucevisor.text.references import Schema, resolved_name
 
 MAX_ALTERNATIVES: Final = 64
-MAX_COMPARED: Final = 10_000
-"""Pairs of alternatives of one tool that are compared."""
 
 _COMPOSING: Final = frozenset(
     [
@@ -173,7 +171,7 @@ class Alternatives:
     def _disjoint(self, first: Mapping[str, Any], second: Mapping[str, Any], where: str, depth: int) -> bool:
         """Return whether no value fits both alternatives; False where that is not cheap to decide."""
         self._n_compared += 1
-        if self._n_compared > MAX_COMPARED:
+        if self._n_compared > 10_000:
             return False
         first, second = _fitting(dict(first)), _fitting(dict(second))
         kinds = set(first["type"]) & set(second["type"])

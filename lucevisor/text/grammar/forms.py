@@ -25,7 +25,6 @@ _REPEATS: Final = re.compile(r"\{\s*(\d+)\s*(?:(,)\s*(\d*)\s*)?\}")
 _ESCAPED: Final = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 _REFERENCE: Final = re.compile(r"\bg\d+\b")  # texts are single characters, so it stands in none
 _LETTERS: Final = {"n": "\n", "r": "\r", "t": "\t"}
-_MAX_DEPTH: Final = 200
 _MAX_REPEATS: Final = 100_000
 
 
@@ -64,7 +63,7 @@ class _Reader:
 
     def _alternatives(self) -> str:
         self._depth += 1
-        if self._depth > _MAX_DEPTH:
+        if self._depth > 200:
             raise GrammarError("it is nested too deep")
         sequences = [self._sequence()]
         while self._peek() == "|":

@@ -15,13 +15,9 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from lucevisor.text.llguidance_limits import LIMITS, GrammarError, is_panic
 from lucevisor.text.tokenizer import Tokenizer
 
-MAX_CACHED: Final = 32
-"""Compiled grammars that are kept for the next request with the same one."""
-
 # Fuel is llguidance's measure of work; its documentation gives 14 to 50 thousand a millisecond.
 
 _TOO_MANY_STATES: Final = "too many states"
-_REPLAYS: Final = 8  # of a token, on average: each takes less than the mask before it
 _TOO_MUCH: Final = "it takes too much work"
 _ALL: Final = 0xFF
 _SLOW_S: Final = 0.002  # checking drafts takes some 10 us
@@ -107,7 +103,7 @@ class Matcher:
         """
         if not self._shares:
             full = _TOO_MANY_STATES in self._matcher.get_error()
-            if not full or self.n_tokens - self._n_replayed < self._n_replayed / _REPLAYS:
+            if not full or self.n_tokens - self._n_replayed < self._n_replayed / 8:
                 return False
         self._shares = False
         self._matcher = self._grammar.renewed()
@@ -166,7 +162,7 @@ class GrammarCompiler:
             compiled = Grammar(functools.partial(_compiled, self._tokens, grammar), self._tokenizer.n_vocab)
             _try_out(compiled)
             self._kept[grammar] = compiled
-            if len(self._kept) > MAX_CACHED:
+            if len(self._kept) > 32:
                 self._kept.popitem(last=False)
             return compiled
 

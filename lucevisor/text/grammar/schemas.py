@@ -24,7 +24,6 @@ MAX_DEPTH: Final = 80
 """Schemas within one another, references followed: llguidance follows them on its stack."""
 
 _MAX_DEFINITIONS: Final = 5_000
-_MAX_CHOICES: Final = 100  # alternatives that one keyword is written as
 _EXACT: Final = 2**53  # llguidance reads numbers as floats
 _MAX_COUNT: Final = 2**31  # more than any answer has characters
 _ALL_KINDS: Final = ("null", "boolean", "object", "array", "number", "string")
@@ -643,7 +642,7 @@ def _relaxed(ready: Ready, error: str) -> tuple[Ready, str]:
     if patterns.nothing_fits(error):
         return ready, error
     places = [(schema, key) for schema in _schemas(ready) for key in _RELAXED if key in schema]
-    for schema, key in places if len(places) <= _MAX_CHOICES else ():
+    for schema, key in places if len(places) <= 100 else ():
         copy = dict(schema)
         _without(schema, key)
         if not (after := _compile_error(ready)) or patterns.nothing_fits(after):

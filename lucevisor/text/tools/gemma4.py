@@ -28,7 +28,6 @@ _JSON_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BARE: Final = re.compile(r"[^,{}\[\]]+")
 _SINGLE: Final = re.compile(r"'([^'\\]*)'(?=\s*[,}\]])")
 _BARE_KEY: Final = re.compile(r"[^\s:=,{}\[\]<>\"']+")
-_MAX_SCHEMAS: Final = 24  # within one another, references aside
 _SCALARS: Final = ("null", "boolean", "integer", "number")
 _OF_SCALARS: Final = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
 _KEYWORDS: Final = frozenset(
@@ -184,7 +183,7 @@ class _ValueWriter:
         key = json.dumps(schema, sort_keys=True)
         if key in self._names:
             return self._names[key]
-        if depth > _MAX_SCHEMAS:
+        if depth > 24:
             raise GrammarError(f"{where}: it is nested too deep")
         alternatives = self._alternatives.of(schema, where)
         if any(len(option["type"]) == len(ANY_TYPE) and not _KEYWORDS & option.keys() for option in alternatives):
