@@ -1,4 +1,4 @@
-"""How much of the schemas of jsonschemabench is enforced?  Prints the tables of docs/constrained-output.md.
+"""How much of the schemas of jsonschemabench is enforced?  Prints the figures of docs/constrained-output.md.
 
     python bench/jsonschemabench.py REPOSITORY/maskbench/data [NAME.json ...] [--jobs 16] [--part schemas|walks]
 
