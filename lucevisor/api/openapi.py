@@ -81,7 +81,6 @@ ROUTES: Final = (
     _route("POST", "/v1/responses", responses.create_response, responses.ResponsesBody, _EVENTS),
     _route("POST", "/v1/responses/input_tokens", responses.count_input_tokens, responses.ResponsesBody),
     _route("GET", "/v1/responses/{id}", responses.get_response),
-    _route("GET", "/v1/responses/{id}/input_items", responses.list_input_items, query=responses.InputItemsQuery),
     _route("DELETE", "/v1/responses/{id}", responses.delete_response),
     _route("GET", "/v1/models", info.models),
     _route("GET", "/v1/models/{id:.+}", info.model),

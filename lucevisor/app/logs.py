@@ -31,9 +31,6 @@ FILE_BYTES: Final = 8 * 2**20
 N_OLD_FILES: Final = 3
 """A file that reaches FILE_BYTES becomes FILE.1, and that FILE.2; the oldest of N_OLD_FILES is removed."""
 
-REFUSALS_PER_S: Final = 10.0
-REFUSALS_BURST: Final = 100.0
-"""Limit of log records about refused requests.  The next written record has the number of those left out."""
 
 STARTED: Final = "supervisor starts"
 """The first record of a run."""
@@ -173,31 +170,6 @@ def _stderr_writer(stream: IO[str]) -> Callable[[bytes], None]:
     return write
 
 
-class RefusalLimit:
-    """Rate limit (token bucket) for log records about refused or malformed requests, which anybody can send."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._tokens, self._filled_s = REFUSALS_BURST, clock()
-        self._n_left_out = 0
-
-    def __call__(self, _: WrappedLogger, __: str, event: EventDict) -> EventDict:
-        status = event.get("status")
-        refused = isinstance(status, int) and 400 <= status < 500
-        if event.get("event") != "malformed request" and not (refused and event.get("event") == "request"):
-            return event
-        now = self._clock()
-        self._tokens = min(REFUSALS_BURST, self._tokens + (now - self._filled_s) * REFUSALS_PER_S)
-        self._filled_s = now
-        if self._tokens < 1.0:
-            self._n_left_out += 1
-            raise structlog.DropEvent
-        self._tokens -= 1.0
-        if self._n_left_out:
-            event["left_out"], self._n_left_out = self._n_left_out, 0
-        return event
-
-
 def configure(
     form: Literal["auto", "console", "json"], level: str, directory: Path | None = None, *, to_terminal: bool = True
 ) -> None:
@@ -218,7 +190,6 @@ def configure(
     ours.setLevel(logging.DEBUG)  # structlog filters by level before a record is made
     structlog.configure(
         processors=[
-            RefusalLimit(),
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),

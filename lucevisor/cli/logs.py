@@ -29,7 +29,7 @@ from lucevisor.errors import ExitCode, NotRunningError, nearest
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _SEVERITY: Final = logging.getLevelNamesMapping()
 _POLL_S: Final = 0.2  # between reads with --follow
-_READ_BYTES: Final = 64 * 2**10
+_READ_BYTES: Final = 2**20
 
 
 class Since(click.ParamType[float]):
@@ -149,7 +149,7 @@ class LogReader:
     """Call `lines` repeatedly, then `close`."""
 
     def __init__(self, path: Path) -> None:
-        self._paths = [path.with_name(f"{path.name}.{n}") for n in range(N_OLD_FILES, 0, -1)] + [path]
+        self._paths = [path, *(path.with_name(f"{path.name}.{n}") for n in range(1, N_OLD_FILES + 1))]
         self._file: BinaryIO | None = None
         self._offset = 0  # of the first line that was not returned
 
@@ -161,56 +161,41 @@ class LogReader:
     def lines(self) -> list[str]:
         """Return some of the next lines; an empty list when there are none yet."""
         while True:
-            files = self._files()  # before the read: no line is added to an old file after it
-            later = list(files)
+            later = self._files()  # before the read: no line is added to an old file after it
             if self._file is not None:
                 if lines := self._read(self._file):
                     return lines
+                inodes = [inode for inode, _ in later]
                 inode = os.fstat(self._file.fileno()).st_ino
-                later = later[later.index(inode) + 1 :] if inode in files else later
+                later = later[inodes.index(inode) + 1 :] if inode in inodes else later
             if not later:
                 return []
-            self._open(files[later[0]], later[0])  # if it was rotated meanwhile, look again
+            inode, path = later[0]
+            with contextlib.suppress(FileNotFoundError):  # if it was rotated meanwhile, look again
+                file = path.open("rb")
+                if os.fstat(file.fileno()).st_ino == inode:
+                    self.close()
+                    self._file, self._offset = file, 0
+                else:
+                    file.close()
 
     def _read(self, file: BinaryIO) -> list[str]:
         """Return the whole lines of one block.
 
-        An incomplete last line is read again, because the writer may truncate it.
+        An incomplete last line is read again, as the writer may truncate it. Longer ones than a block are not ours.
         """
-        n_bytes = _READ_BYTES
-        while True:
-            data = os.pread(file.fileno(), n_bytes, self._offset)
-            end = data.rfind(b"\n") + 1
-            if not end and len(data) >= 16 * 2**20:  # not ours: skip it
-                self._offset += len(data)
-                return []
-            if end or len(data) < n_bytes:
-                break
-            n_bytes *= 2
-        self._offset += end
+        data = os.pread(file.fileno(), _READ_BYTES, self._offset)
+        end = data.rfind(b"\n") + 1
+        self._offset += end or (len(data) if len(data) == _READ_BYTES else 0)
         return [line.decode("utf-8", "replace") + "\n" for line in data[:end].split(b"\n")[:-1]]
 
-    def _open(self, path: Path, inode: int) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            file = path.open("rb")
-            if os.fstat(file.fileno()).st_ino == inode:
-                self.close()
-                self._file, self._offset = file, 0
-            else:
-                file.close()
-
-    def _files(self) -> dict[int, Path]:
-        files, before = self._listed(), None
-        while files != before:  # a file that is renamed meanwhile may be missing
-            files, before = self._listed(), files
-        return files
-
-    def _listed(self) -> dict[int, Path]:
+    def _files(self) -> list[tuple[int, Path]]:
+        """Return inodes and paths, oldest first.  Listed from the newest on, as a rotation renames to older names."""
         files = {}
         for path in self._paths:
             with contextlib.suppress(OSError):
                 files[path.stat().st_ino] = path
-        return files
+        return [*reversed(files.items())]
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ def _plan(config: Config, model: ServedModel, found: Inventory, *, measure: bool
         speeds = asyncio.run(speeds_for(model.spec, model.files, config, found, fresh=True))
     else:
         request = request_for_split(model.spec, config, found)
-        speeds = None if request is None else read_speeds(request, model.spec)
+        speeds = None if request is None else read_speeds(request)
     return make_plan(model.spec, config, found, speeds, model.draft_spec, model.scorer)
 
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import select
-import sys
-import termios
 import time
-import tty
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +30,6 @@ from lucevisor.cli.status_view import (
 from lucevisor.errors import ExitCode
 from lucevisor.placement.formatting import format_bytes, format_seconds
 
-_QUIT = ("q", "Q", "\x1b")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _MAX_REQUESTS = 20
 _BAR = (24, 72)
@@ -59,7 +52,7 @@ class StageLoad:
 @target_options
 @click.option("--every", "every_s", type=SECONDS, default=1.0, show_default=True, help="Seconds between two updates.")
 def top(name: str | None, socket: Path | None, every_s: float) -> int:
-    """Watch tokens/s, load and wait of each stage, memory and requests; q or Ctrl-C ends it.
+    """Watch tokens/s, load and wait of each stage, memory and requests; Ctrl-C ends it.
 
     Without a terminal it is printed once, after one interval.
     """
@@ -75,11 +68,9 @@ def top(name: str | None, socket: Path | None, every_s: float) -> int:
                 screen(before, client.call("GET", "/status"), time.monotonic() - began, speeds, console.width)
             )
             return ExitCode.DONE
-        with (
-            waiting_for_key() as key_within,
-            Live(Text("asking"), console=console, screen=True, auto_refresh=False) as live,
-        ):
-            while key_within(every_s) not in _QUIT:
+        with Live(Text("asking"), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(every_s)
                 now, at = client.call("GET", "/status"), time.monotonic()
                 speeds.append(now["engine"]["tokens_per_s"])
                 live.update(screen(before, now, at - began, speeds, console.width), refresh=True)
@@ -87,37 +78,6 @@ def top(name: str | None, socket: Path | None, every_s: float) -> int:
     except KeyboardInterrupt:
         pass
     return ExitCode.DONE
-
-
-@contextmanager
-def waiting_for_key() -> Iterator[Callable[[float], str]]:
-    """Yield a function that returns the key that is pressed within so many seconds, empty without one."""
-    if not sys.stdin.isatty():
-
-        def sleep(seconds: float) -> str:
-            time.sleep(seconds)
-            return ""
-
-        yield sleep
-        return
-    fd = sys.stdin.fileno()
-    before = termios.tcgetattr(fd)
-
-    def wait(seconds: float) -> str:
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            if not select.select([fd], [], [], left)[0]:
-                break
-            key = os.read(fd, 1).decode(errors="replace")
-            if key in _QUIT or not key:  # empty: the terminal was closed
-                return key or _QUIT[0]
-        return ""
-
-    try:
-        tty.setcbreak(fd)
-        yield wait
-    finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
 def stage_loads(before: Status, now: Status, seconds: float) -> list[StageLoad]:

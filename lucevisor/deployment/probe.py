@@ -26,7 +26,7 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype
 from lucevisor.placement.devices import Inventory
 from lucevisor.placement.planner import model_options
-from lucevisor.placement.speeds import MeasurementRequest, SpeedModel, Speeds, measurement_request
+from lucevisor.placement.speeds import MeasurementRequest, Speeds, measurement_request
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import ArenaPlan, DeviceInfo
 from lucevisor.protocol.messages import Check, CheckLine, Measure, Timing, Tune
@@ -105,16 +105,12 @@ def speed_file(request: MeasurementRequest) -> Path:
     return cache_directory() / f"speeds-{request.conditions.key()}.json"
 
 
-def read_speeds(request: MeasurementRequest, spec: ModelSpec) -> Speeds | None:
+def read_speeds(request: MeasurementRequest) -> Speeds | None:
     """Return the stored speeds of the same request, or None."""
 
     def reject_reason(stored: SpeedFile) -> str:
         if not stored.speeds.valid():
             return "its times are not numbers of 0 or more for each device"
-        try:
-            SpeedModel.of(spec, stored.speeds)
-        except KeyError as error:
-            return str(error.args[0])
         return "" if stored.speeds.conditions == request.conditions else "it describes other devices or another model"
 
     stored = read_json(speed_file(request), SpeedFile, "speed file", reject_reason)
@@ -131,7 +127,7 @@ async def speeds_for(
     request = request_for_split(spec, config, inventory)
     if request is None:
         return None
-    speeds = None if fresh else read_speeds(request, spec)
+    speeds = None if fresh else read_speeds(request)
     if speeds is not None:
         return speeds
     log.info("measuring how fast the devices are", model=spec.name, targets=request.conditions.targets)

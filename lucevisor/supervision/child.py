@@ -89,7 +89,6 @@ def daemon_command(group: GroupConfig, threads: int, python: str) -> list[str]:
 
 N_KEPT_LINES = 400
 LONGEST_LINE = 8192
-LINES_PER_SECOND = 500
 
 
 class OutputLines:
@@ -99,13 +98,10 @@ class OutputLines:
         self.kept: deque[str] = deque(maxlen=N_KEPT_LINES)
         self._rest = bytearray()
         self._cut = False  # the present line is too long: skip to its end
-        self._second = 0.0
-        self._n_passed = 0  # within this second
-        self._n_dropped = 0  # since dropped lines were last reported
 
-    def feed(self, data: bytes, now: float) -> list[str]:
-        """Return the complete lines to log: decoded with replacement, without line ends, empty ones left out."""
-        passed: list[str] = []
+    def feed(self, data: bytes) -> list[str]:
+        """Return the complete lines: decoded with replacement, without line ends, empty ones left out."""
+        lines: list[str] = []
         for part in data.splitlines(keepends=True):  # bytes: at \n, \r (progress bars) and \r\n only
             text = part.rstrip(b"\r\n")
             room = LONGEST_LINE - len(self._rest)
@@ -113,34 +109,17 @@ class OutputLines:
                 self._rest += text[:room]
                 self._cut = len(text) > room
             if len(text) < len(part):
-                passed += self._close(now)
-        return passed
+                lines += self.end()
+        return lines
 
-    def end(self, now: float) -> list[str]:
-        """Return the rest: a last line without a line end, and a line that counts those that were dropped."""
-        passed = self._close(now)
-        return passed + self._report_drops()
-
-    def _close(self, now: float) -> list[str]:
+    def end(self) -> list[str]:
+        """Return a last line without a line end, if there is one."""
         line = self._rest.decode("utf-8", "replace") + (" […]" if self._cut else "")
         self._rest.clear()
         self._cut = False
-        if not line:
-            return []
-        self.kept.append(line)
-        passed: list[str] = []
-        if now - self._second >= 1.0:
-            self._second, self._n_passed = now, 0
-            passed = self._report_drops()
-        if self._n_passed >= LINES_PER_SECOND:
-            self._n_dropped += 1
-            return passed
-        self._n_passed += 1
-        return [*passed, line]
-
-    def _report_drops(self) -> list[str]:
-        dropped, self._n_dropped = self._n_dropped, 0
-        return [f"[{dropped} lines dropped from the log: more than {LINES_PER_SECOND} a second]"] if dropped else []
+        if line:
+            self.kept.append(line)
+        return [line] if line else []
 
 
 N_LINES_AFTER = 100
@@ -353,7 +332,7 @@ class Child:
             return 0
         if not data:
             self._close_pipe(stream)
-        for line in self.lines[stream].feed(data, self._loop.time()):
+        for line in self.lines[stream].feed(data):
             self._on_line(stream, line)
         return len(data)
 
@@ -366,7 +345,7 @@ class Child:
         assert pipe is not None
         pipe.close()
         lines = self.lines[stream]
-        for line in lines.end(self._loop.time()):
+        for line in lines.end():
             self._on_line(stream, line)
 
     def _reap(self) -> None:

@@ -13,9 +13,7 @@ import msgspec
 
 
 class State(StrEnum):
-    """State of a backend group. Only in the states of `WITH_CHILD`, and in FAILED when quarantined, is there a
-    process.
-    """
+    """State of a backend group. There is a process from STARTING to STOPPING, and in FAILED when quarantined."""
 
     STOPPED = "stopped"  # nothing runs, and no start is requested
     STARTING = "starting"  # a child was spawned; it imports torch and has not sent hello
@@ -26,8 +24,6 @@ class State(StrEnum):
     BACKOFF = "backoff"  # it exited; the next start is delayed
     FAILED = "failed"  # given up until a long pause is over or a restart is requested
 
-
-WITH_CHILD = frozenset({State.STARTING, State.LOADING, State.READY, State.DRAINING, State.STOPPING})
 
 TRANSITIONS: dict[State, dict[State, str]] = {
     State.STOPPED: {
@@ -98,36 +94,40 @@ class ProcessSignal(StrEnum):
 # ---- events
 
 
-class StartRequested(msgspec.Struct, frozen=True):
+class Event(msgspec.Struct, frozen=True):
+    """What the machine is told."""
+
+
+class StartRequested(Event, frozen=True):
     """An operator or the supervisor starts the group."""
 
 
-class StopRequested(msgspec.Struct, frozen=True):
+class StopRequested(Event, frozen=True):
     """Stop the group: no more steps after `drain_s`, SIGKILL after `deadline_s` in all."""
 
     deadline_s: float
     drain_s: float = 0.0
 
 
-class RestartRequested(msgspec.Struct, frozen=True):
+class RestartRequested(Event, frozen=True):
     """Replace the process; its deadlines are those of StopRequested."""
 
     deadline_s: float
     drain_s: float = 0.0
 
 
-class Drained(msgspec.Struct, frozen=True):
+class Drained(Event, frozen=True):
     """The engine has no work left at this child."""
 
     child: int
 
 
-class Spawned(msgspec.Struct, frozen=True):
+class Spawned(Event, frozen=True):
     child: int
     pid: int
 
 
-class SpawnFailed(msgspec.Struct, frozen=True):
+class SpawnFailed(Event, frozen=True):
     """No process was started. `configuration`: another try would fail too; otherwise the supervisor was short of a
     resource."""
 
@@ -136,39 +136,39 @@ class SpawnFailed(msgspec.Struct, frozen=True):
     configuration: bool
 
 
-class HelloReceived(msgspec.Struct, frozen=True):
+class HelloReceived(Event, frozen=True):
     child: int
 
 
-class LoadSent(msgspec.Struct, frozen=True):
+class LoadSent(Event, frozen=True):
     child: int
 
 
-class ProgressReceived(msgspec.Struct, frozen=True):
+class ProgressReceived(Event, frozen=True):
     """The load made progress."""
 
     child: int
 
 
-class LoadedReceived(msgspec.Struct, frozen=True):
+class LoadedReceived(Event, frozen=True):
     child: int
 
 
-class HeartbeatReceived(msgspec.Struct, frozen=True):
+class HeartbeatReceived(Event, frozen=True):
     """A heartbeat; `phase` is that of the Heartbeat message."""
 
     child: int
     phase: str
 
 
-class LinkLost(msgspec.Struct, frozen=True):
+class LinkLost(Event, frozen=True):
     """The link is unusable: end of file, reset, or bytes that are not a frame."""
 
     child: int
     reason: str
 
 
-class Overdue(msgspec.Struct, frozen=True):
+class Overdue(Event, frozen=True):
     """The child has worked on `what` ("step 17", "a reset") for too long."""
 
     child: int
@@ -176,7 +176,7 @@ class Overdue(msgspec.Struct, frozen=True):
     waited_s: float
 
 
-class Failure(msgspec.Struct, frozen=True):
+class Failure(Event, frozen=True):
     """The child cannot go on. `configuration`: a new one could not either. `exiting`: it exits by itself."""
 
     child: int
@@ -185,7 +185,7 @@ class Failure(msgspec.Struct, frozen=True):
     exiting: bool = False
 
 
-class Exited(msgspec.Struct, frozen=True):
+class Exited(Event, frozen=True):
     """The process is reaped. Both `code` and `signal` None: its status was lost. `hint`: the cause, as its stderr or
     the kernel gives it.
     """
@@ -207,100 +207,69 @@ class Exited(msgspec.Struct, frozen=True):
         return f"{how}: {self.hint}" if self.hint else how
 
 
-class TimerFired(msgspec.Struct, frozen=True):
+class TimerFired(Event, frozen=True):
     timer: Timer
-
-
-Event = (
-    StartRequested
-    | StopRequested
-    | RestartRequested
-    | Drained
-    | Spawned
-    | SpawnFailed
-    | HelloReceived
-    | LoadSent
-    | ProgressReceived
-    | LoadedReceived
-    | HeartbeatReceived
-    | LinkLost
-    | Overdue
-    | Failure
-    | Exited
-    | TimerFired
-)
 
 
 # ---- instructions
 
 
-class Spawn(msgspec.Struct, frozen=True):
+class Instruction(msgspec.Struct, frozen=True):
+    """What the machine asks for."""
+
+
+class Spawn(Instruction, frozen=True):
     child: int
 
 
-class SendLoad(msgspec.Struct, frozen=True):
+class SendLoad(Instruction, frozen=True):
     child: int
 
 
-class SendShutdown(msgspec.Struct, frozen=True):
+class SendShutdown(Instruction, frozen=True):
     child: int
     reason: str
 
 
-class SendSignal(msgspec.Struct, frozen=True):
+class SendSignal(Instruction, frozen=True):
     child: int
     signal: ProcessSignal
 
 
-class StartTimer(msgspec.Struct, frozen=True):
+class StartTimer(Instruction, frozen=True):
     """Emit `TimerFired(timer)` in `after_s` seconds; replaces a running timer of that name."""
 
     timer: Timer
     after_s: float
 
 
-class CancelTimer(msgspec.Struct, frozen=True):
+class CancelTimer(Instruction, frozen=True):
     timer: Timer
 
 
-class Publish(msgspec.Struct, frozen=True):
+class Publish(Instruction, frozen=True):
     """The group entered `state`."""
 
     state: State
     reason: str
 
 
-class AnnounceReady(msgspec.Struct, frozen=True):
+class AnnounceReady(Instruction, frozen=True):
     child: int
 
 
-class AnnounceDraining(msgspec.Struct, frozen=True):
+class AnnounceDraining(Instruction, frozen=True):
     child: int
 
 
-class AnnounceLost(msgspec.Struct, frozen=True):
+class AnnounceLost(Instruction, frozen=True):
     """A child that was announced ready takes no more steps; its process may still be alive."""
 
     child: int
     reason: str
 
 
-class Refuse(msgspec.Struct, frozen=True):
+class Refuse(Instruction, frozen=True):
     """The request is not carried out."""
 
     reason: str
-
-
-Instruction = (
-    Spawn
-    | SendLoad
-    | SendShutdown
-    | SendSignal
-    | StartTimer
-    | CancelTimer
-    | Publish
-    | AnnounceReady
-    | AnnounceDraining
-    | AnnounceLost
-    | Refuse
-)

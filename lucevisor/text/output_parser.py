@@ -296,9 +296,7 @@ class StopMatcher:
     """Holds back text that may start a stop string; the one that completes first wins, then the longest."""
 
     def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
-        """`included`: a stop string is text, too.  Raises ValueError for an empty stop string."""
-        if any(not stop for stop in stops):
-            raise ValueError("stop: a stop string is empty; leave it out or give it a character")
+        """`included`: a stop string is text, too."""
         self._stops = tuple(dict.fromkeys(stops))
         self._included = included
         self._held = ""

@@ -310,28 +310,6 @@ class TestStored:
                 ask(client, previous_response_id=first.id)
             assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
 
-    def test_the_items_that_a_response_answers(self, client, server):
-        script(server, say("Blue."))
-        first = ask(client, "Which colour?")
-        call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
-        output = {"type": "function_call_output", "call_id": "c", "output": "2"}
-        second = ask(client, [call, output, {"role": "user", "content": "Sure?"}], previous_response_id=first.id)
-        oldest_first = client.responses.input_items.list(second.id, order="asc").data
-        assert [item.type for item in oldest_first] == [
-            "message", "message", "function_call", "function_call_output", "message",
-        ]  # fmt: skip
-        assert oldest_first[0].content[0].text == "Which colour?"
-        assert oldest_first[1] == first.output[0]
-        assert len({item.id for item in oldest_first}) == 5
-        pages = client.responses.input_items.list(second.id, limit=2)  # the client asks for one page after another
-        assert [item.id for item in pages] == [item.id for item in reversed(oldest_first)]
-        for query, param in (({"limit": 0}, "limit"), ({"order": "up"}, "order")):
-            with pytest.raises(openai.BadRequestError) as caught:
-                client.responses.input_items.list(second.id, **query)
-            assert caught.value.param == param
-        with pytest.raises(openai.NotFoundError):
-            client.responses.input_items.list("resp_0")
-
     def test_counting_tokens(self, client, server):
         first = ask(client, "Hi", store=True)
         more = {"instructions": "Be brief.", "tools": [ADD], "previous_response_id": first.id}

@@ -71,39 +71,6 @@ class TestRecords:
         assert [record["event"] for record in read(tmp_path)] == ["log records dropped", "next"]
 
 
-class TestStorm:
-    def test_records_of_refused_requests_have_a_bounded_rate_and_say_how_many_are_left_out(self):
-        now = [0.0]
-        limit = logs.RefusalLimit(lambda: now[0])
-
-        def written(**event) -> list[dict]:
-            try:
-                return [limit(None, "", event)]
-            except structlog.DropEvent:
-                return []
-
-        storm = []
-        for i in range(10_000):  # a second
-            now[0] = i / 10_000
-            storm += written(event="malformed request", status=400, reason="odd")
-            storm += written(event="request", status=401, path="/v1/models")
-        assert logs.REFUSALS_BURST <= len(storm) <= logs.REFUSALS_BURST + logs.REFUSALS_PER_S
-        for status in (200, 500, 503, 200):
-            assert written(event="request", status=status) == [{"event": "request", "status": status}]
-        assert written(event="group state", state="failed")
-        now[0] += 1.0
-        (later,) = written(event="malformed request", status=400)
-        assert later["left_out"] + len(storm) + sum(one.get("left_out", 0) for one in storm) == 20_000
-        assert "left_out" not in written(event="malformed request", status=400)[0]
-
-    def test_both_sinks_have_it(self, tmp_path):
-        text = "for i in range(5000): log.info('malformed request', status=400)\nlogs.close()"
-        _, said = script(text, str(tmp_path), stderr=subprocess.PIPE).communicate(timeout=60)
-        n_lines = len(said.splitlines())
-        assert logs.REFUSALS_BURST <= n_lines < 1000
-        assert len(read(tmp_path)) == n_lines
-
-
 class TestFullDisk:
     def test_records_are_dropped_and_counted_and_writing_goes_on_when_there_is_room(self, tmp_path, small_disk):
         directory = small_disk(64)

@@ -110,8 +110,6 @@ def test_speeds_survive_json_and_nonsense_is_seen(demo, tmp_path):
         targets = [{**speeds.targets[0], "x": Timing(bad, 1.0)}, speeds.targets[1]]
         assert not msgspec.structs.replace(speeds, targets=targets).valid()
     assert not msgspec.structs.replace(speeds, targets=speeds.targets[:1]).valid()
-    with pytest.raises(KeyError, match="target 1 has no times"):
-        SpeedModel.of(demo, msgspec.structs.replace(speeds, targets=[speeds.targets[0], {}]))
 
 
 # ---- what the planner makes of it

@@ -14,10 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lucevisor.protocol.process import EXIT_CONFIGURATION
 from lucevisor.supervision import events as ev
-from lucevisor.supervision.events import TRANSITIONS, WITH_CHILD, ProcessSignal, State, Timer
+from lucevisor.supervision.events import TRANSITIONS, ProcessSignal, State, Timer
 from lucevisor.supervision.machine import Machine, RestartPolicy, SupervisionLimits
 
 LIMITS = SupervisionLimits(n_restarts=2, window_s=60.0)
+WITH_CHILD = {State.STARTING, State.LOADING, State.READY, State.DRAINING, State.STOPPING}
 
 
 class DrivenMachine:

@@ -275,8 +275,3 @@ def test_nothing_comes_after_a_match():
     assert matcher.push("\ntwo") == ""
     assert matcher.matched == "\n\n"
     assert matcher.push("three") + matcher.flush() == ""
-
-
-def test_an_empty_stop_string_is_refused():
-    with pytest.raises(ValueError, match="a stop string is empty"):
-        StopMatcher(["a", ""])

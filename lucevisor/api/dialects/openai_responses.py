@@ -727,40 +727,6 @@ def _usage(totals: UsageTotals) -> _Json:
     }
 
 
-class InputItemsQuery(msgspec.Struct):
-    """The query of GET /v1/responses/{id}/input_items."""
-
-    limit: Annotated[int, Meta(ge=1, le=100)] = 20
-    order: Literal["asc", "desc"] = "desc"
-    after: str | None = None
-
-
-def input_items(response_id: str, turns: Sequence[Sequence[_Json]], page: InputItemsQuery) -> _Json:
-    unique = response_id.rpartition("_")[2]
-    items = [_complete(item, f"msg_{unique}i{n}") for n, item in enumerate(item for turn in turns for item in turn)]
-    if page.order == "desc":
-        items.reverse()
-    start = next((n + 1 for n, item in enumerate(items) if item["id"] == page.after), 0)
-    found = items[start : start + page.limit]
-    return {
-        "object": "list",
-        "data": found,
-        "first_id": found[0]["id"] if found else None,
-        "last_id": found[-1]["id"] if found else None,
-        "has_more": start + page.limit < len(items),
-    }
-
-
-def _complete(item: _Json, item_id: str) -> _Json:
-    """Return an item with id, type, status and parts, which clients may omit when they send it."""
-    result = {"id": item_id, "type": "message", "status": "completed", **item}
-    if result["type"] == "message" and isinstance(text := result["content"], str):
-        kind = "output_text" if result["role"] == "assistant" else "input_text"
-        annotated: _Json = {"annotations": []} if kind == "output_text" else {}
-        result["content"] = [{"type": kind, "text": text, **annotated}]
-    return result
-
-
 async def create_response(request: web.Request) -> web.StreamResponse:
     """Create a response, as OpenAI's Responses API does."""
     named: dict[str, StoredResponse] = {}
@@ -796,13 +762,6 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
 async def get_response(request: web.Request) -> web.Response:
     """Return a stored response."""
     return web.Response(body=_stored(request).body, content_type="application/json")
-
-
-async def list_input_items(request: web.Request) -> web.Response:
-    """List the items that a stored response answers."""
-    stored, query = _stored(request), convert(InputItemsQuery, dict(request.query), strict=False)
-    turns = [msgspec.json.decode(turn) for turn in stored.turns[:-1]]
-    return json_response(input_items(request.match_info["id"], turns, query))
 
 
 def _stored(request: web.Request) -> StoredResponse:
