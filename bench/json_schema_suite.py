@@ -1,4 +1,4 @@
-"""How much of JSON schema is enforced, by the JSON-Schema-Test-Suite?  Prints the figures of docs/constrained-output.md.
+"""How much of JSON schema is enforced, by the JSON-Schema-Test-Suite?  Prints figures of docs/constrained-output.md.
 
     python bench/json_schema_suite.py SUITE/tests [--list] [--drafts draft2020-12 ...]
 
