@@ -44,7 +44,7 @@ def configuration(directory, name, options, dtype, *, together=TOGETHER, pages=0
         lines += [f'[groups.{group}]\nbackend = "{backend}"']
         lines += ["threads = 1"] if backend == "cpu" else [f'visible_devices = ["{index}"]']
     lines += [f'[placement]\ntarget_devices = ["left:0", "right:0"]\ntarget_layer_split = {list(split)}']
-    lines += [f'[engine]\ndtype = "{dtype}"\nmax_context = 1024\nmax_sequences = {together}\nswap_space = 0']
+    lines += [f'[engine]\ndtype = "{dtype}"\nmax_context = 1024\nmax_sequences = {together}']
     lines += [f"pages = {pages}"] if pages else []
     lines += [f"[cache]\nprefix_slots = {slots}", '[recovery]\nrestart_limit = "999/60s"\nspares = 1']
     lines += [f'[draft]\npath = "{DRAFTER}"' if draft else '[draft]\nkind = "off"']

@@ -158,7 +158,6 @@ def _engine(out: _Families, now: EngineStatistics, row_bytes: int) -> Iterator[M
     yield out.counter("steps", "Steps that all stages have computed.", now.steps.n_steps)
     yield out.counter("step_tokens", "Tokens of these steps.", now.steps.n_tokens)
     yield out.counter("preemptions", "Running requests that were preempted.", now.preemptions)
-    yield out.counter("preemptions_swapped", "Preempted requests whose state went to host memory.", now.swapped)
     yield from _drafts(out, now.drafts)
     cached = [([tier], now.cache.tokens.get(tier, 0)) for tier in ("memory", "host", "disk")]
     yield out.counters("cached_prompt_tokens", "Prompt tokens taken from prefix slots, by tier.", ["tier"], cached)

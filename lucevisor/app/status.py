@@ -278,7 +278,6 @@ def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
         "tokens_per_s": round(statistics.tokens_per_s, 2),
         "generated_tokens": statistics.generated_tokens,
         "preemptions": statistics.preemptions,
-        "swapped": statistics.swapped,
         "pages": _pages(statistics.pages, statistics.pages_out, statistics.host_pages),
         "stages": [
             {

@@ -290,8 +290,6 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
     if cache.prefix_slots == 0:
         for name in ("memory", "states", "min_tokens", "checkpoint_pages", "host", "dir", "disk"):
             yield f"cache.{name}", "cache.prefix_slots is 0"
-        if config.engine.swap_space != 0:
-            yield "engine.swap_space", "cache.prefix_slots is 0, so preempted requests compute again"
     if not cache.dir:
         yield "cache.disk", "cache.dir is empty"
     if any(group.transport == "tcp" for group in config.groups.values()):

@@ -54,7 +54,7 @@ section of that name, which is for all models.
 
 - A group may hold shards of several models, in one daemon. It is lost and restarted for all of them.
 - Each device's usable memory is divided among the models that may use it (`memory_share`), `recovery.journal` equally.
-  Other sizes are for each model: `engine.swap_space`, `cache.memory`, `cache.disk`, `server.max_queue`.
+  Other sizes are for each model: `cache.host`, `cache.memory`, `cache.disk`, `server.max_queue`.
 - A `cache.dir` of the file's own section means a subdirectory `NAME` for each model.
 - `status`, `plan` and the metrics show every model; `top` and the page show stages, pages and drafts of the first one.
 - Requests must name a model. `lucevisor reload` and a SIGHUP change only what needs no other daemons; `bench`, `chaos`,

@@ -102,7 +102,7 @@ class GroupConfig:
     """Processor cores the daemon is pinned to. Empty: not pinned."""
     transport: Transport = "shared_memory"
     """Transport between the daemon, the supervisor and other groups. `tcp`: over connections on the loopback interface,
-    which are not authenticated. No files travel then: there are no snapshots, swap space and `reload`, and a restarted
+    which are not authenticated. No files travel then: there are no snapshots, host tier and `reload`, and a restarted
     group computes its state again."""
 
     def environment(self) -> dict[str, str]:
@@ -154,8 +154,6 @@ class EngineConfig:
     pages: Annotated[Annotated[int, Meta(ge=1, le=2**31 - 1)] | AutoWord, Key(unit="pages")] = "auto"
     """Pages of 64 tokens in each pool. `auto`: as many as sequences and prefix slots can use, and as devices' free
     memory allows; on a cpu a quarter of the usable memory, or one sequence."""
-    swap_space: Annotated[int, SIZE] = 4 * 2**30
-    """Host memory for the state of preempted requests, from which they continue; 0: they are computed again."""
 
     @property
     def usual_chunk(self) -> int:
@@ -206,8 +204,8 @@ class CacheConfig:
     """Memory for checkpoints of recurrent layers. `host`: in host memory, and copied when a slot is made or used;
     the devices hold the states of running sequences only. Pages stay on the devices."""
     host: Annotated[int | AutoWord, AUTO_SIZE] = "auto"
-    """Host memory for prefix slots that the devices evict; 0 is off. `auto`: half of what is free; off where all
-    devices are cpus, whose slots are in host memory already."""
+    """Host memory for prefix slots that the devices evict, those of preempted requests among them; 0 is off. `auto`:
+    half of what is free; off where all devices are cpus, whose slots are in host memory already."""
     dir: Annotated[str, PATH] = ""
     """Directory for snapshots, which survive a restart. Empty: none are written."""
     disk: Annotated[int, SIZE] = 20 * 2**30

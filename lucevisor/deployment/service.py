@@ -41,7 +41,6 @@ from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.kv_transfer.host_memory import HostMemory
 from lucevisor.kv_transfer.host_tier import HostTier
-from lucevisor.kv_transfer.swap_space import HostSwapSpace
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend
 from lucevisor.placement.result import Placement
@@ -145,13 +144,12 @@ class Observer:
 
 
 class ModelService:
-    """One model of a service: placement, engine, weights, snapshots, swap space, and the deployment that serves it."""
+    """One model of a service: placement, engine, weights, snapshots, and the deployment that serves it."""
 
     def __init__(self, config: Config, model: ServedModel, owner: Service) -> None:
         self.config, self.model = config, model
         self.engine: Engine | None = None
         self.snapshots: SnapshotManager | None = None
-        self.swap: HostSwapSpace | None = None
         self.deployment: Deployment  # set by the owner
         self.weights = ServedWeights(model, cache_directory())
         self.host_memory: Final = HostMemory()
@@ -219,8 +217,6 @@ class ModelService:
             await asyncio.wait({self._opening}, timeout=STOP_S)
         if self.snapshots is not None:
             await self.snapshots.close()
-        if self.swap is not None:
-            await self.swap.close()
 
     def end_requests(self) -> None:
         """End running and queued requests and refuse new ones; idempotent."""
@@ -335,12 +331,6 @@ class ModelService:
         cache, layers = self.config.cache, self.model.spec.layers
         draft_layers = drafter.layers if drafter is not None else ()
         self.engine = Engine(engine_limits(cache, self.model.spec, placement, drafter), settings)
-        if placement.swap_bytes:
-            self.swap = HostSwapSpace(
-                self.engine, layers, draft_layers, placement.kv_dtype,
-                self.host_memory, placement.swap_bytes, lambda: self.deployment.transfers,
-            )  # fmt: skip
-            self.engine.use_swap_space(self.swap)
         host = None
         if placement.host_cache_bytes != 0:
             host = HostTier(

@@ -160,9 +160,9 @@ class EngineCore:
     def _dispatch(self, event: ev.CoreEvent) -> None:
         self._proceed_due = True
         match event:
-            case ev.Submit(request, wanted, hold):
+            case ev.Submit(request, wanted):
                 self.check_taking(request)
-                self.scheduler.submit(request, self._now, wanted, hold=hold)
+                self.scheduler.submit(request, self._now, wanted)
             case ev.Cancel(request_id, error):
                 self._events += self.scheduler.cancel(request_id, self._now, error)
             case ev.Resume(request_id):

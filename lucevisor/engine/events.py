@@ -79,11 +79,10 @@ PAUSE_REASONS: tuple[PauseReason, ...] = get_args(PauseReason)
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A request.  ``hold``: do not start it before Resume.  Refusals are raised as SubmitError."""
+    """A request.  Refusals are raised as SubmitError."""
 
     request: GenerationRequest
     wanted: WantedRows | None = None
-    hold: bool = False
 
 
 @dataclass(frozen=True, slots=True)

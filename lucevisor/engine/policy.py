@@ -78,11 +78,8 @@ class SchedulingPolicy(Protocol):
     def n_decode_groups(self, n_stages: int, n_fastest: int) -> int:
         """Return into how many micro-batches decodes are dealt; ``n_fastest``: as few as keep the stages busy."""
 
-    def victims(self, running: Iterable[RequestRecord], *, swaps: bool) -> Victims:
-        """Return the requests that may be preempted for want of sequences.
-
-        ``swaps``: the state of a preempted request is kept.
-        """
+    def victims(self, running: Iterable[RequestRecord]) -> Victims:
+        """Return the requests that may be preempted for want of sequences."""
 
     def page_victim(self, running: Iterable[RequestRecord]) -> RequestRecord:
         """Return the running request to preempt for want of pages, any of them."""
@@ -166,8 +163,8 @@ class PreemptionCandidates:
     own client's; or one that was served for at least as many steps as the waiting one may take.
     """
 
-    def __init__(self, running: Iterable[RequestRecord], shares: ClientShares, chunk: int, *, swaps: bool) -> None:
-        self._shares, self._chunk, self._swaps = shares, chunk, swaps
+    def __init__(self, running: Iterable[RequestRecord], shares: ClientShares, chunk: int) -> None:
+        self._shares, self._chunk = shares, chunk
         self._held: Counter[str] = Counter()
         self._by_service: list[RequestRecord] = []  # the longest served first
         for record in running:
@@ -211,7 +208,7 @@ class PreemptionCandidates:
             served = record.n_steps_served(self._chunk)
             if served < n_steps:
                 return
-            again = 0 if self._swaps or record.live is None else record.live.n_computed / self._chunk
+            again = 0 if record.live is None else record.live.n_computed / self._chunk
             may = record.request.client_id == request.client_id or self._held[record.request.client_id] > n_own
             if may and served >= again:
                 yield record
@@ -323,8 +320,8 @@ class FairShare:
 
     # ---- preemption
 
-    def victims(self, running: Iterable[RequestRecord], *, swaps: bool) -> PreemptionCandidates:
-        return PreemptionCandidates(running, self._shares, self._chunk, swaps=swaps)
+    def victims(self, running: Iterable[RequestRecord]) -> PreemptionCandidates:
+        return PreemptionCandidates(running, self._shares, self._chunk)
 
     def page_victim(self, running: Iterable[RequestRecord]) -> RequestRecord:
         """The youngest request gives its pages up."""

@@ -19,7 +19,7 @@ from lucevisor.engine.sequence import LiveSequence, RequestRecord, page_operatio
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import HostMemoryFull, NoRoom, PagedOut
 from lucevisor.kv.prefix_cache import PrefixIndex, PrefixMatch, PrefixSettings, Reservation
-from lucevisor.kv.prefix_tree import NO_STATE, CacheTier, Origin, PrefixSlot, SlotSource
+from lucevisor.kv.prefix_tree import NO_STATE, CacheTier, Origin, SlotSource
 from lucevisor.kv.rates import MeasuredRate
 from lucevisor.kv.residency import page_table
 from lucevisor.model.values import PAGE_TOKENS, Space
@@ -97,6 +97,18 @@ class PrefixReuse:
         if use.lookup is None or use.lookup[0] != self.index.version:
             use.lookup = (self.index.version, self.index.match(record.tokens))
         return use.lookup[1]
+
+    def fetch(self, record: RequestRecord, match: PrefixMatch) -> bool:
+        """Ask lower tiers for more tokens of a request than ``match`` has, unless they were asked for as many since it
+        was queued; return whether it is held until they are read."""
+        use = record.prefix
+        if record.computes_prompt or not self.index.enabled:
+            return False
+        if use.fetched is not None and use.fetched <= match.position:
+            return False
+        use.fetched = match.position
+        use.held = self.index.hooks.fetch(record.request.request_id, record.tokens, match.position)
+        return use.held
 
     def must_wait(self, record: RequestRecord, running: Iterable[RequestRecord]) -> bool:
         """Return whether a queued request is held, or another is just computing the prefix it needs.
@@ -187,6 +199,8 @@ class PrefixReuse:
         use.cached = n_cached if use.cached is None else min(use.cached, n_cached)
         use.common.clear()
         self.index.record_use(match, now)
+        if match.slot is not None and match.slot.origin == "preempted":
+            self.index.drop(match.slot)  # its request goes on
         if not self.index.block_granular and match.n_known - match.position >= PAGE_TOKENS:
             # Other prompts share more with it than any slot covers: make one where they diverge.
             use.branch_position = self._last_slice_end(record, match.n_known)
@@ -210,42 +224,16 @@ class PrefixReuse:
         return self._remember(record, live, origin, now)
 
     def on_finishing(self, record: RequestRecord, now: float) -> list[Operation]:
-        """Publish all that was computed of a request that is about to release its ids.
-
-        The slot takes over its state, unless slots keep theirs in host memory: then it is copied there.
-        """
+        """Publish all that was computed of a request that is about to release its ids."""
         live = record.live
-        if live is None or not live.n_computed or record.uncached or not self._is_whole(live):
-            return []
-        if live.n_computed > len(record.tokens):
-            return []  # cancelled while it ran ahead: what it computes is not known
-        if self._pools.copies_states:
-            return self._remember(record, live, "generation", now)
-        source = self._source(live, live.state, "generation")
-        live.state = NO_STATE  # the index takes it over
-        self.index.publish(record.tokens, source, now)
-        return []
+        return [] if live is None or record.uncached else self._publish_all(record, live, "generation", now)
 
-    def publish_preempted(self, record: RequestRecord, now: float) -> tuple[PrefixSlot | None, list[Operation]]:
-        """Publish all that was computed of a request that is preempted, as a pinned slot; None if that is impossible.
-
-        The operations copy its state if slots keep theirs in host memory; else the slot takes it over.
-        """
-        live, index = record.live, self.index
-        if live is None or record.computes_prompt or not self._is_whole(live) or live.n_computed > len(record.tokens):
-            return None, []
-        if live.ranking or live.table.swaps_next or not index.worth_caching(live.n_computed):
-            return None, []  # other pages would be out for its next token
-        state, operations = NO_STATE, list[Operation]()
-        if index.recurrent and self._pools.copies_states:
-            taken = index.allocate_state(index.n_saved(record.tokens, live.n_computed))
-            if taken is None:
-                return None, []
-            state, operations = taken, [CopyState(live.state, taken)]
-        elif index.recurrent:
-            state, live.state = live.state, NO_STATE
-        slot = index.publish(record.tokens, self._source(live, state, "preempted"), now, pinned=True)
-        return slot, operations if slot is not None and slot.state == state else []
+    def publish_preempted(self, record: RequestRecord, now: float) -> list[Operation]:
+        """Publish all that was computed of a request that is preempted, if a slot can hold it."""
+        live = record.live
+        if live is None or record.computes_prompt or live.ranking or live.table.swaps_next:
+            return []  # it takes no cached prefix, or other pages would be out for its next token
+        return self._publish_all(record, live, "preempted", now)
 
     def drop_slots(self, record: RequestRecord) -> None:
         """Drop the slots that a request's tokens begin with: what they hold is wrong."""
@@ -263,6 +251,20 @@ class PrefixReuse:
         self.index.trim()
 
     # ---- inside
+
+    def _publish_all(self, record: RequestRecord, live: LiveSequence, origin: Origin, now: float) -> list[Operation]:
+        """Publish all that was computed of a sequence that is about to be closed.
+
+        The slot takes over its state, unless slots keep theirs in host memory: then it is copied there.
+        """
+        if not 0 < live.n_computed <= len(record.tokens) or not self._is_whole(live):
+            return []  # of what runs ahead it is not known what it computes
+        if self._pools.copies_states:
+            return self._remember(record, live, origin, now)
+        source = self._source(live, live.state, origin)
+        live.state = NO_STATE  # the index takes it over
+        self.index.publish(record.tokens, source, now)
+        return []
 
     def _remember(self, record: RequestRecord, live: LiveSequence, origin: Origin, now: float) -> list[Operation]:
         n, index = live.n_computed, self.index

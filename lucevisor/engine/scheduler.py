@@ -16,7 +16,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Protocol
 
 from lucevisor.engine.drafting import Drafting, with_same_draft_step
 from lucevisor.engine.limits import EngineLimits
@@ -34,7 +33,7 @@ from lucevisor.engine.request import (
     no_host_memory,
 )
 from lucevisor.engine.running import RunningRequests
-from lucevisor.engine.sequence import RequestRecord, SwappedPrefix, WantedRows
+from lucevisor.engine.sequence import RequestRecord, WantedRows
 from lucevisor.engine.step import (
     ScheduledSequence,
     ScheduledSlice,
@@ -45,8 +44,7 @@ from lucevisor.engine.step import (
     mask_jobs,
 )
 from lucevisor.kv.page_table import HostMemoryFull
-from lucevisor.kv.prefix_cache import PrefixMatch, Reservation
-from lucevisor.kv.prefix_tree import PrefixSlot
+from lucevisor.kv.prefix_cache import PrefixMatch
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.loading import arena_regions
 from lucevisor.protocol.steps import Operation, Sampled, Step, StepResult
@@ -109,49 +107,27 @@ class RequestQueue:
         return self._order
 
 
-class SwapSpace(Protocol):
-    """Host memory for the state of preempted requests.  No method waits."""
-
-    @property
-    def n_writing(self) -> int:
-        """Number of slots that are being written, whose pages will be free soon."""
-
-    def write(self, slot: PrefixSlot) -> SwappedPrefix | None:
-        """Begin to copy a pinned slot, which is released once it is written.
-
-        None, releasing it now, if space is short.
-        """
-
-    def read(self, record: RequestRecord, swapped: SwappedPrefix, reservation: Reservation) -> None:
-        """Begin to copy a prefix back into reserved ids; afterwards they are adopted, and the request resumes."""
-
-    def drop(self, swapped: SwappedPrefix) -> None:
-        """Free the copy."""
-
-
 class Preemption:
-    """Preempts running requests.  ``swap`` None: their state is recomputed instead of swapped.
+    """Preempts running requests.
 
-    The policy chooses which, when sequences or pages are short.  The state of a preempted request is published as a
-    prefix slot, pinned until the swap space has its bytes, and read back before the request continues.
+    The policy chooses which, when sequences or pages are short.  What a preempted request has computed is a prefix slot
+    like any other, from which it continues: on the devices, or in host memory if they evicted it.
     """
 
     def __init__(
         self, running: RunningRequests, queue: RequestQueue, reuse: PrefixReuse, policy: SchedulingPolicy
     ) -> None:
         self._running, self._queue, self._reuse, self._policy = running, queue, reuse, policy
-        self.swap: SwapSpace | None = None
         self.n_preempted = 0
-        self.n_swapped = 0  # of them, those whose bytes went to host memory
 
     @property
     def pages_pending(self) -> bool:
-        """True if pages of preempted requests will be free soon, so that no other request is preempted."""
-        return self.swap is not None and self.swap.n_writing > 0
+        """True if pages will be free once slots are copied to host memory, so that no other request is preempted."""
+        return self._reuse.index.evicting
 
     def next_preemption(self, waiting: Iterable[RequestRecord]) -> tuple[RequestRecord, RequestRecord] | None:
         """Return the first waiting request that may start in the place of a running one, and that one."""
-        candidates = self._policy.victims(self._running, swaps=self.swap is not None)
+        candidates = self._policy.victims(self._running)
         for record in waiting:
             if record.has_priority and self.pages_pending:
                 return None
@@ -163,8 +139,8 @@ class Preemption:
         return None
 
     def preempt(self, record: RequestRecord, now: float) -> list[Operation]:
-        """Free a running request's pages, now or as soon as they are copied to host memory, and requeue it."""
-        operations = self._swap_out(record, now)
+        """Leave what a running request has computed to a prefix slot, and requeue it."""
+        operations = self._reuse.publish_preempted(record, now)
         if record.live is not None:
             record.n_served = max(record.n_served, record.live.n_computed)
         self.n_preempted += 1
@@ -174,36 +150,8 @@ class Preemption:
         """Return a running request to the queue, without what it holds in the shards."""
         operations = self._running.close(record)
         record.move(RequestState.QUEUED)
+        record.prefix.fetched = None
         self._queue.add(record)
-        return operations
-
-    def swap_in(self, record: RequestRecord, match: PrefixMatch) -> bool:
-        """Begin to bring a waiting request's bytes back if there is room for it; whether it waits for them."""
-        swapped = record.prefix.swapped
-        if swapped is None or self.swap is None or match.position >= swapped.n_tokens:
-            return False
-        reservation = self._reuse.reserve(swapped.n_tokens, swapped.paged_out) if swapped.whole else None
-        if reservation is None:
-            self.drop_swapped(record)
-            return False
-        record.prefix.held, reservation.origin = True, "preempted"
-        self.swap.read(record, swapped, reservation)
-        return True
-
-    def drop_swapped(self, record: RequestRecord) -> None:
-        """Give back what a request has in host memory, if anything."""
-        swapped, record.prefix.swapped = record.prefix.swapped, None
-        if swapped is not None and self.swap is not None:
-            self.swap.drop(swapped)
-
-    def _swap_out(self, record: RequestRecord, now: float) -> list[Operation]:
-        self.drop_swapped(record)
-        if self.swap is None:
-            return []
-        slot, operations = self._reuse.publish_preempted(record, now)
-        if slot is not None:
-            record.prefix.swapped = self.swap.write(slot)
-            self.n_swapped += record.prefix.swapped is not None
         return operations
 
 
@@ -251,11 +199,7 @@ class Admission:
             if self._reuse.must_wait(record, self._running):
                 continue
             match = self._reuse.match(record)
-            swapped = record.prefix.swapped
-            # What has come back is started or computed again: to wait for more room may be for ever.
-            if swapped is not None and match.position < swapped.n_tokens and not self._running.fits(record, match):
-                break
-            if self._preemption.swap_in(record, match):
+            if self._running.fits(record, match) and self._reuse.fetch(record, match):
                 continue
             opened = self._start(record, match, now, last_step)
             if opened is None and match.position:
@@ -275,7 +219,6 @@ class Admission:
             return None
         self._queue.start(record)
         record.has_priority = False
-        self._preemption.drop_swapped(record)
         record.move(RequestState.PREFILL)
         if record.started_at is None:
             record.started_at = now
@@ -331,13 +274,8 @@ class Scheduler:
         request: GenerationRequest,
         now: float,
         wanted: WantedRows | None = None,
-        *,
-        hold: bool = False,
     ) -> None:
-        """Queue a request.  Raises InvalidRequest or ContextOverflow if it can never be served.
-
-        ``hold``: do not start it before ``resume``; others pass it.
-        """
+        """Queue a request.  Raises InvalidRequest or ContextOverflow if it can never be served."""
         if request.request_id in self._records:
             raise InvalidRequest(
                 "request_id", f"{request.request_id!r} is in use by an unfinished request; choose another"
@@ -347,7 +285,6 @@ class Scheduler:
         record = RequestRecord(request, self._n_arrivals, self.limits.max_answer_tokens(request), now, wanted)
         self._n_arrivals += 1
         self.reuse.on_submitted(record)
-        record.prefix.held = hold
         self._records[request.request_id] = record
         self._policy.on_submitted(request.client_id)
         self.queue.add(record)
@@ -358,7 +295,7 @@ class Scheduler:
         return self._policy.accepts(request, queue.n_waiting(client), queue.n_clients(client), max_queue)
 
     def resume(self, request_id: str) -> None:
-        """Let a held request start.  Does nothing if it is over already."""
+        """Let a request start that waited for a lower tier.  Does nothing if it is over already."""
         record = self._records.get(request_id)
         if record is not None:
             record.prefix.held = False
@@ -730,7 +667,6 @@ class Scheduler:
         if record.started_at is not None and reason != "error" and not record.uncached:
             seconds = now - record.started_at
             self._service_s += (seconds - self._service_s) / (16 if self._service_s else 1)
-        self.preemption.drop_swapped(record)
         self._policy.on_finished(record.request.client_id)
         del self._records[record.request.request_id]
         return record.request.request_id, record.finished_event(reason, now, error, stop_id)

@@ -21,7 +21,7 @@ from lucevisor.engine.request import (
     Usage,
 )
 from lucevisor.engine.spec_decode.controller import RequestDrafts
-from lucevisor.kv.page_table import Growth, MakeRoom, PagedOut, PageTable, Swap
+from lucevisor.kv.page_table import Growth, MakeRoom, PageTable, Swap
 from lucevisor.kv.prefix_cache import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE, CacheTier, Origin
 from lucevisor.kv.tokens import TokenBuffer
@@ -116,17 +116,6 @@ def grow_table(
 
 
 @dataclass(slots=True, eq=False)
-class SwappedPrefix:
-    """The first ``n_tokens`` of a request in host memory.  ``paged_out``: which of its pages were there with KV Flash.
-    ``whole``: all stages have written their part, and none has read it.
-    """
-
-    n_tokens: int
-    paged_out: PagedOut | None = None
-    whole: bool = False
-
-
-@dataclass(slots=True, eq=False)
 class PrefixUse:
     """Prefix cache use of one request.
 
@@ -135,7 +124,7 @@ class PrefixUse:
     ``branch_position``: one more checkpoint, where other prompts diverge from it.
     ``lookup``: the version of the index and the match found in it.  ``common``: tokens shared with running requests, by
     arrival.  ``cached``: tokens of the prompt that were reused, from ``tier``; None before it starts.
-    ``swapped``: what it had computed when it was preempted, in host memory.
+    ``fetched``: how many tokens were cached when lower tiers were asked for more, since it was queued.
     """
 
     held: bool = False
@@ -146,7 +135,7 @@ class PrefixUse:
     common: dict[int, int] = field(default_factory=dict)
     cached: int | None = None
     tier: CacheTier = "memory"
-    swapped: SwappedPrefix | None = None
+    fetched: int | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -45,7 +45,6 @@ from lucevisor.engine.request import (
     RequestHandle,
 )
 from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing
-from lucevisor.engine.scheduler import SwapSpace
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.errors import LucevisorError
@@ -181,20 +180,19 @@ class Engine:
         self._masks = MaskMaker(self._masks_made, self._masks_failed, threaded=settings.mask_threads)
         self._n_ids_runs = 0
         self.slots = SlotAccess(self, self.changes, self._clock)
-        self.on_submit: Callable[[GenerationRequest], bool] = lambda _: False
 
     # ---- requests
 
     def submit(self, request: GenerationRequest) -> RequestHandle:
-        """Queue a request and start it when there is room, or hold it until ``resume`` if ``on_submit`` returns True.
+        """Queue a request and start it when there is room.
 
         Raises NotReady without a pipeline or a hold, or while draining, QueueFull, InvalidRequest, ContextOverflow.
         """
         self.core.check_taking(request)
-        return self._submit(request, None, hold=self.on_submit(request))
+        return self._submit(request, None)
 
     def resume(self, request_id: str) -> None:
-        """Let a held request start, whether or not a prefix was restored for it."""
+        """Let a request start that ``PrefixHooks.fetch`` held, whether or not a prefix was restored for it."""
         self.handle(ev.Resume(request_id))
 
     async def run_ids(self, ids: Sequence[int], *, want_hidden: bool, rows_per_step: int) -> IdsOutput:
@@ -224,10 +222,6 @@ class Engine:
         return self.core.scheduler.reuse.index
 
     # ---- the pipeline
-
-    def use_swap_space(self, swap: SwapSpace) -> None:
-        """Let requests that are preempted from now on give their state to host memory."""
-        self.core.scheduler.preemption.swap = swap
 
     @property
     def ready(self) -> bool:
@@ -448,11 +442,11 @@ class Engine:
         """Plan what has become possible."""
         self.handle(ev.Tick())
 
-    def _submit(self, request: GenerationRequest, wanted: WantedRows | None, *, hold: bool = False) -> RequestHandle:
+    def _submit(self, request: GenerationRequest, wanted: WantedRows | None) -> RequestHandle:
         handle = RequestHandle(request.request_id, self._cancel)
         known = self._handles.setdefault(request.request_id, handle)
         try:
-            self.handle(ev.Submit(request, wanted, hold))
+            self.handle(ev.Submit(request, wanted))
         except BaseException:
             if known is handle:
                 del self._handles[request.request_id]
@@ -665,7 +659,10 @@ class SlotAccess:
         The caller must ``adopt`` it once every stage has its bytes, or ``cancel_reservation``.  None if there is no
         room, KV Flash would drop some of it, or the pipeline fails.
         """
-        reservation = self._engine.core.scheduler.reuse.reserve(n_tokens, paged_out)
+        reuse = self._engine.core.scheduler.reuse
+        if (reservation := reuse.reserve(n_tokens, paged_out)) is None and self._index.evicting:
+            await self._changes.wait_for(lambda: not self._index.evicting)  # their pages come free
+            reservation = reuse.reserve(n_tokens, paged_out)
         if reservation is not None and not await self.synchronize():
             self.cancel_reservation(reservation)
             return None

@@ -153,7 +153,6 @@ class EngineStatistics:
     window_s: float
     generated_tokens: int
     preemptions: int
-    swapped: int  # preemptions whose state went to host memory
     pages: dict[str, PageUse]  # by space
     pages_out: int  # pages of running sequences that KV Flash paged out
     host_pages: PageUse  # pages that KV Flash keeps in host memory
@@ -189,7 +188,6 @@ class EngineStatistics:
             window_s=generated.window_s,
             generated_tokens=scheduler.n_generated_tokens,
             preemptions=scheduler.preemption.n_preempted,
-            swapped=scheduler.preemption.n_swapped,
             pages={str(space): use for space, use in scheduler.pools.usage().items()},
             host_pages=PageUse(scheduler.pools.host_pages.n_used, scheduler.pools.host_pages.n_total),
             pages_out=sum(record.live.table.n_out for record in scheduler.running if record.live is not None),

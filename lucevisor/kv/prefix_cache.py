@@ -111,12 +111,15 @@ class Reservation:
 class PrefixHooks:
     """``on_slot``: a slot was made.  ``on_evict``: one is about to be evicted; a pin taken here delays that until it is
     removed.  Neither is called when ``clear`` drops all slots.  ``on_invalid``: what slots hold of these tokens is
-    wrong.  They run while a step is being planned: they may pin, but must not call the engine.
+    wrong.  ``fetch``: a request (its id, its tokens, how many are cached) is about to start; True: it waits until
+    ``Engine.resume``, because a lower tier has more of it.  They run while a step is being planned: they may pin, but
+    must not call the engine.
     """
 
     on_slot: Callable[[PrefixSlot], None] = lambda _: None
     on_evict: Callable[[PrefixSlot], None] = lambda _: None
     on_invalid: Callable[[Sequence[int]], None] = lambda _: None
+    fetch: Callable[[str, TokenBuffer, int], bool] = lambda _id, _tokens, _n_cached: False
 
 
 class PrefixIndex:
@@ -327,6 +330,11 @@ class PrefixIndex:
         self.reservations.clear()
 
     # ---- eviction
+
+    @property
+    def evicting(self) -> bool:
+        """True if the eviction of a slot is delayed."""
+        return any(slot.evict_on_unpin for slot in self._slots.values())
 
     @property
     def n_bytes(self) -> int:

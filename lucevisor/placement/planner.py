@@ -382,7 +382,6 @@ class _PlanAttempt:
                 max_drafts=sizing.max_drafts,
             ),
             journal_bytes=_journal_bytes(sizing, config.recovery),
-            swap_bytes=config.engine.swap_space if config.cache.prefix_slots else 0,
             host_cache_bytes=_host_cache_bytes(config, self.targets),
             prefix_slots=self.capacity.prefix_slots,
             cache_bytes=self.capacity.cache_bytes,

@@ -122,15 +122,14 @@ class HostOwner(StrEnum):
     JOURNAL = "journal"  # activations of running sequences
     REPLAYS = "replays"  # those that a daemon computes again while it loads
     POOLS = "pools"  # checkpoints, and pages of KV Flash, in the daemons
-    SWAP = "swap"  # state of preempted requests
-    PREFIXES = "prefixes"  # prefix slots that the devices evict
+    PREFIXES = "prefixes"  # prefix slots that the devices evict, those of preempted requests among them
     EXPORTS = "exports"  # state for the daemons after a restart or reload
 
     @property
     def key(self) -> str:
         """The key that bounds it; empty without one."""
-        keys = {"journal": "recovery.journal", "replays": "recovery.journal", "swap": "engine.swap_space",
-                "prefixes": "cache.host", "pools": "cache.states, kvflash.host"}  # fmt: skip
+        keys = {"journal": "recovery.journal", "replays": "recovery.journal", "prefixes": "cache.host",
+                "pools": "cache.states, kvflash.host"}  # fmt: skip
         return keys.get(self, "")
 
 
@@ -149,8 +148,8 @@ class Placement:
     """Place of each layer, and every size that daemons and engine must agree on.
 
     ``devices`` and ``stages`` are in layer order; ``arenas[b]`` lies between stages b and b + 1, and those of captures
-    follow.  ``journal_bytes``, ``swap_bytes``, ``host_cache_bytes``: the most host memory that the journal, preempted
-    requests and prefix slots take; None: half of what is free.
+    follow.  ``journal_bytes``, ``host_cache_bytes``: the most host memory that the journal and prefix slots take; None:
+    half of what is free.
     ``draft`` and ``draft_device`` are None without a drafter, ``draft_left_out`` is the reason; ``scorer`` and
     ``scorer_device`` without a scoring model.
     ``pool_pages``: the most pages of a sequence on the devices with KV Flash; None: all.  ``residency_policy``: which;
@@ -177,7 +176,6 @@ class Placement:
     stages: tuple[Stage, ...]
     arenas: tuple[ArenaPlan, ...]
     journal_bytes: int = 0
-    swap_bytes: int = 0
     host_cache_bytes: int | None = 0
     prefix_slots: int = 0
     cache_bytes: int = 0
@@ -220,7 +218,6 @@ class Placement:
             HostUse(HostOwner.JOURNAL, self.journal_bytes),
             HostUse(HostOwner.REPLAYS, self.journal_bytes),
             HostUse(HostOwner.POOLS, self.host_state_bytes),
-            HostUse(HostOwner.SWAP, self.swap_bytes),
             HostUse(HostOwner.PREFIXES, self.host_cache_bytes),
             HostUse(HostOwner.EXPORTS, None),
         )

@@ -1,11 +1,12 @@
 """Snapshot manager: copies prefix slots (KV cache) to host memory and to disk, and restores them.
 
 Joins engine, host tier, store and daemons; ``policy`` decides by numbers, the daemons and the store move the bytes.
-New slots are copied to host memory behind the steps, and go from there to disk.  If host memory or a file covers more
-of a request's prompt than the devices' slots, and reading it is faster than computing, the request is held while it is
-read into reserved pages, and checksummed if it is a file; then the slot is published and the request resumes.  After
-any failure the request resumes without it.  Invariant: a slot is published only if every daemon restored its part and
-all checksums match; pages and descriptors are kept until every daemon is done with them.
+New slots are copied to host memory behind the steps, and go from there to disk; those of preempted requests are copied
+when they are evicted.  If host memory or a file covers more of a request that is about to start than the devices'
+slots, and reading it is faster than computing, the request is held while it is read into reserved pages, and
+checksummed if it is a file; then the slot is published and the request resumes.  After any failure the request resumes
+without it.  Invariant: a slot is published only if every daemon restored its part and all checksums match; pages and
+descriptors are kept until every daemon is done with them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import structlog
 
 from lucevisor import suspend_clock
 from lucevisor.config import CacheConfig
-from lucevisor.engine.request import GenerationRequest
 from lucevisor.engine.shell import Engine
 from lucevisor.errors import ConfigError
 from lucevisor.kv.prefix_cache import PrefixHooks, Reservation
@@ -120,8 +120,7 @@ class SnapshotManager:
     def start(self) -> None:
         """Install the engine hooks and start copying slots to host memory."""
         hooks = self._engine.prefixes.hooks
-        hooks.on_slot, hooks.on_evict = self._on_slot, self._on_evict
-        self._engine.on_submit = self._on_submit
+        hooks.on_slot, hooks.on_evict, hooks.fetch = self._on_slot, self._on_evict, self._fetch
         if self.host is not None:
             self.host.on_evict, hooks.on_invalid = self._on_host_evict, self.host.forget
             self._spawn(self._copy_slots(self.host), "copy slots to host memory")
@@ -166,9 +165,9 @@ class SnapshotManager:
 
     async def close(self) -> None:
         """End all tasks and wait for the disk.  Call after the last daemon is gone, when every transfer has ended."""
-        self._engine.on_submit = lambda _: False
         hooks, nothing = self._engine.prefixes.hooks, PrefixHooks()
         hooks.on_slot, hooks.on_evict, hooks.on_invalid = nothing.on_slot, nothing.on_evict, nothing.on_invalid
+        hooks.fetch = nothing.fetch
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -186,40 +185,36 @@ class SnapshotManager:
 
     # ---- restore
 
-    def _on_submit(self, request: GenerationRequest) -> bool:
+    def _fetch(self, request_id: str, tokens: TokenBuffer, n_cached: int) -> bool:
         """Return whether a request must wait for a restore, starting it if need be."""
-        match = self._better(request)
+        match = self._better(tokens, n_cached)
         if match is None:
             return False
         key = (match.entry.file, match.n_tokens)
         under_way = self._restoring.get(key)
         if under_way is None:
             under_way = self._restoring[key] = _Restoring(match)
+            if self.host is not None and isinstance(match.entry, HostSlot):
+                self.host.pin(match.entry)
             self._spawn(self._restore_for(key, under_way), f"restore {match.entry.file}")
         if not under_way.late:
-            under_way.waiting.append(request.request_id)
+            under_way.waiting.append(request_id)
         return not under_way.late
 
-    def _better(self, request: GenerationRequest) -> SnapshotMatch | None:
+    def _better(self, tokens: TokenBuffer, n_cached: int) -> SnapshotMatch | None:
         """Return what to restore for a request: of all tiers below the devices, or of host memory where that is too
         slow."""
-        prefixes = self._engine.prefixes
         held = self.host.slots if self.host is not None else ()
         files = self.store.entries[::-1] if self.store is not None else ()
-        if not prefixes.enabled or not (held or files):
-            return None  # the usual case: nothing is packed for it
-        prompt = TokenBuffer.of(request.prompt)
-        n_known = prefixes.match(prompt).position
         for entries in ([*held, *files], held):
-            match = longest_match(entries, prompt, len(prompt) - 1, whole_only=self._whole_only)
+            match = longest_match(entries, tokens, len(tokens) - 1, whole_only=self._whole_only)
             if match is None:
                 return None
-            if match.n_tokens - n_known < (
-                self._min_gain if _tier(match) == "host" else max(1, self._limits.min_tokens)
-            ):
+            gain = match.n_tokens - n_cached
+            if gain < (self._min_gain if _tier(match) == "host" else max(1, self._limits.min_tokens)):
                 continue
             restorable = self._engine.slots.can_restore(match.n_tokens, match.entry.n_tokens, match.entry.paged_out)
-            if restorable and self._is_faster(match, match.n_tokens - n_known):
+            if restorable and self._is_faster(match, gain):
                 return match
         return None
 
@@ -239,6 +234,8 @@ class SnapshotManager:
             slot = await self._restore(under_way)
         finally:
             del self._restoring[key]
+            if self.host is not None and isinstance(under_way.match.entry, HostSlot):
+                self.host.unpin(under_way.match.entry)
             self._resume(under_way)
             if slot is not None:
                 self._engine.slots.release(slot)
@@ -290,13 +287,9 @@ class SnapshotManager:
         """Let the daemons read a slot from host memory; return whether the drafter's state is among it."""
         assert self.host is not None
         drafted = held.with_draft and reservation.drafted
-        self.host.pin(held)
-        try:
-            self.host.touch(held, time.monotonic())
-            units = self.host.units(held, reservation.place, with_draft=drafted)
-            return await self._move(units, TRANSFER_S, late, load=True), drafted
-        finally:
-            self.host.unpin(held)
+        self.host.touch(held, time.monotonic())
+        units = self.host.units(held, reservation.place, with_draft=drafted)
+        return await self._move(units, TRANSFER_S, late, load=True), drafted
 
     async def _read_file(
         self, match: SnapshotMatch, entry: SnapshotEntry, reservation: Reservation, late: Callable[[], None]
@@ -337,17 +330,17 @@ class SnapshotManager:
         """Delay an eviction to copy the slot to host memory, or without that to save it, if it is worth it and no other
         one is being copied.
 
-        The slot of a preempted request is not saved: its memory is needed at once, and its answer is incomplete.
+        The slot of a preempted request waits for its turn, and is not saved: its answer is incomplete.
         """
-        if slot.origin == "preempted":
-            return
+        preempted = slot.origin == "preempted"
         if self.host is not None:
-            if self._copying.locked() or not self._is_new(self.host, slot):
+            if (self._copying.locked() and not preempted) or not self._is_new(self.host, slot):
                 return
             work: Coroutine[Any, Any, object] = self._copy(self.host, slot)
         else:
             if (
                 self.store is None
+                or preempted
                 or self._saving.locked()
                 or self._reject_reason(self.store, slot, SaveTrigger.EVICTION)
             ):
@@ -376,7 +369,7 @@ class SnapshotManager:
         """Copy new slots to host memory, the oldest first, while steps run."""
         while True:
             slot = await self._new_slots.get()
-            if slot.alive and self._is_new(host, slot):
+            if slot.alive:
                 copying = self._spawn(self._copy(host, slot), "copy a slot to host memory")
                 await asyncio.wait({copying})  # an exception is logged and does not end this loop
 
@@ -388,7 +381,7 @@ class SnapshotManager:
     async def _copy(self, host: HostTier, slot: PrefixSlot) -> None:
         """Copy a slot to host memory; one that failed is not kept."""
         async with self._copying:
-            place = await self._engine.slots.export(slot)
+            place = await self._engine.slots.export(slot) if self._is_new(host, slot) else None
             if place is None:
                 return
             held = None

@@ -68,7 +68,7 @@ def status(**more):
         "host_memory": [
             {"owner": "boundaries", "limit_bytes": 1 << 20, "key": "", "bytes": 1 << 20},
             {"owner": "journal", "limit_bytes": 2 << 30, "key": "recovery.journal", "bytes": 512 << 20},
-            {"owner": "swap", "limit_bytes": 4 << 30, "key": "engine.swap_space", "bytes": 0},
+            {"owner": "prefixes", "limit_bytes": 4 << 30, "key": "cache.host", "bytes": 0},
             {"owner": "exports", "limit_bytes": None, "key": "", "bytes": 3 << 20},
         ],
     } | more  # fmt: skip

@@ -77,7 +77,7 @@ async def registry() -> CollectorRegistry:
     store = SimpleNamespace(statistics=StoreStatistics(), entries=[])
     rig.context.snapshots = lambda: store  # type: ignore[assignment,return-value]
     device = {"device": "left:0", "weight_bytes": 1, "state_bytes": 2, "free_bytes": 3, "total_bytes": 6}
-    memory = [{"owner": "swap", "limit_bytes": 2, "key": "engine.swap_space", "bytes": 1}]
+    memory = [{"owner": "prefixes", "limit_bytes": 2, "key": "cache.host", "bytes": 1}]
     rig.context.status = lambda: {
         "groups": [group_status("left", "ready", device, exited=1)],
         "models": [{"name": rig.context.model.name, "host_memory": memory}],

@@ -40,7 +40,7 @@ SETUPS = {
     "drafter in a group of its own": ("abz", [DFLASH, "draft.device=z:0"], SIGNALS, 16),
     "few pages, to host memory": ("ab", [DFLASH, "engine.pages=40", "engine.max_context=2048"], SIGNALS, 16),
     "few pages, computed again": (
-        "ab", [PLAIN, "engine.pages=40", "engine.max_context=2048", "engine.swap_space=0"], SIGNALS, 16
+        "ab", [PLAIN, "engine.pages=40", "engine.max_context=2048"], SIGNALS, 16
     ),
     "snapshots on disk": ("ab", [PLAIN, "cache.prefix_slots=2", "cache.min_tokens=8"], DISK, 25),
     "operator's commands": ("ab", [DFLASH], ORDERS, 25),

@@ -19,10 +19,8 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.policy import MAX_OVERTAKEN_SIZES, MAX_SKIPPED_STEPS, ClientShares
 from lucevisor.engine.request import FinishedEvent
 from lucevisor.engine.scheduler import Scheduler
-from lucevisor.engine.sequence import RequestRecord, SwappedPrefix
 from lucevisor.engine.step import StepPlan
-from lucevisor.kv.prefix_cache import PrefixIndex, PrefixSettings, Reservation
-from lucevisor.kv.prefix_tree import PrefixSlot
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Sampled, Step, StepResult
@@ -105,25 +103,6 @@ class RequestTrace:
         return self.first_at - self.submitted_at
 
 
-class KeptSlots:
-    """Swap space of a scheduler with pages enough: a preempted request's slot stays where it is."""
-
-    n_writing = 0
-
-    def __init__(self, index: PrefixIndex) -> None:
-        self._index = index
-
-    def write(self, slot: PrefixSlot) -> SwappedPrefix | None:
-        self._index.unpin(slot)
-        return SwappedPrefix(slot.n_tokens, slot.paged_out)
-
-    def read(self, record: RequestRecord, swapped: SwappedPrefix, reservation: Reservation) -> None:
-        raise AssertionError(f"the slot of {record.request.request_id} has gone")
-
-    def drop(self, swapped: SwappedPrefix) -> None:
-        pass
-
-
 @dataclass
 class TimedPipeline:
     """``at(when, action)`` runs an action at a time; ``run(until)`` lets time pass."""
@@ -136,7 +115,6 @@ class TimedPipeline:
     rows_s: Callable[[int], float] | None = None
     outside_s: float = 0.0  # of the time to the first token: HTTP and tokenising
     max_queue: int = 10**6
-    swaps: bool = False  # preempted requests go on from prefix slots
     jitter: float = 0.0  # a stage takes up to this share more or less
     now: float = 0.0
     traces: dict[str, RequestTrace] = field(default_factory=dict)
@@ -146,8 +124,6 @@ class TimedPipeline:
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.limits, self.n_stages)
         self.scheduler.attach(self.n_stages, has_doorbells=True)  # as daemons of one stage each
-        if self.swaps:
-            self.scheduler.preemption.swap = KeptSlots(self.scheduler.reuse.index)
         self._free_at = [0.0] * self.n_stages
         self._ends_at: dict[int, float] = {}  # by step
         self._in_flight: deque[tuple[float, StepPlan, float]] = deque()
@@ -414,7 +390,7 @@ def slotted(**changes: object) -> TimedPipeline:
     """A pipeline whose preempted requests go on from prefix slots."""
     prefix = PrefixSettings(max_slots=500, memory_bytes=1 << 40, min_tokens=64, unit_bytes={Space.FULL: 1})
     bounds = demo_limits(pools=PoolSizes(8192, 0, 0), spaces=frozenset({Space.FULL}), prefix=prefix)
-    return TimedPipeline(bounds, swaps=True, max_queue=256, **changes)  # type: ignore[arg-type]
+    return TimedPipeline(bounds, max_queue=256, **changes)  # type: ignore[arg-type]
 
 
 def short_beside(pipeline: TimedPipeline, n_long: int, retry_s: float) -> tuple[float, float]:

@@ -38,7 +38,7 @@ class FirstCome:
     def n_decode_groups(self, n_stages: int, n_fastest: int) -> int:
         return n_stages
 
-    def victims(self, running: Iterable[RequestRecord], *, swaps: bool) -> FirstCome:
+    def victims(self, running: Iterable[RequestRecord]) -> FirstCome:
         return self
 
     def victim(self, record: RequestRecord) -> None:

@@ -325,7 +325,7 @@ async def test_a_slot_goes_to_disk_and_back_after_the_shards_lost_it(spaces: fro
 
 async def test_a_held_request_waits_for_what_is_restored_and_others_pass() -> None:
     toy = attached(warm())
-    toy.engine.on_submit = lambda asked: asked.request_id in ("a", "c")
+    toy.engine.prefixes.hooks.fetch = lambda request_id, tokens, n_cached: request_id in ("a", "c")
     held = toy.engine.submit(request("a", range(150), n=1))
     cancelled = toy.engine.submit(request("c", range(150), n=1))
     other = toy.engine.submit(request("b", range(500, 510), n=1))

@@ -15,11 +15,11 @@ from lucevisor.kv_transfer.host_memory import HostFile, HostLease, HostMemory, H
 from lucevisor.placement.result import HostOwner
 
 LIMIT = 100
-OWNERS = st.sampled_from([HostOwner.SWAP, HostOwner.EXPORTS, HostOwner.JOURNAL])
+OWNERS = st.sampled_from([HostOwner.PREFIXES, HostOwner.EXPORTS, HostOwner.JOURNAL])
 
 
 class Budget(RuleBasedStateMachine):
-    """``held``: what a count by hand says; the limit is of the swap space alone."""
+    """``held``: what a count by hand says; the limit is of the prefixes alone."""
 
     @initialize(available=st.integers(0, 300))
     def begin(self, available: int) -> None:
@@ -30,7 +30,7 @@ class Budget(RuleBasedStateMachine):
 
     @rule(owner=OWNERS, n_bytes=st.integers(0, 120))
     def open(self, owner: HostOwner, n_bytes: int) -> None:
-        limit = LIMIT if owner is HostOwner.SWAP else None
+        limit = LIMIT if owner is HostOwner.PREFIXES else None
         fits = 2 * n_bytes <= self.available and (limit is None or self.counted(owner) + n_bytes <= limit)
         if fits:
             file = self.memory.open(owner, n_bytes, limit)
@@ -42,7 +42,7 @@ class Budget(RuleBasedStateMachine):
 
     @rule(owner=OWNERS, n_bytes=st.integers(0, 120))
     def lease(self, owner: HostOwner, n_bytes: int) -> None:
-        if owner is not HostOwner.SWAP:
+        if owner is not HostOwner.PREFIXES:
             self.held.append(self.memory.lease(owner, n_bytes))
 
     @rule(available=st.integers(0, 300))
@@ -69,9 +69,9 @@ class Budget(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_counts(self) -> None:
-        for owner in (HostOwner.SWAP, HostOwner.EXPORTS, HostOwner.JOURNAL):
+        for owner in (HostOwner.PREFIXES, HostOwner.EXPORTS, HostOwner.JOURNAL):
             assert self.memory.used(owner) == self.counted(owner)
-        assert self.memory.used(HostOwner.SWAP) <= LIMIT
+        assert self.memory.used(HostOwner.PREFIXES) <= LIMIT
 
     def teardown(self) -> None:
         for held in self.held:

@@ -275,7 +275,7 @@ def test_a_journal_takes_no_more_than_all_pages_at_all_boundaries(demo: ModelSpe
     assert f"{format_bytes(found.journal_bytes)}  recovery.journal" in plan_text(found)
     told = {use["owner"]: use["limit_bytes"] for use in plan_json(found)["host_memory"]}  # type: ignore[attr-defined]
     wanted = {"boundaries": found.arena_bytes, "journal": found.journal_bytes, "replays": found.journal_bytes}
-    assert told == wanted | {"pools": 0, "swap": found.swap_bytes, "prefixes": 0, "exports": None}
+    assert told == wanted | {"pools": 0, "prefixes": 0, "exports": None}
 
 
 def test_the_limit_of_a_journal_is_kept_in_whole_pages(demo: ModelSpec, tmp_path: Path) -> None:
@@ -323,15 +323,6 @@ def test_host_memory_of_prefix_slots_is_for_what_other_devices_evict(
     none = {name: replace(group, transport="tcp") for name, group in slots.groups.items()}
     assert placed(demo, replace(slots, groups=none)).host_cache_bytes == 0
     assert placed(demo, replace(config, cache=replace(config.cache, host=host))).host_cache_bytes == 0
-
-
-def test_what_preempted_requests_may_take_is_said(demo: ModelSpec, tmp_path: Path) -> None:
-    config = configure(tmp_path, ["left:0"])
-    for n_slots, n_bytes in ((8, 3 << 30), (0, 0)):
-        cache = replace(config.cache, prefix_slots=n_slots)
-        found = placed(demo, replace(config, cache=cache, engine=replace(config.engine, swap_space=3 << 30)))
-        assert found.swap_bytes == n_bytes
-        assert ("3.00 GiB  engine.swap_space" in plan_text(found)) == bool(n_bytes)
 
 
 @pytest.mark.parametrize(
