@@ -34,18 +34,10 @@ class Route:
     summary: str
     body: type[msgspec.Struct] | None = None
     stream: str = ""
-    query: type[msgspec.Struct] | None = None
 
 
-def _route(
-    method: str,
-    path: str,
-    handler: Any,
-    body: type[msgspec.Struct] | None = None,
-    stream: str = "",
-    query: type[msgspec.Struct] | None = None,
-) -> Route:
-    return Route(method, path, handler, _summary(handler), body, stream, query)
+def _route(method: str, path: str, handler: Any, body: type[msgspec.Struct] | None = None, stream: str = "") -> Route:
+    return Route(method, path, handler, _summary(handler), body, stream)
 
 
 def _answers(
@@ -63,12 +55,6 @@ def _summary(function: Any) -> str:
 async def openapi(_: web.Request) -> web.Response:
     """Return this document."""
     return web.Response(body=_document(), content_type="application/json")
-
-
-class SlotsQuery(msgspec.Struct):
-    """The query of GET /slots."""
-
-    fail_on_no_slot: Any = None
 
 
 _EVENTS: Final = CONTENT_TYPES["data"]
@@ -101,7 +87,7 @@ ROUTES: Final = (
     _answers("/tokenize", llamacpp.read_tokenize, llamacpp.TokenizeBody),
     _answers("/detokenize", llamacpp.read_detokenize, llamacpp.DetokenizeBody),
     _route("GET", "/props", info.props),
-    _route("GET", "/slots", info.slots, query=SlotsQuery),
+    _route("GET", "/slots", info.slots),
     _route("GET", "/health", info.health),
     _route("GET", "/ready", info.ready),
     _route("GET", "/metrics", info.metrics),
@@ -166,8 +152,6 @@ def _document() -> bytes:
 def _operation(route: Route, path: str) -> dict[str, Any]:
     name = path.strip("/").replace("/", "_").replace("{id}", "one")
     name = (name.replace("-", "_") if route.body else name.replace(".", "_")) or "page"
-    queries: dict[str, Any] = {} if route.query is None else msgspec.json.schema(route.query)["$defs"]
-    queries = queries[route.query.__name__]["properties"] if route.query is not None else {}
     answer: dict[str, Any] = {"description": "The answer."}
     status, has_id = "200", "{id}" in path
     if path.startswith(ADMIN_PATHS):
@@ -175,8 +159,7 @@ def _operation(route: Route, path: str) -> dict[str, Any]:
     elif route.body is not None:
         errors = ["400", "401", "404", "413", "429", "503"]
     else:
-        errors = [*(["400"] if queries and has_id else []), "401"]
-        errors += ["404"] if has_id else ["503"] if queries else []
+        errors = ["401", *(["404"] if has_id else []), *(["503"] if path == "/slots" else [])]
     operation: dict[str, Any] = {
         "summary": route.summary,
         "operationId": f"delete_{name}" if route.method == "DELETE" else name,
@@ -188,12 +171,10 @@ def _operation(route: Route, path: str) -> dict[str, Any]:
         answer["content"] = {"application/json": {"schema": {"type": "object"}}}
         if route.stream:
             answer["content"][route.stream] = {}
-    parameters: list[dict[str, Any]] = (
-        [{"name": "id", "in": "path", "required": True, "schema": _TEXT}] if has_id else []
-    )
-    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in queries.items()]
-    if parameters:
-        operation["parameters"] = parameters
+    if has_id:
+        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": _TEXT}]
+    elif path == "/slots":
+        operation["parameters"] = [{"name": "fail_on_no_slot", "in": "query", "schema": {}}]
     return operation
 
 

@@ -6,12 +6,10 @@ The latter speaks JSON over HTTP, for the same user only: the peer uid of each o
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import ssl
 import struct
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
@@ -24,15 +22,7 @@ from lucevisor.api import server
 from lucevisor.api.bodies import json_response
 from lucevisor.api.errors import ApiError
 from lucevisor.api.schemas import convert
-from lucevisor.deployment.service import ModelService, Service
-from lucevisor.engine.shell import Engine
 from lucevisor.errors import AdminError, ConfigError, LucevisorError, unusable
-from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
-from lucevisor.model.pages import pages_of
-from lucevisor.model.values import Space
-from lucevisor.snapshots import maintenance
-from lucevisor.snapshots.maintenance import JsonObject
-from lucevisor.snapshots.store import SnapshotStore
 
 log = structlog.get_logger("lucevisor.admin")
 
@@ -41,99 +31,8 @@ Command = TypeVar("Command", bound=msgspec.Struct)
 Names = Annotated[list[str], msgspec.Meta(max_length=10_000)]
 
 
-class CacheOperations:
-    """Prefix slots and snapshots of a running supervisor.  Raises LucevisorError when snapshots are off."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def show(self) -> dict[str, Any]:
-        """List slots in memory, most recently used first, and files; ``dir`` is empty without snapshots."""
-        engine, store = self._model.engine, self.open_store()
-        slots = sorted(engine.prefixes.slots, key=lambda s: (-s.used_at, -s.number)) if engine is not None else []
-        files = await asyncio.to_thread(maintenance.files, store.directory) if store is not None else []
-        return {
-            "dir": str(store.directory.absolute()) if store is not None else "",
-            "disk": store.budget if store is not None else self._service.config.cache.disk,
-            "slots": [_slot(engine, slot) for slot in slots] if engine is not None else [],
-            "files": files,
-        }
-
-    async def verify(self, files: Sequence[str], *, set_aside: bool) -> list[JsonObject]:
-        store = self._store()
-        directory = store.directory
-        checked, n_aside = [], 0
-        try:
-            for file in await asyncio.to_thread(maintenance.to_verify, directory, files):
-                result = await asyncio.to_thread(maintenance.verify, directory, file, set_aside=set_aside)
-                checked.append(result)
-                n_aside += bool(result["set_aside"])
-        finally:
-            if n_aside:
-                await self._scan(store)
-        return checked
-
-    async def prune(self, disk_bytes: int | None, *, refused: bool) -> list[JsonObject]:
-        """Remove leftovers and files beyond ``disk_bytes`` (None: the configured budget)."""
-        store = self._store()
-        most = store.disk_bytes if disk_bytes is None else disk_bytes
-        removed = await asyncio.to_thread(maintenance.prune, store.directory, most, refused=refused)
-        await self._scan(store)
-        return removed
-
-    async def remove(self, files: Sequence[str], *, everything: bool) -> list[JsonObject]:
-        store = self._store()
-        try:
-            return await asyncio.to_thread(maintenance.remove, store.directory, files, everything=everything)
-        finally:  # some may be removed before one fails
-            await self._scan(store)
-
-    async def _scan(self, store: SnapshotStore) -> None:
-        if self._service.state != "draining":  # or the store may be closed already
-            await asyncio.to_thread(store.scan)
-
-    def open_store(self) -> SnapshotStore | None:
-        return self._model.snapshot_store
-
-    @property
-    def _model(self) -> ModelService:
-        """The only model, because files are named without one."""
-        if len(self._service.models) == 1:
-            return self._service.only
-        names = ", ".join(self._service.models)
-        raise AdminError(f"this supervisor serves several models ({names}): use --dir DIR, a directory for each model")
-
-    def _store(self) -> SnapshotStore:
-        store = self.open_store()
-        if self._service.state == "draining":
-            raise LucevisorError("the supervisor is stopping: use --dir when it has stopped")
-        if store is not None:
-            return store
-        cache = self._service.config.cache
-        if cache.dir and cache.prefix_slots:
-            raise LucevisorError("snapshots are not open yet: the model is not placed; ask again when it is ready")
-        key = "cache.prefix_slots is 0" if cache.dir else "cache.dir is not set"
-        raise LucevisorError(f"snapshots are off: {key} in {self._service.config.file}")
-
-
-def _slot(engine: Engine, slot: PrefixSlot) -> JsonObject:
-    unit = Counter(engine.prefixes.settings.unit_bytes)  # 0 for a space that the model lacks
-    n_pages = pages_of(slot.n_tokens)
-    n_bytes = unit[Space.FULL] * n_pages + unit[Space.WINDOW] * (n_pages - slot.first_window)
-    return {
-        "n_tokens": slot.n_tokens,
-        "origin": slot.origin,
-        "pins": slot.pins,
-        "uses": slot.n_uses,
-        "bytes": n_bytes + (unit[Space.RECURRENT] if slot.state != NO_STATE else 0),
-    }
-
-
 class AdminPort(Protocol):
     """Operations on a running supervisor."""
-
-    @property
-    def cache(self) -> CacheOperations: ...
 
     def status(self) -> dict[str, Any]: ...
 
@@ -165,27 +64,6 @@ class Reload(msgspec.Struct, forbid_unknown_fields=True):
     """``set``: KEY=VALUE overrides."""
 
     set: Names = []
-
-
-class CacheVerify(msgspec.Struct, forbid_unknown_fields=True):
-    """Without files, all snapshots are verified."""
-
-    files: Names = []
-    set_aside: bool = False
-
-
-class CachePrune(msgspec.Struct, forbid_unknown_fields=True):
-    """``to``: bytes that may stay in use; null: cache.disk."""
-
-    to: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
-    refused: bool = False
-
-
-class CacheRemove(msgspec.Struct, forbid_unknown_fields=True):
-    """Names files, or sets ``all``."""
-
-    files: Names = []
-    all: bool = False
 
 
 def peer_uid(transport: object) -> int:
@@ -262,38 +140,9 @@ def create_admin_app(port: AdminPort) -> web.Application:
             web.post("/stop", stop),
             web.post("/restart", restart),
             web.post("/reload", reload),
-            *_cache_routes(port),
         ]
     )
     return app
-
-
-def _cache_routes(port: AdminPort) -> list[web.RouteDef]:
-    """Return the routes below /cache.  A body may be omitted where every field has a default."""
-
-    async def show(_: web.Request) -> web.Response:
-        return json_response(await port.cache.show())
-
-    async def verify(request: web.Request) -> web.Response:
-        command = await _read_command(request, CacheVerify, b"{}")
-        return json_response({"checked": await port.cache.verify(command.files, set_aside=command.set_aside)})
-
-    async def prune(request: web.Request) -> web.Response:
-        command = await _read_command(request, CachePrune, b"{}")
-        return json_response({"removed": await port.cache.prune(command.to, refused=command.refused)})
-
-    async def remove(request: web.Request) -> web.Response:
-        command = await _read_command(request, CacheRemove, b"{}")
-        if bool(command.files) == command.all:
-            return _error(400, "files, all: name files, or set all to true")
-        return json_response({"removed": await port.cache.remove(command.files, everything=command.all)})
-
-    return [
-        web.get("/cache", show),
-        web.post("/cache/verify", verify),
-        web.post("/cache/prune", prune),
-        web.post("/cache/rm", remove),
-    ]
 
 
 async def serve_admin(app: web.Application, path: Path) -> web.AppRunner:

@@ -36,7 +36,7 @@ from lucevisor.api.keys import ApiKeys
 from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.api.server import adopt, create_app, listen
 from lucevisor.app import logs, traces
-from lucevisor.app.admin import CacheOperations, Endpoint
+from lucevisor.app.admin import Endpoint
 from lucevisor.app.handover import Handover, no_room_error
 from lucevisor.app.model_files import FamilyCard, find_card, open_models, open_tokenizer
 from lucevisor.app.pflash import make_compressor, make_page_scorer
@@ -310,7 +310,6 @@ class Supervisor:
         self._wait_forever = options.wait_forever
         self.service = Service(config, models, run_dir.own, display, self._on_engine, options.limits)
         self._admin_operations = AdminOperations(self.service)
-        self.cache = CacheOperations(self.service)
         for name, context in self._contexts.items():
             self._connect_service(context, self.service.models[name])
         self._app = create_app(*self._contexts.values())

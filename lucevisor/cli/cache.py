@@ -1,11 +1,11 @@
-"""``lucevisor cache``: the snapshots on disk, of a running supervisor or of a directory."""
+"""``lucevisor cache``: the snapshots in a directory, whether or not a supervisor uses it."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,10 @@ from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import target_options
 from lucevisor.config import load, single_model
 from lucevisor.config.formats import InvalidValue, size
-from lucevisor.errors import ExitCode
+from lucevisor.errors import AdminError, ExitCode, LucevisorError
 from lucevisor.placement.formatting import format_bytes
 
-_WAIT_S = 3600.0
-"""Verifying every byte of a large directory takes long."""
-
 JsonObject = dict[str, Any]
-SnapshotTarget = Callable[[str, JsonObject], JsonObject]
-"""Runs an operation (name, arguments) on the snapshots of a supervisor or of a directory."""
 
 
 class _Bytes(click.ParamType[int]):
@@ -37,61 +32,41 @@ class _Bytes(click.ParamType[int]):
             self.fail(f"{value} {error.why}; {error.hint}", param, ctx)
 
 
-def _in_directory(directory: Path, disk_bytes: int | None, operation: str, arguments: JsonObject) -> JsonObject:
-    """Run an operation as POST /cache/OPERATION does.  ``disk_bytes``: the budget from CONFIG, if given."""
-    from lucevisor.snapshots import maintenance
-
-    if operation == "ls":
-        return {"dir": str(directory), "disk": disk_bytes, "slots": [], "files": maintenance.files(directory)}
-    if operation == "verify":
-        files = maintenance.to_verify(directory, arguments["files"])
-        return {"checked": (maintenance.verify(directory, file, set_aside=arguments["set_aside"]) for file in files)}
-    if operation == "rm":
-        return {"removed": maintenance.remove(directory, arguments["files"], everything=arguments["all"])}
-    budget = arguments["to"] if arguments["to"] is not None else disk_bytes
-    if budget is None:
-        raise click.UsageError("say how much to keep: --to SIZE, or --config CONFIG to use its cache.disk")
-    return {"removed": maintenance.prune(directory, budget, refused=arguments["refused"])}
-
-
-def _by_supervisor(client: AdminClient, operation: str, arguments: JsonObject) -> JsonObject:
-    if operation == "ls":
-        return client.call("GET", "/cache", timeout_s=_WAIT_S)
-    return client.call("POST", f"/cache/{operation}", arguments, timeout_s=_WAIT_S)
-
-
-def _with_target(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options CONFIG, ``--dir``, ``--name`` and ``--socket``, and pass the target that they name."""
+def _with_directory(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options ``--config``, ``--dir``, ``--name`` and ``--socket``, and pass the directory that they name, and
+    the bytes that may be in use there, if that is known."""
 
     @wraps(function)
-    def located(config: Path | None, directory: Path | None, name: str | None, socket: Path | None, **more: Any) -> Any:
-        return function(target=_snapshot_target(config, directory, name, socket), **more)
+    def located(config: Path | None, folder: Path | None, name: str | None, socket: Path | None, **more: Any) -> Any:
+        disk_bytes: int | None = None
+        if name is not None or socket is not None or (config is None and folder is None):
+            if config is not None or folder is not None:
+                what = "--config and --dir name a directory, --name and --socket a supervisor"
+                raise click.UsageError(f"{what}: give one of them")
+            folder, disk_bytes = _of_supervisor(name, socket)
+        elif config is not None:
+            cache = single_model(load(config, ()), "cache --config").cache
+            disk_bytes = cache.disk
+            if folder is None and not cache.dir:
+                raise click.UsageError(f"{config} sets no cache.dir: set it, or give --dir")
+            folder = folder or Path(cache.dir)
+        return function(directory=folder, disk_bytes=disk_bytes, **more)
 
     path = click.Path(path_type=Path)
     with_target = target_options(located)
-    with_dir = click.option("--dir", "directory", type=path, help="A directory of snapshots.")(with_target)
+    with_dir = click.option("--dir", "folder", type=path, help="A directory of snapshots.")(with_target)
     return click.option("--config", "-c", type=path, help="Configuration file that sets cache.dir.")(with_dir)
 
 
-def _snapshot_target(
-    config: Path | None, directory: Path | None, name: str | None, socket: Path | None
-) -> SnapshotTarget:
-    if config is None and directory is None:
-        return partial(_by_supervisor, AdminClient(find_supervisor(name, socket).socket))
-    if name is not None or socket is not None:
-        raise click.UsageError(
-            "--config and --dir name a directory, --name and --socket a supervisor: give one of them"
-        )
-    disk_bytes = None
-    if config is not None:
-        cache = single_model(load(config, ()), "cache --config").cache
-        disk_bytes = cache.disk
-        if directory is None:
-            if not cache.dir:
-                raise click.UsageError(f"{config} sets no cache.dir: set it, or give --dir")
-            directory = Path(cache.dir)
-    assert directory is not None
-    return partial(_in_directory, directory, disk_bytes)
+def _of_supervisor(name: str | None, socket: Path | None) -> tuple[Path, int]:
+    status = AdminClient(find_supervisor(name, socket).socket).call("GET", "/status")
+    if len(status["models"]) > 1:
+        names = ", ".join(model["name"] for model in status["models"])
+        what = f"this supervisor serves several models ({names})"
+        raise AdminError(f"{what}: use --dir DIR, a directory for each model")
+    if not status["cache"]["dir"]:
+        raise LucevisorError("snapshots are off, or not open yet: set cache.dir, or ask again when the model is ready")
+    return Path(status["cache"]["dir"]), status["cache"]["disk"]
 
 
 @click.group()
@@ -100,39 +75,34 @@ def cache() -> None:
 
 
 @cache.command("ls")
-@_with_target
+@_with_directory
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_(target: SnapshotTarget, as_json: bool) -> int:
+def list_(directory: Path, disk_bytes: int | None, as_json: bool) -> int:
     """List every snapshot, most recently used first; reads headers only."""
-    contents = target("ls", {})
-    files, slots, disk_bytes = contents["files"], contents["slots"], contents["disk"]
+    from lucevisor.snapshots import maintenance
+
+    files = maintenance.files(directory)
     if as_json:
         click.echo(json.dumps(files, indent=2))
         return ExitCode.DONE
     if files:
         _print(["file", "state", "model", "tokens", "size", "kv", "last used"], [_row(entry) for entry in files])
     total = format_bytes(sum(entry["n_bytes"] for entry in files))
-    if contents["dir"]:
-        click.echo(
-            f"{len(files)} files, {total}" + (f" of {format_bytes(disk_bytes)}" if disk_bytes is not None else "")
-        )
-    else:
-        click.echo("no files: cache.dir is not in use")
-    if slots:
-        longest = max(entry["n_tokens"] for entry in slots)
-        n_disk = sum(entry["origin"] == "disk" for entry in slots)
-        click.echo(f"{len(slots)} prefix slots in memory, {n_disk} of them from disk, the longest has {longest} tokens")
+    click.echo(f"{len(files)} files, {total}" + (f" of {format_bytes(disk_bytes)}" if disk_bytes is not None else ""))
     return ExitCode.DONE
 
 
 @cache.command()
-@_with_target
+@_with_directory
 @click.argument("files", nargs=-1)
 @click.option("--set-aside", is_flag=True, help="Rename what is damaged, so that no supervisor tries it.")
-def verify(target: SnapshotTarget, files: tuple[str, ...], set_aside: bool) -> int:
+def verify(directory: Path, disk_bytes: int | None, files: tuple[str, ...], set_aside: bool) -> int:
     """Compare every checksum of FILES, or of all snapshots.  Exit code 1 when one is damaged."""
+    from lucevisor.snapshots import maintenance
+
     n_checked = n_damaged = 0
-    for entry in target("verify", {"files": files, "set_aside": set_aside})["checked"]:
+    for file in maintenance.to_verify(directory, files):
+        entry = maintenance.verify(directory, file, set_aside=set_aside)
         if entry.get("gone"):
             click.echo(f"{entry['file']}: removed meanwhile")
             continue
@@ -146,24 +116,31 @@ def verify(target: SnapshotTarget, files: tuple[str, ...], set_aside: bool) -> i
 
 
 @cache.command()
-@_with_target
+@_with_directory
 @click.option("--to", type=_Bytes(), help="Space to keep in use, e.g. 5GiB.  Default: cache.disk.")
 @click.option("--refused", is_flag=True, help="Remove files that were set aside as well.")
-def prune(target: SnapshotTarget, to: int | None, refused: bool) -> int:
+def prune(directory: Path, disk_bytes: int | None, to: int | None, refused: bool) -> int:
     """Remove leftovers, then the least recently used snapshots until the rest fits."""
-    _print_gone(target("prune", {"to": to, "refused": refused})["removed"])
+    from lucevisor.snapshots import maintenance
+
+    budget = disk_bytes if to is None else to
+    if budget is None:
+        raise click.UsageError("say how much to keep: --to SIZE, or --config CONFIG to use its cache.disk")
+    _print_gone(maintenance.prune(directory, budget, refused=refused))
     return ExitCode.DONE
 
 
 @cache.command()
-@_with_target
+@_with_directory
 @click.argument("files", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="Remove every snapshot in the directory.")
-def rm(target: SnapshotTarget, files: tuple[str, ...], everything: bool) -> int:
+def rm(directory: Path, disk_bytes: int | None, files: tuple[str, ...], everything: bool) -> int:
     """Remove FILES.  Files that are not snapshots are refused."""
+    from lucevisor.snapshots import maintenance
+
     if bool(files) == everything:
         raise click.UsageError("name FILES, or give --all")
-    _print_gone(target("rm", {"files": files, "all": everything})["removed"])
+    _print_gone(maintenance.remove(directory, files, everything=everything))
     return ExitCode.DONE
 
 
