@@ -21,26 +21,13 @@ from lucevisor.engine.constraint import (
     within_masks,
 )
 from lucevisor.engine.request import FinishedEvent, TokenEvent
-from lucevisor.engine.step import ScheduledSlice
-from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
+from lucevisor.protocol.loading import PoolSizes
 from tests.engine.toy_engine import ToyEngine, attached, events_of, limits, request, told
 from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint
 
 
 def toy(n_stages: int = 2) -> ToyEngine:
     return attached(limits(max_sequences=8, pools=PoolSizes(40, 0, 8), max_step_tokens=200), n_stages=n_stages)
-
-
-async def test_constrained_requests_run_beside_plain_ones() -> None:
-    engine = toy()
-    requests = [request(f"r{i}", range(i, 70), n=30, constraint=ToyConstraint(i) if i % 2 else None) for i in range(6)]
-    handles = [engine.engine.submit(one) for one in requests]
-    engine.run()
-    for one, handle in zip(requests, handles, strict=True):
-        ids, finished = told(await events_of(handle))
-        assert (ids, finished.reason) == (engine.alone(one), "length")
-    masked = [[piece.masked for piece in step.step.slices] for step in engine.steps]
-    assert any(any(step) and not all(step) for step in masked)  # they shared steps
 
 
 @pytest.mark.parametrize("least", [0, 1, 4, 9])
@@ -95,39 +82,6 @@ async def test_a_constraint_that_fails_ends_its_request_with_the_reason() -> Non
         assert told(await events_of(handle))[0] == engine.alone(one)
     assert not engine.failures
     assert all(use.used == use.evictable for use in engine.engine.statistics().pages.values())
-
-
-@pytest.mark.parametrize("wrong", [1, 2, 0])
-async def test_drafts_that_the_grammar_forbids_are_not_verified(wrong: int) -> None:
-    spec = SpeculationSettings(max_drafts=4, drafter=True)
-    engine = ToyEngine(
-        limits(max_step_tokens=200, pools=PoolSizes(16, 0, 8, draft_states=12), speculation=spec), n_stages=1
-    )
-    requests = [request(f"r{i}", range(i, 30), n=40, constraint=ToyConstraint(i) if i else None) for i in range(3)]
-    for one in requests:
-        engine.texts[one.sampling.seed] = [*one.prompt, *engine.alone(one)]
-    engine.attach()
-    engine.attach_drafter(with_output=True, wrong=wrong)
-    drafting = engine.engine.core.scheduler.drafting
-    with_drafts, num_real_drafts = drafting.with_drafts, 0
-
-    def checked(decodes: Sequence[ScheduledSlice]) -> list[ScheduledSlice]:
-        nonlocal num_real_drafts
-        found = with_drafts(decodes)
-        for one in found:
-            constraint, output = one.record.request.constraint, one.record.tokens[len(one.record.request.prompt) :]
-            if isinstance(constraint, ToyConstraint):
-                num_real_drafts += one.num_real_drafts
-                for i in range(one.num_real_drafts):
-                    assert one.drafts[i] in constraint.allowed([*output, *one.drafts[:i]])
-        return found
-
-    drafting.with_drafts = checked  # type: ignore[method-assign]
-    handles = [engine.engine.submit(one) for one in requests]
-    engine.run()
-    for one, handle in zip(requests, handles, strict=True):
-        assert told(await events_of(handle))[0] == engine.alone(one)
-    assert num_real_drafts or wrong == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 15), st.booleans()), min_size=1, max_size=400))

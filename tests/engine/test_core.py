@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import weakref
 
 import numpy as np
 import pytest
@@ -12,25 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from lucevisor.engine.pipeline import PipelineResult, StepInFlight
+from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.engine.request import (
     ContextOverflow,
-    FinishedEvent,
     NotReady,
     QueueFull,
     RequestError,
     RequestHandle,
     RequestState,
-    Timings,
-    TokenEvent,
-    Usage,
 )
-from lucevisor.engine.rows import RowCollector, RowsMissing, max_rows_per_step
+from lucevisor.engine.rows import RowsMissing
 from lucevisor.engine.sequence import InvalidTransition, RequestRecord, WantedRows
 from lucevisor.engine.statistics import BoundaryTotals, RateWindow, StageTotals, StepTotals
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.messages import MAX_PAYLOAD_BYTES
 from lucevisor.protocol.steps import PendingCancelled, Slice, Step, StepResult
 from tests.engine.toy_engine import LOST, ToyEngine, attached, events_of, limits, request, told
 from tests.engine.toy_pipeline import mix, toy_row
@@ -42,22 +35,6 @@ STOPPED = RequestError("shutting_down", "the server stops; send the request to a
 
 def ready(*, n_stages: int = 1, **changes: object) -> ToyEngine:
     return attached(limits(**changes), n_stages=n_stages)
-
-
-async def test_a_request_streams_its_tokens_and_ends() -> None:
-    toy = ready(n_stages=3)
-    one = request("a", range(100), n=20)
-    with toy.engine.submit(one) as handle:
-        reader = asyncio.create_task(collect(handle))
-        await toy.play()
-        events = await asyncio.wait_for(reader, 30)
-    ids, finished = told(events)
-    assert ids == toy.alone(one)
-    assert finished.reason == "length"
-
-
-async def collect(handle: RequestHandle) -> list[object]:
-    return [event async for event in handle]
 
 
 def test_before_a_pipeline_is_there_requests_are_refused_with_the_reason() -> None:
@@ -86,22 +63,6 @@ def test_a_full_queue_is_refused_with_the_time_a_place_takes() -> None:
     assert caught.value.retry_after_s == 4  # two, one after the other, of 2 s each
 
 
-async def test_cancel_ends_the_stream_and_frees_the_pages_within_the_call() -> None:
-    toy = ready()
-    handle = toy.engine.submit(request("a", range(100), n=900))
-    for _ in range(5):
-        toy.work(0)
-    assert toy.engine.statistics().pages["full"].used == 2
-    handle.cancel()
-    handle.cancel()
-    assert {use.used for use in toy.engine.statistics().pages.values()} == {0}
-    toy.run()
-    events = await events_of(handle)
-    assert isinstance(events[-1], FinishedEvent)
-    assert events[-1].reason == "cancelled"
-    assert [type(e) for e in events[:-1]] == [TokenEvent] * (len(events) - 1)
-
-
 async def test_a_lost_shard_ends_running_requests_and_the_queue_goes_on_later() -> None:
     toy = ready(max_sequences=1, pools=PoolSizes(16, 0, 1))
     running, waiting = toy.engine.submit(request("a")), toy.engine.submit(request("b"))
@@ -126,16 +87,6 @@ async def test_a_wrong_result_of_the_last_stage_ends_the_pipeline() -> None:
     assert [f.code for f in toy.failures] == ["protocol_error"]
     assert "stage 1" in toy.failures[0].message
     assert (await events_of(handle))[-1].error.code == "protocol_error"  # type: ignore[union-attr]
-
-
-def test_a_request_that_is_over_is_forgotten() -> None:
-    toy = ready()
-    handle = weakref.ref(toy.engine.submit(request("a")))
-    assert handle() is not None
-    toy.run()
-    gc.collect()
-    assert handle() is None
-    toy.engine.submit(request("a"))  # and its id is free
 
 
 async def test_drain_takes_no_more_and_waits_for_what_it_has() -> None:
@@ -201,16 +152,6 @@ def test_statistics_tell_what_happened() -> None:
     assert before.steps.n_steps == 0  # a snapshot, not a view
     toy.now = 30.0
     assert toy.engine.statistics().tokens_per_s == 0.0
-
-
-def test_the_engine_tells_which_step_a_daemon_is_at() -> None:
-    toy = ready()
-    assert toy.engine.oldest_in_flight() is None
-    toy.engine.submit(request("a"))
-    toy.now = 7.0
-    assert toy.engine.oldest_in_flight() == StepInFlight(1, 0, 7.0)
-    toy.lose()
-    assert toy.engine.oldest_in_flight() is None
 
 
 @pytest.mark.parametrize("n_stages", [1, 3])
@@ -282,21 +223,6 @@ async def test_logits_that_are_no_numbers_end_their_request_alone_and_name_the_s
 # ---- rows
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "embedding", "n_layers"), [(248_320, 5120, 64), (262_144, 2816, 30), (8192, 384, 8)]
-)
-def test_as_many_rows_as_fit_and_no_more(vocabulary: int, embedding: int, n_layers: int) -> None:
-    for hidden in (False, True):
-        row_bytes = 4 * (vocabulary + (embedding * (n_layers + 1) if hidden else 0))
-        n = max_rows_per_step(vocabulary, embedding, n_layers, hidden=hidden)
-        assert n * row_bytes <= MAX_PAYLOAD_BYTES < (n + 1) * row_bytes
-
-
-def test_a_text_without_any_step_is_not_complete() -> None:
-    with pytest.raises(RowsMissing, match="rows of 0 positions came back for 3 tokens"):
-        RowCollector(3, hidden=False).output()
-
-
 # ---- The table of request states, and what refusals tell
 
 
@@ -315,9 +241,6 @@ def test_a_prompt_too_long_for_the_pages_names_the_pages() -> None:
 
 
 # ---- a reader's end
-
-
-END = FinishedEvent("length", Usage(1, 0, 1), Timings(0, 0, 0))
 
 
 def test_leaving_the_block_cancels_what_still_runs() -> None:
@@ -356,12 +279,6 @@ def test_a_change_that_is_not_in_the_table_is_refused() -> None:
         one.move(RequestState.QUEUED)
 
 
-def test_times_of_a_request_that_never_started() -> None:
-    finished = record(3).finished_event("cancelled", 12.0, None, None)
-    assert finished.timings == Timings(2.0, 0.0, 0.0)
-    assert finished.usage == Usage(3, 0, 0)
-
-
 # ---- Rates are events over seconds; totals add up
 
 
@@ -371,22 +288,6 @@ def test_a_young_window_divides_by_its_age_and_an_old_one_forgets() -> None:
     assert window.rate(2.0) == pytest.approx(15.0)
     assert window.rate(10.9) == pytest.approx(3.0)
     assert window.rate(11.1) == 0
-
-
-@given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 50)), max_size=80), st.floats(0, 20))
-def test_a_rate_is_never_more_than_what_happened(events: list[tuple[float, int]], idle_s: float) -> None:
-    window = RateWindow(10.0, now=0.0)
-    now = 0.0
-    happened: list[tuple[float, int]] = []
-    for pause_s, n in events:
-        now += pause_s
-        window.add(n, now)
-        happened.append((now, n))
-    now += idle_s
-    seconds = max(min(10.0, now), 0.1)
-    most = sum(n for t, n in happened if t >= now - 10.0 - 1e-9)
-    least = sum(n for t, n in happened if t >= now - 10.0 + 0.1 + 1e-9)
-    assert least - 1e-6 <= window.rate(now) * seconds <= most + 1e-6
 
 
 def test_totals_add_up_by_stage_and_boundary() -> None:

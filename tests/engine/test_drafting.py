@@ -13,7 +13,6 @@ from msgspec import structs
 
 from lucevisor.engine import validation
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.request import GenerationRequest, RequestHandle
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.engine.spec_decode.controller import ACTIVE_STEPS, DrafterSuspension, RequestDrafts, SpecDecodeController
@@ -33,9 +32,7 @@ from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import PENDING, CloseSequence, Drafted, OpenSequence, Sampled, Slice, StepResult
 from tests.costs import lines_of
 from tests.engine.scheduler_steps import plans
-from tests.engine.toy_drafter import ToyDrafter
-from tests.engine.toy_engine import HYBRID, ToyEngine, attached, events_of, limits, request, told
-from tests.engine.toy_pipeline import ToyConstraint
+from tests.engine.toy_engine import HYBRID, attached, events_of, limits, request, told
 
 FULL = frozenset({Space.FULL})
 
@@ -128,20 +125,6 @@ def test_a_step_verifies_drafts_that_its_daemon_knows_first() -> None:
     assert following.step.slices == [Slice(0, 6, [7, *[PENDING] * 4], True, 4, num_draft_tokens=4)]
 
 
-def test_of_several_stages_the_first_is_told_drafts_by_the_last() -> None:
-    bench = Bench(speculating(), 2)
-    bench.scheduler.attach(2, has_doorbells=True)
-    bench.submit("a")
-    first = bench.plan()
-    bench.answer(first)
-    [verify] = plans(bench.scheduler)
-    assert verify.step.slices == [Slice(0, 3, [7, *[PENDING] * 4], True, 4, num_draft_tokens=4)]
-    assert (verify.step.drafts_of, verify.step.depends_on_step) == (first.step.step_id, 0)
-    bench.draft(first)
-    bench.answer(verify)
-    assert bench.plan().step.drafts_of == verify.step.step_id
-
-
 def test_a_prompt_does_not_wait_at_the_first_stage_for_the_drafts_of_others() -> None:
     bench = Bench(speculating(pools=PoolSizes(40, 0, 0)), 2)
     bench.scheduler.attach(2, has_doorbells=True)
@@ -152,41 +135,6 @@ def test_a_prompt_does_not_wait_at_the_first_stage_for_the_drafts_of_others() ->
     following = plans(bench.scheduler)
     assert [[s.sequence for s in plan.step.slices] for plan in following[:1]] == [[1]]
     assert not any(plan.step.drafts_of for plan in following)
-
-
-@pytest.mark.parametrize("why", ["constraint", "bells", "apart"])
-def test_others_wait_for_what_their_drafter_says(why: str) -> None:
-    bench = Bench(speculating(), 1 + (why == "bells"), with_output=why != "apart")
-    constraint = ToyConstraint(1) if why == "constraint" else None
-    bench.submit("b")
-    bench.scheduler.submit(request("a", [1, 2, 3], 50, constraint=constraint), 0.0)
-    first = bench.plan()
-    bench.answer(first)
-    assert plans(bench.scheduler) == []
-    bench.draft(first)
-    following = bench.plan().step.slices
-    assert not any(piece.drafts_pend for piece in following)
-    assert all(piece.n_drafts for piece in following if piece.sequence == 0)
-
-
-def test_a_drafter_is_asked_again_once_a_page_of_its_own_epoch_has_tokens() -> None:
-    bench = Bench(speculating())
-    bench.scheduler.detach_drafter()
-    bench.submit("a", n_prompt=60)
-    bench.answer(bench.plan())
-    bench.scheduler.attach_drafter(with_output=True)
-    opening, step = plans(bench.scheduler)
-    for plan in (opening, step):
-        bench.answer(plan)
-        bench.draft(plan)
-    asked = []
-    for _ in range(6):
-        plan = bench.plan()
-        [piece] = plan.step.slices
-        asked.append((piece.start, piece.draft_from, piece.num_draft_tokens))
-        bench.answer(plan)
-        bench.draft(plan, n=0)
-    assert asked == [(61, 64, 0), (62, 64, 0), (63, 64, 0), (64, 64, 4), (65, 64, 4), (66, 64, 4)]
 
 
 def test_an_unused_drafter_is_suspended_without_sequences_and_resumed_like_a_new_one(
@@ -246,23 +194,7 @@ def test_suspensions_double_while_the_drafter_is_resumed_in_vain() -> None:
     assert not suspension.is_due(idle=True), "the one before resumed it in vain"
 
 
-def test_state_of_a_suspended_drafter_is_not_kept_over_a_restart() -> None:
-    bench = Bench(speculating())
-    bench.scheduler.drafting.suspend([])
-    bench.scheduler.detach_drafter()
-    bench.scheduler.attach_drafter(with_output=True, restored=True)
-    assert bench.scheduler.pools[Space.FULL].epoch == 2  # another than that before
-    assert not bench.scheduler.drafting.suspended
-
-
 # ---- what the draft stage answers
-
-
-def test_drafts_before_the_output_stage_answered_are_wrong() -> None:
-    bench = Bench(speculating())
-    bench.submit("a")
-    with pytest.raises(WrongResult, match="while none was due"):
-        bench.draft(bench.plan())
 
 
 # ---- pages and states
@@ -293,15 +225,6 @@ def test_a_request_that_needs_a_page_gets_one_that_is_kept_for_drafts_before_any
     assert [s.start for s in bench.plan().step.slices] == [63, 64]
     assert [len(bench.live(name).table.held(Space.FULL)) for name in "ab"] == [1, 2]
     assert bench.scheduler.preemption.n_preempted == 0
-
-
-def test_few_ids_are_shared_so_that_slices_stay_equal() -> None:
-    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 7, draft_states=4)))
-    bench.submit("a", "b", "c")
-    first = bench.plan()
-    bench.answer(first)
-    bench.draft(first)
-    assert [s.n_drafts for s in bench.plan().step.slices] == [1, 1, 1]
 
 
 # ---- epochs
@@ -439,98 +362,12 @@ def test_what_followed_the_same_tokens_before_is_verified_in_place_of_the_drafte
     assert piece.tokens == [7, 5, 6, 8, 1]
 
 
-def test_a_request_that_ends_does_not_make_the_slices_of_a_step_unequal() -> None:
-    bench = adaptive_bench()
-    bench.scheduler.drafting.speculation = Recorder()
-    bench.submit("a", n=3)
-    bench.submit("b", "c")
-    prompts = bench.plan()
-    bench.answer(prompts)
-    bench.draft(prompts)
-    assert [s.n_drafts for s in bench.plan().step.slices] == [1, 1, 1], "one of a's two tokens that are left"
-
-
 # ---- verify steps
-
-
-ON = SpeculationSettings(max_drafts=8, drafter=True, fixed=True)
-CACHED = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1, checkpoint_pages=0)
-
-
-def scripted_limits(**changes: object) -> EngineLimits:
-    """Limits of a model with full attention only, and a drafter."""
-    return limits(
-        **{"spaces": FULL, "pools": PoolSizes(16, 0, 0), "speculation": ON, "max_step_tokens": 128, **changes}
-    )
-
-
-class ScriptedDrafter(ToyDrafter):
-    """Drafts what is written down, by seed."""
-
-    script: dict[int, list[list[int]]]
-
-    def _draft(self, piece: Slice, new: list[int]) -> list[int]:
-        super()._draft(piece, new)
-        drafts = self.script[self.sequences[piece.sequence].sampling.seed]
-        return drafts.pop(0)[: piece.num_draft_tokens] if drafts else []
-
-
-class ScriptedBench(ToyEngine):
-    """``submit`` says what is drafted behind the first token, behind the token that verifies that, and so on."""
-
-    def __init__(self, bounds: EngineLimits) -> None:
-        super().__init__(bounds)
-        self.attach()
-        self.attach_drafter(with_output=False)
-        assert self.drafter is not None
-        drafter = ScriptedDrafter(self.model, bounds.pools, self.drafter._captures, self.drafter._oracle, wrong=0)
-        drafter.script = self.script = {}
-        self.daemons[-1].drafter = drafter
-
-    def submit(self, one: GenerationRequest, drafts: Sequence[list[int]] = ()) -> RequestHandle:
-        self.texts[one.sampling.seed] = [*one.prompt, *self.right(one)]
-        self.script[one.sampling.seed] = [*drafts]
-        return self.engine.submit(one)
-
-    def right(self, one: GenerationRequest) -> list[int]:
-        return self.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset())
-
-    def target(self) -> None:
-        """Let the target execute its oldest step."""
-        self.engine.receive(*self.daemons[0].run_one())
-
-    def draft(self) -> None:
-        """Let the drafter execute its oldest step."""
-        self.engine.receive(*self.daemons[1].run_one())
-
-    @property
-    def live(self) -> LiveSequence:
-        [record] = self.engine.core.scheduler.running
-        assert record.live is not None
-        return record.live
-
-    @property
-    def slices(self) -> list[tuple[int, int, int]]:
-        """(start, tokens, drafts) of each slice that was answered."""
-        return [(s.start, len(s.tokens), s.n_drafts) for result in self.steps for s in result.step.slices]
-
-
-def test_accepted_drafts_save_steps_and_none_is_asked_or_verified_behind_the_last_token() -> None:
-    bench = ScriptedBench(scripted_limits())
-    one = request("a", range(10), n=9)
-    right = bench.right(one)
-    bench.submit(one, [right[1:5], [], [], right[7:20]])
-    asked = {}
-    while any(daemon.inbox for daemon in bench.daemons):
-        asked |= {message.step_id: s.num_draft_tokens for _, message in bench.daemons[0].inbox for s in message.slices}
-        bench.work(0)
-    assert bench.slices == [(0, 10, 0), (10, 5, 4), (15, 1, 0), (16, 1, 0), (17, 1, 0)]
-    assert [*asked.values()] == [7, 6, 1, 0, 0]
 
 
 @pytest.mark.parametrize("drawn", [[9], [5, 6], [5, 9, 6, 7]], ids=["wrong", "wrong then more", "too many"])
 def test_an_accepted_draft_that_was_not_proposed_is_a_wrong_result(drawn: list[int]) -> None:
-    scheduler = Scheduler(scripted_limits())
+    scheduler = Scheduler(speculating())
     scheduler.attach_drafter(with_output=True)
     scheduler.submit(request("a", n=8), 0.0)
     plan = scheduler.next_plan(0.0)
@@ -550,20 +387,26 @@ async def test_a_request_that_ends_in_the_middle_of_its_drafts_is_remembered_up_
     spaces: frozenset[Space],
 ) -> None:
     """What was drafted behind the stop id is in the pages and states, and not in the slot."""
-    bench = ScriptedBench(scripted_limits(spaces=spaces, prefix=CACHED, pools=PoolSizes(16, 0, 8, draft_states=12)))
+    cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1, checkpoint_pages=0)
+    toy = attached(speculating(8, spaces=spaces, prefix=cached, pools=PoolSizes(16, 0, 8, draft_states=12)))
+    toy.attach_drafter(with_output=False)
     one = request("a", range(10), n=9)
-    right = bench.right(one)
+    right = toy.alone(one)
     stop = next(t for i, t in enumerate(right) if i >= 2 and t not in right[:i])
     at = right.index(stop)
-    bench.submit(request("a", range(10), n=9, stop_ids=frozenset({stop})), [[*right[1 : at + 1], 3, 4]])
-    bench.run()
-    [slot] = [s for s in bench.engine.prefixes.slots if s.n_tokens > 10]
-    assert list(slot.tokens) == [*range(10), *right[: at + 1]]
     two = request("b", (*range(10), *right[: at + 1], 7, 7), n=3)
-    handle = bench.submit(two)
-    bench.run()
-    assert (10 + at + 1, 2, 0) in bench.slices  # computed from the slot's end on
-    assert told(await events_of(handle))[0] == bench.right(two)
+    for asked in (one, two):
+        toy.texts[asked.sampling.seed] = [*asked.prompt, *toy.alone(asked)]
+    toy.engine.submit(replace(one, stop_ids=frozenset({stop})))
+    toy.run()
+    assert [(s.start, s.n_drafts) for result in toy.steps for s in result.step.slices] == [(0, 0), (10, 7)]
+    [slot] = [s for s in toy.engine.prefixes.slots if s.n_tokens > 10]
+    assert list(slot.tokens) == [*range(10), *right[: at + 1]]
+    handle = toy.engine.submit(two)
+    toy.run()
+    tokens, finished = told(await events_of(handle))
+    assert tokens == toy.alone(two)
+    assert finished.usage.cached_tokens == slot.n_tokens
 
 
 # ---- n-grams

@@ -8,7 +8,6 @@ from lucevisor.engine.journal import (
     Journal,
     PlaceRows,
     RowInstruction,
-    make_journal,
     pages_between,
 )
 from lucevisor.engine.sequence import LiveSequence
@@ -88,13 +87,6 @@ def test_rows_that_were_lost_with_their_stage_leave_nothing_of_drafts_at_their_p
     assert bench.read(live, 50, 60) is None
 
 
-def test_rows_behind_a_gap_are_not_found() -> None:
-    bench = Bench(8)
-    live = bench.sequence(64)
-    bench.file(live, 10, [1, 2, 3])
-    assert bench.read(live, 10, 13) is None
-
-
 def test_a_page_in_its_next_life_has_no_rows() -> None:
     bench = Bench(8)
     live = bench.sequence(64)
@@ -144,12 +136,3 @@ def test_slices_that_were_taken_out_leave_no_hole() -> None:
     bench.carry_out()
     assert bench.read(kept, 0, 3) == [2] * 3
     assert bench.read(gone, 0, 1) is None
-
-
-def test_there_is_no_journal_without_pages_or_memory() -> None:
-    recurrent = PagePools({Space.RECURRENT}, PoolSizes(0, 0, 4))
-    full = PagePools({Space.FULL}, PoolSizes(4, 0, 0))
-    has_rows = ToyRows().has_rows
-    assert make_journal([], has_rows, recurrent, 8) is None
-    assert make_journal([], has_rows, full, 0) is None
-    assert make_journal([], has_rows, full, 8) is not None

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from lucevisor.engine.pipeline import Drafted as DraftsMade
 from lucevisor.engine.pipeline import (
     DrafterDetached,
-    FirstStageDone,
     Outcome,
     Pipeline,
     PipelineFailure,
@@ -28,7 +27,6 @@ from lucevisor.protocol.messages import Role
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import (
     PENDING,
-    CloseSequence,
     Drafted,
     DraftStep,
     OpenSequence,
@@ -216,16 +214,6 @@ def test_a_failure_is_passed_on_once_with_the_stage_it_is_blamed_on() -> None:
     assert len(bench.pipeline.in_flight) == 0
 
 
-def test_only_answers_of_the_first_stage_say_that_it_is_free() -> None:
-    bench = Bench([0, 1, 2])
-    bench.pipeline.submit(step(1), first_stage=1)
-    bench.pipeline.receive(StepResult(1, 1))
-    assert FirstStageDone() not in bench.outcomes
-    bench.pipeline.submit(step(2))
-    bench.pipeline.receive(StepResult(2, 0))
-    assert bench.outcomes.count(FirstStageDone()) == 1
-
-
 def test_the_oldest_step_is_the_one_a_daemon_has_worked_on_for_longest() -> None:
     bench = Bench([0, 1])
     assert bench.pipeline.oldest_in_flight(0.0) is None
@@ -246,17 +234,6 @@ def test_the_oldest_step_is_the_one_a_daemon_has_worked_on_for_longest() -> None
     assert bench.pipeline.oldest_in_flight(32.0) == StepInFlight(3, 0, 7.0)
     bench.pipeline.receive(StepResult(3, 0))
     assert bench.pipeline.oldest_in_flight(32.0) == StepInFlight(2, 1, 1.0)
-
-
-def test_a_daemon_of_two_stages_is_not_late_while_it_answers_for_the_other() -> None:
-    bench = Bench([0, 0])
-    bench.pipeline.submit(step(1))
-    bench.pipeline.submit(step(2))
-    bench.now = 5.0
-    bench.pipeline.receive(StepResult(1, 0))
-    bench.now = 9.0
-    bench.pipeline.receive(StepResult(2, 0))
-    assert bench.pipeline.oldest_in_flight(10.0) == StepInFlight(1, 1, 1.0)
 
 
 def test_after_close_neither_answers_nor_failures_are_told() -> None:
@@ -304,30 +281,6 @@ def test_an_answer_that_overtakes_that_of_the_stage_before_waits_for_it(order: t
     assert [answer.stage for answer in bench.results[0].results] == [0, 1, 2]
     rows = [outcome for outcome in bench.outcomes if isinstance(outcome, RowsReady)]
     assert [(ready.step.step_id, ready.stage) for ready in rows] == [(1, 0), (1, 1)]
-
-
-@pytest.mark.parametrize("other", [{"want_hidden": True}, {"rank_pages": [4]}, {"slices": []}], ids=str)
-def test_what_is_not_posted_goes_from_stage_to_stage_and_holds_up_what_is_behind(other: dict[str, object]) -> None:
-    bench = posting(2)
-    bench.pipeline.submit(replace(posted_step(1), **other))  # type: ignore[arg-type]
-    bench.pipeline.submit(posted_step(2))
-    assert bench.wires[1].ids == []
-    bench.answer(1, 0)
-    bench.pipeline.submit(posted_step(3))
-    assert bench.wires[1].ids == [(1, 1)]  # step 2 is first
-    bench.answer(2, 0)
-    bench.pipeline.submit(posted_step(4))
-    assert bench.wires[1].ids == [(1, 1), (1, 2)]
-    bench.answer(3, 0)
-    bench.pipeline.submit(posted_step(5))
-    assert bench.wires[1].ids == [(1, 1), (1, 2), (1, 3)]
-    bench.answer(4, 0)
-    bench.pipeline.submit(posted_step(6))
-    assert bench.wires[1].ids[3:] == [(1, 4)]
-    bench.answer(5, 0)
-    bench.answer(6, 0)
-    bench.pipeline.submit(posted_step(7))  # nothing is on its way to the second stage that it has not
-    assert bench.wires[1].ids[-1] == (1 | POSTED, 7)
 
 
 def test_a_loss_takes_back_what_has_not_begun_and_it_is_sent_again_from_stage_to_stage() -> None:
@@ -383,20 +336,6 @@ def started(bench: Bench, step_id: int, token: int) -> None:
     bench.pipeline.receive(StepResult(step_id, 0, [Sampled(4, token)]))
 
 
-def test_the_first_stage_has_a_step_before_the_token_it_starts_from() -> None:
-    bench = posting(2)
-    bench.pipeline.submit(posted_step(1))
-    bench.pipeline.submit(ahead(2, 1))
-    assert bench.wires[0].ids == [(0, 1), (POSTED, 2)]
-    bench.answer(1, 0)
-    started(bench, 2, 33)  # heard before the result of step 1
-    drawn(bench, 1, 33)
-    drawn(bench, 2, 34)
-    assert bench.done == [1, 2]
-    assert bench.results[1].step.slices[0].tokens == [33]
-    assert not bench.failures
-
-
 def test_a_stage_that_went_on_with_another_token_than_was_drawn_again_fails_the_pipeline() -> None:
     bench = posting(2)
     bench.pipeline.submit(posted_step(1))
@@ -431,29 +370,6 @@ def drafting(n_stages: int) -> Bench:
 
 def drafted(bench: Bench, *tokens: int) -> None:
     bench.pipeline.receive(StepResult(1, len(bench.wires), drafts=[Drafted(4, [*tokens])]))
-
-
-@pytest.mark.parametrize("heard", [True, False])
-def test_the_first_stage_has_a_step_before_its_drafts(*, heard: bool) -> None:
-    bench, tail = drafting(2), Wire()
-    if heard:
-        drafted(bench, 11, 12, 13)
-    bench.pipeline.receive(StepResult(2, 0, [Sampled(4, token) for token in (11, 12, 13)]))
-    bench.pipeline.drafts.detach()
-    bench.pipeline.lose([1])  # rows are those of the drafts that the first stage was told
-    bench.replace(1, tail)
-    assert tail.steps == [(1, verifying(2, 0, [11, 12, 13]))]
-
-
-def test_drafts_that_are_heard_before_the_end_of_their_step_are_put_into_the_next_one() -> None:
-    bench = posting(2)
-    bench.attach_drafter(bench.wires[-1], with_output=True)
-    bench.pipeline.submit(replace(posted_step(1), slices=[Slice(4, 0, [7, 8], True, num_draft_tokens=3)]))
-    bench.answer(1, 1)
-    drafted(bench, 11, 12, 13)
-    bench.plans = [verifying(2, 1, [PENDING] * 3)]
-    bench.answer(1, 0)
-    assert [entry.step for entry in bench.pipeline.in_flight] == [verifying(2, 0, [11, 12, 13])]
 
 
 def test_the_watchdog_sees_a_first_stage_that_has_its_drafts() -> None:
@@ -508,61 +424,6 @@ def drafted_step(step_id: int) -> Step:
 SAMPLED = [Sampled(4, 42), Sampled(2, 9), Sampled(2, 10)]
 
 
-def test_in_the_output_stages_daemon_a_step_goes_to_the_drafter_right_behind_the_last_stage() -> None:
-    bench = DraftBench(with_output=True)
-    bench.attach()
-    bench.pipeline.submit(drafted_step(1))
-    assert bench.drafter.sent == []
-    bench.pipeline.receive(StepResult(1, 0))
-    assert bench.drafter.sent == [(1, drafted_step(1)), (2, DraftStep(drafted_step(1), None))]
-    bench.pipeline.receive(StepResult(1, 1, SAMPLED))
-    bench.pipeline.receive(StepResult(1, 2))
-    assert bench.log == ["result 1", "drafts 1"]
-
-
-def test_in_another_daemon_it_gets_a_step_with_the_tokens_once_they_are_known_and_before_anybody_else() -> None:
-    bench = DraftBench(with_output=False)
-    bench.attach()
-    bench.pipeline.submit(drafted_step(1))
-    bench.pipeline.receive(StepResult(1, 0))
-    assert bench.drafter.sent == []
-    bench.pipeline.receive(StepResult(1, 1, SAMPLED))
-    assert bench.drafter.sent == [(2, DraftStep(drafted_step(1), [[42], [9, 10], []]))]
-    assert bench.n_sent_before == [1]
-
-
-def test_a_draft_stage_in_another_daemon_gets_the_tokens_of_a_step_that_ran_ahead() -> None:
-    bench, drafter = Bench([0]), Wire()
-    pipeline = bench.pipeline
-    drafts_ahead = Step(2, 1, [], [Slice(2, 1, [PENDING], True), Slice(4, 2, [PENDING], True)])
-    pipeline.submit(Step(1, 0, [], [Slice(4, 0, [7, 8], True), Slice(2, 0, [1], True)]))
-    bench.attach_drafter(drafter, with_output=False)
-    pipeline.submit(drafts_ahead)
-    pipeline.receive(StepResult(1, 0, [Sampled(4, 42), Sampled(2, 10)]))
-    pipeline.receive(StepResult(2, 0, [Sampled(2, 11), Sampled(4, 43)]))
-    known = Step(2, 1, [], [Slice(2, 1, [10], True), Slice(4, 2, [42], True)])
-    assert drafter.sent == [(1, DraftStep(known, [[11], [43]]))]
-
-
-def drafts_ahead(step_id: int, depends_on_step: int) -> Step:
-    return Step(step_id, 0, [], [Slice(2, step_id, [PENDING], True)], depends_on_step=depends_on_step)
-
-
-def test_a_draft_stage_gets_posted_steps_and_those_that_run_ahead_together_with_the_output_stage() -> None:
-    bench = DraftBench(with_output=True, has_doorbells=True)
-    bench.attach()
-    steps = [Step(1, 0, [], [Slice(2, 1, [7], True)]), drafts_ahead(2, 1)]
-    for one in steps:
-        bench.pipeline.submit(one)
-    assert bench.drafter.sent == [message for one in steps for message in ((1 | POSTED, one), (2, DraftStep(one)))]
-    for step_id in (1, 2):
-        bench.pipeline.receive(StepResult(step_id, 0, [Sampled(2, 41)] if step_id == 2 else []))
-        bench.pipeline.receive(StepResult(step_id, 1, [Sampled(2, 40 + step_id)]))
-    for step_id in (1, 2):
-        bench.pipeline.receive(StepResult(step_id, 2))
-    assert bench.log == ["result 1", "result 2", "drafts 1", "drafts 2"]
-
-
 def test_the_watchdog_does_not_see_drafts_behind_a_step_that_waits_for_its_rows() -> None:
     bench = DraftBench(with_output=True, has_doorbells=True)
     bench.attach()
@@ -570,43 +431,6 @@ def test_the_watchdog_does_not_see_drafts_behind_a_step_that_waits_for_its_rows(
     bench.now = 2.0
     bench.pipeline.receive(StepResult(1, 0))
     assert bench.pipeline.oldest_in_flight(5.0) == StepInFlight(1, 1, 3.0)
-
-
-@pytest.mark.parametrize("with_output", [True, False])
-def test_a_draft_stage_gets_only_steps_submitted_while_it_is_attached(*, with_output: bool) -> None:
-    bench = DraftBench(with_output=with_output)
-    bench.pipeline.submit(drafted_step(1))
-    bench.attach()
-    bench.pipeline.submit(drafted_step(2), opening=[CloseSequence(5)])
-    bench.pipeline.submit(drafted_step(3), first_stage=1)  # a replay
-    bench.pipeline.receive(StepResult(3, 1, SAMPLED))
-    for stage in (0, 1):
-        for step_id in (1, 2):
-            bench.pipeline.receive(StepResult(step_id, stage, SAMPLED))
-    sent = [message for _, message in bench.drafter.sent if isinstance(message, DraftStep)]
-    assert [message.step for message in sent] == [Step(2, 0, [CloseSequence(5)], drafted_step(2).slices)]
-    bench.pipeline.drafts.detach()
-    bench.pipeline.receive(StepResult(2, 2))  # too late, and no harm
-    assert bench.log == ["result 3", "result 1", "result 2"]
-    assert not bench.failures
-
-
-@pytest.mark.parametrize("with_output", [True, False])
-def test_while_it_rests_a_draft_stage_gets_nothing_but_what_closes_or_opens_its_sequences(*, with_output: bool) -> None:
-    bench = DraftBench(with_output=with_output)
-    bench.attach()
-    bench.pipeline.submit(drafted_step(1))
-    bench.pipeline.drafts.suspended = True
-    bench.pipeline.submit(drafted_step(2), opening=[CloseSequence(5)])
-    bench.pipeline.submit(drafted_step(3))
-    for stage in (0, 1):
-        for step_id in (1, 2, 3):
-            bench.pipeline.receive(StepResult(step_id, stage, SAMPLED))
-    sent = [message.step for _, message in bench.drafter.sent if isinstance(message, DraftStep)]
-    assert [(one.step_id, one.operations) for one in sent] == [(1, drafted_step(1).operations), (2, [CloseSequence(5)])]
-    for step_id in (1, 2):
-        bench.pipeline.receive(StepResult(step_id, 2))  # what it was sent before, it answers
-    assert not bench.failures
 
 
 def test_a_drafter_that_answers_out_of_order_is_lost() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,20 +82,3 @@ async def test_the_loop_and_the_engine_give_the_same_answers(
     for one, handle in zip(requests, handles, strict=True):
         (ids, end), (expected, engine_end) = told(plain[one.request_id]), told(await events_of(handle))
         assert (ids, end.reason) == (expected, engine_end.reason)
-
-
-def test_a_constraint_that_fails_ends_its_request_alone() -> None:
-    asked_for = [request("a"), replace(request("b"), constraint=ToyConstraint(1, fails_at=2))]
-    found = plain_loop(limits()).run(asked_for)
-    assert [told(found[name])[1].reason for name in "ab"] == ["length", "error"]
-    assert "too much work" in told(found["b"])[1].error.message  # type: ignore[union-attr]
-    assert told(found["a"])[0] == ToyEngine(limits()).alone(asked_for[0])
-
-
-@pytest.mark.parametrize("n_pages", [6, 16])
-def test_all_is_given_back(n_pages: int) -> None:
-    loop = plain_loop(limits(pools=PoolSizes(n_pages, 0, 4)))
-    loop.run(request(f"{i}", range(60 + i), n=90) for i in range(5))
-    assert (loop.scheduler.preemption.n_preempted > 0) == (n_pages == 6)
-    assert loop.scheduler.idle
-    assert all(not pages for pages in loop.scheduler.pools.in_use().values())

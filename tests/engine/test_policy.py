@@ -93,25 +93,3 @@ async def test_answers_do_not_depend_on_the_policy(n_stages: int) -> None:
         for one, handle in zip(asked, handles, strict=True):
             assert told(await events_of(handle))[0] == toy.alone(one)
         assert toy.engine.statistics().preemptions > 0
-
-
-class OldestGivesPages(FirstCome):
-    """Preempts a request that has its pages for the step already."""
-
-    def page_victim(self, running: Iterable[RequestRecord]) -> RequestRecord:
-        return min(running, key=lambda record: record.arrival)
-
-
-async def test_any_running_request_may_give_its_pages() -> None:
-    few = limits(pools=PoolSizes(6, 0, 4))
-    toy = ToyEngine(few, policy=OldestGivesPages)
-    toy.attach()
-    asked = [request(f"{i}", range(i, 20 * i + 30), n=140 - 10 * i) for i in range(5)]
-    handles = [toy.engine.submit(one) for one in asked]
-    for _ in range(600):
-        toy.work(0)
-    for handle in handles[:-1]:  # they may take pages from each other for ever
-        handle.cancel()
-    toy.run()
-    assert told(await events_of(handles[-1]))[0] == toy.alone(asked[-1])
-    assert toy.engine.statistics().preemptions > 0

@@ -22,17 +22,11 @@ from lucevisor.model.pages import max_window_pages
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
-    CopyPage,
-    CopyState,
-    OpenSequence,
     Sampled,
     SamplingParams,
-    SetPages,
     StepResult,
-    ZeroState,
 )
 from tests.engine.scheduler_steps import FULL, ON, run, run_one, slices, warm
-from tests.engine.toy_disk import talk, through_disk
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, attached, events_of, request, told
 
 # ---- where prompts are cut
@@ -84,24 +78,6 @@ def test_cache_off_cold_and_warm_make_equal_slices(spaces: frozenset[Space], chu
 # ---- what a sequence starts with
 
 
-def test_a_prompt_that_goes_on_starts_behind_what_is_remembered() -> None:
-    scheduler = Scheduler(warm())
-    run_one(scheduler, request("a", range(100), n=1, turn_boundaries=(80,)))
-    penalised = SamplingParams(presence_penalty=1.0)
-    one = request("b", [*range(80), *range(500, 600)], n=1, turn_boundaries=(80,))
-    [first, *rest] = run_one(scheduler, replace(one, sampling=penalised))
-    slot = scheduler.reuse.index.find_slot(range(80), 80)
-    assert slot is not None
-    opened, copied, shared, fresh, page = first.step.operations[-5:]
-    assert opened == OpenSequence(0, copied.target, penalised, list(range(80)), n_prompt=180)
-    assert copied == CopyState(slot.state, copied.target)
-    assert shared == SetPages(0, Space.FULL, 0, slot.pages(Space.FULL)[:1])
-    assert fresh == SetPages(0, Space.FULL, 1, [page.target])
-    assert page == CopyPage(Space.FULL, slot.pages(Space.FULL)[1], page.target, 16)
-    assert page.target != page.source
-    assert slices([first, *rest], "b") == [(80, 128), (128, 180)]
-
-
 def test_an_attention_model_reuses_any_page_and_a_hybrid_only_checkpoints() -> None:
     for spaces, start in ((FULL, 192), (HYBRID, 0)):
         scheduler = Scheduler(warm(spaces=spaces, prefix=replace(ON, checkpoint_pages=0)))
@@ -130,17 +106,6 @@ def test_the_answer_is_remembered_for_the_next_turn() -> None:
     assert slices(plans, "b") == [(99, 102)]
 
 
-def test_the_states_of_an_ended_sequence_become_the_slot_without_a_copy() -> None:
-    scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=PoolSizes(8, 0, 1)))
-    plans = run_one(scheduler, request("a", range(70), n=3))
-    assert not any(isinstance(o, CopyState) for plan in plans for o in plan.step.operations)
-    assert scheduler.pools.usage()[Space.RECURRENT] == PageUse(1, 1, evictable=1)
-    # the only state there is: the next request takes it back
-    plans = run_one(scheduler, request("b", range(200, 210), n=1))
-    assert any(isinstance(o, ZeroState) for o in plans[0].step.operations)
-    assert scheduler.reuse.index.slots == []
-
-
 IN_HOST = PoolSizes(64, 64, 2 + 3, 3)
 """States 0 and 1 on the devices, 2 to 4 in host memory."""
 
@@ -160,17 +125,6 @@ def test_a_request_never_costs_a_slot_whose_state_it_cannot_have() -> None:
     assert reservation is not None
     assert reservation.state in (2, 3, 4)
     assert len(index.slots) == 2
-
-
-def test_states_in_host_memory_are_taken_from_slots_that_are_worth_less() -> None:
-    scheduler = Scheduler(warm(max_sequences=2, pools=IN_HOST))
-    for first in (0, 1000, 2000):
-        run_one(scheduler, request(f"r{first}", range(first, first + 100), n=1))
-    run_one(scheduler, request("long", range(3000, 3200), n=1))
-    slots = scheduler.reuse.index.slots
-    assert sorted(slot.n_tokens for slot in slots) == [64, 64, 192]  # its 8 tokens behind that are worth too little
-    assert {slot.state for slot in slots} == {2, 3, 4}
-    assert scheduler.reuse.index.n_evictions > 0
 
 
 def test_rows_that_shall_come_back_are_computed_whatever_is_remembered() -> None:
@@ -280,17 +234,6 @@ def test_slots_give_way_before_a_request_waits_or_is_preempted() -> None:
     assert scheduler.pools.usage()[Space.FULL].used <= 6
 
 
-def test_a_lone_request_may_take_everything_even_from_what_it_started_with() -> None:
-    bounds = warm(max_sequences=1, max_step_tokens=65, pools=PoolSizes(4, 0, 3))
-    for n_known in (65, 100, 128, 190):
-        scheduler = Scheduler(bounds)
-        run_one(scheduler, request("a", range(n_known), n=1))
-        plans = run_one(scheduler, request("b", [*range(n_known), *range(500, 520)], n=400))
-        assert scheduler.preemption.n_preempted == 0
-        assert slices(plans, "b")[0][0] >= 64
-        assert slices(plans, "b")[-1][1] == 255  # 256 positions, of which the last token is never computed
-
-
 def test_what_a_preempted_request_had_computed_after_all_was_not_cached() -> None:
     scheduler = Scheduler(warm())
     record = RequestRecord(request("a", range(100), n=50), 0, 50, 0.0)
@@ -302,25 +245,6 @@ def test_what_a_preempted_request_had_computed_after_all_was_not_cached() -> Non
 
 
 # ---- prefix slots on disk; the test moves the bytes by hand
-
-
-@pytest.mark.parametrize("spaces", [FULL, HYBRID, ALL_SPACES])
-async def test_a_slot_goes_to_disk_and_back_after_the_shards_lost_it(spaces: frozenset[Space]) -> None:
-    bounds = warm(
-        spaces=spaces,
-        pools=PoolSizes(24, 24 if Space.WINDOW in spaces else 0, 8),
-        window_tokens=100 if Space.WINDOW in spaces else None,
-    )
-    toy = attached(bounds, n_stages=2)
-    prompt = list(range(150))
-    await talk(toy, "a", prompt, 1, turn_boundaries=(140,))
-    other, _ = await through_disk(toy, 140, bounds)
-    assert [slot.origin for slot in other.engine.prefixes.slots] == ["disk"]
-    asked = request("b", [*range(140), 5, 5, 5], n=20)
-    assert await talk(other, "b", list(asked.prompt), 20) == (other.alone(asked), 140)
-    assert other.engine.statistics().cache.tokens == {"memory": 0, "host": 0, "disk": 140}
-    await talk(other, "c", list(asked.prompt), 20)
-    assert other.engine.statistics().cache.tokens == {"memory": 140, "host": 0, "disk": 140}
 
 
 async def test_a_held_request_waits_for_what_is_restored_and_others_pass() -> None:

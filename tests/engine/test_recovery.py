@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import event, given, settings
@@ -13,13 +11,11 @@ from hypothesis import strategies as st
 from lucevisor.engine.core import FrozenState
 from lucevisor.engine.recovery import Pauses
 from lucevisor.engine.request import NotReady, RequestError
-from lucevisor.engine.spec_decode.controller import RequestDrafts, SpecDecodeController
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import ResidencyPolicy
 from lucevisor.model.values import Space
-from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
-from lucevisor.protocol.steps import Drafted
+from lucevisor.protocol.loading import PoolSizes
 from tests.combinations import combinations
 from tests.engine.test_outputs import Play, Scenario, lookups, scenarios
 from tests.engine.toy_engine import (
@@ -154,9 +150,6 @@ def test_losses_change_no_token(scenario: Scenario) -> None:
 # ---- lost stages, rebuilt from the journal
 
 
-SLIDING = frozenset({Space.FULL, Space.WINDOW})
-
-
 def rebuilding(n_stages: int = 3, **changes: object) -> ToyEngine:
     return ready(n_stages, journal_pages=100, **changes)
 
@@ -197,50 +190,6 @@ async def test_only_lost_stages_compute_again(lost: tuple[int, ...]) -> None:
     assert len([daemon for daemon in toy.daemons if daemon in before]) == 3 - len(lost)
 
 
-class Idle(SpecDecodeController):
-    """Asks for no drafts but now and then, and verifies all."""
-
-    n = 0
-
-    def num_draft_tokens(self, own: RequestDrafts, n_decoding: int) -> int:
-        self.n += 1
-        return 3 if self.n % 11 == 0 else 0
-
-    def num_verify_tokens(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
-        return max(len(drafted.tokens) for _, drafted in drafts)
-
-
-@combinations(with_output=[True, False], lost=[0, 1, 2], n_streams=[1, 3])
-async def test_stages_lost_while_steps_run_ahead_beside_a_drafter(
-    *, with_output: bool, lost: int, n_streams: int
-) -> None:
-    speculation = SpeculationSettings(max_drafts=3, drafter=True)
-    num_draft_tokens = n_drafted = 0
-    for n_turns in range(40, 60, 3):
-        toy = rebuilding(3, pools=PoolSizes(24, 0, 4, draft_states=12), speculation=speculation)
-        toy.engine.core.scheduler.drafting.speculation = Idle(3)
-        asked = [request(name, range(i, 70 + i), n=40) for i, name in enumerate("abc"[:n_streams])]
-        for one in asked:
-            toy.texts[one.sampling.seed] = [*one.prompt, *toy.alone(one)]
-        toy.late = n_turns % 2 == 1
-        toy.attach_drafter(with_output=with_output, wrong=3)
-        handles = [toy.engine.submit(one) for one in asked]
-        for i in range(n_turns):
-            toy.work(i)
-        num_draft_tokens += any(step.depends_on_step for step in toy.engine.core.scheduler.in_flight)
-        assert toy.crash_stage(lost)
-        toy.work(0)
-        toy.come_back()
-        toy.run()
-        assert (toy.n_rebuilt, toy.n_given_up, toy.lost) == (1, 0, [])
-        for one, handle in zip(asked, handles, strict=True):
-            assert told(await events_of(handle))[0] == toy.alone(one)
-        assert toy.drafter is not None
-        n_drafted += toy.drafter.n_drafted
-    assert num_draft_tokens >= 3
-    assert n_drafted
-
-
 async def test_without_room_in_the_journal_all_stages_compute_again() -> None:
     toy = attached(limits(), n_stages=2, hold_s=60.0, journal_pages=1)
     one = request("a", range(190), n=20)
@@ -271,57 +220,6 @@ async def test_sequences_with_pages_paged_out_are_computed_again() -> None:
     toy.run()
     tokens, finished = told(await events_of(handle))
     assert (len(tokens), finished.reason) == (20, "length")
-
-
-async def test_a_loss_that_delivers_results_does_not_go_on_with_an_earlier_rebuild() -> None:
-    """The second stage has a new daemon when the first is lost, whose answer to a step that passed all stages was not
-    heard: now that step ends, all others wait, and a rebuild by daemons of the earlier loss must not begin."""
-    n_delivered = 0
-    for n_told in range(8, 20):
-        toy = rebuilding(3)
-        one = request("a", range(100), n=60)
-        handle = toy.engine.submit(one)
-        while toy.engine.statistics().generated_tokens < n_told:
-            toy.work(0)
-        toy.work_without(toy.links[0])
-        assert toy.crash(1)
-        toy.come_back()
-        toy.work_without(toy.links[0])
-        before = len(toy.steps)
-        assert toy.crash(0)
-        n_delivered += len(toy.steps) > before
-        toy.daemons.remove(toy.links[1])  # it is to be reset
-        toy.come_back()
-        toy.run()
-        assert told(await events_of(handle))[0] == toy.alone(one)
-        assert (toy.n_rebuilt, toy.n_given_up) == (1, 0)
-    assert n_delivered
-
-
-@combinations(lost=[0, 1, 2], again=[0, 1, 2])
-async def test_slices_of_a_request_that_ended_stay_out_when_a_stage_is_lost_again(lost: int, again: int) -> None:
-    """The first rebuild has taken them out of the steps that wait; the second one finds the same steps."""
-    n_waiting = 0
-    for n_before in range(4, 40, 3):
-        toy = rebuilding(3, pools=PoolSizes(24, 0, 16))
-        asked = [request(name, range(i, 70 + i), n=40) for i, name in enumerate("abcdef")]
-        handles = {one.request_id: toy.engine.submit(one) for one in asked}
-        for i in range(n_before):
-            toy.work(i)
-        handles["b"].cancel()
-        assert toy.crash_stage(lost)
-        while any(daemon.ready for daemon in toy.daemons):
-            toy.work(0)
-        toy.come_back()
-        assert toy.pipeline is not None
-        n_waiting += any(len(entry.step.slices) > 1 for entry in toy.pipeline.in_flight)
-        assert toy.crash_stage(again)
-        toy.daemons = [daemon for daemon in toy.daemons if not daemon.stages.keys() & toy.pipeline.lost]  # to be reset
-        toy.come_back()
-        toy.run()
-        assert (toy.n_rebuilt, toy.n_given_up) == (1, 0)
-        await check_answers(toy, asked, handles)
-    assert n_waiting
 
 
 @combinations(lost=[0, 1, 2], spaces=[HYBRID, frozenset({Space.FULL})], n_host=[0, 8])
@@ -360,132 +258,6 @@ async def test_slots_that_running_sequences_begin_with_come_back(
     assert cached == [64, 150]
 
 
-@combinations(lost=[(0,), (1,), (2,), (0, 1)], window=[12, 70])
-async def test_a_prompt_behind_a_loss_reads_no_window_pages_that_nobody_needed_then(
-    lost: tuple[int, ...], window: int
-) -> None:
-    """A sequence may still own pages behind which its window has moved: they are not rebuilt."""
-    prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1, checkpoint_pages=1)
-    pools = PoolSizes(30, 30, 0)
-    for n_turns in range(40):
-        toy = rebuilding(3, spaces=SLIDING, window_tokens=window, prefix=prefix, pools=pools)
-        one = request("a", range(150), n=20)
-        handle = toy.engine.submit(one)
-        for i in range(n_turns):
-            toy.work(i)
-        for stage in lost:
-            assert toy.crash_stage(stage)
-            toy.come_back()
-            toy.run()
-        assert (toy.n_rebuilt, toy.n_given_up) == (len(lost), 0)
-        again = request("again", [*range(150), 7], n=5)
-        other = toy.engine.submit(again)
-        toy.run()
-        assert told(await events_of(handle))[0] == toy.alone(one), n_turns
-        assert told(await events_of(other))[0] == toy.alone(again), n_turns
-
-
-@combinations(lost=[0, 1, 2], spaces=[HYBRID, frozenset({Space.FULL})])
-async def test_a_slot_whose_slices_were_dropped_is_gone_though_another_request_begins_alike(
-    lost: int, spaces: frozenset[Space]
-) -> None:
-    """Lost stages could copy its end from the other one's pages; those behind them never had it."""
-    prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
-    n_kept = 0
-    for n_turns in range(16):
-        toy = rebuilding(3, spaces=spaces, prefix=prefix, pools=PoolSizes(30, 0, 16 * (Space.RECURRENT in spaces)))
-        long, short = request("long", range(150), n=40), request("short", [*range(90), 5], n=9, turn_boundaries=(90,))
-        handles = {"long": toy.engine.submit(long)}
-        for i in range(20):
-            toy.work(i)
-        handles["short"] = toy.engine.submit(short)
-        for i in range(n_turns):
-            toy.work(i)
-        handles["short"].cancel()
-        assert toy.crash(lost)
-        toy.come_back()
-        toy.run()
-        assert (toy.n_rebuilt, toy.n_given_up) == (1, 0)
-        again = request("again", [*range(90), 7], n=9)
-        handles["again"] = toy.engine.submit(again)
-        toy.run()
-        n_kept += handles["again"].finished is not None and handles["again"].finished.usage.cached_tokens > 64
-        await check_answers(toy, [long, short, again], handles)
-    assert n_kept
-
-
-async def test_a_page_that_waiting_steps_write_is_not_rebuilt_for_another_sequence() -> None:
-    """It left the window of a prompt, and got the end of a slot that another request begins with."""
-    prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
-    n_given_up = 0
-    for n_turns in range(30):
-        toy = rebuilding(
-            2, spaces=SLIDING, window_tokens=12, prefix=prefix, pools=PoolSizes(30, 16, 0), prefill_chunk=40
-        )
-        toy.engine.submit(request("slot", range(92), n=1, turn_boundaries=(90,)))
-        toy.run()
-        asked = [request("other", range(200, 292), n=9), request("again", [*range(90), 7], n=9)]
-        handles = {"other": toy.engine.submit(asked[0])}
-        for i in range(n_turns // 5):
-            toy.work(i)
-        handles["again"] = toy.engine.submit(asked[1])
-        for _ in range(n_turns % 5):
-            toy.work(0)
-        assert toy.crash(1)
-        end_loss(toy)
-        n_given_up += toy.n_given_up
-        await check_answers(toy, asked, handles)
-    assert n_given_up
-
-
-async def ask_replay(toy: ToyEngine, stage: int) -> None:
-    """Ask what a lost stage may compute while its daemon loads, and make no use of it."""
-    asked = asyncio.create_task(toy.engine.make_replay([stage], 60.0))
-    await asyncio.sleep(0)
-    await toy.play()
-    replay = await asked
-    if replay is not None:
-        replay.file.close()
-
-
-@pytest.mark.parametrize("spaces", [HYBRID, frozenset({Space.FULL})])
-@pytest.mark.parametrize("replays", [False, True])
-def test_who_began_with_a_slot_that_was_not_whole_everywhere_is_computed_again(
-    *, spaces: frozenset[Space], replays: bool
-) -> None:
-    """The slot of a request that was cancelled is ahead of its slices, which wait for the lost stage and are taken
-    out: stages behind never have them.  ``replays``: its new daemon asks for what it may compute while it loads."""
-    prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
-    n_given_up = 0
-    for n_before in range(1, 10):
-        for n_after in range(3):
-            toy = rebuilding(
-                spaces=spaces,
-                prefix=prefix,
-                max_step_tokens=68,
-                pools=PoolSizes(40, 0, 16 * (Space.RECURRENT in spaces)),
-            )
-            asked = [
-                request(name, [*range(150), *range(n)], n=10, turn_boundaries=(64, 128))
-                for name, n in (("a", 40), ("b", 9))
-            ]
-            handles = {"a": toy.engine.submit(asked[0])}
-            for i in range(n_before):
-                toy.work(i)
-            handles["b"] = toy.engine.submit(asked[1])
-            for _ in range(n_after):
-                toy.work(0)
-            handles["a"].cancel()
-            toy.work(0)
-            assert toy.crash(1)
-            if replays:
-                asyncio.run(ask_replay(toy, 1))
-            end_loss(toy)
-            n_given_up += toy.n_given_up
-            asyncio.run(check_answers(toy, asked, handles))
-    assert n_given_up
-
-
 class Crashes(Play):
     """A scenario in which a daemon dies where others lose the pipeline, and returns some actions later."""
 
@@ -495,21 +267,32 @@ class Crashes(Play):
 
     def act(self, kind: str, index: int) -> None:
         toy = self.toy
-        with_stages = [daemon for daemon in toy.daemons if daemon.stages]
         if kind == "lose":
-            if toy.engine.ready and toy.crash(index % len(with_stages)):
-                event("crash")
-                return
+            if toy.pipeline is not None and not toy.engine.ready and index % 2:  # lost again while it is rebuilt
+                self.come_back()
+                for i in range(index):
+                    toy.work(i)
+            with_stages = [daemon for daemon in toy.daemons if daemon.stages]
+            if with_stages and toy.pipeline is not None:
+                event(f"crash while ready: {toy.engine.ready}")
+                if toy.crash(index % len(with_stages)):
+                    return
             kind = "back"
         if kind in ("many", "swap", "attach") or (not toy.engine.ready and kind not in ("cancel", "submit")):
             self.return_()
         if kind != "back":
             super().act(kind, index)
 
+    def come_back(self) -> None:
+        toy = self.toy
+        assert toy.pipeline is not None
+        toy.daemons = [daemon for daemon in toy.daemons if not daemon.stages.keys() & toy.pipeline.lost]  # to be reset
+        toy.come_back()
+
     def return_(self) -> None:
         toy = self.toy
         if toy.pipeline is not None and not toy.engine.ready:
-            toy.come_back()
+            self.come_back()
             for _ in range(1000):
                 if toy.engine.ready or not toy.work(0):
                     break
@@ -541,41 +324,6 @@ def test_crashes_change_no_token(scenario: Scenario, pages: int, late: bool) -> 
         play.play()
 
     asyncio.run(check_answers(play.toy, scenario.requests, play.handles))
-
-
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize(
-    ("lost", "heard"), [((1, 2), (0,)), ((0, 2), (1,))], ids=["middle, then last", "first and last"]
-)
-async def test_steps_that_wait_for_drafts_when_two_stages_are_lost(
-    lost: tuple[int, int], heard: tuple[int], seed: int
-) -> None:
-    """The last one has the drafter; before that and in between the supervisor hears the other stage alone."""
-    rng = random.Random(seed)
-    speculation = SpeculationSettings(max_drafts=3, drafter=True, fixed=True)
-    toy = rebuilding(3, pools=PoolSizes(24, 0, 32, draft_states=24), speculation=speculation, max_sequences=8)
-    asked = [request(name, range(i, 70 + i), n=40) for i, name in enumerate("abc")]
-    for one in asked:
-        toy.texts[one.sampling.seed] = [*one.prompt, *toy.alone(one)]
-    toy.attach_drafter(with_output=True, wrong=3)
-    handles = {one.request_id: toy.engine.submit(one) for one in asked}
-    for _ in range(rng.randrange(20, 120)):
-        toy.work(rng.randrange(100))
-    daemons = {next(iter(daemon.stages)): daemon for daemon in toy.daemons if daemon.stages}
-    assert toy.pipeline is not None
-    other = daemons[heard[0]]
-    for _ in range(rng.randrange(12) if lost[0] == 0 else 0):
-        if busy := [daemon for daemon in daemons.values() if daemon.ready]:
-            one = rng.choice(busy)
-            answer = one.run_one()
-            if one is other:
-                toy.engine.receive(*answer)
-    for stage in lost:
-        toy.crash_stage(stage)
-        while other.ready:
-            toy.engine.receive(*other.run_one())
-    end_loss(toy)
-    assert await check_answers(toy, asked, handles) == ["length"] * 3
 
 
 # ---- frozen state, handed to new daemons
@@ -679,29 +427,6 @@ async def test_all_daemons_are_replaced_and_a_lost_one_is_rebuilt_behind_it(kept
     toy.run()
     for one, handle in zip([*asked, request("c", range(100), n=70)], handles, strict=True):
         assert told(await events_of(handle))[0] == toy.alone(one)
-
-
-async def test_frozen_state_is_of_no_use_after_steps_without_slices() -> None:
-    """Another stage is lost and back before the one that is restarted goes: what ended since must stay closed."""
-    toy = rebuilding(3)
-    handle = toy.engine.submit(request("a", range(100), n=60))
-    for i in range(40):
-        toy.work(i)
-    frozen = await freeze(toy)
-    assert toy.crash(2)
-    handle.cancel()
-    toy.come_back()
-    toy.run()
-    assert toy.engine.ready
-    toy.engine.core.scheduler.flush()
-    toy.engine.tick()  # as for a snapshot
-    toy.run()
-    assert toy.crash(0)
-    toy.come_back(frozen)
-    one = request("b", range(100), n=20)
-    handle = toy.engine.submit(one)
-    toy.run()
-    assert told(await events_of(handle))[0] == toy.alone(one)
 
 
 async def test_frozen_state_is_of_no_use_after_another_loss() -> None:

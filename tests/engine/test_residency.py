@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import ContextOverflow, FinishedEvent, GenerationRequest
-from lucevisor.engine.scheduler import Scheduler
 from lucevisor.errors import ScoringError
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency, remembered, with_neighbours
@@ -24,7 +23,7 @@ from lucevisor.model.pages import HEAD_PAGES, max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import PENDING, PageIn, PageOut, SamplingParams, Slice
-from tests.engine.toy_disk import talk, through_disk, toy_stages
+from tests.engine.toy_disk import talk, through_disk
 from tests.engine.toy_engine import HYBRID, ToyEngine, attached, events_of, limits, request, told
 from tests.engine.toy_pipeline import ToyModel, draw, mix
 
@@ -187,21 +186,6 @@ def test_tokens_are_those_of_the_pages_that_the_policy_attends_to(
     assert now.pages["full"].used == now.host_pages.used == 0
 
 
-async def test_rankings_depend_on_the_sequence_alone() -> None:
-    asked = request("a", [k % 7 for k in range(500)], 200)
-    alone = await answer(bounds(host_pages=60, residency=RANKED), asked)
-    assert await answer(bounds(host_pages=60, residency=RANKED, drafts=3), asked) == alone
-    toy = attached(bounds(full_pages=18, host_pages=60, residency=RANKED), n_stages=2)
-    handles = [toy.engine.submit(one) for one in (request("b", [5] * 600, 90), asked, request("c", [9] * 470, 60))]
-    toy.run()
-    assert check_tokens(toy, swapped=True)
-    one_stage = attached(bounds(full_pages=18, host_pages=60, residency=RANKED))
-    others = [one_stage.engine.submit(one) for one in (request("b", [5] * 600, 90), asked, request("c", [9] * 470, 60))]
-    one_stage.run()
-    assert told(await events_of(others[1]))[0] == alone
-    assert told(await events_of(handles[1]))[1].reason == "length"
-
-
 def test_a_request_whose_pages_find_no_host_memory_ends_and_others_go_on() -> None:
     toy = attached(bounds(host_pages=5))
     asked = [request(name, [ord(name) % 97] * 500, 300) for name in "ab"]
@@ -227,31 +211,6 @@ def test_pages_in_host_memory_are_counted() -> None:
     assert now.host_pages.total == 20
 
 
-async def answer(bound: EngineLimits, asked: GenerationRequest) -> list[int]:
-    toy = attached(bound)
-    handle = toy.engine.submit(asked)
-    toy.run()
-    tokens, finished = told(await events_of(handle))
-    assert finished.reason == "length"
-    return tokens
-
-
-@pytest.mark.parametrize("residency", [EXACT, RANKED])
-async def test_two_long_sequences_are_both_right(residency: Residency) -> None:
-    toy = attached(bounds(full_pages=12, host_pages=40, residency=residency))
-    asked = [request(name, [ord(name) % 97] * 600, 100) for name in "ab"]
-    handles = [toy.engine.submit(one) for one in asked]
-    toy.run()
-    assert toy.engine.statistics().preemptions == 0
-    answers = [told(await events_of(handle))[0] for handle in handles]
-    if residency.attends_host:
-        assert answers == [toy.alone(one) for one in asked]
-    else:
-        assert check_tokens(toy, swapped=True) > 0
-    together = sum(len(result.step.slices) == 2 for result in toy.steps)
-    assert together > 90
-
-
 async def test_slots_hold_whole_prefixes_only() -> None:
     toy = attached(bounds(slots=8, full_pages=30))
     short, long = [k * k % 97 for k in range(200)], [(k * k + 1) % 97 for k in range(700)]
@@ -262,14 +221,6 @@ async def test_slots_hold_whole_prefixes_only() -> None:
         assert isinstance(finished, FinishedEvent)
         assert bool(finished.usage.cached_tokens) == (name == "c")
     assert all(slot.n_tokens <= POOL.pool_pages * PAGE_TOKENS for slot in toy.engine.prefixes.slots)
-
-
-def test_a_second_long_prompt_does_not_wait_for_a_slot_that_is_never_made() -> None:
-    scheduler = Scheduler(bounds(slots=8, full_pages=30))
-    for name in "ab":
-        scheduler.submit(request(name, [5] * 700, 3), 0.0)
-    scheduler.next_plan(0.0)
-    assert scheduler.n_running == 2
 
 
 async def test_a_file_that_would_be_paged_out_is_not_restored() -> None:
@@ -373,41 +324,3 @@ async def test_after_a_restart_tokens_are_those_of_before(spaces: frozenset[Spac
     assert (found, n_cached) == await talk(toy, "b", asked, 60)
     if residency.attends_host:
         assert found == toy.alone(request("b", asked, 60))
-
-
-@pytest.mark.parametrize("pool", [6, 7, 9, 14])
-@pytest.mark.parametrize("saved", [6, 9, 14])
-async def test_a_file_is_restored_into_any_pool(saved: int, pool: int) -> None:
-    def bound(n: int) -> EngineLimits:
-        return bounds(HYBRID, full_pages=40, host_pages=40, slots=6, residency=Residency(n, "exact"))
-
-    toy = attached(bound(saved))
-    text = [(k * k) % 89 for k in range(700)]
-    text += (await talk(toy, "a", text, 20))[0]
-    other, paged_out = await through_disk(toy, len(text) - 1, bound(pool))
-    n_out = max(0, pages_of(len(text)) - pool)
-    assert len(paged_out.entries if paged_out is not None else ()) == n_out
-    asked = [*text, *range(20)]
-    found, n_cached = await talk(other, "b", asked, 70)
-    assert n_cached == len(text) - 1
-    assert found == toy.alone(request("b", asked, 70))
-    assert not any(len(one.tables[Space.FULL]) > 99 for stage in toy_stages(other) for one in stage.sequences.values())
-
-
-async def test_sequences_take_host_memory_back_from_slots() -> None:
-    toy = attached(bounds(full_pages=12, host_pages=8, slots=6))
-    first = [k % 7 for k in range(700)]
-    await talk(toy, "a", first, 5)
-    assert toy.engine.statistics().host_pages.used > 0
-    other = [k % 11 for k in range(800)]
-    tokens, n_cached = await talk(toy, "b", other, 5)
-    assert n_cached == 0
-    assert tokens == toy.alone(request("b", other, 5))
-
-
-async def test_what_follows_dropped_pages_is_not_shared_beyond_the_pool() -> None:
-    toy = attached(bounds(full_pages=30, host_pages=60, slots=6, residency=RANKED))
-    text = [(k * k) % 89 for k in range(600)]
-    await talk(toy, "a", text, 5)
-    _, n_cached = await talk(toy, "b", [*text[:550], 1, 2, 3], 5)
-    assert n_cached == 5 * 64  # of the slot of 604 tokens only what was computed with all before it resident

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -11,7 +10,6 @@ import pytest
 from lucevisor.engine.request import (
     ContextOverflow,
     FinishedEvent,
-    GenerationRequest,
     InvalidRequest,
     TokenEvent,
     TokenScore,
@@ -19,44 +17,21 @@ from lucevisor.engine.request import (
 )
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import WantedRows
-from lucevisor.engine.spec_decode.controller import RequestDrafts, SpecDecodeController
 from lucevisor.engine.step import StepPlan, WrongResult
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.model.values import Space
-from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
+from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
-    PENDING,
     CloseSequence,
-    Drafted,
     OpenSequence,
     Sampled,
-    SamplingParams,
     Scored,
-    SetPages,
-    Slice,
     StepResult,
-    ZeroState,
 )
-from tests.engine.scheduler_steps import answer, decoding, plans, shape, warm
-from tests.engine.toy_engine import ALL_SPACES, limits, request
-from tests.engine.toy_pipeline import ToyConstraint
+from tests.engine.scheduler_steps import answer, decoding, plans, shape
+from tests.engine.toy_engine import limits, request
 
 # ---- filling a step
-
-
-def test_the_first_step_opens_the_sequence_and_gives_it_pages_and_state() -> None:
-    scheduler = Scheduler(limits())
-    sampling = SamplingParams(temperature=0.5, seed=3)
-    scheduler.submit(GenerationRequest(request_id="a", prompt=tuple(range(70)), max_tokens=2, sampling=sampling), 0.0)
-    [first, second] = plans(scheduler)
-    assert first.step.operations == [
-        OpenSequence(0, 0, sampling, n_prompt=70),
-        ZeroState(0),
-        SetPages(0, Space.FULL, 0, [0]),
-    ]
-    assert first.step.slices == [Slice(0, 0, list(range(64)), False)]
-    assert second.step.operations == [SetPages(0, Space.FULL, 1, [1])]
-    assert second.step.slices == [Slice(0, 64, list(range(64, 70)), True)]
 
 
 def test_chunks_of_a_prompt_follow_each_other_up_to_the_bound_in_flight() -> None:
@@ -125,19 +100,6 @@ def test_beside_a_short_prompt_a_long_one_leaves_the_first_stage_free() -> None:
     third = scheduler.next_plan(1.0)
     assert third is not None
     assert shape(third) == [("long", 64, 128, False)]
-
-
-def test_a_while_after_the_last_short_prompt_long_ones_get_whole_chunks_again() -> None:
-    scheduler = Scheduler(limits(**SHARED))
-    scheduler.submit(request("long", range(1000), n=1), 0.0)
-    scheduler.submit(request("short", n=1), 0.0)
-    [first] = plans(scheduler)
-    scheduler.apply(answer(first), 0.0)
-    [second] = plans(scheduler, 7.0)
-    assert shape(second) == [("long", 64, 128, False)]
-    scheduler.apply(answer(second), 7.0)
-    [third, _] = plans(scheduler, 9.0)
-    assert shape(third) == [("long", 192, 320, False)]
 
 
 @pytest.mark.parametrize("n_stages", [2, 3, 4])
@@ -297,13 +259,6 @@ def test_a_step_has_room_for_a_chunk_and_all_decodes() -> None:
         limits(max_step_tokens=67)
 
 
-def test_capacity_is_what_context_and_pages_allow() -> None:
-    assert limits().capacity_tokens == 1024
-    assert limits(pools=PoolSizes(3, 0, 4)).capacity_tokens == 192
-    recurrent_only = limits(spaces=frozenset({Space.RECURRENT}), pools=PoolSizes(0, 0, 4))
-    assert recurrent_only.capacity_tokens == 1024
-
-
 # ---- admission, pages and preemption
 
 
@@ -374,50 +329,12 @@ def test_a_preempted_request_goes_before_those_that_wait() -> None:
     assert opened == [request("b").sampling, request("c").sampling]
 
 
-def test_window_pages_of_the_past_are_given_back_while_decoding() -> None:
-    bounds = limits(spaces=ALL_SPACES, window_tokens=64, pools=PoolSizes(16, 3, 4))
-    scheduler = Scheduler(bounds)
-    scheduler.submit(request("a", range(100), n=400), 0.0)
-    most = 0
-    while not scheduler.idle:
-        for p in plans(scheduler):
-            most = max(most, scheduler.pools.usage()[Space.WINDOW].used)
-            scheduler.apply(answer(p), 0.0)
-    assert most == 2
-    assert {use.used for use in scheduler.pools.usage().values()} == {0}
-
-
 # ---- steps that run ahead of their tokens
 
 
 def tokens(scheduler: Scheduler) -> list[list[list[int]]]:
     """The tokens of the slices of each step that can be sent now."""
     return [[piece.tokens for piece in plan.step.slices] for plan in plans(scheduler)]
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"sampling": SamplingParams(repetition_penalty=1.1)},
-        {"sampling": SamplingParams(n_top_logprobs=0)},
-        {"constraint": ToyConstraint(1)},
-    ],
-    ids=["penalties", "log-probabilities", "constraint"],
-)
-def test_all_wait_where_one_needs_its_tokens(more: dict[str, object]) -> None:
-    scheduler = Scheduler(limits(pools=PoolSizes(16, 0, 4)))
-    scheduler.submit(request("a", n=50), 0.0)
-    scheduler.submit(replace(request("b", n=50), **more), 0.0)
-    for _ in range(6):
-        for plan in plans(scheduler):
-            assert not any(PENDING in piece.tokens for piece in plan.step.slices)
-            scheduler.apply(answer(plan), 0.0)
-
-
-def test_a_prompt_is_not_kept_waiting() -> None:
-    scheduler = decoding(limits(pools=PoolSizes(16, 0, 4)), "a")
-    scheduler.submit(request("b"), 0.0)
-    assert tokens(scheduler) == [[[7], [1, 2, 3]]]
 
 
 @pytest.mark.parametrize("n_stages", [2, 3])
@@ -450,82 +367,3 @@ def test_a_request_starts_while_all_micro_batches_run_ahead(n_stages: int) -> No
         scheduler.apply(answer(found.pop(0)), 0.0)
         found += plans(scheduler)
     raise AssertionError("it waits until another one ends")
-
-
-def test_micro_batches_that_became_unequal_are_dealt_again() -> None:
-    scheduler = decoding(limits(pools=PoolSizes(32, 0, 16), max_sequences=8), "abcd", n_stages=2)
-    scheduler.attach(2, has_doorbells=True)
-    found = plans(scheduler)
-    for name in found[0].request_ids:
-        scheduler.cancel(name, 0.0)
-    while found:
-        scheduler.apply(answer(found.pop(0)), 0.0)
-        found += plans(scheduler)
-        if len(found) == 4 and all(len(plan.step.slices) == 1 for plan in found):
-            return
-    raise AssertionError("one of two sequences waits for the other")
-
-
-def running_ahead(stop_ids: frozenset[int] = frozenset()) -> tuple[Scheduler, list[StepPlan]]:
-    """A request with a cached prompt of 130 tokens and one of its own; two steps are in flight, for two more."""
-    scheduler = Scheduler(warm(spaces=frozenset({Space.FULL, Space.RECURRENT})))
-    scheduler.submit(request("a", range(130), n=50, stop_ids=stop_ids), 0.0)
-    while len(found := plans(scheduler)) != 2 or found[1].step.slices[0].tokens != [PENDING]:
-        for plan in found:
-            scheduler.apply(answer(plan), 0.0)
-    return scheduler, found
-
-
-def test_a_request_that_stops_leaves_all_it_computed_in_the_cache() -> None:
-    scheduler, [running, ahead] = running_ahead(frozenset({9}))
-    [(_, event)] = scheduler.apply(answer(running, 9), 0.0)
-    assert isinstance(event, FinishedEvent)
-    assert event.reason == "stop"
-    assert scheduler.apply(answer(ahead, 3), 0.0) == []
-    assert scheduler.idle
-    scheduler.submit(request("b", [*range(130), 7, 9, 50], n=1), 0.0)
-    [plan] = plans(scheduler)
-    assert [(s.start, s.tokens) for s in plan.step.slices] == [(132, [50])]
-
-
-DRAFTER = SpeculationSettings(max_drafts=3, drafter=True)
-
-
-@pytest.mark.parametrize("n_stages", [1, 2, 3])
-@pytest.mark.parametrize("with_output", [True, False])
-def test_a_drafter_that_is_not_asked_does_not_end_the_run(*, with_output: bool, n_stages: int) -> None:
-    scheduler = decoding(
-        limits(pools=PoolSizes(16, 0, 4, draft_states=8), speculation=DRAFTER), "ab", n_stages=n_stages
-    )
-    scheduler.attach(n_stages, has_doorbells=True)
-    scheduler.attach_drafter(with_output=with_output)
-    scheduler.drafting.speculation = Asked(3)
-    in_flight, drafting = plans(scheduler), list[StepPlan]()
-    assert in_flight[0].opening is not None
-    for i in range(20):
-        done = in_flight.pop(0)
-        scheduler.apply(answer(done, 5), 0.0)
-        drafting.append(done)
-        if len(drafting) > 1 and not drafting[0].step.upkeep:  # the drafter is a step behind
-            scheduler.drafting.on_drafts(StepResult(drafting[0].step.step_id, n_stages))
-        del drafting[: len(drafting) - 1]
-        assert done.opening is not None or done.step.upkeep == (with_output and n_stages > 1)
-        found = plans(scheduler)
-        in_flight += found
-        if i > n_stages:
-            assert len(in_flight) == 2 * min(2, n_stages)  # of each micro-batch one is under way and one behind it
-            assert [s.tokens for plan in found for s in plan.step.slices] == [[PENDING]] * len(found[0].step.slices)
-
-
-class Asked(SpecDecodeController):
-    """Asks for as many drafts as ``turns`` say, then for none, and verifies all."""
-
-    def __init__(self, max_drafts: int) -> None:
-        super().__init__(max_drafts)
-        self.turns: list[int] = []
-
-    def num_draft_tokens(self, own: RequestDrafts, n_decoding: int) -> int:
-        return self.turns.pop(0) if self.turns else 0
-
-    def num_verify_tokens(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
-        return max(len(drafted.tokens) for _, drafted in drafts)

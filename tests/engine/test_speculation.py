@@ -20,7 +20,7 @@ from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.protocol.loading import DraftKind, PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import Drafted
 from tests.combinations import combinations
-from tests.engine.toy_engine import attached, events_of, limits, request, told
+from tests.engine.toy_engine import attached, events_of, limits, request
 
 
 @dataclass(frozen=True)
@@ -219,13 +219,6 @@ def test_within_five_percent_of_the_best_fixed_width(name: str, text: str, n: in
     assert sum(shares) / len(shares) > 0.95
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_drafting_pays_from_the_first_request_on(text: str) -> None:
-    """The first 64 tokens of a cold server."""
-    simulations = [simulate("cpu", TEXTS[text], seed=seed) for seed in range(8)]
-    assert sum(one.decode(64).rate for one in simulations) / 8 > 0.7 * best_rate(simulations[0])
-
-
 @combinations(name=MACHINES, n=[1, 4, 16])
 def test_a_useless_drafter_costs_two_percent_at_most(name: str, n: int) -> None:
     simulation = warm(simulate(name, BAD, n))
@@ -273,14 +266,6 @@ def measured(controller: SpecDecodeController) -> SpecDecodeController:
     return controller
 
 
-def test_the_first_round_of_all_is_a_plain_one() -> None:
-    controller, drafts = SpecDecodeController(MAX), RequestDrafts()
-    assert controller.num_draft_tokens(drafts, 1) == 0
-    assert controller.num_verify_tokens([(drafts, Drafted(0, [5, 6]))], 1) == 0
-    controller.record_round(0, 0.01, asked=False)
-    assert controller.num_draft_tokens(drafts, 1) > 0
-
-
 def test_a_fixed_width_is_kept() -> None:
     controller, drafts, other = SpecDecodeController(3, fixed=True), RequestDrafts(), RequestDrafts()
     assert controller.num_draft_tokens(drafts, 2) == 3
@@ -292,16 +277,6 @@ def test_a_fixed_width_is_kept() -> None:
     assert controller.num_verify_tokens([(drafts, Drafted(0, [5, 6, 7])), (other, Drafted(1, []))], 2) == 3
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_no_more_than_the_most_is_asked_for_or_verified(n: int) -> None:
-    controller, drafts = SpecDecodeController(n, DraftKind.DFLASH), RequestDrafts()
-    for _ in range(40):
-        controller.record_step()
-        controller.record_round(0, 0.01, asked=False)
-        assert 0 <= controller.num_draft_tokens(drafts, 1) <= n
-        assert controller.num_verify_tokens([(drafts, Drafted(0, list(range(9))))], 1) <= n
-
-
 COPIED = (1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6)
 
 
@@ -309,21 +284,6 @@ def looked_up(tokens: Sequence[int] = COPIED) -> RequestDrafts:
     lookup = NgramLookup(TokenBuffer.of(tokens))
     lookup.index()
     return RequestDrafts(lookup=lookup)
-
-
-def test_without_a_drafter_a_match_is_a_candidate() -> None:
-    controller, drafts = SpecDecodeController(3), looked_up()
-    assert controller.candidates(drafts, Drafted(4, [])) == Drafted(4, [7, 8, 9], [])
-    assert controller.candidates(looked_up((1, 2, 3, 4)), Drafted(4, [])) == Drafted(4, [])
-    assert controller.candidates(RequestDrafts(), Drafted(4, [])) == Drafted(4, [])  # nothing is looked up there
-
-
-def test_tokens_that_wait_for_their_index_are_not_matched() -> None:
-    tokens = TokenBuffer(COPIED)
-    drafts = looked_up(tokens)
-    tokens.append(7)
-    tokens.append(8)
-    assert SpecDecodeController(3).candidates(drafts, Drafted(0, [])).tokens == []
 
 
 def test_the_source_from_which_more_drafts_are_expected_is_used() -> None:
@@ -363,50 +323,6 @@ def test_acceptance_is_counted_by_position() -> None:
     assert counts.tokens_per_step == pytest.approx(1 + 4 / 4)
 
 
-def test_before_anything_was_verified_there_is_no_acceptance() -> None:
-    counts = DraftStatistics().total
-    assert (counts.acceptance_length, counts.tokens_per_step, counts.acceptance_by_position) == (0, 0, [])
-    counts.decoded(0, 0)
-    assert (counts.acceptance_length, counts.tokens_per_step) == (0, 1)
-
-
-def test_padding_counts_only_where_it_is_right_by_chance() -> None:
-    statistics = DraftStatistics()
-    statistics.decoded("fresh", 2, 1, looked_up=False)
-    statistics.decoded("fresh", 0, 0, looked_up=False)
-    assert (statistics.total.verified, statistics.total.n_drafted) == ([1, 1], 0)
-    statistics.decoded("fresh", 0, 1, looked_up=False)
-    assert (statistics.total.verified, statistics.total.accepted) == ([2, 1], [2, 0])
-    assert (statistics.total.n_drafted, statistics.total.n_plain) == (1, 1)
-
-
-def test_looked_up_drafts_are_drafted_when_they_are_verified() -> None:
-    statistics = DraftStatistics()
-    statistics.decoded("restored", 4, 3, looked_up=True)
-    statistics.decoded("restored", 0, 0, looked_up=True)  # a match that was not worth a row
-    lookups = statistics.lookups
-    assert (lookups.n_verify, lookups.n_verified, lookups.n_accepted) == (1, 4, 3)
-    assert statistics.by_origin["restored"].n_drafted == 4
-    assert statistics.by_origin["fresh"] == DraftCounts()
-
-
-def test_drafts_whose_drafter_is_gone_are_drafted_when_they_are_verified() -> None:
-    statistics = DraftStatistics()
-    statistics.decoded("fresh", 3, 1, looked_up=False, reported=False)
-    assert (statistics.total.n_verified, statistics.total.n_drafted) == (3, 3)
-
-
-def test_the_draft_stages_time_is_that_of_drafts_or_upkeep() -> None:
-    statistics = DraftStatistics()
-    statistics.drafted(
-        [StepShare("fresh", 4, 4), StepShare("restored", 4, 4), StepShare("fresh", 8, 0)], [3, 2, 0], 1.6
-    )
-    statistics.drafted([StepShare("fresh", 1, 0)], [0], 0.5)
-    assert (statistics.n_steps, statistics.total.n_drafted) == (1, 5)
-    assert [statistics.by_origin[one].draft_s for one in ORIGINS] == pytest.approx([0.4, 0.4, 0.0])
-    assert statistics.upkeep_s == pytest.approx(0.8 + 0.5)
-
-
 shares = st.builds(
     lambda origin, n, used: StepShare(origin, n, n if used else 0),
     st.sampled_from(ORIGINS),
@@ -424,9 +340,6 @@ def test_times_add_up_to_those_of_the_steps(steps: list[tuple[list[StepShare], f
     total = statistics.total
     assert total.draft_s + statistics.upkeep_s == pytest.approx(sum(seconds for _, seconds in steps))
     assert total.verify_s == pytest.approx(total.draft_s)
-
-
-verdicts = st.tuples(st.sampled_from(ORIGINS), st.integers(0, 6), st.integers(0, 6), st.booleans())
 
 
 # ---- of an engine
@@ -463,44 +376,3 @@ def test_counts_agree_with_the_tokens_of_fresh_and_restored_requests(*, with_out
     answered = toy.steps  # 0.25 s each for the stage, and for the draft stage
     assert drafts.total.verify_s < 0.25 * len(answered)
     assert drafts.total.draft_s + drafts.upkeep_s == pytest.approx(0.25 * len(answered))
-
-
-async def test_every_decode_counts_where_its_sequence_began() -> None:
-    """Preempted and begun again from a slot, and gone on after a loss, restarts included."""
-    settings = SpeculationSettings(max_drafts=4, drafter=True, fixed=True)
-    cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1)
-    bounds = limits(speculation=settings, prefix=cached, pools=PoolSizes(16, 0, 8, draft_states=12))
-    toy = attached(bounds, n_stages=2, hold_s=60.0, journal_pages=100)
-    toy.attach_drafter(with_output=False, wrong=3)
-    one = request("one", range(80), n=150)
-    toy.texts[one.sampling.seed] = [*one.prompt, *toy.alone(one)]
-    handle = toy.engine.submit(one)
-    by_origin = toy.engine.core.scheduler.drafting.statistics.by_origin
-
-    def seen() -> list[int]:
-        return [counts.n_plain + counts.n_verify for counts in by_origin.values()]
-
-    def work_until_more() -> list[int]:
-        before = seen()
-        while sum(seen()) < sum(before) + 3:
-            assert toy.work(0)
-        return [now - then for now, then in zip(seen(), before, strict=True)]
-
-    assert work_until_more() == [3, 0, 0]
-    scheduler = toy.engine.core.scheduler
-    scheduler._operations += scheduler.preemption.preempt(next(iter(scheduler.running)), toy.now)
-    assert work_until_more() == [0, 3, 0]
-    assert scheduler.preemption.n_preempted == 1
-    assert toy.crash(0)
-    toy.come_back()
-    while not toy.engine.ready:
-        toy.work(0)
-    assert work_until_more() == [0, 0, 3]
-    frozen = asyncio.create_task(toy.engine.freeze(10.0))
-    await asyncio.sleep(0)
-    await toy.play()
-    assert toy.crash(1)
-    toy.come_back(await frozen)
-    assert work_until_more() == [0, 0, 3]
-    toy.run()
-    assert told(await events_of(handle))[0] == toy.alone(one)

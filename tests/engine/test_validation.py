@@ -112,19 +112,3 @@ def test_accounts_of_requests_that_run_are_checked_too() -> None:
         "request running has 100 tokens, 600 computed, 100 scheduled",
     ):
         assert words in text
-
-
-def test_a_request_that_nobody_finishes_is_found() -> None:
-    toy = used()
-    scheduler = toy.engine.core.scheduler
-    toy.engine.submit(request("stuck", range(300, 400), n=9))
-    [record] = scheduler.running
-    scheduler.running.close(record)
-    with pytest.raises(AccountingError, match=r"requests \[\] run or wait, \['stuck'\] are unfinished"):
-        validation.check(scheduler)
-
-
-@pytest.mark.parametrize(("value", "on"), [("1", True), ("yes", True), ("0", False), ("", False)])
-def test_the_environment_switches_it_on(value: str, on: bool) -> None:
-    assert validation.enabled({"LUCEVISOR_VALIDATE": value}) == on
-    assert not validation.enabled({})
