@@ -20,7 +20,6 @@ from daemons.models.shard import ShardOutput, SharedOutput
 from daemons.models.stage import LoadedStage
 from daemons.ops.operations import SHORT_SLICE
 from lucevisor.model.values import Space
-from lucevisor.protocol.steps import PageOut
 from tests.families.golden import FIXTURES, opened
 from tests.families.pipeline import Pipeline, load_stages
 
@@ -125,26 +124,6 @@ def test_a_replayed_chunk_is_that_of_its_own_step(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", FIXTURES)
-def test_starts_far_apart_share_a_graph(name):
-    """Behind the window of sliding layers and in other pages; without pad rows the logits are as near as roundings."""
-    golden = opened(name)
-    text = golden.ids * 8
-    wanted, found = [], []
-    for results, graphed in ((wanted, False), (found, True)):
-        stages = load_stages(golden.spec)
-        if graphed:
-            [graphs] = repeating(stages)
-        c = Pipeline(golden.spec, stages)
-        for sequence, start in enumerate((150, 133, 199, 140, 165)):
-            c.open(sequence)
-            c.run((sequence, text[:start]))
-            results.append(c.run((sequence, text[start : start + 49 + sequence])))
-            results.append(c.run((sequence, text[:3])))
-    assert keys(graphs) == [(64, 256), (64, 512)] or keys(graphs) == [(64, 256)]
-    torch.testing.assert_close(torch.cat(found), torch.cat(wanted), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", FIXTURES)
 def test_numbers_of_other_sequences_never_come_in(name):
     """Not as zero times NaN either: all pages are NaN, but for what the sequence wrote."""
     golden = opened(name)
@@ -159,23 +138,3 @@ def test_numbers_of_other_sequences_never_come_in(name):
     for sequence in range(3):
         c.open(sequence)
         golden.assert_logits(torch.cat([c.run((sequence, part)) for part in (golden.ids[:35], golden.ids[35:])]))
-
-
-@pytest.mark.parametrize("name", ["qwen35", "gemma4_e2b", "laguna"])
-def test_sequences_that_pages_left(name):
-    """Places in the full table differ from positions, and sliding layers know positions alone."""
-    golden = opened(name)
-    results = []
-    for graphed in (False, True):
-        stages = load_stages(golden.spec)
-        all_graphs = repeating(stages) if graphed else []
-        c, rows = Pipeline(golden.spec, stages), []
-        for sequence, out in enumerate(([1, 2, 3], [0, 1], [2], [1, 3])):
-            c.open(sequence)
-            c.run((sequence, (golden.ids * 8)[: 389 + sequence]))
-            c.apply([PageOut(sequence, out)])
-            rows.append(c.run((sequence, golden.ids[: 40 + sequence])))
-        results.append(torch.cat(rows))
-    [graphs] = all_graphs
-    assert keys(graphs) == [(48, 512)]
-    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)

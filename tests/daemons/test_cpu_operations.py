@@ -5,9 +5,7 @@ C++ computes in float32 and rounds its result to bfloat16 once.
 
 import ctypes
 import os
-import re
 import shutil
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -17,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.gguf_writing import finish
-from daemons import ops
 from daemons.models.blocks import GatedDeltaNet, GatedDeltaNetShape, GatedDeltaNetWeights
 from daemons.models.loader import WeightLoader
 from daemons.ops.attention import attention, visible
@@ -25,7 +22,7 @@ from daemons.ops.basic import RmsNorm, plain_rope, rotate, shift_rows
 from daemons.ops.choices import Candidates, select_path
 from daemons.ops.cpu import compiler
 from daemons.ops.cpu.library import KINDS, CpuKernels, Tiles, cpu_kernels
-from daemons.ops.cpu.linear import ALL_ROWS, FEW_ROWS, TiledLinear
+from daemons.ops.cpu.linear import FEW_ROWS, TiledLinear
 from daemons.ops.cpu.operations import CpuOperations
 from daemons.ops.handovers import Handovers
 from daemons.ops.linear import DenseLinear
@@ -260,20 +257,6 @@ def test_rows_move_down_and_are_kept(b, n, width, seed):
     assert torch.equal(found_pool, wanted_pool)
 
 
-def test_float32_rows_are_normed_and_rounded_once(cpu):
-    x, weight = torch.randn(3, 100), torch.rand(100)
-    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-    assert_rounded(cpu.norm(weight, 100, 1e-6).rounded(x, torch.bfloat16), exact)
-
-
-def test_casts_and_offsets_have_the_bits_of_torch(cpu):
-    x = torch.randn(3, 100)
-    assert torch.equal(cpu.cast(x, torch.bfloat16), x.bfloat16())
-    assert torch.equal(cpu.cast(x.bfloat16(), torch.float32), x.bfloat16().float())
-    assert cpu.cast(x, torch.float32) is x
-    assert torch.equal(cpu.offset(torch.arange(9)[::2], 5), torch.arange(9)[::2] + 5)
-
-
 # ---- gated delta net
 
 
@@ -362,12 +345,6 @@ def test_block_convolution(cpu, rows, n, width, taps, group, side):
     with Exact():
         wanted = TorchOperations().block_convolution(x.double(), delta.double(), base.double(), side, n)
     assert_rounded(cpu.block_convolution(x, delta, base, side, n), wanted)
-
-
-@pytest.mark.parametrize("file", ["cpu/delta_net.h", "cuda/delta_net.cu"])
-def test_sources_say_how_many_tokens_a_decode_has(file: str) -> None:
-    text = (Path(ops.__file__).parent / file).read_text()
-    assert re.findall(r"\bMAX_TOKENS = (\d+)", text) == [str(MAX_DECODE_TOKENS)]
 
 
 # ---- C++ kernels against float64 and torch
@@ -549,15 +526,6 @@ def test_many_rows_on_a_cpu_with_amx(scratch, monkeypatch):
     wanted = x.double() @ w.double().t()
     assert bool(((product(x).double() - wanted).abs() <= BFLOAT16 * wanted.abs() + 2 * product_error(x, w)).all())
     assert torch.equal(product(x[1:]), TiledLinear(cpu_kernels(), parts, 512)(x[1:]))
-
-
-@pytest.mark.parametrize("by_onednn", [False, True])
-def test_this_cpu_decides_how_many_rows_are_multiplied_in_integers(by_onednn, monkeypatch):
-    monkeypatch.setattr(cpu_kernels(), "many_by_onednn", by_onednn)
-    tiles = packed(BY_NAME["Q4_K"], blocks("Q4_K", 40))
-    product = KernelSelector(torch.device("cpu"), torch.bfloat16, limits=Handovers()).tiled_linear([tiles], 512)
-    assert product.max_rows == (FEW_ROWS if by_onednn else ALL_ROWS)
-    assert product.implementation == "tiles, c++ in integers" + " to 32 rows, bfloat16 onednn beyond" * by_onednn
 
 
 @pytest.mark.parametrize(("n_rows", "n_out"), [(3, 300), (40, 300), (300, 40)])

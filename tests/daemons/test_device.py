@@ -51,23 +51,6 @@ def test_a_build_for_gpus_that_sees_none_says_why_and_what_hides_them(monkeypatc
     assert "Please" not in caught.value.reason
 
 
-@WITHOUT_ACCELERATOR
-def test_host_memory_cannot_be_registered_without_an_accelerator():
-    assert not device.register_host(memoryview(bytearray(4096)))
-
-
-def test_threads_and_precision(monkeypatch):
-    before = torch.get_num_threads()
-    try:
-        device.prepare(Backend.CPU, 1)
-        assert torch.get_num_threads() == 1
-        device.prepare(Backend.CPU, 0)
-        assert torch.get_num_threads() == 1
-        assert torch.get_float32_matmul_precision() == "highest"
-    finally:
-        torch.set_num_threads(before)
-
-
 HOLDS = """
 import sys
 held = bytearray(1 << 30)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.pools import Pools
-from daemons.kv.sequences import HOST, Sequences
+from daemons.kv.sequences import Sequences
 from daemons.kv.slice_group import GraphKey
 from daemons.models.blocks import HostAttention
 from daemons.ops.attention import Causal, attention, reference, visible
@@ -18,21 +18,17 @@ from daemons.ops.basic import RmsNorm, act_and_mul, plain_rope, rotate
 from daemons.ops.delta_rule import chunked, convolve, step
 from daemons.ops.linear import (
     Bfloat16CpuLinear,
-    BlockLinear,
-    ConcatLinear,
     DenseLinear,
     Float32CpuLinear,
     Int4CpuLinear,
     Int8CpuLinear,
 )
-from daemons.ops.partial_attention import Partial, merged, partial_attention
+from daemons.ops.partial_attention import merged, partial_attention
 from daemons.ops.selection import has_packed_bfloat16
-from daemons.weights.dequant import dequantise
-from lucevisor.model.quant_types import BY_NAME
 from lucevisor.model.spec import LayerSpec, ModelSpec, attention_state
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import CloseSequence, OpenSequence, PageOut, SamplingParams, SetPages, Slice
+from lucevisor.protocol.steps import OpenSequence, PageOut, SamplingParams, SetPages, Slice
 from tests.numerics import BFLOAT16, Narrow, bound, narrow_error, product_error
 
 
@@ -137,24 +133,6 @@ def test_int8_and_int4_products_multiply_what_they_hold(rows):
     assert_near(found, w)
 
 
-def test_large_block_matrices_are_expanded_in_parts(monkeypatch):
-    raw = torch.randint(0, 256, (50, 34 * 3), dtype=torch.uint8)
-    raw.view(50, 3, 34)[..., 0:2] = torch.tensor([0x00, 0x2C], dtype=torch.uint8)  # scale 0.0625
-    x = torch.randn(4, 96)
-    whole = BlockLinear(BY_NAME["Q8_0"], raw, 96)(x)
-    monkeypatch.setattr("daemons.ops.linear.DEQUANT_ELEMENTS", 96 * 7)
-    numbers = dequantise(BY_NAME["Q8_0"], raw, torch.float32)
-    difference = (BlockLinear(BY_NAME["Q8_0"], raw, 96)(x) - whole).abs()
-    assert bool((difference <= 2 * product_error(x, numbers)).all())
-
-
-def test_joined_products_lie_side_by_side():
-    a, b, x = torch.randn(6, 8), torch.randn(3, 8), torch.randn(5, 8)
-    joined = ConcatLinear([DenseLinear(a), DenseLinear(b)])
-    assert torch.equal(joined(x), torch.cat((F.linear(x, a), F.linear(x, b)), dim=1))
-    assert (joined.n_out, joined.n_bytes) == (9, 9 * 8 * 4)
-
-
 # ---- attention
 
 
@@ -196,15 +174,6 @@ def test_attention_against_single_rows(shape, past, window, softcap):
     for function in (attention, reference):
         found = function(q, k, v, mask, scale=0.3, softcap=softcap)
         assert allowed.worst(found, wanted) <= 1
-
-
-def test_the_reference_bounds_its_scores(monkeypatch):
-    q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
-    mask = visible(torch.arange(3, 9).expand(2, -1), torch.arange(9).expand(2, -1), 0)
-    whole = reference(q, k, v, mask, scale=1.0)
-    allowed = bound(lambda q, k, v: reference(q, k, v, mask, scale=1.0), q, k, v)
-    monkeypatch.setattr("daemons.ops.attention.SCORE_ELEMENTS", 2 * 4 * 9 * 2)
-    assert allowed.worst(reference(q, k, v, mask, scale=1.0), whole) <= 1
 
 
 # ---- delta rule
@@ -335,21 +304,6 @@ def test_host_memory_is_read_in_place(n: int, kv_dtype: Dtype) -> None:
     assert float((found[0] - found[1]).abs().max()) <= 1e-5
 
 
-def test_the_table_of_host_rows_follows_what_leaves() -> None:
-    _, sequences = opened(Dtype.FLOAT32, in_place=True)
-    sequences.flush()
-    rows = {i: sequences.get(i, "here") for i in range(3)}
-    assert sequences.tables(CPU)[HOST][rows[0].row, :4].tolist() == [1, 7, 10, 21]
-    assert sequences.tables(CPU)[HOST][rows[2].row, :7].tolist() == list(range(23, 30))
-    at = rows[2].row
-    for operation in (CloseSequence(2), OpenSequence(5, 0, SamplingParams()), SetPages(5, Space.FULL, 0, [30, 31, 32])):
-        sequences.apply(operation)
-    sequences.apply(PageOut(5, [1], [69]))
-    sequences.flush()
-    assert sequences.get(5, "here").row == at
-    assert sequences.tables(CPU)[HOST][at, 0].item() == 29
-
-
 # ---- parts of attention
 
 
@@ -386,13 +340,6 @@ def test_parts_merge_to_the_whole(lengths, n, heads, softcap, scale) -> None:
     allowed = torch.finfo(torch.float32).eps * float(most * v.abs().max())
     for found in (whole, together):
         torch.testing.assert_close(found.values, expected, rtol=0, atol=allowed)
-
-
-def test_a_part_whose_weights_are_nothing_beside_the_others_changes_nothing() -> None:
-    one = Partial(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
-    one.add(Partial(torch.full((1, 1, 1, 2), 7.0), torch.full((1, 1, 1), -1.0e30)))
-    assert one.values.tolist() == [[[[1.0, 1.0]]]]
-    assert one.sums.item() == 0.0
 
 
 @pytest.mark.parametrize(("n", "causal"), [(1, True), (3, True), (40, False)])

@@ -17,7 +17,6 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from daemons.deferred import PlaceholderFill
 from daemons.draft import stage as stage_module
 from daemons.draft.drafter import Drafts
 from daemons.draft.stage import DraftJob, DraftStage, PlaceholderDraft
@@ -50,7 +49,6 @@ from lucevisor.protocol.messages import Failed, Progress, Role, Shutdown
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import (
     PENDING,
-    CancelPending,
     Drafted,
     DraftStep,
     OpenSequence,
@@ -68,7 +66,7 @@ from lucevisor.protocol.steps import (
 from lucevisor.protocol.transport import BlockingLink
 from tests.families.golden import opened
 from tests.families.pipeline import pools_of
-from tests.model.drafter_files import DFLASH2, MTP, TARGET, UPSTREAM
+from tests.model.drafter_files import MTP
 
 GREEDY = SamplingParams(temperature=0.0)
 PLAIN = SamplingParams(temperature=0.9, seed=3)
@@ -194,50 +192,11 @@ def test_tokens_are_those_of_steps_that_wait(mix: str, backend: Backend) -> None
     assert on_device or mix == "of all kinds" or not ahead.n_deferred
 
 
-DRAFTERS = {
-    "dflash": (UPSTREAM, DraftKind.DFLASH),
-    "dflash2": (DFLASH2, DraftKind.DFLASH),
-    "qwen35_mtp_draft": (MTP, DraftKind.MTP),
-}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_drafter_that_is_not_asked_gets_the_rows_of_steps_that_ran_ahead(name: str, backend: Backend) -> None:
-    spec = open_spec(MTP if name == "qwen35_mtp_draft" else TARGET)
-    ids = opened("qwen35").ids
-    known, ahead = (Daemon.of(spec, ids, backend, [GREEDY] * 3, DRAFTERS[name]) for _ in range(2))
-    at = [5, 6, 7]
-    for order in [(0, 1, 2), (1, 0, 2)] * 4:
-        known.settle()
-        known.run([Slice(s, at[s], [known.drawn[s][-1]], True) for s in order])
-        ahead.run([Slice(s, at[s], [PENDING], True) for s in order])
-        at = [n + 1 for n in at]
-    for one in (known, ahead):
-        one.settle()
-        assert not one.drafted
-    ahead.run([Slice(s, at[s], [ahead.drawn[s][-1]], True, num_draft_tokens=3) for s in range(3)])
-    known.run([Slice(s, at[s], [known.drawn[s][-1]], True, num_draft_tokens=3) for s in range(3)])
-    for one in (known, ahead):
-        one.settle()
-    assert ahead.drawn == known.drawn
-    assert [one.tokens for one in ahead.drafted] == [one.tokens for one in known.drafted]
-    assert all(len(one.tokens) == 3 for one in ahead.drafted)
-
-
 def test_a_token_that_nobody_sampled_is_refused() -> None:
     sampler = Sampler(9, torch.device("cpu"))
     sampler.open(4, GREEDY, [])
     with pytest.raises(StateError, match="sequence 4 at 17"):
         sampler.known(Step(1, 0, [], [Slice(4, 17, [PENDING], True)]))
-
-
-def test_neighbours_are_filled_by_one_copy() -> None:
-    fill = PlaceholderFill.of(torch.tensor([50, 51, 52, 53]), [(0, 1), (1, 2), (3, 3), (4, 0)])
-    assert fill.runs == [(0, 1, 2), (3, 3, 1), (4, 0, 1)]
-    metadata = torch.zeros(6, dtype=torch.int64)
-    fill(metadata)
-    assert metadata.tolist() == [51, 52, 0, 53, 50, 0]
 
 
 # ---- steps queued on the device
@@ -246,7 +205,6 @@ def test_neighbours_are_filled_by_one_copy() -> None:
 LATE_S = 0.004
 WAIT_S = 20.0
 N_REGIONS = arena_regions(2)
-N_TOKENS = 12
 
 
 @dataclass
@@ -265,13 +223,6 @@ class LateEvent:
         self.is_waited_for = True
         while time.monotonic() < self.at:
             time.sleep(0.001)
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 class LoopReporter(Reporter):
@@ -364,97 +315,6 @@ def two_stages(spec: ModelSpec, backend: Backend, spin_s: float, drafter: Path |
         yield both
     finally:
         both.close()
-
-
-def run(both: TwoStages, ids: list[int], batches: list[list[int]]) -> dict[int, list[int]]:
-    """N_TOKENS of each sequence after a prompt in two parts, in micro-batches that take turns.
-
-    Each has a step under way and one behind it.
-    """
-    steps, last = list[Step](), dict[int, int]()
-    for turn in range(-1, N_TOKENS):
-        for at, batch in enumerate(batches):
-            operations: list[Operation] = []
-            slices = []
-            for s in batch:
-                prompt = ids[: 5 + s]
-                if turn == -1:
-                    operations += opening(both.spec, s, GREEDY if s != 1 else PLAIN)
-                if turn < 0:
-                    slices.append(Slice(s, 0, prompt[:2], False))
-                else:
-                    slices.append(Slice(s, 4 + s + turn, [PENDING], True) if turn else Slice(s, 2, prompt[2:], True))
-            number = len(steps) + 1
-            steps.append(Step(number, number % N_REGIONS, operations, slices, depends_on_step=last.get(at, 0)))
-            if turn >= 0:
-                last[at] = number
-    drawn: dict[int, list[int]] = {}
-    ahead = 2 * len(batches)
-    for i in range(len(steps) + ahead):
-        if i < len(steps):
-            both.post(steps[i], 0)
-            both.post(steps[i], 1)
-        if i >= ahead - 1 and (done := i - ahead + 1) < len(steps):
-            first, second = both.answer(0), both.answer(1)
-            assert isinstance(first, StepResult)
-            assert isinstance(second, StepResult)
-            assert first.step_id == second.step_id == steps[done].step_id
-            for one in second.sampled:
-                drawn.setdefault(one.sequence, []).append(one.token)
-    return drawn
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("batches", [[[0]], [[0, 1]], [[0], [1]], [[0, 2], [1]]], ids=str)
-def test_tokens_are_those_of_stages_that_wait(
-    backend: Backend, batches: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    golden = opened("qwen35")
-    events: list[LateEvent] = []
-
-    def late(device: torch.device) -> LateEvent:
-        events.append(LateEvent())
-        return events[-1]
-
-    if backend is Backend.CPU:
-        monkeypatch.setattr("daemons.runner.recorded", late)
-    with two_stages(golden.spec, backend, 0.0) as both:
-        wanted = run(both, golden.ids, batches)
-    assert not events
-    with two_stages(golden.spec, backend, 0.05) as both:
-        found = run(both, golden.ids, batches)
-    assert found == wanted
-    assert all(len(tokens) == N_TOKENS for tokens in found.values())
-    if backend is Backend.CPU:
-        assert len(events) == (N_TOKENS + 2) * len(batches)  # of the last stage only one step samples nothing
-        n_asked = sum(event.polled > 0 for event in events)
-        assert len(batches) > 1 or n_asked >= N_TOKENS  # of a decode: the next one's wait for its token must end
-
-
-def test_a_bell_is_rung_when_the_rows_have_left_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    golden = opened("qwen35")
-    event = LateEvent(at=float("inf"))
-    monkeypatch.setattr("daemons.runner.recorded", lambda _: event)
-    with two_stages(golden.spec, Backend.CPU, 0.05) as both:
-        slices = [Slice(0, 0, golden.ids[:5], True)]
-        for stage in (0, 1):
-            both.post(Step(1, 1, opening(golden.spec, 0, GREEDY), slices), stage)
-        wait_until(lambda: event.polled > 100)
-        assert not both.arenas[0].rung(1, 1)
-        # a loss takes back what waits behind it; the step on the device is answered all the same
-        both.post(Step(2, 2, [], [Slice(0, 5, [PENDING], True)], depends_on_step=1), 0)
-        wait_until(lambda: ("step", 2) in both.reporters[0].phases)
-        both.links[0].send(CancelPending(0))
-        n_polled = event.polled
-        wait_until(lambda: event.is_waited_for or event.polled > n_polled + 100)
-        event.at = 0.0
-        first = both.answer(0)
-        assert isinstance(first, StepResult)
-        assert first.step_id == 1
-        assert both.answer(0) == PendingCancelled(0, [2], True)
-        second = both.answer(1)
-        assert isinstance(second, StepResult)
-        assert len(second.sampled) == 1
 
 
 def test_a_device_that_fails_is_reported_with_the_step_that_it_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,8 +453,7 @@ class Supervisor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("n_sequences", [1, 2])
-@pytest.mark.parametrize("spin_s", [0.0, 0.05])
+@pytest.mark.parametrize(("n_sequences", "spin_s"), [(2, 0.0), (1, 0.05)])
 def test_tokens_and_drafts_are_those_of_steps_that_wait(
     spin_s: float, n_sequences: int, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -705,40 +564,3 @@ def test_a_count_beyond_the_region_is_refused(
     arena.region(5 % N_RING_REGIONS).cast("q")[:2] = memoryview(array("q", head))
     with pytest.raises(StateError, match="have no room in it"):
         first.read(5)
-
-
-def verifying(step_id: int, drafts_of: int, *pieces: tuple[int, int]) -> Step:
-    """Slices (sequence, drafts) behind one token each; drafts pend."""
-    slices = [Slice(s, 41, [7, *[PENDING] * n], sample=True, n_drafts=n) for s, n in pieces]
-    return Step(step_id, step_id % N_RING_REGIONS, [], slices, drafts_of=drafts_of)
-
-
-def test_a_step_starts_with_the_drafts_behind_the_step_before(rings: tuple[TokenRing, TokenRing]) -> None:
-    last, first = rings
-    asked = Step(5, 1, [], [Slice(s, 40, [7], sample=True, num_draft_tokens=3) for s in (9, 2, 4)])
-    publish(last, asked, Sampled(9, 100), Sampled(2, 101), Sampled(4, 102))
-    one = RunAheadStep(first, verifying(6, 5, (4, 4), (9, 2)), rung)
-    with pytest.raises(AssertionError):  # drafts are made behind these tokens: they are no reason to start
-        one(torch.zeros(8))
-    drafts = [Drafted(9, [11, 12, 13], [0.5] * 3), Drafted(2, [21, 22, 23]), Drafted(4, [31])]
-    last.publish(None, StepResult(5, 2, [], drafts=drafts))
-    metadata = torch.full((9,), -7)
-    one(metadata)
-    one(metadata)
-    assert metadata.tolist() == [-7, 31, 31, 31, 31, -7, 11, 12, -7]  # what lacks is filled up as everywhere
-    assert one.tokens == [*[Sampled(4, 31)] * 4, Sampled(9, 11), Sampled(9, 12)]
-    assert [s.tokens for s in one.step.slices] == [[7, 0, 0, 0, 0], [7, 0, 0]]
-
-
-@pytest.mark.parametrize("fill", [RunAheadStep.put, RunAheadStep.queue])
-def test_drafts_in_the_metadata_of_a_cpu_and_of_a_device(
-    fill: Callable[[RunAheadStep, torch.Tensor], None], rings: tuple[TokenRing, TokenRing]
-) -> None:
-    last, first = rings
-    last.publish(None, StepResult(5, 2, [], drafts=[Drafted(9, [11, 12, 13]), Drafted(2, [21, 22, 23])]))
-    metadata = torch.full((9,), -7)
-    fill(RunAheadStep(first, verifying(6, 5, (9, 3), (2, 3)), rung), metadata)
-    assert metadata.tolist() == [-7, 11, 12, 13, -7, 21, 22, 23, -7], "told as expected"
-    metadata.fill_(-7)
-    fill(RunAheadStep(first, verifying(6, 5, (2, 4), (9, 2)), rung), metadata)
-    assert metadata.tolist() == [-7, 21, 22, 23, 23, -7, 11, 12, -7], "in another order, and filled up"

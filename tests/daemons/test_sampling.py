@@ -395,14 +395,6 @@ def test_every_draw_is_allowed_and_plain_slices_are_as_without_masks(sampling: S
         assert by_sequence[2] == [x.token for x in plain.sample([slices[1]], logits[1:2].clone())]
 
 
-def test_a_mask_of_one_token_draws_it_whatever_the_filters() -> None:
-    sampler = Sampler(3000, CPU)
-    sampler.open(0, SamplingParams(temperature=1.0, top_p=0.5, min_p=0.3, top_k=2), [])
-    allowed = np.zeros((1, 3000))
-    allowed[0, 2999] = 1
-    assert [s.token for s in sampler.sample([MASKED[0]], torch.randn(1, 3000), packed(allowed))] == [2999]
-
-
 def test_reported_log_probabilities_are_the_models_own() -> None:
     sampler = Sampler(4, CPU)
     sampler.open(0, SamplingParams(temperature=0.0, n_top_logprobs=1), [])

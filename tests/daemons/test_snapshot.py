@@ -21,9 +21,10 @@ from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.messages import Restore, Restored, Save, Saved, SlotPlace, TransferFailed
 from lucevisor.snapshots.file_format import SlotRecord
 from lucevisor.snapshots.store import SnapshotStore
+from tests.combinations import combinations
 from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model
 
-FAMILIES = ["qwen35", "qwen3", "qwen35moe", "gemma4_e2b", "laguna"]
+FAMILIES = ["qwen35", "qwen3", "gemma4_e2b"]
 N = 133  # two whole pages and a part of a third; windows begin inside the second page
 
 
@@ -75,8 +76,7 @@ def test_saved_under_one_split_restored_under_others(name, tmp_path):
     assert entry.n_tokens == N
 
 
-@pytest.mark.parametrize("name", ["qwen35", "laguna"])
-@pytest.mark.parametrize("kv_dtype", [Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.Q8_0])
+@combinations(name=["qwen35", "laguna"], kv_dtype=[Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.Q8_0])
 def test_equal_formats_come_back_bit_by_bit(name, kv_dtype, tmp_path):
     spec = golden_spec(name)
     _, store, _, first = saved(spec, tmp_path, kv_dtype)
@@ -352,25 +352,6 @@ def test_cancel_returns_when_no_page_is_touched_any_more(spec, tmp_path):
     time.sleep(0.05)
     assert all(torch.equal(a, b) for a, b in zip(before, pipeline.bytes_of(Space.FULL), strict=True))
     store.close_snapshot(reading)
-    store.close()
-
-
-def test_a_save_that_hangs_delays_no_reset(spec, tmp_path):
-    """It may read pages that belong to others by now, so it is answered as failed whatever it wrote."""
-    pipeline, store, place, _ = saved(spec, tmp_path)
-    gate, answers, transfers = gated(pipeline)
-    writing = store.begin(made_slot(spec))
-    tensors = writing.tensors(LayerRange(0, spec.n_layers))[-1:]  # one segment: nothing is left to be stopped before
-    transfers.submit(Save(9, writing.file, place, tensors), os.dup(writing.fd))
-    assert gate.reached.wait(20)
-    began = time.monotonic()
-    transfers.cancel("the supervisor dropped every sequence")
-    assert time.monotonic() - began < 20  # the gate opens after 30 s by itself, with an error
-    gate.open.set()
-    (answer,) = wait_for(answers, 1)
-    assert isinstance(answer, TransferFailed)
-    assert "dropped every sequence" in answer.reason
-    store.abort(writing, "cancelled")
     store.close()
 
 

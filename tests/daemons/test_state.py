@@ -2,7 +2,7 @@
 
 import gc
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -19,19 +19,16 @@ from daemons.kv.pools import Pools
 from daemons.kv.sequences import Sequences
 from daemons.ops.attention import reference
 from daemons.ops.delta_rule import apply_updates
-from daemons.ops.host_pages import HostPages, runs_of
 from daemons.ops.paged import Pages
 from lucevisor.engine.sequence import grow_table, page_operations
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import Growth, HostMemoryFull, PageTable
 from lucevisor.kv.residency import Residency, page_table
 from lucevisor.kv.validation import Owner, pool_problems
-from lucevisor.model.families import open_spec
 from lucevisor.model.pages import ResidencyPolicy
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, attention_state, update_width
-from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space, Tier
-from lucevisor.protocol.loading import PoolSizes, StatePlace
-from lucevisor.protocol.messages import Restored
+from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
+from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
     CloseSequence,
     CopyPage,
@@ -46,10 +43,7 @@ from lucevisor.protocol.steps import (
     UseState,
     ZeroState,
 )
-from lucevisor.snapshots.store import SnapshotStore
-from tests.daemons.cpu_kernels import needs_cpu_kernels
-from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model, states_of
-from tests.families.pipeline import How, Pipeline, load_stages
+from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, states_of
 from tests.numerics import attention_error, q8_error
 
 SIZES = PoolSizes(full_pages=12, window_pages=8, states=5)
@@ -119,30 +113,6 @@ def test_too_large_a_pool_names_device_and_bytes():
     assert "pages" in caught.value.advice
 
 
-@pytest.mark.parametrize("kv_dtype", [Dtype.FLOAT32, Dtype.Q8_0])
-def test_copies_of_pages_and_states(kv_dtype):
-    _, pools, sequences = make(kv_dtype)
-    keys, other = pools.paged(0, "k"), pools.paged(1, "k")
-    every = torch.arange(12 * PAGE_TOKENS)
-    keys.write(every, torch.randn(len(every), 2, 8))
-    other.write(every[: 8 * PAGE_TOKENS], torch.randn(8 * PAGE_TOKENS, 2, 8))
-
-    def page(i: int, of=keys) -> torch.Tensor:
-        return of.read(Pages(torch.tensor([i]), 1, 0, PAGE_TOKENS), torch.float32)[0]
-
-    before, source, window = page(4), page(9), page(4, other)
-    sequences.apply(CopyPage(Space.FULL, 9, 4, 10))
-    assert torch.equal(page(4)[:10], source[:10])
-    assert torch.equal(page(4)[10:], before[10:])
-    assert torch.equal(page(4, other), window)  # another space, another page 4
-    pools.state(2, "delta")[3], pools.state(3, "conv")[3] = 1.5, 2.5
-    sequences.apply(CopyState(3, 0))
-    assert float(pools.state(2, "delta")[0].min()) == 1.5
-    sequences.apply(ZeroState(3))
-    assert not pools.state(3, "conv")[3].any()
-    assert float(pools.state(3, "conv")[0].min()) == 2.5
-
-
 # ---- operations
 
 
@@ -180,35 +150,6 @@ def test_impossible_operations_are_refused_and_change_nothing(operation, message
     assert caught.value.advice
     assert list(sequences.by_id) == [1]
     assert not any(sequences.by_id[1].pages.values())
-
-
-def test_entries_behind_those_paged_out_keep_their_numbers():
-    _, _, sequences = make()
-    sequences.apply(opened())
-    sequences.apply(SetPages(1, Space.FULL, 0, [3, 4, 5, 6, 7]))
-    sequences.apply(PageOut(1, [1, 2]))
-    sequences.apply(SetPages(1, Space.FULL, 5, [8]))
-    sequences.apply(PageOut(1, [3]))
-    one = sequences.get(1, "test")
-    sequences.flush()
-    table = sequences.tables(CPU)[Space.FULL][one.row]
-    assert one.pages[Space.FULL] == table[:3].tolist() == [3, 7, 8]
-    assert one.breaks[Space.FULL] == 1
-    places = {0: 0, 63: 63, 64: 64, 100: 64, 255: 64, 256: 64, 257: 65, 383: 191}
-    assert {position: one.place(position) for position in places} == places
-    for wrong in (SetPages(1, Space.FULL, 2, [9]), PageOut(1, [2]), PageOut(1, [4, 0]), PageOut(1, [7])):
-        with pytest.raises(StateError):
-            sequences.apply(wrong)
-    with pytest.raises(StateError, match="lacks a page for positions 128 to 128"):
-        Layout([Slice(1, 128, [1], True)], sequences, full_only())
-    layout = Layout([Slice(1, 260, [1], True)], sequences, full_only())
-    assert layout.metadata[2] == 7 * PAGE_TOKENS + 4
-    assert layout.groups[0].max_length == 128
-
-
-def full_only() -> ModelSpec:
-    spec = make_spec()
-    return replace(spec, layers=spec.layers[:1])
 
 
 @settings(max_examples=40, deadline=None)
@@ -280,26 +221,6 @@ def test_slices_that_contradict_the_tables_are_refused(slices, message):
     with pytest.raises(StateError) as caught:
         Layout(slices, sequences, spec)
     assert message in str(caught.value)
-
-
-def test_rows_keep_the_order_of_slices_and_groups_find_theirs():
-    spec, _, sequences = make()
-    for s, pages in ((0, [5, 9]), (1, [3]), (2, [1, 0])):
-        sequences.apply(opened(s, s + 1))
-        table_of(sequences, s, pages)
-        table_of(sequences, s, [s, s + 3], Space.WINDOW)
-    batch = batch_of(spec, sequences, [Slice(0, 64, [10], True), Slice(1, 2, [11, 12], True), Slice(2, 70, [13], True)])
-    assert batch.ids.tolist() == [10, 11, 12, 13]
-    assert batch.positions.tolist() == [64, 2, 3, 70]
-    assert batch.slots[Space.FULL].tolist() == [9 * 64, 3 * 64 + 2, 3 * 64 + 3, 6]
-    assert batch.slots[Space.WINDOW].tolist() == [3 * 64, 64 + 2, 64 + 3, 5 * 64 + 6]
-    decode, chunk = batch.groups
-    assert (decode.n_slices, decode.n_tokens) == (2, 1)
-    assert (chunk.n_slices, chunk.n_tokens, chunk.offset) == (1, 2, 0)
-    assert decode.states.tolist() == [1, 3]
-    x = torch.arange(4.0)[:, None]
-    assert decode.take(x).flatten().tolist() == [0, 3]
-    assert batch.map_groups(lambda group, part: part * group.n_tokens, x).flatten().tolist() == [0, 2, 4, 3]
 
 
 @pytest.mark.parametrize(
@@ -428,7 +349,6 @@ def test_gathered_keys_are_those_a_position_may_see(seed, window):
 # ---- states of drafts
 
 
-DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
 DRAFT_SIZES = PoolSizes(full_pages=0, window_pages=0, states=6, host_states=2, draft_states=5)
 LIVE, OTHER, FREE = 1, 3, 2
 DRAFTS, HOSTS = range(4, 9), range(9, 11)
@@ -484,23 +404,6 @@ class Verified:
         assert self.sequences.by_id[1].state == LIVE
 
 
-def test_ids_and_rows() -> None:
-    pools = Verified().pools
-    assert pools.state(0, "delta").shape[0] == DRAFT_SIZES.device_states == 4
-    assert pools.state(0, "conv").shape[0] == pools.updates.of_layer(0).shape[0] == DRAFT_SIZES.device_rows == 9
-    per_layer = 4 * (4 * N_VALUE * DIM * DIM + 9 * (3 * 8 + update_width(N_KEY, N_VALUE, DIM)))
-    assert pools.nbytes == N_DRAFT_LAYERS * per_layer
-    assert pools.nbytes == N_DRAFT_LAYERS * sum(
-        n * size
-        for n, size in (
-            (DRAFT_SIZES.device_states, draft_model().layers[0].device_unit_bytes(Dtype.FLOAT32)),
-            (DRAFT_SIZES.draft_states, draft_model().layers[0].draft_state_bytes(Dtype.FLOAT32)),
-        )
-    )
-    assert [i for i in range(-1, 12) if DRAFT_SIZES.is_draft_state(i)] == [*DRAFTS]
-    assert [DRAFT_SIZES.place_of_state(i) for i in HOSTS] == [StatePlace(Tier.HOST, 0), StatePlace(Tier.HOST, 1)]
-
-
 @pytest.mark.parametrize("n_tokens", [1, 2, 3, 4])
 def test_the_state_that_is_used_is_made_in_place(n_tokens: int) -> None:
     one = Verified()
@@ -542,14 +445,6 @@ def test_without_a_word_the_first_token_counts(what: Slice | Operation) -> None:
     assert torch.equal(one.matrices(), one.wanted)
 
 
-def test_a_rebuilt_stage_has_the_state_already() -> None:
-    """Its sequences were computed up to there, and the operation is for the stages that were not lost."""
-    one = Verified()
-    one.sequences.record_updates([Slice(1, 0, [1] * 4, False)])
-    one.apply(UseState(1, KEPT[2]))
-    one.check()
-
-
 def test_an_id_that_the_slice_did_not_leave_is_refused() -> None:
     one = Verified()
     with pytest.raises(StateError, match="left no state 5"):
@@ -557,15 +452,6 @@ def test_an_id_that_the_slice_did_not_leave_is_refused() -> None:
     one.check()
     one.apply(UseState(1, KEPT[2]))
     one.expect(3)
-    one.check()
-
-
-def test_an_id_that_another_sequence_has_by_now_is_not_read() -> None:
-    one = Verified()
-    one.apply(UseState(1, LIVE))
-    one.expect(1)
-    one.sequences.record_updates([Slice(3, 0, [1, 1], True, 1, [OTHER, KEPT[2]])])
-    one.apply(UseState(1, KEPT[2]))
     one.check()
 
 
@@ -601,28 +487,6 @@ def test_slices_that_would_write_a_whole_state_there_are_refused(n: int, states:
     Layout([Slice(1, 0, [1] * 3, True, 2, [LIVE, 4, 5])], one.sequences, draft_model())
 
 
-@needs_cpu_kernels
-@pytest.mark.parametrize("n_accepted", [0, 2, 5])
-def test_a_model_goes_on_with_the_bits_of_single_tokens(n_accepted: int) -> None:
-    """Over two stages, of whose layers one kernel each keeps updates."""
-    spec = open_spec(DEMO)
-    pipelines = [Pipeline(spec, load_stages(spec, (2,), How(Dtype.BFLOAT16, Dtype.BFLOAT16))) for _ in range(2)]
-    tokens = [7, 300, 12, 45, 9, 80, 7, 41]
-    logits = []
-    for pipeline, at_once in zip(pipelines, (True, False), strict=True):
-        pipeline.open(0)
-        pipeline.run((0, [5, 6, 9]))
-        if at_once:
-            pipeline.verify((0, tokens[:6], 5))
-            pipeline.accept(0, 5, n_accepted)
-        else:
-            for token in tokens[: n_accepted + 1]:
-                pipeline.run((0, [token]))
-        logits.append([pipeline.run((0, [token])) for token in (3, 8)])
-    for found, wanted in zip(*logits, strict=True):
-        assert torch.equal(found, wanted)
-
-
 # ---- recurrent states in host memory
 
 
@@ -653,26 +517,6 @@ def test_the_device_holds_what_may_be_live_and_the_host_the_rest(spec):
         rows, found = pools.rows_with(first, "delta", state_id)
         assert (rows.shape[0], found) == (n_rows, row)
         assert not rows.any()
-
-
-@pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 2), (0, 4), (3, 1), (4, 0)])
-def test_a_copy_is_bit_by_bit_and_touches_nothing_else(spec, source, target):
-    pools = Pools(spec, LayerRange(0, spec.n_layers), CPU, Dtype.FLOAT32, HOST_SIZES)
-    generator = torch.Generator().manual_seed(source * 5 + target)
-    shards = [*pools._of(Space.RECURRENT), *pools._host_stacks]
-    for tensor in shards:  # any bits, those of no number included
-        tensor.view(torch.int32).random_(-(2**31), 2**31, generator=generator)
-    sequences = Sequences([pools], HOST_SIZES, max_sequences=2)
-    names = [(i.index, t.name) for i in spec.layers if i.space is Space.RECURRENT for t in i.state]
-
-    def bits(state):
-        return [pools.rows_with(*name, state)[0][pools.rows_with(*name, state)[1]].view(torch.int32) for name in names]
-
-    before = {state: [b.clone() for b in bits(state)] for state in range(5)}
-    sequences.apply(CopyState(source, target))
-    for state in range(5):
-        wanted = before[source if state == target else state]
-        assert all(torch.equal(a, b) for a, b in zip(bits(state), wanted, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -707,47 +551,6 @@ def test_a_sequence_goes_on_from_a_checkpoint_in_host_memory(spec):
     pipeline.adopt(1, place, live_state=3)
     assert equal(kept, states_of(pipeline, 3))
     assert pipeline.greedy(1, [3, 1], 16) == wanted
-
-
-@pytest.mark.parametrize("saved", [2, 6])
-@pytest.mark.parametrize("restored", [1, 5])
-def test_snapshots_of_states_wherever_they_lie_are_the_same(spec, saved, restored, tmp_path):
-    one = SlotPipeline(spec, host_states=4, seed=1)
-    one.open(0)
-    one.run(0, ids_of(spec, N))
-    place = checkpoint(one, 0, saved)
-    kept = states_of(one, saved)
-    wanted = one.greedy(0, [3, 1], 16)
-    store = SnapshotStore(tmp_path, state_model(spec), 1 << 30)
-    entry = one.save(store, ids_of(spec, N), place)
-    other = SlotPipeline(spec, [[3], []], host_states=4, seed=2)
-    with torch.inference_mode():
-        for shard in (shard for stage in other.stages for shard in stage.shards):
-            for tensor in (*shard.pools._of(Space.RECURRENT), *shard.pools._host_stacks):
-                tensor.fill_(7.0)
-    fresh = other.fresh_place(N, restored)
-    assert all(isinstance(a, Restored) for a in other.restore(store, entry, fresh))
-    assert equal(states_of(other, restored), kept)
-    for state in set(range(8)) - {restored}:
-        assert all((numbers == 7.0).all() for numbers in states_of(other, state).values())
-    other.adopt(1, fresh, live_state=3)
-    assert other.greedy(1, [3, 1], 16) == wanted
-    again = other.save(store, ids_of(spec, N), fresh)
-    assert again.snapshot.checksums == entry.snapshot.checksums
-    store.close()
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("extent", [(3, 2, 5), (3, 0, 5)])
-def test_host_memory_is_zeros_that_can_be_written(kind, extent):
-    """Where there is no accelerator it is not page-locked for one; what it holds is the same."""
-    zeros, locked = device.host_zeros(extent, torch.float32, torch.device(kind), "checkpoints", "cache.states")
-    assert zeros.shape == extent
-    assert zeros.device == CPU
-    assert not zeros.any()
-    zeros += 1
-    assert bool((zeros == 1).all())
-    assert locked is (kind == "cpu" or (torch.cuda.is_available() and zeros.numel() > 0))
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -933,23 +736,6 @@ class HostPagesMachine(RuleBasedStateMachine):
 
 HostPagesMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 TestHostPages = HostPagesMachine.TestCase
-
-
-def test_rows_are_copied_in_runs() -> None:
-    assert list(runs_of([3, 4, 5, 9, 11, 12])) == [(0, 3), (3, 4), (4, 6)]
-    assert not list(runs_of([]))
-
-
-def test_chunks_hold_all_rows_once() -> None:
-    host = HostPages(CPU, 200)
-    memory = host.add(torch.zeros(2, 3, PAGE_TOKENS, 1, 2))
-    memory[1, :, 0, 0, 0] = torch.arange(200)
-    found = []
-    paged = Pools(SPEC, LayerRange(0, 1), CPU, Dtype.FLOAT32, PoolSizes(3, 0, 0, host_pages=200)).paged(0, "k").host
-    assert paged is not None
-    for [[tensor]], rows in host.chunks([type(paged)([memory[1]], host)], list(range(5, 140))):
-        found += tensor[rows.long(), 0, 0, 0].tolist()
-    assert found == list(range(5, 140))
 
 
 @pytest.mark.parametrize("page", [2, 5])

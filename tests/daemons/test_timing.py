@@ -131,17 +131,6 @@ def test_a_cache_that_cannot_be_written_is_told_before_anything_is_measured(monk
         write(conditions(CPU, torch.bfloat16), GOOD)
 
 
-@pytest.mark.parametrize(
-    ("costs", "wanted"), [((1.0, 2.0), 96), ((2.0, 1.0), 16), ((1.01, 1.0), 96), ((1.05, 1.0), 16)]
-)
-def test_the_first_kernel_keeps_what_it_is_not_slower_at(costs, wanted, monkeypatch):
-    works = (lambda x: None, lambda x: None)
-    monkeypatch.setattr(tuning, "_time", lambda work, x, device: costs[works.index(work)])
-    selector = KernelSelector(CPU, torch.float32)
-    assert tuning._handover("tiled rows", selector, 256, works) == wanted
-    assert tuning._handover("tiled rows", selector, 256, works, most=50) == min(wanted, 48)
-
-
 GOOD = {"Q4_K": {"tiled rows": 64}}
 
 
