@@ -61,25 +61,6 @@ def open_fds():
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_frames_in_order_and_end_of_file(run):
-    async def main():
-        link, seen, theirs = new_link()
-        theirs.sendall(RESULT_BYTES * 3)
-        theirs.close()
-        reason = await seen.closed()
-        assert [(f.request_id, f.message, bytes(f.payload)) for f in seen.frames] == [
-            (7, RESULT, b"0123456789abcdef")
-        ] * 3
-        assert isinstance(reason, LinkClosed)
-        assert not reason.local
-        assert str(reason) == "end of file (link of left): the daemon has exited; see its log"
-        assert link.closed
-        with pytest.raises(LinkClosed, match="the link is closed: end of file"):
-            link.send(STEP)
-
-    run(main())
-
-
 @pytest.mark.parametrize("unread", [False, True], ids=["end of file", "ECONNRESET"])
 def test_daemon_gone_at_every_byte(run, unread):
     async def main():
@@ -116,18 +97,6 @@ def test_a_raising_handler_closes_the_link_and_is_reported(run):
         theirs.close()
 
     run(main(), expect_unhandled=[KeyError])
-
-
-def test_close_from_inside_the_handler_stops_delivery(run):
-    async def main():
-        link, seen, theirs = new_link()
-        link._on_frame = lambda frame: (seen.on_frame(frame), link.close("enough"))
-        theirs.sendall(RESULT_BYTES * 3)
-        await seen.closed()
-        assert len(seen.frames) == 1
-        theirs.close()
-
-    run(main())
 
 
 # ---- slow readers
@@ -179,21 +148,6 @@ def test_a_stalled_reader_overflows_the_link(run):
     run(main())
 
 
-def test_one_frame_over_the_queue_limit_may_wait(run):
-    """The limit is for what piles up, not for one long payload."""
-
-    async def main():
-        link, seen, theirs = new_link(max_queued_bytes=1000)
-        rows = os.urandom(2_000_000)
-        link.send(STEP, payload=[rows])
-        with pytest.raises(LinkOverflow):
-            link.send(STEP)
-        await seen.closed()
-        theirs.close()
-
-    run(main())
-
-
 def test_over_tcp_the_first_connection_is_the_daemon_and_no_file_travels(run):
     async def main():
         sock, address, inherited = open_channel(tcp=True)
@@ -217,19 +171,6 @@ def test_over_tcp_the_first_connection_is_the_daemon_and_no_file_travels(run):
         assert (seen.frames[0].message, bytes(seen.frames[0].payload)) == (RESULT, b"0123456789abcdef")
         daemon.close()
         assert isinstance(await seen.closed(), LinkClosed)
-
-    run(main())
-
-
-def test_a_link_that_nobody_connects_to_is_closed_like_any_other(run):
-    async def main():
-        sock, address, _ = open_channel(tcp=True)
-        seen = Seen()
-        link = Link(sock, seen.on_frame, seen.on_closed)
-        link.close("the process ended")
-        assert (await seen.closed()).local
-        with pytest.raises(ConnectionRefusedError):
-            open_socket(address)
 
     run(main())
 

@@ -13,7 +13,7 @@ from lucevisor.model.values import Dtype
 from lucevisor.protocol.errors import LinkClosed, RemoteProtocolError
 from lucevisor.protocol.frames import encode
 from lucevisor.protocol.loading import ArenaPlan
-from lucevisor.protocol.messages import Check, Role, StreamKind
+from lucevisor.protocol.messages import Check, Role
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Reset, Slice, Step, StepResult
 from lucevisor.protocol.transport import BlockingLink
@@ -43,10 +43,6 @@ def raw():
     yield a, link
     a.close()
     link.close()
-
-
-def open_fds():
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("unread", [False, True], ids=["end of file", "ECONNRESET"])
@@ -93,31 +89,6 @@ def test_full_socket_buffers_block_and_lose_nothing(pair):
     assert not thread.is_alive()
 
 
-def test_threads_that_send_at_once_do_not_mix_frames():
-    a, b = socket.socketpair()
-    out = BlockingLink(a, stream=StreamKind.PULSE)
-    back = BlockingLink(b, role=Role.SUPERVISOR, stream=StreamKind.PULSE)
-    from lucevisor.protocol.messages import LogLine
-
-    def write(name):
-        for i in range(50):
-            out.send(LogLine("info", name, {"i": i, "text": name * 20_000}))
-
-    threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
-    for thread in threads:
-        thread.start()
-    seen = {name: [] for name in "abc"}
-    for _ in range(150):
-        line = back.receive().message
-        assert line.fields["text"] == line.event * 20_000
-        seen[line.event].append(line.fields["i"])
-    for thread in threads:
-        thread.join(5)
-    assert all(order == list(range(50)) for order in seen.values())
-    out.close()
-    back.close()
-
-
 def test_descriptors_arrive_close_on_exec_in_order(pair, tmp_path):
     supervisor, daemon = pair
     files = []
@@ -137,17 +108,6 @@ def test_descriptors_arrive_close_on_exec_in_order(pair, tmp_path):
     assert not any(os.get_inheritable(fd) for fd in received)
     for fd in files + received:
         os.close(fd)
-
-
-def test_descriptors_that_no_frame_names_are_closed(raw):
-    peer, link = raw
-    before = open_fds()
-    socket.send_fds(peer, [encode(Reset(1))], [0, 1, 2])
-    assert link.receive() is not None
-    with pytest.raises(RemoteProtocolError, match="3 descriptors arrived with a frame that takes none"):
-        link.receive()
-    link.close()
-    assert open_fds() == before - 1
 
 
 def test_descriptors_lost_at_the_limit_of_open_files_are_an_error(raw):

@@ -9,7 +9,7 @@ from lucevisor.protocol.connection import READ_BUFFER_BYTES, Connection
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
 from lucevisor.protocol.frames import encode
 from lucevisor.protocol.loading import ArenaPlan
-from lucevisor.protocol.messages import Check, Failed, Heartbeat, LogLine, Role, Shutdown, StreamKind
+from lucevisor.protocol.messages import Check, Failed, Heartbeat, Role, Shutdown, StreamKind
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Reset, Step, StepResult
 from tests.protocol.message_strategies import streams
@@ -147,14 +147,6 @@ def check_frame(n_arenas):
     return encode(Check([], 0, Dtype.FLOAT32, [ArenaPlan(i, 64, 1) for i in range(n_arenas)]))
 
 
-def test_descriptors_go_to_the_frames_that_name_them():
-    connection = ready(Role.DAEMON)
-    two, one = check_frame(2), check_frame(1)
-    connection.receive(encode(Reset(1)) + two[:50], [10, 11])
-    connection.receive(two[50:] + one, [12])
-    assert [f.fds for f in connection.events()] == [(), (10, 11), (12,)]
-
-
 @pytest.mark.parametrize(
     ("data", "fds", "text"),
     [
@@ -171,12 +163,3 @@ def test_too_few_and_too_many_descriptors_are_rejected_and_returned(data, fds, t
         while True:
             taken += [fd for frame in connection.events() for fd in frame.fds]
     assert taken + connection.take_descriptors() == fds
-
-
-def test_unfinished_names_what_is_truncated():
-    connection = Connection(Role.SUPERVISOR, StreamKind.PULSE)
-    data = encode(LogLine("info", "loaded"))
-    connection.receive(data[:7])
-    assert connection.unfinished == "after 7 bytes of a header"
-    connection.receive(data[7:-1])
-    assert connection.unfinished == "inside a LOG_LINE frame"

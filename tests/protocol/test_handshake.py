@@ -11,7 +11,6 @@ import pytest
 import daemons
 import lucevisor
 from lucevisor.model.values import Backend, Dtype
-from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.handshake import Expected, check_hello, source_hash
 from lucevisor.protocol.loading import DeviceInfo, Hello
 
@@ -169,17 +168,3 @@ def test_every_change_of_a_source_changes_it(copy):
     (protocol / "codec.py").write_text("# codec.py\n")
     (model / "families" / "b.py").rename(model / "families" / "a.py")
     assert source_hash(package, daemons_directory) in seen  # back to the first
-
-
-def test_other_files_do_not_count(copy):
-    before = source_hash(*copy)
-    for name in ("codec.pyc", "__pycache__/codec.cpython-311.pyc", "py.typed", "codec.py~", "../api/app.py"):
-        path = copy[0] / "protocol" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"x")
-    assert source_hash(*copy) == before
-
-
-def test_a_directory_without_sources_is_refused(copy, tmp_path):
-    with pytest.raises(ProtocolError, match="no Python files"):
-        source_hash(copy[0], tmp_path / "nowhere")

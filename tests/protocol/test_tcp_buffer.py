@@ -312,34 +312,6 @@ def test_the_supervisor_sends_a_reader_what_it_places_and_what_a_lost_writer_had
     relay.close()
 
 
-def test_placed_rows_stay_outside_the_regions() -> None:
-    with daemons(1) as (reader,):
-        buffer = reader.open(3)
-        buffer.region(1)[:4] = b"here"
-        reader.endpoint.place(PlacedRows(False, 1, 1, 9, 3, 0), memoryview(b"placed"))
-        placed = buffer.placed(1, 9)
-        assert placed is not None
-        assert bytes(placed) == b"placed"
-        assert not buffer.rung(1, 9)
-        assert buffer.placed(1, 8) is buffer.placed(0, 9) is None
-        assert bytes(buffer.region(1)[:4]) == b"here"
-        with pytest.raises(RemoteProtocolError, match="of epoch 2"):
-            reader.endpoint.place(PlacedRows(False, 1, 1, 9, 2, 1), memoryview(b"placed"))
-
-
-def test_tokens_go_to_the_reader_alone() -> None:
-    plan = replace(PLAN, tokens=True)
-    with daemons(2) as (writer, reader):
-        reader.open(1, plan=plan)
-        writer.open(2, reader, plan)
-        write(writer.buffer, 0, 1, b"ids.")
-        assert await_rows(reader.buffer, 0, 1) == b"ids."
-        writer.link.send(StepResult(1, 0))
-        frame = writer.supervisor.receive()
-        assert frame is not None
-        assert frame.message == StepResult(1, 0)
-
-
 def test_unknown_boundaries_are_refused() -> None:
     with daemons(1) as (reader,):
         reader.open(1)

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -161,15 +160,6 @@ async def test_the_daemon_has_its_own_session_its_cores_and_no_foreign_descripto
         os.close(leaked)
 
 
-async def test_a_daemon_told_to_terminate_by_an_operator_ends_in_order_and_is_restarted(tmp_path):
-    async with ready_group(tmp_path) as (group, _):
-        await asyncio.sleep(0.1)  # the tiny daemon reports idle a moment after it sent Loaded
-        os.kill(group.pid, signal.SIGTERM)
-        await group.wait(State.BACKOFF, timeout_s=100)
-        assert "exited with code 0" in group.reason
-        await ready(group)
-
-
 # ---- news in an unlucky order
 
 
@@ -178,15 +168,6 @@ def watch_the_loop() -> list[dict]:
     found: list[dict] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context))
     return found
-
-
-async def test_the_last_log_record_of_a_dying_daemon_is_logged(tmp_path):
-    with capture_logs() as logs:
-        async with ready_group(tmp_path, "last words at step", TINY_ONCE=str(tmp_path / "once")) as (group, _):
-            group.link.send(Step(1, 0))
-            await ready(group, n_restarts=1)
-    words = [entry["n"] for entry in logs if entry["event"] == "last words"]
-    assert words == list(range(200))
 
 
 async def test_callbacks_that_raise_lose_no_news_and_no_child(tmp_path):
@@ -216,22 +197,6 @@ async def test_callbacks_that_raise_lose_no_news_and_no_child(tmp_path):
     assert owner.news == ["ready", "lost", "ready", "lost"]
     assert len(unhandled) == len(owner.states) + len(owner.news)
     assert {type(context["exception"]) for context in unhandled} == {OSError}
-
-
-async def test_the_end_of_an_earlier_drain_does_not_end_a_later_one(tmp_path):
-    """The daemon dies while it drains; the owner's wait for that drain ends during the drain of the next process."""
-    drains = []
-    async with ready_group(tmp_path, draining=lambda _, child: drains.append(child)) as (group, _):
-        await group.restart(deadline_s=60.0)
-        first = drains[0]
-        os.kill(group.pid, signal.SIGKILL)
-        await ready(group, n_restarts=1)
-        await group.restart(deadline_s=60.0)
-        assert group.state is State.DRAINING
-        group.drained(first)
-        assert group.state is State.DRAINING
-        group.drained(drains[1])
-        await ready(group, n_restarts=2)
 
 
 async def test_a_daemon_that_says_what_cannot_be_true_is_replaced_and_its_words_are_named(tmp_path):
@@ -266,24 +231,6 @@ async def test_a_spare_takes_over_and_another_is_started(tmp_path):
         assert owner.news == ["ready", "lost"] * 2 + ["ready"]
         assert group.spares == [] or group.spares[0].pid != spare
     assert owner.states.count(State.FAILED) == 0
-
-
-async def test_a_restart_takes_one_that_was_prepared_for_it_and_keeps_none(tmp_path):
-    async with tiny_group(tmp_path, limits=LIMITS) as (group, _):
-        await group.start()
-        assert not await group.prepare()  # nothing runs yet
-        await ready(group)
-        assert group.spares == []
-        assert await group.prepare()
-        [spare] = warm(group)
-        await group.restart()
-        await ready(group, 1)
-        assert group.pid == spare
-        assert await group.prepare()
-        [other] = warm(group)
-        os.kill(other, signal.SIGKILL)
-        await until(lambda: not exists(other))
-        assert group.spares == []
 
 
 async def test_spares_that_die_are_replaced_later_and_later_and_concern_nobody(tmp_path):
@@ -345,25 +292,6 @@ async def test_the_real_daemon_says_hello_and_what_it_cannot_load_is_told(tmp_pa
     assert owner.hellos[0].backend is Backend.CPU
     assert owner.hellos[0].torch
     assert owner.states == [State.STARTING, State.LOADING, State.STOPPING, State.FAILED]
-
-
-async def test_a_stop_while_torch_is_imported_is_clean(tmp_path):
-    pytest.importorskip("torch")
-    group = GroupSupervisor(
-        GroupConfig(name="left", backend="cpu"),
-        1,
-        LocalLauncher(stage_packages(tmp_path)),
-        [Owner().callbacks()],
-        limits=brisk(hello_s=60.0),
-    )
-    await group.start()
-    pid = group.pid
-    await asyncio.sleep(0.6)
-    assert group.state is State.STARTING
-    began = time.monotonic()
-    assert await group.stop(60.0) is State.STOPPED
-    assert time.monotonic() - began < 50.0
-    assert not exists(pid)
 
 
 @pytest.fixture

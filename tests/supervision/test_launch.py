@@ -95,18 +95,6 @@ def test_staging_shows_daemons_and_what_they_share_and_nothing_else(tmp_path):
     subprocess.run([sys.executable, "-S", "-c", probe], env=env, cwd=staging, check=True)
 
 
-def test_staging_replaces_leftovers_and_refuses_a_link_as_run_directory(tmp_path):
-    first = stage_packages(tmp_path)
-    (first.directory / "stale.py").write_text("")
-    again = stage_packages(tmp_path)
-    assert again == first
-    assert not (again.directory / "stale.py").exists()
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path)
-    with pytest.raises(LucevisorError, match="is not a directory of user"):
-        stage_packages(link)
-
-
 def test_a_staging_that_was_removed_is_made_again(tmp_path):
     staged = stage_packages(tmp_path)
     shutil.rmtree(tmp_path)

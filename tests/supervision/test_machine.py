@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -91,15 +88,6 @@ def test_a_heartbeat_between_the_two_looks_saves_the_daemon():
     assert driven.state is State.READY
 
 
-def test_during_a_load_an_idle_heartbeat_does_not_shorten_the_limit():
-    driven = DrivenMachine().to(State.LOADING)
-    driven.send(ev.HeartbeatReceived(1, "idle"))
-    assert driven.due[Timer.PULSE] == driven.now + LIMITS.load_stall_s
-    driven.send(ev.LoadSent(1))
-    driven.send(ev.LoadedReceived(1))
-    assert driven.due[Timer.PULSE] == driven.now + LIMITS.busy_heartbeat_s
-
-
 def test_a_crash_is_explained_by_the_exit_that_follows_the_closed_link():
     driven = DrivenMachine().to(State.READY)
     said = driven.send(ev.LinkLost(1, "end of file"))
@@ -107,15 +95,6 @@ def test_a_crash_is_explained_by_the_exit_that_follows_the_closed_link():
     driven.send(ev.Exited(1, code=1, hint="RuntimeError: out of memory"))
     assert driven.state is State.BACKOFF
     assert driven.machine.reason == "process 1001 exited with code 1: RuntimeError: out of memory"
-
-
-def test_a_daemon_that_closes_its_link_and_lives_on_is_killed():
-    driven = DrivenMachine().to(State.READY)
-    driven.send(ev.LinkLost(1, "end of file"))
-    assert signals(driven.fire(Timer.ESCALATION)) == [ProcessSignal.KILL]
-    driven.send(ev.Exited(1, signal=9))
-    assert driven.machine.reason == "end of file"
-    assert driven.state is State.BACKOFF
 
 
 def test_slow_failures_outside_the_window_go_on_restarting_but_starts_that_never_succeed_do_not():
@@ -193,13 +172,6 @@ def test_a_group_that_was_never_ready_is_given_up_sooner():
     assert driven.machine.retry_in_s(driven.now) == 60.0
 
 
-def test_no_restarts_allowed_means_that_a_failed_group_stays_failed():
-    driven = DrivenMachine(SupervisionLimits(n_restarts=0)).to(State.READY)
-    driven.send(ev.Exited(1, signal=11))
-    assert driven.state is State.FAILED
-    assert Timer.BACKOFF not in driven.due
-
-
 def test_a_lack_of_the_supervisor_is_a_pause_and_never_counts():
     driven = DrivenMachine()
     driven.send(ev.StartRequested())
@@ -215,22 +187,7 @@ def test_a_lack_of_the_supervisor_is_a_pause_and_never_counts():
     assert driven.machine.restarts == 1
 
 
-def test_messages_out_of_turn_end_the_daemon():
-    driven = DrivenMachine().to(State.LOADING)
-    assert signals(driven.send(ev.LoadedReceived(1))) == [ProcessSignal.TERMINATE]  # nothing was asked to be loaded
-    assert driven.state is State.STOPPING
-
-
 # ---- stops
-
-
-def test_a_stop_before_the_spawn_waits_for_the_process():
-    driven = DrivenMachine()
-    driven.send(ev.StartRequested())
-    assert not signals(driven.send(ev.StopRequested(4.0)))
-    assert signals(driven.send(ev.Spawned(1, 1001))) == [ProcessSignal.TERMINATE]
-    driven.send(ev.Exited(1, signal=15))
-    assert driven.state is State.STOPPED
 
 
 def test_later_stops_and_hangs_do_not_put_off_the_kill():
@@ -257,21 +214,6 @@ def test_a_stop_takes_the_place_of_a_restart_and_not_the_other_way_round():
     assert of(ev.Refuse, driven.send(ev.StartRequested()))
     driven.send(ev.Exited(1, code=0))
     assert driven.state is State.STOPPED
-
-
-def test_a_drain_ends_at_its_deadline():
-    driven = DrivenMachine().to(State.READY)
-    driven.send(ev.StopRequested(10.0, drain_s=5.0))
-    assert of(ev.SendShutdown, driven.fire(Timer.DRAIN))
-    assert driven.state is State.STOPPING
-
-
-def test_a_stop_in_backoff_cancels_the_next_start():
-    driven = DrivenMachine().to(State.READY)
-    driven.send(ev.Exited(1, signal=9))
-    assert ev.CancelTimer(Timer.BACKOFF) in driven.send(ev.StopRequested(4.0))
-    assert driven.state is State.STOPPED
-    assert driven.machine.handle(ev.TimerFired(Timer.BACKOFF), driven.now) == []
 
 
 # ---- pauses and restarts
@@ -551,12 +493,3 @@ TestWorld = World.TestCase
 
 
 # ---- docs/states.md
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "states.md"
-
-
-def test_the_page_is_current():
-    command = [sys.executable, "-m", "lucevisor.app.states_page"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert PAGE.read_text() == printed, "run: python -m lucevisor.app.states_page > docs/states.md"

@@ -50,27 +50,3 @@ async def test_the_loop_keeps_the_clock_going_and_lets_it_go():
     del clock
     await asyncio.sleep(2 * suspend_clock.TICK_S)
     assert held() is None
-
-
-async def test_a_timeout_ends_the_wait_and_one_that_is_not_reached_does_nothing():
-    with pytest.raises(TimeoutError):
-        async with suspend_clock.timeout(0.05):
-            await asyncio.sleep(30)
-    with pytest.raises(TimeoutError):
-        async with suspend_clock.timeout(0.0):
-            await asyncio.sleep(30)
-    async with suspend_clock.timeout(30.0):
-        await asyncio.sleep(0)
-    with pytest.raises(ValueError, match="mine"):
-        async with suspend_clock.timeout(30.0):
-            raise ValueError("mine")
-    outer = asyncio.ensure_future(wait_long())
-    await asyncio.sleep(0)
-    outer.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await outer
-
-
-async def wait_long() -> None:
-    async with suspend_clock.timeout(30.0):
-        await asyncio.sleep(30)
