@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -21,11 +20,10 @@ from lucevisor.protocol.loading import PoolSizes
 class AllocatorMachine(RuleBasedStateMachine):
     """References held by imaginary owners, beside an allocator that must agree with them after every call."""
 
-    first: ClassVar[int] = 0
-
     def __init__(self) -> None:
         super().__init__()
         self.n_total = 12
+        self.first = 30
         self.allocator = PageAllocator(self.n_total, first=self.first)
         self.ids = range(self.first, self.first + self.n_total)
         self.owners: Counter[int] = Counter()
@@ -68,14 +66,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert [self.allocator.ref_count(page) for page in self.ids] == [self.owners[page] for page in self.ids]
 
 
-class OffsetMachine(AllocatorMachine):
-    """The same where the ids do not begin with 0."""
-
-    first = 30
-
-
-TestOffsetMachine = OffsetMachine.TestCase
-TestOffsetMachine.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
 TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
@@ -108,22 +98,6 @@ def test_states_of_slots_in_host_memory_are_ids_behind_those_of_sequences() -> N
         pools[Space.RECURRENT].release([2])
 
 
-def test_both_sides_agree_on_the_tier_of_every_state() -> None:
-    sizes = PoolSizes(full_pages=4, window_pages=0, states=5, host_states=3)
-    pools = PagePools([Space.FULL, Space.RECURRENT], sizes)
-    for one in (pools, pools.slot_pools):
-        allocator = one[Space.RECURRENT]
-        places = [sizes.place_of_state(state) for state in allocator.ids]
-        assert places == [(allocator.tier, i) for i in range(allocator.n_total)]
-
-
-@pytest.mark.parametrize("spaces", [[Space.FULL], [Space.FULL, Space.RECURRENT]])
-def test_without_states_in_host_memory_slots_and_sequences_share_all_pools(spaces: list[Space]) -> None:
-    pools = PagePools(spaces, PoolSizes(full_pages=4, window_pages=0, states=5, host_states=5 * (len(spaces) == 1)))
-    assert pools.slot_pools is pools
-    assert not pools.copies_states
-
-
 def test_pages_carry_the_draft_epoch_of_their_allocation_and_0_without_a_drafter() -> None:
     pools = PagePools([Space.FULL, Space.RECURRENT], PoolSizes(8, 0, 2, host_states=1))
     full = pools[Space.FULL]
@@ -141,18 +115,6 @@ def test_pages_carry_the_draft_epoch_of_their_allocation_and_0_without_a_drafter
     assert [full.epoch_of(page) for page in full.allocate(1) or []] == [2], "a drafter that has the state of the last"
 
 
-def test_states_after_drafts_have_ids_between_those_of_the_device_and_of_host_memory():
-    sizes = PoolSizes(full_pages=4, window_pages=0, states=5, host_states=3, draft_states=4)
-    pools = PagePools([Space.FULL, Space.RECURRENT], sizes)
-    assert pools[Space.RECURRENT].ids == range(2)
-    assert pools.draft_states.ids == range(2, 6)
-    assert pools.slot_pools[Space.RECURRENT].ids == range(6, 9)
-    assert pools.slot_pools.draft_states is pools.draft_states
-    assert pools.draft_states.allocate(2) == [2, 3]
-    assert pools.in_use()[Space.RECURRENT] == []
-    assert pools.usage()[Space.RECURRENT].total == 5
-
-
 # ---- page tables
 
 
@@ -160,29 +122,6 @@ def make(full: int, window: int, window_tokens: int | None) -> tuple[PagePools, 
     spaces = [Space.FULL] if window_tokens is None else [Space.FULL, Space.WINDOW]
     pools = PagePools(spaces, PoolSizes(full, window, 0))
     return pools, PageTable(pools, window_tokens)
-
-
-def test_a_table_with_pages_in_host_memory_names_none() -> None:
-    pools = PagePools([Space.FULL], PoolSizes(8, 0, 0, host_pages=8))
-    table = ResidentPageTable(pools, None, Residency(6))
-    table.grow(0, 6 * PAGE_TOKENS)
-    assert table.page(Space.FULL, 5) == 5
-    table.grow(6 * PAGE_TOKENS, 7 * PAGE_TOKENS)
-    assert table.n_out == 1
-    assert table.page(Space.FULL, 5) is None
-
-
-def test_window_pages_are_released_with_the_last_token_that_sees_them() -> None:
-    pools, table = make(8, 8, 64)
-    table.grow(0, 128)
-    assert table.held(Space.WINDOW) == [0, 1]
-    table.grow(126, 127)  # sees 63 .. 126
-    assert table.held(Space.WINDOW) == [0, 1]
-    table.grow(127, 128)  # sees 64 .. 127: page 0 is older than the window
-    assert table.held(Space.WINDOW) == [1]
-    assert table.held(Space.FULL) == [0, 1]
-    assert pools[Space.WINDOW].n_used == 1
-    assert table.grow(128, 129) == [Growth(Space.FULL, 2, [2]), Growth(Space.WINDOW, 2, [0])]
 
 
 @settings(deadline=None)
@@ -210,22 +149,6 @@ def test_every_position_a_slice_sees_has_a_page_and_no_more_are_held(window: int
         start = stop
     table.release()
     assert pools[Space.WINDOW].n_used == pools[Space.FULL].n_used == 0
-
-
-def test_old_pages_leave_behind_the_first_and_are_taken_again() -> None:
-    pools = PagePools([Space.FULL], PoolSizes(7, 0, 0))
-    table = ResidentPageTable(pools, None, Residency(6))
-    assert table.grow(0, 384) == [Growth(Space.FULL, 0, [0, 1, 2, 3, 4, 5])]
-    assert table.surplus(385) == [1]
-    assert table.needs(385) == {}
-    assert table.grow(384, 385) == [Growth(Space.FULL, 6, [1], (1,))]
-    assert table.grow(385, 577) == [Growth(Space.FULL, 7, [2, 3, 4], (2, 3, 4))]
-    assert (table.n_out, table.held(Space.FULL)) == (4, [0, 5, 1, 2, 3, 4])
-    assert table.growths() == [Growth(Space.FULL, 0, [0]), Growth(Space.FULL, 5, [5, 1, 2, 3, 4], (1, 2, 3, 4))]
-    assert table.shrink(449) == 2
-    assert table.held(Space.FULL) == [0, 5, 1, 2]
-    table.release()
-    assert (table.n_out, pools[Space.FULL].n_used) == (0, 0)
 
 
 def test_shared_pages_leave_the_table_and_stay_with_their_other_owners() -> None:

@@ -246,20 +246,6 @@ def test_a_conversation_and_what_many_share_are_held_once() -> None:
     made.tier.close()
 
 
-def test_the_longest_unused_goes_first_and_of_two_the_one_that_is_cheaper_to_compute() -> None:
-    made = Tier(frozenset({Space.FULL, Space.RECURRENT}), 12_000)
-    long, short = list(range(10_000, 10_500)), list(range(20_000, 20_200))
-    for tokens in (long, short):
-        assert made.copy(tokens) is not None
-    assert made.copy(list(range(30_000, 30_900))) is not None
-    assert [held.n_tokens for held in made.tier.slots] == [900, 500]
-    made.index.n_prompts += 9
-    made.tier.touch(made.tier.slots[1], 0.0)
-    assert made.copy(list(range(40_000, 40_600))) is not None
-    assert [held.n_tokens for held in made.tier.slots] == [600, 500]
-    made.tier.close()
-
-
 @pytest.mark.parametrize("limit", [None, 1 << 40])
 def test_the_limit_follows_what_is_free(limit: int | None) -> None:
     made = Tier(frozenset({Space.FULL}), limit, available=20_000)

@@ -88,29 +88,6 @@ class Daemons:
             assert self.transfers.frame(group, Frame(KIND_OF[type(answer)], 1, 0, answer, memoryview(b"")))
 
 
-async def test_the_last_answer_ends_it() -> None:
-    daemons = Daemons("left", "right")
-    end = daemons.begin()
-    assert [len(link.orders) for link in daemons.links.values()] == [1, 1]
-    daemons.answer("left")
-    assert not end.done()
-    daemons.answer("right")
-    transfer = await end
-    assert (transfer.problem, transfer.n_bytes) == ("", 20)
-
-
-async def test_a_failure_waits_for_the_others() -> None:
-    daemons = Daemons("left", "right")
-    end = daemons.begin()
-    daemons.answer("left", "disk full")
-    assert not end.done()
-    daemons.answer("right")
-    assert (await end).problem == "group left, tensor layers.0.k: disk full"
-    end = daemons.begin(groups=["left"])
-    daemons.answer("left", short=1)
-    assert (await end).problem == "group left moved 9 bytes of 10"
-
-
 async def test_a_drafter_that_fails_does_not_fail_a_load() -> None:
     daemons = Daemons("left", draft="draft")
     end = daemons.begin(loads=True)

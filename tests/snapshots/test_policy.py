@@ -6,8 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.model.values import Dtype
-from lucevisor.snapshots.file_format import lay_out
 from lucevisor.snapshots.policy import (
     Backoff,
     CacheFile,
@@ -15,13 +13,11 @@ from lucevisor.snapshots.policy import (
     FileKind,
     SavePolicy,
     SaveTrigger,
-    file_name,
     files_to_evict,
     kind_of,
     plan_shutdown_saves,
     reject_save_reason,
 )
-from tests.snapshots.snapshot_parts import made_model, made_slot
 
 NAME = "lucevisor-0123456789abcdef-0123456789abcdef"
 
@@ -48,20 +44,6 @@ NAME = "lucevisor-0123456789abcdef-0123456789abcdef"
 )
 def test_file_kinds_by_name(name, kind):
     assert kind_of(name) is kind
-
-
-def test_names_differ_by_tokens_model_and_number_formats():
-    snapshots = [
-        lay_out(made_model(digits=digits, kv_dtype=kv_dtype, dtype=dtype), made_slot(n))
-        for digits in ("ab", "cd")
-        for kv_dtype in (Dtype.FLOAT32, Dtype.BFLOAT16)
-        for dtype in (Dtype.FLOAT32, Dtype.BFLOAT16)
-        for n in (40, 41)
-    ]
-    found = {file_name(s) for s in snapshots}
-    assert len(found) == 16
-    assert {kind_of(name) for name in found} == {FileKind.SNAPSHOT}
-    assert file_name(lay_out(made_model(), made_slot(created_s=1.0))) == file_name(lay_out(made_model(), made_slot()))
 
 
 # ---- what is worth a file

@@ -5,7 +5,6 @@ import os
 import threading
 
 import pytest
-import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
@@ -19,7 +18,6 @@ from tests.snapshots.snapshot_parts import (
     ALL,
     FULL_ONLY,
     LAYERS,
-    fill,
     made_model,
     made_slot,
     made_store,
@@ -66,18 +64,6 @@ def test_a_slot_comes_back_after_a_restart(store):
     again.close_snapshot(reading)
     again.close()
     assert (store.statistics.n_saved, store.statistics.saved_bytes) == (1, entry.n_bytes)
-
-
-def test_checksums_are_those_of_the_reference(tmp_path):
-    """Piece by piece as in one go, for tensors longer than a piece."""
-    store = made_store(tmp_path, made_model(layers=FULL_ONLY))
-    entry = save(store, made_slot(30_000))
-    data = (tmp_path / entry.file).read_bytes()
-    for t in entry.snapshot.tensors:
-        assert t.n_bytes > disk.CHUNK_BYTES
-        assert entry.snapshot.checksums[t.name] == xxhash.xxh3_64_hexdigest(data[t.offset : t.offset + t.n_bytes])
-    assert xxhash.xxh3_64_hexdigest(b"") == "2d06800538d394c2"
-    store.close()
 
 
 def test_the_least_recently_used_go_first(tmp_path):
@@ -191,22 +177,6 @@ def test_a_replaced_file_is_refused(store):
 
 
 # ---- two supervisors
-
-
-def test_two_supervisors_share_a_directory(tmp_path):
-    one, two = made_store(tmp_path), made_store(tmp_path)
-    writing = one.begin(made_slot())
-    two.scan()  # does not take the file under way for a leftover
-    n = fill(writing)
-    entry = save(two, made_slot(start=1))
-    assert one.finish(writing, n).file in names(tmp_path)
-    assert len(one.scan()) == len(two.scan()) == 2
-    one.prune(0)
-    with pytest.raises(SnapshotRefused) as caught:
-        two.open_for_restore(entry)
-    assert caught.value.fault is Fault.GONE
-    one.close()
-    two.close()
 
 
 def test_a_restore_survives_pruning_of_its_file(tmp_path):
