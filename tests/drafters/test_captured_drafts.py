@@ -119,24 +119,3 @@ def test_captured_drafts_equal_eager_ones(kind: DraftKind) -> None:
     drafts, eager = rows[kind]
     assert {(key.n_slices, key.n_tokens) for key in graphs.draft._graphs} == drafts
     assert {(key.n_slices, key.n_tokens) for key in graphs.draft._uncapturable} == eager
-
-
-@pytest.mark.parametrize("kind", DRAFTERS)
-def test_drafts_are_cold_until_the_graphs_of_both_forwards_are_there(kind: DraftKind) -> None:
-    service = Service(kind)
-    service.open(0)
-    service.run(3, (0, IDS[:40], 0))
-
-    def cold() -> bool:
-        service.run(3, (0, IDS[:1], 0))
-        return service.draft.cold
-
-    assert cold()
-    while cold():
-        pass
-    graphs = service.draft.graphs
-    assert graphs is not None
-    for one in graphs:
-        one._graphs.clear()
-        assert cold(), "captured again"
-        assert not cold()

@@ -81,22 +81,6 @@ def test_a_block_without_causality(tmp_path):
     assert_block(path, block_bounds(path, "dflash"), z, *wanted)
 
 
-def test_a_block_that_sees_everything(tmp_path):
-    z = golden("dflash")
-    path = copy(tmp_path / "d.gguf", UPSTREAM, keys={"dflash.attention.sliding_window_pattern": [False] * 3})
-    assert_block(path, block_bounds(path, "dflash"), z, z["draft_hidden_all_full"])
-
-
-def test_probabilities_are_those_of_the_logits():
-    z = golden("dflash")
-    stage = load_draft(target(), UPSTREAM)
-    [drafted] = context(stage, z["features"], z["input_ids"].tolist(), int(z["block_ids"][0]), 7)
-    _, logits = block(stage, z)
-    wanted = logits.softmax(dim=-1).amax(dim=-1)
-    torch.testing.assert_close(torch.tensor(drafted.probabilities), wanted)
-    assert 0 < min(drafted.probabilities) < max(drafted.probabilities) < 1
-
-
 def assert_trace(name: str, path: Path, n: int, chunk: int = 512) -> DraftedPipeline:
     z = golden(name)
     captures = load_draft(target(), path).spec.captures

@@ -21,8 +21,7 @@ from daemons.weights.packed import PackedWeights, repack, unpack
 from lucevisor.model.quant_types import BY_NAME, REPACKED
 from lucevisor.model.values import Backend, Dtype, Space
 from lucevisor.protocol.steps import Drafted, OpenSequence, SamplingParams, SetPages, Slice, Step
-from tests.drafters.drafted import FEW, KINDS, MANY, DraftedPipeline, Packed, draft_batch
-from tests.families.pipeline import Pipeline, load_stages
+from tests.drafters.drafted import FEW, KINDS, MANY, Packed, draft_batch
 
 IDS = [(i * 37 + 5) % 288 for i in range(40)]
 NEWEST = 192
@@ -174,18 +173,3 @@ def test_a_token_is_drafted_once_it_was_seen(packed: Packed) -> None:
     assert set(before.tokens) <= {*IDS[-15:], NEWEST}
     assert drafted(part, 1, between=matter).tokens == wanted.tokens
     assert {*matter, IDS[-1], NEWEST} <= set(part.draft_vocabulary.ids.tolist())
-
-
-def test_the_model_says_what_it_says_without_drafts(packed: Packed) -> None:
-    """A trace of speculative decoding, in which tokens come and go."""
-    draft = packed.draft(FEW)
-    stages = load_stages(packed.spec, captures=draft.spec.captures)
-    plain = Pipeline(packed.spec, stages)
-    plain.open(0)
-    logits = plain.run((0, IDS))
-    said = [int(logits[-1].argmax())]
-    while len(said) < 12:
-        said.append(int(plain.run((0, said[-1:]))[-1].argmax()))
-    pipeline = DraftedPipeline(packed.spec, stages, draft)
-    pipeline.trace(IDS, 12, 3)
-    assert pipeline.generated == said

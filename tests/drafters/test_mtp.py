@@ -12,7 +12,6 @@ from torch import Tensor
 
 from daemons.draft.mtp import Mtp
 from daemons.draft.stage import DraftJob, DraftStage
-from daemons.kv.batch import Batch, Layout
 from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
@@ -59,29 +58,6 @@ def assert_golden(run: Callable[[DraftedPipeline], list[Tensor]], *wanted: Tenso
 
 
 @torch.inference_mode()
-def rows(pipeline: DraftedPipeline) -> list[Tensor]:
-    """Hidden states and logits of the head for every token but the first, all in one pass."""
-    pipeline.open(0)
-    pipeline.run((0, golden("qwen35_mtp_draft")["input_ids"].tolist()))
-    stage, head = pipeline.draft_stage, head_of(pipeline)
-    stage.apply(pipeline.step.operations)
-    stage.sequences.flush()
-    hidden = head.target_norm.float32(pipeline.captures[0])
-    tokens = pipeline.step.slices[0].tokens
-    # there is no row 0: rows begin with the second token
-    text = Slice(0, 1, tokens[1:], sample=True, draft_from=1)
-    layout = Layout([text], stage.sequences, stage.spec.model, bounded=True)
-    batch = Batch(layout, stage.sequences.tables(stage.device), layout.on(stage.device))
-    found = head.row(batch.ids, hidden[:-1], batch)
-    return [found, head.logits(found)]
-
-
-def test_every_row():
-    z = golden("qwen35_mtp_draft")
-    assert_golden(rows, z["mtp_hidden"], z["mtp_logits"])
-
-
-@torch.inference_mode()
 def chain(pipeline: DraftedPipeline) -> list[Tensor]:
     """Hidden states and logits of a chain of four drafts behind the prompt."""
     z = golden("qwen35_mtp_draft")
@@ -114,14 +90,3 @@ def test_the_whole_trace(file, chunk, tmp_path):
     wanted = wanted_trace("qwen35_mtp_draft")
     assert found[: len(wanted)] == wanted
     assert pipeline.generated == z["spec_greedy_tokens"].tolist()
-
-
-def test_the_first_drafts_and_their_probabilities():
-    z = golden("qwen35_mtp_draft")
-    pipeline = DraftedPipeline(target(), load_target(), load_head())
-    pipeline.open(0)
-    pipeline.run((0, z["input_ids"].tolist()[:40]))
-    [drafted] = pipeline.draft([[int(z["first_token"])]], 4)
-    assert drafted.tokens == z["draft_tokens"].tolist()
-    wanted = z["draft_logits"].softmax(dim=-1).amax(dim=-1)
-    torch.testing.assert_close(torch.tensor(drafted.probabilities), wanted, rtol=1e-4, atol=0)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -18,17 +17,15 @@ import torch
 from torch import Tensor
 
 from daemons.draft.mtp import Mtp
-from daemons.draft.stage import MAX_ROWS, DraftStage, without_rejected
+from daemons.draft.stage import MAX_ROWS, DraftStage
 from daemons.errors import LoadError, StateError
 from daemons.kv.batch import Batch, Layout
 from daemons.ops.choices import TOP_K_CHUNK, top_k
-from daemons.worker import _MessageLoop
 from lucevisor.model.drafters import draft_paths, open_draft
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, Space
 from lucevisor.protocol.loading import DraftKind, Load
-from lucevisor.protocol.messages import Save, SlotPlace
 from lucevisor.protocol.steps import (
     CloseSequence,
     CopyPage,
@@ -225,17 +222,6 @@ def test_positions_without_state_are_not_attended_to(stage):
     assert whole.probabilities != pytest.approx(found[0].probabilities, rel=1e-3)
 
 
-def test_a_window_forgets_and_a_full_layer_does_not():
-    """Of a text of 150 tokens the first 40 are exchanged: all layers of DFlash 2 slide, 24 x 3 layers do not reach."""
-    for kind, forgets in (("dflash2", True), ("dflash", False)):
-        stage = load(kind)
-        driver = Driver(stage)
-        texts = [driver.open(s, s, seed=9) for s in (0, 1)]
-        texts[1].captures[:40] = 1.0
-        a, b = driver.step((texts[0], 150, 7), (texts[1], 150, 7))
-        assert (a.tokens == b.tokens and a.probabilities == pytest.approx(b.probabilities)) == forgets
-
-
 # ---- weights of the vocabulary
 
 
@@ -373,74 +359,11 @@ def test_deferred_rows_are_computed_before_a_prefix_is_taken_from_them(loaded: D
     assert_same(found, alone(load_again(loaded), 1, 120, 5))
 
 
-def test_deferred_rows_of_a_closed_sequence_do_not_go_into_pages_of_another(loaded: DraftStage) -> None:
-    driver = Driver(loaded)
-    first, second = driver.open(0, 0, seed=1), driver.open(1, 1, seed=2)
-    driver.step((first, 30, 0))
-    for _ in range(5):
-        driver.step((first, 1, 0))
-    loaded.apply([CloseSequence(0), SetPages(1, Space.FULL, 0, first.pages)])
-    second.pages = first.pages
-    driver.step((second, 40, 0))
-    [found] = driver.step((second, 1, 5))
-    assert_same(found, alone(load_again(loaded), 2, 41, 5))
-
-
 def decode(sequence: int, start: int, **more: object) -> Slice:
     return Slice(sequence, start, [7], True, **more)  # type: ignore[arg-type]
 
 
-def test_a_daemon_adds_them_before_it_saves_a_slot() -> None:
-    done: list[str] = []
-    loop = _MessageLoop(None, None, None)  # type: ignore[arg-type]
-    loop._runtime = SimpleNamespace(flush=lambda: done.append("flush"))  # type: ignore[assignment]
-    loop._transfers = SimpleNamespace(submit=lambda order: done.append("save"))  # type: ignore[assignment]
-    order = Save(1, "file", SlotPlace(64, [0], [], 0, -1), [])
-    assert loop._handle(SimpleNamespace(message=order, fds=())) is None  # type: ignore[arg-type]
-    assert done == ["flush", "save"]
-
-
 # ---- rejected drafts
-
-
-def verify(sequence: int, n_context: int, n_drafts: int) -> Slice:
-    tokens = list(range(10 * sequence, 10 * sequence + n_context + n_drafts))
-    return Slice(sequence, 4, tokens, True, n_drafts, [100 + i for i in range(n_drafts + 1)], num_draft_tokens=3)
-
-
-def cut(slices: list[Slice], tokens: list[list[int]]) -> tuple[list[Slice], list[float]]:
-    rows = torch.arange(sum(len(s.tokens) for s in slices), dtype=torch.float32)[:, None].expand(-1, 2)
-    step, features = without_rejected(Step(1, 0, [], slices), rows, tokens)
-    return step.slices, features[:, 0].tolist()
-
-
-def test_rows_behind_the_accepted_drafts_are_left_out() -> None:
-    [found], rows = cut([verify(0, 1, 4)], [[0, 1, 9]])  # two accepted, and a token that is in no slice yet
-    assert (found.tokens, found.n_drafts, found.states, rows) == ([0, 1, 2], 2, [100, 101, 102], [0, 1, 2])
-    assert (found.n_context, found.num_draft_tokens) == (1, 3)
-
-
-def test_states_are_those_of_drafts_where_a_slice_begins_with_several_tokens() -> None:
-    [found], rows = cut([verify(0, 3, 2)], [[9]])
-    assert (found.tokens, found.n_drafts, found.states, rows) == ([0, 1, 2], 0, [100], [0, 1, 2])
-
-
-def test_slices_stay_equally_long() -> None:
-    found, rows = cut([verify(0, 1, 4), verify(1, 1, 4)], [[5], [10, 11, 9]])
-    assert [s.tokens for s in found] == [[0, 1, 2], [10, 11, 12]]
-    assert rows == [0, 1, 2, 5, 6, 7]
-
-
-def test_other_steps_stay_as_they_are() -> None:
-    for slices, tokens in (
-        ([verify(0, 1, 4)], [[0, 1, 2, 3, 9]]),  # all accepted
-        ([verify(0, 1, 4), verify(1, 1, 3)], [[1], [1]]),  # unequal
-        ([Slice(0, 4, [1, 2, 3], False)], [[]]),  # a prompt
-        ([Slice(0, 4, [1], True)], [[7]]),
-        ([verify(0, 1, 4)], []),  # refused later
-    ):
-        found, rows = cut(slices, tokens)
-        assert (found, len(rows)) == (slices, sum(len(s.tokens) for s in slices))
 
 
 # ---- the best tokens of large vocabularies

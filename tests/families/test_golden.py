@@ -19,8 +19,8 @@ from lucevisor.protocol.steps import CopyPage, CopyState, SetPages
 from tests.combinations import combinations
 from tests.families.golden import FIXTURES, Golden, opened
 from tests.families.pipeline import How, Pipeline, load_stages, pools_of
-from tests.families.rounding import Formats, assert_same_tokens, middle_error
-from tests.numerics import UNIT, Exact, bound, q8_error
+from tests.families.rounding import Formats, middle_error
+from tests.numerics import UNIT, q8_error
 
 
 @pytest.mark.parametrize("name", [*FIXTURES, "qwen35_mtp"])
@@ -89,7 +89,7 @@ def test_stages_and_shards_change_no_bit(golden):
         assert sum(len(stage.usage()) for stage in c.stages) == len(layer_split) + len(shard_split) + 1
 
 
-@pytest.mark.parametrize("size", [1, 7, 64])
+@pytest.mark.parametrize("size", [1, 7])
 def test_chunks_of_a_prompt(golden, size):
     c = golden.pipeline()
     c.open(0)
@@ -273,32 +273,7 @@ def test_what_is_written_comes_back_as_near_as_q8_0_of_ggml(width, heads, expone
     assert bool((errors <= theirs + 4 * 127 * UNIT * step).all())
 
 
-def test_unwritten_and_zero_positions_are_zero():
-    pages = Q8Pages(torch.zeros(1, 64, 1, 32, dtype=torch.int8), torch.zeros(1, 64, 1, 1, dtype=torch.float16), 32)
-    pages.write(torch.tensor([7]), torch.zeros(1, 1, 32))
-    assert bool((pages.read(Pages(None, 1, 0, 64), torch.float32) == 0).all())
-
-
 # ---- the derived tolerances themselves
-
-
-def test_what_runs_within_exact_is_float64():
-    small = torch.tensor(2.0**-40)
-    assert float(1.0 + small) == 1.0
-    with Exact():
-        assert float(1.0 + small) == 1.0 + 2.0**-40
-        assert small.double().to(torch.float32).dtype == torch.zeros(1, dtype=torch.float32).dtype == torch.float64
-    with Exact(), pytest.raises(TypeError, match="float32 memory"):
-        small.add_(1.0)
-
-
-def test_a_sum_is_allowed_what_its_worst_order_loses():
-    x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0))
-    one_by_one = torch.zeros(64, 1)
-    for column in x.split(1, dim=1):
-        one_by_one += column
-    worst = bound(lambda x: x @ torch.ones(4096, 1), x).worst(one_by_one)
-    assert 0.03 < worst <= 1  # the model is neither blind nor lavish
 
 
 @pytest.mark.parametrize("name", ["gemma4_e2b", "gemma4_moe"])
@@ -311,11 +286,3 @@ def test_the_smallest_wrong_formula_is_outside(name, monkeypatch):
     c = golden.pipeline()
     c.open(0)
     assert allowed.worst(c.run((0, golden.ids)), golden.logits) > 5
-
-
-def test_another_token_is_told_from_a_tie():
-    golden = opened("qwen3")
-    assert_same_tokens(golden.spec, golden.prompt, golden.greedy, golden.greedy)
-    other = [*golden.greedy[:5], golden.greedy[5] + 1, *golden.greedy[6:]]
-    with pytest.raises(AssertionError, match="token 5 is"):
-        assert_same_tokens(golden.spec, golden.prompt, other, golden.greedy)
