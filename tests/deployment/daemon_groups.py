@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.engine.pipeline import PipelineFailure
-from lucevisor.engine.request import FinishedEvent, GenerationRequest, RequestHandle, TokenEvent
+from lucevisor.engine.request import FinishedEvent, GenerationRequest, RequestHandle
 from lucevisor.engine.shell import Engine, EngineSettings, StateReplay
 from lucevisor.kv_transfer.transfers import KvTransfer
 from lucevisor.model.values import LayerRange
@@ -246,18 +246,3 @@ class GroupMachine(RuleBasedStateMachine):
         for i in range(n):
             if self.busy:
                 self.groups.answer(self.some(draw + i * turns, self.busy))
-
-
-class ServingMachine(GroupMachine):
-    """The same with ``requests`` by id, whose answers are checked as soon as they are complete."""
-
-    requests: dict[str, tuple[GenerationRequest, RequestHandle]]
-
-    @invariant()
-    def what_ended_well_is_right(self) -> None:
-        for one, handle in self.requests.values():
-            if handle.finished is not None and handle.finished.reason == "length":
-                events = drained(handle)
-                if events:
-                    wanted = self.groups.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset())
-                    assert [e.token for e in events if isinstance(e, TokenEvent)] == wanted

@@ -6,11 +6,9 @@ import asyncio
 from array import array
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lucevisor.config import DeviceRef
-from lucevisor.deployment.scoring import ScoringStage, _steps
+from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.errors import ScoringError
 from lucevisor.model.values import Backend
 from lucevisor.placement.result import PlacedScorer
@@ -53,15 +51,6 @@ async def begun(stage: ScoringStage, tokens: list[int], n_query: int = 8) -> asy
     task = asyncio.create_task(stage.score(tokens, n_query))
     await asyncio.sleep(0)
     return task
-
-
-@given(n=st.integers(1, 500), most=st.integers(32, 200), n_query=st.integers(1, 32))
-def test_messages_cover_a_window_and_the_last_one_has_all_that_ask(n, most, n_query):
-    steps = _steps(n, most, min(n, n_query))
-    assert [stop for _, stop in steps[:-1]] == [start for start, _ in steps[1:]]
-    assert (steps[0][0], steps[-1][1]) == (0, n)
-    assert all(0 < stop - start <= most for start, stop in steps)
-    assert steps[-1][1] - steps[-1][0] >= min(n, n_query)
 
 
 async def test_a_lost_daemon_fails_what_waits_and_a_new_one_goes_on() -> None:

@@ -15,8 +15,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from lucevisor.protocol.steps import Step
-from lucevisor.supervision.child import Child, LocalLauncher, spawn
-from lucevisor.supervision.events import ProcessSignal, State
+from lucevisor.supervision.child import Child, LocalLauncher
+from lucevisor.supervision.events import State
 from lucevisor.supervision.group import RefusedError
 from tests.supervision.real_groups import (
     brisk,
@@ -262,18 +262,6 @@ async def test_a_deaf_daemon_is_killed_at_the_deadline_and_a_second_stop_shorten
         await group.stop(deadline_s=0.0)
         assert [await first, await second] == [State.STOPPED] * 2
         assert time.monotonic() - began < 20.0
-
-
-async def test_a_signal_after_the_reap_hits_nobody(tmp_path):
-    ended: asyncio.Future = asyncio.get_running_loop().create_future()
-    child = spawn(["/bin/true"], {}, tmp_path, lambda *_: None, ended.set_result)
-    for sock in (*child.link_sockets, child.pulse_socket):
-        sock.close()
-    outcome = await asyncio.wait_for(ended, 30)
-    assert (outcome.code, outcome.signal) == (0, None)
-    assert child.ended
-    with pytest.raises(ProcessLookupError):
-        child.send(ProcessSignal.KILL)
 
 
 async def test_an_exit_status_that_somebody_else_took_is_no_hang(tmp_path):
