@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from daemons.cuda_graphs import MOST_LAUNCHES, RepeatedLaunches
+from daemons.cuda_graphs import RepeatedLaunches
 from daemons.graphs import STAGED, Staging
 from daemons.kv.state_updates import StateUpdates
 from daemons.ops import delta_rule
@@ -39,26 +39,6 @@ def test_launches_of_the_second_time_are_captured():
     for _ in range(5):
         run(launches, "a", work)
     assert (work.n, work.x.item()) == (2, 5)
-
-
-def test_the_least_recently_used_are_dropped():
-    launches, works = RepeatedLaunches(DEVICE, "numbers are added"), [Counted() for _ in range(MOST_LAUNCHES + 1)]
-    for _ in range(2):
-        run(launches, 0, works[0])
-    for i in range(1, MOST_LAUNCHES + 1):
-        run(launches, i, works[i])
-    assert not launches.replay(0)
-    assert not launches.replay(MOST_LAUNCHES)  # came once
-    run(launches, MOST_LAUNCHES, works[-1])
-    assert launches.replay(MOST_LAUNCHES)
-    assert works[-1].x.item() == 3
-
-
-def test_a_device_without_updates_launches_nothing(monkeypatch):
-    """As that of a drafter, whose hidden states have windows alone."""
-    made = StateUpdates(DEVICE, TritonOperations().apply_updates)
-    monkeypatch.setattr(made.launches, "launch", lambda key, work: pytest.fail("something was launched"))
-    made.apply(1, [1, 2], 2)
 
 
 @pytest.mark.parametrize("captured", [False, True])

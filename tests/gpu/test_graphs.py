@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from daemons.device import prepare
-from daemons.graphs import CAPTURE_AT, StepGraphs
+from daemons.graphs import StepGraphs
 from daemons.kv.sequences import MIN_ENTRIES
 from daemons.models.shard import ShardOutput
 from daemons.models.stage import LoadedStage
@@ -153,17 +153,6 @@ def test_captured_chunks_equal_padded_eager_chunks(name: str, dtype: Dtype, monk
             assert not refused or Space.RECURRENT in golden.spec.spaces()  # torch's form of the delta rule
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-def test_padded_chunks_give_the_golden_logits(name: str) -> None:
-    golden = opened(name)
-    stages = load_stages(golden.spec, (), EXACT)
-    c = Pipeline(golden.spec, stages)
-    for sequence, n in enumerate((33, 72, 39, 36, 34, 70, 35, 64)):
-        c.open(sequence)
-        rows = [c.run((sequence, part)) for part in (golden.ids[:n], golden.ids[n:]) if part]
-        golden.assert_logits(torch.cat([x.cpu() for x in rows]))
-
-
 @torch.inference_mode()
 def fill_pages(stages: list[LoadedStage], value: float) -> None:
     for stage in stages:
@@ -189,34 +178,6 @@ def test_pages_of_others_never_come_in(name: str, dtype: Dtype) -> None:
         found.append(torch.cat(rows))
     assert not found[0].isnan().any()
     assert torch.equal(*found)
-
-
-def test_chunks_and_short_slices_do_not_drop_each_other_s_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    golden = opened("qwen3")
-    monkeypatch.setattr("daemons.graphs.CHUNK_GRAPHS", 2)
-    [stage] = load_stages(golden.spec, (), EXACT)
-    [graphs] = graphs_of([stage])
-    c = Pipeline(golden.spec, [stage])
-    for n in (1, 40, 60, 90):
-        for _ in range(3):
-            c.open(0)
-            c.run((0, (golden.ids * 8)[:n]))
-            c.close(0)
-    assert [key.n_tokens for key in graphs._chunk_graphs] == [64, 96]
-    assert [key.n_tokens for key in graphs._graphs] == [1]
-
-
-def test_a_key_is_captured_when_it_repeats() -> None:
-    golden = opened(FIXTURES[0])
-    [stage] = load_stages(golden.spec, (), EXACT)
-    c = Pipeline(golden.spec, [stage])
-    c.open(0)
-    [graphs] = graphs_of([stage])
-    for i in range(CAPTURE_AT + 1):
-        assert bool(graphs._graphs) == (i >= CAPTURE_AT)
-        c.run((0, golden.ids[i : i + 1]))
-    c.run((0, golden.ids[:3]), want_hidden=True)
-    assert len(graphs._graphs) == 1
 
 
 def test_graphs_are_captured_again_when_a_table_grows() -> None:

@@ -56,19 +56,6 @@ def test_a_checkpoint_comes_back_bit_by_bit(spec):
     assert pipeline.greedy(1, [3, 1], 16) == wanted
 
 
-def test_tokens_are_those_of_checkpoints_on_the_device(spec):
-    answers = []
-    for host_states in (0, 4):
-        pipeline = SlotPipeline(spec, [[3], []], backend=GPU, host_states=host_states, seed=1)
-        pipeline.open(0)
-        pipeline.run(0, ids_of(spec, N))
-        place = checkpoint(pipeline, 0, 6)
-        answers.append(pipeline.greedy(0, [3, 1], 16))
-        pipeline.adopt(1, place, live_state=3)
-        answers.append(pipeline.greedy(1, [3, 1], 16))
-    assert all(answer == answers[0] for answer in answers)
-
-
 def test_the_device_holds_live_states_only(spec):
     layers = LayerRange(0, spec.n_layers)
     torch.cuda.synchronize()
@@ -88,17 +75,6 @@ def test_the_device_holds_live_states_only(spec):
     assert all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in pools._host_stacks)
 
 
-def test_memory_that_was_given_back_can_be_page_locked_again(spec):
-    sizes = PoolSizes(full_pages=1, window_pages=0, states=2 + 50, host_states=50)
-    for _ in range(10):
-        pools = Pools(spec, LayerRange(0, spec.n_layers), torch.device("cuda", 0), Dtype.FLOAT32, sizes)
-        assert pools.page_locked
-        pools.copy_state(0, 30)
-        torch.cuda.synchronize()
-        del pools
-        gc.collect()
-
-
 def test_nobody_waits_for_a_copy_but_who_reads_it(spec):
     """Copies both ways are queued behind a kernel that is running; the call returns at once."""
     pipeline = prepared(spec)
@@ -112,16 +88,6 @@ def test_nobody_waits_for_a_copy_but_who_reads_it(spec):
     queued.synchronize()
     assert equal(states_of(pipeline, 6), kept)
     assert equal(states_of(pipeline, 2), kept)
-
-
-def test_a_save_waits_for_the_copy_of_what_it_saves(spec, tmp_path):
-    pipeline = prepared(spec)
-    store = SnapshotStore(tmp_path, state_model(spec), 1 << 30)
-    on_device = pipeline.save(store, ids_of(spec, N), checkpoint(pipeline, 0, 2))
-    torch.cuda._sleep(CYCLES)
-    in_host = pipeline.save(store, ids_of(spec, N), checkpoint(pipeline, 0, 6))
-    assert in_host.snapshot.checksums == on_device.snapshot.checksums
-    store.close()
 
 
 def test_a_restore_waits_for_who_still_reads_what_was_there(spec, tmp_path):

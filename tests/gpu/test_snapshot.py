@@ -72,25 +72,6 @@ def test_greedy_tokens_go_on_on_a_gpu(backend, tmp_path):
     store.close()
 
 
-@pytest.mark.parametrize(("saved", "restored"), [(Dtype.FLOAT32, Dtype.BFLOAT16), (Dtype.Q8_0, Dtype.FLOAT16)])
-def test_formats_are_converted_as_on_a_cpu(saved, restored, tmp_path):
-    spec = golden_spec("laguna")
-    pipeline, place = prepared(spec, GPU, kv_dtype=saved)
-    store = SnapshotStore(tmp_path, state_model(spec, saved), 1 << 30)
-    entry = pipeline.save(store, ids_of(spec, N), place)
-    found = []
-    for backend in (GPU, Backend.CPU):
-        other = SlotPipeline(spec, kv_dtype=restored, seed=2, backend=backend)
-        fresh = other.fresh_place(N)
-        answers = other.restore(store, entry, fresh)
-        assert all(a.converted for a in answers)
-        again = SnapshotStore(tmp_path / str(backend), state_model(spec, restored), 1 << 30)
-        found.append(tensors_of(again.directory / other.save(again, ids_of(spec, N), fresh).file))
-        again.close()
-    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
-    store.close()
-
-
 def test_steps_go_on_while_slots_are_saved_and_restored(tmp_path):
     spec = golden_spec("qwen35")
     alone, _ = prepared(spec, GPU)
