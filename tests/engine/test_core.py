@@ -10,21 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.engine.request import (
     ContextOverflow,
     NotReady,
     QueueFull,
     RequestError,
     RequestHandle,
-    RequestState,
 )
 from lucevisor.engine.rows import RowsMissing
-from lucevisor.engine.sequence import InvalidTransition, RequestRecord, WantedRows
-from lucevisor.engine.statistics import BoundaryTotals, RateWindow, StageTotals, StepTotals
+from lucevisor.engine.sequence import RequestRecord, WantedRows
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import PendingCancelled, Slice, Step, StepResult
+from lucevisor.protocol.steps import PendingCancelled, StepResult
 from tests.engine.toy_engine import LOST, ToyEngine, attached, events_of, limits, request, told
 from tests.engine.toy_pipeline import mix, toy_row
 
@@ -269,36 +266,4 @@ def test_chunks_end_at_the_same_places_wherever_one_begins(n_prompt: int, chunk:
         assert one.next_stop(start, chunk) == next(stop for stop in whole if stop > start)
 
 
-def test_a_change_that_is_not_in_the_table_is_refused() -> None:
-    one = record(3)
-    with pytest.raises(InvalidTransition, match="request r: queued -> decode"):
-        one.move(RequestState.DECODE)
-    one.move(RequestState.CANCELLED)
-    assert one.ended
-    with pytest.raises(InvalidTransition):
-        one.move(RequestState.QUEUED)
-
-
 # ---- Rates are events over seconds; totals add up
-
-
-def test_a_young_window_divides_by_its_age_and_an_old_one_forgets() -> None:
-    window = RateWindow(10.0, now=0.0)
-    window.add(30, 1.0)
-    assert window.rate(2.0) == pytest.approx(15.0)
-    assert window.rate(10.9) == pytest.approx(3.0)
-    assert window.rate(11.1) == 0
-
-
-def test_totals_add_up_by_stage_and_boundary() -> None:
-    totals = StepTotals()
-    for step_id in (1, 2):
-        hop_s = 0.125 * (step_id - 1)  # the first one was not posted
-        results = tuple(
-            StepResult(step_id, stage, compute_s=0.5 + stage, wait_s=0.25, hop_s=stage * hop_s) for stage in range(2)
-        )
-        step = Step(step_id, 0, [], [Slice(0, 0, [1, 2, 3], True)])
-        totals.add(PipelineResult(step, results, (memoryview(b""),) * 2, 4.0))
-    assert (totals.n_steps, totals.n_tokens, totals.seconds) == (2, 6, 8.0)
-    assert totals.stages == [StageTotals(2, 1.0, 0.5), StageTotals(2, 3.0, 0.5)]
-    assert totals.boundaries == [BoundaryTotals(1, 6, 0.125)]

@@ -29,7 +29,7 @@ from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
-from lucevisor.protocol.steps import PENDING, CloseSequence, Drafted, OpenSequence, Sampled, Slice, StepResult
+from lucevisor.protocol.steps import CloseSequence, Drafted, OpenSequence, Sampled, StepResult
 from tests.costs import lines_of
 from tests.engine.scheduler_steps import plans
 from tests.engine.toy_engine import HYBRID, attached, events_of, limits, request, told
@@ -89,40 +89,7 @@ class Bench:
 # ---- the drafter comes and goes
 
 
-def test_a_sequence_waits_for_its_drafts_and_goes_on_without_when_the_drafter_is_detached() -> None:
-    bench = Bench(speculating(), with_output=False)
-    bench.submit("a")
-    first = bench.plan()
-    assert first.step.slices[0].num_draft_tokens == 4
-    bench.answer(first)
-    assert plans(bench.scheduler) == []
-    bench.scheduler.detach_drafter()
-    assert bench.scheduler.pools[Space.FULL].epoch == 0
-    following = bench.plan()
-    assert [(len(s.tokens), s.n_drafts, s.num_draft_tokens) for s in following.step.slices] == [(1, 0, 0)]
-    bench.answer(following)
-    assert bench.plan().step.slices[0].num_draft_tokens == 0
-
-
 # ---- drafts that are verified before they are known
-
-
-def test_a_step_verifies_drafts_that_its_daemon_knows_first() -> None:
-    bench = Bench(speculating())
-    bench.submit("a")
-    first = bench.plan()
-    bench.answer(first)
-    [verify] = plans(bench.scheduler)
-    assert verify.step.slices == [Slice(0, 3, [7, *[PENDING] * 4], True, 4, num_draft_tokens=4)]
-    bench.draft(first, n=3)  # fewer than asked: the last one is repeated, and is no proposal
-    part = bench.scheduler.in_flight[0].parts[0]
-    assert (part.slice.tokens, part.num_real_drafts) == ([7, 9, 9, 9, 9], 3)
-    sampled = [Sampled(0, token) for token in (9, 9, 7)]
-    bench.scheduler.apply(StepResult(verify.step.step_id, 0, sampled), 0.0)
-    assert (bench.live("a").n_computed, bench.live("a").drafted) == (6, None)
-    assert bench.scheduler.drafting.statistics.total.n_accepted == 2
-    [following] = plans(bench.scheduler)
-    assert following.step.slices == [Slice(0, 6, [7, *[PENDING] * 4], True, 4, num_draft_tokens=4)]
 
 
 def test_a_prompt_does_not_wait_at_the_first_stage_for_the_drafts_of_others() -> None:
@@ -316,20 +283,6 @@ class Recorder(SpecDecodeController):
 def adaptive_bench() -> Bench:
     bounds = speculating()
     return Bench(replace(bounds, speculation=structs.replace(bounds.speculation, fixed=False)))
-
-
-def test_padding_makes_slices_equal_and_counts_as_no_draft() -> None:
-    bench = adaptive_bench()
-    recorder = bench.scheduler.drafting.speculation = Recorder()
-    bench.submit("a", "b")
-    first = bench.plan()
-    bench.answer(first)
-    drafts = [Drafted(bench.live("a").sequence, [9])]
-    bench.scheduler.drafting.on_drafts(StepResult(first.step.step_id, 1, drafts=drafts))
-    verify = bench.plan()
-    assert [s.tokens for s in verify.step.slices] == [[7, 9, 9], [7, 7, 7]]
-    bench.answer(verify, n_accepted=2)
-    assert [told for told in recorder.told if told[0] == "verdict"] == [("verdict", 1, 1)]
 
 
 def test_the_controller_is_told_verdicts_and_the_times_of_whole_rounds_of_decodes() -> None:

@@ -370,17 +370,6 @@ def test_short_requests_beside_200_long_ones_do_not_wait_for_a_sequence() -> Non
     assert n_decoded(pipeline, "long") > 0.75 * n_decoded(long_only, "long")
 
 
-def test_a_flood_of_short_requests_leaves_a_long_one_half_of_its_service() -> None:
-    """They would all start in its place."""
-    pipeline = slotted()
-    pipeline.submit("long", 120, 400)
-    for i in range(40):
-        pipeline.client(f"short{i}", 60, 8, 0.0, 0.5)
-    pipeline.run(until=60)
-    assert pipeline.traces["long"].ended_at is not None
-    assert 0 < pipeline.scheduler.preemption.n_preempted <= 400 / (1 + 8)
-
-
 def n_decoded(pipeline: TimedPipeline, prefix: str) -> int:
     return sum(trace.n_drawn for name, trace in pipeline.traces.items() if name.startswith(prefix))
 
@@ -401,20 +390,6 @@ def test_320_clients_of_one_key_refuse_and_delay_nothing_of_another_key() -> Non
     assert not pipeline.refused["other"]
     assert len(pipeline.first_token_s("other")) > 6
     assert p95(pipeline.first_token_s("other")) <= max(3 * p95(alone.first_token_s("other")), 0.5)
-
-
-def test_retry_after_is_that_of_the_clients_own_requests() -> None:
-    pipeline = slotted()
-    for i in range(128):
-        pipeline.submit(f"many{i}", 120, 200, key="many")
-    pipeline.run(until=20.0)
-    for i in range(4):
-        pipeline.submit(f"other{i}", 120, 200, key="other")
-    many_s, other_s = (pipeline.scheduler.retry_after_s(key) for key in ("many", "other"))
-    pipeline.run()
-    last = max(trace.started_at or 0.0 for name, trace in pipeline.traces.items() if name.startswith("many"))
-    assert (last - 20.0) / 2.5 < many_s < 2.5 * (last - 20.0)
-    assert other_s < many_s / 4
 
 
 def test_clients_share_the_queue() -> None:

@@ -87,19 +87,6 @@ def test_rows_that_were_lost_with_their_stage_leave_nothing_of_drafts_at_their_p
     assert bench.read(live, 50, 60) is None
 
 
-def test_a_page_in_its_next_life_has_no_rows() -> None:
-    bench = Bench(8)
-    live = bench.sequence(64)
-    bench.file(live, 0, [*range(64)])
-    live.table.release()
-    again = bench.sequence(64)
-    assert again.table.held(Space.FULL) == [0]
-    assert bench.read(again, 0, 64) is None
-    bench.file(again, 0, [7] * 30)
-    assert bench.read(again, 0, 30) == [7] * 30
-    assert bench.read(again, 0, 31) is None
-
-
 def test_a_copied_page_has_the_rows_that_were_copied() -> None:
     bench = Bench(8)
     first, second = bench.sequence(40), bench.sequence(60)
@@ -122,17 +109,3 @@ def test_memory_is_bounded_and_pages_without_owners_give_theirs() -> None:
         bench.file(live, 0, [2] * 128)
     assert bench.read(live, 0, 128) == [2] * 128
     assert bench.journal.n_used == 2
-
-
-def test_slices_that_were_taken_out_leave_no_hole() -> None:
-    bench = Bench(8)
-    gone, kept = bench.sequence(64), bench.sequence(64)
-    gone.sequence = 1
-    step = Step(1, 0, [], [Slice(1, 0, [1] * 5, sample=False), Slice(0, 0, [2] * 3, sample=False)])
-    bench.journal.on_step_planned(step, {0: kept, 1: gone})
-    bench.journal.remove_slices(1, {1})
-    bench.rows.regions[0, 0] = (1, [2] * 3)
-    bench.journal.on_stage_answered(1, 0)
-    bench.carry_out()
-    assert bench.read(kept, 0, 3) == [2] * 3
-    assert bench.read(gone, 0, 1) is None

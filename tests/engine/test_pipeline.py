@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from lucevisor.engine.pipeline import Drafted as DraftsMade
 from lucevisor.engine.pipeline import (
@@ -15,7 +14,6 @@ from lucevisor.engine.pipeline import (
     Pipeline,
     PipelineFailure,
     PipelineResult,
-    RowsReady,
     SendCancelPending,
     SendFrame,
     StepInFlight,
@@ -27,7 +25,6 @@ from lucevisor.protocol.messages import Role
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import (
     PENDING,
-    Drafted,
     DraftStep,
     OpenSequence,
     PendingCancelled,
@@ -166,22 +163,6 @@ def step(step_id: int) -> Step:
     return Step(step_id, step_id % 3, [], [Slice(4, 0, [7, 8], True)])
 
 
-def test_a_step_goes_from_stage_to_stage_and_all_answers_come_out() -> None:
-    bench = Bench([0, 1])
-    bench.pipeline.submit(step(9))
-    assert bench.wires[0].sent == [(0, step(9))]
-    assert bench.wires[1].sent == []
-    payloads = [memoryview(b"head"), memoryview(b"tail")]
-    results = [StepResult(9, 0, compute_s=0.5), StepResult(9, 1, [Sampled(4, 42)])]
-    bench.now = 2.0
-    bench.pipeline.receive(results[0], payloads[0])
-    assert bench.wires[1].sent == [(1, step(9))]
-    bench.now = 5.0
-    bench.pipeline.receive(results[1], payloads[1])
-    assert bench.results == [PipelineResult(step(9), tuple(results), tuple(payloads), 5.0)]
-    assert len(bench.pipeline.in_flight) == 0
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -202,15 +183,6 @@ def test_an_answer_out_of_order_ends_the_pipeline(wrong: StepResult, words: str)
     bench.pipeline.submit(step(3))
     bench.pipeline.close()
     assert (len(bench.failures), bench.results, bench.wires[1].ids) == (1, [], [])
-    assert len(bench.pipeline.in_flight) == 0
-
-
-def test_a_failure_is_passed_on_once_with_the_stage_it_is_blamed_on() -> None:
-    bench = Bench([0, 1])
-    bench.pipeline.submit(step(1))
-    for reason in ("it answered for a stage of another group", "again"):
-        bench.pipeline.fail(1, "protocol_error", reason)
-    assert bench.failures == [PipelineFailure(1, "protocol_error", "it answered for a stage of another group")]
     assert len(bench.pipeline.in_flight) == 0
 
 
@@ -236,17 +208,6 @@ def test_the_oldest_step_is_the_one_a_daemon_has_worked_on_for_longest() -> None
     assert bench.pipeline.oldest_in_flight(32.0) == StepInFlight(2, 1, 1.0)
 
 
-def test_after_close_neither_answers_nor_failures_are_told() -> None:
-    bench = Bench([0, 1])
-    bench.pipeline.submit(step(1))
-    bench.pipeline.close()
-    bench.pipeline.receive(StepResult(1, 0))
-    bench.pipeline.receive(StepResult(9, 7))
-    bench.pipeline.fail(0, "protocol_error", "too late")
-    bench.pipeline.submit(step(2))
-    assert (bench.results, bench.failures, bench.wires[0].ids, bench.wires[1].ids) == ([], [], [(0, 1)], [])
-
-
 # ---- posted steps
 
 
@@ -256,31 +217,6 @@ def posting(n_stages: int = 3) -> Bench:
 
 def posted_step(step_id: int) -> Step:
     return Step(step_id, step_id % 4, [OpenSequence(step_id, 0, SamplingParams())], [Slice(4, 0, [7, 8], True)])
-
-
-def test_all_stages_get_a_step_at_once_and_later_ones_wait_for_its_rows() -> None:
-    bench = posting()
-    bench.pipeline.submit(posted_step(1))
-    assert [wire.ids for wire in bench.wires] == [[(0, 1)], [(1 | POSTED, 1)], [(2 | POSTED, 1)]]
-    bench.answer(1, 0)
-    bench.answer(1, 1, hop_s=3e-5)
-    bench.answer(1, 2, hop_s=4e-5)
-    assert [[answer.hop_s for answer in result.results] for result in bench.results] == [[0.0, 3e-5, 4e-5]]
-    assert [len(wire.steps) for wire in bench.wires] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0), (2, 0, 1), (1, 0, 2)])
-def test_an_answer_that_overtakes_that_of_the_stage_before_waits_for_it(order: tuple[int, ...]) -> None:
-    bench = posting()
-    bench.pipeline.submit(posted_step(1))
-    bench.pipeline.submit(posted_step(2))
-    for stage in order:
-        assert not bench.done
-        bench.answer(1, stage)
-    assert bench.done == [1]
-    assert [answer.stage for answer in bench.results[0].results] == [0, 1, 2]
-    rows = [outcome for outcome in bench.outcomes if isinstance(outcome, RowsReady)]
-    assert [(ready.step.step_id, ready.stage) for ready in rows] == [(1, 0), (1, 1)]
 
 
 def test_a_loss_takes_back_what_has_not_begun_and_it_is_sent_again_from_stage_to_stage() -> None:
@@ -351,41 +287,6 @@ def test_a_stage_that_went_on_with_another_token_than_was_drawn_again_fails_the_
 
 
 # ---- steps that run ahead of their drafts
-
-
-def verifying(step_id: int, drafts_of: int, drafts: list[int]) -> Step:
-    return Step(step_id, step_id % 4, [], [Slice(4, 9, [7, *drafts], True, 3, num_draft_tokens=3)], drafts_of=drafts_of)
-
-
-def drafting(n_stages: int) -> Bench:
-    """A step behind which drafts are made, in the last stage's daemon, and one that is to verify them."""
-    bench = posting(n_stages)
-    bench.attach_drafter(bench.wires[-1], with_output=True)
-    bench.pipeline.submit(replace(posted_step(1), slices=[Slice(4, 0, [7, 8], True, num_draft_tokens=3)]))
-    bench.answer(1, *range(n_stages))
-    bench.pipeline.submit(verifying(2, 1, [PENDING] * 3))
-    assert bench.wires[0].ids[1:] == [(POSTED, 2)]
-    return bench
-
-
-def drafted(bench: Bench, *tokens: int) -> None:
-    bench.pipeline.receive(StepResult(1, len(bench.wires), drafts=[Drafted(4, [*tokens])]))
-
-
-def test_the_watchdog_sees_a_first_stage_that_has_its_drafts() -> None:
-    bench = drafting(2)
-    waiting = bench.pipeline.oldest_in_flight(1e9)
-    assert waiting is not None
-    assert waiting.stage == 2  # the draft stage
-    drafted(bench, 11, 12, 13)
-    working = bench.pipeline.oldest_in_flight(1e9)
-    assert working is not None
-    assert (working.stage, working.step_id) == (0, 2)
-    bench = drafting(2)
-    bench.pipeline.drafts.detach()  # its daemon tells them all the same
-    working = bench.pipeline.oldest_in_flight(1e9)
-    assert working is not None
-    assert working.stage == 0
 
 
 # ---- the draft stage

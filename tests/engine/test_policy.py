@@ -11,7 +11,7 @@ from lucevisor.engine.policy import FairShare, PolicyFactory, StepShare
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.protocol.loading import PoolSizes
-from tests.engine.toy_engine import ToyEngine, events_of, limits, request, told
+from tests.engine.toy_engine import ToyEngine, limits, request
 
 
 class FirstCome:
@@ -79,17 +79,3 @@ async def test_the_client_that_was_served_least_starts_next() -> None:
     while toy.work(0):
         ended += [h.request_id for h in handles if h.finished is not None and h.request_id not in ended]
     assert ended == ["a0", "b", "a1", "a2"]
-
-
-@pytest.mark.parametrize("n_stages", [1, 3])
-async def test_answers_do_not_depend_on_the_policy(n_stages: int) -> None:
-    few = limits(pools=PoolSizes(9, 0, 4))  # so that pages run short
-    for policy in (FirstCome, FairShare):
-        toy = ToyEngine(few, n_stages=n_stages, policy=policy)
-        toy.attach()
-        asked = [request(f"{i}", range(i, 40 * i + 9), n=150 + 5 * i, client_id=f"{i % 3}") for i in range(9)]
-        handles = [toy.engine.submit(one) for one in asked]
-        toy.run()
-        for one, handle in zip(asked, handles, strict=True):
-            assert told(await events_of(handle))[0] == toy.alone(one)
-        assert toy.engine.statistics().preemptions > 0

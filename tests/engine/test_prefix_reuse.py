@@ -174,24 +174,6 @@ def test_prompts_that_begin_alike_wait_for_the_first_and_compute_nothing_twice()
     assert sum(plan.step.n_tokens for plan in plans) == 300 + 4 + 10
 
 
-def test_nobody_waits_for_a_place_that_was_passed_and_not_remembered() -> None:
-    scheduler = Scheduler(warm(max_sequences=2, prefix=replace(ON, max_slots=1)))
-    run_one(scheduler, request("z", range(900, 1000), n=1))
-    [slot] = scheduler.reuse.index.slots
-    scheduler.reuse.index.pin(slot)  # so no other is kept
-    for name in "ab":
-        scheduler.submit(
-            request(name, [*range(150), *range(ord(name), 700 + ord(name))], n=1, turn_boundaries=(150,)), 0.0
-        )
-    plans = []
-    while "b" not in (plans[-1].request_ids if plans else ()):
-        plan = scheduler.next_plan(0.0)
-        assert plan is not None
-        plans.append(plan)
-        scheduler.apply(StepResult(plan.step.step_id, 0), 0.0)
-    assert slices(plans, "a")[-1][1] < 300
-
-
 def test_equal_slots_share_their_pages_when_both_were_computed() -> None:
     """Two sequences that computed the same from the start: the slots point to one copy of it."""
     scheduler = Scheduler(warm(spaces=FULL, prefix=replace(ON, min_tokens=100)))

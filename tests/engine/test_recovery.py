@@ -190,22 +190,6 @@ async def test_only_lost_stages_compute_again(lost: tuple[int, ...]) -> None:
     assert len([daemon for daemon in toy.daemons if daemon in before]) == 3 - len(lost)
 
 
-async def test_without_room_in_the_journal_all_stages_compute_again() -> None:
-    toy = attached(limits(), n_stages=2, hold_s=60.0, journal_pages=1)
-    one = request("a", range(190), n=20)
-    handle = toy.engine.submit(one)
-    for i in range(12):
-        toy.work(i)
-    assert toy.crash(1)
-    toy.come_back()
-    for i in range(12):
-        toy.work(i)
-    assert toy.n_given_up == 1
-    toy.attach()
-    toy.run()
-    assert told(await events_of(handle))[0] == toy.alone(one)
-
-
 async def test_sequences_with_pages_paged_out_are_computed_again() -> None:
     toy = rebuilding(2, max_context=900, residency=Residency(6))
     handle = toy.engine.submit(request("a", range(600), n=20))
@@ -399,34 +383,6 @@ async def test_sequences_with_pages_paged_out_are_kept(n_stages: int, policy: Re
     assert answers[0] == answers[1]
     if policy == "exact":
         assert answers[0] == toy.alone(asked)
-
-
-@pytest.mark.parametrize("kept", [True, False])
-async def test_all_daemons_are_replaced_and_a_lost_one_is_rebuilt_behind_it(kept: bool) -> None:
-    """What was frozen before does not count any more; the journal of the new pipeline has what came after it."""
-    toy = rebuilding(3, pools=PoolSizes(24, 0, 8))
-    asked = [request(name, range(i, 190 + i), n=70) for i, name in enumerate("ab")]
-    handles = [toy.engine.submit(one) for one in asked]
-    for i in range(40):
-        toy.work(i)
-    frozen = await freeze(toy)
-    handles += [toy.engine.submit(request("c", range(100), n=70))]
-    toy.move(frozen if kept else None)
-    counts = toy.engine.statistics().recovery
-    assert counts.pauses["restart"].n == 1
-    assert (counts.n_kept, counts.n_tokens) == ((3 * frozen.n_tokens, 0) if kept else (0, frozen.n_tokens))
-    for i in range(60):
-        toy.work(i)
-    assert toy.crash(1)
-    toy.come_back()
-    while not toy.engine.ready and toy.work(0):
-        pass
-    if kept:
-        assert toy.n_given_up == 1  # the journal lacks the rows of the earlier pipeline
-        toy.attach()
-    toy.run()
-    for one, handle in zip([*asked, request("c", range(100), n=70)], handles, strict=True):
-        assert told(await events_of(handle))[0] == toy.alone(one)
 
 
 async def test_frozen_state_is_of_no_use_after_another_loss() -> None:

@@ -23,7 +23,6 @@ from lucevisor.model.pages import HEAD_PAGES, max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import PENDING, PageIn, PageOut, SamplingParams, Slice
-from tests.engine.toy_disk import talk, through_disk
 from tests.engine.toy_engine import HYBRID, ToyEngine, attached, events_of, limits, request, told
 from tests.engine.toy_pipeline import ToyModel, draw, mix
 
@@ -280,6 +279,15 @@ def test_neighbours_of_a_page_that_matters_stay_with_it() -> None:
 SPACES = [PLAIN, SLIDING, HYBRID]
 
 
+async def talk(toy: ToyEngine, name: str, prompt: Sequence[int], n: int, **more: object) -> tuple[list[int], int]:
+    """Return the tokens of an answer, and how many of the prompt's were cached."""
+    handle = toy.engine.submit(request(name, prompt, n, **more))
+    toy.run()
+    tokens, finished = told(await events_of(handle))
+    assert finished.reason == "length"
+    return tokens, finished.usage.cached_tokens
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(SPACES),
@@ -305,22 +313,3 @@ def test_exact_goes_on_from_any_slot(spaces, n_stages, full_pages, host_pages, t
     toy.engine.prefixes.clear()
     event(f"slots in host memory: {held > 0}")
     assert toy.engine.statistics().host_pages.used == 0
-
-
-@pytest.mark.parametrize("residency", [EXACT, RANKED])
-@pytest.mark.parametrize("spaces", SPACES)
-async def test_after_a_restart_tokens_are_those_of_before(spaces: frozenset[Space], residency: Residency) -> None:
-    bound = bounds(spaces, full_pages=30, host_pages=60, slots=6, residency=residency)
-    toy = attached(bound, n_stages=2)
-    text = [(k * k) % 89 for k in range(560)]
-    tokens, _ = await talk(toy, "a", text, 40)
-    text += tokens
-    other, paged_out = await through_disk(toy, len(text) - 1, bound)
-    assert paged_out is not None
-    assert paged_out.pool_pages == 6
-    asked = [*text, *range(50)]
-    found, n_cached = await talk(other, "b", asked, 60)
-    assert n_cached == len(text) - 1
-    assert (found, n_cached) == await talk(toy, "b", asked, 60)
-    if residency.attends_host:
-        assert found == toy.alone(request("b", asked, 60))

@@ -34,18 +34,6 @@ from tests.engine.toy_engine import limits, request
 # ---- filling a step
 
 
-def test_chunks_of_a_prompt_follow_each_other_up_to_the_bound_in_flight() -> None:
-    scheduler = Scheduler(limits(max_sequences=1, prefill_chunk=50, max_step_tokens=60), n_stages=2)
-    scheduler.submit(request("a", range(170)), 0.0)
-    found = plans(scheduler)
-    assert [shape(p) for p in found] == [[("a", 0, 50, False)], [("a", 50, 50, False)], [("a", 100, 50, False)]]
-    assert [p.step.region for p in found] == [p.step.step_id % 4 for p in found]
-    assert len({p.step.region for p in found}) == 3
-    scheduler.apply(answer(found[0]), 0.0)
-    [last] = plans(scheduler)
-    assert shape(last) == [("a", 150, 20, True)]
-
-
 def test_decodes_ride_beside_prefill_chunks_and_come_first() -> None:
     scheduler = decoding(limits(), "ab")
     scheduler.submit(request("c", range(300)), 0.0)
@@ -303,54 +291,12 @@ def test_the_youngest_gives_its_pages_to_an_older_one_and_goes_on_later() -> Non
     assert scheduler.preemption.n_preempted == 1
 
 
-def preempted(stop_ids: frozenset[int] = frozenset(), waiting: str = "") -> tuple[Scheduler, list[StepPlan]]:
-    """a has just taken a page of b while a token of b was under way: steps of b and of a are in flight."""
-    scheduler = Scheduler(limits(max_sequences=2, pools=PoolSizes(4, 0, 2)), n_stages=2)
-    for name, n_prompt in (("a", 61), ("b", 30)):
-        scheduler.submit(request(name, range(n_prompt), n=90, stop_ids=stop_ids), 0.0)
-    flight = plans(scheduler)
-    for name in waiting:
-        scheduler.submit(request(name, n=900), 0.0)  # too long to start in another's place
-    while not scheduler.preemption.n_preempted:
-        scheduler.apply(answer(flight.pop(0)), 0.0)
-        flight += plans(scheduler)
-    assert [p.request_ids for p in flight] == [("b",), ("a",)]
-    assert (scheduler.n_running, scheduler.n_queued) == (1, 1 + len(waiting))
-    return scheduler, flight
-
-
-def test_a_preempted_request_goes_before_those_that_wait() -> None:
-    scheduler, flight = preempted(waiting="c")
-    scheduler.cancel("a", 0.0)
-    assert plans(scheduler) == []  # b waits for its token under way, and c behind it
-    scheduler.apply(answer(flight.pop(0)), 0.0)
-    found = plans(scheduler)
-    opened = [o.sampling for p in found for o in p.step.operations if isinstance(o, OpenSequence)]
-    assert opened == [request("b").sampling, request("c").sampling]
-
-
 # ---- steps that run ahead of their tokens
 
 
 def tokens(scheduler: Scheduler) -> list[list[list[int]]]:
     """The tokens of the slices of each step that can be sent now."""
     return [[piece.tokens for piece in plan.step.slices] for plan in plans(scheduler)]
-
-
-@pytest.mark.parametrize("n_stages", [2, 3])
-def test_each_micro_batch_has_a_step_under_way_and_one_behind_it(n_stages: int) -> None:
-    scheduler = decoding(limits(pools=PoolSizes(32, 0, 16), max_sequences=8), "abcdef", n_stages=n_stages)
-    scheduler.attach(n_stages, has_doorbells=True)
-    found = plans(scheduler)
-    of = [{s.sequence for s in plan.step.slices} for plan in found]
-    assert of[:n_stages] == of[n_stages:]
-    assert {len(sequences) for sequences in of} == {6 // n_stages}
-    assert [plan.step.depends_on_step for plan in found[n_stages:]] == [plan.step.step_id for plan in found[:n_stages]]
-    for _ in range(20):
-        scheduler.apply(answer(found.pop(0)), 0.0)
-        [behind] = plans(scheduler)
-        assert behind.step.depends_on_step == found[n_stages - 1].step.step_id
-        found.append(behind)
 
 
 @pytest.mark.parametrize("n_stages", [1, 2, 3])

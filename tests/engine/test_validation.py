@@ -89,26 +89,3 @@ def test_a_planted_leak_is_found_when_the_engine_is_idle_next(leak: Callable[[Sc
     leak(toy.engine.core.scheduler)
     with pytest.raises(AccountingError, match=words):
         toy.engine.tick()
-
-
-def test_accounts_of_requests_that_run_are_checked_too() -> None:
-    toy = used()
-    scheduler = toy.engine.core.scheduler
-    toy.engine.submit(request("running", range(300, 400), n=9))
-    toy.work(0)
-    validation.check(scheduler)
-    [record] = scheduler.running
-    assert record.live is not None
-    record.n_in_flight += 1
-    record.live.n_computed += 500
-    page = record.live.table.held(Space.FULL)[0]
-    scheduler.pools[Space.FULL].retain([page])
-    with pytest.raises(AccountingError) as caught:
-        validation.check(scheduler)
-    text = str(caught.value)
-    for words in (
-        f"space full: id {page} counts 3 owners, known are 2 (request running, the prefix index)",
-        "request running counts 3 steps in flight, 2 carry a slice of it",
-        "request running has 100 tokens, 600 computed, 100 scheduled",
-    ):
-        assert words in text
