@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from daemons.kv.batch import Group
-from daemons.ops.page_scores import KeySketches, log_sums, queries_by_head, scores_of, sketches_of
+from daemons.ops.page_scores import KeySketches, queries_by_head, scores_of
 from daemons.ops.page_sums import TorchPageSums
 from daemons.ops.paged import DensePages, Pages
 from lucevisor.kv.residency import Residency
@@ -69,18 +69,6 @@ def test_swapped_pages_are_what_is_attended_to(golden: Golden, n_splits: int, mo
     assert float((found - expected).abs().max()) <= 2e-5 * float(expected.abs().max())
 
 
-def test_stages_score_all_whole_pages(golden: Golden) -> None:
-    stages = load_stages(golden.spec, golden.layer_splits()[:2], How(host_pages=40, rank_pages=True))
-    texts, v = Texts(golden.spec, stages, POOL), golden.spec.vocabulary
-    for start in range(0, 768, 256):
-        texts.run(a=tokens_at(start, 256, v))
-    texts.run(a=tokens_at(768, 40, v))
-    [scores] = texts.scores.values()
-    n_layers = sum(layer.space is Space.FULL for layer in golden.spec.layers)
-    assert len(scores) == 12
-    assert all(0.0 < score <= n_layers for score in scores)
-
-
 @pytest.mark.parametrize("width", [64, 60])
 def test_scores_find_a_key_that_one_head_looks_for(width: int) -> None:
     """One of 64 keys of a page in a text of 40, and one of four heads attends to it: a mean would lose it."""
@@ -104,17 +92,3 @@ def test_scores_find_a_key_that_one_head_looks_for(width: int) -> None:
         found.append(int(scores.argmax()) == at)
         torch.testing.assert_close(scores, scores_of(of_all, 3), rtol=0.1, atol=1e-4)  # those kept are rounded
     assert all(found)
-
-
-def test_sketches_tell_what_attention_sees() -> None:
-    """Estimated sums of weights, by page, go with those of the keys themselves, closer than means of keys do."""
-    generator = torch.Generator().manual_seed(5)
-    keys, q = (torch.randn(*shape, generator=generator) for shape in ((50, PAGE_TOKENS, 2, 64), (2, 6, 64)))
-    q /= 4  # products deviate by 2
-    exact = torch.logsumexp(torch.einsum("krd,ntkd->krnt", q, keys), dim=-1)
-    found, by_means = log_sums(q, sketches_of(keys)), torch.einsum("krd,nkd->krn", q, keys.mean(dim=1))
-    close, less = (
-        float(torch.corrcoef(torch.stack((one.flatten(), exact.flatten())))[0, 1]) for one in (found, by_means)
-    )
-    assert close > 0.65
-    assert close > less + 0.2

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from itertools import count, cycle
 
 import pytest
-import torch
 
 from lucevisor.model.values import Space
 from tests.families.golden import Golden, opened
@@ -53,10 +52,6 @@ def test_rows_up_to_the_last_right_draft_are_those_of_the_text(golden: Golden) -
     check_forced(golden, split_pipeline(golden), [0], 30)
 
 
-def test_slices_of_several_lengths_verify_in_one_step(golden: Golden) -> None:
-    check_forced(golden, golden.pipeline(), [2, 0, 1], 24)
-
-
 def drafter(golden: Golden) -> Callable[[list[int]], list[int]]:
     """Drafts that are right, wrong, or right at first, in turn."""
     turn = count()
@@ -91,15 +86,3 @@ def test_the_states_kept_are_those_of_single_steps(name: str) -> None:
         c.accept(0, n, accepted)
         rows = c.run((0, golden.ids[41 + accepted :]))
         golden.bounds.assert_logits(rows, golden.logits, slice(41 + accepted, None))
-
-
-def test_a_slice_may_hold_context_before_its_newest_token(golden: Golden) -> None:
-    c, ids = split_pipeline(golden), golden.ids
-    c.open(0)
-    c.run((0, ids[:20]))
-    rows = c.verify((0, [*ids[20:28], wrong(golden, ids[28]), 5], 2))
-    golden.bounds.assert_logits(rows[:8], golden.logits, slice(20, 28))
-    c.accept(0, 2, 0)
-    rows = c.run((0, ids[28:]))
-    golden.bounds.assert_logits(rows, golden.logits, slice(28, None))
-    assert rows.dtype == torch.float32

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,13 +14,12 @@ from lucevisor.config import load
 from lucevisor.deployment import service as service_module
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Observer, Service
-from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady
+from lucevisor.engine.request import FinishedEvent, GenerationRequest
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import SamplingParams
 from lucevisor.supervision.events import State
 from tests.e2e.process import ROOT
 from tests.supervision.real_groups import brisk, stage_tiny
-from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -61,24 +58,6 @@ async def ask(service: Service) -> FinishedEvent:
             if isinstance(event, FinishedEvent):
                 return event
     raise AssertionError("the stream ended without a FinishedEvent")
-
-
-async def test_ready_names_the_cause_of_the_last_failure_until_ready_again(tmp_path):
-    """In every state on the way back, through the first process's death, the pause, the import and the load."""
-    async with serving(config_of(tmp_path), tmp_path, backoff_min_s=0.3) as service:
-        assert await service.wait_ready(60.0), service.reason()
-        pid = service.groups["left"].pid
-        heard: list[tuple[State, str]] = []
-        service.observer.state = lambda group, state, _: heard.append((state, service.reason()))
-        os.kill(pid, signal.SIGKILL)
-        await service.groups["left"].wait(State.LOADING, timeout_s=60)
-        with pytest.raises(NotReady, match=f"group left is LOADING: restarting after: process {pid} was killed"):
-            await ask(service)
-        assert await service.wait_ready(60.0), service.reason()
-    cause = f"process {pid} was killed by signal 9 (SIGKILL)"
-    assert dict(heard)[State.BACKOFF].startswith(f"group left is BACKOFF: {cause}")
-    assert dict(heard)[State.STARTING].startswith(f"group left is STARTING: restarting after: {cause}")
-    assert dict(heard)[State.LOADING].startswith(f"group left is LOADING: restarting after: {cause}")
 
 
 async def test_a_daemon_that_hangs_in_a_reset_is_found(tmp_path):
@@ -125,25 +104,6 @@ async def test_a_restart_that_waits_for_another_starts_nothing_during_a_stop(tmp
                 await asked
         assert [group.state for group in service.groups.values()] == [State.STOPPED] * 2
         assert right.pid is None
-
-
-@pytest.mark.parametrize("how", ["exit at load", "abort at reset"])
-async def test_a_death_at_any_point_of_the_way_to_a_chain_is_made_good(tmp_path, how):
-    async with serving(config_of(tmp_path, right=how), tmp_path) as service:
-        right = service.groups["right"]
-        await right.wait(State.BACKOFF, timeout_s=60)
-        assert await service.wait_ready(60.0), service.reason()
-        assert right.restarts == 1
-        assert service.groups["left"].restarts == 0
-
-
-async def test_a_service_with_a_stopped_daemon_is_not_ready_and_says_why(tmp_path):
-    async with serving(config_of(tmp_path), tmp_path, heartbeat_s=1.0, busy_heartbeat_s=1.0) as service:
-        assert await service.wait_ready(60.0), service.reason()
-        os.kill(service.groups["left"].pid, signal.SIGSTOP)
-        await until(lambda: service.state != "ready")
-        assert "group left is STOPPING: no heartbeat" in service.reason()
-        assert await service.wait_ready(60.0), service.reason()
 
 
 async def test_groups_that_failed_try_again_by_themselves_and_serve(tmp_path):

@@ -155,15 +155,6 @@ async def test_a_daemon_that_hangs_with_the_interpreter_lock_gives_its_stacks(tm
     assert any("hang_with_gil" in line for line in output_of(logs, first))
 
 
-async def test_an_overdue_step_restarts_the_daemon_though_its_pulse_beats(tmp_path):
-    async with ready_group(tmp_path, "sleep at step", TINY_ONCE=str(tmp_path / "once")) as (group, _):
-        group.link.send(Step(1, 0))
-        await until(lambda: group.heartbeat and group.heartbeat.phase == "step")
-        group.overdue("step 1", 31.0)
-        assert group.reason == "step 1 gave no result in 31.0 s"
-        await ready(group, n_restarts=1)
-
-
 async def test_a_load_without_progress_is_ended_and_progress_moves_the_deadline(tmp_path):
     limits = brisk(load_stall_s=1.0, heartbeat_s=20.0)
     async with tiny_group(tmp_path, "sleep at load", limits=limits, TINY_ONCE=str(tmp_path / "once")) as (group, _):

@@ -14,8 +14,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.snapshots import disk
-from lucevisor.snapshots.file_format import Fault
 from lucevisor.snapshots.store import DISK_FAILURES, STEPS, SaveFailed, SnapshotRefused
 from tests.daemons.snapshot_pipeline import SlotPipeline, golden_spec, ids_of, state_model
 from tests.faults.snapshot_saver import NEW, OLD, N
@@ -140,22 +138,6 @@ def test_an_error_at_any_step_leaves_the_earlier_files(tmp_path, step, number):
     store.close()
 
 
-@pytest.mark.parametrize("step", ["sync_directory", "prune"])
-def test_an_error_behind_the_rename_keeps_the_complete_file(tmp_path, step):
-    def at(name):
-        if name == step:
-            raise OSError(errno.EIO, "Input/output error")
-
-    store = made_store(tmp_path, at=at)
-    with capture_logs() as logs:
-        entry = save(store)
-    assert [line["event"] for line in logs if line["log_level"] == "warning"] == [
-        {"sync_directory": "snapshot directory not synced", "prune": "snapshots not pruned"}[step]
-    ]
-    assert restore(store, entry)
-    store.close()
-
-
 @pytest.mark.parametrize("failing", [1, 2])
 def test_a_failed_fsync_is_never_repeated(tmp_path, monkeypatch, failing):
     """The first is for the data, the second for the header."""
@@ -193,24 +175,6 @@ def test_a_full_disk_makes_room_of_the_oldest_snapshots(small_disk):
     assert store.budget < 1 << 20
     must_fail(store, made_slot(12_000, start=999), "disk_full", "ENOSPC 28: No space left on device")
     assert len(store.scan()) == len(kept)  # none was removed for what has no room at all
-    store.close()
-
-
-def test_a_directory_that_went_away_is_made_again(tmp_path):
-    store = made_store(tmp_path / "cache")
-    store.scan()
-    entry = save(store)
-    shutil.rmtree(tmp_path / "cache")
-    with pytest.raises(SnapshotRefused) as caught:
-        store.open_for_restore(entry)
-    assert caught.value.fault is Fault.GONE
-    again = save(store)
-    assert [e.file for e in store.entries] == [again.file]
-    shutil.rmtree(tmp_path / "cache")
-    (tmp_path / "cache").write_text("in the way")
-    with capture_logs() as logs, pytest.raises(SaveFailed, match="is a file, not a directory") as caught:
-        save(store)
-    assert (caught.value.label, logs[-1]["event"]) == ("io", "snapshot not saved")
     store.close()
 
 
@@ -271,39 +235,6 @@ def each_damage(tmp_path, n_tokens=40):
         store._index[entry.file] = entry
 
     return store, entry, good, put
-
-
-def test_a_file_cut_while_it_is_read(tmp_path):
-    store, entry, good, _ = each_damage(tmp_path)
-    reading = store.open_for_restore(entry)
-    os.truncate(tmp_path / entry.file, len(good) - 10)
-    with pytest.raises(SnapshotRefused, match="ends at byte"):
-        store.check(reading)
-    store.close_snapshot(reading)
-    store.close()
-
-
-def test_a_disk_that_cannot_be_read(tmp_path, monkeypatch):
-    store = made_store(tmp_path)
-    kept, _ = saved_before(store)
-    for call, place in (("pread", "header"), ("preadv", "header"), ("preadv", "tensors")):
-        entry = save(store)
-        n_calls = []
-
-        real = getattr(os, call)
-
-        def broken(*args, n_calls=n_calls, real=real, skip=int(place == "tensors")):
-            n_calls.append(args)
-            if len(n_calls) <= skip:
-                return real(*args)
-            raise OSError(errno.EIO, "Input/output error")
-
-        monkeypatch.setattr(disk.os, call, broken)
-        refused = must_be_refused(store, entry, Fault.UNREADABLE)
-        monkeypatch.undo()
-        assert refused.reason == f"{place}: cannot be read: EIO, Input/output error"
-    assert restore(store, kept)
-    store.close()
 
 
 def test_random_damage_never_passes(tmp_path):

@@ -358,7 +358,7 @@ class Swaps(Play):
             super().attach()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(crowds(), st.sampled_from([200, 200, 0]), st.sampled_from([1 << 30, 1 << 30, 1500]))
 def test_what_was_computed_comes_back(scenario: Scenario, pages: int, limit_bytes: int) -> None:
     async def play() -> None:

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import threading
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -199,37 +198,6 @@ def test_a_directory_that_stays_locked_is_an_error(store, monkeypatch):
         with pytest.raises(ConfigError, match=r"cache\.dir"):
             store.scan()
     save(store)
-
-
-def test_many_threads_save_prune_and_scan_at_once(tmp_path):
-    size = 8192
-    stores = [made_store(tmp_path, disk_bytes=4 * size) for _ in range(2)]
-    problems = []
-
-    def work(store, start):
-        try:
-            for i in range(8):
-                entry = save(store, made_slot(start=start + i))
-                try:
-                    assert restore(store, entry)
-                except SnapshotRefused as refused:
-                    assert refused.fault is Fault.GONE  # noqa: PT017  # the other store made room
-                store.scan()
-        except Exception as error:
-            problems.append(error)
-
-    threads = [threading.Thread(target=work, args=(s, 1000 * i)) for i, s in enumerate(stores * 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert problems == []
-    for store in stores:
-        store.prune()
-        assert all(restore(store, e) for e in store.scan())
-        store.close()
-    assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= 4 * size
-    assert not [n for n in names(tmp_path) if not n.endswith(".safetensors")]
 
 
 # ---- which file restores most
