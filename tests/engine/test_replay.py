@@ -21,7 +21,7 @@ from tests.engine.toy_engine import ToyEngine, check_answers, limits, request
 from tests.engine.toy_pipeline import ToyConstraint, ToyDaemon
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(scenarios(), st.sampled_from([200, 4]), st.booleans())
 def test_recorded_crashes_replay_to_the_same_instructions(scenario: Scenario, pages: int, late: bool) -> None:
     play = Crashes(scenario, pages, late=late)
@@ -71,7 +71,7 @@ class DyingLink(ToyDaemon):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_link_that_dies_at_any_instruction_changes_no_token(stage: int) -> None:
     n_died = 0
-    for n_frames in range(40):
+    for n_frames in range(stage, 40, 3):
         toy = rebuilding(3, pools=PoolSizes(24, 0, 16), max_sequences=4)
         toy.links[stage].__class__ = DyingLink
         toy.links[stage].n_left = n_frames  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ def test_a_link_that_dies_at_any_instruction_changes_no_token(stage: int) -> Non
             end_loss(toy)
         assert toy.engine.core.state is EngineState.SERVING
         asyncio.run(check_answers(toy, asked, handles))
-    assert n_died > 10
+    assert n_died > 3
 
 
 def test_a_drafter_that_cannot_be_sent_to_is_detached() -> None:

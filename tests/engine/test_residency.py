@@ -288,7 +288,7 @@ async def talk(toy: ToyEngine, name: str, prompt: Sequence[int], n: int, **more:
     return tokens, finished.usage.cached_tokens
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.sampled_from(SPACES),
     st.integers(1, 2),

@@ -155,7 +155,9 @@ class ToyModel:
         row = 0
         for i in range(len(prompt) + n_tokens):
             if i == len(tokens):
-                counts = sum(mix(t, at >= len(prompt)) for at, t in enumerate(tokens)) & _MASK
+                counts = 0
+                if sampling.penalised:
+                    counts = sum(mix(t, at >= len(prompt)) for at, t in enumerate(tokens)) & _MASK
                 allowed = range(VOCABULARY) if constraint is None else constraint.allowed(tokens[len(prompt) :])
                 tokens.append(draw(row, sampling, i, counts, allowed))
                 if tokens[i] in stop_ids or len(tokens) == len(prompt) + n_tokens:
@@ -484,13 +486,15 @@ class ToyStage:
         self._settle(sequence, sequence.state)
         after = self._states_after(sequence, piece)
         state = self.states[sequence.state] if after else 0
-        out = []
+        out: list[int] = []
+        total = 0
         for position, row in enumerate(rows, start=piece.start):
             value = mix(row, position, self.stage)
             parts = [row]
             if Space.FULL in self.model.spaces:
                 self._page(sequence, Space.FULL, position)[position % PAGE_TOKENS] = (position, value)
-                parts.append(self._sum(sequence, Space.FULL, 0, position))
+                total = total + value if out else self._sum(sequence, Space.FULL, 0, position)
+                parts.append(total)
             if self.model.window is not None:
                 self._page(sequence, Space.WINDOW, position)[position % PAGE_TOKENS] = (position, value)
                 parts.append(self._sum(sequence, Space.WINDOW, max(0, position - self.model.window + 1), position))
