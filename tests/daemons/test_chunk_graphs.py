@@ -20,7 +20,7 @@ from daemons.models.shard import ShardOutput, SharedOutput
 from daemons.models.stage import LoadedStage
 from daemons.ops.operations import SHORT_SLICE
 from lucevisor.model.values import Space
-from tests.families.golden import FIXTURES, opened
+from tests.families.golden import KINDS, opened
 from tests.families.pipeline import Pipeline, load_stages
 
 
@@ -104,7 +104,7 @@ def parts_of(name: str) -> list[tuple[int, ...]]:
     return [(), tuple(opened(name).layer_splits()[:1])]
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_replayed_chunk_is_that_of_its_own_step(name, monkeypatch):
     golden = opened(name)
     for split in parts_of(name):
@@ -123,7 +123,7 @@ def test_a_replayed_chunk_is_that_of_its_own_step(name, monkeypatch):
             golden.assert_logits(a)
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", KINDS)
 def test_numbers_of_other_sequences_never_come_in(name):
     """Not as zero times NaN either: all pages are NaN, but for what the sequence wrote."""
     golden = opened(name)

@@ -13,12 +13,12 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import DraftKind
 from tests.drafters.drafted import DraftedPipeline, golden, load_draft, wanted_trace
-from tests.families.golden import FIXTURES, opened
+from tests.families.golden import KINDS, opened
 from tests.families.pipeline import How, Pipeline, load_stages
 from tests.model.drafter_files import MTP, TARGET, UPSTREAM
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_warm_chain_is_golden(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     golden = opened(name)
     stages = load_stages(golden.spec, golden.layer_splits()[:1])
@@ -42,7 +42,7 @@ def test_a_warm_chain_is_golden(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_pages_are_scored_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """For KV Flash, policy qk: one page on the device and one in host memory, for a decode and the end of a prompt."""
-    fixture, seen = opened(FIXTURES[0]), []
+    fixture, seen = opened(KINDS[0]), []
 
     class Watched(TorchPageSums):
         def of_keys(self, q, keys, pages):

@@ -6,6 +6,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,6 +17,13 @@ from tests.families.rounding import Bounds, Formats, assert_same_tokens, bounds,
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 FIXTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35moe")
 FIXTURES += ("gemma3", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale")
+KINDS = ("llama", "qwen35", "gemma4_e2b", "laguna")
+"""A fixture of each kind of layer: full, recurrent and sliding attention, shared keys and values, experts."""
+each_kind = pytest.mark.parametrize(
+    "golden",
+    [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in FIXTURES],
+    indirect=True,
+)
 OPTIONS = {"laguna": {"yarn_attn_factor": "file"}}
 """The golden file ``laguna`` holds an attention factor that only transformers obeys."""
 

@@ -17,7 +17,7 @@ from lucevisor.model.values import Q8_GROUP, Backend, Dtype, LayerRange, Space, 
 from lucevisor.model.weight_layout import weight_bytes
 from lucevisor.protocol.steps import CopyPage, CopyState, SetPages
 from tests.combinations import combinations
-from tests.families.golden import FIXTURES, Golden, opened
+from tests.families.golden import FIXTURES, Golden, each_kind, opened
 from tests.families.pipeline import How, Pipeline, load_stages, pools_of
 from tests.families.rounding import Formats, middle_error
 from tests.numerics import UNIT, q8_error
@@ -50,6 +50,7 @@ def test_every_cut_in_two_changes_no_bit(golden):
         assert found[2] == tokens
 
 
+@each_kind
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
 def test_stages_behind_the_first_need_no_tokens(golden, dtype):
     """Only the first one is told those of a step that runs ahead."""
@@ -72,6 +73,7 @@ def everything(c: Pipeline, golden: Golden) -> tuple[Tensor, list[Tensor], list[
     return logits, hidden, c.greedy(1, golden.prompt, 12)
 
 
+@each_kind
 def test_stages_and_shards_change_no_bit(golden):
     """Three parts: as stages, as shards, and both; and every layer a shard of its own."""
     cuts = golden.layer_splits()
@@ -89,7 +91,7 @@ def test_stages_and_shards_change_no_bit(golden):
         assert sum(len(stage.usage()) for stage in c.stages) == len(layer_split) + len(shard_split) + 1
 
 
-@pytest.mark.parametrize("size", [1, 7])
+@combinations(indirect=["golden"], golden=FIXTURES, size=[1, 7])
 def test_chunks_of_a_prompt(golden, size):
     c = golden.pipeline()
     c.open(0)
@@ -140,6 +142,7 @@ def test_window_pages_that_went_back_change_no_bit(name):
     assert kept.texts[0].pages[Space.WINDOW].count(None) == 0
 
 
+@each_kind
 def test_reused_pages_and_states_hold_nothing_of_the_last_text(golden):
     c = golden.pipeline()
     for s in range(3):
@@ -201,7 +204,7 @@ def error_in_chunks(golden: Golden, how: How) -> float:
     return middle_error(found, golden.logits)
 
 
-@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT16])
+@combinations(indirect=["golden"], golden=FIXTURES, dtype=[Dtype.BFLOAT16, Dtype.FLOAT16])
 def test_half_precision_is_as_near_as_its_roundings(golden, dtype):
     assert error_in_chunks(golden, How(dtype, dtype)) <= golden.explained(Formats(dtype, dtype))
 

@@ -15,7 +15,8 @@ from daemons.ops.page_sums import TorchPageSums
 from daemons.ops.paged import DensePages, Pages
 from lucevisor.kv.residency import Residency
 from lucevisor.model.values import PAGE_TOKENS, Space
-from tests.families.golden import Golden
+from tests.combinations import combinations
+from tests.families.golden import KINDS, Golden
 from tests.families.paged_texts import Texts, tokens_at
 from tests.families.pipeline import How, load_stages
 
@@ -58,7 +59,7 @@ def masked(out: dict[int, set[int]]) -> object:
     return keys
 
 
-@pytest.mark.parametrize("n_splits", [0, 2])
+@combinations(indirect=["golden"], golden=KINDS, n_splits=[0, 2])
 def test_swapped_pages_are_what_is_attended_to(golden: Golden, n_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = load_stages(golden.spec, golden.layer_splits()[:n_splits], How(host_pages=40, rank_pages=True))
     found, out = run(golden, Texts(golden.spec, stages, POOL), rank=True)

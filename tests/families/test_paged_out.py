@@ -12,7 +12,7 @@ from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import HEAD_PAGES
 from lucevisor.model.values import PAGE_TOKENS, Space
 from tests.combinations import combinations
-from tests.families.golden import FIXTURES, Golden
+from tests.families.golden import KINDS, Golden, each_kind
 from tests.families.paged_texts import Texts, run, tokens_at
 from tests.families.pipeline import How, load_stages
 
@@ -52,7 +52,7 @@ def masked(n_out: dict[int, int]) -> object:
     return keys
 
 
-@combinations(indirect=["golden"], golden=FIXTURES, how=CHUNKS)
+@combinations(indirect=["golden"], golden=KINDS, how=CHUNKS)
 def test_resident_pages_are_what_is_attended_to(golden: Golden, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = CHUNKS[how]
     splits = golden.layer_splits()[: list(CHUNKS).index(how)]  # one to three stages
@@ -65,6 +65,7 @@ def test_resident_pages_are_what_is_attended_to(golden: Golden, how: str, monkey
     assert float((full - expected).abs().max()) > 1e-3 * scale  # what is out would have mattered
 
 
+@each_kind
 def test_sequences_with_unequal_gaps_share_a_step(golden: Golden) -> None:
     n_tokens, v = {"a": 700, "b": 100, "c": 640}, golden.spec.vocabulary
     steps = [{"a": 1, "b": 1, "c": 1}, {"a": 3, "b": 3, "c": 60}, {"a": 1, "b": 1, "c": 1}]
@@ -95,7 +96,7 @@ HOST_POOL = Residency(9, "exact")
 EXACT = How(host_pages=80)
 
 
-@combinations(indirect=["golden"], golden=FIXTURES, how=CHUNKS)
+@combinations(indirect=["golden"], golden=KINDS, how=CHUNKS)
 def test_logits_are_those_without_kv_flash(golden: Golden, how: str) -> None:
     splits = golden.layer_splits()[: list(CHUNKS).index(how)]  # one to three stages
     found = run(golden.spec, load_stages(golden.spec, splits, EXACT), CHUNKS[how], HOST_POOL)
@@ -103,6 +104,7 @@ def test_logits_are_those_without_kv_flash(golden: Golden, how: str) -> None:
     assert float((found - wanted).abs().max()) <= 2e-5 * float(wanted.abs().max())
 
 
+@each_kind
 def test_sequences_with_and_without_host_pages_share_a_step(golden: Golden) -> None:
     n_tokens, v = {"a": 700, "b": 100, "c": 640}, golden.spec.vocabulary
     steps = [{"a": 1, "b": 1, "c": 1}, {"a": 3, "b": 3, "c": 60}, {"a": 1, "b": 1, "c": 1}]

@@ -8,7 +8,7 @@ from itertools import count, cycle
 import pytest
 
 from lucevisor.model.values import Space
-from tests.families.golden import Golden, opened
+from tests.families.golden import Golden, each_kind, opened
 from tests.families.pipeline import DRAFT_STATES, STATES, Pipeline, load_stages
 
 ACCEPTED = [(4, 4), (7, 3), (1, 0), (15, 9), (2, 2), (3, 0), (1, 1)]
@@ -48,6 +48,7 @@ def check_forced(golden: Golden, c: Pipeline, sequences: list[int], n_prompt: in
             c.accept(s, n, right)
 
 
+@each_kind
 def test_rows_up_to_the_last_right_draft_are_those_of_the_text(golden: Golden) -> None:
     check_forced(golden, split_pipeline(golden), [0], 30)
 
@@ -64,6 +65,7 @@ def drafter(golden: Golden) -> Callable[[list[int]], list[int]]:
     return draft
 
 
+@each_kind
 def test_tokens_are_the_greedy_ones_whatever_is_drafted(golden: Golden) -> None:
     c = split_pipeline(golden)
     c.open(0)
@@ -74,7 +76,7 @@ def test_tokens_are_the_greedy_ones_whatever_is_drafted(golden: Golden) -> None:
         assert sorted(c.free_draft_states) == list(range(STATES, STATES + DRAFT_STATES))
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen35moe"])
+@pytest.mark.parametrize("name", ["qwen35"])
 def test_the_states_kept_are_those_of_single_steps(name: str) -> None:
     """Continuing from each state of one verify slice gives the golden rows."""
     golden, n = opened(name), 12
