@@ -13,8 +13,10 @@ from daemons.models.qwen35moe import Qwen35MoeFamily
 FAMILIES: dict[str, type[Family]] = {
     "gemma3": Gemma3Family,
     "gemma4": Gemma4Family,
+    "granite": LlamaFamily,
     "laguna": LagunaFamily,
     "llama": LlamaFamily,
+    "mistral3": LlamaFamily,
     "qwen2": LlamaFamily,
     "qwen3": LlamaFamily,
     "qwen35": Qwen35Family,

@@ -99,6 +99,7 @@ class Family(ABC):
 
     eps: float
     softcap = 0.0  # of the logits; 0: none
+    logit_divisor = 1.0
 
     def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None:
         """``weights`` and ``pools`` are those of the shard."""
@@ -136,7 +137,7 @@ class Family(ABC):
     def output(self) -> Callable[[Tensor], Tensor]:
         """Rows of the residual stream [n, E] to float32 logits [n, V]."""
         lm_head = "output.weight" if "output.weight" in self.spec.output_tensors else "token_embd.weight"
-        return Output(self.norm("output_norm.weight"), self.w.linear(lm_head), self.softcap)
+        return Output(self.norm("output_norm.weight"), self.w.linear(lm_head), self.softcap, self.logit_divisor)
 
 
 # ---- layers
@@ -150,11 +151,13 @@ def advance_state(block: Block, x: Tensor, batch: Batch) -> None:
 
 
 class PreNormLayer:
-    """``h += mixer(norm(h)); h += mlp(norm(h))``."""
+    """``h += mixer(norm(h)); h += mlp(norm(h))``, what is added times ``scale``."""
 
-    def __init__(self, mixer_norm: Norm, mixer: Block, mlp_norm: Norm, mlp: Block, operations: Operations) -> None:
+    def __init__(
+        self, mixer_norm: Norm, mixer: Block, mlp_norm: Norm, mlp: Block, operations: Operations, scale: float = 1.0
+    ) -> None:
         self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = mixer_norm, mixer, mlp_norm, mlp
-        self.operations = operations
+        self.operations, self.scale = operations, scale
 
     def __call__(self, h: Tensor, batch: Batch) -> Tensor:
         return self.operations.add(*self.advance(h, None, batch))
@@ -169,8 +172,11 @@ class PreNormLayer:
             x = self.mixer_norm(h)
         else:
             h, x = self.mixer_norm.fused_add(h, delta)
-        h, x = self.mlp_norm.fused_add(h, self.mixer(x, batch))
-        return h, self.mlp(x, batch)
+        h, x = self.mlp_norm.fused_add(h, self._scaled(self.mixer(x, batch)))
+        return h, self._scaled(self.mlp(x, batch))
+
+    def _scaled(self, delta: Tensor) -> Tensor:
+        return delta if self.scale == 1.0 else delta * self.scale
 
 
 @dataclass(frozen=True)
@@ -213,13 +219,17 @@ class Embedding:
 
 
 class Output:
-    """Final norm and output matrix (lm_head); float32 logits, with ``softcap`` as ``cap * tanh(x / cap)``."""
+    """Final norm and output matrix (lm_head); float32 logits, divided by ``divisor``, with ``softcap`` as
+    ``cap * tanh(x / cap)``.
+    """
 
-    def __init__(self, norm: Norm, lm_head: Linear, softcap: float = 0.0) -> None:
-        self.norm, self.lm_head, self.softcap = norm, lm_head, softcap
+    def __init__(self, norm: Norm, lm_head: Linear, softcap: float = 0.0, divisor: float = 1.0) -> None:
+        self.norm, self.lm_head, self.softcap, self.divisor = norm, lm_head, softcap, divisor
 
     def __call__(self, h: Tensor) -> Tensor:
         logits = self.lm_head(self.norm(h)).float()
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
         return logits if self.softcap == 0.0 else torch.tanh(logits / self.softcap) * self.softcap
 
 
@@ -256,7 +266,8 @@ class AttentionShape:
 
     ``gate`` columns follow q and k in the input product: H D for a gate per element, H for one per head, 0 for none;
     ``softplus`` replaces the sigmoid.  ``key_values``: values are the keys before norm and rotation.  ``window`` 0: all
-    positions.  Without ``causal`` the tokens of a slice see each other.
+    positions.  Without ``causal`` the tokens of a slice see each other.  ``temperature`` (s, n): a query at position i
+    is multiplied by 1 + s ln(1 + floor(i / n)).
     """
 
     n_heads: int
@@ -270,6 +281,7 @@ class AttentionShape:
     softplus: bool = False
     key_values: bool = False
     causal: bool = True
+    temperature: tuple[float, int] = (0.0, 1)
 
 
 class Attention:
@@ -323,6 +335,9 @@ class Attention:
         qk, gate, v = self.inputs(x).split_with_sizes(self.columns, dim=-1)
         qk = qk.view(rows, -1, d)
         q, k = self.positions(qk, batch).split_with_sizes(self.heads, dim=1)
+        if s.temperature[0]:
+            steps = batch.positions.div(s.temperature[1], rounding_mode="floor").float()
+            q = (q * (1.0 + s.temperature[0] * steps.log1p()).view(-1, 1, 1)).to(q.dtype)
         if s.n_kv_heads:
             v = qk[:, s.n_heads :] if s.key_values else v.view(rows, -1, d)
             slots = batch.slots[s.space]

@@ -1,5 +1,6 @@
-"""Families ``llama``, ``qwen2``, ``qwen3`` and ``qwen3moe``: full attention in every layer; norms on queries and keys,
-biases and routed experts where the parameters say so.  Maths: docs/families.md.
+"""Families ``llama``, ``qwen2``, ``qwen3``, ``qwen3moe``, ``granite`` and ``mistral3``: full attention in every
+layer; norms on queries and keys, biases, routed experts, scales and temperature where the parameters say so.  Maths:
+docs/families.md.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ class LlamaFamily(Family):
     def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None:
         super().__init__(spec, weights, pools)
         assert isinstance(spec.params, LlamaParams)
-        self.p, self.eps = spec.params, spec.params.eps
+        self.p, self.eps, self.logit_divisor = spec.params, spec.params.eps, spec.params.logit_divisor
         self.rope = self.rotary(self.p.rotary, weights.exact(ROPE_FACTORS) if self.p.rope_factors else None)
 
     def layer(self, index: int) -> Block:
         b = f"blk.{index}."
         norms = self.norm(b + "attn_norm.weight"), self.norm(b + "ffn_norm.weight")
-        return PreNormLayer(norms[0], self.attention(index), norms[1], self.mlp(index), self.operations)
+        blocks = (norms[0], self.attention(index), norms[1], self.mlp(index))
+        return PreNormLayer(*blocks, self.operations, self.p.residual_scale)
 
     def mlp(self, index: int) -> Block:
         b, x = f"blk.{index}.", self.p.experts
@@ -53,7 +55,9 @@ class LlamaFamily(Family):
         return GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations)
 
     def attention_shape(self, index: int) -> AttentionShape:
-        return AttentionShape(self.p.n_heads, self.p.n_kv_heads, self.p.head_dim, self.p.scale)
+        p = self.p
+        temperature = (p.temperature_scale, p.temperature_length)
+        return AttentionShape(p.n_heads, p.n_kv_heads, p.head_dim, p.scale, temperature=temperature)
 
     def attention(self, index: int) -> Attention:
         b, shape = f"blk.{index}.", self.attention_shape(index)

@@ -5,6 +5,7 @@ The daemons compute the frequencies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -72,15 +73,20 @@ def read_yarn(keys: Keys, options: Mapping[str, str]) -> Yarn | None:
     """YaRN's parameters; None when positions are not scaled.
 
     Option ``yarn_attn_factor``: "default" computes the factor on cos and sin by the formula, as common servers do;
-    "file" uses the value in the file.
+    "file" uses the value in the file.  ``rope.scaling.yarn_log_multiplier`` m divides the formula's value by
+    0.1 m ln(factor) + 1.
     """
     if scaling_type(keys) != "yarn":
         return None
-    attention = None
+    factor = keys.number("rope.scaling.factor", 1.0, above=0.0)
+    attention, multiplier = None, keys.number("rope.scaling.yarn_log_multiplier", 0.0, low=0.0)
+    if multiplier:
+        logarithm = 0.1 * math.log(max(factor, 1.0))
+        attention = (1.0 + logarithm) / (1.0 + multiplier * logarithm)
     if options.get("yarn_attn_factor", "default") == "file":
-        attention = keys.number("rope.scaling.yarn_attn_factor", 0.0) or None
+        attention = keys.number("rope.scaling.yarn_attn_factor", 0.0) or attention
     return Yarn(
-        factor=keys.number("rope.scaling.factor", 1.0, above=0.0),
+        factor=factor,
         original_context=keys.integer("rope.scaling.original_context_length", keys.integer("context_length", 4096)),
         beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0, above=0.0),
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0, above=0.0),

@@ -199,7 +199,9 @@ class Keys:
             raise self.error(key, f"expected an array of at least {n} flags")
         return [bool(v) for v in value[:n]]
 
-    def number(self, key: str, default: float | None = None, *, above: float | None = None) -> float:
+    def number(
+        self, key: str, default: float | None = None, *, above: float | None = None, low: float | None = None
+    ) -> float:
         value = self.raw(key)
         if value is None and default is not None:
             return default
@@ -209,6 +211,8 @@ class Keys:
             raise self.error(key, f"is {value}, expected a finite number")
         if above is not None and not value > above:
             raise self.error(key, f"is {value}, expected more than {above:g}")
+        if low is not None and value < low:
+            raise self.error(key, f"is {value}, expected at least {low:g}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

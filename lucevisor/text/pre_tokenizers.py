@@ -166,7 +166,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizerSpec] = _rows(
     (SMOLLM, ["smollm", "starcoder", "refact"]),
     (LLAMA3, ["llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"]),
     (GLM4, ["glm4"]),
-    (CHATGLM, ["chatglm-bpe", "smaug-bpe"]),
+    (CHATGLM, ["chatglm-bpe", "smaug-bpe", "dbrx"]),
     (GPT4O, ["gpt-4o", "llama4", "minimax-m2"]),
     (TEKKEN, ["tekken"]),
     (FALCON, ["falcon"]),

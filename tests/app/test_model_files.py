@@ -231,6 +231,10 @@ def test_every_family_has_a_card():
         ("qwen35moe", "Qwen3.6 35B A3B", 1.0, 0.7),
         ("gemma4", "Gemma-4-31B-It", 1.0, None),
         ("laguna", "Laguna-XS.2", 1.0, None),
+        ("mistral3", "Mistral Small 3.2 24B Instruct 2506", 0.15, None),
+        ("mistral3", "Ministral 3 8B Instruct 2512", 0.15, None),
+        ("mistral3", "Ministral 3 8B Reasoning 2512", 0.7, None),
+        ("granite", "Granite 3.3 8b Instruct", 0.0, None),
     ],
 )
 def test_a_model_finds_its_card(architecture, name, temperature, direct):

@@ -20,10 +20,12 @@ N = 4
 MODELS = {
     "gemma3": ["gemma3"],
     "gemma4": ["gemma4_e2b"],
+    "granite": ["granite"],
     "laguna": ["laguna_mscale"],
     "llama3": ["llama"],
+    "ministral3_reasoning": ["mistral3"],
     "mistral_nemo": ["llama"],
-    "mistral_small": ["llama"],
+    "mistral_small": ["llama", "mistral3"],
     "qwen25": ["qwen2"],
     "qwen3": ["qwen3"],
     "qwen3_instruct": ["qwen3moe"],

@@ -178,6 +178,42 @@ def laguna(
     return Model("laguna", metadata, t)
 
 
+def llama(
+    architecture: str,
+    *,
+    n_layers: int,
+    embedding: int,
+    feed_forward: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    vocabulary: int,
+    tied: bool,
+    more: dict[str, Value],
+) -> Model:
+    """``heads``: of queries and of keys; ``more``: what the family adds to Llama's metadata."""
+    metadata: dict[str, Value] = {
+        "block_count": n_layers,
+        "context_length": 131072,
+        "embedding_length": embedding,
+        "feed_forward_length": feed_forward,
+        "attention.head_count": heads[0],
+        "attention.head_count_kv": heads[1],
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": head_dim,
+    }
+    e, f, q, kv = embedding, feed_forward, heads[0] * head_dim, heads[1] * head_dim
+    t: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocabulary, e), "output_norm.weight": (e,)}
+    if not tied:
+        t["output.weight"] = (vocabulary, e)
+    for i in range(n_layers):
+        b = f"blk.{i}."
+        t |= {b + "attn_norm.weight": (e,), b + "ffn_norm.weight": (e,)}
+        t |= {b + "attn_q.weight": (q, e), b + "attn_k.weight": (kv, e), b + "attn_v.weight": (kv, e)}
+        t |= {b + "attn_output.weight": (e, q)}
+        t |= {b + "ffn_gate.weight": (f, e), b + "ffn_up.weight": (f, e), b + "ffn_down.weight": (e, f)}
+    return Model(architecture, metadata | more, t)
+
+
 E2B = gemma4(
     n_layers=35,
     embedding=1536,
@@ -231,6 +267,49 @@ LAGUNA_XS2 = laguna(
     window=512,
     experts=(256, 8, 512, 512),
 )
+
+GRANITE_8B = llama(
+    "granite",
+    n_layers=40,
+    embedding=4096,
+    feed_forward=12800,
+    heads=(32, 8),
+    head_dim=128,
+    vocabulary=49159,
+    tied=True,
+    more={
+        "rope.freq_base": 1e7,
+        "attention.scale": 0.0078125,
+        "embedding_scale": 12.0,
+        "residual_scale": 0.22,
+        "logit_scale": 16.0,
+    },
+)
+"""Granite 3.3 8B."""
+
+MINISTRAL_8B = llama(
+    "mistral3",
+    n_layers=34,
+    embedding=4096,
+    feed_forward=14336,
+    heads=(32, 8),
+    head_dim=128,
+    vocabulary=131072,
+    tied=False,
+    more={
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+        "attention.temperature_scale": 0.1,
+        "rope.freq_base": 1e6,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 16.0,
+        "rope.scaling.original_context_length": 16384,
+        "rope.scaling.yarn_beta_fast": 32.0,
+        "rope.scaling.yarn_beta_slow": 1.0,
+        "rope.scaling.yarn_log_multiplier": 1.0,
+    },
+)
+"""Ministral 3 8B."""
 
 # Rows of whole blocks of every quant type, 320 tokens in the vocabulary.
 SMALL_GEMMA4_INPUTS = gemma4(

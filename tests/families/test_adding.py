@@ -33,7 +33,7 @@ SHARED_GATE = "ffn_gate_inp_shexp.weight"
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     keys = Keys(files.metadata, "qwen2moe", str(files.paths[0]))
-    p = hyperparameters(files, keys, options, adjacent_pairs=False, qk_norm=False, experts=True)
+    p = hyperparameters(files, keys, options, experts=True)
     if p.experts is None:
         raise keys.error("expert_count", "is missing")
     p = replace(p, experts=replace(p.experts, normalise=keys.flag("expert_weights_norm", False)))

@@ -20,10 +20,20 @@ from lucevisor.model.quant_types import WeightFormat
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.model.weight_layout import layer_layouts, non_layer_layouts, shard_layouts, weight_bytes
-from tests.families.shapes import E2B, E4B, GEMMA4_26B_A4B, GEMMA4_31B, LAGUNA_XS2, gemma4, write
+from tests.families.shapes import (
+    E2B,
+    E4B,
+    GEMMA4_26B_A4B,
+    GEMMA4_31B,
+    GRANITE_8B,
+    LAGUNA_XS2,
+    MINISTRAL_8B,
+    gemma4,
+    write,
+)
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-FILES = ["llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35_mtp", "qwen35moe"]
+FILES = ["llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35_mtp", "qwen35moe", "granite", "mistral3"]
 FILES += ["gemma3", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale"]
 KINDS = {
     "llama": "ffff",
@@ -33,6 +43,8 @@ KINDS = {
     "qwen35": "rrrfrrrf",
     "qwen35_mtp": "rrrfrrrf",
     "qwen35moe": "rrrf",
+    "granite": "ffff",
+    "mistral3": "ffff",
     "gemma3": "wwwwwfw",
     "gemma4_e2b": "wwfwfwwf",
     "gemma4_moe": "wwfwwf",
@@ -52,6 +64,7 @@ def golden(name: str) -> ModelSpec:
 def full_size(tmp_path_factory):
     folder = tmp_path_factory.mktemp("full size")
     models = {"e2b": E2B, "e4b": E4B, "26b": GEMMA4_26B_A4B, "31b": GEMMA4_31B, "xs2": LAGUNA_XS2}
+    models |= {"granite": GRANITE_8B, "mistral3": MINISTRAL_8B}
     return {name: open_spec(write(folder / f"{name}.gguf", model)) for name, model in models.items()}
 
 
@@ -88,10 +101,13 @@ STATE = {
     "26b": (5 * 2 * 2 * 512 * 2, 25 * 2 * 8 * 256 * 2),
     "31b": (10 * 2 * 4 * 512 * 2, 50 * 2 * 16 * 256 * 2),
     "xs2": (10 * 2 * 8 * 128 * 2, 30 * 2 * 8 * 128 * 2),
+    "granite": (40 * 2 * 8 * 128 * 2, 0),
+    "mistral3": (34 * 2 * 8 * 128 * 2, 0),
 }
 # parameters in thousand millions, as published (of E2B and E4B the effective ones: without the per-layer table), and
 # the tolerance
 SIZE = {"e2b": (2.3, 0.1), "e4b": (4.5, 0.2), "26b": (26.0, 1.0), "31b": (31.0, 1.0), "xs2": (33.0, 1.5)}
+SIZE |= {"granite": (8.17, 0.01), "mistral3": (8.5, 0.1)}
 
 
 @pytest.mark.parametrize("name", STATE)
@@ -195,6 +211,14 @@ def test_a_missing_tensor_is_named(tmp_path, model, name):
         (LAGUNA_XS2, {"rope.scaling.type": "longrope"}, "is 'longrope', known are 'linear', 'yarn' and 'none'"),
         (LAGUNA_XS2, {"attention.value_length": 64}, "differs from key_length 128"),
         (LAGUNA_XS2, {"attention.head_count": 32}, "attn_gate.weight': has 48 rows"),
+        (GRANITE_8B, {"logit_scale": None}, r"granite\.logit_scale: is missing"),
+        (GRANITE_8B, {"residual_scale": 0.0}, r"granite\.residual_scale: is 0\.0, expected more than 0"),
+        (GRANITE_8B, {"embedding_scale": float("nan")}, r"granite\.embedding_scale: is nan, expected a finite number"),
+        (MINISTRAL_8B, {"attention.temperature_scale": -0.1}, r"temperature_scale: is -0\.1.*, expected at least 0"),
+        (MINISTRAL_8B, {"attention.temperature_length": 0}, "temperature_length: is 0, expected 1 to"),
+        (MINISTRAL_8B, {"rope.scaling.type": "none"}, "temperature_length: is missing"),
+        (MINISTRAL_8B, {"rope.scaling.yarn_log_multiplier": -1.0}, r"multiplier: is -1\.0, expected at least 0"),
+        (GRANITE_8B, {"rope.scaling.finetuned": False}, "finetuned: is false: attention without positions"),
     ],
 )
 def test_invalid_metadata_names_its_key(tmp_path, model, changed, reason):
@@ -244,7 +268,10 @@ VALUES = st.one_of(
 
 
 @settings(max_examples=500, deadline=None)
-@given(data=st.data(), name=st.sampled_from(["qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna"]))
+@given(
+    data=st.data(),
+    name=st.sampled_from(["qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna", "granite", "mistral3"]),
+)
 def test_hostile_metadata_raises_gguferror_or_yields_a_valid_spec(data, name):
     files = golden(name).files
     prefix = golden(name).architecture + "."

@@ -19,7 +19,7 @@ Tool = dict[str, Any]
 
 NAMES: dict[str, ToolFormat] = dict(
     zip(
-        ("gemma", "mistral", "mistral array", "llama", "pairs", "xml", "json"),
+        ("gemma", "mistral", "mistral array", "granite", "llama", "pairs", "xml", "json"),
         (tool_format for _, tool_format in FORMATS),
         strict=True,
     )

@@ -23,7 +23,7 @@ from lucevisor.text.tokenizer import Segment, Tokenizer
 from lucevisor.text.tools import FORMATS
 from tests.text.vocabularies import demo_metadata, gemma_metadata
 
-GEMMA, _, _, _, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
+GEMMA, _, _, _, _, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "string"}}}}}]
 QWEN3 = OutputFormat(THINK, JSON)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "1"}}\n</tool_call>'

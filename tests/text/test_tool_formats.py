@@ -17,7 +17,7 @@ from lucevisor.text.tools import FORMATS
 from lucevisor.text.tools.bare_values import XmlFunction
 from tests.text.vocabularies import demo_metadata
 
-GEMMA, MISTRAL, MISTRAL_ARRAY, LLAMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
+GEMMA, MISTRAL, MISTRAL_ARRAY, GRANITE, LLAMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
 SCHEMAS = {
     "s": {"type": "string"},
     "i": {"type": "integer"},

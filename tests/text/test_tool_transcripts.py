@@ -21,7 +21,7 @@ from lucevisor.text.output_parser import ContentDelta, OutputFormat, OutputParse
 from lucevisor.text.reasoning import CHANNEL, THINK
 from lucevisor.text.tools import FORMATS
 
-GEMMA, MISTRAL, MISTRAL_ARRAY, LLAMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
+GEMMA, MISTRAL, MISTRAL_ARRAY, GRANITE, LLAMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
 FAMILIES = {
     "json_object": OutputFormat(THINK, JSON),
     "xml_function": OutputFormat(THINK, XML),
@@ -29,6 +29,7 @@ FAMILIES = {
     "gemma4": OutputFormat(CHANNEL, GEMMA),
     "mistral": OutputFormat(None, MISTRAL),
     "mistral_array": OutputFormat(None, MISTRAL_ARRAY),
+    "granite": OutputFormat(None, GRANITE),
     "llama3": OutputFormat(None, LLAMA),
 }
 TEXT = {"type": "string"}

@@ -1,7 +1,8 @@
 """Registry of model families: architecture name -> the function that reads its spec.
 
 One file per family, but for those whose layers differ from llama's only in a switch: qwen2 in biases, which the file
-has, qwen3 in RMSNorm on queries and keys, qwen3moe in routed experts beside it.
+has, qwen3 in RMSNorm on queries and keys, qwen3moe in routed experts beside it, granite in scales,
+mistral3 in the temperature of its attention.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from lucevisor.model.spec import ModelSpec
 FAMILIES: dict[str, Callable[[GgufFiles, Mapping[str, str]], ModelSpec]] = {
     "gemma3": gemma3.spec,
     "gemma4": gemma4.spec,
+    "granite": partial(llama.read, architecture="granite", adjacent_pairs=True, scaled=True),
     "laguna": laguna.spec,
     "llama": llama.spec,
+    "mistral3": partial(llama.read, architecture="mistral3", adjacent_pairs=True),
     "qwen2": partial(llama.read, architecture="qwen2"),
     "qwen3": partial(llama.read, architecture="qwen3", qk_norm=True),
     "qwen35": qwen35.spec,

@@ -1,7 +1,8 @@
 """Family ``llama``: full attention in every layer, gated MLP or routed experts, norms before both.
 
-Llama, Mistral, SmolLM2, TinyLlama, Mixtral.  Families that differ in one of the switches of :class:`LlamaParams` are
-read by the same function.
+Llama, Mistral, SmolLM2, TinyLlama, Mixtral.  Granite also scales embedding, residual stream and logits, and Ministral 3
+its queries by position.  Families that differ in one of the switches of :class:`LlamaParams` are read by the same
+function.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class LlamaParams:
 
     ``adjacent_pairs``: the rows of a rotary pair are neighbours in the file, else half the rotary dims apart.
     ``biases``: names in a layer of the matrices that have one.  ``rope_factors``: the file has ``rope_freqs``.
+    A query at position i is multiplied by 1 + ``temperature_scale`` ln(1 + floor(i / ``temperature_length``)).
+    ``residual_scale`` multiplies what a block adds to the residual stream, ``logit_divisor`` divides the logits.
     """
 
     n_layers: int
@@ -46,6 +49,10 @@ class LlamaParams:
     rotary: Rotary
     eps: float
     scale: float
+    temperature_scale: float
+    temperature_length: int
+    residual_scale: float
+    logit_divisor: float
     adjacent_pairs: bool
     qk_norm: bool
     biases: frozenset[str]
@@ -54,9 +61,17 @@ class LlamaParams:
 
 
 def hyperparameters(
-    files: GgufFiles, keys: Keys, options: Mapping[str, str], *, adjacent_pairs: bool, qk_norm: bool, experts: bool
+    files: GgufFiles,
+    keys: Keys,
+    options: Mapping[str, str],
+    *,
+    adjacent_pairs: bool = False,
+    qk_norm: bool = False,
+    experts: bool = False,
+    scaled: bool = False,
 ) -> LlamaParams:
-    """Read and cross-check the metadata.  Raises GgufError naming the key."""
+    """Read and cross-check the metadata.  ``scaled``: the file must say how logits are scaled.  Raises GgufError naming
+    the key."""
     e, n_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     n_kv_heads = keys.integer("attention.head_count_kv", n_heads)
     keys.check_heads(n_heads, n_kv_heads)
@@ -69,6 +84,11 @@ def hyperparameters(
         refuse_experts(keys)
         if not feed_forward:
             raise keys.error("feed_forward_length", "is missing")
+    if scaled and not keys.flag("rope.scaling.finetuned", True):
+        raise keys.error("rope.scaling.finetuned", "is false: attention without positions is not supported")
+    rotary = read_rotary(keys, d, options)
+    temperature = keys.number("attention.temperature_scale", 0.0, low=0.0)
+    original = rotary.yarn.original_context if rotary.yarn is not None else None
     return LlamaParams(
         n_layers=keys.integer("block_count", high=MAX_LAYERS),
         hidden_size=e,
@@ -76,9 +96,13 @@ def hyperparameters(
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=d,
-        rotary=read_rotary(keys, d, options),
+        rotary=rotary,
         eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
         scale=keys.number("attention.scale", 0.0) or d**-0.5,
+        temperature_scale=temperature,
+        temperature_length=keys.integer("attention.temperature_length", original if temperature else 1),
+        residual_scale=keys.number("residual_scale", 1.0, above=0.0),
+        logit_divisor=keys.number("logit_scale", None if scaled else 1.0, above=0.0),
         adjacent_pairs=adjacent_pairs,
         qk_norm=qk_norm,
         biases=frozenset(name for name in (*INPUTS, "attn_output") if f"blk.0.{name}.bias" in files.tensors),
@@ -99,23 +123,17 @@ def layer_tensors(files: GgufFiles, p: LlamaParams, i: int) -> Shapes:
     }
 
 
-def read(
-    files: GgufFiles,
-    options: Mapping[str, str],
-    architecture: str,
-    *,
-    adjacent_pairs: bool = False,
-    qk_norm: bool = False,
-    experts: bool = False,
-) -> ModelSpec:
-    """Read the spec of a file of ``architecture``.  Option ``yarn_attn_factor``: see :mod:`lucevisor.model.rope`."""
+def read(files: GgufFiles, options: Mapping[str, str], architecture: str, **switches: bool) -> ModelSpec:
+    """Read the spec of a file of ``architecture`` with the ``switches`` of :func:`hyperparameters`.  Option
+    ``yarn_attn_factor``: see :mod:`lucevisor.model.rope`."""
     keys = Keys(files.metadata, architecture, str(files.paths[0]))
-    p = hyperparameters(files, keys, options, adjacent_pairs=adjacent_pairs, qk_norm=qk_norm, experts=experts)
+    p = hyperparameters(files, keys, options, **switches)
     state = attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
     n_routed = p.experts.n_used if p.experts is not None else 0
     layers = [LayerSpec(i, Space.FULL, layer_tensors(files, p, i), state, n_routed=n_routed) for i in range(p.n_layers)]
     shared = {ROPE_FACTORS: (p.rotary.n // 2,)} if p.rope_factors else {}
-    return assemble(files, keys, p, layers, shared=shared)
+    embedding_scale = keys.number("embedding_scale", 1.0, above=0.0)
+    return assemble(files, keys, p, layers, shared=shared, embedding_scale=embedding_scale)
 
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:

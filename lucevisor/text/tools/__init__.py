@@ -8,7 +8,7 @@ from lucevisor.text.parameters import Tools, has_tool
 from lucevisor.text.tools.bare_values import ArgumentPairs, XmlFunction
 from lucevisor.text.tools.call import Function, ToolCall, ToolFormat
 from lucevisor.text.tools.gemma4 import Gemma4
-from lucevisor.text.tools.json_object import JsonObject, Llama3, MistralArguments, MistralArray
+from lucevisor.text.tools.json_object import GraniteArray, JsonObject, Llama3, MistralArguments, MistralArray
 
 __all__ = ["FORMATS", "Function", "ToolCall", "ToolFormat", "Tools", "detect_tool_format", "has_tool", "read_call"]
 
@@ -17,6 +17,7 @@ FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
     ("<|tool_call>call:", Gemma4()),
     ("[ARGS]", MistralArguments()),
     ("[TOOL_CALLS]", MistralArray()),
+    ("<|tool_call|>", GraniteArray()),
     ('"parameters": dictionary of argument name', Llama3()),
     ("<arg_key>", ArgumentPairs()),
     ("<function=", XmlFunction()),

@@ -1,7 +1,7 @@
 """Call formats whose arguments are JSON.
 
 Hermes and Qwen 2.5 and 3: `<tool_call>{...}</tool_call>`.  Llama 3.1 to 3.3: one object and nothing around it.  Mistral
-writes behind `[TOOL_CALLS]`, all in an array, or each as `NAME[ARGS]{...}`.
+writes behind `[TOOL_CALLS]`, all in an array, or each as `NAME[ARGS]{...}`; Granite an array behind `<|tool_call|>`.
 """
 
 from __future__ import annotations
@@ -157,6 +157,13 @@ class MistralArray:
         head = rules.text(f'[{{"name": {json.dumps(function.name, ensure_ascii=False)}, "arguments": ')
         arguments = rules.json(function.schema, lenient=not function.strict)
         return f'" "? {head} {arguments} {rules.text("}]")}'
+
+
+class GraniteArray(MistralArray):
+    """`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`: Granite 3."""
+
+    open = "<|tool_call|>"
+    tags: Sequence[str] = (open,)
 
 
 class MistralArguments(SingleCall):

@@ -12,6 +12,7 @@ from tests.families.generate.made import Draw, Made
 
 FAMILIES: dict[str, Callable[[Draw], Made]] = {
     "llama": llama.llama,
+    "mistral3": llama.mistral3,
     "qwen2": llama.qwen2,
     "qwen3": qwen.qwen3,
     "qwen3moe": llama.qwen3moe,
@@ -19,5 +20,6 @@ FAMILIES: dict[str, Callable[[Draw], Made]] = {
     "qwen35moe": qwen.qwen35moe,
     "gemma3": gemma3.gemma3,
     "gemma4": gemma4.gemma4,
+    "granite": llama.granite,
     "laguna": laguna.laguna,
 }

@@ -69,12 +69,36 @@ def made_gemma3(draw: Draw) -> Made:
     return gemma3.of_config(config, draw, pattern=None, linear=True)
 
 
+def made_granite(draw: Draw) -> Made:
+    """The scales of Granite 3.3, that of the attention 1 / D."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config: Any = transformers.GraniteConfig(
+        **COMMON | heads, num_hidden_layers=4, rope_parameters={"rope_type": "default", "rope_theta": 1e7},
+        embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.03125, logits_scaling=8.0,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    return llama.of_granite(build(transformers.GraniteForCausalLM, config, draw))
+
+
+def made_mistral3(draw: Draw) -> Made:
+    """Texts of two and a half original contexts."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32}
+    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+    config: Any = transformers.Ministral3Config(
+        **COMMON, num_hidden_layers=4, head_dim=32, rope_parameters=rope, tie_word_embeddings=False
+    )
+    return llama.of_mistral3(build(transformers.Ministral3ForCausalLM, config, draw))
+
+
 MODELS: dict[str, Callable[[Draw], Made]] = {
     "gemma3": made_gemma3,
     "llama": made_llama,
     "qwen2": made_qwen2,
     "qwen3moe": made_qwen3moe,
+    "granite": made_granite,
+    "mistral3": made_mistral3,
 }
+"""A model's place is the seed it is drawn with: new ones go to the end."""
 
 
 def hidden_and_logits(model: nn.Module, ids: list[int]) -> tuple[Tensor, Tensor]:
@@ -94,7 +118,7 @@ def hidden_and_logits(model: nn.Module, ids: list[int]) -> tuple[Tensor, Tensor]
 
 
 def write(name: str, folder: Path) -> None:
-    draw = Draw(sorted(MODELS).index(name))
+    draw = Draw(list(MODELS).index(name))
     made = MODELS[name](draw)
     ids = draw.ids(N_TOKENS, VOCABULARY)
     hidden, logits = hidden_and_logits(made.model, ids)

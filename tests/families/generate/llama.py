@@ -1,4 +1,4 @@
-"""Random models of ``llama``, ``qwen2`` and ``qwen3moe``."""
+"""Random models of ``llama`` and of the families that differ from it by parameters."""
 
 from __future__ import annotations
 
@@ -87,12 +87,72 @@ def of_llama(model: Any, more: dict[str, Any]) -> Made:
         exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
         plain = 1.0 / config.rope_parameters["rope_theta"] ** exponents
         tensors["rope_freqs.weight"] = plain / model.model.rotary_emb.inv_freq
-    found = made(model, "llama", names, more, tensors)
+    return paired(made(model, "llama", names, more, tensors))
+
+
+def paired(found: Made) -> Made:
+    """The file with the rows of rotary pairs side by side."""
+    config: Any = found.model.config
     counts = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, tensor in found.tensors.items():
         if n_heads := counts.get(name.split(".")[-2]):
             found.tensors[name] = adjacent(tensor, n_heads)
     return replace(found, tensors=divided(found.tensors))
+
+
+def granite(draw: Draw) -> Made:
+    """With scales of four places."""
+    settings = common(draw)
+    settings.pop("head_dim")
+    settings["hidden_size"] *= 2
+    config: Any = transformers.GraniteConfig(
+        **settings, rope_parameters={"rope_type": "default", "rope_theta": draw.one(1e4, 1e7)},
+        embedding_multiplier=draw.one(6.0, 12.0), residual_multiplier=draw.one(0.22, 0.25, 1.0),
+        attention_multiplier=draw.one(0.015625, 0.3), logits_scaling=draw.one(8.0, 13.0),
+    )  # fmt: skip
+    return of_granite(build(transformers.GraniteForCausalLM, config, draw))
+
+
+def of_granite(model: Any) -> Made:
+    config = model.config
+    config.head_dim = config.hidden_size // config.num_attention_heads
+    scales = {
+        "attention.scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+    }
+    return paired(without_head_dim(made(model, "granite", DENSE, scales, {})))
+
+
+def mistral3(draw: Draw) -> Made:
+    """YaRN, and queries that grow within the text."""
+    rope = {"rope_type": "yarn", "rope_theta": draw.one(1e4, 1e6), "factor": draw.one(4.0, 16.0)}
+    rope |= {"original_max_position_embeddings": draw.one(16, 32), "beta_fast": 32.0, "beta_slow": 1.0}
+    rope |= {"mscale": 1.0, "mscale_all_dim": draw.one(1.0, 0.5), "llama_4_scaling_beta": draw.one(0.1, 0.4)}
+    config: Any = transformers.Ministral3Config(**common(draw), rope_parameters=rope)
+    return of_mistral3(build(transformers.Ministral3ForCausalLM, config, draw))
+
+
+def of_mistral3(model: Any) -> Made:
+    rope = model.config.rope_parameters
+    more = {
+        "attention.temperature_scale": rope["llama_4_scaling_beta"],
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        "rope.scaling.yarn_beta_fast": rope["beta_fast"],
+        "rope.scaling.yarn_beta_slow": rope["beta_slow"],
+        "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"],
+    }
+    return paired(made(model, "mistral3", DENSE, more, {}))
+
+
+def without_head_dim(found: Made) -> Made:
+    """The file without keys that no published one of its family has."""
+    for key in ("attention.key_length", "attention.value_length"):
+        del found.metadata[key]
+    return found
 
 
 def qwen2(draw: Draw) -> Made:
@@ -108,10 +168,7 @@ def qwen2(draw: Draw) -> Made:
 def of_qwen2(model: Any) -> Made:
     config = model.config
     config.head_dim = config.hidden_size // config.num_attention_heads
-    found = made(model, "qwen2", DENSE, {}, {})
-    for key in ("attention.key_length", "attention.value_length"):  # no published file of this family has them
-        del found.metadata[key]
-    return found
+    return without_head_dim(made(model, "qwen2", DENSE, {}, {}))
 
 
 def qwen3moe(draw: Draw) -> Made:
