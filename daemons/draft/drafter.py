@@ -44,6 +44,9 @@ class Drafter(ABC):
     starts_from_hidden = False
     """Whether a draft starts from the hidden state of the token before the newest."""
 
+    attends_to_context = False
+    """Whether rows of the context attend to those before them."""
+
     first_row = 0
     """Where the rows of a draft begin, from the position of the newest token on."""
 

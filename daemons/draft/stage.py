@@ -21,6 +21,7 @@ from torch import Tensor
 from daemons.deferred import DeferredDrafts, recorded
 from daemons.device import inferring, launching, memory_free, prepare, torch_device, torch_dtype
 from daemons.draft.dflash import Dflash
+from daemons.draft.draft_model import DraftModel
 from daemons.draft.drafter import Drafter, Drafts
 from daemons.draft.gemma4_assistant import Gemma4Assistant
 from daemons.draft.mtp import Mtp
@@ -36,6 +37,7 @@ from daemons.models.stage import LoadedStage
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.drafters import open_draft, read_draft_spec
 from lucevisor.model.drafters.dflash import DflashParams
+from lucevisor.model.drafters.draft_model import DraftModelParams
 from lucevisor.model.drafters.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabularySizes
 from lucevisor.model.drafters.gemma4_assistant import AssistantParams
 from lucevisor.model.drafters.mtp import MtpParams
@@ -154,7 +156,8 @@ def without_rejected(step: Step, features: Tensor, tokens: Sequence[Sequence[int
     ):
         return step, features
     slices = [_first_tokens(s, n) for s in step.slices]
-    rows = features[:n] if len(slices) == 1 else features.view(len(slices), n_rows, -1)[:, :n].flatten(0, 1)
+    width = features.shape[1]
+    rows = features[:n] if len(slices) == 1 else features.view(len(slices), n_rows, width)[:, :n].flatten(0, 1)
     return msgspec.structs.replace(step, slices=slices), rows
 
 
@@ -298,11 +301,16 @@ class DraftStage:
         assert spec.model.files is not None
         weights = WeightLoader(spec.model.files, layouts, selector, report)
         try:
-            vocabulary = vocabulary_weights(spec, weights, shared)
-            part = draft_vocabulary(spec, vocabulary.lm_head, selector, sizes)
-            if part is not None:
-                vocabulary = vocabulary._replace(lm_head=part.lm_head, ids=part.ids)
-            drafter = DRAFTERS[type(spec.model.params)](spec, vocabulary, weights, pools)
+            part: DraftVocabulary | None = None
+            drafter: Drafter
+            if isinstance(spec.model.params, DraftModelParams):
+                drafter = DraftModel(spec, weights, pools)
+            else:
+                vocabulary = vocabulary_weights(spec, weights, shared)
+                part = draft_vocabulary(spec, vocabulary.lm_head, selector, sizes)
+                if part is not None:
+                    vocabulary = vocabulary._replace(lm_head=part.lm_head, ids=part.ids)
+                drafter = DRAFTERS[type(spec.model.params)](spec, vocabulary, weights, pools)
             weights.check_numbers()
         finally:
             weights.close()
@@ -469,13 +477,25 @@ class DraftStage:
             else r.to(device=self.device, dtype=self.dtype, non_blocking=True)
             for r in captures
         ]  # fmt: skip
+        if not rows:
+            return torch.empty(n_tokens, 0, dtype=self.dtype, device=self.device)
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
 
     def _layout(self, slices: Sequence[Slice]) -> Layout:
         self.sequences.flush()
         if Space.RECURRENT not in self._spaces:
             slices = [msgspec.structs.replace(s, states=[]) if s.states else s for s in slices]
-        return Layout(slices, self.sequences, self.spec.model)
+        if self.drafter.attends_to_context:  # nothing reads rows before draft_from
+            slices = [
+                msgspec.structs.replace(s, tokens=self._known(s.tokens), draft_from=min(s.draft_from, s.start))
+                for s in slices
+            ]
+        return Layout(slices, self.sequences, self.spec.model, bounded=self.drafter.attends_to_context)
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """Replace ids beyond the drafter's vocabulary, of rows that pad the target's and stand for no token."""
+        last = self.spec.model.vocabulary - 1
+        return [min(token, last) for token in tokens] if max(tokens) > last else tokens
 
     def _batch(self, layout: Layout) -> Batch:
         return Batch(layout, self.sequences.tables(self.device), layout.on(self.device))

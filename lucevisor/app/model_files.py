@@ -19,8 +19,8 @@ from lucevisor.config import Config, HubFile, renamed_errors
 from lucevisor.config.formats import HUB_PREFIX
 from lucevisor.deployment.served_model import ServedDrafter, ServedModel
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors, LucevisorError
-from lucevisor.model.drafters import draft_paths, gemma4_assistant, open_draft, read_draft_spec
-from lucevisor.model.families import open_spec
+from lucevisor.model.drafters import draft_paths, gemma4_assistant, mtp, open_draft, read_draft_spec
+from lucevisor.model.families import FAMILIES, open_spec
 from lucevisor.model.gguf_files import GgufFiles, part_paths
 from lucevisor.model.gguf_header import GgufError, TruncatedFileError
 from lucevisor.model.spec import ModelSpec
@@ -315,9 +315,12 @@ def _read_drafter(files: GgufFiles, target: ModelSpec, kind: str, config: Config
 
 
 def _draft_kind(files: GgufFiles, target: ModelSpec) -> DraftKind:
-    """Return the kind by architecture: an MTP head has its model's, Gemma's assistant its own."""
-    is_head = files.metadata.get("general.architecture") in (target.architecture, gemma4_assistant.ARCHITECTURE)
-    return DraftKind.MTP if is_head else DraftKind.DFLASH
+    """Return the kind by architecture: an MTP head has its model's, Gemma's assistant its own, a draft model that of a
+    family."""
+    architecture = files.metadata.get("general.architecture")
+    if architecture == gemma4_assistant.ARCHITECTURE or architecture == target.architecture in mtp.FAMILIES:
+        return DraftKind.MTP
+    return DraftKind.MODEL if architecture in FAMILIES else DraftKind.DFLASH
 
 
 def _check_device(config: Config) -> None:

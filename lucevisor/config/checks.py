@@ -63,9 +63,9 @@ def check_values(pending: PendingConfig) -> None:
     _check_groups(pending)
     _check_split(pending)
     _resolve_device_of(pending, "draft.device")
-    if pending.values.get("draft.kind") == "dflash" and pending.values.get("draft.path") == "":
+    if (kind := pending.values.get("draft.kind")) in ("dflash", "model") and pending.values.get("draft.path") == "":
         hint = "name the drafter's file; nearest: draft.kind = auto"
-        pending.refuse("draft.path", "", "is empty, and draft.kind = dflash needs a drafter", hint)
+        pending.refuse("draft.path", "", f"is empty, and draft.kind = {kind} needs a drafter", hint)
     _check_pflash(pending)
     _resolve_target_devices(pending)
     _check_server(pending)

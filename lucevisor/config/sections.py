@@ -225,14 +225,15 @@ class CacheConfig:
 class DraftConfig:
     """Speculative decoding: cheaply drafted tokens that the model verifies in one step. It never changes answers."""
 
-    kind: Literal["auto", "off", "lookup", "mtp", "dflash"] = "auto"
+    kind: Literal["auto", "off", "lookup", "mtp", "dflash", "model"] = "auto"
     """Source of drafts. `lookup` repeats what followed the same tokens before; `mtp` is a multi-token prediction head,
-    of the model's own file or of `path`; `dflash` is a drafter model in `path`. `auto`: the drafter in `path`, else the
+    of the model's own file or of `path`; `dflash` is a drafter trained for this model, in `path`; `model` is any
+    smaller model with the same vocabulary and full attention, in `path`. `auto`: the drafter in `path`, else the
     model's own MTP head if it has one, and `lookup` beside it or alone; a drafter that does not fit is left out with a
     notice."""
     path: Annotated[str, HUB_PATH] = ""
-    """The drafter's GGUF file, or its safetensors file or directory; required for `dflash`. Relative to the directory
-    of this file."""
+    """The drafter's GGUF file, or its safetensors file or directory; required for `dflash` and `model`. Relative to the
+    directory of this file."""
     device: Annotated[DeviceRef | None, OPTIONAL_DEVICE] = None
     """Device of the drafter: any device of any group, also of one without layers. Empty: that of the last layers."""
     width: Annotated[Annotated[int, Meta(ge=1, le=64)] | AutoWord, Key(unit="tokens")] = "auto"

@@ -505,7 +505,8 @@ def _drafts(config: Config, sizing: Sizing, drafting: SpeculationSettings) -> It
         return
     why = "as configured" if config.draft.device is not None else "where the last layers are"
     captures = ", ".join(map(str, draft.spec.captures))
-    yield f"drafter: on {draft.target.device}, {why}; it reads what comes out of layers {captures}"
+    reads = f"what comes out of layers {captures}" if captures else "tokens alone"
+    yield f"drafter: on {draft.target.device}, {why}; it reads {reads}"
     if draft.spec.from_target and not draft.with_output:
         yield f"drafter: {draft.target.device} holds copies of the model's embedding and output matrix for it"
 

@@ -73,6 +73,7 @@ class DraftKind(StrEnum):
 
     DFLASH = "dflash"  # versions 1 and 2, told apart by their tensors
     MTP = "mtp"  # of the served model's file, or a file of its own
+    MODEL = "model"  # a smaller model with the same vocabulary
 
 
 class SpeculationSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,6 +29,7 @@ from lucevisor.protocol.steps import SamplingParams
 from tests.e2e.drafters import write_random_assistant, write_random_dflash
 from tests.e2e.service import DATA, DEMO, GOLDEN, generate_all, running, write_config
 from tests.families.rounding import assert_same_tokens
+from tests.waiting import until
 
 DEMO_DRAFTERS = DEMO.parent
 FAMILIES = ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna_mscale")
@@ -67,6 +68,8 @@ CASES = {  # those that take longest first
     "dflash2": Case(GOLDEN_TARGET, "dflash", str(GOLDEN / "dflash2" / "drafter.gguf"), "dflash2"),
     **{f"{name}-assistant": Case(GOLDEN / name / "model.gguf", "mtp", "assistant") for name in ASSISTED},
     "mtp": Case(MTP / "model.gguf", "mtp", "", "qwen35_mtp_draft"),
+    "model": Case(GOLDEN / "qwen3" / "model.gguf", "model", str(GOLDEN / "qwen3moe" / "model.gguf")),
+    "same-model": Case(GOLDEN / "qwen3" / "model.gguf", "model", str(GOLDEN / "qwen3" / "model.gguf")),
 }
 
 
@@ -194,13 +197,24 @@ async def check(
 
 SHORT = [
     ("dflash2", 2, "alone"), ("mtp", 1, "tail"), ("laguna_mscale-random", 2, "head"),
-    ("gemma4_e2b-assistant", 2, "alone"), ("qwen35moe-lookup", 2, "tail"),
+    ("gemma4_e2b-assistant", 2, "alone"), ("qwen35moe-lookup", 2, "tail"), ("model", 2, "alone"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "n_groups", "place"), SHORT)
 async def test_output_is_that_of_plain_decoding(name: str, n_groups: int, place: str, tmp_path: Path) -> None:
     await check(CASES[name], tmp_path, n_groups, place, n_prompts=4, n=24, n_again=12)
+
+
+async def test_every_draft_of_a_model_for_itself_is_accepted(tmp_path: Path) -> None:
+    case = CASES["same-model"]
+    prompts = prompts_of(case, 4)
+    async with running(config_of(case, tmp_path, 2, "alone"), tmp_path) as service:
+        await until(lambda: service.only.deployment.drafting, 60)
+        await answers(service, prompts, [len(prompt) - 1 for prompt in prompts], 40, 2)
+        assert service.only.engine is not None
+        drafts = service.only.engine.statistics().drafts.total
+        assert drafts.n_accepted == drafts.n_verified > 0, drafts
 
 
 @pytest.mark.parametrize(("name", "place"), [("dflash2", "alone"), ("laguna_mscale-random", "head")])

@@ -482,3 +482,42 @@ def test_qwen38_is_decided_by_the_architecture_alone(shape, n_weights, tmp_path)
     assert head.model.layers[0].n_routed == shape.n_used
     assert sum(prod(t.shape) for t in head.files.tensors.values()) == pytest.approx(n_weights, rel=0.01)
     assert head.model.unit_bytes(Space.FULL, head.layers, Dtype.FLOAT16) == 64 * 2 * shape.n_kv_heads * 256 * 2
+
+
+# ---- draft models
+
+QWEN3 = GOLDEN / "qwen3" / "model.gguf"
+TOKENS = "tokenizer.ggml.tokens"
+
+
+def read_model(path: Path) -> DraftSpec:
+    return read_draft_spec(open_draft(draft_paths(path)), target(QWEN3), "model")
+
+
+def test_a_draft_model_is_whole_and_takes_nothing_of_its_target():
+    spec, own = read_model(GOLDEN / "qwen3moe" / "model.gguf"), target(GOLDEN / "qwen3moe" / "model.gguf")
+    assert (spec.captures, spec.from_target, spec.model.layers) == ((), frozenset(), own.layers)
+    layouts = spec.layouts(Backend.CPU, Dtype.FLOAT32, with_output=True, with_embedding=True)
+    assert {layout.name for layout in layouts} == own.files.tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("draft", "text"),
+    [
+        ("qwen35", "'qwen35' has layers with a window or recurrent state; a draft model has full attention"),
+        ("gemma3", "'gemma3' has layers with a window or recurrent state; a draft model has full attention"),
+        ("dflash", "name it in draft.path"),
+    ],
+)
+def test_a_model_that_cannot_draft_is_refused(draft: str, text: str):
+    path = UPSTREAM if draft == "dflash" else GOLDEN / draft / "model.gguf"
+    with pytest.raises(GgufError) as error:
+        read_model(path)
+    assert text in str(error.value)
+
+
+def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path):
+    tokens = target(QWEN3).files.metadata[TOKENS]
+    path = copy(tmp_path / "other.gguf", QWEN3, keys={TOKENS: [*tokens[:-1], "another"]})
+    with pytest.raises(GgufError, match=f"metadata value '{TOKENS}': differs from that of"):
+        read_model(path)

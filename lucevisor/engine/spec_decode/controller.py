@@ -49,6 +49,7 @@ class DrafterPrior(NamedTuple):
 PRIORS: Final[dict[DraftKind, DrafterPrior]] = {
     DraftKind.MTP: DrafterPrior(0.8, 0.06, 1.0),  # one block and the output matrix for each draft
     DraftKind.DFLASH: DrafterPrior(0.75, 0.15, 0.02),  # one pass for all drafts
+    DraftKind.MODEL: DrafterPrior(0.8, 0.3, 1.0),  # a pass of a smaller model for each draft
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lucevisor.model.drafters import dflash, gemma4_assistant, mtp
+from lucevisor.model.drafters import dflash, draft_model, gemma4_assistant, mtp
 from lucevisor.model.drafters.checkpoint import CONFIG, checkpoint_paths, open_checkpoint
 from lucevisor.model.drafters.spec import DraftSpec
 from lucevisor.model.gguf_files import GgufFiles, open_model, part_paths
@@ -38,6 +38,8 @@ def read_draft_spec(
     """
     if kind == "dflash":
         return dflash.read(files, target)
+    if kind == "model":
+        return draft_model.read(files, target, options or {})
     if files.metadata.get("general.architecture") == gemma4_assistant.ARCHITECTURE:
         return gemma4_assistant.read(files, target)
     return mtp.read(files, target, options or {})

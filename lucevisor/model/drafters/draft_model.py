@@ -1,0 +1,46 @@
+"""Draft models: a smaller model with the target's vocabulary drafts token by token (``draft.kind = "model"``).
+
+Any family whose layers all attend to all positions, whole in a file of its own.  Its pages have the target's ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from lucevisor.model.drafters.spec import DraftSpec
+from lucevisor.model.families import read_spec
+from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.gguf_header import GgufError
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Space
+
+ARCHITECTURE = "model"
+MAX_DRAFTS = 15
+"""A draft model reads its own drafts as input, so acceptance falls with each."""
+DEFAULT_DRAFTS = 4
+_TOKENS = "tokenizer.ggml.tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModelParams:
+    """``family``: the spec of the whole model, as it would be served."""
+
+    family: ModelSpec
+
+
+def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> DraftSpec:
+    """Read a draft model and check that it can draft for ``target``.  Raises GgufError naming file and key."""
+    spec, file = read_spec(files, options), str(files.paths[0])
+    if spec.spaces() != {Space.FULL}:
+        reason = f"{spec.architecture!r} has layers with a window or recurrent state; a draft model has full attention"
+        raise GgufError(file, "metadata value 'general.architecture'", reason)
+    if Space.FULL not in target.spaces():
+        raise GgufError(file, "draft model", f"{target.name} has no layer with full attention, whose pages it shares")
+    assert target.files is not None
+    own, theirs = files.metadata.get(_TOKENS), target.files.metadata.get(_TOKENS)
+    if spec.vocabulary > target.vocabulary or own != theirs:
+        reason = f"differs from that of {target.name}: a draft model has the same vocabulary"
+        raise GgufError(file, f"metadata value {_TOKENS!r}", reason)
+    model = replace(spec, architecture=ARCHITECTURE, params=DraftModelParams(spec))
+    return DraftSpec(model, 1, files, frozenset(), (), MAX_DRAFTS, DEFAULT_DRAFTS)
