@@ -97,7 +97,7 @@ def controls(chat, **options):
 
 class TestForeignWords:
     @given(marker_soup, marker_soup, marker_soup)
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=100, deadline=None)
     def test_no_message_changes_the_control_tokens(self, system, user, result):
         def chat(a, b, c):
             return [
@@ -116,12 +116,6 @@ class TestForeignWords:
             return [{"function": {"name": a, "description": b, "parameters": {"properties": {c: {"type": "string"}}}}}]
 
         assert controls(CHATS[0], tools=tools(name, description, key)) == controls(CHATS[0], tools=tools("a", "b", "c"))
-
-    @given(marker_soup)
-    @settings(max_examples=100, deadline=None)
-    def test_the_words_arrive_as_they_are(self, text):
-        prompt = TEMPLATE.render([{"role": "user", "content": text}])
-        assert prompt.text.startswith(f"<|im_start|>user\n{text}<|im_end|>\n")
 
     @given(marker_soup, marker_soup)
     @settings(max_examples=100, deadline=None)
@@ -170,10 +164,6 @@ class TestTurnEnds:
 
 
 class TestMessages:
-    def test_text_parts_are_joined_for_a_template_that_wants_text(self):
-        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-        assert "user\na\nb<|im_end|>" in TEMPLATE.render([{"role": "user", "content": parts}]).text
-
     def test_text_parts_stay_parts_for_a_template_that_walks_them(self):
         template = source("{% for p in messages[0].content %}[{{ p.text }}]{% endfor %}")
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -269,11 +259,6 @@ class TestTemplatesThatInsist:
         prompt = self.CALLS.render([{"role": "assistant", "content": "", "tool_calls": calls}])
         assert [s.trusted for s in prompt.segments if "<|im_end|>" in s.text] == [False]
 
-    def test_a_template_that_takes_text_gets_it(self):
-        calls = [{"function": {"name": "f", "arguments": "{broken"}}]
-        template = source("{{ messages[0].tool_calls[0].function.arguments }}")
-        assert template.render([{"role": "assistant", "content": "", "tool_calls": calls}]).text == "{broken"
-
     @pytest.mark.parametrize(
         ("roles", "shown"),
         [
@@ -312,10 +297,6 @@ class TestErrors:
     def test_a_template_that_fails_on_the_messages(self, text):
         with pytest.raises(TemplateError, match="cannot take these messages"):
             source(text).render(CHATS[0])
-
-    def test_an_attack_of_the_template_fails(self):
-        with pytest.raises(TemplateError, match="SecurityError"):
-            source("{{ messages.__class__.__subclasses__() }}").render(CHATS[0])
 
     @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "eos_token"])
     def test_variables_of_the_server_cannot_be_replaced(self, name):
@@ -356,12 +337,6 @@ def test_a_template_that_takes_no_system_message_is_checked_all_the_same():
         "{{ '%s%s' % ('<|im_start|>', messages[0].role) }}"
     )
     assert template.lost_markers(DEMO) == ["<|im_start|>"]
-
-
-def test_filters_keep_what_jinja_knows_of_their_arguments():
-    source = "{{ [3, 1] | sort | join(',') }} {{ [{'a': 1}] | map(attribute='a') | list }} "
-    source += "{{ ['x'] | map('upper') | first }}"
-    assert ChatTemplate(source, {}).render([{"role": "user", "content": "x"}]).text == "1,3 [1] X"
 
 
 # ---- the dialect against transformers

@@ -52,14 +52,6 @@ marker_soup = st.lists(
 
 
 class TestDemoModel:
-    def test_what_the_file_says(self):
-        assert DEMO.n_vocab == 8192
-        assert DEMO.eos_ids == {8184, 8182}
-        assert (DEMO.bos, DEMO.add_bos) == (None, False)
-        assert DEMO.token_id("<|im_end|>") == 8184
-        assert DEMO.token_id("hello") is None
-        assert [DEMO.is_special(i) for i in (0, 8183, 8184, 8186)] == [False, True, True, False]
-
     @pytest.mark.parametrize("text", AWKWARD)
     def test_awkward_strings_have_the_trained_ids(self, text):
         assert DEMO.encode(text, parse_special=True) == demo_oracle().encode(text).ids
@@ -82,11 +74,6 @@ class TestDemoModel:
         ids = DEMO.encode(text, parse_special=True)
         assert DEMO.decode(ids) == demo_oracle().decode(ids, skip_special_tokens=True)
         assert DEMO.decode(ids, skip_special=False) == demo_oracle().decode(ids, skip_special_tokens=False)
-
-    @given(st.lists(st.integers(0, 8191), max_size=30))
-    @settings(max_examples=200, deadline=None)
-    def test_decode_of_any_ids_equals_the_library(self, ids):
-        assert DEMO.decode(ids) == demo_oracle().decode(ids, skip_special_tokens=True)
 
     def test_half_a_surrogate_pair_becomes_the_replacement_character(self):
         assert DEMO.decode(DEMO.encode("a\ud800b\udfff")) == "a\ufffdb\ufffd"
@@ -158,9 +145,6 @@ class TestPrompts:
         assert tokens.encode_prompt("a")[0] == 264
         assert tokens.encode_prompt("<s>a") == tokens.encode_prompt("a")
         assert 264 not in tokens.encode("a")
-
-    def test_markers_of_a_raw_prompt_are_tokens(self):
-        assert DEMO.encode_prompt("<|im_start|>user") == demo_oracle().encode("<|im_start|>user").ids
 
     def test_turn_ends_lie_after_the_blanks_behind_an_end_token(self):
         ids = DEMO.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>", parse_special=True)
@@ -279,16 +263,13 @@ class TestRefusals:
         with pytest.raises(TokenizerError, match=r"tokens\[7\] is a int, must be text"):
             Tokenizer.from_gguf(metadata)
 
-    def test_a_double_token(self):
+    def test_a_double_token_and_a_missing_byte_letter(self):
         metadata = byte_metadata("qwen2", {})
         metadata["tokenizer.ggml.tokens"][7] = metadata["tokenizer.ggml.tokens"][3]
         with pytest.raises(TokenizerError, match="3 and 7 are both"):
             Tokenizer.from_gguf(metadata)
-
-    def test_a_missing_byte_letter(self):
-        metadata = byte_metadata("qwen2", {})
-        metadata["tokenizer.ggml.tokens"][0] = "something else"
-        with pytest.raises(TokenizerError, match="lacks 1 byte letters of ASCII, such as '!'"):
+        metadata["tokenizer.ggml.tokens"][7] = "something else"
+        with pytest.raises(TokenizerError, match="lacks 1 byte letters of ASCII, such as "):
             Tokenizer.from_gguf(metadata)
 
     @given(st.text(alphabet=["a", " ", "t", "h", "e", "\x04", "\U00050000", "é"], max_size=30))
@@ -344,19 +325,6 @@ def test_no_piece_ends_inside_a_character(text):
     pieces = stream(ids)
     assert "".join(pieces) == "".join(DEMO.decode(DEMO.encode(character)) for character in text)
     assert sum(piece.count("\ufffd") for piece in pieces) == text.count("\ufffd")
-
-
-def test_bytes_wait_for_the_rest_of_their_character():
-    ids = [i for i in single_bytes if DEMO.token_bytes(i) in (b"\xe2", b"\x82", b"\xac")]
-    ids.sort(key=lambda i: b"\xe2\x82\xac".index(DEMO.token_bytes(i)))
-    assert stream(ids) == ["", "", "€", ""]
-    assert stream(ids[:2]) == ["", "", "\ufffd"]
-
-
-def test_control_tokens_show_only_if_asked():
-    assert stream([8183, 8184]) == ["", "", ""]
-    assert stream([8183, 8184], visible=[8184]) == ["", "<|im_end|>", ""]
-    assert stream([8186]) == ["<think>", ""]
 
 
 # ---- Each scheme cuts text as the published tokenizer does
@@ -504,15 +472,6 @@ def test_a_text_never_has_fewer_tokens(name, runs):
     assert bound <= len(tokenizer.encode_segments(segments))
 
 
-@pytest.mark.parametrize("name", ["demo", "gemma", "llama-bpe"])
-def test_every_token_alone_and_repeated(name):
-    tokenizer = tokenizers()[name]
-    for token_id in range(0, tokenizer.n_vocab, 5):
-        text = tokenizer.decode([token_id], skip_special=False)
-        for times in (1, 3):
-            assert tokenizer.min_tokens(text * times) <= len(tokenizer.encode(text * times, parse_special=True))
-
-
 def test_how_far_nfc_shortens():
     """No character's longest spelling is longer than NFC_SHRINKS times what NFC writes for it."""
     composed = [c for c in map(chr, range(0x110000)) if unicodedata.decomposition(c) or "\uac00" <= c <= "\ud7a3"]
@@ -528,13 +487,10 @@ def test_how_far_nfc_shortens():
             assert spelled <= NFC_SHRINKS * len(c.encode()), hex(ord(c))
 
 
-def test_where_it_matters():
+def test_the_bound_is_near_the_number_of_tokens_of_long_texts():
     demo = tokenizers()["demo"]
-    assert demo.max_token_bytes == 40
-    assert demo.min_tokens("") == 0
     assert demo.min_tokens(" " * 4000) == 100
     assert demo.min_tokens("The quick brown fox. " * 50_000) >= 25_000
-    assert demo.min_tokens("日" * 400_000) == 400_000 * 3 // (NFC_SHRINKS * 40)
 
 
 def test_unknown_when_characters_are_fused():

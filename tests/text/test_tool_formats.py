@@ -1,9 +1,8 @@
-"""Calls are read as each family writes them; what is none is None, and nothing raises."""
+"""Values of calls, and what is read of any text; calls as each family writes them: test_tool_transcripts.py."""
 
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +11,10 @@ from hypothesis import strategies as st
 from lucevisor.text import json_text
 from lucevisor.text.messages import TemplateTraits, prepare_messages
 from lucevisor.text.parameters import read_value
-from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tools import FORMATS
 from lucevisor.text.tools.bare_values import XmlFunction
-from tests.text.vocabularies import demo_metadata
 
-GEMMA, MISTRAL, MISTRAL_ARRAY, GRANITE, LLAMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
+GEMMA, MISTRAL, _, _, LLAMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
 SCHEMAS = {
     "s": {"type": "string"},
     "i": {"type": "integer"},
@@ -41,152 +38,22 @@ def call(tool_format, body, tools=TOOLS):
 
 
 @pytest.mark.parametrize(
-    ("body", "expected"),
+    ("tool_format", "body"),
     [
-        ('\n{"name": "f", "arguments": {"s": "é\\n", "i": 1}}\n', ("f", {"s": "é\n", "i": 1})),
-        ('{"name": "f", "parameters": {"s": "x"}}', ("f", {"s": "x"})),
-        ('{"name": "f", "arguments": "{\\"s\\": \\"x\\"}"}', ("f", {"s": "x"})),
-        ('{"name": "f"}', ("f", {})),
-        ('{"arguments": {}, "name": "f"}', ("f", {})),
-        ('{"name": "f", "arguments": [1]}', None),
-        ('{"name": "f", "arguments": null}', None),
-        ('{"name": "f", "arguments": "x"}', None),
-        ('{"name": "f", "arguments": {"n": NaN}}', None),
-        ('{"name": 5, "arguments": {}}', None),
-        ('{"name": "", "arguments": {}}', None),
-        ('{"arguments": {}}', None),
-        ('{"name": "f", "arguments": {}} trailing', None),
-        ('["f"]', None),
-        ("", None),
-        ("[" * 100_000, None),
+        (GEMMA, "call:f{l:[1 2]}"),
+        (GEMMA, 'call:f{<|"|>k<|"|> 1}'),
+        (GEMMA, 'call:f{<|"|>k:1}'),
+        (GEMMA, "call:f{l:" + "[" * 5000),
+        (JSON, "[" * 100_000),
+        (JSON, '{"name": "f", "arguments": "x"}'),
+        (XML, "<function=f>words<parameter=s>\nx\n</parameter></function>"),
+        (PAIRS, "<arg_key>s</arg_key><arg_value>a</arg_value>"),
+        (MISTRAL, '[ARGS]{"i": 1'),
+        (LLAMA, ' "Ada", "age": 36'),  # an answer in JSON, no function
     ],
 )
-def test_json_objects(body, expected):
-    assert call(JSON, body) == expected
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("\n<function=f>\n<parameter=s>\nvalue\n</parameter>\n</function>\n", ("f", {"s": "value"})),
-        ("<function=f></function>", ("f", {})),
-        ("<function=f>\n<parameter=s>\n two\n\nlines \n\n</parameter>\n</function>", ("f", {"s": " two\n\nlines \n"})),
-        ("<function=f><parameter=s>123</parameter></function>", ("f", {"s": "123"})),
-        ("<function=f><parameter=i>\n123\n</parameter></function>", ("f", {"i": 123})),
-        ("<function=f><parameter=unknown>\n[1, 2]\n</parameter></function>", ("f", {"unknown": [1, 2]})),
-        ("<function=g><parameter=s>1</parameter></function>", ("g", {"s": 1})),
-        ("<function=other><parameter=s>1</parameter></function>", ("other", {"s": 1})),
-        (
-            "<function=f><parameter=s>a</parameter> b\n</parameter>\n<parameter=b>\ntrue\n</parameter></function>",
-            ("f", {"s": "a</parameter> b", "b": True}),
-        ),
-        ("<function=f><parameter=s>\nx\n</parameter>", ("f", {"s": "x"})),  # no </function>
-        ("<function=f><parameter=s>\nx\n</function>", None),
-        ("<function=f>words<parameter=s>\nx\n</parameter></function>", None),
-        ("<function=f><parameter=s>\nx\n</parameter></function> words", None),
-        ("<parameter=s>x</parameter>", None),
-        ('{"name": "f"}', None),
-        ("", None),
-    ],
-)
-def test_xml_functions(body, expected):
-    assert call(XML, body) == expected
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("f<arg_key>s</arg_key><arg_value> kept \n</arg_value>", ("f", {"s": " kept \n"})),
-        ("f\n<arg_key>i</arg_key>\n<arg_value>5</arg_value>\n<arg_key>b</arg_key>\n<arg_value>true</arg_value>\n",
-         ("f", {"i": 5, "b": True})),
-        ("f", ("f", {})),
-        ("\nf\n", ("f", {})),
-        ("f<arg_key>s</arg_key><arg_value>a</arg_value>b</arg_value>", ("f", {"s": "a</arg_value>b"})),
-        ('f<arg_key>o</arg_key><arg_value>{"k": [1]}</arg_value>', ("f", {"o": {"k": [1]}})),
-        ("f<arg_key>s</arg_key>", None),
-        ("f words", None),
-        ("<arg_key>s</arg_key><arg_value>a</arg_value>", None),
-        ("", None),
-    ],
-)  # fmt: skip
-def test_argument_pairs(body, expected):
-    assert call(PAIRS, body) == expected
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ('call:f{s:<|"|>Paris<|"|>}', ("f", {"s": "Paris"})),
-        ("call:f{}", ("f", {})),
-        ('call:f{s:<|"|>say "hi", \\ {x:1}<|"|>,i:42,n:-1.5e3,b:true,z:null}',
-         ("f", {"s": 'say "hi", \\ {x:1}', "i": 42, "n": -1500.0, "b": True, "z": None})),
-        ('call:f{l:[<|"|>a<|"|>,{k:[]},2],o:{<|"|>q k<|"|>:<|"|><|"|>}}',
-         ("f", {"l": ["a", {"k": []}, 2], "o": {"q k": ""}})),
-        ('call: f { s : "json \\"str\\"" , i : 1 }', ("f", {"s": 'json "str"', "i": 1})),
-        ('call:f{s:<|"|>open}', None),
-        ("call:f{s:bare}", None),
-        ("call:f{s:1", None),
-        ("call:f{s:1 i:2}", None),
-        ("call:f{s:1} words", None),
-        ("call:f{s}", None),
-        ("call:f{s:}", None),
-        ("call:f{l:[1 2]}", None),
-        ("call:f{l:[1", None),
-        ('call:f{<|"|>k<|"|> 1}', None),
-        ('call:f{<|"|>k:1}', None),
-        ("call:{}", None),
-        ("f{}", None),
-        ("call:f{n:NaN}", None),
-        ("call:f{l:" + "[" * 5000, None),
-        ("", None),
-    ],
-)  # fmt: skip
-def test_gemma(body, expected):
-    assert call(GEMMA, body) == expected
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ('f[ARGS]{"s": "é}", "o": {}', ("f", {"s": "é}", "o": {}})),
-        ('f[CALL_ID]a1b2c3d4e[ARGS]{"i": 1', ("f", {"i": 1})),
-        (" f [ARGS] {", ("f", {})),
-        ('f{"i": 1', None),
-        ('[ARGS]{"i": 1', None),
-        ('f[ARGS]["i"', None),
-        ("", None),
-    ],
-)
-def test_mistral_arguments(body, expected):
-    assert call(MISTRAL, body) == expected
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        (' [{"name": "f", "arguments": {"s": "]"}, "id": "a1b2c3d4e"}', [("f", {"s": "]"})]),
-        ('[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"i": 1.50}}', [("f", {}), ("g", {"i": 1.5})]),
-        ("[", []),
-        ('[{"name": "f"}, 5', [("f", {}), None]),
-        ('{"name": "f"', [None]),
-    ],
-)
-def test_mistral_arrays(body, expected):
-    assert [call(MISTRAL_ARRAY, part) for part in MISTRAL_ARRAY.split(body)] == expected
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        (' "f", "parameters": {"s": "}"}', ("f", {"s": "}"})),
-        ('"f","arguments":{}', ("f", {})),
-        ('{"type": "function", "name": "f", "parameters": {"i": 1}}', ("f", {"i": 1})),
-        (' "Ada", "age": 36', None),  # an answer in JSON, no function
-        (' "f", "parameters": {"s": "}"', None),
-    ],
-)
-def test_llama_3(body, expected):
-    assert call(LLAMA, body) == expected
+def test_what_is_malformed_is_no_call(tool_format, body):
+    assert tool_format.parse(body, TOOLS) is None
 
 
 @pytest.mark.parametrize(
@@ -426,13 +293,3 @@ def test_arguments_that_clients_send_back():
     assert arguments_of('{"a": "\\ud800\\ud83d\\ude00", "\\udfff": 1}') == {"a": "\ufffd\U0001f600", "\ufffd": 1}
     for text in ('{"a": NaN}', '{"a": -Infinity}', "[" * 100_000, '{"a":' * 100_000, "[1]", "1e999"):
         assert arguments_of(text) == text
-
-
-@pytest.mark.parametrize("value", ["1e999", "-1e999", '"\\ud800"', "9" * 5000, "1e308"])
-def test_a_prompt_of_such_arguments_is_text_without_infinity(value):
-    template = ChatTemplate.from_gguf(demo_metadata())
-    call = {"type": "function", "function": {"name": "f", "arguments": f'{{"a": {value}}}'}}
-    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    text = template.render(talk).text
-    text.encode("utf-8")
-    assert not re.search("Infinity|inf|NaN", text)
