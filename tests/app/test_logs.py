@@ -173,15 +173,6 @@ class TestRotation:
         kept = [record["i"] for record in read(tmp_path)]
         assert kept == list(range(kept[0], 500))
 
-    def test_a_removed_file_is_made_again(self, tmp_path):
-        logs.configure("json", "info", tmp_path, to_terminal=False)
-        log.info("one")
-        wait_until(lambda: read(tmp_path))
-        (tmp_path / logs.FILE).unlink()
-        log.info("two")
-        logs.close()
-        assert [record["event"] for record in read(tmp_path)] == ["two"]
-
     def test_a_removed_directory_is_made_again_and_costs_records_only_while_that_is_impossible(self, tmp_path):
         directory = tmp_path / "log"
         logs.configure("json", "info", directory, to_terminal=False)

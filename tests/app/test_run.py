@@ -67,10 +67,6 @@ def test_hooks_are_refused(environ, overrides, key):
     assert refused.value.key == key
 
 
-def test_without_them_nothing_is_refused():
-    refuse_fault_hooks(load(DEMO), {"LUCEVISOR_FAULTS": ""})
-
-
 def test_deadlines():
     limits = parse_fault_limits("heartbeat_s=0.5,step_s=3")
     assert (limits.heartbeat_s, limits.step_s, limits.reap_s) == (0.5, 3.0, 30.0)

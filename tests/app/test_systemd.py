@@ -38,16 +38,19 @@ class Manager:
                 return self.said
 
 
-@pytest.fixture(params=["path", "abstract"])
-def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]:
-    one = Manager(str(tmp_path / "notify") if request.param == "path" else f"@lucevisor-{tmp_path.name}-{id(tmp_path)}")
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[Manager]:
+    one = Manager(str(tmp_path / "notify"))
     yield one
     one.sock.close()
 
 
-def test_a_message_has_one_assignment_a_line(manager: Manager) -> None:
+@pytest.mark.parametrize("address", ["{folder}/abc", "@lucevisor-{name}"], ids=["path", "abstract"])
+def test_a_message_has_one_assignment_a_line(address: str, tmp_path: Path) -> None:
+    manager = Manager(address.format(folder=tmp_path, name=f"{tmp_path.name}-{id(tmp_path)}"))
     Notifier(manager.environ).send(STATUS="two\nlines: ü", READY=1)
     assert manager.read() == ["STATUS=two lines: ü\nREADY=1"]
+    manager.sock.close()
 
 
 @pytest.mark.parametrize("address", ["vsock:2:1234", "relative"])
