@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from bench.gguf_writing import finish
 from lucevisor.model.gguf_files import open_model, part_paths
 from lucevisor.model.gguf_header import GgufError, GgufHeader, parse
-from lucevisor.model.quant_types import BY_NAME, TYPES
 from tests.model import gguf_bytes as raw
 
 DEMO = Path(__file__).parents[2] / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"
@@ -47,17 +46,6 @@ def assert_equal_to_the_oracle(path: Path) -> None:
         assert info.shape == tuple(int(n) for n in reversed(t.shape)), t.name
         assert (info.kind.name, info.offset, info.n_bytes) == (t.tensor_type.name, t.data_offset, t.n_bytes), t.name
         assert bytes(data[info.offset : info.offset + info.n_bytes]) == t.data.tobytes(), t.name
-
-
-def test_block_sizes_are_those_of_the_format():
-    """From the structs of ggml-common.h: they are part of the file format and never change."""
-    sizes = {
-        "F32": (0, 1, 4), "F16": (1, 1, 2), "BF16": (30, 1, 2), "Q4_0": (2, 32, 18), "Q8_0": (8, 32, 34),
-        "Q4_K": (12, 256, 144), "Q5_K": (13, 256, 176), "Q6_K": (14, 256, 210), "IQ4_NL": (20, 32, 18),
-        "IQ4_XS": (23, 256, 136), "MXFP4": (39, 32, 17),
-    }  # fmt: skip
-    assert {name: (t.id, t.block_elements, t.block_bytes) for name in sizes for t in [BY_NAME[name]]} == sizes
-    assert all(TYPES[t.id] == t for t in BY_NAME.values())
 
 
 def test_a_real_file_reads_as_the_gguf_package_reads_it():
