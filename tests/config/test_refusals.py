@@ -1,22 +1,15 @@
 """Loading a wrong configuration: one clear error for each thing that can be wrong."""
 
-import ast
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from lucevisor.config import load
-from lucevisor.config.schema import keys_of
-from lucevisor.config.sections import SECTIONS
 from lucevisor.errors import (
     NO_VALUE,
     ConfigError,
     ConfigErrors,
-    ExitCode,
-    LucevisorError,
-    NotReadyError,
-    NotRunningError,
 )
 from tests.certificates import make_certificate
 from tests.config.boxes import SMALLEST, TWO_VENDORS, error_of, errors_of
@@ -49,16 +42,6 @@ def assert_told(error, key: str, why: str, hint: str) -> None:
         ("[engine]\nthreads = 1", "engine.threads", 1, "is not a key of [engine]", "nearest: groups.NAME.threads"),
         ("[server.tls]\ncert = 1", "server.tls", {"cert": 1}, "is not a key", "keys: host, port"),
         (
-            "[group.third]\nbackend = 'cpu'",
-            "group",
-            {"third": {"backend": "cpu"}},
-            "is not a section",
-            "nearest: groups",
-        ),
-        ("[server]\nport = 65536", "server.port", 65536, "is not in 0..65535", "nearest: 65535"),
-        ("[server]\nport = 2020-01-01", "server.port", None, "is a date, not an integer", "integer 0..65535"),
-        ("[server]\nhost = '[::1]'", "server.host", "[::1]", "is neither an IP address", "nearest: ::1"),
-        (
             "[server]\nhost = '0.0.0.0'",
             "server.host",
             "0.0.0.0",
@@ -72,30 +55,13 @@ def assert_told(error, key: str, why: str, hint: str) -> None:
             "can be reached from other machines",
             "server.api_keys_file",
         ),
-        ("[server]\nallow_open = 1", "server.allow_open", 1, "is an integer, not true or false", ""),
-        ("[server]\ncors_origins = 'x'", "server.cors_origins", "x", "is text, not a list", "list of"),
-        (
-            "[server]\ncors_origins = ['http://x/']",
-            "server.cors_origins[0]",
-            "http://x/",
-            "is not an origin",
-            "nearest: http://x",
-        ),
         ("[server]\napi_keys_file = 'absent'", "server.api_keys_file", None, "cannot be read", "one key per line"),
         ("[engine]\ndtype = 'float23'", "engine.dtype", "float23", "is not one of the choices", "nearest: float32"),
-        ("[engine]\nmax_context = 'lots'", "engine.max_context", "lots", "is not an integer or auto", "or auto"),
-        ("[cache]\nmemory = '1 GiB'", "cache.memory", "1 GiB", "is not a size", "nearest: 1GiB"),
         ("[draft]\ndevice = 'gone:0'", "draft.device", "gone:0", "no group is named gone", "left:0, right:0"),
-        ("[pflash]\nkeep_ratio = 0", "pflash.keep_ratio", 0, "is not > 0", "number > 0 and <= 1"),
         ("[pflash]\nkeep_ratio = 1e400", "pflash.keep_ratio", None, "is not ", "number > 0 and <= 1"),
-        ("[pflash]\nkeep_ratio = 1.01", "pflash.keep_ratio", 1.01, "is not <= 1", "number > 0 and <= 1"),
         ("[pflash]\nmode = 'auto'", "pflash.path", "", "is empty", "Qwen3-0.6B"),
         ("[pflash]\ndevice = 'gone:0'", "pflash.device", "gone:0", "no group is named gone", "left:0, right:0"),
-        ("[pflash]\ncurve = [0.5]", "pflash.curve[0]", 0.5, "is a number, not TOKENS:SHARE", ""),
-        ("[pflash]\ncurve = ['5:2']", "pflash.curve[0]", "5:2", "is out of range", "number > 0 and <= 1"),
         ("[pflash]\ncurve = ['9:0.5', '9:0.4']", "pflash.curve", None, "has 9 tokens after 9", "order the points"),
-        ("[recovery]\nhold_s = -1", "recovery.hold_s", -1, "is not >= 0", "nearest: 0"),
-        ("[log]\nlevel = 'warn'", "log.level", "warn", "is not one of the choices", "nearest: warning"),
         ("log = 5", "log", 5, "is an integer, not a table", "write [log]"),
         ("[[log]]\nlevel = 'info'", "log", [{"level": "info"}], "is a list, not a table", "write [log]"),
         (
@@ -147,9 +113,6 @@ def test_one_wrong_line_of_the_smallest_file(file, old, new, key, why, hint):
         ('["left:0", "rihgt:0"]', "placement.target_devices[1]", "no group is named rihgt", "nearest: right:0"),
         ('["left:0", "hip:0"]', "placement.target_devices[1]", "no group has the backend hip", "left:0, right:0"),
         ('["left:0", "cpu:1"]', "placement.target_devices[1]", "is ambiguous: 2 groups", "left:1, right:1"),
-        ('["left:0", "right:01"]', "placement.target_devices[1]", "is not GROUP:INDEX", "nearest: right:1"),
-        ('["left:0", 0]', "placement.target_devices[1]", "is an integer, not GROUP:INDEX", ""),
-        ('"left:0"', "placement.target_devices", "is text, not a list", ""),
         ('["left:0"]', "groups.right", "would have nothing to do", "add right:0"),
     ],
 )
@@ -161,14 +124,10 @@ def test_one_wrong_list_of_devices(file, devices, key, why, hint):
     ("split", "key", "why", "hint"),
     [
         ("[0.5]", "placement.target_layer_split", "has 1 weights for 2 devices", "left:0, right:0"),
-        ("[1, 1, 1]", "placement.target_layer_split", "has 3 weights for 2 devices", "left:0, right:0"),
         ('["0-8"]', "placement.target_layer_split", "has 1 ranges for 2 devices", "left:0, right:0"),
         ("[0.5, nan]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
-        ("[0.5, true]", "placement.target_layer_split[1]", "is true or false, not a number", ""),
-        ('[0.5, "   -1"]', "placement.target_layer_split[1]", "is text, not a number", ""),
         ('["0-4", "5-8"]', "placement.target_layer_split[1]", "does not start at layer 4", "nearest: 4-8"),
         ('"atuo"', "placement.target_layer_split", "is not auto", "nearest: auto"),
-        ("0.5", "placement.target_layer_split", "is a number, not auto", ""),
     ],
 )
 def test_one_wrong_split(file, split, key, why, hint):
@@ -238,15 +197,6 @@ def test_all_errors_are_told_at_once(file):
 # ---- exit codes and one-line messages
 
 
-def test_exit_codes_are_the_promised_ones():
-    assert [int(code) for code in ExitCode] == [0, 1, 2, 3, 4]
-    codes = {
-        kind: int(kind.exit_code)
-        for kind in (LucevisorError, ConfigError, ConfigErrors, NotRunningError, NotReadyError)
-    }
-    assert codes == {LucevisorError: 1, ConfigError: 2, ConfigErrors: 2, NotRunningError: 3, NotReadyError: 4}
-
-
 def test_message_says_where_what_and_what_to_do():
     error = ConfigError("server.port", 70000, "is not in 0..65535", "nearest: 65535", file="box.toml")
     assert str(error) == "box.toml: server.port = 70000: is not in 0..65535; nearest: 65535"
@@ -313,8 +263,6 @@ def test_a_key_that_others_can_read_is_warned_about(file, files: Path, tmp_path:
 
 # ---- keys without effect
 
-
-PACKAGE = Path(__file__).parents[2] / "lucevisor"
 
 GPU_AND_CPU = """
 [model]
@@ -383,14 +331,3 @@ def test_allow_open_beside_keys(file, tmp_path):
     (tmp_path / "keys").chmod(0o600)
     overrides = ["server.host=0.0.0.0", "server.allow_open=true", "server.api_keys_file=keys"]
     assert [notice.key for notice in load(file(GPU_AND_CPU), overrides).notices] == ["server.allow_open"]
-
-
-def test_all_keys_are_read_by_code():
-    read = set()
-    for path in PACKAGE.rglob("*.py"):
-        if path.parent.name != "config" or path.name == "sections.py":
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Attribute):
-                    read.add((getattr(node.value, "attr", getattr(node.value, "id", "")), node.attr))
-    fields = {(name, key.field) for name, section in SECTIONS.items() for key in keys_of(section).values()}
-    assert not fields - read
