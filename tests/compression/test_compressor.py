@@ -42,6 +42,8 @@ from lucevisor.text.tokenizer import Tokenizer
 ROOT = Path(__file__).parents[2]
 METADATA = open_model([ROOT / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"]).metadata
 TEXTS = Tokenizer.from_gguf(METADATA)
+TEMPLATE = ChatTemplate.from_gguf(METADATA)
+assert TEMPLATE is not None
 WORDS = [f"{first}{last} " for first in ("tin", "oak", "sea", "ice") for last in ("man", "ton", "side", "ward", "born")]
 
 
@@ -117,9 +119,7 @@ def chat(*contents: str) -> tuple[list[int], list[int], list[str]]:
     """A chat with a system prompt, user first, and its roles."""
     roles = ["system", *(["user", "assistant"] * len(contents))[: len(contents)]]
     messages = [{"role": r, "content": c} for r, c in zip(roles, ("You are terse.", *contents), strict=True)]
-    template = ChatTemplate.from_gguf(METADATA)
-    assert template is not None
-    prompt = template.render(messages).encoded(TEXTS)
+    prompt = TEMPLATE.render(messages).encoded(TEXTS)
     return prompt.ids, prompt.turn_ends, roles
 
 
@@ -220,41 +220,28 @@ def test_places_follow_the_text(of, target):
 # ---- parts of a prompt that may be shortened
 
 
-DEMO_MODEL = ROOT / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
 LONG = "The quick brown fox jumps over the lazy dog. " * 40
 TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "read", "arguments": "{}"}}]}
 
 
-@pytest.fixture(scope="module")
-def texts():
-    return Tokenizer.from_gguf(open_model([DEMO_MODEL]).metadata)
-
-
-@pytest.fixture(scope="module")
-def template():
-    found = ChatTemplate.from_gguf(open_model([DEMO_MODEL]).metadata)
-    assert found is not None
-    return found
-
-
-def encoded(template, texts, messages, tools=()):
-    prompt = template.render(messages, tools=tools).encoded(texts)
+def encoded(messages, tools=()):
+    prompt = TEMPLATE.render(messages, tools=tools).encoded(TEXTS)
     return prompt.ids, prompt.turn_ends, [message["role"] for message in messages]
 
 
-def shown(texts, ids, parts: list[PromptPart]) -> list[str]:
-    return [texts.decode(ids[part.start : part.stop], skip_special=False) for part in parts]
+def shown(ids, parts: list[PromptPart]) -> list[str]:
+    return [TEXTS.decode(ids[part.start : part.stop], skip_special=False) for part in parts]
 
 
-def test_a_first_question_is_all_that_may_be_shortened_of_its_prompt(template, texts):
+def test_a_first_question_is_all_that_may_be_shortened_of_its_prompt():
     messages = [{"role": "system", "content": LONG}, {"role": "user", "content": "Read this. " + LONG}]
-    ids, ends, roles = encoded(template, texts, messages, [TOOL])
-    [text] = shown(texts, ids, parts_of(ids, ends, roles, texts))
+    ids, ends, roles = encoded(messages, [TOOL])
+    [text] = shown(ids, parts_of(ids, ends, roles, TEXTS))
     assert text.strip() == ("Read this. " + LONG).strip()
 
 
-def test_what_tools_returned_may_be_shortened_and_what_the_assistant_said_may_not(template, texts):
+def test_what_tools_returned_may_be_shortened_and_what_the_assistant_said_may_not():
     messages = [
         {"role": "user", "content": "Read it."},
         CALL,
@@ -264,28 +251,28 @@ def test_what_tools_returned_may_be_shortened_and_what_the_assistant_said_may_no
         {"role": "assistant", "content": "fine"},
         {"role": "user", "content": "D" + LONG},
     ]
-    ids, ends, roles = encoded(template, texts, messages, [TOOL])
-    found = shown(texts, ids, parts_of(ids, ends, roles, texts))
+    ids, ends, roles = encoded(messages, [TOOL])
+    found = shown(ids, parts_of(ids, ends, roles, TEXTS))
     assert [text.strip()[0] for text in found] == ["A", "C"], "the last two turns stay whole"
     assert all(text.strip()[1:].strip() == LONG.strip() for text in found)
 
 
-def test_a_raw_prompt_is_one_part_unless_it_has_turns(template, texts):
-    ids = texts.encode(LONG)
-    assert parts_of(ids, [], [], texts) == [PromptPart(0, len(ids))]
-    rendered, ends, _ = encoded(template, texts, [{"role": "user", "content": LONG}])
-    assert parts_of(rendered, ends, [], texts) == []
-    assert parts_of(rendered, ends, ["user", "user", "user"], texts) == [], "turns that do not match the messages"
+def test_a_raw_prompt_is_one_part_unless_it_has_turns():
+    ids = TEXTS.encode(LONG)
+    assert parts_of(ids, [], [], TEXTS) == [PromptPart(0, len(ids))]
+    rendered, ends, _ = encoded([{"role": "user", "content": LONG}])
+    assert parts_of(rendered, ends, [], TEXTS) == []
+    assert parts_of(rendered, ends, ["user", "user", "user"], TEXTS) == [], "turns that do not match the messages"
 
 
 @pytest.mark.parametrize("last", ["What now?", "Why?", LONG + "Tell me, please.\n"])
 @pytest.mark.parametrize(
     "earlier", [[], [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Yes?"}]]
 )
-def test_the_last_words_of_a_chat_end_before_what_the_template_adds(template, texts, earlier, last):
-    ids, _, _ = encoded(template, texts, [*earlier, {"role": "user", "content": last}])
-    assert len(ids) > last_words_end(ids, texts)
-    assert texts.decode(ids[: last_words_end(ids, texts)]).rstrip().endswith(last.rstrip())
+def test_the_last_words_of_a_chat_end_before_what_the_template_adds(earlier, last):
+    ids, _, _ = encoded([*earlier, {"role": "user", "content": last}])
+    assert len(ids) > last_words_end(ids, TEXTS)
+    assert TEXTS.decode(ids[: last_words_end(ids, TEXTS)]).rstrip().endswith(last.rstrip())
 
 
 @given(
@@ -293,26 +280,15 @@ def test_the_last_words_of_a_chat_end_before_what_the_template_adds(template, te
     sizes=st.lists(st.integers(0, 30), min_size=8, max_size=8),
 )
 def test_parts_are_long_lie_in_one_turn_and_hold_no_marker(words, sizes):
-    texts, template = _cached()
     messages = [{"role": role, "content": "word " * (20 * size)} for role, size in zip(words, sizes, strict=False)]
-    ids, ends, roles = encoded(template, texts, messages)
+    ids, ends, roles = encoded(messages)
     done = 0
-    for part in parts_of(ids, ends, roles, texts):
+    for part in parts_of(ids, ends, roles, TEXTS):
         assert part.start >= done
         done = part.stop
         assert len(part) >= MIN_PART_TOKENS
-        assert not any(texts.is_marker(token) for token in ids[part.start : part.stop])
+        assert not any(TEXTS.is_marker(token) for token in ids[part.start : part.stop])
         assert sum(end > part.start for end in ends) == sum(end >= part.stop for end in ends)
-
-
-_MADE: list = []
-
-
-def _cached():
-    if not _MADE:
-        metadata = open_model([DEMO_MODEL]).metadata
-        _MADE.extend((Tokenizer.from_gguf(metadata), ChatTemplate.from_gguf(metadata)))
-    return _MADE
 
 
 @pytest.mark.parametrize(
