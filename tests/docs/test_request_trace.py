@@ -23,12 +23,6 @@ def symbols(path):
     return found
 
 
-def test_the_page_covers_the_whole_way():
-    packages = {file.rsplit("/", 1)[0] for file, _ in REFERENCES}
-    assert {"lucevisor/api/dialects", "lucevisor/engine", "lucevisor/protocol", "daemons", "lucevisor/text"} <= packages
-    assert len(REFERENCES) >= 40
-
-
 @pytest.mark.parametrize(("file", "symbol"), REFERENCES)
 def test_reference_exists(file, symbol):
     assert symbol in symbols(ROOT / file)

@@ -6,19 +6,16 @@ import dataclasses
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
-from unittest import mock
 
 import pytest
 
 from daemons.models.stage import LoadedStage
-from lucevisor.config import CacheConfig, Config, DeviceRef, KvFlashConfig, load
+from lucevisor.config import CacheConfig, Config, KvFlashConfig, load
 from lucevisor.model.families import open_spec
 from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_resident_chunk, pages_of, pool_pages
 from lucevisor.model.quant_types import padded_rows
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
-from lucevisor.model.workspace import GRAPH_LENGTH, GRAPH_ROWS
-from lucevisor.placement.cost import CostModel, StepSizes
 from lucevisor.placement.devices import (
     HOST_PAGES,
     HOST_RESERVE,
@@ -28,9 +25,8 @@ from lucevisor.placement.devices import (
 )
 from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.report import plan_json, plan_text
-from lucevisor.placement.result import Placement, PlacementError, Shard
+from lucevisor.placement.result import Placement, PlacementError
 from lucevisor.placement.stages import LoadFiles, load_message
-from lucevisor.protocol.loading import PoolSizes
 from tests.model.qwen35_file import Shape, write
 from tests.placement.made import BOX, BOX_SPLIT, CPUS, DEMO, GIB, box, configure, cpu, gpu, placed, refused, wrong
 
@@ -215,13 +211,6 @@ def test_more_devices_than_layers(demo, tmp_path):
         assert error.hint == "nearest: the first 8 of them"
 
 
-def test_ranges_of_another_model(demo, tmp_path):
-    error = wrong(demo, configure(tmp_path, CPUS, ["0-4", "4-7"]))
-    assert (error.key, error.value) == ("placement.target_layer_split", "0-4,4-7")
-    assert "layer 7 is in no range: the model has 8" in error.why
-    assert error.hint == 'nearest: ["0-4", "4-8"]'
-
-
 def test_a_device_that_is_not_there(demo, tmp_path):
     config = configure(tmp_path, ["cuda:0", "cuda:2"])
     error = wrong(demo, config, {"cuda": [gpu(0), gpu(1, name="RTX 3090")]})
@@ -276,12 +265,6 @@ def test_a_journal_takes_no_more_than_all_pages_at_all_boundaries(demo: ModelSpe
     told = {use["owner"]: use["limit_bytes"] for use in plan_json(found)["host_memory"]}  # type: ignore[attr-defined]
     wanted = {"boundaries": found.arena_bytes, "journal": found.journal_bytes, "replays": found.journal_bytes}
     assert told == wanted | {"pools": 0, "prefixes": 0, "exports": None}
-
-
-def test_the_limit_of_a_journal_is_kept_in_whole_pages(demo: ModelSpec, tmp_path: Path) -> None:
-    all_bytes = planned(demo, tmp_path, ["left:0", "right:0"]).journal_bytes
-    found = planned(demo, tmp_path, ["left:0", "right:0"], journal=all_bytes - 1)
-    assert all_bytes - 64 * 4 * 8192 < found.journal_bytes < all_bytes
 
 
 def test_a_journal_takes_what_cpu_devices_leave_of_the_host(demo: ModelSpec, tmp_path: Path) -> None:
@@ -482,31 +465,3 @@ def test_weights_and_pools_take_what_was_planned(demo, tmp_path, devices, states
 
 
 # ---- temporaries of a step
-
-
-def test_graphs_of_chunks_have_memory_of_their_own(demo):
-    """Beside that of an eager step, on GPUs, where keys and values can be written without pad rows."""
-    layers = LayerRange(0, demo.n_layers)
-    pools = PoolSizes(64, 64, 4)
-    steps = StepSizes(512, 4, 4096, 4096, 4, pools)
-
-    def workspace(steps: StepSizes, backend: Backend = Backend.CUDA, kv_dtype: Dtype = Dtype.BFLOAT16) -> int:
-        shard = Shard(DeviceRef("cuda", 0), backend, layers, first=True, last=True)
-        return CostModel(demo, Dtype.BFLOAT16, kv_dtype).workspace_bytes(shard, steps)
-
-    def eager(steps: StepSizes) -> int:
-        with mock.patch.object(CostModel, "_graph_bytes", return_value=0):
-            return workspace(steps)
-
-    def of_graphs(steps: StepSizes) -> int:
-        return workspace(steps) - eager(steps)
-
-    rows = 512 * demo.boundary_width * 2
-    assert of_graphs(steps) > 2 * rows
-    assert of_graphs(replace(steps, max_tokens=GRAPH_ROWS)) > of_graphs(steps)
-    assert of_graphs(replace(steps, max_tokens=2 * GRAPH_ROWS)) == of_graphs(replace(steps, max_tokens=GRAPH_ROWS))
-    longer = replace(steps, resident=GRAPH_LENGTH, max_context=1 << 20)
-    assert of_graphs(replace(longer, resident=1 << 20)) == of_graphs(longer)
-    with mock.patch.object(CostModel, "_graph_bytes", side_effect=AssertionError):
-        workspace(steps, Backend.CPU)
-        workspace(steps, kv_dtype=Dtype.Q8_0)
