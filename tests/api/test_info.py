@@ -147,12 +147,6 @@ async def test_metrics_before_there_is_an_engine(start):
     assert "lucevisor_group_state" in await families(client)
 
 
-async def test_names_are_unique_over_two_servers(start):
-    first, second = await start(), await start()
-    await first.chat()
-    assert "lucevisor_requests_total" not in str((await families(second))["lucevisor_requests"].samples)
-
-
 PLAIN, OPEN = "text/plain", "application/openmetrics-text"
 
 

@@ -26,17 +26,6 @@ def client(server):
         yield one
 
 
-def test_chat(client, server):
-    script(server, say("Hello, wörld 🎉!"))
-    answer = client.chat.completions.create(model=MODEL, messages=HI)
-    assert answer.choices[0].message.content == "Hello, wörld 🎉!"
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage.completion_tokens == len(ids_of("Hello, wörld 🎉!")) + 1
-    assert answer.usage.prompt_tokens_details.cached_tokens == 0
-    assert answer.system_fingerprint == "fp_test"
-    assert answer.created > 0
-
-
 def test_chat_stream_with_usage(client, server):
     script(server, say("Hello, wörld 🎉!"))
     stream = client.chat.completions.create(

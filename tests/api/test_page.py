@@ -11,7 +11,6 @@ import time
 import pytest
 
 from lucevisor.api.app_state import ACTIVE
-from lucevisor.api.info import document
 from lucevisor.api.keys import ApiKeys
 from lucevisor.config import ApiKey
 from lucevisor.errors import LucevisorError
@@ -44,15 +43,6 @@ async def test_the_policy_admits_the_pages_own_script_and_style_only(client):
         assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
 
 
-def test_the_page_loads_nothing_and_makes_no_markup_of_strings():
-    text = document()[0].decode()
-    assert not re.search(r"\b(?:https?:)?//[a-z0-9-]+\.", text), "an address of another machine"
-    assert not re.findall(r"\s(?:src|style|on[a-z]+)=", text.replace(inline("script", text), ""))
-    for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "srcdoc"):
-        assert sink not in text
-    assert inline("script", text).count("</") == 0  # or the script would end there
-
-
 async def test_with_keys_the_page_is_open_and_says_nothing(start):
     rig = Rig(keys=ApiKeys([ApiKey("s3cret")]), status=lambda: {"name": "box"})
     client = await start(rig)
@@ -62,11 +52,6 @@ async def test_with_keys_the_page_is_open_and_says_nothing(start):
     assert (await client.ask("/status"))[0] == 401
     good = {"Authorization": "Bearer s3cret"}
     assert await client.ask("/status", headers=good) == (200, {"name": "box", "admin": False})
-
-
-async def test_numbers_that_are_none_become_null(start):
-    client = await start(Rig(status=lambda: {"free": float("nan"), "most": float("inf")}))
-    assert await client.ask("/status") == (200, {"free": None, "most": None, "admin": False})
 
 
 class TestRestart:

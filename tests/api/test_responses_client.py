@@ -14,7 +14,6 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from lucevisor.api.constraint import constrains
 from lucevisor.api.dialects.openai_responses import ResponsesFormatter
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.output import UsageTotals
@@ -103,11 +102,6 @@ class TestWhole:
         answer = ask(client, max_output_tokens=2)
         assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         assert answer.output[0].status == "incomplete"
-
-    def test_an_empty_answer_has_no_item(self, client, server):
-        script(server, say([8184]))
-        answer = ask(client)
-        assert (answer.output, answer.output_text, answer.status) == ([], "", "completed")
 
     def test_messages_of_all_kinds(self, client, server):
         script(server, say("Yes."))
@@ -251,11 +245,6 @@ class TestTools:
             ask(client, items)
         assert (caught.value.code, caught.value.param) == ("item_not_found", "input[0].id")
 
-    def test_strict_functions_are_compiled_in_a_worker(self):
-        for tool in ({**ADD, "strict": True}, {"type": "namespace", "name": "n", "tools": [{**ADD, "strict": True}]}):
-            assert constrains({"tools": [tool]})
-        assert not constrains({"tools": [ADD, {"type": "namespace", "name": "n", "tools": [ADD]}]})
-
     def test_choices(self, client, server):
         script(server, say("No."))
         ask(client, tools=[ADD], tool_choice="none")
@@ -286,14 +275,6 @@ class TestStored:
         assert "<tool_response>\ntwo\n</tool_response>" in prompt
         ask(client, "Sure?", previous_response_id=second.id)
         assert "It is two.<|im_end|>\n<|im_start|>user\nSure?<|im_end|>" in prompt_of(server)
-
-    def test_a_long_body(self, client, server):
-        first = ask(client, "Remember me.")
-        with client.responses.stream(
-            model=MODEL, input="word " * 300, previous_response_id=first.id, metadata={"x": "y" * 5000}
-        ) as stream:
-            stream.until_done()
-        assert "user\nRemember me.<|im_end|>" in prompt_of(server)
 
     def test_get_and_delete(self, client, server):
         script(server, say("Hello!"))
@@ -566,12 +547,3 @@ async def test_a_reference_is_found_in_parts(sizes, text, blanks):
         assert json.loads(amended) == told
     else:
         assert json.loads(amended) in (told, body)
-
-
-async def test_a_body_that_is_no_object_stays_as_it_is():
-    store = ResponseStore(4, 1000)
-    store.put("resp_ab", StoredResponse(b"{}", (b"[]",), ""))
-    for raw in (b"", b"[", b'"previous_response_id": "resp_ab"'):
-        parts = [raw] if raw else []
-        assert with_stored(parts, await store.named_in(parts, "")) == 0
-        assert b"".join(parts) == raw

@@ -81,14 +81,3 @@ async def test_a_client_without_tls_gets_no_answer_and_others_theirs(server, cap
     writer.close()
     assert await shown(url)
     assert caplog.records == []
-
-
-async def test_a_client_that_ends_its_side_is_gone(server) -> None:
-    url, _, directory = server
-    trusting = ssl.create_default_context(cafile=str(directory / "box.crt"))
-    address = urlsplit(url)
-    _, writer = await asyncio.open_connection(address.hostname, address.port, ssl=trusting)
-    writer.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-    writer.close()
-    await writer.wait_closed()
-    assert await shown(url)
