@@ -200,15 +200,6 @@ class TestRefusals:
 
 
 class TestParametersOfOtherServers:
-    async def test_those_without_effect_are_named_in_a_header(self, client):
-        client.rig.stage.script = say(" world")
-        fields = {"prompt": "Hello", "cache_prompt": True, "verbosity": "low"}
-        for stream in (False, True):
-            async with client.session.post(client.url + PLAIN, json={**fields, "stream": stream}) as response:
-                assert response.status == 200
-                assert response.headers["X-Lucevisor-Ignored"] == "cache_prompt, verbosity"
-                await response.read()
-
     async def test_a_stop_token_ends_the_answer(self, client):
         client.rig.stage.script = say(" one two three")
         stop = ids_of(" one two three")[1]

@@ -380,20 +380,3 @@ def test_ends_of_running_requests(code, status):
     told = from_request_error(RequestError(code, "why"), 3)
     assert (told.status, told.code, told.message, told.type) == (status, code, "why", "server_error")
     assert told.headers == ({"Retry-After": "3"} if status == 503 else {})
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, "invalid_request_error"),
-        (401, "authentication_error"),
-        (403, "permission_error"),
-        (404, "invalid_request_error"),
-        (413, "invalid_request_error"),
-        (429, "rate_limit_error"),
-        (500, "server_error"),
-        (503, "server_error"),
-    ],
-)
-def test_types(status, kind):
-    assert ApiError(status, "x").type == kind

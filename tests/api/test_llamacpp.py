@@ -101,13 +101,6 @@ async def test_probabilities(client):
     assert {(one["logprob"], len(one["top_logprobs"])) for one in probabilities} == {(-0.25, 2)}
 
 
-async def test_what_is_not_known_is_named_and_what_is_misspelt_refused(client):
-    client.rig.stage.script = say("x")
-    body = {"prompt": "x", "samplers": ["top_k"], "n_keep": 4, "of_next_year": 1}
-    async with client.session.post(client.url + PLAIN, json=body) as response:
-        assert response.headers["X-Lucevisor-Ignored"] == "n_keep, of_next_year, samplers"
-
-
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

@@ -93,6 +93,7 @@ class TestRestart:
         client = await start(Rig(restart=lambda *order: asked.append(order)))
         status, answer = await client.ask(RESTART, {"group": "left"}, headers={"x-api-key": ""})
         assert (status, answer["error"]["code"]) == (403, "no_admin_keys")
+        assert answer["error"]["type"] == "permission_error"
         assert "server.admin_keys_file" in answer["error"]["message"]
         assert asked == []
 

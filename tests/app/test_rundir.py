@@ -251,15 +251,3 @@ def test_without_a_runtime_directory_there_is_one_below_the_temporary_directory(
                 running_supervisors()
             with pytest.raises(ConfigError, match="cannot be used: Permission denied"):
                 RunDirectory("t").claim()
-
-
-@needs_root
-def test_the_directory_of_another_user_is_named(monkeypatch):
-    with open_directory() as directory:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
-        (directory / "lucevisor").mkdir(mode=0o700)
-        with (
-            as_nobody(),
-            pytest.raises(ConfigError, match=f"{directory}/lucevisor.*: it belongs to another user"),
-        ):
-            running_supervisors()

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 
-from bench.make_gguf import SHAPES, layout, stats, write
+from bench.make_gguf import SHAPES, layout, write
 from lucevisor.model.families import open_spec
 from lucevisor.model.quant_types import REPACKED
 from lucevisor.model.values import Backend, Dtype, LayerRange
@@ -21,24 +21,6 @@ from lucevisor.model.weight_layout import weight_bytes
 
 ROOT = Path(__file__).parents[2]
 TINY = [name for name in SHAPES if name.startswith("tiny-") and not name.endswith(("-mtp", "-dflash2"))]
-
-
-@pytest.mark.parametrize(
-    ("shape", "parameters", "gb"),
-    [
-        ("qwen3.6-27b", 26_895_998_464, 16.54),
-        ("qwen3.6-35b-a3b", 34_660_610_688, 21.16),
-        ("qwen3.6-27b-dflash2", 1.92e9, None),
-        ("qwen3-0.6b", 596_049_920, None),
-        ("gemma4-26b-a4b", 25.2e9, None),
-        ("laguna-xs.2", 33.4e9, None),
-    ],
-)
-def test_full_shapes_hold_what_the_published_models_hold(shape, parameters, gb):
-    found = stats(SHAPES[shape]())
-    assert found["parameters"] == pytest.approx(parameters, rel=0 if gb else 0.01)
-    if gb:
-        assert round(found["weight_bytes"] / 1e9, 2) == gb
 
 
 def filled_up(tensor):

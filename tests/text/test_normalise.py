@@ -6,29 +6,7 @@ import copy
 
 import pytest
 
-from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.text.normalise import FIXED, MOVED, Normalise, normalise_prompt
-from lucevisor.text.template import ChatTemplate
-from lucevisor.text.tokenizer import Tokenizer
-from tests.text.vocabularies import demo_metadata
-
-RULES = "\n".join(f"Rule {i}: answer shortly, name the module, and say when you do not know." for i in range(40))
-ANSWERS = ["os.path.join puts path components together.", "It returns text.", "No."]
-
-
-def agent(turn: int) -> list[dict[str, object]]:
-    """What a coding agent sends in its n-th turn: a header and a time that change, and a conversation that grows."""
-    system = (
-        f"x-anthropic-billing-header: cc_version=2.0.{turn}; cch={turn * 7919:05x}\n"
-        f"You help with Python.\n{RULES}\n<env>\nWorking directory: /src\n"
-        f"Today's date: 2025-11-2{turn} 10:0{turn}\n</env>\nBe kind."
-    )
-    chat: list[dict[str, object]] = [{"role": "system", "content": system}]
-    for i in range(turn + 1):
-        chat.append({"role": "user", "content": f"Question {i}: what does os.path.join do?"})
-        if i < turn:
-            chat.append({"role": "assistant", "content": ANSWERS[i]})
-    return chat
 
 
 @pytest.mark.parametrize(
@@ -104,26 +82,5 @@ def test_strange_content_is_left_to_others() -> None:
 
 
 def test_off_changes_nothing() -> None:
-    assert normalise_prompt(agent(2), "off") == agent(2)
-
-
-@pytest.mark.parametrize(("mode", "least"), [("off", 0.0), ("fix", 0.97), ("move", 0.9)])
-def test_the_gain_for_an_agent_that_changes_its_header_every_turn(mode: Normalise, least: float) -> None:
-    """Share of the last turn's prompt that the next turn has in common with it, up to the end of a chat turn."""
-    tokenizer, template = Tokenizer.from_gguf(demo_metadata()), ChatTemplate.from_gguf(demo_metadata())
-    assert template is not None
-    for turn in range(2):
-        one, two = (
-            template.render(normalise_prompt(agent(n), mode), enable_thinking=False).encoded(tokenizer)
-            for n in (turn, turn + 1)
-        )
-        n_common = TokenBuffer(one.ids).n_common(TokenBuffer(two.ids), len(one.ids))
-        reusable = max((end for end in one.turn_ends if end <= n_common), default=0)
-        if mode == "off":
-            assert n_common < 30
-            assert reusable == 0
-        else:
-            assert reusable / len(one.ids) >= least
-            text = tokenizer.decode(one.ids, skip_special=False)
-            assert "cc_version" not in text
-            assert ("2025-11-2" in text) == (mode == "move")
+    chat = [{"role": "system", "content": "Today's date: 2025-11-21"}, {"role": "user", "content": "hi"}]
+    assert normalise_prompt(chat, "off") == chat

@@ -116,16 +116,3 @@ def test_a_change_of_case_keeps_marks_unless_it_changes_the_length():
 def test_what_cannot_be_followed_is_foreign(operation):
     result = operation(TracedText.own("A%(x)s{}"))
     assert not isinstance(result, TracedText) or not any(result.origin)
-
-
-def test_errors_are_those_of_a_string():
-    with pytest.raises(IndexError):
-        TracedText.own("A")[1]
-    with pytest.raises(TypeError):
-        TracedText.own("A") + 1
-    with pytest.raises(TypeError):
-        1 + TracedText.own("A")
-    with pytest.raises(ValueError, match="empty separator"):
-        TracedText.own("A").split("")
-    with pytest.raises(ValueError, match="origin has 1 entries for 2 characters"):
-        TracedText("ab", b"\1")
