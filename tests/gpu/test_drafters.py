@@ -52,6 +52,22 @@ def test_the_whole_trace(name: str, graphs: bool) -> None:
         assert not one._uncapturable
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_every_draft_of_a_model_for_itself_is_accepted(graphs: bool) -> None:
+    prepare(Backend.CUDA, 0)
+    path = TARGET.parents[1] / "qwen3" / "model.gguf"
+    target = open_spec(path)
+    draft = load_draft(target, path, DraftKind.MODEL, EXACT)
+    captured = draft.graphs
+    assert captured is not None
+    if not graphs:
+        draft.graphs = None
+    pipeline = DraftedPipeline(target, load_stages(target, how=EXACT), draft)
+    blocks = pipeline.trace(golden("qwen3")["input_ids"].tolist()[:40], 64, 5)
+    assert [n_accepted for _, _, n_accepted in blocks] == [5] * len(blocks)
+    assert bool(captured.draft._graphs) == bool(captured.extend._graphs) == graphs
+
+
 @pytest.mark.parametrize("name", GOLDEN)
 def test_graphs_draw_from_the_rows_that_a_draft_vocabulary_has_by_then(name: str, tmp_path: Path) -> None:
     prepare(Backend.CUDA, 0)
