@@ -30,7 +30,7 @@ CLAIMS = """
 import os, sys, time
 from lucevisor.app.rundir import AlreadyRunningError, RunDirectory, read_pid
 n = 0
-end = time.monotonic() + 2.0
+end = time.monotonic() + 1.0
 while time.monotonic() < end:
     one = RunDirectory("t")
     try:

@@ -27,6 +27,7 @@ from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.report import plan_json, plan_text
 from lucevisor.placement.result import Placement, PlacementError
 from lucevisor.placement.stages import LoadFiles, load_message
+from tests.combinations import combinations
 from tests.model.qwen35_file import Shape, write
 from tests.placement.made import BOX, BOX_SPLIT, CPUS, DEMO, GIB, box, configure, cpu, gpu, placed, refused, wrong
 
@@ -441,9 +442,9 @@ def test_an_automatic_context_is_no_longer_than_pool_and_host_memory_hold(big: M
 # ---- bytes that the daemon's loader takes
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("states", ["device", "host"])
-@pytest.mark.parametrize("devices", [["left:0"], ["left:0", "right:0", "third:0"]])
+@combinations(
+    devices=[("left:0",), ("left:0", "right:0", "third:0")], states=["device", "host"], dtype=["float32", "bfloat16"]
+)
 def test_weights_and_pools_take_what_was_planned(demo, tmp_path, devices, states, dtype):
     draft = {"kind": "lookup", "width": 3}
     config = configure(tmp_path, devices, [1, 2, 1][: len(devices)], draft, dtype=dtype, pages=20)
