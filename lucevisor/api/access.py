@@ -104,14 +104,6 @@ def _host_name(header: str) -> str:
     return header.rpartition(":")[0] if header.rpartition(":")[2].isdigit() and ":" in header else header
 
 
-def check_head(request: web.Request, settings: ApiSettings) -> None:
-    """Raise ApiError 431 for a head that is too long, though in one piece; `Connections` counts one that is not."""
-    fields = sum(len(name) + len(value) for name, value in request.raw_headers)
-    if len(request.raw_path) + fields > settings.max_head_bytes:
-        why = f"the head is longer than {settings.max_head_bytes} bytes; send less"
-        raise ApiError(431, why, code="head_too_large")
-
-
 def check_content_type(request: web.Request) -> None:
     """Raise ApiError 400 for a body that is not announced as JSON, as a page of any origin may send forms and plain
     text.

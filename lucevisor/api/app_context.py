@@ -161,7 +161,6 @@ class ApiSettings:
     max_waiting_bodies: int = 1024  # bodies waiting for a worker; beyond it: 429
     write_timeout_s: float = 60.0  # for a client to read 16 KiB of buffered data
     head_timeout_s: float = 10.0  # from the connection, or the first byte of a later request, to the end of the head
-    max_head_bytes: int = 64 * 1024  # request line and fields together
     idle_timeout_s: float = 75.0  # between two requests of a connection
     max_connections: int = 1024
     keepalive_s: float = 15.0  # silence before a stream gets a comment line, so that proxies keep it open

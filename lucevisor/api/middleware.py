@@ -16,7 +16,6 @@ from lucevisor.api.access import (
     OPEN_PATHS,
     check_access,
     check_content_encoding,
-    check_head,
     cors_headers,
     is_preflight,
     preflight,
@@ -107,7 +106,6 @@ async def _serve(request: web.Request, context: RequestContext, handler: Handler
 
 async def _admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
     ctx = request.app[APP_CONTEXT]
-    check_head(request, ctx.settings)
     if is_preflight(request) and (answer := preflight(request, ctx.settings)) is not None:
         return answer
     context_of(request).caller = check_access(request, ctx.settings, ctx.keys, ctx.admin_keys)

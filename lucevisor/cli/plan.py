@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 @config_argument
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--no-probe", is_flag=True, help="Do not query the groups' interpreters for devices.")
-@click.option("-v", "--verbose", is_flag=True, help="Show what is reserved for drafts, too.")
 @click.option("--measure", is_flag=True, help="Measure the devices' speed for an automatic split, and store it.")
-def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool, measure: bool, verbose: bool) -> int:
+def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool, measure: bool) -> int:
     """Show shards, bytes of weights and state per device, what does not fit and by how much.  Loads no weights, but a
     few layers with --measure."""
     from lucevisor.app import logs
@@ -60,7 +59,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
         shown = {name: plan_json(result) for name, result in results.items()}
         click.echo(json.dumps({"models": shown} if loaded.models else shown[models[0].name], indent=2))
     else:
-        texts = {name: plan_text(result, verbose=verbose) for name, result in results.items()}
+        texts = {name: plan_text(result) for name, result in results.items()}
         click.echo("\n\n".join(f"{name}\n{text}" if loaded.models else text for name, text in texts.items()))
     for notice in loaded.notices:
         click.echo(f"notice: {notice}", err=True)

@@ -395,7 +395,6 @@ class _PlanAttempt:
             tau=config.kvflash.tau,
             options=model_options(config),
             reasons=tuple(self.reasons),
-            details=sizing.details,
             notices=tuple(self.notices),
             goal=config.placement.goal if by_speed is not None else "",
             measured=by_speed.speeds.measured if by_speed is not None else "",

@@ -83,16 +83,16 @@ def _table(lines: Sequence[Sequence[str]], right: Collection[int]) -> str:
     )
 
 
-def plan_text(result: Result, *, verbose: bool = False) -> str:
-    """Return model, table, sizes, reasons, notices and advice; ``verbose``: details, too."""
+def plan_text(result: Result) -> str:
+    """Return model, table, sizes, reasons, notices and advice."""
     p = placement_of(result)
     where = f"{_counted(len(p.devices), 'device')}, {_counted(len(p.stages), 'stage')}"
     parts = [
         f"{p.model} ({p.architecture}, {p.n_layers} layers, {p.quant}) on {where}",
         plan_table(result),
         host_table(p),
-        _sizes(p, verbose=verbose),
-        _listed("Why", (*p.reasons, *(p.details if verbose else ()))),
+        _sizes(p),
+        _listed("Why", p.reasons),
         _listed("Note", p.notices),
     ]
     if isinstance(result, Infeasible):
@@ -100,14 +100,14 @@ def plan_text(result: Result, *, verbose: bool = False) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _sizes(p: Placement, *, verbose: bool) -> str:
+def _sizes(p: Placement) -> str:
     pools = [_counted(p.pools.full_pages, "page")]
     if p.pools.window_pages:
         pools.append(_counted(p.pools.window_pages, "window page"))
     if p.pools.states:
         in_host = f" ({p.pools.host_states} of them in host memory)" if p.pools.host_states else ""
         pools.append(_counted(p.pools.states, "recurrent state") + in_host)
-    if p.pools.draft_states and verbose:
+    if p.pools.draft_states:
         pools.append(f"updates for {_counted(p.pools.draft_states, 'draft')}")
     sequences = f"{_counted(p.max_sequences, 'sequence')} of {p.max_context} tokens"
     if p.pool_pages is not None:
@@ -178,7 +178,7 @@ def plan_json(result: Result) -> dict[str, object]:
             for stage in p.stages
         ],
         "devices": [_device_json(d) for d in p.devices],
-        "reasons": [*p.reasons, *p.details],
+        "reasons": list(p.reasons),
         "notices": list(p.notices),
         "advice": list(result.advice) if isinstance(result, Infeasible) else [],
     }

@@ -154,7 +154,7 @@ class Placement:
     ``scorer_device`` without a scoring model.
     ``pool_pages``: the most pages of a sequence on the devices with KV Flash; None: all.  ``residency_policy``: which;
     ``tau``: tokens between two of its rankings.
-    ``reasons`` explain the choices, ``details`` those that few readers need, ``notices`` are logged at start.
+    ``reasons`` explain the choices, ``notices`` are logged at start.
     ``goal`` and ``measured``: the goal of an automatic split and when its speeds were measured; empty unless it was
     chosen by speed.
     """
@@ -190,7 +190,6 @@ class Placement:
     tau: int = 64
     options: Mapping[str, str] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
-    details: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     goal: str = ""
     measured: str = ""

@@ -145,7 +145,7 @@ def reserved_slots(
 class Sizing:
     """Sizes for a context and a number of pages of the full pool, and the bytes that they take.
 
-    ``reasons`` and ``details`` explain the sizes.  Without ``shards`` only arenas and single shards are counted.
+    ``reasons`` explain the sizes.  Without ``shards`` only arenas and single shards are counted.
     """
 
     inputs: SizingInputs
@@ -155,7 +155,6 @@ class Sizing:
     n_pages: int
     n_draft_states: int = 0
     reasons: tuple[str, ...] = ()
-    details: tuple[str, ...] = ()
 
     @cached_property
     def memories(self) -> dict[str, Memory]:
@@ -436,8 +435,9 @@ def _with_draft_states(without: Sizing, ranges: Sequence[LayerRange]) -> Sizing:
         share = f"{DRAFT_SHARE:.0%} of the pages and of the context"
         why = f"as many as fit within {share}; {n_sequences} sequences would use {wanted}"
     n_bytes = inputs.spec.draft_state_bytes(LayerRange(0, inputs.spec.n_layers), inputs.kv_dtype)
-    details = (f"updates for verifying {n} drafts, {format_bytes(n_bytes)} each: {why}",)
-    return replace(_compute(inputs, ranges, n), details=details)
+    sizing = _compute(inputs, ranges, n)
+    reason = f"updates for verifying {n} drafts, {format_bytes(n_bytes)} each: {why}"
+    return replace(sizing, reasons=(*sizing.reasons, reason))
 
 
 # ---- the prefill chunk and the pool of KV Flash

@@ -194,30 +194,16 @@ def _short(path: str) -> str:
     return match["path"] if match is not None else path
 
 
-def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return how many processes the kernel's out-of-memory killer has ended in this process's control group, which
-    daemons share, or on the whole machine where that is not counted. None when neither is known.
-    """
-    for path in (*_counters(proc, cgroups), proc / "vmstat"):
-        with contextlib.suppress(OSError, ValueError):
-            for line in path.read_text(encoding="ascii").splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
+def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
+    """Return how many processes of this machine the kernel's out-of-memory killer has ended; None if not known."""
+    with contextlib.suppress(OSError):
+        counts = dict(line.split() for line in vmstat.read_text(encoding="ascii").splitlines())
+        return int(counts["oom_kill"]) if "oom_kill" in counts else None
     return None
 
 
-def _counters(proc: Path, cgroups: Path) -> Iterator[Path]:
-    with contextlib.suppress(OSError, ValueError):
-        for line in (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                yield cgroups / path.lstrip("/") / "memory.events"
-            elif "memory" in controllers.split(","):
-                yield cgroups / "memory" / path.lstrip("/") / "memory.oom_control"
-
-
 def explain_kill(before: int | None, after: int | None) -> str:
-    """Explain a SIGKILL that the supervisor did not send, by the counts of `oom_kills` at the spawn and now."""
+    """Explain a SIGKILL that the supervisor did not send, by `oom_kills` at the spawn and now."""
     if before is not None and after is not None and after > before:
         return (
             "the kernel was out of memory and killed it; give the group fewer layers (placement.target_layer_split) "

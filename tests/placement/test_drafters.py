@@ -196,9 +196,8 @@ def test_verifying_takes_updates_and_windows_beside_the_states(head_27b, tmp_pat
     assert more == 12 * DRAFT_27B
     assert 0.05 * spec.unit_bytes(Space.RECURRENT, LayerRange(0, 64), Dtype.BFLOAT16) > DRAFT_27B
     reason = "updates for verifying 12 drafts, 7.13 MiB each: all of 4 sequences"
-    assert reason in p.details
-    assert "updates for 12 drafts" in plan_text(p, verbose=True)
-    assert "updates for" not in plan_text(p)
+    assert reason in p.reasons
+    assert "updates for 12 drafts" in plan_text(p)
     assert plan_json(p)["pages"]["draft_states"] == 12
 
 
@@ -226,7 +225,7 @@ def test_verifying_takes_its_share_and_never_the_pages_of_others(head_27b, tmp_p
     usable = (device.free_bytes or 0) - device.reserve_bytes
     assert device.needed_bytes <= usable
     if n_drafts < 7 * max_sequences:
-        assert any(f"verifying {n_drafts} drafts, 7.13 MiB each: as many" in reason for reason in drafting.details)
+        assert any(f"verifying {n_drafts} drafts, 7.13 MiB each: as many" in reason for reason in drafting.reasons)
 
 
 # ---- what is shown

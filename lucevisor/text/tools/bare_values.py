@@ -19,7 +19,7 @@ from lucevisor.text.grammar.schemas import UnsatisfiableError
 from lucevisor.text.llguidance_limits import GrammarError
 from lucevisor.text.parameters import ANY_TYPE, Parameters, Tools, first_readable
 from lucevisor.text.references import with_definitions
-from lucevisor.text.tools.call import Function, SingleCall, ToolCall, make_call
+from lucevisor.text.tools.call import Function, ToolCall, ToolFormat, make_call
 
 _BLANKS: Final = r"[ \t\r\n]*"
 _INTEGER: Final = "-?(0|[1-9][0-9]*)"
@@ -177,13 +177,13 @@ _UNCLOSED: Final = re.compile(r"(<parameter=[^>\n]+>(?:(?!</parameter>).)*?)(?=\
 _TAIL: Final = re.compile(r"\s*(?:</function>\s*)?\Z")
 
 
-class XmlFunction(SingleCall):
+class XmlFunction(ToolFormat):
     """Calls written as XML-like tags; values are bare text, read by the tool's schema."""
 
     open = "<tool_call>"
     close = "</tool_call>"
     bare = ("<function=", "</function>")
-    tags: Sequence[str] = (open, close)
+    tags = (open, close)
 
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
         """Return the call, or None when a tag is missing or text stands between tags."""
@@ -270,13 +270,12 @@ _NO_VALUE: Final = re.compile(r"</arg_key>(?!\s*<arg_value>)")
 _NO_KEY: Final = re.compile(r"\A(\s*[^<\s]+\s*)<tool_call>")
 
 
-class ArgumentPairs(SingleCall):
+class ArgumentPairs(ToolFormat):
     """Calls written as a name and pairs of key and value; strings are bare text, everything else JSON."""
 
     open = "<tool_call>"
     close = "</tool_call>"
-    bare = ("", "")
-    tags: Sequence[str] = (open, close, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    tags = (open, close, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
         """Return the call, or None when it has no name or text stands between the pairs."""

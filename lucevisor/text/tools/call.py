@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import ClassVar, Final
 
 from lucevisor.text import json_text
 from lucevisor.text.grammar.rules import Rules
@@ -30,47 +31,38 @@ class Function:
     strict: bool
 
 
-class ToolFormat(Protocol):
-    """The notation in which a model family writes a call between two tags."""
+class ToolFormat(ABC):
+    """The notation in which a model family writes a call between two tags.
 
-    @property
-    def open(self) -> str:
-        """The tag before a call."""
+    `bare`: the first tag inside a call and its closing one, for models that omit the opening tag; ("", ""): none.
+    `tags`: all tags that may be control tokens of a vocabulary.
+    """
 
-    @property
-    def close(self) -> str:
-        """The tag after a call."""
-
-    @property
-    def bare(self) -> tuple[str, str]:
-        """The first tag inside a call and its closing one, for models that omit the opening tag; ("", ""): none."""
-
-    @property
-    def tags(self) -> Sequence[str]:
-        """All tags of the format that may be control tokens of a vocabulary."""
+    open: ClassVar[str]
+    close: ClassVar[str]
+    bare: ClassVar[tuple[str, str]] = ("", "")
+    tags: ClassVar[Sequence[str]] = ()
 
     def split(self, body: str) -> Sequence[str]:
         """Return the bodies of the calls between the tags: several where one pair of tags is around all calls."""
+        return (body,)
 
+    @abstractmethod
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
         """Parse the body of a call; None if it is not one."""
 
+    @abstractmethod
     def repair(self, body: str, tools: Tools) -> ToolCall | None:
         """Parse a body that `parse` refuses, if it has only one possible meaning; else None."""
 
+    @abstractmethod
     def is_inside_value(self, body: str) -> bool:
         """Return whether `body`, cut before a closing tag, ends inside a value, so that the tag is part of it."""
 
+    @abstractmethod
     def grammar(self, rules: Rules, function: Function) -> str:
         """Return an expression for calls of a function that `parse` reads by its schema, from behind the opening tag
         up to and with the closing one; raises GrammarError."""
-
-
-class SingleCall:
-    """Formats with a pair of tags for each call."""
-
-    def split(self, body: str) -> Sequence[str]:
-        return (body,)
 
 
 def make_call(name: str, arguments: Mapping[str, object]) -> ToolCall:

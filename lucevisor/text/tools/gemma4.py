@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from lucevisor.text.grammar.alternatives import Alternatives
@@ -16,7 +16,7 @@ from lucevisor.text.grammar.rules import ANYTHING, Rules
 from lucevisor.text.json_text import MAX_DEPTH, parse
 from lucevisor.text.llguidance_limits import GrammarError
 from lucevisor.text.parameters import ANY_TYPE, Parameters, Tools
-from lucevisor.text.tools.call import Function, SingleCall, ToolCall, make_call
+from lucevisor.text.tools.call import Function, ToolCall, ToolFormat, make_call
 
 _QUOTE: Final = '<|"|>'
 _HEAD: Final = re.compile(r"\s*call:\s*([^\s{]+)\s*\{")
@@ -44,13 +44,12 @@ class _Malformed(Exception):
     """The text is no call."""
 
 
-class Gemma4(SingleCall):
+class Gemma4(ToolFormat):
     """Calls in Gemma 4's own notation."""
 
     open = "<|tool_call>"
     close = "<tool_call|>"
-    bare = ("", "")
-    tags: Sequence[str] = (open, close, _QUOTE)
+    tags = (open, close, _QUOTE)
 
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
         """Return the call, or None when a brace, key or quote is missing."""

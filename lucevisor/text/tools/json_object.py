@@ -15,7 +15,7 @@ from lucevisor.text import json_text
 from lucevisor.text.grammar.rules import LINE_END, Rules
 from lucevisor.text.json_text import parse
 from lucevisor.text.parameters import Tools, has_tool
-from lucevisor.text.tools.call import Function, SingleCall, ToolCall, make_call
+from lucevisor.text.tools.call import Function, ToolCall, ToolFormat, make_call
 
 _QUOTED_OR_REST: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[^"]+', re.DOTALL)
 _CONTROL: Final = re.compile("[\0-\x1f]")
@@ -44,13 +44,13 @@ def _escaped(character: re.Match[str]) -> str:
     return f"\\u{ord(character[0]):04x}"
 
 
-class JsonObject(SingleCall):
+class JsonObject(ToolFormat):
     """Calls written as one JSON object.  Qwen 2.5 Coder writes a block of Markdown in place of the tags."""
 
     open = "<tool_call>"
     close = "</tool_call>"
     bare = ("```json\n{", "```")
-    tags: Sequence[str] = (open, close)
+    tags = (open, close)
 
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
         """Return the call, or None; `parameters` is taken for `arguments`, which may be JSON text themselves."""
@@ -91,13 +91,12 @@ class JsonObject(SingleCall):
 _JSON: Final = JsonObject()
 
 
-class Llama3(SingleCall):
+class Llama3(ToolFormat):
     """Calls that are one JSON object; one of a function that was not offered is text."""
 
     open = '{"name":'
     close = "}"
     bare = ('{"type": "function", "name":', "}")
-    tags: Sequence[str] = ()
 
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
         """Return the call, or None when it is of no offered function."""
@@ -126,13 +125,12 @@ _OPEN: Final = "[TOOL_CALLS]"
 _NAMED: Final = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\[{]*)?\[ARGS\]\s*(\{.*)", re.DOTALL)
 
 
-class MistralArray:
+class MistralArray(ToolFormat):
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}, ...]`: Mistral 7B v0.3, Nemo, Small 3.0 and 3.1."""
 
     open = _OPEN
     close = "]"
-    bare = ("", "")
-    tags: Sequence[str] = (open,)
+    tags = (open,)
 
     def split(self, body: str) -> Sequence[str]:
         """Return the objects of the array; a body that is none stays whole."""
@@ -163,16 +161,15 @@ class GraniteArray(MistralArray):
     """`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`: Granite 3."""
 
     open = "<|tool_call|>"
-    tags: Sequence[str] = (open,)
+    tags = (open,)
 
 
-class MistralArguments(SingleCall):
+class MistralArguments(ToolFormat):
     """`[TOOL_CALLS]NAME[ARGS]{...}`, with or without `[CALL_ID]ID`: Mistral Small 3.2, Devstral, Ministral 3."""
 
     open = _OPEN
     close = "}"
-    bare = ("", "")
-    tags: Sequence[str] = (open, "[CALL_ID]", "[ARGS]")
+    tags = (open, "[CALL_ID]", "[ARGS]")
 
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
         """Return the call, or None when its name or its arguments are missing."""
