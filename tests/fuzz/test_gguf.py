@@ -19,12 +19,13 @@ from tests.model import gguf_bytes as raw
 from tests.text.vocabularies import CONTROL, byte_metadata, demo_metadata
 
 TEMPLATE = "tokenizer.chat_template"
+# None that runs or grows without end: that is stopped by the limits of the worker that renders.
 PIECES = (
     *("{{ messages[0].content }}", "{% for m in messages %}", "{% endfor %}", "{% if true %}", "{% endif %}", "{{"),
-    *("}}", "{%", "%}", "{{ 'a' * 10**9 }}", "{% for i in range(99999) %}", "{% set ns.x = ns.x ~ ns.x %}"),
+    *("}}", "{%", "%}", "{{ 'a' * 9 }}", "{% for i in range(3) %}", "{% set ns.x = ns.x ~ 'b' %}"),
     *("{% set ns = namespace(x='a') %}", "{{ messages }}", "{{ messages|tojson }}", "{{ ''.__class__ }}"),
     *("{{ raise_exception('no') }}", "{{ 1/0 }}", "{{ x.y.z }}", "{% macro f(n) %}{{ f(n) }}{% endmacro %}"),
-    *("{{ f(1) }}", "{{ [1]|batch(10**9) }}", "{{ '%999999999d' % 1 }}", "<think>", "<tool_call>", "<|im_end|>"),
+    *("{{ f(1) }}", "{{ [1]|batch(9) }}", "{{ '%9d' % 1 }}", "<think>", "<tool_call>", "<|im_end|>"),
     *("\0", "\U0001f389", "{# #}", "{% raw %}", "{% endraw %}", "{% break %}", "{% generation %}"),
     *("{% include 'x' %}", "{% import 'x' as y %}", "{% extends x %}", "{% block a %}", "{{ self }}"),
     *("{{ lipsum(9) }}", "("),
