@@ -13,6 +13,7 @@ from daemons.models.qwen35moe import Qwen35MoeFamily
 FAMILIES: dict[str, type[Family]] = {
     "gemma3": Gemma3Family,
     "gemma4": Gemma4Family,
+    "glm4moe": LlamaFamily,
     "granite": LlamaFamily,
     "laguna": LagunaFamily,
     "llama": LlamaFamily,

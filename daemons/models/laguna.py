@@ -12,12 +12,11 @@ from daemons.models.blocks import (
     AttentionShape,
     Block,
     Family,
-    GatedMlp,
     PreNormLayer,
     QkNormRope,
 )
 from daemons.models.loader import WeightLoader
-from daemons.models.moe import MoeMlp, build_experts, build_router, build_shared_expert
+from daemons.models.moe import build_mlp
 from lucevisor.model.families.laguna import LagunaParams
 from lucevisor.model.spec import ModelSpec
 
@@ -37,12 +36,7 @@ class LagunaFamily(Family):
         return PreNormLayer(norms[0], self.attention(index), norms[1], self.mlp(index), self.operations)
 
     def mlp(self, index: int) -> Block:
-        b, x = f"blk.{index}.", self.p.experts
-        if index < self.p.n_dense or x is None:
-            gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
-            return GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations)
-        shared = build_shared_expert(self.w, b) if x.shared_width else None
-        return MoeMlp(build_router(self.w, b, x, bias="exp_probs_b.bias"), build_experts(self.w, b, "silu"), shared)
+        return build_mlp(self.w, f"blk.{index}.", None if index < self.p.n_dense else self.p.experts)
 
     def attention(self, index: int) -> Block:
         p, b, d = self.p, f"blk.{index}.", self.p.head_dim

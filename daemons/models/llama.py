@@ -1,5 +1,5 @@
-"""Families ``llama``, ``qwen2``, ``qwen3``, ``qwen3moe``, ``granite`` and ``mistral3``: full attention in every
-layer; norms on queries and keys, biases, routed experts, scales and temperature where the parameters say so.  Maths:
+"""Families ``llama``, ``qwen2``, ``qwen3``, ``qwen3moe``, ``granite``, ``mistral3`` and ``glm4moe``: full attention in
+every layer; norms on queries and keys, biases, experts, scales and temperature where the parameters say so.  Maths:
 docs/families.md.
 """
 
@@ -15,13 +15,12 @@ from daemons.models.blocks import (
     BiasedLinear,
     Block,
     Family,
-    GatedMlp,
     PreNormLayer,
     QkNormRope,
     no_norm,
 )
 from daemons.models.loader import Rows, WeightLoader, halves_of_pairs
-from daemons.models.moe import MoeMlp, build_experts, build_router
+from daemons.models.moe import build_mlp
 from daemons.ops.linear import Linear
 from daemons.ops.operations import Norm
 from lucevisor.model.families.llama import INPUTS, ROPE_FACTORS, LlamaParams
@@ -43,16 +42,12 @@ class LlamaFamily(Family):
 
     def layer(self, index: int) -> Block:
         b = f"blk.{index}."
-        norms = self.norm(b + "attn_norm.weight"), self.norm(b + "ffn_norm.weight")
+        norms = self.norm(b + "attn_norm.weight"), self.norm(f"{b}{self.p.mlp_norm}.weight")
         blocks = (norms[0], self.attention(index), norms[1], self.mlp(index))
         return PreNormLayer(*blocks, self.operations, self.p.residual_scale)
 
     def mlp(self, index: int) -> Block:
-        b, x = f"blk.{index}.", self.p.experts
-        if x is not None:
-            return MoeMlp(build_router(self.w, b, x), build_experts(self.w, b, "silu"), None)
-        gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
-        return GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations)
+        return build_mlp(self.w, f"blk.{index}.", None if index < self.p.n_dense else self.p.experts)
 
     def attention_shape(self, index: int) -> AttentionShape:
         p = self.p

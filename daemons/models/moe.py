@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from daemons.kv.batch import Batch
-from daemons.models.blocks import GatedMlp
+from daemons.models.blocks import Block, GatedMlp
 from daemons.models.loader import WeightLoader
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.router import RouteFn, Router
@@ -23,10 +23,8 @@ class MoeMlp:
         return self.routed(x, self.route(x), None if self.shared is None else self.shared(x, batch))
 
 
-def build_router(
-    w: WeightLoader, prefix: str, x: Experts, *, bias: str = "", expert_scale: str = "", shared_gate: str = ""
-) -> RouteFn:
-    """The router of the layer ``prefix`` ("blk.3."); ``bias``, ``expert_scale`` and ``shared_gate`` name tensors."""
+def build_router(w: WeightLoader, prefix: str, x: Experts, *, expert_scale: str = "", shared_gate: str = "") -> RouteFn:
+    """The router of the layer ``prefix`` ("blk.3."); ``expert_scale`` and ``shared_gate`` name tensors."""
     weight = w.exact(prefix + "ffn_gate_inp.weight")
     if shared_gate:
         weight = torch.cat((weight, w.exact(prefix + shared_gate).view(1, -1)))
@@ -36,7 +34,7 @@ def build_router(
         gating=x.gating,
         normalise=x.normalise,
         scale=x.scale,
-        bias=w.exact(prefix + bias) if bias else None,
+        bias=w.exact(prefix + "exp_probs_b.bias") if x.biased else None,
         expert_scale=w.exact(prefix + expert_scale) if expert_scale else None,
         has_shared_gate=bool(shared_gate),
     )
@@ -55,3 +53,13 @@ def build_shared_expert(w: WeightLoader, prefix: str) -> GatedMlp:
     """The shared expert of the layer ``prefix``."""
     gate_up = w.linear(prefix + "ffn_gate_shexp.weight", prefix + "ffn_up_shexp.weight")
     return GatedMlp(gate_up, w.linear(prefix + "ffn_down_shexp.weight"), w.selector.operations)
+
+
+def build_mlp(w: WeightLoader, prefix: str, x: Experts | None) -> Block:
+    """The MLP of the layer ``prefix``: dense where ``x`` is None, else routed experts and a shared one if there is
+    one."""
+    if x is None:
+        gate_up = w.linear(prefix + "ffn_gate.weight", prefix + "ffn_up.weight")
+        return GatedMlp(gate_up, w.linear(prefix + "ffn_down.weight"), w.selector.operations)
+    shared = build_shared_expert(w, prefix) if x.shared_width else None
+    return MoeMlp(build_router(w, prefix, x), build_experts(w, prefix, "silu"), shared)

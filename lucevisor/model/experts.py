@@ -19,7 +19,7 @@ class Experts:
     """A token uses ``n_used`` of ``n_experts`` experts of ``width``, plus a shared one of ``shared_width`` (0: none).
 
     ``gating``: softmax or sigmoid of the router's output.  ``normalise``: divide the selected weights by their sum;
-    they are then multiplied by ``scale``.
+    they are then multiplied by ``scale``.  ``biased``: a bias is added to select experts, not to weigh them.
     """
 
     n_experts: int
@@ -29,14 +29,19 @@ class Experts:
     gating: str
     normalise: bool
     scale: float
+    biased: bool
 
 
-def read_experts(keys: Keys, *, width: int | None, shared_width: int | None, gating: int) -> Experts:
+def read_experts(
+    keys: Keys, *, width: int | None, shared_width: int | None, gating: int, biased: bool = False
+) -> Experts:
     """Read the expert metadata.  The arguments are defaults for missing keys; None: the key is required."""
     n_experts = keys.integer("expert_count", high=MAX_EXPERTS)
     n_used = keys.integer("expert_used_count")
     if n_used > n_experts:
         raise keys.error("expert_used_count", f"is {n_used}, the model has {n_experts} experts")
+    if keys.integer("expert_group_count", 1, low=0) > 1:
+        raise keys.error("expert_group_count", "is more than 1: groups of experts are not supported")
     width = keys.integer("expert_feed_forward_length", width)
     function = keys.integer("expert_gating_func", gating, low=0)
     if function not in GATING:
@@ -50,14 +55,17 @@ def read_experts(keys: Keys, *, width: int | None, shared_width: int | None, gat
         gating=GATING[function],
         normalise=keys.flag("expert_weights_norm", True),
         scale=keys.number("expert_weights_scale", 0.0) or 1.0,  # some files write 0 for "no scaling"
+        biased=biased,
     )
 
 
 def routed_tensors(files: GgufFiles, prefix: str, embedding: int, x: Experts) -> Shapes:
-    """Router and routed experts of the layer ``prefix`` ("blk.3."), with gate and up merged or separate as in the
-    file."""
+    """Router, its bias and routed experts of the layer ``prefix`` ("blk.3."), with gate and up merged or separate as in
+    the file."""
     e, f, n = embedding, x.width, x.n_experts
     out: Shapes = {prefix + "ffn_gate_inp.weight": (n, e)}
+    if x.biased:
+        out[prefix + "exp_probs_b.bias"] = (n,)
     if merged(files, prefix):
         out[prefix + "ffn_gate_up_exps.weight"] = (n, 2 * f, e)
     else:
@@ -66,6 +74,9 @@ def routed_tensors(files: GgufFiles, prefix: str, embedding: int, x: Experts) ->
 
 
 def shared_tensors(prefix: str, embedding: int, x: Experts) -> Shapes:
+    """The shared expert, if there is one."""
+    if not x.shared_width:
+        return {}
     return swiglu_tensors(prefix, embedding, x.shared_width, "_shexp")
 
 

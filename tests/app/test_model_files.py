@@ -217,6 +217,8 @@ def test_every_family_has_a_card():
         ("mistral3", "Mistral Small 3.2 24B Instruct 2506", 0.15, None),
         ("mistral3", "Ministral 3 8B Instruct 2512", 0.15, None),
         ("mistral3", "Ministral 3 8B Reasoning 2512", 0.7, None),
+        ("glm4moe", "GLM 4.5 Air", 1.0, None),
+        ("glm4moe", "Glm-4.6", 1.0, None),
         ("granite", "Granite 3.3 8b Instruct", 0.0, None),
     ],
 )

@@ -20,6 +20,7 @@ N = 4
 MODELS = {
     "gemma3": ["gemma3"],
     "gemma4": ["gemma4_e2b"],
+    "glm": ["glm4moe"],
     "granite": ["granite"],
     "laguna": ["laguna_mscale"],
     "llama3": ["llama"],

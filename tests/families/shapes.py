@@ -214,6 +214,41 @@ def llama(
     return Model(architecture, metadata | more, t)
 
 
+def glm4moe() -> Model:
+    """GLM-4.5-Air without its MTP block: one dense layer, then 128 experts."""
+    e, n, width = 4096, 128, 1408
+    more: dict[str, Value] = {
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+        "rope.freq_base": 1e6,
+        "rope.dimension_count": 64,
+        "expert_count": n,
+        "expert_used_count": 8,
+        "expert_feed_forward_length": width,
+        "expert_shared_count": 1,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1.0,
+        "expert_gating_func": 2,
+        "leading_dense_block_count": 1,
+        "nextn_predict_layers": 0,
+    }
+    shape = {"n_layers": 46, "embedding": e, "feed_forward": 10944, "heads": (96, 8), "head_dim": 128}
+    model = llama("glm4moe", **shape, vocabulary=151552, tied=False, more=more)
+    t = {name.replace("ffn_norm", "post_attention_norm"): shape for name, shape in model.tensors.items()}
+    for i in range(46):
+        b = f"blk.{i}."
+        t |= {b + "attn_q.bias": (96 * 128,), b + "attn_k.bias": (8 * 128,), b + "attn_v.bias": (8 * 128,)}
+        if i == 0:
+            continue
+        for name in ("gate", "up", "down"):
+            del t[f"{b}ffn_{name}.weight"]
+        t |= {b + "ffn_gate_inp.weight": (n, e), b + "exp_probs_b.bias": (n,)}
+        t |= {b + f"ffn_{name}_exps.weight": (n, width, e) for name in ("gate", "up")}
+        t |= {b + f"ffn_{name}_shexp.weight": (width, e) for name in ("gate", "up")}
+        t |= {b + "ffn_down_exps.weight": (n, e, width), b + "ffn_down_shexp.weight": (e, width)}
+    return Model("glm4moe", model.metadata, t)
+
+
 E2B = gemma4(
     n_layers=35,
     embedding=1536,
@@ -310,6 +345,8 @@ MINISTRAL_8B = llama(
     },
 )
 """Ministral 3 8B."""
+
+GLM_45_AIR = glm4moe()
 
 # Rows of whole blocks of every quant type, 320 tokens in the vocabulary.
 SMALL_GEMMA4_INPUTS = gemma4(

@@ -25,6 +25,7 @@ from tests.families.shapes import (
     E4B,
     GEMMA4_26B_A4B,
     GEMMA4_31B,
+    GLM_45_AIR,
     GRANITE_8B,
     LAGUNA_XS2,
     MINISTRAL_8B,
@@ -33,7 +34,7 @@ from tests.families.shapes import (
 )
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-FILES = ["llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35_mtp", "qwen35moe", "granite", "mistral3"]
+FILES = ["llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35_mtp", "qwen35moe", "granite", "mistral3", "glm4moe"]
 FILES += ["gemma3", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale"]
 KINDS = {
     "llama": "ffff",
@@ -45,6 +46,7 @@ KINDS = {
     "qwen35moe": "rrrf",
     "granite": "ffff",
     "mistral3": "ffff",
+    "glm4moe": "ffff",
     "gemma3": "wwwwwfw",
     "gemma4_e2b": "wwfwfwwf",
     "gemma4_moe": "wwfwwf",
@@ -64,7 +66,7 @@ def golden(name: str) -> ModelSpec:
 def full_size(tmp_path_factory):
     folder = tmp_path_factory.mktemp("full size")
     models = {"e2b": E2B, "e4b": E4B, "26b": GEMMA4_26B_A4B, "31b": GEMMA4_31B, "xs2": LAGUNA_XS2}
-    models |= {"granite": GRANITE_8B, "mistral3": MINISTRAL_8B}
+    models |= {"granite": GRANITE_8B, "mistral3": MINISTRAL_8B, "glm4moe": GLM_45_AIR}
     return {name: open_spec(write(folder / f"{name}.gguf", model)) for name, model in models.items()}
 
 
@@ -103,11 +105,12 @@ STATE = {
     "xs2": (10 * 2 * 8 * 128 * 2, 30 * 2 * 8 * 128 * 2),
     "granite": (40 * 2 * 8 * 128 * 2, 0),
     "mistral3": (34 * 2 * 8 * 128 * 2, 0),
+    "glm4moe": (46 * 2 * 8 * 128 * 2, 0),
 }
 # parameters in thousand millions, as published (of E2B and E4B the effective ones: without the per-layer table), and
 # the tolerance
 SIZE = {"e2b": (2.3, 0.1), "e4b": (4.5, 0.2), "26b": (26.0, 1.0), "31b": (31.0, 1.0), "xs2": (33.0, 1.5)}
-SIZE |= {"granite": (8.17, 0.01), "mistral3": (8.5, 0.1)}
+SIZE |= {"granite": (8.17, 0.01), "mistral3": (8.5, 0.1), "glm4moe": (106.8, 0.5)}
 
 
 @pytest.mark.parametrize("name", STATE)
@@ -188,6 +191,9 @@ def test_columns_that_split_a_block_are_kept_dense(tmp_path):
         (GEMMA4_26B_A4B, "blk.7.attn_v.weight"),
         (LAGUNA_XS2, "blk.9.attn_gate.weight"),
         (LAGUNA_XS2, "blk.9.exp_probs_b.bias"),
+        (GLM_45_AIR, "blk.1.exp_probs_b.bias"),
+        (GLM_45_AIR, "blk.1.attn_k.bias"),
+        (GLM_45_AIR, "blk.0.post_attention_norm.weight"),
     ],
 )
 def test_a_missing_tensor_is_named(tmp_path, model, name):
@@ -214,6 +220,11 @@ def test_a_missing_tensor_is_named(tmp_path, model, name):
         (GRANITE_8B, {"logit_scale": None}, r"granite\.logit_scale: is missing"),
         (GRANITE_8B, {"residual_scale": 0.0}, r"granite\.residual_scale: is 0\.0, expected more than 0"),
         (GRANITE_8B, {"embedding_scale": float("nan")}, r"granite\.embedding_scale: is nan, expected a finite number"),
+        (GLM_45_AIR, {"nextn_predict_layers": 46}, "nextn_predict_layers: is 46, of 46 blocks"),
+        (GLM_45_AIR, {"feed_forward_length": None}, "feed_forward_length: is missing"),
+        (GLM_45_AIR, {"expert_group_count": 8}, "expert_group_count: is more than 1"),
+        (GLM_45_AIR, {"expert_feed_forward_length": None}, "expert_feed_forward_length: is missing"),
+        (GLM_45_AIR, {"expert_shared_count": 1000}, "expert_shared_count: is 1000, expected 0 to 64"),
         (MINISTRAL_8B, {"attention.temperature_scale": -0.1}, r"temperature_scale: is -0\.1.*, expected at least 0"),
         (MINISTRAL_8B, {"attention.temperature_length": 0}, "temperature_length: is 0, expected 1 to"),
         (MINISTRAL_8B, {"rope.scaling.type": "none"}, "temperature_length: is missing"),
@@ -249,6 +260,12 @@ def test_laguna_without_a_window_has_full_layers_only():
     assert spec.spaces() == {Space.FULL}
 
 
+def test_a_block_of_mtp_behind_the_layers_of_glm_is_left_out(tmp_path):
+    spec = open_spec(write(tmp_path / "mtp.gguf", GLM_45_AIR, changed={"nextn_predict_layers": 1}))
+    assert spec.n_layers == 45
+    assert {name.split(".")[1] for name in spec.skipped} == {"45"}
+
+
 def test_a_dense_family_refuses_experts():
     files = golden("qwen3").files
     with pytest.raises(GgufError, match=r"qwen3\.expert_count: is not 0"):
@@ -270,7 +287,9 @@ VALUES = st.one_of(
 @settings(max_examples=500, deadline=None)
 @given(
     data=st.data(),
-    name=st.sampled_from(["qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna", "granite", "mistral3"]),
+    name=st.sampled_from(
+        ["qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna", "granite", "mistral3", "glm4moe"]
+    ),
 )
 def test_hostile_metadata_raises_gguferror_or_yields_a_valid_spec(data, name):
     files = golden(name).files

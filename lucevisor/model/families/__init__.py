@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from lucevisor.model.families import gemma3, gemma4, laguna, llama, qwen35, qwen35moe
+from lucevisor.model.families import gemma3, gemma4, glm4moe, laguna, llama, qwen35, qwen35moe
 from lucevisor.model.gguf_files import GgufFiles, open_model, part_paths
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.spec import ModelSpec
@@ -19,6 +19,7 @@ from lucevisor.model.spec import ModelSpec
 FAMILIES: dict[str, Callable[[GgufFiles, Mapping[str, str]], ModelSpec]] = {
     "gemma3": gemma3.spec,
     "gemma4": gemma4.spec,
+    "glm4moe": glm4moe.spec,
     "granite": partial(llama.read, architecture="granite", adjacent_pairs=True, scaled=True),
     "laguna": laguna.spec,
     "llama": llama.spec,

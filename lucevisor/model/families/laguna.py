@@ -95,7 +95,7 @@ def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) ->
     experts = None
     if n_dense < n_layers:
         width = keys.integer("expert_feed_forward_length")
-        experts = read_experts(keys, width=width, shared_width=width, gating=2)
+        experts = read_experts(keys, width=width, shared_width=width, gating=2, biased=True)
     return LagunaParams(
         hidden_size=keys.integer("embedding_length"),
         feed_forward=keys.integer("feed_forward_length", 0 if n_dense == 0 else None, low=int(n_dense > 0)),
@@ -124,9 +124,7 @@ def layer_tensors(files: GgufFiles, p: LagunaParams, i: int) -> Shapes:
         out[b + "attn_gate.weight"] = (p.gates[i], e)
     if i < p.n_dense or p.experts is None:
         return out | swiglu_tensors(b, e, p.feed_forward)
-    out |= routed_tensors(files, b, e, p.experts)
-    out[b + "exp_probs_b.bias"] = (p.experts.n_experts,)
-    return out | (shared_tensors(b, e, p.experts) if p.experts.shared_width else {})
+    return out | routed_tensors(files, b, e, p.experts) | shared_tensors(b, e, p.experts)
 
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lucevisor.model.experts import Experts, read_experts, refuse_experts, routed_tensors
+from lucevisor.model.experts import Experts, read_experts, refuse_experts, routed_tensors, shared_tensors
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.rope import Rotary, read_rotary
 from lucevisor.model.spec import (
@@ -36,6 +36,7 @@ class LlamaParams:
 
     ``adjacent_pairs``: the rows of a rotary pair are neighbours in the file, else half the rotary dims apart.
     ``biases``: names in a layer of the matrices that have one.  ``rope_factors``: the file has ``rope_freqs``.
+    The first ``n_dense`` layers have no experts; ``mlp_norm``: the name of the norm before the MLP.
     A query at position i is multiplied by 1 + ``temperature_scale`` ln(1 + floor(i / ``temperature_length``)).
     ``residual_scale`` multiplies what a block adds to the residual stream, ``logit_divisor`` divides the logits.
     """
@@ -58,6 +59,8 @@ class LlamaParams:
     biases: frozenset[str]
     rope_factors: bool
     experts: Experts | None
+    n_dense: int
+    mlp_norm: str
 
 
 def hyperparameters(
@@ -108,6 +111,8 @@ def hyperparameters(
         biases=frozenset(name for name in (*INPUTS, "attn_output") if f"blk.0.{name}.bias" in files.tensors),
         rope_factors=ROPE_FACTORS in files.tensors,
         experts=routed,
+        n_dense=0,
+        mlp_norm="ffn_norm",
     )
 
 
@@ -118,19 +123,33 @@ def layer_tensors(files: GgufFiles, p: LlamaParams, i: int) -> Shapes:
         b + "attn_norm.weight": (e,),
         **attention,
         **{f"{b}{name}.bias": attention[f"{b}{name}.weight"][:1] for name in p.biases},
-        b + "ffn_norm.weight": (e,),
-        **(swiglu_tensors(b, e, p.feed_forward) if p.experts is None else routed_tensors(files, b, e, p.experts)),
+        f"{b}{p.mlp_norm}.weight": (e,),
+        **mlp_tensors(files, p, i),
     }
+
+
+def mlp_tensors(files: GgufFiles, p: LlamaParams, i: int) -> Shapes:
+    b, e, x = f"blk.{i}.", p.hidden_size, p.experts
+    if x is None or i < p.n_dense:
+        return swiglu_tensors(b, e, p.feed_forward)
+    return routed_tensors(files, b, e, x) | shared_tensors(b, e, x)
 
 
 def read(files: GgufFiles, options: Mapping[str, str], architecture: str, **switches: bool) -> ModelSpec:
     """Read the spec of a file of ``architecture`` with the ``switches`` of :func:`hyperparameters`.  Option
     ``yarn_attn_factor``: see :mod:`lucevisor.model.rope`."""
     keys = Keys(files.metadata, architecture, str(files.paths[0]))
-    p = hyperparameters(files, keys, options, **switches)
+    return build(files, keys, hyperparameters(files, keys, options, **switches))
+
+
+def build(files: GgufFiles, keys: Keys, p: LlamaParams) -> ModelSpec:
+    """Assemble and check a spec."""
     state = attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
     n_routed = p.experts.n_used if p.experts is not None else 0
-    layers = [LayerSpec(i, Space.FULL, layer_tensors(files, p, i), state, n_routed=n_routed) for i in range(p.n_layers)]
+    layers = [
+        LayerSpec(i, Space.FULL, layer_tensors(files, p, i), state, n_routed=n_routed if i >= p.n_dense else 0)
+        for i in range(p.n_layers)
+    ]
     shared = {ROPE_FACTORS: (p.rotary.n // 2,)} if p.rope_factors else {}
     embedding_scale = keys.number("embedding_scale", 1.0, above=0.0)
     return assemble(files, keys, p, layers, shared=shared, embedding_scale=embedding_scale)

@@ -20,6 +20,7 @@ FAMILIES: dict[str, Callable[[Draw], Made]] = {
     "qwen35moe": qwen.qwen35moe,
     "gemma3": gemma3.gemma3,
     "gemma4": gemma4.gemma4,
+    "glm4moe": llama.glm4moe,
     "granite": llama.granite,
     "laguna": laguna.laguna,
 }

@@ -69,6 +69,18 @@ def made_gemma3(draw: Draw) -> Made:
     return gemma3.of_config(config, draw, pattern=None, linear=True)
 
 
+def made_glm4moe(draw: Draw) -> Made:
+    """A dense layer, biases, and half of each head rotates."""
+    rope = PLAIN_ROPE | {"partial_rotary_factor": 0.5}
+    config: Any = transformers.Glm4MoeConfig(
+        **COMMON, num_hidden_layers=4, head_dim=32, rope_parameters=rope, tie_word_embeddings=False,
+        attention_bias=True, use_qk_norm=True, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=1,
+        moe_intermediate_size=48, routed_scaling_factor=2.5, n_group=1, topk_group=1, first_k_dense_replace=1,
+        norm_topk_prob=True,
+    )  # fmt: skip
+    return llama.of_glm4moe(build(transformers.Glm4MoeForCausalLM, config, draw), 16, divide=True)
+
+
 def made_granite(draw: Draw) -> Made:
     """The scales of Granite 3.3, that of the attention 1 / D."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -97,6 +109,7 @@ MODELS: dict[str, Callable[[Draw], Made]] = {
     "qwen3moe": made_qwen3moe,
     "granite": made_granite,
     "mistral3": made_mistral3,
+    "glm4moe": made_glm4moe,
 }
 """A model's place is the seed it is drawn with: new ones go to the end."""
 

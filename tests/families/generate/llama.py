@@ -100,6 +100,42 @@ def paired(found: Made) -> Made:
     return replace(found, tensors=divided(found.tensors))
 
 
+def glm4moe(draw: Draw) -> Made:
+    """Some dense layers first; with or without biases and norms of queries and keys; any part of a head rotates."""
+    settings, n_experts = common(draw), draw.between(2, 9)
+    d = settings["head_dim"]
+    rotary = 2 * draw.between(1, d // 2)
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": rotary / d}
+    config: Any = transformers.Glm4MoeConfig(
+        **settings, rope_parameters=rope, attention_bias=draw.flag(), use_qk_norm=draw.flag(),
+        n_routed_experts=n_experts, num_experts_per_tok=draw.between(1, n_experts), n_shared_experts=draw.one(1, 2),
+        moe_intermediate_size=draw.between(9, 40), routed_scaling_factor=draw.one(1.0, 2.5), n_group=1, topk_group=1,
+        first_k_dense_replace=draw.between(0, 2), norm_topk_prob=draw.flag(),
+    )  # fmt: skip
+    return of_glm4moe(build(transformers.Glm4MoeForCausalLM, config, draw), rotary, divide=draw.flag())
+
+
+def of_glm4moe(model: Any, rotary: int, *, divide: bool) -> Made:
+    config = model.config
+    names = DENSE | HEAD_NORMS | EXPERTS
+    names |= {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+    names |= {f"ffn_{n}_shexp.weight": f"mlp.shared_experts.{n}_proj.weight" for n in ("gate", "up", "down")}
+    more = {
+        "rope.dimension_count": rotary,
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_gating_func": 2,
+        "leading_dense_block_count": config.first_k_dense_replace,
+    }
+    found = made(model, "glm4moe", names, more, {})
+    tensors = {name.replace("ffn_norm", "post_attention_norm"): tensor for name, tensor in found.tensors.items()}
+    return replace(found, tensors=divided(tensors) if divide else tensors)
+
+
 def granite(draw: Draw) -> Made:
     """With scales of four places."""
     settings = common(draw)

@@ -143,4 +143,5 @@ def reference(model: nn.Module, ids: Sequence[int]) -> tuple[Bound, bool]:
     with torch.no_grad(), perturbed:
         others = model(torch.tensor([list(ids)] * RUNS), use_cache=False).logits
     chosen = zip(exact.choices, perturbed.choices, strict=True)
-    return Bound.of(logits, others), all(torch.equal(one.repeat(RUNS, 1), many) for one, many in chosen)
+    same = (torch.equal(one.flatten(0, -2).repeat(RUNS, 1), many.flatten(0, -2)) for one, many in chosen)
+    return Bound.of(logits, others), all(same)
