@@ -27,7 +27,6 @@ from lucevisor.protocol.loading import DeviceInfo
 
 _TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
 CPU = torch.device("cpu")
-_POLL_S = 0.05
 _KFD = Path("/dev/kfd")
 _VISIBILITY = {
     Backend.CUDA: ["CUDA_VISIBLE_DEVICES"],
@@ -207,7 +206,7 @@ def wait_until_free(device: torch.device, n_bytes: int, seconds: float = 10.0) -
     while memory_free(device) < n_bytes:
         if time.monotonic() > end_s:
             return False
-        time.sleep(_POLL_S)
+        time.sleep(0.05)
     return True
 
 

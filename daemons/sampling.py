@@ -212,10 +212,6 @@ def apply_masks(x: Tensor, masks: Tensor, rows: Sequence[int]) -> None:
         x.index_copy_(0, index, x[index].masked_fill_(forbidden, float("-inf")))
 
 
-_XTC = 1 << 40
-"""Offset of a position's draw key for the number that decides whether XTC acts there."""
-
-
 @dataclass(slots=True)
 class SamplingState:
     """Sampling state of one sequence.  ``counts`` [V] int32: occurrences of each id in the output; ``prompted`` [V]
@@ -512,7 +508,8 @@ def _draw_rows(
     tokens = [0] * len(rows)
     for i in sorting:
         s, position = rows[i], positions[i]
-        p, ids = filtered(logits[i] / s.temperature, s, uniform(s.seed, position + _XTC))
+        # XTC has a draw key of its own.
+        p, ids = filtered(logits[i] / s.temperature, s, uniform(s.seed, position + (1 << 40)))
         tokens[i] = int(ids[draw_index(p, ids, draw_key(s.seed, position))])
     if greedy:
         put(tokens, greedy, likeliest(take(logits, greedy)))

@@ -120,10 +120,6 @@ MAX_ROW_READERS = 4
 MIN_PART_BYTES = 4 << 20
 """Smallest part for a thread.  One thread alone copies slower than a GPU receives."""
 SLOT_BYTES = 32 << 20
-N_SLOTS = 2
-"""Page-locked buffers on the way to a GPU: one is filled while the other is copied."""
-POLL_S = 1e-3
-"""Interval of polls for rows that are still being written."""
 
 
 class RowFile:
@@ -150,12 +146,12 @@ class RowFile:
             found = torch.from_numpy(np.empty(n * row_bytes, dtype=np.uint8))
         else:
             found = torch.empty(n * row_bytes, dtype=torch.uint8, device=device)
-            slots += [_PinnedBuffer() for _ in range(N_SLOTS)]
+            slots += [_PinnedBuffer() for _ in range(2)]  # one page-locked buffer is filled while the other is copied
         n_readers = min(MAX_ROW_READERS, len(found) // MIN_PART_BYTES)
         with ThreadExecutor(n_readers if n_readers > 1 else 0, "row reader") as readers:
             for part in torch.split(found, SLOT_BYTES):
                 while not self._is_written(at + len(part)):
-                    time.sleep(POLL_S)
+                    time.sleep(1e-3)  # rows that are still being written
                 if slots:
                     slots.append(slot := slots.pop(0))
                     self._fill(readers, slot.take(len(part)), at)

@@ -120,8 +120,6 @@ _SHAPES: Final = frozenset(
 """Parameters that shape the distribution a token is drawn from."""
 
 _SEEDS = 2**63
-_COLDEST = 1e-4
-"""Lower temperatures count as 0 (greedy): the best token is certain, and dividing by them would overflow float32."""
 
 
 def random_seed() -> int:
@@ -146,7 +144,8 @@ def sampling_params(
     temperature = _or(body.temperature, default.temperature)
     eos = ctx.tokenizer.eos_ids if body.ignore_eos else frozenset()
     return SamplingParams(
-        temperature=temperature if temperature >= _COLDEST else 0.0,
+        # Lower ones count as 0, as dividing by them would overflow float32.
+        temperature=temperature if temperature >= 1e-4 else 0.0,
         top_k=max(0, int(_or(body.top_k, default.top_k))),
         top_p=_or(body.top_p, default.top_p),
         min_p=_or(body.min_p, default.min_p),

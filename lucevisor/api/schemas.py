@@ -208,7 +208,6 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 _MAX_NAME_CHARS: Final = 80  # of an unknown parameter, in the answer
-_MAX_NAMES: Final = 32  # of parameters without effect
 _EMPTY: Final[tuple[object, ...]] = (None, False, "", [], {})
 _PATH: Final = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _UNKNOWN: Final = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
@@ -325,7 +324,7 @@ def ignored(
     """Return the names of parameters without effect, and `more` of them, in order: as many as a header holds."""
     effective = {*kind.__struct_fields__, *rules.refused, *rules.neutral, *rules.aliases}
     unused = {name for name in fields if fields[name] is not None and name not in effective}
-    return tuple(sorted(map(_header_text, unused | {*more}))[:_MAX_NAMES])
+    return tuple(sorted(map(_header_text, unused | {*more}))[:32])
 
 
 def _is_new(name: str, known: tuple[str, ...]) -> bool:

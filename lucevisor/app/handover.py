@@ -40,7 +40,6 @@ GIVEN: Final = b"given"
 SAVED: Final = b"saved"
 ANSWER_S: Final = 5.0
 _MAX_BYTES: Final = 1 << 16
-_MAX_SOCKETS: Final = 16
 
 
 class HandoverRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -203,7 +202,7 @@ async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
         await readable.wait()
     finally:
         loop.remove_reader(connection)
-    space = socket.CMSG_SPACE((1 + _MAX_SOCKETS) * struct.calcsize("i"))
+    space = socket.CMSG_SPACE((1 + 16) * struct.calcsize("i"))  # the lock, and sockets
     data, ancillary, _, _ = connection.recvmsg(_MAX_BYTES, space, descriptors.RECEIVE_FLAGS)
     return data, descriptors.unpack(ancillary)
 

@@ -20,9 +20,6 @@ import aiohttp
 N_CLIENTS: Final = 8
 N_SHORT: Final = 10
 N_LONG: Final = 6
-ANSWER_S: Final = 900.0
-"""An answer that takes longer is lost; requests are held for `recovery.hold_s` at most."""
-_POLL_S: Final = 0.02
 
 
 SCHEMA: Final = {
@@ -87,7 +84,7 @@ class Traffic:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Hold the connections."""
-        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+        timeout = aiohttp.ClientTimeout(total=900.0)  # requests are held for `recovery.hold_s` at most
         # A supervisor that was taken over from closes connections between requests, as any server may.
         connector = aiohttp.TCPConnector(force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._session:
@@ -156,7 +153,7 @@ class Traffic:
     async def answered(self, requests: frozenset[object]) -> None:
         """Wait until such requests have their answers."""
         while requests & self._running:  # noqa: ASYNC110 - they end by the dozen
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(0.02)
 
     async def _client(self) -> None:
         while not self._ended:

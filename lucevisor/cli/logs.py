@@ -28,7 +28,6 @@ from lucevisor.errors import ExitCode, NotRunningError, nearest
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _SEVERITY: Final = logging.getLevelNamesMapping()
-_POLL_S: Final = 0.2  # between reads with --follow
 _READ_BYTES: Final = 2**20
 
 
@@ -140,7 +139,7 @@ def follow_log(path: Path, query: LogQuery, ended: Callable[[], bool]) -> Iterat
             if not lines:
                 if not query.follow or was_over:
                     return
-                time.sleep(_POLL_S)
+                time.sleep(0.2)
     finally:
         reader.close()
 

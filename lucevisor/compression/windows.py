@@ -16,8 +16,6 @@ from typing import Final, Protocol
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.text.tokenizer import Tokenizer
 
-HOT_TURNS: Final = 2
-"""Last complete turns that stay whole in a chat in which the assistant has answered."""
 MIN_PART_TOKENS: Final = 256
 """Minimum length of a part in tokens; shortening a shorter one saves little."""
 _HEADER_TOKENS: Final = 8
@@ -50,7 +48,7 @@ def parts_of(
     if of_turns is None:
         return []
     if "assistant" in roles:
-        of_turns = of_turns[:-HOT_TURNS]
+        of_turns = of_turns[:-2]  # the last complete turns stay whole
     parts: list[PromptPart] = []
     for role, start, stop in zip(of_turns, [0, *turn_ends], turn_ends, strict=False):
         if role in _SHORTENED:

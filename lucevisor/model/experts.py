@@ -11,7 +11,6 @@ from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import Keys, Shapes, swiglu_tensors
 
 GATING = {1: "softmax", 2: "sigmoid"}
-MAX_EXPERTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ def read_experts(
     keys: Keys, *, width: int | None, shared_width: int | None, gating: int, biased: bool = False
 ) -> Experts:
     """Read the expert metadata.  The arguments are defaults for missing keys; None: the key is required."""
-    n_experts = keys.integer("expert_count", high=MAX_EXPERTS)
+    n_experts = keys.integer("expert_count", high=1 << 16)
     n_used = keys.integer("expert_used_count")
     if n_used > n_experts:
         raise keys.error("expert_used_count", f"is {n_used}, the model has {n_experts} experts")

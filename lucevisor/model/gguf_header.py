@@ -19,7 +19,6 @@ from lucevisor.model.quant_types import TYPES, GgmlType
 MAX_TENSORS = 1 << 20
 MAX_DIMENSIONS = 4
 MAX_KEYS = 1 << 14  # published files have about 50
-MAX_KEY_BYTES = 65535  # the specification's own limit
 MAX_ARRAY_VALUES = 1 << 22  # over all arrays; a vocabulary of 262144 tokens with its merges has 1.3 million
 MAX_NAME_BYTES = 255  # ggml allows 64, some converters write more
 MAX_HEADER_BYTES = 128 << 20  # a vocabulary of 262,144 tokens with its merges has 15 MB
@@ -199,7 +198,7 @@ def parse(data: memoryview, file: str, file_bytes: int | None = None) -> GgufHea
         raise reader.fail("metadata count", f"{n_values} metadata values, at most {MAX_KEYS} are allowed")
     metadata: dict[str, Value] = {}
     for i in range(n_values):
-        key = reader.text(f"metadata key {i}", MAX_KEY_BYTES)
+        key = reader.text(f"metadata key {i}", 65535)  # the specification's own limit
         if key in metadata:
             raise reader.fail(f"metadata key {key!r}", "appears twice")
         metadata[key] = reader.value(reader.u32(f"type of {key!r}"), f"metadata value {key!r}")

@@ -212,7 +212,6 @@ def explain_kill(before: int | None, after: int | None) -> str:
     return "the supervisor did not send it: a person, a memory watcher or the kernel did (see `dmesg`)"
 
 
-_READ_BYTES = 65536
 _SHORTAGES = {
     errno.EMFILE: "the supervisor's limit of open files (`ulimit -n`) is reached",
     errno.ENFILE: "the machine's limit of open files (fs.file-max) is reached",
@@ -313,7 +312,7 @@ class Child:
         if fd is None:
             return 0
         try:
-            data = os.read(fd, _READ_BYTES)
+            data = os.read(fd, 65536)
         except BlockingIOError:
             return 0
         if not data:

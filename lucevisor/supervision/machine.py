@@ -14,14 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Final
 
 from lucevisor.protocol.process import EXIT_CONFIGURATION
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.events import TRANSITIONS, CancelTimer, ProcessSignal, StartTimer, State, Timer
-
-AT_ONCE: Final = 4
-"""Failures in a row after which a process that had served is still replaced without backoff."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +96,7 @@ class RestartPolicy:
             self._in_a_row = self._given_up = 0
         self._in_a_row += 1
         step_s = min(self.limits.backoff_max_s, self.limits.backoff_min_s * 2.0 ** min(self._in_a_row - 1, 60))
-        at_once = ready_s >= self.limits.served_s and self._in_a_row <= AT_ONCE
+        at_once = ready_s >= self.limits.served_s and self._in_a_row <= 4
         delay_s = 0.0 if at_once else step_s * (0.5 + 0.5 * self.rng())
         self._restarts = [at for at in self._restarts if at > now + delay_s - self.limits.window_s]
         n_restarts = self.limits.n_restarts
@@ -132,8 +128,6 @@ class RestartPolicy:
         self._given_up = 0
         self._ready_at = None
 
-
-N_LOGGED = 64  # events kept for the message of an InvalidGroupTransition
 
 _IDLE = (State.STOPPED, State.BACKOFF, State.FAILED)
 _WATCHED = (State.LOADING, State.READY, State.DRAINING)
@@ -231,7 +225,7 @@ class Machine:
         self._level = _Escalation.GRACE
         self._kill_by: float | None = None
         self._timers = Timers()
-        self._log: deque[str] = deque(maxlen=N_LOGGED)
+        self._log: deque[str] = deque(maxlen=64)  # for the message of an InvalidGroupTransition
         self._out: list[ev.Instruction] = []
         self._now = 0.0
 

@@ -11,8 +11,6 @@ from lucevisor.text.grammar.matcher import Matcher
 from lucevisor.text.grammar.rules import Rules
 from lucevisor.text.tokenizer import Tokenizer
 
-_ALL: Final = 0xFF
-
 
 @dataclass(frozen=True)
 class ReasoningTags:
@@ -79,7 +77,7 @@ class ReasoningBudget:
             if self._inner is not None:
                 rows = self._inner.masks(start, tokens, drafts)
             else:
-                rows = bytearray([_ALL]) * (self.row_bytes * (1 + len(drafts)))
+                rows = bytearray([0xFF]) * (self.row_bytes * (1 + len(drafts)))
             state = self._state
             for index in range(1 + len(drafts)):
                 if (forced := self._forced(state)) is not None:

@@ -29,8 +29,6 @@ from lucevisor.model.quant_types import BY_NAME, DENSE
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
-MAX_HEADER_BYTES = 100_000_000
-"""Limit of the format, in bytes."""
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
@@ -201,7 +199,7 @@ def _read_header(file: OpenFile, part: int) -> dict[str, TensorInfo]:
     path = str(file.path)
     n = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
     start = _LENGTH_BYTES + n
-    if not 2 <= n <= MAX_HEADER_BYTES or start > file.n_bytes:
+    if not 2 <= n <= 100_000_000 or start > file.n_bytes:  # the format's own limit
         reason = (
             f"a header of {n} bytes in a file of {file.n_bytes}: this is not a safetensors file, or it is truncated"
         )

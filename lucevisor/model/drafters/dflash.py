@@ -45,7 +45,6 @@ _EXTRAS = {
 }
 _CLOSED_KEYS = ("sample_from_anchor", "has_confidence_head")
 """Keys of drafters with other maths; only the value false is accepted."""
-MAX_TOP_K = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +220,7 @@ def _selector(keys: Keys, files: GgufFiles, target: ModelSpec) -> Selector | Non
         taps=keys.integer("conv_kernel_size", high=64),
         group=keys.integer("conv_group_size", high=target.hidden_size),
         rank=keys.integer("selector_rank"),
-        top_k=keys.integer("selector_top_k", high=min(MAX_TOP_K, target.vocabulary)),
+        top_k=keys.integer("selector_top_k", high=min(256, target.vocabulary)),
     )
     if target.hidden_size % selector.group:
         raise keys.error("conv_group_size", f"is {selector.group}, which does not divide {target.hidden_size} channels")

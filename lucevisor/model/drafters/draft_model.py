@@ -16,9 +16,6 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Space
 
 ARCHITECTURE = "model"
-MAX_DRAFTS = 15
-"""A draft model reads its own drafts as input, so acceptance falls with each."""
-DEFAULT_DRAFTS = 4
 _TOKENS = "tokenizer.ggml.tokens"
 
 
@@ -43,4 +40,4 @@ def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> Dra
         reason = f"differs from that of {target.name}: a draft model has the same vocabulary"
         raise GgufError(file, f"metadata value {_TOKENS!r}", reason)
     model = replace(spec, architecture=ARCHITECTURE, params=DraftModelParams(spec))
-    return DraftSpec(model, 1, files, frozenset(), (), MAX_DRAFTS, DEFAULT_DRAFTS)
+    return DraftSpec(model, 1, files, frozenset(), (), max_drafts=15, default_drafts=4)

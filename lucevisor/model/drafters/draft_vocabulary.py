@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 from lucevisor.model.quant_types import GgmlType, WeightFormat, format_bytes
 
-ID_BYTES = 8
-"""Bytes of the token id that a row has beside it."""
-
 
 @dataclass(frozen=True, slots=True)
 class DraftVocabularySizes:
@@ -33,7 +30,7 @@ class DraftVocabularySizes:
     def n_bytes(self, kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> int:
         """Bytes on the drafter's device beside an output matrix [V, E]; 0 unless that is packed."""
         n = self.rows(shape[0]) if fmt is WeightFormat.PACKED else 0
-        return format_bytes(kind, (n, shape[-1]), fmt) + n * ID_BYTES if n else 0
+        return format_bytes(kind, (n, shape[-1]), fmt) + n * 8 if n else 0  # a row has its token id beside it
 
 
 DRAFT_VOCABULARY = DraftVocabularySizes()

@@ -18,8 +18,6 @@ from lucevisor.model.spec import MAX_LAYERS, Keys, LayerSpec, ModelSpec, Shapes,
 from lucevisor.model.values import Space
 
 ARCHITECTURE = "gemma4-assistant"
-MAX_DRAFTS = 15
-DEFAULT_DRAFTS = 3
 ROPE_FREQS = "rope_freqs.weight"
 PRE_PROJECTION, POST_PROJECTION = "nextn.pre_projection.weight", "nextn.post_projection.weight"
 TARGET_NORM, TARGET_ROPE_FREQS = "target.output_norm.weight", "target.rope_freqs.weight"
@@ -86,7 +84,7 @@ def read(files: GgufFiles, target: ModelSpec) -> DraftSpec:
     layers += [_kept_layer(source, target.hidden_size) for source in sources.values()]
     prefixes = {f"blk.{sources[kind].layer}.": f"blk.{i}." for kind, i in last.items()}
     model, drafter_files, from_target = _assembled(files, target, params, tuple(layers), prefixes)
-    return DraftSpec(model, 1, drafter_files, from_target, captures, MAX_DRAFTS, DEFAULT_DRAFTS)
+    return DraftSpec(model, 1, drafter_files, from_target, captures, max_drafts=15, default_drafts=3)
 
 
 def _check_width(keys: Keys, target: ModelSpec) -> None:

@@ -19,9 +19,6 @@ from lucevisor.model.spec import Keys, LayerSpec, ModelSpec, Shapes, StateTensor
 from lucevisor.model.values import Dtype, Space
 
 FAMILIES = ("qwen35", "qwen35moe")
-MAX_DRAFTS = 15
-"""A head reads its own drafts as input, so acceptance falls with each."""
-DEFAULT_DRAFTS = 3
 OUTPUT_NORM = "output_norm.weight"
 HIDDEN_LAYER = 1
 """The layer of the drafter whose state is the last hidden state of a sequence; layer 0 is the head."""
@@ -66,7 +63,8 @@ def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> Dra
     layers = (attention, LayerSpec(HIDDEN_LAYER, Space.RECURRENT, {}, (hidden,)))
     params = MtpParams(target.architecture, p)
     model = assemble(drafter_files, all_files, target, params, layers, shared, (lm_head, p.hidden_size))
-    return DraftSpec(model, 1, drafter_files, from_target, (target.n_layers - 1,), MAX_DRAFTS, DEFAULT_DRAFTS)
+    # A head reads its own drafts as input, so acceptance falls with each.
+    return DraftSpec(model, 1, drafter_files, from_target, (target.n_layers - 1,), max_drafts=15, default_drafts=3)
 
 
 def _block(keys: Keys, target: ModelSpec, options: Mapping[str, str]) -> Qwen35Params:

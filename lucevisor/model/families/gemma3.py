@@ -24,10 +24,6 @@ from lucevisor.model.spec import (
 )
 from lucevisor.model.values import Space
 
-DEFAULT_PERIOD = 6
-LAYERS_OF_27B = 62
-"""Gemma 3 27B scales its scores by (E / H)^-0.5 where the others have D^-0.5; its files do not say so."""
-
 
 @dataclass(frozen=True, slots=True)
 class Gemma3Params:
@@ -54,7 +50,7 @@ def sliding_layers(keys: Keys, n_layers: int, window: int) -> tuple[bool, ...]:
         return (False,) * n_layers
     if isinstance(keys.raw(key), list):
         return tuple(keys.flags(key, n_layers) or ())
-    period = keys.integer(key, DEFAULT_PERIOD)
+    period = keys.integer(key, 6)
     return tuple(i % period < period - 1 for i in range(n_layers))
 
 
@@ -80,7 +76,8 @@ def hyperparameters(keys: Keys) -> Gemma3Params:
         rotary=rotary,
         rotary_sliding=plain_rotary(keys, d, 1e4, "_swa"),
         eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
-        scale=keys.number("attention.scale", 0.0) or (e / n_heads if n_layers == LAYERS_OF_27B else d) ** -0.5,
+        # Gemma 3 27B alone scales by (E / H)^-0.5, and its files do not say so.
+        scale=keys.number("attention.scale", 0.0) or (e / n_heads if n_layers == 62 else d) ** -0.5,
         softcap=keys.number("final_logit_softcapping", 0.0),
     )
 

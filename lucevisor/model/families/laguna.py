@@ -27,8 +27,6 @@ from lucevisor.model.spec import (
 )
 from lucevisor.model.values import Space
 
-DEFAULT_PERIOD = 4
-
 
 @dataclass(frozen=True, slots=True)
 class LagunaParams:
@@ -66,7 +64,7 @@ def sliding_layers(keys: Keys, n_layers: int, window: int) -> tuple[bool, ...]:
         flags = keys.flags(key, n_layers)
         assert flags is not None
         return tuple(flags)
-    period = keys.integer(key, DEFAULT_PERIOD)
+    period = keys.integer(key, 4)
     return tuple(i % period != 0 for i in range(n_layers))
 
 

@@ -19,7 +19,6 @@ from lucevisor.text.tokenizer import Tokenizer
 
 _TOO_MANY_STATES: Final = "too many states"
 _TOO_MUCH: Final = "it takes too much work"
-_ALL: Final = 0xFF
 _SLOW_S: Final = 0.002  # checking drafts takes some 10 us
 
 
@@ -57,7 +56,7 @@ class Matcher:
 
     def _masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
         self._consume(start, tokens)
-        rows = bytearray([_ALL]) * (self.row_bytes * (1 + len(drafts)))
+        rows = bytearray([0xFF]) * (self.row_bytes * (1 + len(drafts)))
         n_taken = 0
         for index in range(1 + len(drafts)):
             mask = self._matcher.compute_bitmask()
