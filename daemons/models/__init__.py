@@ -15,6 +15,7 @@ FAMILIES: dict[str, type[Family]] = {
     "gemma4": Gemma4Family,
     "glm4moe": LlamaFamily,
     "granite": LlamaFamily,
+    "granitemoe": LlamaFamily,
     "laguna": LagunaFamily,
     "llama": LlamaFamily,
     "mistral3": LlamaFamily,

@@ -1,6 +1,6 @@
-"""Families ``llama``, ``qwen2``, ``qwen3``, ``qwen3moe``, ``granite``, ``mistral3`` and ``glm4moe``: full attention in
-every layer; norms on queries and keys, biases, experts, scales and temperature where the parameters say so.  Maths:
-docs/families.md.
+"""Families ``llama``, ``qwen2``, ``qwen3``, ``qwen3moe``, ``granite``, ``granitemoe``, ``mistral3`` and ``glm4moe``:
+full attention in every layer; norms on queries and keys, biases, experts, scales and temperature where the parameters
+say so.  Maths: docs/families.md.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ def model_of(name: str) -> tuple[ModelSpec, Bounds]:
         ("qwen2", {"a": 1, "b": 1}, [1]),
         ("gemma3", {"a": 1, "b": 1}, [3]),
         ("granite", {"a": 1, "b": 1}, [1]),
+        slow("granitemoe", {"a": 1, "b": 1}, [2]),
         ("mistral3", {"a": 1, "b": 1}, [2]),
         ("glm4moe", {"a": 1, "b": 1}, [2]),
         slow("qwen3moe", {"a": 1, "b": 1}, [2]),

@@ -21,7 +21,7 @@ MODELS = {
     "gemma3": ["gemma3"],
     "gemma4": ["gemma4_e2b"],
     "glm": ["glm4moe"],
-    "granite": ["granite"],
+    "granite": ["granite", "granitemoe"],
     "laguna": ["laguna_mscale"],
     "llama3": ["llama"],
     "ministral3_reasoning": ["mistral3"],

@@ -15,7 +15,18 @@ from tests.families.pipeline import Pipeline, load_stages
 from tests.families.rounding import Bounds, Formats, assert_same_tokens, bounds, explained
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-FIXTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "granite", "mistral3", "glm4moe")
+FIXTURES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "qwen35",
+    "qwen35moe",
+    "granite",
+    "granitemoe",
+    "mistral3",
+    "glm4moe",
+)
 FIXTURES += ("gemma3", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale")
 KINDS = ("llama", "qwen35", "gemma4_e2b", "laguna")
 """A fixture of each kind of layer: full, recurrent and sliding attention, shared keys and values, experts."""

@@ -240,13 +240,19 @@ def glm4moe() -> Model:
         t |= {b + "attn_q.bias": (96 * 128,), b + "attn_k.bias": (8 * 128,), b + "attn_v.bias": (8 * 128,)}
         if i == 0:
             continue
-        for name in ("gate", "up", "down"):
-            del t[f"{b}ffn_{name}.weight"]
-        t |= {b + "ffn_gate_inp.weight": (n, e), b + "exp_probs_b.bias": (n,)}
-        t |= {b + f"ffn_{name}_exps.weight": (n, width, e) for name in ("gate", "up")}
+        make_experts(t, b, (n, width, e))
+        t |= {b + "exp_probs_b.bias": (n,), b + "ffn_down_shexp.weight": (e, width)}
         t |= {b + f"ffn_{name}_shexp.weight": (width, e) for name in ("gate", "up")}
-        t |= {b + "ffn_down_exps.weight": (n, e, width), b + "ffn_down_shexp.weight": (e, width)}
     return Model("glm4moe", model.metadata, t)
+
+
+def make_experts(t: dict[str, tuple[int, ...]], prefix: str, shape: tuple[int, int, int]) -> None:
+    """Replace the MLP of a layer by experts of that shape: number, width, embedding."""
+    n, width, e = shape
+    for name in ("gate", "up", "down"):
+        del t[f"{prefix}ffn_{name}.weight"]
+        t[f"{prefix}ffn_{name}_exps.weight"] = (n, e, width) if name == "down" else shape
+    t[prefix + "ffn_gate_inp.weight"] = (n, e)
 
 
 E2B = gemma4(
@@ -347,6 +353,27 @@ MINISTRAL_8B = llama(
 """Ministral 3 8B."""
 
 GLM_45_AIR = glm4moe()
+GRANITE_3B_MOE = llama(
+    "granitemoe",
+    n_layers=32,
+    embedding=1536,
+    feed_forward=512,
+    heads=(24, 8),
+    head_dim=64,
+    vocabulary=49155,
+    tied=True,
+    more={
+        "attention.scale": 0.015625,
+        "embedding_scale": 12.0,
+        "residual_scale": 0.22,
+        "logit_scale": 6.0,
+        "expert_count": 40,
+        "expert_used_count": 8,
+    },
+)
+"""Granite 3.1 3B A800M."""
+for layer in range(32):
+    make_experts(GRANITE_3B_MOE.tensors, f"blk.{layer}.", (40, 512, 1536))
 
 # Rows of whole blocks of every quant type, 320 tokens in the vocabulary.
 SMALL_GEMMA4_INPUTS = gemma4(

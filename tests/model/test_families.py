@@ -26,6 +26,7 @@ from tests.families.shapes import (
     GEMMA4_26B_A4B,
     GEMMA4_31B,
     GLM_45_AIR,
+    GRANITE_3B_MOE,
     GRANITE_8B,
     LAGUNA_XS2,
     MINISTRAL_8B,
@@ -34,7 +35,19 @@ from tests.families.shapes import (
 )
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-FILES = ["llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35_mtp", "qwen35moe", "granite", "mistral3", "glm4moe"]
+FILES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "qwen35",
+    "qwen35_mtp",
+    "qwen35moe",
+    "granite",
+    "granitemoe",
+    "mistral3",
+    "glm4moe",
+]
 FILES += ["gemma3", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale"]
 KINDS = {
     "llama": "ffff",
@@ -45,6 +58,7 @@ KINDS = {
     "qwen35_mtp": "rrrfrrrf",
     "qwen35moe": "rrrf",
     "granite": "ffff",
+    "granitemoe": "ffff",
     "mistral3": "ffff",
     "glm4moe": "ffff",
     "gemma3": "wwwwwfw",
@@ -66,7 +80,7 @@ def golden(name: str) -> ModelSpec:
 def full_size(tmp_path_factory):
     folder = tmp_path_factory.mktemp("full size")
     models = {"e2b": E2B, "e4b": E4B, "26b": GEMMA4_26B_A4B, "31b": GEMMA4_31B, "xs2": LAGUNA_XS2}
-    models |= {"granite": GRANITE_8B, "mistral3": MINISTRAL_8B, "glm4moe": GLM_45_AIR}
+    models |= {"granite": GRANITE_8B, "granitemoe": GRANITE_3B_MOE, "mistral3": MINISTRAL_8B, "glm4moe": GLM_45_AIR}
     return {name: open_spec(write(folder / f"{name}.gguf", model)) for name, model in models.items()}
 
 
@@ -104,13 +118,14 @@ STATE = {
     "31b": (10 * 2 * 4 * 512 * 2, 50 * 2 * 16 * 256 * 2),
     "xs2": (10 * 2 * 8 * 128 * 2, 30 * 2 * 8 * 128 * 2),
     "granite": (40 * 2 * 8 * 128 * 2, 0),
+    "granitemoe": (32 * 2 * 8 * 64 * 2, 0),
     "mistral3": (34 * 2 * 8 * 128 * 2, 0),
     "glm4moe": (46 * 2 * 8 * 128 * 2, 0),
 }
 # parameters in thousand millions, as published (of E2B and E4B the effective ones: without the per-layer table), and
 # the tolerance
 SIZE = {"e2b": (2.3, 0.1), "e4b": (4.5, 0.2), "26b": (26.0, 1.0), "31b": (31.0, 1.0), "xs2": (33.0, 1.5)}
-SIZE |= {"granite": (8.17, 0.01), "mistral3": (8.5, 0.1), "glm4moe": (106.8, 0.5)}
+SIZE |= {"granite": (8.17, 0.01), "granitemoe": (3.3, 0.05), "mistral3": (8.5, 0.1), "glm4moe": (106.8, 0.5)}
 
 
 @pytest.mark.parametrize("name", STATE)
@@ -191,6 +206,7 @@ def test_columns_that_split_a_block_are_kept_dense(tmp_path):
         (GEMMA4_26B_A4B, "blk.7.attn_v.weight"),
         (LAGUNA_XS2, "blk.9.attn_gate.weight"),
         (LAGUNA_XS2, "blk.9.exp_probs_b.bias"),
+        (GRANITE_3B_MOE, "blk.3.ffn_gate_inp.weight"),
         (GLM_45_AIR, "blk.1.exp_probs_b.bias"),
         (GLM_45_AIR, "blk.1.attn_k.bias"),
         (GLM_45_AIR, "blk.0.post_attention_norm.weight"),
@@ -218,6 +234,7 @@ def test_a_missing_tensor_is_named(tmp_path, model, name):
         (LAGUNA_XS2, {"attention.value_length": 64}, "differs from key_length 128"),
         (LAGUNA_XS2, {"attention.head_count": 32}, "attn_gate.weight': has 48 rows"),
         (GRANITE_8B, {"logit_scale": None}, r"granite\.logit_scale: is missing"),
+        (GRANITE_3B_MOE, {"logit_scale": 0.0}, r"granitemoe\.logit_scale: is 0\.0, expected more than 0"),
         (GRANITE_8B, {"residual_scale": 0.0}, r"granite\.residual_scale: is 0\.0, expected more than 0"),
         (GRANITE_8B, {"embedding_scale": float("nan")}, r"granite\.embedding_scale: is nan, expected a finite number"),
         (GLM_45_AIR, {"nextn_predict_layers": 46}, "nextn_predict_layers: is 46, of 46 blocks"),
@@ -288,7 +305,18 @@ VALUES = st.one_of(
 @given(
     data=st.data(),
     name=st.sampled_from(
-        ["qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna", "granite", "mistral3", "glm4moe"]
+        [
+            "qwen3",
+            "qwen35",
+            "qwen35moe",
+            "gemma4_e2b",
+            "gemma4_moe",
+            "laguna",
+            "granite",
+            "granitemoe",
+            "mistral3",
+            "glm4moe",
+        ]
     ),
 )
 def test_hostile_metadata_raises_gguferror_or_yields_a_valid_spec(data, name):

@@ -134,7 +134,19 @@ def _numbers(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 GOLDEN = ROOT / "tests/data/golden"
-FILES = ("llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35_mtp", "qwen35moe", "granite", "mistral3", "glm4moe")
+FILES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "qwen35",
+    "qwen35_mtp",
+    "qwen35moe",
+    "granite",
+    "granitemoe",
+    "mistral3",
+    "glm4moe",
+)
 FILES += ("gemma3", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale")
 """Ours computes ``laguna`` by the formula for YaRN's factor here; llama.cpp knows nothing else."""
 N_TOKENS = 80

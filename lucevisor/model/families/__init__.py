@@ -21,6 +21,7 @@ FAMILIES: dict[str, Callable[[GgufFiles, Mapping[str, str]], ModelSpec]] = {
     "gemma4": gemma4.spec,
     "glm4moe": glm4moe.spec,
     "granite": partial(llama.read, architecture="granite", adjacent_pairs=True, scaled=True),
+    "granitemoe": partial(llama.read, architecture="granitemoe", adjacent_pairs=True, experts=True, scaled=True),
     "laguna": laguna.spec,
     "llama": llama.spec,
     "mistral3": partial(llama.read, architecture="mistral3", adjacent_pairs=True),

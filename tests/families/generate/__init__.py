@@ -22,5 +22,6 @@ FAMILIES: dict[str, Callable[[Draw], Made]] = {
     "gemma4": gemma4.gemma4,
     "glm4moe": llama.glm4moe,
     "granite": llama.granite,
+    "granitemoe": llama.granitemoe,
     "laguna": laguna.laguna,
 }

@@ -26,6 +26,11 @@ COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": None, **PLAIN,
 }  # fmt: skip
+GRANITE: dict[str, Any] = COMMON | {
+    "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 4, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7}, "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22, "attention_multiplier": 0.03125, "logits_scaling": 8.0,
+}  # fmt: skip
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 
@@ -83,13 +88,14 @@ def made_glm4moe(draw: Draw) -> Made:
 
 def made_granite(draw: Draw) -> Made:
     """The scales of Granite 3.3, that of the attention 1 / D."""
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    config: Any = transformers.GraniteConfig(
-        **COMMON | heads, num_hidden_layers=4, rope_parameters={"rope_type": "default", "rope_theta": 1e7},
-        embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.03125, logits_scaling=8.0,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    return llama.of_granite(build(transformers.GraniteForCausalLM, config, draw))
+    return llama.of_granite(build(transformers.GraniteForCausalLM, transformers.GraniteConfig(**GRANITE), draw))
+
+
+def made_granitemoe(draw: Draw) -> Made:
+    config: Any = transformers.GraniteMoeSharedConfig(
+        **GRANITE, num_local_experts=6, num_experts_per_tok=2, shared_intermediate_size=48
+    )
+    return llama.of_granitemoe(build(transformers.GraniteMoeSharedForCausalLM, config, draw))
 
 
 def made_mistral3(draw: Draw) -> Made:
@@ -110,6 +116,7 @@ MODELS: dict[str, Callable[[Draw], Made]] = {
     "granite": made_granite,
     "mistral3": made_mistral3,
     "glm4moe": made_glm4moe,
+    "granitemoe": made_granitemoe,
 }
 """A model's place is the seed it is drawn with: new ones go to the end."""
 

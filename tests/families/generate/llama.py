@@ -136,20 +136,53 @@ def of_glm4moe(model: Any, rotary: int, *, divide: bool) -> Made:
     return replace(found, tensors=divided(tensors) if divide else tensors)
 
 
-def granite(draw: Draw) -> Made:
-    """With scales of four places."""
+def granite_settings(draw: Draw) -> dict[str, Any]:
+    """Scales of four places."""
     settings = common(draw)
     settings.pop("head_dim")
     settings["hidden_size"] *= 2
-    config: Any = transformers.GraniteConfig(
-        **settings, rope_parameters={"rope_type": "default", "rope_theta": draw.one(1e4, 1e7)},
-        embedding_multiplier=draw.one(6.0, 12.0), residual_multiplier=draw.one(0.22, 0.25, 1.0),
-        attention_multiplier=draw.one(0.015625, 0.3), logits_scaling=draw.one(8.0, 13.0),
-    )  # fmt: skip
+    settings |= {"rope_parameters": {"rope_type": "default", "rope_theta": draw.one(1e4, 1e7)}}
+    settings |= {"embedding_multiplier": draw.one(6.0, 12.0), "residual_multiplier": draw.one(0.22, 0.25, 1.0)}
+    settings |= {"attention_multiplier": draw.one(0.015625, 0.3), "logits_scaling": draw.one(8.0, 13.0)}
+    return settings
+
+
+def granite(draw: Draw) -> Made:
+    config: Any = transformers.GraniteConfig(**granite_settings(draw))
     return of_granite(build(transformers.GraniteForCausalLM, config, draw))
 
 
-def of_granite(model: Any) -> Made:
+def granitemoe(draw: Draw) -> Made:
+    """With or without a shared expert."""
+    n_experts = draw.between(2, 9)
+    config: Any = transformers.GraniteMoeSharedConfig(
+        **granite_settings(draw), num_local_experts=n_experts, num_experts_per_tok=draw.between(1, n_experts),
+        shared_intermediate_size=draw.one(0, draw.between(9, 50)),
+    )  # fmt: skip
+    return of_granitemoe(build(transformers.GraniteMoeSharedForCausalLM, config, draw))
+
+
+def of_granitemoe(model: Any) -> Made:
+    names = {name: theirs.replace("mlp.", "block_sparse_moe.") for name, theirs in EXPERTS.items()}
+    names["ffn_gate_inp.weight"] = "block_sparse_moe.router.weight"
+    more, tensors = experts_of(model.config), dict[str, Tensor]()
+    if width := model.config.shared_intermediate_size:
+        more["expert_shared_feed_forward_length"] = width
+        for i in range(model.config.num_hidden_layers):
+            shared = model.model.layers[i].shared_mlp
+            gate, up = shared.input_linear.weight.detach().chunk(2)
+            tensors |= {f"blk.{i}.ffn_gate_shexp.weight": gate, f"blk.{i}.ffn_up_shexp.weight": up}
+            tensors[f"blk.{i}.ffn_down_shexp.weight"] = shared.output_linear.weight.detach()
+    return of_granite(model, "granitemoe", names, more, tensors)
+
+
+def of_granite(
+    model: Any,
+    architecture: str = "granite",
+    names: dict[str, str] = DENSE,
+    more: dict[str, Any] | None = None,
+    tensors: dict[str, Tensor] | None = None,
+) -> Made:
     config = model.config
     config.head_dim = config.hidden_size // config.num_attention_heads
     scales = {
@@ -158,7 +191,7 @@ def of_granite(model: Any) -> Made:
         "residual_scale": config.residual_multiplier,
         "logit_scale": config.logits_scaling,
     }
-    return paired(without_head_dim(made(model, "granite", DENSE, scales, {})))
+    return paired(without_head_dim(made(model, architecture, names, scales | (more or {}), tensors or {})))
 
 
 def mistral3(draw: Draw) -> Made:
