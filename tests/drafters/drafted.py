@@ -51,7 +51,7 @@ def load_draft(
     how, paths = how or How(), draft_paths(path)
     spec = read_draft_spec(open_draft(paths), target, kind)
     left, plans = list(spec.captures), []
-    for stage, n in enumerate(sources or [len(left)]):
+    for stage, n in enumerate(sources or [len(left)] * bool(left)):
         plans.append(CaptureSource(stage, left[:n], None))
         left = left[n:]
     plan = DraftPlan(1, kind, [str(p) for p in paths], 0, spec.layers, plans)
