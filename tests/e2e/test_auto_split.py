@@ -14,7 +14,7 @@ import pytest
 from lucevisor.app.model_files import open_model
 from lucevisor.config import Config, load
 from lucevisor.deployment.cache_files import write_json
-from lucevisor.deployment.probe import SpeedFile, inventory, request_for_split, speed_file, speeds_for
+from lucevisor.deployment.probe import SpeedFile, inventory, request_for_split, speed_file
 from lucevisor.placement.devices import with_target_devices
 from lucevisor.placement.speeds import MeasurementRequest
 from lucevisor.protocol.messages import Timing
@@ -93,16 +93,6 @@ async def test_the_first_start_measures_and_the_next_remembers(cache, config, tm
     assert msgspec.json.decode(file.read_bytes(), type=SpeedFile).speeds.measured == first.measured
     shown = await planned(cli, config)
     assert [d["layers"] for d in shown["devices"]] == [[d.layers.start, d.layers.stop] for d in first.devices]
-
-
-async def test_a_group_that_cannot_measure_leaves_the_split_to_memory(cache, config, tmp_path, capsys):
-    loaded = load(config)
-    found, _ = await inventory(loaded)
-    model = open_model(loaded)
-    speeds = await speeds_for(model.spec, [tmp_path / "gone.gguf"], with_target_devices(loaded, found), found)
-    assert speeds is None
-    assert "speeds not measured" in capsys.readouterr().out
-    assert not cache.exists()
 
 
 async def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(config, tmp_path, monkeypatch, capsys):

@@ -82,15 +82,6 @@ dir = "{}"
 """
 
 
-async def test_cut_before_a_daemon_loads_again(model: Path, tmp_path: Path) -> None:
-    async with running(two_groups(tmp_path, model, CACHE.format(tmp_path / "snapshots")), tmp_path) as service:
-        change(model, "cut")
-        with pytest.raises(Exception, match="the file is truncated"):
-            await AdminOperations(service).restart("right", now=True)
-        assert service.groups["right"].state is State.FAILED
-        assert service.groups["left"].state is State.READY
-
-
 async def test_the_same_bytes_in_another_file_are_loaded(model: Path, tmp_path: Path) -> None:
     async with running(two_groups(tmp_path, model, CACHE.format(tmp_path / "snapshots")), tmp_path) as service:
         before = await generate(service, PROMPT, 8)

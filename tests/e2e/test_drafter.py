@@ -78,7 +78,7 @@ def n_steps(service: Service) -> int:
     ("model", "fixture", "draft"),
     [
         (TARGET, "dflash", f'path = "{DFLASH}"'),
-        (TARGET, "dflash2", f'kind = "dflash"\npath = "{DFLASH2}"'),
+        slow(TARGET, "dflash2", f'kind = "dflash"\npath = "{DFLASH2}"'),
         (MTP, "qwen35_mtp_draft", ""),
     ],
 )

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 from lucevisor.app.pflash import make_page_scorer
-from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.kv.residency import Residency
 from lucevisor.model.families import open_spec
 from tests.combinations import slow
 from tests.e2e.service import DEMO, GOLDEN, generate, generate_all, running, snapshots_of, told_of, write_config
 from tests.e2e.test_pflash import DEMO_FOLDER, TEXTS, text_of
-from tests.e2e.test_reload import changed, layers_of
 from tests.families.golden import opened
 from tests.families.paged_texts import Texts, tokens_at
 from tests.families.pipeline import How, load_stages
@@ -39,36 +35,6 @@ async def test_exact_draws_the_tokens_of_the_whole_context(tmp_path: Path) -> No
         assert service.only.placement is not None
         assert service.only.placement.pools.host_pages == service.only.placement.max_sequences * (15 - 8)
         assert any("room for" in reason for reason in service.only.placement.reasons)
-        assert await generate(service, prompt, len(wanted)) == wanted
-
-
-async def test_ranked_pages_come_back_in_both_processes(tmp_path: Path) -> None:
-    golden = opened("qwen35")
-    prompt = tokens_at(0, 800, golden.spec.vocabulary)
-    stages = load_stages(golden.spec, (), How(host_pages=40, rank_pages=True))
-    texts, wanted, start = Texts(golden.spec, stages, Residency(8, "qk")), [], 0
-
-    def run(tokens: list[int], *, ranks: bool) -> Tensor:
-        nonlocal start
-        rows, start = texts.run(a=tokens), start + len(tokens)
-        table = texts.tables[ord("a")]
-        if ranks and table.ranks_next:
-            table.rank(texts.scores[ord("a")])
-        return rows
-
-    for stop in (192, 384, 576, 768, 799, 800):
-        rows = run(prompt[start:stop], ranks=stop == 799)
-    before = texts.tables[ord("a")].n_out
-    for _ in range(70):
-        wanted.append(int(rows[-1].argmax()))
-        rows = run(wanted[-1:], ranks=start % 64 == 0)
-    assert before > 0
-    config = write_config(tmp_path, GOLDEN / "qwen35" / "model.gguf", {"left": 1, "right": 1}, ["0-4", "4-8"])
-    overrides = ["engine.dtype=float32", "engine.max_context=900", "kvflash.pool_tokens=500", "kvflash.policy=qk"]
-    async with running(config, tmp_path, overrides) as service:
-        assert service.only.placement is not None
-        assert service.only.placement.pools.host_pages == service.only.placement.max_sequences * 15
-        assert any("attend to most" in reason for reason in service.only.placement.reasons)
         assert await generate(service, prompt, len(wanted)) == wanted
 
 
@@ -94,40 +60,6 @@ async def test_a_paged_conversation_goes_on_after_a_restart(policy: str, pools: 
             assert told_of(service)["restored"] == (i > 0)
     assert found == found[:1] * len(pools)
     assert found[0][1] == 769
-
-
-FLASH = """
-[engine]
-dtype = "float32"
-max_context = 1000
-[draft]
-kind = "off"
-[kvflash]
-pool_tokens = 512
-policy = "{policy}"
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["exact", "qk"])
-async def test_pages_in_host_memory_move_with_their_layers(policy: str, tmp_path: Path) -> None:
-    golden = opened("qwen35")
-    model, extra = GOLDEN / "qwen35" / "model.gguf", FLASH.format(policy=policy)
-    config = write_config(tmp_path, model, {"a": 1, "b": 1}, ["0-1", "0-1"], extra)
-    config.write_text(config.read_text().replace('["0-1", "0-1"]', "[0.5, 0.5]"))
-    prompt = tokens_at(0, 700, golden.spec.vocabulary)
-    async with running(config, tmp_path) as service:
-        wanted = await generate(service, prompt, 250)
-        assert service.only.engine is not None
-        service.only.engine.prefixes.clear()
-        before, asked = layers_of(service), asyncio.create_task(generate(service, prompt, 250))
-        while not service.only.engine.statistics().host_pages.used:  # noqa: ASYNC110 - counters have no event
-            await asyncio.sleep(0.01)
-        await AdminOperations(service).reload(changed(service, ["a:0", "b:0"], [3.0, 1.0]))
-        assert not asked.done()
-        assert layers_of(service) != before
-        assert await asked == wanted
-        assert service.only.engine.statistics().recovery.n_kept > 512
 
 
 SCORED = """

@@ -14,6 +14,7 @@ from lucevisor.api.schemas import GenerationBody
 from lucevisor.app.model_files import FamilyCard, card_files
 from lucevisor.model.families import open_spec
 from tests.api.scripted_model import tokenizer
+from tests.combinations import slow
 from tests.e2e.service import GOLDEN, generate, running, write_config
 
 N = 4
@@ -33,7 +34,12 @@ MODELS = {
     "smollm2": ["llama"],
     "qwen35": ["qwen35", "qwen35moe"],
 }
-CASES = [(card, model) for card in (file.stem for file in card_files()) for model in MODELS[card]]
+ALWAYS = ("gemma3", "llama3", "qwen35")
+CASES = [
+    (card, model) if card in ALWAYS and model != "qwen35moe" else slow(card, model)
+    for card in (file.stem for file in card_files())
+    for model in MODELS[card]
+]
 
 
 @pytest.mark.parametrize(("name", "model"), CASES)

@@ -19,8 +19,9 @@ from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEven
 from lucevisor.errors import ConfigErrors
 from lucevisor.protocol.steps import SamplingParams
 from lucevisor.supervision.events import State
+from tests.combinations import slow
 from tests.e2e.process import Cli, post
-from tests.e2e.service import MODELS, TRANSPORTS
+from tests.e2e.service import MODELS
 from tests.waiting import until, wait_until
 
 N_TOKENS = 24
@@ -112,7 +113,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[in
     return asyncio.run(both())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["shared_memory", slow("tcp")])
 async def test_two_models_in_the_same_two_daemons_answer_as_each_does_alone(tmp_path, expected, transport):
     text = SHARED.replace("threads = 1\n", f'threads = 1\ntransport = "{transport}"\n')
     async with serving(text, tmp_path) as service:

@@ -17,6 +17,7 @@ import aiohttp
 import psutil
 import pytest
 
+from tests.e2e.schemas import WRITTEN
 from tests.fuzz.steady import amounts
 
 Request = tuple[str, str]
@@ -24,84 +25,7 @@ Request = tuple[str, str]
 
 DEEP, TOO_DEEP = 60, 20_000
 
-SCHEMAS: list[dict[str, Any]] = [
-    {
-        "type": "object",
-        "properties": {
-            "location": {"type": "string", "description": "City and state", "minLength": 1, "maxLength": 80},
-            "unit": {"type": "string", "enum": ["celsius", "fahrenheit"], "default": "celsius"},
-            "days": {"type": "integer", "minimum": 1, "maximum": 14},
-        },
-        "required": ["location"],
-        "additionalProperties": False,
-    },
-    {
-        "$defs": {
-            "Address": {
-                "type": "object",
-                "properties": {"street": {"type": "string"}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}},
-                "required": ["street", "zip"],
-            },
-            "Role": {"type": "string", "enum": ["admin", "guest"], "title": "Role"},
-        },
-        "type": "object",
-        "title": "User",
-        "properties": {
-            "name": {"type": "string", "title": "Name"},
-            "email": {"anyOf": [{"type": "string", "format": "email"}, {"type": "null"}], "default": None},
-            "role": {"$ref": "#/$defs/Role"},
-            "addresses": {"type": "array", "items": {"$ref": "#/$defs/Address"}, "minItems": 1, "maxItems": 3},
-            "meta": {"type": "object", "additionalProperties": {"type": "number"}},
-        },
-        "required": ["name", "role"],
-    },
-    {
-        "type": "object",
-        "properties": {
-            "command": {"type": "array", "items": {"type": "string"}, "prefixItems": [{"const": "bash"}]},
-            "timeout_ms": {"type": ["integer", "null"], "exclusiveMinimum": 0, "multipleOf": 5},
-            "environment": {"type": "object", "patternProperties": {"^[A-Z_]+$": {"type": "string"}}},
-        },
-    },
-    {
-        "definitions": {
-            "node": {
-                "type": "object",
-                "properties": {
-                    "value": {"type": "number", "minimum": -1.5, "maximum": 1e6},
-                    "children": {"type": "array", "items": {"$ref": "#/definitions/node"}},
-                },
-                "required": ["value"],
-            }
-        },
-        "$ref": "#/definitions/node",
-    },
-    {
-        "oneOf": [
-            {
-                "type": "object",
-                "properties": {"kind": {"const": "circle"}, "radius": {"type": "number", "exclusiveMinimum": 0}},
-                "required": ["kind", "radius"],
-            },
-            {
-                "type": "object",
-                "properties": {"kind": {"const": "box"}, "sides": {"type": "array", "items": {"type": "integer"}}},
-                "required": ["kind"],
-            },
-        ]
-    },
-    {
-        "allOf": [
-            {"type": "object", "properties": {"id": {"type": "string", "format": "uuid"}}, "required": ["id"]},
-            {"properties": {"at": {"type": "string", "format": "date-time"}, "tags": {"type": "array"}}},
-        ],
-        "dependentRequired": {"at": ["tags"]},
-        "minProperties": 1,
-        "maxProperties": 3,
-    },
-    {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "contains": {"const": True}},
-    {"type": "object", "properties": {}, "additionalProperties": False, "$schema": "http://json-schema.org/draft-07/"},
-]
+OBJECTS = [schema for schema in WRITTEN if schema.keys() & {"properties", "$defs", "items", "anyOf", "allOf"}]
 
 PATTERNS = [
     r"[a-z]+@[a-z]+\.(com|org)",
@@ -146,56 +70,10 @@ def mutant(rng: random.Random) -> Request:
     kind = rng.choice(KINDS)
     if kind is _completion and rng.random() < 0.7:
         return _plain_completion(rng)
-    schema = copy.deepcopy(rng.choice(SCHEMAS))
+    schema = copy.deepcopy(rng.choice(OBJECTS))
     for _ in range(rng.choice((1, 1, 2, 3, 6))):
         _change(rng, schema)
     return _request(kind, schema, rng)
-
-
-def pathological(rng: random.Random) -> Request:
-    """A request of one of the nine kinds with a schema that is large, deep, cyclic or full of alternatives."""
-    n = rng.choice((40, 300, 2000))
-    schema = rng.choice(
-        [
-            _nested(n, lambda inside: {"type": "object", "properties": {"a": inside}, "required": ["a"]}),
-            _nested(n, lambda inside: {"type": "array", "items": inside}),
-            _nested(n, lambda inside: {"anyOf": [inside, {"type": "null"}]}),
-            _nested(n, lambda inside: {"allOf": [inside, inside]} if rng.random() < 0.01 else {"allOf": [inside]}),
-            _nested(n, lambda inside: {"not": inside}),
-            {"properties": {"a": f"@{len(LITERALS) - 1}@"}},
-            {"$ref": "#"},
-            {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
-            {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}}, "$ref": "#/$defs/a"},
-            {"$defs": {f"d{i}": _twice(f"d{i + 1}") for i in range(n)} | {f"d{n}": {}}, "$ref": "#/$defs/d0"},
-            {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": i + 1} for i in range(n)}},
-            {"type": "object", "properties": {f"p{i}": {"$ref": "#"} for i in range(n)}},
-            {"enum": [f"{rng.random()}" for _ in range(n)]},
-            {"enum": ["e" * n, {"a": ["e" * n] * 20}, None]},
-            {"type": "string", "minLength": n * 50, "maxLength": n * 1000},
-            {"type": "array", "items": {"type": "string", "pattern": "a{100}"}, "minItems": n, "maxItems": 10 * n},
-            {"type": "string", "pattern": "(" * n + "a" + ")*" * n},
-            {"type": "string", "pattern": "(a|b|ab)*" * (n // 20) + "c"},
-            {"type": "string", "pattern": "|".join(f"{i}x*" for i in range(n))},
-            {"type": "integer", "minimum": -(10**n), "maximum": 10**n},
-            {"type": "number", "multipleOf": 10.0 ** -min(n, 300)},
-            {"oneOf": [{"type": "object", "properties": {f"k{i}": {"const": i}}} for i in range(n)]},
-            {"allOf": [{"properties": {f"k{i}": {"enum": [i, "x"]}}} for i in range(n)]},
-            {"patternProperties": {f"^{'x' * (i % 50)}{i}": {"type": "number"} for i in range(n)}},
-            {"type": "object", "properties": {"é" * 1000 + str(i): {"description": "d" * 500} for i in range(n // 20)}},
-        ]
-    )
-    return _request(rng.choice(KINDS), schema, rng)
-
-
-def _nested(n: int, around: Callable[[Any], Any]) -> Any:
-    inside: Any = {"type": "integer"}
-    for _ in range(min(n, 300)):  # more than that json.dumps refuses
-        inside = around(inside)
-    return inside
-
-
-def _twice(name: str) -> dict[str, Any]:
-    return {"type": "array", "prefixItems": [{"$ref": f"#/$defs/{name}"}, {"$ref": f"#/$defs/{name}"}]}
 
 
 def _change(rng: random.Random, schema: dict[str, Any]) -> None:
@@ -423,10 +301,3 @@ def test_mutated_schemas(endpoint: str, demo_status: dict[str, object], n: int) 
     url, pid = endpoint.removesuffix("/v1"), demo_status["pid"]
     assert isinstance(pid, int)
     print(asyncio.run(check(url, pid, drawn("mutant", n, mutant))), file=sys.stderr)
-
-
-@pytest.mark.parametrize("n", amounts(5, 200))
-def test_pathological_schemas(endpoint: str, demo_status: dict[str, object], n: int) -> None:
-    url, pid = endpoint.removesuffix("/v1"), demo_status["pid"]
-    assert isinstance(pid, int)
-    print(asyncio.run(check(url, pid, drawn("pathological", n, pathological))), file=sys.stderr)

@@ -26,7 +26,7 @@ from lucevisor.engine.shell import Engine
 from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams
 from lucevisor.supervision.machine import SupervisionLimits
 from tests.combinations import slow
-from tests.e2e.service import TRANSPORTS, generate, generate_all
+from tests.e2e.service import generate, generate_all
 from tests.e2e.test_speculation import CASES, Case, config_of, prompts_of
 
 N_STREAMS = 8
@@ -143,7 +143,7 @@ CONFIGURATIONS = [
 ]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["shared_memory", slow("tcp")])
 @pytest.mark.parametrize(("case", "n_groups", "place"), CONFIGURATIONS)
 async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, place: str, transport: str) -> None:
     async with serving(case, tmp_path, n_groups, place, transport) as service:
