@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from lucevisor.app.model_files import open_model
+from lucevisor.app.model_files import open_models
 from lucevisor.config import load
-from lucevisor.deployment.service import Observer, Service
+from lucevisor.deployment.service import ModelService, Observer, Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
 from lucevisor.protocol.steps import SamplingParams
 from lucevisor.snapshots.manager import SnapshotManager
@@ -47,10 +48,12 @@ def write_config(
 
 
 @contextlib.asynccontextmanager
-async def running(config: Path, directory: Path, overrides: Sequence[str] = ()) -> AsyncIterator[Service]:
-    """The service of ``config``, READY; stopped at the end."""
+async def running(
+    config: Path, directory: Path, overrides: Sequence[str] = (), **options: Any
+) -> AsyncIterator[Service]:
+    """The service of ``config``, READY; stopped at the end.  ``options`` of :class:`Service`."""
     loaded = load(config, overrides)
-    service = Service(loaded, [open_model(loaded)], directory, Observer())
+    service = Service(loaded, open_models(loaded), directory, Observer(), **options)
     try:
         await service.start()
         assert await service.wait_ready(180.0), service.reason()
@@ -60,19 +63,24 @@ async def running(config: Path, directory: Path, overrides: Sequence[str] = ()) 
 
 
 async def generate(
-    service: Service, prompt: Sequence[int], n: int, sampling: SamplingParams | None = None
+    service: Service | ModelService, prompt: Sequence[int], n: int, sampling: SamplingParams | None = None
 ) -> list[int]:
-    """Token ids of one request."""
+    """Token ids of one request to a service's only model, or to one of several."""
     tokens, finished = await generate_all(service, prompt, n, sampling)
     assert finished.reason == "length", finished
     return tokens
 
 
 async def generate_all(
-    service: Service, prompt: Sequence[int], n: int, sampling: SamplingParams | None = None, turns: Sequence[int] = ()
+    service: Service | ModelService,
+    prompt: Sequence[int],
+    n: int,
+    sampling: SamplingParams | None = None,
+    turns: Sequence[int] = (),
 ) -> tuple[list[int], FinishedEvent]:
     """Token ids of one request, and how it ended."""
-    assert service.only.engine is not None
+    engine = (service.only if isinstance(service, Service) else service).engine
+    assert engine is not None
     request = GenerationRequest(
         request_id=f"test-{next(_numbers)}",
         prompt=tuple(int(i) for i in prompt),
@@ -81,7 +89,7 @@ async def generate_all(
         turn_boundaries=tuple(turns),
     )
     tokens: list[int] = []
-    with service.only.engine.submit(request) as handle:
+    with engine.submit(request) as handle:
         async for event in handle:
             if isinstance(event, TokenEvent):
                 tokens.append(event.token)

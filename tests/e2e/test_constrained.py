@@ -13,8 +13,6 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.e2e.process import post
-
 QUESTION = [{"role": "user", "content": "What does os.path.join do? Answer as JSON."}]
 
 
@@ -132,33 +130,6 @@ def test_reasoning_is_free_and_the_answer_has_its_form(client: openai.OpenAI) ->
     assert json.loads(message.content) in ("yes", "no")
     assert message.reasoning_content
     assert answer.choices[0].finish_reason == "stop"
-
-
-def test_the_other_apis_constrain_too(client: openai.OpenAI, endpoint: str) -> None:
-    model = client.models.list().data[0].id
-    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
-              "additionalProperties": False}  # fmt: skip
-    form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
-    answer = client.responses.create(
-        model=model,
-        input="Yes?",
-        text={"format": form},
-        temperature=0,
-        max_output_tokens=300,  # type: ignore[arg-type]
-    )
-    jsonschema.validate(json.loads(answer.output_text), schema)
-    body = {
-        "model": model,
-        "max_tokens": 400,
-        "temperature": 0,
-        "messages": [{"role": "user", "content": "Weather?"}],
-        "tools": [{"name": "get_weather", "input_schema": weather(strict=True)["function"]["parameters"]}],
-        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-    }
-    _, told = post(f"{endpoint}/messages", body)
-    [block] = [block for block in told["content"] if block["type"] == "tool_use"]
-    assert told["stop_reason"] == "tool_use"
-    jsonschema.validate(block["input"], weather(strict=True)["function"]["parameters"])
 
 
 # ---- the unmodified `openai` client

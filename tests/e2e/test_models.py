@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from lucevisor.app.model_files import open_models
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.deployment.service import ModelService, Observer, Service
-from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
+from lucevisor.deployment.service import Service
 from lucevisor.errors import ConfigErrors
-from lucevisor.protocol.steps import SamplingParams
 from lucevisor.supervision.events import State
 from tests.combinations import slow
 from tests.e2e.process import Cli, post
-from tests.e2e.service import MODELS
+from tests.e2e.service import MODELS, generate, running
 from tests.waiting import until, wait_until
 
 N_TOKENS = 24
@@ -61,45 +56,20 @@ threads = 1
 """
 
 
-@contextlib.asynccontextmanager
-async def serving(text: str, directory: Path) -> AsyncIterator[Service]:
+def config_of(text: str, directory: Path) -> Path:
     file = directory / "config.toml"
     file.write_text(text)
-    config = load(file)
-    service = Service(config, open_models(config), directory, Observer())
-    try:
-        await service.start()
-        assert await service.wait_ready(300.0), service.reason()
-        yield service
-    finally:
-        await service.stop(0.0)
-
-
-async def generate(model: ModelService, prompt: Sequence[int], n: int = N_TOKENS) -> list[int]:
-    assert model.engine is not None
-    sampling = SamplingParams(temperature=0.0)
-    request = GenerationRequest(
-        request_id=f"{model.name}-{prompt[0]}", prompt=tuple(prompt), max_tokens=n, sampling=sampling
-    )
-    tokens: list[int] = []
-    with model.engine.submit(request) as handle:
-        async for event in handle:
-            if isinstance(event, TokenEvent):
-                tokens.append(event.token)
-            else:
-                assert isinstance(event, FinishedEvent)
-                assert event.reason == "length", event
-    return tokens
+    return file
 
 
 async def answers_alone(path: Path, directory: Path) -> list[list[int]]:
-    async with serving(ALONE.format(path=path), directory) as service:
-        return [await generate(service.only, prompt) for prompt in PROMPTS]
+    async with running(config_of(ALONE.format(path=path), directory), directory) as service:
+        return [await generate(service, prompt, N_TOKENS) for prompt in PROMPTS]
 
 
 async def answers_of(service: Service) -> dict[str, list[list[int]]]:
     """The answers of all models to all prompts, at the same time."""
-    asked = {name: [generate(model, prompt) for prompt in PROMPTS] for name, model in service.models.items()}
+    asked = {name: [generate(model, prompt, N_TOKENS) for prompt in PROMPTS] for name, model in service.models.items()}
     found = await asyncio.gather(*(asyncio.gather(*tasks) for tasks in asked.values()))
     return dict(zip(asked, found, strict=True))
 
@@ -116,7 +86,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[in
 @pytest.mark.parametrize("transport", ["shared_memory", slow("tcp")])
 async def test_two_models_in_the_same_two_daemons_answer_as_each_does_alone(tmp_path, expected, transport):
     text = SHARED.replace("threads = 1\n", f'threads = 1\ntransport = "{transport}"\n')
-    async with serving(text, tmp_path) as service:
+    async with running(config_of(text, tmp_path), tmp_path) as service:
         assert [len(group.loads) for group in service.groups.values()] == [2, 2]
         dense, hybrid = service.models.values()
         assert [stage.group for stage in dense.placement.stages] == ["left", "right"]
@@ -140,7 +110,7 @@ async def test_two_models_in_the_same_two_daemons_answer_as_each_does_alone(tmp_
 
 
 async def test_the_loss_of_a_daemon_leaves_the_streams_of_a_model_elsewhere_alone(tmp_path, expected):
-    async with serving(APART, tmp_path) as service:
+    async with running(config_of(APART, tmp_path), tmp_path) as service:
         dense, hybrid = service.models.values()
         assert [[*model.groups] for model in (dense, hybrid)] == [["left"], ["right"]]
         left, right = service.groups.values()
@@ -148,8 +118,8 @@ async def test_the_loss_of_a_daemon_leaves_the_streams_of_a_model_elsewhere_alon
         os.kill(left.pid, signal.SIGKILL)
         await left.wait(State.STARTING, State.BACKOFF, timeout_s=60)
         assert [model.state for model in (dense, hybrid)] == ["degraded", "ready"]
-        held = asyncio.create_task(generate(dense, PROMPTS[0]))
-        assert [await generate(hybrid, prompt) for prompt in PROMPTS] == expected["hybrid"]
+        held = asyncio.create_task(generate(dense, PROMPTS[0], N_TOKENS))
+        assert [await generate(hybrid, prompt, N_TOKENS) for prompt in PROMPTS] == expected["hybrid"]
         assert await held == expected["dense"][0]
         now = hybrid.engine.statistics()
         assert not any(pause.n for pause in now.recovery.pauses.values())
@@ -157,7 +127,7 @@ async def test_the_loss_of_a_daemon_leaves_the_streams_of_a_model_elsewhere_alon
 
 
 async def test_a_reload_that_moves_layers_is_refused_and_nothing_changes(tmp_path, expected):
-    async with serving(APART, tmp_path) as service:
+    async with running(config_of(APART, tmp_path), tmp_path) as service:
         file = tmp_path / "config.toml"
         pids = [group.pid for group in service.groups.values()]
         after = load(file, ["models.dense.placement.target_devices=left:0,right:0", "server.drain_s=7"])
@@ -168,7 +138,7 @@ async def test_a_reload_that_moves_layers_is_refused_and_nothing_changes(tmp_pat
         assert changed == {"server.drain_s": 7.0}
         assert service.config.server.drain_s == 7
         assert [group.pid for group in service.groups.values()] == pids
-        assert await generate(service.models["hybrid"], PROMPTS[1]) == expected["hybrid"][1]
+        assert await generate(service.models["hybrid"], PROMPTS[1], N_TOKENS) == expected["hybrid"][1]
 
 
 def test_a_supervisor_of_two_models_is_operated_like_one(cli: Cli, tmp_path: Path) -> None:

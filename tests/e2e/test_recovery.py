@@ -16,17 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.app.model_files import open_model
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.deployment.service import ModelService, Observer, Service
+from lucevisor.deployment.service import ModelService, Service
 from lucevisor.engine.replay import replay
-from lucevisor.engine.request import FinishedEvent, NotReady
+from lucevisor.engine.request import NotReady
 from lucevisor.engine.shell import Engine
 from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams
 from lucevisor.supervision.machine import SupervisionLimits
 from tests.combinations import slow
-from tests.e2e.service import generate, generate_all
+from tests.e2e.service import generate, generate_all, running
 from tests.e2e.test_speculation import CASES, Case, config_of, prompts_of
 
 N_STREAMS = 8
@@ -61,15 +60,9 @@ async def serving(
     overrides = ["recovery.restart_limit=9999/60s", f"recovery.spares={n_spares}"]
     path = config_of(case, tmp_path, n_groups, place)
     overrides += [f"groups.{name}.transport={transport}" for name in load(path, overrides).groups]
-    config = load(path, overrides)
     brisk = SupervisionLimits(backoff_min_s=0.02, backoff_max_s=0.02, spare_delay_s=0.02, **limits)  # type: ignore[arg-type]
-    service = Service(config, [open_model(config)], tmp_path, Observer(), on_engine=record, limits=brisk)
-    try:
-        await service.start()
-        assert await service.wait_ready(60.0), service.reason()
+    async with running(path, tmp_path, overrides, on_engine=record, limits=brisk) as service:
         yield service
-    finally:
-        await service.stop(0.0)
 
 
 class Streams:
@@ -200,18 +193,13 @@ async def test_restarts_of_all_groups_change_no_token(tmp_path: Path, case: Case
 async def test_what_is_held_too_long_ends_with_an_error_that_says_so(tmp_path: Path) -> None:
     case = Case(CASES["qwen35-random"].model, "off")
     path = config_of(case, tmp_path, 2, "tail")
-    config = load(path, ["recovery.hold_s=0.2"])
     slow = SupervisionLimits(backoff_min_s=2.0)
-    service = Service(config, [open_model(config)], tmp_path, Observer(), limits=slow)
-    try:
-        await service.start()
-        assert await service.wait_ready(60.0), service.reason()
+    async with running(path, tmp_path, ["recovery.hold_s=0.2"], limits=slow) as service:
         prompt = prompts_of(case, 1)[0]
         asked = asyncio.create_task(generate_all(service, prompt, 2000))
         await asyncio.sleep(0.1)
         os.kill(service.groups["b"].pid or 0, signal.SIGKILL)
         _, finished = await asked
-        assert isinstance(finished, FinishedEvent)
         assert finished.error is not None
         assert finished.error.code == "shard_lost"
         assert "group b" in finished.error.message
@@ -220,5 +208,3 @@ async def test_what_is_held_too_long_ends_with_an_error_that_says_so(tmp_path: P
             await generate(service, prompt, 4)
         assert await service.wait_ready(60.0)
         await generate(service, prompt, 4)
-    finally:
-        await service.stop(0.0)

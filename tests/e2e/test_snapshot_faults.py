@@ -165,16 +165,3 @@ async def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: p
         assert service.only.engine is not None
         await until(lambda: not any(slot.pins for slot in service.only.engine.prefixes.slots))  # type: ignore[union-attr]
     assert not list(place.snapshots.glob("*.partial"))
-
-
-async def test_a_disk_that_hangs_holds_up_no_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(MODELS["qwen35"], tmp_path)
-    monkeypatch.setattr("lucevisor.deployment.service.SAVE_S", 0.5)
-    async with running(place.config(), place.directory) as service:
-        assert service.only.engine is not None
-        service.only.engine.prefixes.hooks.on_slot = lambda slot: None
-        await ask(service, PROMPT, [])
-        delay(service, "save", 30.0)
-        async with asyncio.timeout(20.0):
-            await service.stop()
-    assert not list(place.snapshots.iterdir()) or [p.name for p in place.snapshots.iterdir()] == ["lucevisor.lock"]

@@ -135,29 +135,3 @@ async def test_a_stop_with_requests_still_saves_within_its_deadline(tmp_path: Pa
         await service.stop()
     assert place.files()
     assert not list(place.snapshots.glob("*.partial"))
-
-
-async def test_a_stop_saves_what_was_used_last_one_file_for_a_prompt_and_its_answer(tmp_path: Path) -> None:
-    place = Place(MODELS["qwen35"], tmp_path)
-    prompts = [[first, *PROMPT] for first in range(4)]
-
-    def config(disk: int) -> Path:
-        path = place.config()
-        path.write_text(path.read_text().replace(f"min_tokens = {MIN_TOKENS}", f"min_tokens = 64\ndisk = {disk}"))
-        return path
-
-    async def asked(disk: int, asked: list[list[int]]) -> list[bool]:
-        async with running(config(disk), place.directory) as service:
-            assert service.only.engine is not None
-            service.only.engine.prefixes.hooks.on_slot = lambda slot: None  # no turn is saved
-            found = [(await ask(service, prompt, []))[1].usage.cached_tokens > 200 for prompt in asked]
-            await snapshots_of(service).save_all(60.0)
-            return found
-
-    assert await asked(1 << 30, prompts[:1]) == [False]
-    [file] = place.files()
-    two = 5 * file.stat().st_size // 2
-    file.unlink()
-    assert await asked(two, prompts) == [False] * 4
-    assert len(place.files()) == 2
-    assert await asked(two, prompts[::-1]) == [True, True, False, False]
