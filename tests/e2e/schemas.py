@@ -1,7 +1,8 @@
-"""JSON schemas for every keyword that matters."""
+"""200 JSON schemas: written ones for every keyword that matters, and random combinations of them from a seed."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 Schema = dict[str, Any]
@@ -27,6 +28,8 @@ PATTERNS = (
     r"^v\d{1,3}(\.\d{1,3}){1,2}$",
     "^$|^x+$",
 )
+CHOICES = (0, 1, -2.5, "a", "b c", 'd"e', None, True, [], [1], {"k": "v"})
+NAMES = ("id", "name", "kind", "x-y", "größe", "a.b", "n 1", "very_long_property_name")
 FORMATS = ("date", "time", "date-time", "uuid", "ipv4")
 
 _TREE = obj({"v": SMALL, "kids": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}})
@@ -88,3 +91,64 @@ WRITTEN: tuple[Schema, ...] = (
         title="Person", description="with annotations", **{"$schema": "https://json-schema.org/draft/2020-12/schema"}),
     obj({"when": {"type": "string", "format": "date"}, "id": {"type": "string", "pattern": "^[0-9a-f]{8}$"}}),
 )  # fmt: skip
+
+
+def random_schema(rng: random.Random, depth: int = 3) -> Schema:
+    """A schema of at most ``depth`` levels whose values are short."""
+    kinds = ["flag", "integer", "number", "text", "pattern", "enum", "nullable"]
+    kinds += ["object", "object", "array", "union", "recursive"] if depth else []
+    match rng.choice(kinds):
+        case "integer":
+            low = rng.randrange(-200, 200)
+            return {"type": "integer", "minimum": low, "maximum": low + rng.choice([0, 3, 90, 5000])}
+        case "number":
+            low = rng.randrange(-20, 20) / 4
+            return {"type": "number", "minimum": low, "maximum": low + rng.choice([0.25, 1, 40])}
+        case "text":
+            least = rng.randrange(3)
+            return {"type": "string", "minLength": least, "maxLength": least + rng.randrange(6)}
+        case "pattern":
+            return {"type": "string", "pattern": rng.choice(PATTERNS)}
+        case "enum":
+            return {"enum": rng.sample(CHOICES, rng.randrange(1, 5))}
+        case "nullable":
+            return {"anyOf": [random_schema(rng, 0), {"type": "null"}]}
+        case "object":
+            names = rng.sample(NAMES, rng.randrange(1, 5))
+            properties = {name: random_schema(rng, depth - 1) for name in names}
+            return obj(properties, [name for name in names if rng.random() < 0.7])
+        case "array":
+            least = rng.randrange(3)
+            items = random_schema(rng, depth - 1)
+            return {"type": "array", "items": items, "minItems": least, "maxItems": least + rng.randrange(3)}
+        case "union":
+            return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randrange(2, 4))]}
+        case "recursive":
+            name = f"n{rng.randrange(1000)}"
+            again = {"anyOf": [{"type": "null"}, {"$ref": f"#/$defs/{name}"}]}
+            return {"$defs": {name: obj({"value": random_schema(rng, 0), "next": again})}, "$ref": f"#/$defs/{name}"}
+    return FLAG
+
+
+def whole(schema: Schema) -> Schema:
+    """A schema with its inner definitions at the top, where references look for them."""
+    definitions: Schema = {}
+
+    def lifted(part: Any) -> Any:
+        if isinstance(part, list):
+            return [lifted(one) for one in part]
+        if not isinstance(part, dict):
+            return part
+        values = ("enum", "const")
+        kept = {key: one if key in values else lifted(one) for key, one in part.items() if key != "$defs"}
+        definitions.update({name: lifted(one) for name, one in part.get("$defs", {}).items()})
+        return kept
+
+    body = lifted(schema)
+    return {"$defs": definitions, **body} if definitions else body
+
+
+def schemas(n: int = 200, seed: int = 1) -> list[Schema]:
+    """The written ones, then random ones, ``n`` in all."""
+    rng = random.Random(seed)
+    return [*WRITTEN, *(whole(random_schema(rng)) for _ in range(n - len(WRITTEN)))][:n]
