@@ -7,7 +7,13 @@ cannot be tracked return a plain `str`, which counts as foreign, so errors are o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import SupportsIndex
+from operator import index as index_of
+from typing import Final, SupportsIndex
+
+MAX_PIECES: Final = 1 << 18
+"""Most pieces of a text that is split, replaced in or iterated over; each is an object."""
+MAX_CHARS: Final = 1 << 24
+"""Longest text; a prompt of a million tokens has about a quarter of it."""
 
 _FOREIGN = b"\x00"
 _OWN = b"\x01"
@@ -50,6 +56,7 @@ class TracedText(str):
         return concatenate([other, self])
 
     def __mul__(self, times: SupportsIndex) -> TracedText:
+        _check_length(len(self) * index_of(times))
         return TracedText(str.__mul__(self, times), self.origin * times)
 
     __rmul__ = __mul__
@@ -61,6 +68,7 @@ class TracedText(str):
         return TracedText(str.__getitem__(self, index), self.origin[index])
 
     def __iter__(self) -> Iterator[str]:
+        _check_pieces(len(self))
         return (self[index] for index in range(len(self)))
 
     def __getnewargs__(self) -> tuple[str, bytes]:  # type: ignore[override]  # copy and pickle keep the origin
@@ -88,6 +96,7 @@ class TracedText(str):
         return self._locate(str.rsplit(self, sep, maxsplit), sep)
 
     def splitlines(self, keepends: bool = False) -> list[str]:
+        _check_pieces(str.count(self, "\n"))
         lines, start = [], 0
         for full, line in zip(str.splitlines(self, True), str.splitlines(self, keepends), strict=True):
             lines.append(self[start : start + len(line)])
@@ -102,7 +111,11 @@ class TracedText(str):
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
         if not old:  # inserts between all characters
+            _check_length(len(self) + (len(self) + 1) * len(new))
             return str.replace(self, old, new, count)
+        n_found = str.count(self, old)
+        n_replaced = n_found if index_of(count) < 0 else min(n_found, index_of(count))
+        _check_length(len(self) + n_replaced * (len(new) - len(old)))
         return concatenate(_between(new, self.split(old, count)))
 
     def join(self, parts: Iterable[str], /) -> str:
@@ -121,6 +134,7 @@ class TracedText(str):
         return self._same_places(str.capitalize(self))
 
     def _locate(self, pieces: Sequence[str], sep: str | None) -> list[str]:
+        _check_pieces(len(pieces))
         located: list[str] = []
         start = 0
         for piece in pieces:
@@ -140,9 +154,24 @@ class TracedText(str):
 
 def concatenate(pieces: Iterable[str]) -> TracedText:
     """Join the pieces into one text; plain strings are foreign."""
-    parts = [part for part in pieces if part]
+    parts, n_chars = [], 0
+    for part in pieces:
+        if part:
+            parts.append(part)
+            n_chars += len(part)
+            _check_length(n_chars)
     origin = [part.origin if isinstance(part, TracedText) else _FOREIGN * len(part) for part in parts]
     return TracedText("".join(parts), b"".join(origin))
+
+
+def _check_length(n_chars: int) -> None:
+    if n_chars > MAX_CHARS:
+        raise OverflowError(f"a text of more than {MAX_CHARS} characters")
+
+
+def _check_pieces(n_pieces: int) -> None:
+    if n_pieces > MAX_PIECES:
+        raise OverflowError(f"a text split into more than {MAX_PIECES} pieces")
 
 
 def _between(separator: str, parts: Sequence[str]) -> list[str]:

@@ -1,33 +1,48 @@
 """The Jinja dialect of chat templates, in a sandbox, with the origin of every character kept.
 
 Gives the same text as transformers' `apply_chat_template`, as `TracedText`: each string literal of the template is
-compiled to `TracedText.own`, joins go through `concatenate`, everything a caller passes in is foreign.
+compiled to `TracedText.own`, joins go through `concatenate`, everything a caller passes in is foreign.  A rendering
+ends after MAX_CPU_S, and no operator makes more than MAX_CHARS, as a template is a program that came with the weights.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
+from jinja2 import Template, nodes, pass_eval_context
 from jinja2 import TemplateError as JinjaError
-from jinja2 import nodes, pass_eval_context
 from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.filters import do_join, do_replace
 from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
-from lucevisor.text.provenance import TracedText, concatenate
+from lucevisor.text.provenance import MAX_CHARS, TracedText, concatenate
 
+MAX_SOURCE_CHARS: Final = 256 << 10
+"""Ten times the longest published template; Jinja takes 1.6 KB per character to compile."""
+MAX_CPU_S: Final = 5.0
+MAX_BITS: Final = 4096
+_DEADLINE_S: ContextVar[float] = ContextVar("CPU time of the thread at which its rendering ends", default=math.inf)
 _FOLLOWED_METHODS: Final = frozenset(["join", "replace"])
 
 
 class RaisedByTemplate(JinjaError):
     """The template rejected its input with `raise_exception`."""
+
+
+class TemplateLimitExceeded(SecurityError):
+    """A template takes more time or memory than any prompt needs."""
 
 
 class _OriginCodeGenerator(CodeGenerator):
@@ -77,12 +92,73 @@ class _GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
+class _TemplateNamespace(Namespace):
+    """Jinja's `namespace()` without names that start with an underscore, as in transformers."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no named self: `namespace(self=1)` is legal
+        for name in dict(*args[1:], **kwargs):
+            _refuse_underscore(name)
+        Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a chat template may not store {name!r} in a namespace")
+
+
+class _TemplateDict:
+    """Replaces `dict`, whose unbound methods could modify the arguments of a rendering."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+class _BoundedTemplate(Template):
+    """A compiled template with a deadline per rendering."""
+
+    def render(self, *args: Any, **kwargs: Any) -> str:
+        token = _DEADLINE_S.set(time.thread_time() + MAX_CPU_S)
+        try:
+            return super().render(*args, **kwargs)
+        finally:
+            _DEADLINE_S.reset(token)
+
+
+def _check_time() -> None:
+    if time.thread_time() > _DEADLINE_S.get():
+        raise TemplateLimitExceeded(f"takes longer than {MAX_CPU_S:g} s")
+
+
+def _check_size(operator: str, left: Any, right: Any) -> None:
+    """Raise TemplateLimitExceeded for an operator whose result would be too large."""
+    if isinstance(left, int) and isinstance(right, int):
+        factor = right if operator == "**" else 2
+        is_large = operator != "+" and max(left.bit_length(), right.bit_length()) * factor > MAX_BITS
+    elif operator == "+":
+        is_large = isinstance(left, Sequence) and isinstance(right, Sequence) and len(left) + len(right) > MAX_CHARS
+    else:
+        many, times = (left, right) if isinstance(right, int) else (right, left)
+        is_large = isinstance(many, Sequence) and isinstance(times, int) and len(many) * times > MAX_CHARS
+    if is_large:
+        raise TemplateLimitExceeded(f"makes a value too large by {operator}")
+
+
 class TemplateLanguage(ImmutableSandboxedEnvironment):
     """The environment that chat templates are compiled in; `clock` answers `strftime_now`."""
 
     code_generator_class = _OriginCodeGenerator
+    template_class = _BoundedTemplate
+    intercepted_binops = frozenset(["+", "*", "**"])
     concat = staticmethod(concatenate)  # Jinja's hook for results other than str
     own = staticmethod(TracedText.own)
+    step = staticmethod(_check_time)
 
     def __init__(self, clock: Callable[[], datetime]) -> None:
         extensions = ["jinja2.ext.loopcontrols", _GenerationTag]
@@ -92,6 +168,8 @@ class TemplateLanguage(ImmutableSandboxedEnvironment):
         self.globals.update(
             raise_exception=_raise_exception,
             strftime_now=lambda layout: clock().strftime(layout),
+            dict=_TemplateDict(),
+            namespace=_TemplateNamespace,
         )
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +177,25 @@ class TemplateLanguage(ImmutableSandboxedEnvironment):
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str) and not isinstance(owner, TracedText) and __obj.__name__ in _FOLLOWED_METHODS:
             __obj = getattr(TracedText.of(owner), __obj.__name__)
+        _check_time()
         return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Apply an operator whose result may be larger than its operands."""
+        _check_size(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """Parse a template and add a time check to each iteration of its loops."""
+        if len(source) > MAX_SOURCE_CHARS:
+            raise TemplateLimitExceeded(f"has more than {MAX_SOURCE_CHARS} characters")
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            count = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None, lineno=loop.lineno)
+            loop.body.insert(0, nodes.ExprStmt(count, lineno=loop.lineno))
+            if loop.test is not None:  # also count the iterations that it skips
+                loop.test = nodes.And(nodes.Not(count), loop.test, lineno=loop.lineno)
+        return tree
 
 
 def _raise_exception(message: object) -> NoReturn:

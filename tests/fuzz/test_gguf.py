@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 
 from lucevisor.model.gguf_header import GgufError, parse
+from lucevisor.text import template_language
 from lucevisor.text.template import ChatTemplate, TemplateError
 from lucevisor.text.tokenizer import Tokenizer
 from lucevisor.text.vocabulary import TokenizerError
@@ -19,13 +20,12 @@ from tests.model import gguf_bytes as raw
 from tests.text.vocabularies import CONTROL, byte_metadata, demo_metadata
 
 TEMPLATE = "tokenizer.chat_template"
-# None that runs or grows without end: that is stopped by the limits of the worker that renders.
 PIECES = (
     *("{{ messages[0].content }}", "{% for m in messages %}", "{% endfor %}", "{% if true %}", "{% endif %}", "{{"),
-    *("}}", "{%", "%}", "{{ 'a' * 9 }}", "{% for i in range(3) %}", "{% set ns.x = ns.x ~ 'b' %}"),
+    *("}}", "{%", "%}", "{{ 'a' * 10**9 }}", "{% for i in range(99999) %}", "{% set ns.x = ns.x ~ ns.x %}"),
     *("{% set ns = namespace(x='a') %}", "{{ messages }}", "{{ messages|tojson }}", "{{ ''.__class__ }}"),
     *("{{ raise_exception('no') }}", "{{ 1/0 }}", "{{ x.y.z }}", "{% macro f(n) %}{{ f(n) }}{% endmacro %}"),
-    *("{{ f(1) }}", "{{ [1]|batch(9) }}", "{{ '%9d' % 1 }}", "<think>", "<tool_call>", "<|im_end|>"),
+    *("{{ f(1) }}", "{{ [1]|batch(10**9) }}", "{{ '%999999999d' % 1 }}", "<think>", "<tool_call>", "<|im_end|>"),
     *("\0", "\U0001f389", "{# #}", "{% raw %}", "{% endraw %}", "{% break %}", "{% generation %}"),
     *("{% include 'x' %}", "{% import 'x' as y %}", "{% extends x %}", "{% block a %}", "{{ self }}"),
     *("{{ lipsum(9) }}", "("),
@@ -132,6 +132,7 @@ def text_case(rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("n", amounts(150, 20_000))
-def test_tokenizers_and_templates(n):
+def test_tokenizers_and_templates(n, monkeypatch):
+    monkeypatch.setattr(template_language, "MAX_CPU_S", 0.05)
     outcomes = run("texts", n, text_case, growth_kib=48 << 10)
     assert {"GgufError", "TokenizerError", "TemplateError", "a prompt"} <= outcomes.keys()
