@@ -279,6 +279,10 @@ def _build_core(vocabulary: Vocabulary, scheme: PreTokenizerSpec) -> BpeCore:
         for token_id, text in enumerate(tokens)
         if text and types[token_id] not in (TokenType.CONTROL, TokenType.UNUSED)
     }
+    if (
+        broken := next((text for text in usable if any("\ud800" <= letter <= "\udfff" for letter in text)), None)
+    ) is not None:
+        raise TokenizerError(f"{TOKENS_KEY} has the token {broken!r} at {usable[broken]}, which is no Unicode text")
     # The library drops bytes without a letter, as in training: a vocabulary may lack those that its texts never had.
     needed = {chr(letter) for letter, byte in _byte_alphabet().items() if byte in _NEEDED}
     missing = sorted(needed - usable.keys())
