@@ -118,7 +118,7 @@ class EngineCore:
         self.flush_goal = 0  # the step after which every stage has done what was decided before the last Flush
         self._ranks_apart = limits.residency is not None and limits.residency.ranks_pages and not limits.stages_rank
         self._proceed_due = False
-        self._blamed = ""
+        self._blamed = "the output stage"
         self.totals = StepTotals()
         self._generated = RateWindow(settings.rate_window_s, now)
         self._invalid: tuple[str, float] | None = None  # what computes no numbers, and since when
@@ -151,7 +151,8 @@ class EngineCore:
         return instructions
 
     def _receive(self, answer: ev.StageAnswer) -> None:
-        self._blamed = answer.blamed
+        if answer.blamed:  # the answer of another stage may come later
+            self._blamed = answer.blamed
         if self.pipeline is not None:
             self.pipeline.receive(answer.result, answer.payload)
         if self.state is not EngineState.SERVING:  # else an outcome asks for it

@@ -108,7 +108,7 @@ class StageAnswer(msgspec.Struct, frozen=True, gc=False):
 
     result: StepResult | PendingCancelled
     payload: memoryview = NO_PAYLOAD
-    blamed: str = "the output stage"
+    blamed: str = ""
 
 
 @dataclass(frozen=True, slots=True)

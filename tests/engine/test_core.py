@@ -194,23 +194,29 @@ async def test_rows_that_do_not_come_are_an_error_with_the_reason() -> None:
 
 
 async def test_logits_that_are_no_numbers_end_their_request_alone_and_name_the_stage() -> None:
-    toy = attached(limits(), n_stages=2)
+    toy = attached(limits(), n_stages=2, blame=lambda _: "stage 0 (group a)")
     bad, good = (toy.engine.submit(request(name, n=6)) for name in ("bad", "good"))
     assert toy.pipeline is not None
-    receive, drawn = toy.engine.receive, list[int]()
+    receive, drawn, late = toy.engine.receive, list[int](), list[StepResult]()
 
     def spoil(result: StepResult | PendingCancelled, payload: memoryview = NO_PAYLOAD) -> None:
-        if isinstance(result, StepResult) and result.stage == 1 and any(one.sequence == 0 for one in result.sampled):
+        assert isinstance(result, StepResult)
+        if result.stage == 0:  # answers after the output stage
+            late.append(result)
+            return
+        if any(one.sequence == 0 for one in result.sampled):
             drawn.append(result.step_id)
             result = structs.replace(result, invalid=[0]) if len(drawn) == 3 else result
         receive(result, payload)
+        while late and late[0].step_id <= result.step_id:
+            receive(late.pop(0))
 
     toy.engine.receive = spoil  # type: ignore[method-assign]
     toy.run()
     tokens, end = told(await events_of(bad))
     assert end.error is not None
     assert end.error.code == "invalid_logits"
-    assert end.error.message.startswith("the output stage computed numbers that are NaN or infinite; ")
+    assert end.error.message.startswith("stage 0 (group a) computed numbers that are NaN or infinite; ")
     assert tokens == toy.alone(request("bad", n=6))[:2]
     assert told(await events_of(good))[0] == toy.alone(request("good", n=6))
     assert toy.failures == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +59,7 @@ class ToyEngine:
         journal_pages: int = 0,
         max_losses: int = 4,
         policy: PolicyFactory = FairShare,
+        blame: Callable[[Step], str] = lambda _: "the output stage",
     ):
         self.limits, self.homes = limits, homes or range(n_stages)
         self.rows, self.journal_pages = ToyRows(), journal_pages
@@ -81,6 +82,7 @@ class ToyEngine:
                 rows=self.rows,
                 journal_pages=journal_pages,
                 clock=lambda: self.now,
+                blame=blame,
                 on_step=self.steps.append,
                 on_pipeline_failed=self.failures.append,
                 on_drafter_lost=self.lost.append,
