@@ -3,6 +3,7 @@
 Reports in one line what an interpreter lacks, before importing anything that needs it; runs on any Python 3.
 """
 
+import os
 import sys
 
 EXIT_CONFIGURATION = 78  # as in lucevisor/protocol/process.py, which may not be importable here
@@ -17,4 +18,7 @@ except ImportError as error:
     print(f"{error}: install torch, numpy, gguf and msgspec for {sys.executable}", file=sys.stderr)
     sys.exit(EXIT_CONFIGURATION)
 
-sys.exit(main(sys.argv[1:]))
+code = main(sys.argv[1:])
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(code)  # a thread that still compiles kernels would abort the process in its C++ when the interpreter ends
