@@ -74,5 +74,4 @@ def test_a_conversation_goes_on_after_a_restart_and_the_operator_sees_how(cli: C
     assert "0 files removed" in cli.run("cache", "prune").stdout
     # what the second turn left may still be on its way to the disk
     wait_until(lambda: cli.run("cache", "prune", "--to", "0") and not files(cli), 20, "all files are pruned")
-    assert cli.status()["cache"]["snapshots"] == 0
     cli.stop()
