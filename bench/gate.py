@@ -229,6 +229,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--files", type=Path, default=scratch / "gate", help="folder of model files")
     parser.add_argument("--out", type=Path, default=scratch / "gate-out", help="folder of logs")
     parser.add_argument("--no-tests", action="store_true", help="figures alone")
+    parser.add_argument("--only", default="", help="measurements whose name has this in it")
     return parser.parse_args()
 
 
@@ -252,6 +253,7 @@ def main() -> None:
     ends = time.monotonic() + 60 * options.minutes
     record: dict = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **conditions(), "figures": {}}
     plan, failed = measurements(options.half, options.files, options.out), ""
+    plan = [one for one in plan if options.only in one.name]
     for one in plan:
         began = time.monotonic()
         found, why = measured(one, options, ends)

@@ -228,7 +228,7 @@ async def measure(options, cost, keep):
         compared = options.rounds and not cost
         without = running(paths["off"], directory) if compared else contextlib.nullcontext()
         async with running(paths["on"], directory) as on, without as off:
-            vocabulary = on.model.spec.vocabulary
+            vocabulary = on.only.model.spec.vocabulary
 
             def prompts():
                 return [[rng.randrange(vocabulary) for _ in range(options.tokens)] for _ in range(options.streams)]

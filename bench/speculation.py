@@ -102,7 +102,7 @@ class Knob:
 
     def resume(self):
         """Resume the drafter with the next step if it is suspended, else restart the count of its idle steps."""
-        self.drafting._suspension._n_steps = MAX_SUSPEND_STEPS if self.drafting.suspended else 0
+        self.drafting.suspension._n_steps = MAX_SUSPEND_STEPS if self.drafting.suspended else 0
 
     def plain(self):
         self.resume()
