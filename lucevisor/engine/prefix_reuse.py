@@ -199,8 +199,8 @@ class PrefixReuse:
         use.cached = n_cached if use.cached is None else min(use.cached, n_cached)
         use.common.clear()
         self.index.record_use(match, now)
-        if match.slot is not None and match.slot.origin == "preempted":
-            self.index.drop(match.slot)  # its request goes on
+        if match.slot is not None and match.slot.origin == "preempted" and match.position == record.n_served:
+            self.index.drop(match.slot)  # left by this request, which goes on
         if not self.index.block_granular and match.n_known - match.position >= PAGE_TOKENS:
             # Other prompts share more with it than any slot covers: make one where they diverge.
             use.branch_position = self._last_slice_end(record, match.n_known)

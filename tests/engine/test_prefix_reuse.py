@@ -220,6 +220,20 @@ def test_what_a_preempted_request_had_computed_after_all_was_not_cached() -> Non
         assert record.finished_event("length", 1.0, None, None).usage == Usage(100, cached, 30)
 
 
+async def test_a_request_that_starts_from_the_slot_of_a_preempted_one_leaves_it() -> None:
+    toy = attached(warm())
+    prompt = list(range(150))
+    toy.engine.submit(request("a", prompt, n=1))
+    await toy.play()
+    [slot] = [slot for slot in toy.engine.prefixes.slots if slot.n_tokens == 150]
+    slot.origin = "preempted"
+    handle = toy.engine.submit(request("b", [*prompt, 5, 5], n=1))
+    await toy.play()
+    _, finished = told(await events_of(handle))
+    assert finished.usage.cached_tokens == 150
+    assert slot.alive
+
+
 # ---- prefix slots on disk; the test moves the bytes by hand
 
 
