@@ -487,12 +487,12 @@ class DraftStage:
             slices = [msgspec.structs.replace(s, states=[]) if s.states else s for s in slices]
         if self.drafter.attends_to_context:  # nothing reads rows before draft_from
             slices = [
-                msgspec.structs.replace(s, tokens=self._known(s.tokens), draft_from=min(s.draft_from, s.start))
+                msgspec.structs.replace(s, tokens=self._clamp_ids(s.tokens), draft_from=min(s.draft_from, s.start))
                 for s in slices
             ]
         return Layout(slices, self.sequences, self.spec.model, bounded=self.drafter.attends_to_context)
 
-    def _known(self, tokens: list[int]) -> list[int]:
+    def _clamp_ids(self, tokens: list[int]) -> list[int]:
         """Replace ids beyond the drafter's vocabulary, of rows that pad the target's and stand for no token."""
         last = self.spec.model.vocabulary - 1
         return [min(token, last) for token in tokens] if max(tokens) > last else tokens
