@@ -17,7 +17,7 @@ from perplexity import DEMO, Path_, held_out, loaded
 from records import conditions, write_json
 
 from daemons.device import prepare
-from daemons.draws import draw, draw_key, uniform
+from daemons.random_sampling import draw, draw_key, uniform
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, Space
 from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step, ZeroState

@@ -3,11 +3,11 @@
 They import the standard library, torch, numpy, gguf, msgspec, ``lucevisor.model`` and ``lucevisor.protocol``,
 nothing else.
 
-process, its loop and reports    main, options, worker, inbox, pulse, errors, failures, identities
-steps                            runner (read it first), boundary, token_ring, deferred, step_output, graphs,
-                                 cuda_graphs, warm
+process, its loop and reports    main, options, worker, message_queue, heartbeat, errors, failures, file_identity
+steps                            runner (read it first), boundary, token_ring, async_output, step_output, graphs,
+                                 cuda_graphs, warmup
 devices                          device, check, timing, tuning
-tokens                           sampling, draws, scoring, masks, repetition, truncation
+tokens                           sampling, random_sampling, scoring, masks, repetition, truncation
 attention backends               ops/attention (torch), ops/triton/paged_attention, ops/cpu/paged_attention.h;
                                  ops/selection chooses
 """

@@ -19,7 +19,7 @@ from lucevisor.protocol.loading import Load
 from lucevisor.protocol.steps import Step
 
 RowWait = Callable[[SharedBuffer, int, int, bool], float]
-"""Waits for the rows of a region and step; see Inbox.await_rows."""
+"""Waits for the rows of a region and step; see MessageQueue.await_rows."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from daemons.errors import DaemonError, DeviceError, LoadError, describe
-from daemons.pulse import Reporter
+from daemons.heartbeat import Reporter
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.protocol.messages import Failed
 

@@ -20,8 +20,8 @@ from types import FrameType
 
 from daemons.compute_lock import ComputeLock
 from daemons.errors import describe
+from daemons.heartbeat import Reporter
 from daemons.options import Options, parse
-from daemons.pulse import Reporter
 from lucevisor.protocol import fault_hooks
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError
 from lucevisor.protocol.messages import Failed, StreamKind
@@ -39,10 +39,10 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     if options.cores:
         os.sched_setaffinity(0, options.cores)  # before torch counts them and starts threads
-    sockets, pulse_socket = [open_socket(link) for link in options.links], open_socket(options.pulse)
+    sockets, heartbeat_socket = [open_socket(link) for link in options.links], open_socket(options.heartbeat)
     links = [BlockingLink(sock, name=f"{options.group} link") for sock in sockets]
-    pulse = BlockingLink(pulse_socket, stream=StreamKind.PULSE, name=f"{options.group} pulse")
-    reporter = Reporter(pulse, on_lost=_terminate_self)
+    heartbeat = BlockingLink(heartbeat_socket, stream=StreamKind.HEARTBEAT, name=f"{options.group} heartbeat")
+    reporter = Reporter(heartbeat, on_lost=_terminate_self)
     _exit_in_order_on_sigterm(sockets, reporter)
     reporter.start()
     hooks = {"hang": fault_hooks.hold_interpreter, "mute": reporter.mute, "clock": fault_hooks.shift_clock}
@@ -123,5 +123,5 @@ def _exit_in_order_on_sigterm(links: Sequence[socket.socket], reporter: Reporter
 
 
 def _terminate_self() -> None:
-    """The supervisor closed the pulse: end as on SIGTERM, even in the middle of a load."""
+    """The supervisor closed the heartbeat: end as on SIGTERM, even in the middle of a load."""
     os.kill(os.getpid(), signal.SIGTERM)

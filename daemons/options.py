@@ -16,14 +16,14 @@ from lucevisor.model.values import Backend
 class Options:
     """Options from the supervisor.
 
-    `links` and `pulse` are addresses, with a link for each model.  `threads` 0: torch's choice; `cores` empty: no
+    `links` and `heartbeat` are addresses, with a link for each model.  `threads` 0: torch's choice; `cores` empty: no
     pinning.  `rows`: the host to listen at for rows of neighbours; empty where all share memory.
     """
 
     group: str
     backend: Backend
     links: tuple[str, ...]
-    pulse: str
+    heartbeat: str
     parent_pid: int
     threads: int
     cores: tuple[int, ...]
@@ -40,7 +40,7 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument(
         "--link", required=True, action="append", help="fd:NUMBER or tcp:HOST:PORT, once for each model"
     )
-    parser.add_argument("--pulse", required=True, help="as --link")
+    parser.add_argument("--heartbeat", required=True, help="as --link")
     parser.add_argument("--parent-pid", required=True, type=int)
     parser.add_argument("--threads", required=True, type=int)
     parser.add_argument("--cores", required=True, help="comma-separated, empty for no pinning")
@@ -50,7 +50,7 @@ def parse(argv: Sequence[str]) -> Options:
         group=given.group,
         backend=Backend(given.backend),
         links=tuple(given.link),
-        pulse=given.pulse,
+        heartbeat=given.heartbeat,
         parent_pid=given.parent_pid,
         threads=given.threads,
         cores=tuple(int(core) for core in given.cores.split(",") if core),

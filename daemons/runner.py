@@ -17,23 +17,23 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from daemons import device as devices
+from daemons.async_output import AsyncDrafts, AsyncTokens, PlaceholderFill, QueuedStep, recorded
 from daemons.boundary import BoundaryBuffer, RowArrival, RowWait, arena_width, boundary_rows
-from daemons.deferred import DeferredDrafts, DeferredTokens, PlaceholderFill, QueuedStep, recorded
 from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
 from daemons.errors import StateError
 from daemons.failures import try_to_load
-from daemons.identities import open_files, unchanged
+from daemons.file_identity import open_files, unchanged
+from daemons.heartbeat import Reporter, warn_once
 from daemons.models.replay import LayerwiseReplay, layerwise_replays, report_replays
 from daemons.models.stage import LoadedStage
-from daemons.pulse import Reporter, warn_once
 from daemons.relevance.stage import ScoreStage
 from daemons.sampling import Sampler, rows_to_sample
 from daemons.scoring import score
 from daemons.snapshots.state_map import DraftPools, StateMap
 from daemons.step_output import Payload, StepOutput
 from daemons.token_ring import RunAheadStep, TokenRing, without_tokens
-from daemons.warm import warm_up_all
+from daemons.warmup import warm_up_all
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.values import Backend
@@ -42,7 +42,7 @@ from lucevisor.protocol.loading import ArenaPlan, DeviceUse, Load, Loaded, Stage
 from lucevisor.protocol.steps import DraftStep, PageScores, Sampled, Scored, Slice, Step, StepResult
 
 MaskSource = Callable[[int, list[Slice]], Tensor | None]
-"""Waits for the masks of a step; see Inbox.wait_for_masks."""
+"""Waits for the masks of a step; see MessageQueue.wait_for_masks."""
 
 
 class ModelRunner:
@@ -72,8 +72,10 @@ class ModelRunner:
         self._warned: list[str] = []
         self.scorer: ScoreStage | None = None
         self._draft: DraftStage | None = None
-        self.draft_step: Callable[[int], DraftStep | None] = lambda step_id: None  # see Inbox.draft_step
-        self.await_captures: Callable[[SharedBuffer, Step], None] = lambda rows, step: None  # see Inbox.await_captures
+        self.draft_step: Callable[[int], DraftStep | None] = lambda step_id: None  # see MessageQueue.draft_step
+        self.await_captures: Callable[[SharedBuffer, Step], None] = lambda rows, step: (
+            None
+        )  # see MessageQueue.await_captures
         self._draft_inputs = None
         if load.draft is not None:
             self._draft_inputs = DraftInputs(
@@ -183,7 +185,7 @@ class ModelRunner:
         ``masks`` is called before constrained slices are sampled.  ``await_rows``, of a ``posted`` step, is called when
         all but its rows is prepared; it may raise StepCancelled, after which the step's operations count as applied.
         ``queued`` is called before anything waits for the device, to finish the previous step, whose result may be
-        deferred.  ``between`` is called between launches and may finish it earlier.
+        asynchronous.  ``between`` is called between launches and may finish it earlier.
         """
         started = time.monotonic()
         stage, plan = self.stages[stage_index], self._plans[stage_index]
@@ -196,7 +198,7 @@ class ModelRunner:
                 inputs.store_slices(step, step.slices)
         self._apply(stage, plan, step)
         arrival, cold = RowArrival(), False
-        deferred: DeferredTokens | QueuedStep | None = None
+        async_output: AsyncTokens | QueuedStep | None = None
         payload, sampled, scored, page_scores = Payload(), list[Sampled](), list[Scored](), list[PageScores]()
         written: list[BoundaryBuffer] = []
         if step.n_tokens:
@@ -213,27 +215,29 @@ class ModelRunner:
             if plan.target is not None:
                 written.append(self._boundaries[plan.target])
                 written[-1].write(step, out.rows, wait=not queues)
-                deferred = QueuedStep(recorded(out.rows.device)) if queues else None
+                async_output = QueuedStep(recorded(out.rows.device)) if queues else None
             else:
                 told = queued if fill is None else partial(self._share_known_tokens, asked, queued)
                 scored = self._count_and_score(stage, step, out.rows, queued)
                 found = self._sample(stage, step, out.rows, masks, payload, told, between, queues)
-                deferred, sampled = (None, found) if isinstance(found, list) else (found, [])
-        if deferred is None:
+                async_output, sampled = (None, found) if isinstance(found, list) else (found, [])
+        if async_output is None:
             _ring(written, step)
         queued()
-        self._has_unfinished_step = deferred is not None
-        if inputs is not None and deferred is None:
+        self._has_unfinished_step = async_output is not None
+        if inputs is not None and async_output is None:
             inputs.store_tokens(step, sampled)
         started += arrival.waited_s
         compute_s = time.monotonic() - max(started, self._settled_at)
         upkeep_s, self._upkeep_s = (self._upkeep_s, 0.0) if plan.output else (0.0, self._upkeep_s)
-        invalid = self._sampler.take_invalid() if plan.output and self._sampler is not None and deferred is None else []
+        invalid = (
+            self._sampler.take_invalid() if plan.output and self._sampler is not None and async_output is None else []
+        )
         result = StepResult(
             step.step_id, stage_index, sampled, compute_s, wait_s, payload.segments,
             scored=scored, page_scores=page_scores, hop_s=arrival.hop_s, upkeep_s=upkeep_s, cold=cold, invalid=invalid,
         )  # fmt: skip
-        return StepOutput(result, payload.arrays, deferred, step, started, [] if deferred is None else written)
+        return StepOutput(result, payload.arrays, async_output, step, started, [] if async_output is None else written)
 
     def _with_tokens(
         self, plan: StagePlan, step: Step, await_tokens: RowWait | None
@@ -261,14 +265,14 @@ class ModelRunner:
         return output
 
     def finish_step(self, output: StepOutput) -> StepOutput:
-        """Wait for a step's deferred tokens, drafts or rows; return its complete output."""
-        deferred, sampled, drafts, now = output.deferred, output.result.sampled, output.result.drafts, math.inf
-        if isinstance(deferred, QueuedStep):
-            deferred.wait()
-        elif isinstance(deferred, DeferredDrafts) and self._draft_inputs is not None:
-            drafts, now = self._draft_inputs.finish_drafts(deferred), output.started + deferred.seconds
-        elif isinstance(deferred, DeferredTokens) and self._sampler is not None:
-            sampled = self._sampler.finish_tokens(deferred)
+        """Wait for a step's asynchronous tokens, drafts or rows; return its complete output."""
+        async_output, sampled, drafts, now = output.async_output, output.result.sampled, output.result.drafts, math.inf
+        if isinstance(async_output, QueuedStep):
+            async_output.wait()
+        elif isinstance(async_output, AsyncDrafts) and self._draft_inputs is not None:
+            drafts, now = self._draft_inputs.finish_drafts(async_output), output.started + async_output.seconds
+        elif isinstance(async_output, AsyncTokens) and self._sampler is not None:
+            sampled = self._sampler.finish_tokens(async_output)
         else:
             return output
         now, self._has_unfinished_step = min(now, time.monotonic()), False
@@ -278,7 +282,7 @@ class ModelRunner:
             self._draft_inputs.store_tokens(output.step, sampled)
         begun, self._settled_at = max(output.started, self._settled_at), now
         invalid = output.result.invalid
-        if isinstance(deferred, DeferredTokens) and self._sampler is not None:
+        if isinstance(async_output, AsyncTokens) and self._sampler is not None:
             invalid = self._sampler.take_invalid()
         result = replace(output.result, sampled=sampled, drafts=drafts, compute_s=now - begun, invalid=invalid)
         return self.publish_tokens(StepOutput(result, output.payload, step=output.step), drafts=True)
@@ -329,7 +333,7 @@ class ModelRunner:
         if not draft.has_extended(step):
             draft.apply(step.operations)
         drafts = inputs.run(draft, message, defer=message.tokens is None and self.defers_drafts)
-        self._has_unfinished_step = isinstance(drafts, DeferredDrafts)
+        self._has_unfinished_step = isinstance(drafts, AsyncDrafts)
         made = StepOutput.of_drafts(message, inputs.plan.stage, drafts, wait_s, started, cold=draft.cold)
         return self.publish_tokens(made, drafts=True)  # before the supervisor: the first stage waits for them
 
@@ -342,7 +346,7 @@ class ModelRunner:
             self._upkeep_s += time.monotonic() - started
 
     def flush(self) -> None:
-        """Apply all deferred state changes before the state is read."""
+        """Apply all pending state changes before the state is read."""
         if self._draft is not None:
             self._draft.flush()
 
@@ -393,7 +397,7 @@ class ModelRunner:
     def _sample(
         self, stage: LoadedStage, step: Step, rows: Tensor, masks: MaskSource, payload: Payload,
         queued: Callable[[], list[Slice] | None], between: Callable[[], object], queues: bool,
-    ) -> list[Sampled] | DeferredTokens | QueuedStep:  # fmt: skip
+    ) -> list[Sampled] | AsyncTokens | QueuedStep:  # fmt: skip
         between()
         if step.want_logits:
             queued()
@@ -410,10 +414,10 @@ class ModelRunner:
         slices = [s for s in step.slices if s.sample]
         waits = self._wants_drafts(step) or step.want_logits  # a DraftStep begins with tokens that the host reads
         alone = not waits and (queues or self._plans[stage.plan.stage].source is None)
-        deferred = self._sampler.defer(slices, logits) if alone else None
+        async_output = self._sampler.defer(slices, logits) if alone else None
         slices = [s for s in queued() or slices if s.sample]
-        if deferred is not None:
-            return deferred
+        if async_output is not None:
+            return async_output
         found = masks(step.step_id, slices) if any(s.masked for s in slices) else None
         return self._sampler.sample(slices, logits, found, partial(self._extend_drafts, step))
 

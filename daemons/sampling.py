@@ -1,4 +1,4 @@
-"""The sampler: logits processors (penalties, DRY, bias, token masks), temperature, filters, draws, draft acceptance.
+"""The sampler: logits processors (penalties, DRY, bias, token masks), temperature, filters, random sampling, drafts.
 
 Runs on the output stage.  A draft is accepted if it equals the token drawn from its row (no rejection sampling), so
 drafts never change answers.  A draw depends on (seed, position, logits, earlier tokens) alone, so batching, placement
@@ -18,10 +18,10 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from daemons.deferred import DeferredTokens, PlaceholderFill
-from daemons.draws import draw, draw_blindly, draw_index, draw_key, draws_blindly, put, take, uniform
+from daemons.async_output import AsyncTokens, PlaceholderFill
 from daemons.errors import StateError
-from daemons.ops.choices import likeliest
+from daemons.ops.topk import likeliest
+from daemons.random_sampling import can_draw_on_device, draw, draw_index, draw_key, draw_on_device, put, take, uniform
 from daemons.scoring import TokenReport, report_of, sampled_of
 from lucevisor.protocol.steps import (
     PENDING,
@@ -240,7 +240,7 @@ class Sampler:
     device: torch.device
     states: dict[int, SamplingState] = field(default_factory=dict)
     _last: dict[int, int] = field(default_factory=dict)  # the token sampled last, by sequence
-    _deferred: DeferredTokens | None = None  # newer ones that the host does not have yet
+    _async_tokens: AsyncTokens | None = None  # newer ones that the host does not have yet
     _invalid: list[int] = field(default_factory=list)  # sequences whose logits were NaN or infinite
 
     def open(
@@ -286,7 +286,7 @@ class Sampler:
     def reset(self) -> None:
         self.states.clear()
         self._last.clear()
-        self._deferred = None
+        self._async_tokens = None
         self._invalid.clear()
 
     def take_invalid(self) -> list[int]:
@@ -300,11 +300,11 @@ class Sampler:
         """
         if not any(s.tokens == [PENDING] for s in step.slices):
             return step, None
-        deferred, slices, places, row = self._deferred, list[Slice](), list[tuple[int, int]](), 0
+        async_tokens, slices, places, row = self._async_tokens, list[Slice](), list[tuple[int, int]](), 0
         for s in step.slices:
             if s.tokens == [PENDING]:
-                if deferred is not None and s.sequence in deferred.sequences:
-                    places.append((row, deferred.sequences.index(s.sequence)))
+                if async_tokens is not None and s.sequence in async_tokens.sequences:
+                    places.append((row, async_tokens.sequences.index(s.sequence)))
                     s = replace(s, tokens=[0])
                 elif s.sequence in self._last:
                     s = replace(s, tokens=[self._last[s.sequence]])
@@ -312,7 +312,7 @@ class Sampler:
                     raise StateError(f"slice of sequence {s.sequence} at {s.start}", "no token was sampled before it")
             slices.append(s)
             row += len(s.tokens)
-        fill = PlaceholderFill.of(deferred.tokens, places) if deferred is not None and places else None
+        fill = PlaceholderFill.of(async_tokens.tokens, places) if async_tokens is not None and places else None
         return replace(step, slices=slices), fill
 
     def with_known_tokens(self, slices: Sequence[Slice]) -> list[Slice]:
@@ -329,30 +329,34 @@ class Sampler:
             found.append(one)
         return found
 
-    def defer(self, slices: Sequence[Slice], logits: Tensor) -> DeferredTokens | None:
+    def defer(self, slices: Sequence[Slice], logits: Tensor) -> AsyncTokens | None:
         """Draw a token per slice as ``sample`` does, without waiting for the device; ``finish_tokens`` returns them.
 
         None, without any effect, if the host must read something in between.  ``logits`` as for ``sample``.
         """
         states = [self.states[s.sequence] for s in slices]
         samplings = [state.sampling for state in states]
-        if self.device.type == "cpu" or any(s.n_drafts or s.masked for s in slices) or not draws_blindly(samplings):
+        if (
+            self.device.type == "cpu"
+            or any(s.n_drafts or s.masked for s in slices)
+            or not can_draw_on_device(samplings)
+        ):
             return None
         valid = finite_rows(logits)
         for i, state in enumerate(states):
             adjust(state, logits[i : i + 1])
         keys = [draw_key(s.seed, piece.start + len(piece.tokens)) for s, piece in zip(samplings, slices, strict=True)]
-        tokens = draw_blindly(logits, samplings, keys)
-        self._deferred = DeferredTokens.of([s.sequence for s in slices], tokens, valid)
-        return self._deferred
+        tokens = draw_on_device(logits, samplings, keys)
+        self._async_tokens = AsyncTokens.of([s.sequence for s in slices], tokens, valid)
+        return self._async_tokens
 
-    def finish_tokens(self, deferred: DeferredTokens) -> list[Sampled]:
-        """Wait for deferred tokens.  Call it before the next ``sample``."""
-        found = deferred.wait()
-        self._invalid += deferred.invalid
+    def finish_tokens(self, async_tokens: AsyncTokens) -> list[Sampled]:
+        """Wait for asynchronous tokens.  Call it before the next ``sample``."""
+        found = async_tokens.wait()
+        self._invalid += async_tokens.invalid
         self._last |= {sequence: token for sequence, token in found.items() if sequence in self.states}
-        if self._deferred is deferred:
-            self._deferred = None
+        if self._async_tokens is async_tokens:
+            self._async_tokens = None
         return [Sampled(sequence, token) for sequence, token in found.items()]
 
     def count(self, sequence: int, ids: Sequence[int]) -> None:
@@ -487,7 +491,7 @@ def _counts_at_rows(counts: Tensor, drafts: Sequence[int]) -> Tensor:
     return counts.repeat(n, 1).index_put_(tuple(where.unbind(1)), ones, accumulate=True)
 
 
-# ---- draws
+# ---- random sampling
 
 
 def _draw_rows(
@@ -499,7 +503,7 @@ def _draw_rows(
         if logits.device.type == "cpu":
             meanwhile(None)
             return likeliest(logits)
-        launched = DeferredTokens.of(range(len(rows)), logits.argmax(dim=-1))
+        launched = AsyncTokens.of(range(len(rows)), logits.argmax(dim=-1))
         meanwhile(launched.tokens)
         return [*launched.wait().values()]
     meanwhile(None)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from daemons.async_output import AsyncDrafts, AsyncTokens, QueuedStep
 from daemons.boundary import BoundaryBuffer
-from daemons.deferred import DeferredDrafts, DeferredTokens, QueuedStep
 from lucevisor.protocol.steps import Drafted, DraftStep, Step, StepResult
 
 
@@ -30,14 +30,14 @@ class Payload:
 class StepOutput:
     """A step result and its payload, float32 arrays.
 
-    ``deferred``: tokens, drafts or rows of ``step`` that ``ModelRunner.finish_step`` waits for.  ``written``: the
+    ``async_output``: tokens, drafts or rows of ``step`` that ``ModelRunner.finish_step`` waits for.  ``written``: the
     boundaries that the step's rows are being copied to, to be rung then.  ``started``: when its boundary rows had
     arrived.
     """
 
     result: StepResult
     payload: list[Tensor]
-    deferred: DeferredTokens | QueuedStep | DeferredDrafts | None = None
+    async_output: AsyncTokens | QueuedStep | AsyncDrafts | None = None
     step: Step | None = None
     started: float = 0.0
     written: Sequence[BoundaryBuffer] = ()
@@ -45,15 +45,15 @@ class StepOutput:
     @property
     def is_drafting(self) -> bool:
         """True if the device makes drafts that nobody waits for here."""
-        return isinstance(self.deferred, DeferredDrafts)
+        return isinstance(self.async_output, AsyncDrafts)
 
     @classmethod
     def of_drafts(
-        cls, asked: DraftStep, stage: int, drafts: list[Drafted] | DeferredDrafts, wait_s: float, started: float,
+        cls, asked: DraftStep, stage: int, drafts: list[Drafted] | AsyncDrafts, wait_s: float, started: float,
         *, cold: bool = False,
     ) -> StepOutput:  # fmt: skip
         """Return the output of the draft stage; ``cold`` as in StepResult."""
-        deferred = drafts if isinstance(drafts, DeferredDrafts) else None
-        known, seconds = [] if isinstance(drafts, DeferredDrafts) else drafts, time.monotonic() - started
+        async_output = drafts if isinstance(drafts, AsyncDrafts) else None
+        known, seconds = [] if isinstance(drafts, AsyncDrafts) else drafts, time.monotonic() - started
         result = StepResult(asked.step.step_id, stage, [], seconds, wait_s, drafts=known, cold=cold)
-        return cls(result, [], deferred, started=started)
+        return cls(result, [], async_output, started=started)

@@ -13,8 +13,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from daemons.async_output import PlaceholderFill
 from daemons.boundary import RowArrival, RowWait
-from daemons.deferred import PlaceholderFill
 from daemons.errors import StateError
 from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.steps import PENDING, Sampled, Slice, Step, StepResult

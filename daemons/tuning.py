@@ -18,7 +18,7 @@ from daemons.models.loader import WeightLoader
 from daemons.ops.code_cache import cache_directory
 from daemons.ops.cpu.linear import TiledLinear
 from daemons.ops.expert_pairs import ExpertPairs
-from daemons.ops.handovers import CANDIDATES, NO_DIRECTORY, Handover, Handovers, conditions, write
+from daemons.ops.kernel_thresholds import CANDIDATES, NO_DIRECTORY, KernelThreshold, KernelThresholds, conditions, write
 from daemons.ops.selection import KernelSelector
 from daemons.timing import Captured, release, seconds
 from lucevisor.model.families import read_spec
@@ -57,10 +57,10 @@ def tune(order: Check, tune: Tune, backend: Backend) -> Checked:
 def _tune_device(
     spec: ModelSpec, backend: Backend, device: torch.device, dtype: Dtype, subject: str
 ) -> list[CheckLine]:
-    limits: dict[str, dict[Handover, int]] = {}
+    limits: dict[str, dict[KernelThreshold, int]] = {}
     lines, torch_dtype = [], devices.torch_dtype(dtype)
     for layout in _largest(spec, backend, dtype):
-        selector = KernelSelector(device, torch_dtype, limits=Handovers())
+        selector = KernelSelector(device, torch_dtype, limits=KernelThresholds())
         kind = layout.kind.name
         with devices.launching(device):
             found = dict(_of_matrix(spec, layout, selector))
@@ -86,7 +86,9 @@ def _largest(spec: ModelSpec, backend: Backend, dtype: Dtype) -> list[TensorLayo
     return list(found.values())
 
 
-def _of_matrix(spec: ModelSpec, layout: TensorLayout, selector: KernelSelector) -> Iterator[tuple[Handover, int]]:
+def _of_matrix(
+    spec: ModelSpec, layout: TensorLayout, selector: KernelSelector
+) -> Iterator[tuple[KernelThreshold, int]]:
     """The limits between the kernels that this device has for the matrix."""
     assert spec.files is not None
     weights = WeightLoader(spec.files, [layout], selector, lambda done, total: None)
@@ -134,7 +136,7 @@ def _switch(product: object, limit: str, work: Work) -> tuple[Work, Work]:
 
 
 def _handover(
-    what: Handover, selector: KernelSelector, n_columns: int, works: tuple[Work, Work], most: int = 1 << 30
+    what: KernelThreshold, selector: KernelSelector, n_columns: int, works: tuple[Work, Work], most: int = 1 << 30
 ) -> int:
     """The largest candidate up to which the first work is no slower than the second."""
     kept = CANDIDATES[what][0]

@@ -24,10 +24,10 @@ from daemons.check import run_check
 from daemons.compute_lock import ComputeLock
 from daemons.errors import DaemonError
 from daemons.failures import failure
-from daemons.inbox import Inbox, StepCancelled
+from daemons.heartbeat import Reporter
+from daemons.message_queue import MessageQueue, StepCancelled
 from daemons.ops.selection import triton_reject_reason
 from daemons.options import Options
-from daemons.pulse import Reporter
 from daemons.runner import ModelRunner
 from daemons.snapshots.transfers import TransferExecutor
 from daemons.step_output import StepOutput
@@ -130,11 +130,11 @@ class _MessageLoop:
         self._model = model  # the number of the link
         self._endpoint = endpoint or RowsEndpoint(link)
         self._endpoint.on_broken = self._on_rows_broken
-        self._inbox = Inbox(link, self._endpoint.place, lock)
+        self._messages = MessageQueue(link, self._endpoint.place, lock)
         self._runtime: ModelRunner | None = None
         self._transfers: TransferExecutor | None = None
         self._broken = False
-        self._deferred: StepOutput | None = None  # the step that the device still computes
+        self._pending_output: StepOutput | None = None  # the step that the device still computes
         self._n_rows = 0  # of that step
         self._waiting = deque[Frame]()  # DraftSteps that need its tokens
         self._upkeep: tuple[Step, int] | None = None  # a step, and its stage, that the drafter's context still lacks
@@ -158,7 +158,7 @@ class _MessageLoop:
                 return EXIT_FAILED
             if code is not None:
                 return code
-            if self._deferred is None:
+            if self._pending_output is None:
                 self._idle()
 
     def _idle(self) -> None:
@@ -167,13 +167,13 @@ class _MessageLoop:
 
     def _receive(self) -> Frame | None:
         """Return the next frame; meanwhile answer the step on the device as soon as that is done."""
-        while self._deferred is not None and not self._inbox.wait(self._poll_s):
+        while self._pending_output is not None and not self._messages.wait(self._poll_s):
             self._answer_if_done()
-        return self._inbox.receive()
+        return self._messages.receive()
 
     @property
     def _poll_s(self) -> float:
-        output, runtime = self._deferred, self._runtime
+        output, runtime = self._pending_output, self._runtime
         drafting = output is not None and output.is_drafting and runtime is not None and not runtime.shares_cores
         return 0.0 if drafting or (runtime is not None and runtime.is_polling) else _POLL_S
 
@@ -182,25 +182,25 @@ class _MessageLoop:
 
         ``idle``: report the idle phase afterwards.  Raises _StepFailed after sending Failed.
         """
-        output = self._deferred
+        output = self._pending_output
         if output is None:
             return False
         try:
-            done = output.deferred is None or output.deferred.ready
+            done = output.async_output is None or output.async_output.ready
         except Exception as e:  # process boundary: report, then exit
             raise self._failed(output, e) from e
         if done:
-            self._answer_deferred()
+            self._send_pending_output()
         if done and idle:
             self._idle()
         return not done
 
-    def _answer_deferred(self) -> None:
+    def _send_pending_output(self) -> None:
         """Wait for the step on the device, if there is one, and answer it.  Raises _StepFailed after sending Failed."""
-        output = self._deferred
+        output = self._pending_output
         if output is None or self._runtime is None:
             return
-        waiting, self._deferred, self._waiting = self._waiting, None, deque()
+        waiting, self._pending_output, self._waiting = self._waiting, None, deque()
         try:
             output = self._runtime.finish_step(output)
         except Exception as e:  # process boundary: report, then exit
@@ -208,7 +208,7 @@ class _MessageLoop:
         self._answer(output, self._n_rows)
         code = self._run_upkeep()
         for frame in waiting:
-            self._answer_deferred()  # drafts
+            self._send_pending_output()  # drafts
             if code is None and isinstance(frame.message, DraftStep):
                 code = self._step(frame.message, frame.flags, 0.0)
         if code is not None:
@@ -228,14 +228,16 @@ class _MessageLoop:
 
     def _handle(self, frame: Frame) -> int | None:
         """Return None to go on, or the exit code."""
-        if isinstance(frame.message, DraftStep) and self._deferred is not None:  # it needs the tokens of that step
+        if (
+            isinstance(frame.message, DraftStep) and self._pending_output is not None
+        ):  # it needs the tokens of that step
             self._waiting.append(frame)
             return None
         if not isinstance(frame.message, Step):  # a step may be queued behind the one on the device
-            self._answer_deferred()
+            self._send_pending_output()
         match frame.message:
             case Step() | DraftStep() as message:
-                wait_s = time.monotonic() - self._idle_since if self._deferred is None else 0.0
+                wait_s = time.monotonic() - self._idle_since if self._pending_output is None else 0.0
                 return self._step(message, frame.flags, wait_s)
             case ScoreWindow() as score:
                 return self._score(score)
@@ -248,7 +250,7 @@ class _MessageLoop:
             case Reset(token) if self._runtime is not None:
                 self._end_transfers("the supervisor dropped every sequence")
                 self._runtime.reset()
-                self._inbox.clear()
+                self._messages.clear()
                 self._cancelled, self._operations_applied = [], False
                 self._link.send(ResetDone(token))
                 return None
@@ -269,7 +271,7 @@ class _MessageLoop:
     def _step(self, message: Step | DraftStep, flags: int, wait_s: float) -> int | None:
         step = message.step if isinstance(message, DraftStep) else message
         stage, posted = flags & ~POSTED, bool(flags & POSTED)
-        if isinstance(message, Step) and (self._cancelled or (posted and self._inbox.is_cancelling)):
+        if isinstance(message, Step) and (self._cancelled or (posted and self._messages.is_cancelling)):
             # Also what is not posted: behind one that is dropped it is out of order.
             self._cancelled.append(step.step_id)
             return None
@@ -277,7 +279,7 @@ class _MessageLoop:
             return None  # it comes again with its step
         self._reporter.phase("step", step.step_id)
         if isinstance(message, Step) and message.upkeep and self._waiting:
-            self._answer_deferred()  # its operations are the draft stage's, too, which has not had those before
+            self._send_pending_output()  # its operations are the draft stage's, too, which has not had those before
         code = self._run_upkeep()  # before the step's operations, and while the one before is computed
         if code is not None:
             return code
@@ -292,8 +294,8 @@ class _MessageLoop:
                     message,
                     stage,
                     wait_s,
-                    self._inbox.wait_for_masks,
-                    self._answer_deferred,
+                    self._messages.wait_for_masks,
+                    self._send_pending_output,
                     self._await_rows,
                     posted,
                     between,
@@ -311,17 +313,17 @@ class _MessageLoop:
             return self._fail(f"step {step.step_id}", e, where)
         if isinstance(message, Step):
             self._upkeep = message, stage
-        if outcome.deferred is not None:
-            self._deferred, self._n_rows = outcome, step.n_tokens
+        if outcome.async_output is not None:
+            self._pending_output, self._n_rows = outcome, step.n_tokens
             return None
-        if isinstance(message, Step) and self._runtime.awaits_drafts(step) and self._inbox.draft_step(step.step_id):
+        if isinstance(message, Step) and self._runtime.awaits_drafts(step) and self._messages.draft_step(step.step_id):
             return self._answer_behind_drafts(outcome, step.n_tokens)
         self._answer(outcome, step.n_tokens)
         return self._run_upkeep()
 
     def _answer_behind_drafts(self, output: StepOutput, n_rows: int) -> int | None:
         """Launch the drafts that follow a step on the device, then answer the step."""
-        frame = self._inbox.receive()
+        frame = self._messages.receive()
         assert frame is not None
         assert isinstance(frame.message, DraftStep)
         assert self._runtime is not None
@@ -334,8 +336,8 @@ class _MessageLoop:
             self._answer(output, n_rows)
             return self._fail(f"step {output.result.step_id}", e, "the draft stage")
         self._answer(output, n_rows)
-        if drafts.deferred is not None:
-            self._deferred, self._n_rows = drafts, n_rows
+        if drafts.async_output is not None:
+            self._pending_output, self._n_rows = drafts, n_rows
             return None
         self._answer(drafts, n_rows)
         return None
@@ -352,9 +354,9 @@ class _MessageLoop:
         return None
 
     def _await_rows(self, rows: SharedBuffer, region: int, step_id: int, posted: bool) -> float:
-        if self._deferred is None:
+        if self._pending_output is None:
             self._reporter.phase("idle")
-        seconds = self._inbox.await_rows(rows, region, step_id, posted, self._answer_if_done)
+        seconds = self._messages.await_rows(rows, region, step_id, posted, self._answer_if_done)
         self._reporter.phase("step", step_id)
         return seconds
 
@@ -389,9 +391,9 @@ class _MessageLoop:
             places += [] if load.draft is None else [f"device {load.draft.device} draft stage"]
             places += [] if load.score is None else [f"device {load.score.device} scoring stage"]
             return self._fail("load", e, ", ".join(places))
-        self._inbox.spin_s = load.spin_s
-        self._runtime.draft_step = self._inbox.draft_step
-        self._runtime.await_captures = self._inbox.await_captures
+        self._messages.spin_s = load.spin_s
+        self._runtime.draft_step = self._messages.draft_step
+        self._runtime.await_captures = self._messages.await_captures
         self._reporter.memory(self._runtime.free_bytes())
         self._link.send(loaded)
         return None

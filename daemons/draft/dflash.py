@@ -14,9 +14,9 @@ from daemons.kv.pools import Pools
 from daemons.models.blocks import Attention, AttentionShape, Block, PreNormLayer
 from daemons.models.llama import LlamaFamily
 from daemons.models.loader import WeightLoader
-from daemons.ops.choices import Candidates
 from daemons.ops.linear import Linear, Table
 from daemons.ops.operations import Operations
+from daemons.ops.topk import Candidates
 from lucevisor.model.drafters.dflash import DflashParams
 from lucevisor.model.drafters.spec import DraftSpec
 from lucevisor.model.spec import ModelSpec

@@ -13,8 +13,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from daemons.async_output import AsyncDrafts, PlaceholderFill
 from daemons.boundary import BoundaryBuffer
-from daemons.deferred import DeferredDrafts, PlaceholderFill
 from daemons.draft.stage import DraftStage
 from daemons.errors import StateError
 from lucevisor.protocol.arena import SharedBuffer
@@ -47,7 +47,7 @@ class DraftInputs:
         self._kept: dict[int, _StepInputs] = {}
         self._lent: dict[int, _StepInputs] = {}  # by stage: the last step, whose captures are the stage's own memory
         self._drafts: dict[int, Sequence[int]] = {}  # newest drafts by sequence, not verified yet
-        self._deferred: DeferredDrafts | None = None  # newer ones that the host does not have yet
+        self._async_drafts: AsyncDrafts | None = None  # newer ones that the host does not have yet
         self._max_steps = arena_regions(plan.stage + 1)
         self._copies: torch.cuda.Stream | None = None
 
@@ -125,7 +125,7 @@ class DraftInputs:
         if stage.extends_ahead(step):
             stage.extend(step, self._copied(self._captures(step, kept), stage), drawn)
 
-    def run(self, stage: DraftStage, message: DraftStep, *, defer: bool = False) -> list[Drafted] | DeferredDrafts:
+    def run(self, stage: DraftStage, message: DraftStep, *, defer: bool = False) -> list[Drafted] | AsyncDrafts:
         """Run the draft stage for a step and return its drafts.
 
         ``defer`` as in DraftStage.run; then ``finish_drafts`` returns them.  Raises StateError.
@@ -136,15 +136,15 @@ class DraftInputs:
         drafts = stage.run(step, captures, tokens, defer=defer) if step.n_tokens else []
         for s in step.slices:
             self._drafts.pop(s.sequence, None)
-        if isinstance(drafts, DeferredDrafts):
-            self._deferred = drafts
+        if isinstance(drafts, AsyncDrafts):
+            self._async_drafts = drafts
         else:
             self._made(drafts)
         return drafts
 
-    def finish_drafts(self, deferred: DeferredDrafts) -> list[Drafted]:
+    def finish_drafts(self, async_drafts: AsyncDrafts) -> list[Drafted]:
         """Wait for drafts that only the device has.  Call it before the next ``run``."""
-        drafts = deferred.wait()
+        drafts = async_drafts.wait()
         self._made(drafts)
         return drafts
 
@@ -155,7 +155,7 @@ class DraftInputs:
                     f"drafts of sequence {found.sequence}", "the drafter made none, and some were asked for"
                 )
         self._drafts |= {found.sequence: found.tokens for found in drafts}
-        self._deferred = None
+        self._async_drafts = None
 
     def _copied(self, captures: list[Tensor], stage: DraftStage) -> list[Tensor]:
         """Return captures on the drafter's GPU; those in arenas are copied, as the next step may overwrite them.
@@ -178,7 +178,7 @@ class DraftInputs:
     @property
     def drafts_wait(self) -> bool:
         """True if there are drafts that the host does not have yet."""
-        return self._deferred is not None
+        return self._async_drafts is not None
 
     def with_drafts(self, step: Step) -> tuple[Step, PlaceholderFill | None]:
         """Return a step with the drafts that its slices are to verify; 0 where only the device knows them, which the
@@ -186,9 +186,9 @@ class DraftInputs:
         """
         if not any(s.drafts_pend for s in step.slices):
             return step, None
-        deferred, places, row = self._deferred, list[tuple[int, int]](), 0
-        made = [] if deferred is None else deferred.sequences
-        n_made = 0 if deferred is None else deferred.tokens.shape[1]
+        drafts, places, row = self._async_drafts, list[tuple[int, int]](), 0
+        made = [] if drafts is None else drafts.sequences
+        n_made = 0 if drafts is None else drafts.tokens.shape[1]
         for s in step.slices:
             first, end = row + s.n_context, row + len(s.tokens)
             if s.drafts_pend and s.sequence in made:
@@ -199,7 +199,7 @@ class DraftInputs:
         if not places:
             for s in step.slices:
                 self._drafts.pop(s.sequence, None)
-        fill = PlaceholderFill.of(deferred.tokens.reshape(-1), places) if deferred is not None and places else None
+        fill = PlaceholderFill.of(drafts.tokens.reshape(-1), places) if drafts is not None and places else None
         return replace(step, slices=filled), fill
 
     def with_known_drafts(self, slices: Sequence[Slice]) -> list[Slice]:
@@ -220,7 +220,7 @@ class DraftInputs:
         self._kept.clear()
         self._lent.clear()
         self._drafts.clear()
-        self._deferred = None
+        self._async_drafts = None
 
 
 def _filled(slices: Sequence[Slice], drafts: Mapping[int, Sequence[int]], *, needed: bool = False) -> list[Slice]:

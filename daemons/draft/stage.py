@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from daemons.deferred import DeferredDrafts, recorded
+from daemons.async_output import AsyncDrafts, recorded
 from daemons.device import inferring, launching, memory_free, prepare, torch_device, torch_dtype
 from daemons.draft.dflash import Dflash
 from daemons.draft.draft_model import DraftModel
@@ -27,8 +27,8 @@ from daemons.draft.gemma4_assistant import Gemma4Assistant
 from daemons.draft.mtp import Mtp
 from daemons.draft.vocabulary import DraftVocabulary, draft_vocabulary, shared_weights, vocabulary_weights
 from daemons.errors import StateError
+from daemons.file_identity import check_identities, unchanged
 from daemons.graphs import StepGraphs
-from daemons.identities import check_identities, unchanged
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.pools import Pools
 from daemons.kv.sequences import Sequences
@@ -55,7 +55,7 @@ MAX_ROWS_OF_ALL: Final = 512
 a lower bound would cause a pass every few steps."""
 
 
-class DeferredRows:
+class PendingRows:
     """The pending rows by sequence, at most ``max_rows`` in all."""
 
     def __init__(self, max_rows: int = MAX_ROWS_OF_ALL) -> None:
@@ -68,7 +68,7 @@ class DeferredRows:
         return not self.n_rows or all(isinstance(operation, SetPages) for operation in operations)
 
     def accepts(self, slices: Sequence[Slice]) -> bool:
-        """Return whether the rows of a step may be deferred: one per sequence, following its pending ones."""
+        """Return whether the rows of a step may be computed later: one per sequence, following its pending ones."""
         if self.n_rows + len(slices) > self._max_rows:
             return False
         for s in slices:
@@ -218,7 +218,7 @@ class ExtendedStep(NamedTuple):
 
     step_id: int
     hidden: Tensor
-    drafts: DeferredDrafts | None
+    drafts: AsyncDrafts | None
 
 
 class DraftGraphs(NamedTuple):
@@ -243,7 +243,7 @@ class DraftStage:
         self.pools = [pools]
         self.max_step_tokens, self.max_drafts = load.max_step_tokens, min(load.max_drafts, spec.max_drafts)
         self.sequences = Sequences(self.pools, _pools_of(load), load.max_sequences, forgets=load.attend_host)
-        self._deferred = DeferredRows(min(MAX_ROWS_OF_ALL, self.max_step_tokens))
+        self._pending_rows = PendingRows(min(MAX_ROWS_OF_ALL, self.max_step_tokens))
         self._ahead: ExtendedStep | None = None  # the last step that ``extend`` took
         self.kernels = {f"{name} (drafter)": kernel for name, kernel in weights.selector.selected.items()}
         self.warnings = list(weights.selector.warnings)
@@ -320,7 +320,7 @@ class DraftStage:
     @inferring
     def apply(self, operations: Sequence[Operation]) -> None:
         """Apply the target's state operations in order.  Raises StateError at the first invalid one."""
-        if not self._deferred.allows(operations):
+        if not self._pending_rows.allows(operations):
             self.flush()
         for operation in operations:
             if not isinstance(operation, SetPages) or operation.space in self._spaces:
@@ -362,7 +362,7 @@ class DraftStage:
 
     def _draft_behind_placeholders(
         self, step: Step, hidden: Tensor, drawn: Tensor, began: torch.cuda.Event
-    ) -> DeferredDrafts | None:
+    ) -> AsyncDrafts | None:
         """Launch the drafts of a step of one slice before its tokens are known on the host.
 
         None if that is impossible: without a CUDA graph the host reads where drafts start.
@@ -377,12 +377,12 @@ class DraftStage:
             return None
         with launching(self.device):
             drafts = self._draft_at(found.layout, hidden, found.row)
-            return DeferredDrafts.of([s.sequence], *drafts, began)
+            return AsyncDrafts.of([s.sequence], *drafts, began)
 
     @inferring
     def run(
         self, step: Step, captures: Sequence[Tensor], tokens: Sequence[Sequence[int]], *, defer: bool = False
-    ) -> list[Drafted] | DeferredDrafts:
+    ) -> list[Drafted] | AsyncDrafts:
         """Extend the context by the step's tokens, then draft where a slice asks for it and sampled a token.
 
         ``captures``: rows [T, n E] of each source, on any device; ``tokens[i]``: sampled for slice i.  ``defer``: do
@@ -400,12 +400,12 @@ class DraftStage:
         if self.device.type == "cpu":
             step, features = without_rejected(step, features, tokens)
         jobs = draft_jobs(step, tokens, self.spec.max_drafts)
-        if jobs or not self._deferred.accepts(step.slices):
+        if jobs or not self._pending_rows.accepts(step.slices):
             self.flush()
-        if not jobs and self._deferred.accepts(step.slices):
+        if not jobs and self._pending_rows.accepts(step.slices):
             for s in step.slices:  # the other checks are slow, and run when the rows are added
                 self.sequences.get(s.sequence, f"slice of sequence {s.sequence} at {s.start}")
-            self._deferred.add(step.slices, features)
+            self._pending_rows.add(step.slices, features)
             return []
         return self._drafts(jobs, self._extend(step, features), began)
 
@@ -430,12 +430,12 @@ class DraftStage:
 
     def _drafts(
         self, jobs: list[DraftJob], hidden: Tensor, began: torch.cuda.Event | None
-    ) -> list[Drafted] | DeferredDrafts:
+    ) -> list[Drafted] | AsyncDrafts:
         """Make drafts; with ``began``, and if all are equally long, do not wait for the device."""
         with launching(self.device):
             if began is not None and jobs and jobs[0].n == jobs[-1].n:
                 jobs.sort(key=lambda job: job.at)
-                return DeferredDrafts.of([job.slice.sequence for job in jobs], *self._draft(jobs, hidden), began)
+                return AsyncDrafts.of([job.slice.sequence for job in jobs], *self._draft(jobs, hidden), began)
             rows: list[tuple[list[int], list[float]]] = []
             for _, alike in groupby(jobs, key=lambda job: job.n):
                 drafts = self._draft(list(alike), hidden)  # valid until the next ones
@@ -444,19 +444,19 @@ class DraftStage:
         return [found[at] for at in sorted(found)]
 
     def flush(self) -> None:
-        """Add the deferred rows to the context, before anything reads or copies it."""
-        if self._deferred.n_rows:
-            self._add_deferred()
+        """Add the pending rows to the context, before anything reads or copies it."""
+        if self._pending_rows.n_rows:
+            self._add_pending_rows()
 
     @inferring
-    def _add_deferred(self) -> None:
-        slices, features = self._deferred.pop_all()
+    def _add_pending_rows(self) -> None:
+        slices, features = self._pending_rows.pop_all()
         with launching(self.device):  # of any length: a graph of each would be used once
             self.drafter.extend(features, self._batch(self._layout(slices)))
 
     def reset(self) -> None:
         """Drop all sequences; weights and pools stay."""
-        self._deferred.clear()
+        self._pending_rows.clear()
         self._ahead = None
         self.sequences.reset()
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from daemons.device import CPU, launching, memory_free, synchronize, torch_dtype
 from daemons.errors import StateError
+from daemons.heartbeat import Reporter
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Sequences
 from daemons.models.blocks import Block, advance_state
@@ -32,7 +33,6 @@ from daemons.models.shard import ShardModel
 from daemons.ops.attention import Causal, attention
 from daemons.ops.operations import SHORT_SLICE, DeltaNetPools, GatedDeltaNetParams
 from daemons.ops.selection import KernelSelector
-from daemons.pulse import Reporter
 from daemons.weights.packed import TILES, empty_packed
 from lucevisor.model.quant_types import TILE_ROWS
 from lucevisor.model.spec import LayerSpec, ModelSpec

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daemons.ops import choices
+from daemons.ops import topk
 from daemons.ops.basic import RmsNorm, Rope, act_and_mul, block_convolution, rotate, shift_rows
-from daemons.ops.choices import Candidates
 from daemons.ops.delta_rule import apply_updates
 from daemons.ops.host_pages import PageCopy
 from daemons.ops.page_scores import Sketches
@@ -25,6 +24,7 @@ from daemons.ops.page_sums import TorchPageSums
 from daemons.ops.paged import PagedTensor
 from daemons.ops.partial_attention import Partial
 from daemons.ops.router import RouteFn, Router
+from daemons.ops.topk import Candidates
 
 MAX_DECODE_TOKENS = 16
 """Tokens per slice (or rows of a router) up to which decode kernels run: decode, drafts, the end of a prompt."""
@@ -217,13 +217,13 @@ class Operations(Protocol):
         """x as numbers of another dtype."""
 
     def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See :func:`daemons.ops.choices.top_k`; logits of any dtype."""
+        """See :func:`daemons.ops.topk.top_k`; logits of any dtype."""
 
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """See :func:`daemons.ops.choices.most_likely`; logits of any dtype."""
+        """See :func:`daemons.ops.topk.most_likely`; logits of any dtype."""
 
     def select_path(self, candidates: Candidates) -> tuple[Tensor, Tensor]:
-        """See :func:`daemons.ops.choices.select_path`."""
+        """See :func:`daemons.ops.topk.select_path`."""
 
     def block_convolution(self, x: Tensor, delta: Tensor, base: Tensor, side: int, n: int) -> Tensor:
         """Convolve slices of ``n`` rows of x [B n, E] with kernels of their own: ``base[side]`` of [2, taps, E] float32
@@ -302,13 +302,13 @@ class TorchOperations:
         return x.to(dtype)
 
     def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return choices.top_k(logits.float(), k)
+        return topk.top_k(logits.float(), k)
 
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return choices.most_likely(logits.float())
+        return topk.most_likely(logits.float())
 
     def select_path(self, candidates: Candidates) -> tuple[Tensor, Tensor]:
-        return choices.select_path(candidates)
+        return topk.select_path(candidates)
 
     def block_convolution(self, x: Tensor, delta: Tensor, base: Tensor, side: int, n: int) -> Tensor:
         return block_convolution(x, delta, base, side, n)

@@ -18,7 +18,7 @@ from daemons.ops.cpu.compiler import CpuCompileError
 from daemons.ops.cpu.library import KINDS, CpuKernels, Tiles, cpu_kernels
 from daemons.ops.cpu.linear import ALL_ROWS, FEW_ROWS, CpuQuantTable, TiledLinear
 from daemons.ops.experts import UNLIMITED_PAIRS, BlockExperts, DenseExperts, ExpertWeights, SeparateExperts
-from daemons.ops.handovers import Handovers, conditions, read
+from daemons.ops.kernel_thresholds import KernelThresholds, conditions, read
 from daemons.ops.linear import (
     Bfloat16CpuLinear,
     BlockLinear,
@@ -55,12 +55,12 @@ class KernelSelector:
     device: torch.device
     dtype: torch.dtype
     kernels: bool | None = None
-    limits: Handovers | None = None
+    limits: KernelThresholds | None = None
     selected: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     """What costs speed here and can be fixed."""
     operations: Operations = field(init=False)
-    handovers: Handovers = field(init=False)
+    thresholds: KernelThresholds = field(init=False)
     _row_gemv: CudaGemv | None = field(init=False, default=None)
     cpu: CpuKernels | None = field(init=False, default=None)
     """C++ kernels of a cpu that computes in bfloat16."""
@@ -80,7 +80,7 @@ class KernelSelector:
                 self.warnings.append(
                     f"the cpu computes with torch alone, several times slower than with C++ kernels: {error}"
                 )
-        self.handovers, ignored = self._tuned() if self.limits is None else (self.limits, "")
+        self.thresholds, ignored = self._tuned() if self.limits is None else (self.limits, "")
         self.warnings += [ignored] if ignored else []
         if self.kernels and self.device.type == "cuda" and torch.version.cuda and self.dtype != torch.float32:
             self._row_gemv, reason = _cuda_gemv(self.device, self.dtype)
@@ -89,11 +89,11 @@ class KernelSelector:
         self.operations, name = self._layer_operations()
         self._note("layers", name)
 
-    def _tuned(self) -> tuple[Handovers, str]:
+    def _tuned(self) -> tuple[KernelThresholds, str]:
         """What ``bench --tune`` kept for this kind of device, and why a file of it was ignored."""
         if self.cpu is not None or (self.kernels and self.device.type == "cuda"):
             return read(conditions(self.device, self.dtype))
-        return Handovers(), ""
+        return KernelThresholds(), ""
 
     def _layer_operations(self) -> tuple[Operations, str]:
         if self._row_gemv is not None and self._row_gemv.limits.clusters:
@@ -158,14 +158,14 @@ class KernelSelector:
         assert self.cpu is not None
         product = TiledLinear(self.cpu, parts, n_columns, min(map(self._max_tiled_rows, parts)))
         for kind in (part.kind.name for part in parts):
-            self._note(f"linear {kind}", product.implementation + self.handovers.note(kind))
+            self._note(f"linear {kind}", product.implementation + self.thresholds.note(kind))
         return product
 
     def _max_tiled_rows(self, tiles: Tiles) -> int:
         assert self.cpu is not None
         if not self.cpu.many_by_onednn:
             return ALL_ROWS
-        return self.handovers.limit(tiles.kind.name, "tiled rows", FEW_ROWS)
+        return self.thresholds.limit(tiles.kind.name, "tiled rows", FEW_ROWS)
 
     def expert_tiles(self, tiles: Tiles, n_experts: int, n_columns: int) -> ExpertWeights:
         """Matrices of experts in tiles, one below the other; each begins with a tile."""
@@ -173,7 +173,7 @@ class KernelSelector:
         max_rows, n_rows = self._max_tiled_rows(tiles), tiles.n_rows // n_experts
         matrices = [Tiles(tiles.kind, n_rows, data) for data in tiles.data.view(n_experts, -1)]
         experts = [TiledLinear(self.cpu, [matrix], n_columns, max_rows) for matrix in matrices]
-        self._note(f"experts {tiles.kind.name}", experts[0].implementation + self.handovers.note(tiles.kind.name))
+        self._note(f"experts {tiles.kind.name}", experts[0].implementation + self.thresholds.note(tiles.kind.name))
         return SeparateExperts([*experts], n_columns)
 
     def blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> Linear:
@@ -186,10 +186,10 @@ class KernelSelector:
         from daemons.ops.triton.gemv import MAX_GEMV_ROWS
 
         kind, (row_gemv, n_rows) = packed.kind.name, self._row_gemv_of(packed)
-        n_rows = min(n_rows, self.handovers.limit(kind, "cuda rows", n_rows))
-        gemv_rows = self.handovers.limit(kind, "triton rows", MAX_GEMV_ROWS)
+        n_rows = min(n_rows, self.thresholds.limit(kind, "cuda rows", n_rows))
+        gemv_rows = self.thresholds.limit(kind, "triton rows", MAX_GEMV_ROWS)
         product = PackedLinear(packed, n_columns, row_gemv, n_rows, gemv_rows)
-        self._note(f"linear {kind}", product.implementation + self.handovers.note(kind))
+        self._note(f"linear {kind}", product.implementation + self.thresholds.note(kind))
         return product
 
     def packed_experts(self, packed: PackedWeights, n_columns: int) -> ExpertWeights:
@@ -197,9 +197,9 @@ class KernelSelector:
         from daemons.ops.packed_linear import MAX_ROW_GEMV_PAIRS, PackedExperts
 
         kind = packed.kind.name
-        n_pairs = self.handovers.limit(kind, "cuda pairs", MAX_ROW_GEMV_PAIRS)
+        n_pairs = self.thresholds.limit(kind, "cuda pairs", MAX_ROW_GEMV_PAIRS)
         experts = PackedExperts(packed, n_columns, self._row_gemv_of(packed)[0], n_pairs)
-        self._note(f"experts {kind}", experts.implementation + self.handovers.note(kind))
+        self._note(f"experts {kind}", experts.implementation + self.thresholds.note(kind))
         return self._experts(experts)
 
     def _row_gemv_of(self, packed: PackedWeights) -> tuple[CudaGemv | None, int]:

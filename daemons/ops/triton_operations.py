@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from daemons.ops.basic import Rope, shift_rows
-from daemons.ops.choices import Candidates
 from daemons.ops.host_pages import PageCopy
 from daemons.ops.operations import (
     MAX_DECODE_TOKENS,
@@ -25,15 +24,16 @@ from daemons.ops.operations import (
 from daemons.ops.paged import DensePages, PagedTensor
 from daemons.ops.partial_attention import Partial, merged
 from daemons.ops.router import RoutedExperts, RouteFn, Router
+from daemons.ops.topk import Candidates
 from daemons.ops.triton import basic
 from daemons.ops.triton.block_convolution import block_convolution
-from daemons.ops.triton.choices import most_likely, select_path, top_k
 from daemons.ops.triton.chunked_delta_rule import chunked_gated_delta_net
 from daemons.ops.triton.moe import moe_combine, router_gemv, select_experts
 from daemons.ops.triton.page_copy import copy_pages
 from daemons.ops.triton.page_sums import TritonPageSums
 from daemons.ops.triton.paged_attention import paged_attention, paged_attention_splits
 from daemons.ops.triton.recurrent_delta_rule import apply_updates, recurrent_gated_delta_net
+from daemons.ops.triton.topk import most_likely, select_path, top_k
 
 RecurrentDeltaNet = Callable[[Tensor, DeltaNetPools, Tensor, Tensor, GatedDeltaNetParams], Tensor]
 """See :func:`daemons.ops.triton.recurrent_delta_rule.recurrent_gated_delta_net`."""

@@ -159,7 +159,7 @@ def _engine(out: _Families, now: EngineStatistics, row_bytes: int) -> Iterator[M
     yield out.counter("step_tokens", "Tokens of these steps.", now.steps.n_tokens)
     yield out.counter("preemptions", "Running requests that were preempted.", now.preemptions)
     yield from _drafts(out, now.drafts)
-    cached = [([tier], now.cache.tokens.get(tier, 0)) for tier in ("memory", "host", "disk")]
+    cached = [([tier], now.cache.tokens.get(tier, 0)) for tier in ("device", "host", "disk")]
     yield out.counters("cached_prompt_tokens", "Prompt tokens taken from prefix slots, by tier.", ["tier"], cached)
     yield out.gauge("prefix_slots", "Prompt prefixes kept in memory.", now.cache.n_slots)
     yield out.gauge("prefix_bytes", "Pages and states held by slots only.", now.cache.n_bytes)

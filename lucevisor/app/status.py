@@ -23,7 +23,7 @@ from lucevisor.protocol.messages import Progress
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
 
-_RESTART_REASONS: Final = ("failure", "lack", "operator")
+_RESTART_REASONS: Final = ("failure", "resources", "operator")
 """All reasons: a counter that first appears with 1 hides that restart from Prometheus' increase()."""
 
 
@@ -159,7 +159,7 @@ def _cache(service: ModelService, now: CacheStatistics) -> dict[str, Any]:
         "prompts": now.n_prompts,
         "hits": now.n_hits,
         "evictions": now.n_evictions,
-        "tokens": {"memory": 0, "host": 0, "disk": 0} | now.tokens,
+        "tokens": {"device": 0, "host": 0, "disk": 0} | now.tokens,
         "host_slots": len(host.slots) if host is not None else 0,
         "host_bytes": host.n_bytes if host is not None else 0,
         "host": host.limit_bytes if host is not None else 0,

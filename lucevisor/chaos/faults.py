@@ -274,7 +274,7 @@ async def snapshot(target: Target, rng: random.Random) -> None:
     await kill(target, rng)
 
 
-async def pulse(target: Target, rng: random.Random) -> None:
+async def heartbeat(target: Target, rng: random.Random) -> None:
     """A daemon that computes and sends no heartbeats, for too long or not quite."""
     pid = await _any_daemon(target, rng)
     with contextlib.suppress(OSError):
@@ -319,7 +319,7 @@ FAULTS: Mapping[str, Fault] = {
     "restart": restart,
     "reload": reload,
     "take-over": take_over,
-    "pulse dropped": pulse,
+    "heartbeat dropped": heartbeat,
     "clock jumps": clock,
     "supervisor paused": paused,
 }

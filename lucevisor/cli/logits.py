@@ -18,7 +18,7 @@ from lucevisor.cli.options import OutputFile, config_argument
 from lucevisor.config import Config, load, single_model
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Observer, Service
-from lucevisor.engine.rows import max_rows_per_step
+from lucevisor.engine.output_rows import max_rows_per_step
 from lucevisor.errors import ConfigError, ExitCode
 
 

@@ -583,7 +583,7 @@ class Service:
             return
         supervised = service.groups[group]
         if state is State.BACKOFF or (state is State.FAILED and supervised.retry_in_s is not None):
-            self.restart_reasons[group]["lack" if supervised.short_of_resources else "failure"] += 1
+            self.restart_reasons[group]["resources" if supervised.short_of_resources else "failure"] += 1
         self.observer.state(group, state, reason)
 
     def on_change(self) -> None:

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from lucevisor.engine.constraint import within_masks
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
-from lucevisor.engine.running import RunningRequests
+from lucevisor.engine.running_requests import RunningRequests
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.engine.spec_decode.controller import DrafterSuspension, RequestDrafts, SpecDecodeController
 from lucevisor.engine.spec_decode.ngram import INDEX_TOKENS, NgramLookup

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.sequence import LiveSequence, RequestRecord, page_operations, swap_operations
+from lucevisor.kv.measured_rate import MeasuredRate
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import HostMemoryFull, NoRoom, PagedOut
 from lucevisor.kv.prefix_cache import PrefixIndex, PrefixMatch, PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import NO_STATE, CacheTier, Origin, SlotSource
-from lucevisor.kv.rates import MeasuredRate
 from lucevisor.kv.residency import page_table
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import CopyPage, CopyState, OpenSequence, Operation, ZeroState
@@ -58,7 +58,7 @@ class ReuseCounts:
 
     n_prompts: int = 0
     n_hits: int = 0
-    tokens: dict[CacheTier, int] = field(default_factory=lambda: {"memory": 0, "host": 0, "disk": 0})
+    tokens: dict[CacheTier, int] = field(default_factory=lambda: {"device": 0, "host": 0, "disk": 0})
 
 
 class PrefixReuse:

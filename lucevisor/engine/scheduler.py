@@ -32,7 +32,7 @@ from lucevisor.engine.request import (
     invalid_logits,
     no_host_memory,
 )
-from lucevisor.engine.running import RunningRequests
+from lucevisor.engine.running_requests import RunningRequests
 from lucevisor.engine.sequence import RequestRecord, WantedRows
 from lucevisor.engine.step import (
     ScheduledSequence,

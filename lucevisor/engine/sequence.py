@@ -134,7 +134,7 @@ class PrefixUse:
     lookup: tuple[int, PrefixMatch] | None = None
     common: dict[int, int] = field(default_factory=dict)
     cached: int | None = None
-    tier: CacheTier = "memory"
+    tier: CacheTier = "device"
     fetched: int | None = None
 
 

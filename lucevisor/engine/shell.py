@@ -26,6 +26,7 @@ from lucevisor.engine.core import CoreSettings, EngineCore, FrozenState
 from lucevisor.engine.events import EngineState, PauseReason
 from lucevisor.engine.journal import CopyRows, FileRows, PlaceRows, RowCopy
 from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.output_rows import IdsOutput, RowCollector, RowsMissing
 from lucevisor.engine.page_ranking import PageRelevance
 from lucevisor.engine.pipeline import (
     NO_PAYLOAD,
@@ -44,7 +45,6 @@ from lucevisor.engine.request import (
     RequestError,
     RequestHandle,
 )
-from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.errors import LucevisorError

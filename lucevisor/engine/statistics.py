@@ -110,7 +110,7 @@ class CacheStatistics:
     """Prefix slots now, and what they did since the start.
 
     ``n_bytes``: pages and states that only slots hold.  ``n_hits`` of ``n_prompts`` prompts began with a cached prefix;
-    ``tokens``: their reused tokens, by where the prefix came from ("memory", "host" or "disk").
+    ``tokens``: their reused tokens, by where the prefix came from ("device", "host" or "disk").
     """
 
     n_slots: int = 0

@@ -68,7 +68,7 @@ class PrefixMatch:
     def tier(self) -> CacheTier:
         """The memory that the tokens came from: another one than the devices' counts at the first use only."""
         slot = self.slot
-        return slot.origin if slot is not None and slot.origin in ("host", "disk") and not slot.n_uses else "memory"
+        return slot.origin if slot is not None and slot.origin in ("host", "disk") and not slot.n_uses else "device"
 
 
 @dataclass(slots=True, eq=False)

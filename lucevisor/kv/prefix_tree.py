@@ -27,7 +27,7 @@ Origin = Literal["turn", "pages", "prompt", "generation", "shared", "host", "dis
 """Reason for a slot: a chat turn ends there, a multiple of ``checkpoint_pages``, the prompt ends, the answer ends,
 two prompts diverge after it, it came back from host memory or from disk, or its request was preempted there."""
 
-CacheTier = Literal["memory", "host", "disk"]
+CacheTier = Literal["device", "host", "disk"]
 """The memory that a cached prefix came from: the devices', host memory, or ``cache.dir``."""
 
 PageLookup = Callable[[Space, int, int], list[int]]

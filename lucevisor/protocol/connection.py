@@ -1,4 +1,4 @@
-"""Sans-I/O protocol state of one end of a link or pulse: bytes in, frames out; messages in, bytes out.
+"""Sans-I/O protocol state of one end of a link or heartbeat: bytes in, frames out; messages in, bytes out.
 
 Knows no sockets, clocks or event loops; descriptors are plain numbers.  Invariants: frames come out in order, each
 exactly once; none comes out after the first byte that violates the protocol; memory is bounded by the read buffer plus

@@ -48,7 +48,7 @@ class StreamKind(StrEnum):
     """The two sockets of a daemon, and those for rows between daemons that share no memory."""
 
     LINK = "link"
-    PULSE = "pulse"
+    HEARTBEAT = "heartbeat"
     ROWS = "rows"
 
 
@@ -390,10 +390,10 @@ MESSAGES: dict[MessageKind, MessageType] = {
     MessageKind.FAILED: MessageType(Failed, _UP, 1 * MIB, 0, "a traceback"),
     MessageKind.ROWS_COPY: MessageType(RowsCopy, _UP, 4 * KIB, MAX_PAYLOAD_BYTES, _ROWS_LIMITS),
     MessageKind.PLACED_ROWS: MessageType(PlacedRows, _DOWN, 4 * KIB, MAX_PAYLOAD_BYTES, _ROWS_LIMITS),
-    MessageKind.HEARTBEAT: MessageType(Heartbeat, _UP, 4 * KIB, 0, "a dozen numbers", StreamKind.PULSE),
-    MessageKind.PROGRESS: MessageType(Progress, _UP, 4 * KIB, 0, "a dozen numbers", StreamKind.PULSE),
+    MessageKind.HEARTBEAT: MessageType(Heartbeat, _UP, 4 * KIB, 0, "a dozen numbers", StreamKind.HEARTBEAT),
+    MessageKind.PROGRESS: MessageType(Progress, _UP, 4 * KIB, 0, "a dozen numbers", StreamKind.HEARTBEAT),
     MessageKind.LOG_LINE: MessageType(
-        LogLine, _UP, 256 * KIB, 0, "one record; the sender truncates long texts", StreamKind.PULSE
+        LogLine, _UP, 256 * KIB, 0, "one record; the sender truncates long texts", StreamKind.HEARTBEAT
     ),
     MessageKind.ATTACH: MessageType(Attach, _UP, 4 * KIB, 0, "three numbers", StreamKind.ROWS),
     MessageKind.ATTACHED: MessageType(Attached, _UP, 4 * KIB, 0, "one truth value", StreamKind.ROWS),

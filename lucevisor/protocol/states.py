@@ -13,7 +13,7 @@ from lucevisor.protocol.messages import MESSAGES, MessageKind, Role, StreamKind
 
 
 class LinkState(Enum):
-    """State of a link.  A pulse, and a connection for rows, is always READY."""
+    """State of a link.  A heartbeat, and a connection for rows, is always READY."""
 
     GREETING = "greeting"  # no Hello yet
     IDLE = "idle"  # interpreter and torch are up, no weights: a spare stays here
@@ -24,7 +24,7 @@ class LinkState(Enum):
 
 INITIAL: dict[StreamKind, LinkState] = {
     StreamKind.LINK: LinkState.GREETING,
-    StreamKind.PULSE: LinkState.READY,
+    StreamKind.HEARTBEAT: LinkState.READY,
     StreamKind.ROWS: LinkState.READY,
 }
 

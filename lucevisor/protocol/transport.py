@@ -1,4 +1,4 @@
-"""The two ends of a link or pulse, over a Unix socket or TCP: in the supervisor's event loop, blocking in a daemon.
+"""The two ends of a link or heartbeat, over a Unix socket or TCP: in the supervisor's event loop, blocking in a daemon.
 
 The protocol is in ``connection``.  A peer that dies with unread bytes causes ECONNRESET instead of end of file; the
 kernel delivers earlier bytes first, so frames sent before a death are received.  End of file arrives when the *last*

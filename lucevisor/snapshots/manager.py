@@ -25,9 +25,9 @@ from lucevisor import suspend_clock
 from lucevisor.config import CacheConfig
 from lucevisor.engine.shell import Engine
 from lucevisor.errors import ConfigError
+from lucevisor.kv.measured_rate import MeasuredRate
 from lucevisor.kv.prefix_cache import PrefixHooks, Reservation
 from lucevisor.kv.prefix_tree import CacheTier, PrefixSlot
-from lucevisor.kv.rates import MeasuredRate
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.kv_transfer.host_tier import HostSlot, HostTier
 from lucevisor.kv_transfer.transfers import KvTransfer, Transfer, TransferFile, Units

@@ -1,7 +1,7 @@
 """One daemon process: spawned, signalled, drained and reaped here and nowhere else.
 
 Invariants: the process is a child of the main thread (the kernel ties a daemon's life
-to that thread); it inherits its ends of links and pulse and no other descriptor; signals and the wait go through a
+to that thread); it inherits its ends of links and heartbeat and no other descriptor; signals and the wait go through a
 pidfd, so a reused pid is never hit; it is reaped once, and nothing of it stays open afterwards.
 
 `subprocess.Popen` starts the process. asyncio's child watcher (and uvloop's) is not used: it reaps children itself, so
@@ -259,14 +259,14 @@ class Child:
         self,
         process: subprocess.Popen[bytes],
         link_sockets: Sequence[socket.socket],
-        pulse_socket: socket.socket,
+        heartbeat_socket: socket.socket,
         on_line: Callable[[str, str], None],
         on_exit: Callable[[ProcessEnd], None],
     ) -> None:
         self._pidfd = os.pidfd_open(process.pid)  # the pid cannot be reused before it is reaped below
         self.pid = process.pid
         self.link_sockets = link_sockets
-        self.pulse_socket = pulse_socket
+        self.heartbeat_socket = heartbeat_socket
         self.lines = {"stdout": OutputLines(), "stderr": OutputLines()}
         self._killed = False  # by this supervisor
         self._oom_kills = oom_kills()
@@ -293,10 +293,10 @@ class Child:
         """Open the link of the model with this number."""
         return Link(self.link_sockets[model], on_frame, on_closed, name=name)
 
-    def open_pulse(
+    def open_heartbeat(
         self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None]
     ) -> Link:
-        return Link(self.pulse_socket, on_frame, on_closed, stream=StreamKind.PULSE, name=name)
+        return Link(self.heartbeat_socket, on_frame, on_closed, stream=StreamKind.HEARTBEAT, name=name)
 
     def send(self, to_send: ProcessSignal) -> None:
         """Signal the process; nothing happens when it has ended. Raises ProcessLookupError when it has been reaped."""
@@ -395,7 +395,7 @@ def spawn(
     n_links: int = 1,
     tcp: bool = False,
 ) -> Child:
-    """Start a process with ``n_links`` links and a pulse, named in its arguments, its own session and no other
+    """Start a process with ``n_links`` links and a heartbeat, named in its arguments, its own session and no other
     descriptor.
 
     The sockets are inherited, or with ``tcp`` on the loopback interface.
@@ -414,12 +414,12 @@ def spawn(
             sockets.append(ours)
             addresses.append(address)
             inherited += [] if theirs is None else [theirs]
-        *links, pulse = sockets
+        *links, heartbeat = sockets
         process = subprocess.Popen(
             [
                 *command,
                 *(f"--link={address}" for address in addresses[:-1]),
-                f"--pulse={addresses[-1]}",
+                f"--heartbeat={addresses[-1]}",
                 f"--parent-pid={os.getpid()}",
             ],
             env=env,
@@ -435,7 +435,7 @@ def spawn(
         for sock in inherited:
             sock.close()  # or end of file would never come
         try:
-            return Child(process, links, pulse, on_line, on_exit)
+            return Child(process, links, heartbeat, on_line, on_exit)
         except OSError:
             with process:  # closes the pipes and reaps
                 process.kill()

@@ -1,4 +1,4 @@
-"""One daemon process with its links and pulse: turns what they deliver into events for the machine.
+"""One daemon process with its links and heartbeat: turns what they deliver into events for the machine.
 
 The process has a link for each model whose shards it holds.
 
@@ -123,13 +123,13 @@ class Daemon:
         self.heartbeat: Heartbeat | None = None
         self.links: list[ModelLink] = []
         self.child: Child
-        self._pulse: Channel
+        self._heartbeat: Channel
         self._expected = expected
         self._callbacks = callbacks
         self._emit = emit
         self._ready = False
         self._distrusted = False  # it sent an impossible message, so all others are ignored
-        self._facts = DaemonFacts(0.0)  # for messages on the pulse
+        self._facts = DaemonFacts(0.0)  # for messages on the heartbeat
         self._started_at = time.monotonic()
         self._loading: asyncio.Task[None] | None = None
         self._ended: ProcessEnd | None = None
@@ -143,7 +143,9 @@ class Daemon:
             on_frame = partial(self._on_link_frame, i)
             channel = child.open_link(f"{self.name} link", on_frame, self._on_link_closed, i)
             self.links.append(ModelLink(callbacks, channel))
-        self._pulse = child.open_pulse(f"{self.name} pulse", self._on_pulse_frame, self._on_pulse_closed)
+        self._heartbeat = child.open_heartbeat(
+            f"{self.name} heartbeat", self._on_heartbeat_frame, self._on_heartbeat_closed
+        )
 
     @property
     def hello(self) -> Hello | None:
@@ -202,7 +204,7 @@ class Daemon:
 
     def _finish_when_read(self) -> bool:
         """Report the exit if all sockets are read to their end; return whether it is reported."""
-        if self._pulse.closed and all(link.channel.closed for link in self.links):
+        if self._heartbeat.closed and all(link.channel.closed for link in self.links):
             self._finish()
         return self._ended is None
 
@@ -214,7 +216,7 @@ class Daemon:
             self._loading.cancel()
         for link in self.links:
             link.channel.close("the process ended")
-        self._pulse.close("the process ended")
+        self._heartbeat.close("the process ended")
         self._emit(ev.Exited(self.number, ended.code, ended.signal, ended.hint))
 
     async def _load(self) -> None:
@@ -302,7 +304,7 @@ class Daemon:
         self._emit(ev.LinkLost(self.number, str(error)))
         self._finish_when_read()
 
-    def _on_pulse_frame(self, frame: Frame) -> None:
+    def _on_heartbeat_frame(self, frame: Frame) -> None:
         facts = self._facts
         if isinstance(frame.message, Progress) and 0 <= frame.message.model < len(self.links):
             facts = self.links[frame.message.model].facts
@@ -329,9 +331,9 @@ class Daemon:
     ) -> None:
         getattr(self._log, level)(event, **without_reserved_names(fields))
 
-    def _on_pulse_closed(self, error: ProtocolError) -> None:
-        """Report a lost pulse, but after the link: a daemon that exits closes both, and its link has the reason."""
-        self._lose_later(f"pulse: {error}")
+    def _on_heartbeat_closed(self, error: ProtocolError) -> None:
+        """Report a lost heartbeat, but after the link: a daemon that exits closes both, and its link has the reason."""
+        self._lose_later(f"heartbeat: {error}")
 
     def _lose_later(self, reason: str) -> None:
         self._finish_when_read()

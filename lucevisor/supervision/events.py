@@ -37,18 +37,18 @@ TRANSITIONS: dict[State, dict[State, str]] = {
     },
     State.LOADING: {
         State.READY: "loaded",
-        State.STOPPING: "stop or restart requested; load stalled or failed; pulse missed; link closed",
+        State.STOPPING: "stop or restart requested; load stalled or failed; heartbeat missed; link closed",
         State.BACKOFF: "exited",
         State.FAILED: "exited with a configuration error; restart limit",
     },
     State.READY: {
         State.DRAINING: "stop or restart requested",
-        State.STOPPING: "stop or restart requested at once; pulse missed; step or reset overdue; failed; link closed",
+        State.STOPPING: "immediate stop or restart; heartbeat missed; step or reset overdue; failed; link closed",
         State.BACKOFF: "exited",
         State.FAILED: "exited with a configuration error; restart limit",
     },
     State.DRAINING: {
-        State.STOPPING: "drained; drain deadline; pulse missed; step or reset overdue; failed; link closed",
+        State.STOPPING: "drained; drain deadline; heartbeat missed; step or reset overdue; failed; link closed",
         State.STOPPED: "exited, stop requested",
         State.STARTING: "exited, restart requested",
     },
@@ -77,7 +77,7 @@ class Timer(StrEnum):
 
     HELLO = "hello"
     LOAD = "load"  # no load progress
-    PULSE = "pulse"  # no heartbeat
+    HEARTBEAT = "heartbeat"  # no heartbeat
     DRAIN = "drain"
     ESCALATION = "escalation"  # the present step of stopping a child
     BACKOFF = "backoff"

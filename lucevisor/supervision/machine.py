@@ -43,7 +43,7 @@ class SupervisionLimits:
     backoff_max_s: float = 30.0
     served_s: float = 5.0  # a daemon that was READY for this long is replaced at once
     stable_s: float = 60.0  # READY for this long resets the backoff
-    lack_pause_s: float = 1.0  # between tries while the supervisor is out of descriptors, memory or processes
+    resource_pause_s: float = 1.0  # between tries while the supervisor is out of descriptors, memory or processes
     spare_delay_s: float = 1.0  # from READY until spares are started, which takes a core
     n_restarts: int = 10  # after failures, within any `window_s`; 0: a group that failed stays failed
     window_s: float = 60.0
@@ -51,7 +51,7 @@ class SupervisionLimits:
     failed_first_s: float = 60.0  # pause of a group that was given up; doubles each time in a row
     failed_most_s: float = 3600.0
 
-    def pulse_timeout_s(self, phase: str, *, loading: bool) -> float:
+    def heartbeat_timeout_s(self, phase: str, *, loading: bool) -> float:
         """Return how long a daemon may be silent after a heartbeat that reported `phase`.
 
         `loading`: it was sent its load and has not answered, and `phase` may be older than that. After the answer, a
@@ -255,7 +255,7 @@ class Machine:
                 self._on_timer(timer)
             case ev.HeartbeatReceived(_, phase):
                 if self.state in _WATCHED:
-                    self._arm_pulse(phase)
+                    self._arm_heartbeat(phase)
             case ev.ProgressReceived():
                 if self.state is State.LOADING and self._load_sent:
                     self._arm(Timer.LOAD, self.limits.load_stall_s)
@@ -388,7 +388,7 @@ class Machine:
             case ev.HelloReceived(child) if self.state is State.STARTING and self._spawned:
                 self._disarm(Timer.HELLO)
                 self._transition(State.LOADING, "hello")
-                self._arm_pulse("start")  # only this: the load may wait for groups that are not up yet
+                self._arm_heartbeat("start")  # only this: the load may wait for groups that are not up yet
                 self._out.append(ev.SendLoad(child))
             case ev.LoadSent() if self.state is State.LOADING:
                 self._load_sent = True
@@ -397,7 +397,7 @@ class Machine:
                 self._disarm(Timer.LOAD)
                 self.failure = ""
                 self._transition(State.READY, "loaded")
-                self._arm_pulse("load")
+                self._arm_heartbeat("load")
                 self.policy.became_ready(self._now)
                 self._announced = True
                 self._out.append(ev.AnnounceReady(child))
@@ -437,18 +437,18 @@ class Machine:
         else:
             self._retry(reason, configuration, shortage)
 
-    def _retry(self, reason: str, configuration: bool, lack: bool) -> None:
+    def _retry(self, reason: str, configuration: bool, short: bool) -> None:
         self.failure = reason
         if configuration:
             self._transition(State.FAILED, reason)
             self._pause_failed()
-        elif (delay_s := self.limits.lack_pause_s if lack else self.policy.delay_s(self._now)) is None:
+        elif (delay_s := self.limits.resource_pause_s if short else self.policy.delay_s(self._now)) is None:
             self._transition(
                 State.FAILED, f"{reason}; restart limit {self.limits.n_restarts}/{self.limits.window_s:g}s reached"
             )
             self._pause_failed()
         else:
-            self.short_of_resources = lack
+            self.short_of_resources = short
             self._transition(State.BACKOFF, reason)
             self._arm(Timer.BACKOFF, delay_s)
 
@@ -475,7 +475,7 @@ class Machine:
                 self._begin_stopping("drain deadline", _Escalation.MESSAGE)
             case Timer.ESCALATION:
                 self._on_escalation()
-            case Timer.HELLO | Timer.LOAD | Timer.PULSE:
+            case Timer.HELLO | Timer.LOAD | Timer.HEARTBEAT:
                 again = self._timers.recheck(timer, self._now, self.limits.recheck_s)
                 if again is None:
                     self._give_up_child(self._silence(timer), _Escalation.STACKS)
@@ -504,7 +504,7 @@ class Machine:
 
     def _begin_stopping(self, reason: str, level: _Escalation) -> None:
         """Enter STOPPING with a child that may still be alive."""
-        self._disarm(Timer.HELLO, Timer.LOAD, Timer.PULSE, Timer.DRAIN)
+        self._disarm(Timer.HELLO, Timer.LOAD, Timer.HEARTBEAT, Timer.DRAIN)
         self._announce_lost(reason)
         self._transition(State.STOPPING, reason)
         self._escalate(level)
@@ -555,8 +555,8 @@ class Machine:
     def _arm(self, timer: Timer, after_s: float) -> None:
         self._out.append(self._timers.arm(timer, self._now, after_s))
 
-    def _arm_pulse(self, phase: str) -> None:
-        self._arm(Timer.PULSE, self.limits.pulse_timeout_s(phase, loading=self.state is State.LOADING))
+    def _arm_heartbeat(self, phase: str) -> None:
+        self._arm(Timer.HEARTBEAT, self.limits.heartbeat_timeout_s(phase, loading=self.state is State.LOADING))
 
     def _disarm(self, *timers: Timer) -> None:
         self._out += self._timers.disarm(*timers)

@@ -92,7 +92,7 @@ async def probe(
     except SpawnError as e:
         return Probe(problem=e.reason)
     link = child.open_link(f"{group.name} link", session.on_frame, session.on_closed)
-    pulse = child.open_pulse(f"{group.name} pulse", lambda _: None, lambda _: None)
+    heartbeat = child.open_heartbeat(f"{group.name} heartbeat", lambda _: None, lambda _: None)
     expected = Expected(group.name, Backend(group.backend), launcher.source_hash, list(devices))
     try:
         if not await session.answer(session.hello, HELLO_S):
@@ -114,4 +114,4 @@ async def probe(
             child.send(ProcessSignal.KILL)
             await asyncio.wait({session.ended}, timeout=EXIT_S)
         link.close()
-        pulse.close()
+        heartbeat.close()

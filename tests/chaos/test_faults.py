@@ -114,7 +114,7 @@ async def test_a_damaged_snapshot_differs_in_one_bit(supervised: Supervised, tmp
         assert file.stat().st_size == 1000
 
 
-@pytest.mark.parametrize("name", ["hang", "pulse dropped", "clock jumps"])
+@pytest.mark.parametrize("name", ["hang", "heartbeat dropped", "clock jumps"])
 async def test_a_process_without_hooks_is_left_alone(supervised: Supervised, name: str) -> None:
     before = [process.pid for process in supervised.processes]
     await FAULTS[name](supervised.target, random.Random(1))

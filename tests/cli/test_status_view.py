@@ -50,7 +50,7 @@ def status(**more):
     }  # fmt: skip
     cache = {
         "max_slots": 32, "prefix_slots": 31, "bytes": 1 << 29, "memory": 1 << 30, "prompts": 99_999, "hits": 88_888,
-        "tokens": {"memory": 1_000_000, "host": 7, "disk": 5}, "host_slots": 99_999, "host_bytes": 1 << 38,
+        "tokens": {"device": 1_000_000, "host": 7, "disk": 5}, "host_slots": 99_999, "host_bytes": 1 << 38,
         "host": 1 << 39, "dir": "/var/cache/lucevisor", "disk": 20 << 30, "snapshots": 12,
         "snapshot_bytes": 1 << 33, "saved": 1, "restored": 2, "failures": {},
     }  # fmt: skip

@@ -19,16 +19,16 @@ from daemons.models.blocks import GatedDeltaNet, GatedDeltaNetShape, GatedDeltaN
 from daemons.models.loader import WeightLoader
 from daemons.ops.attention import attention, visible
 from daemons.ops.basic import RmsNorm, plain_rope, rotate, shift_rows
-from daemons.ops.choices import Candidates, select_path
 from daemons.ops.cpu import compiler
 from daemons.ops.cpu.library import KINDS, CpuKernels, Tiles, cpu_kernels
 from daemons.ops.cpu.linear import FEW_ROWS, TiledLinear
 from daemons.ops.cpu.operations import CpuOperations
-from daemons.ops.handovers import Handovers
+from daemons.ops.kernel_thresholds import KernelThresholds
 from daemons.ops.linear import DenseLinear
 from daemons.ops.operations import MAX_DECODE_TOKENS, DeltaNetPools, GatedDeltaNetParams, PagedQuery, TorchOperations
 from daemons.ops.paged import DensePages, Q8Pages
 from daemons.ops.selection import KernelSelector
+from daemons.ops.topk import Candidates, select_path
 from daemons.weights.dequant import dequantise
 from lucevisor.model.gguf_files import open_model
 from lucevisor.model.quant_types import BY_NAME, format_bytes, weight_format
@@ -498,7 +498,7 @@ def test_experts_whose_matrices_begin_with_tiles(n_rows, tmp_path):
         for t in files.tensors.values()
         for fmt in [weight_format(t.kind, t.shape, Backend.CPU, Dtype.BFLOAT16)]
     ]
-    selector = KernelSelector(torch.device("cpu"), torch.bfloat16, limits=Handovers())
+    selector = KernelSelector(torch.device("cpu"), torch.bfloat16, limits=KernelThresholds())
     weights = WeightLoader(files, kept, selector, lambda done, total: None)
     for names in (("gate", "up"), ("gate", "other"), ("other",)):
         experts = weights.experts(*names)

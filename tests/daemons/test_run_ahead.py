@@ -118,7 +118,7 @@ class Daemon:
     waiting: StepOutput | None = None
     drafting: DraftStep | None = None  # behind it
     drafted: list[Drafted] = field(default_factory=list)
-    n_deferred: int = 0
+    n_async: int = 0
     drawn: dict[int, list[int]] = field(default_factory=dict)
     n_steps: int = 0
 
@@ -154,8 +154,8 @@ class Daemon:
         output = self.runner.run_step(step, 0, 0.0, queued=self.settle)
         assert self.waiting is None
         self.waiting, self.drafting = output, DraftStep(step)
-        self.n_deferred += output.deferred is not None
-        if output.deferred is None:
+        self.n_async += output.async_output is not None
+        if output.async_output is None:
             self.settle()
 
     def settle(self) -> None:
@@ -188,8 +188,8 @@ def test_tokens_are_those_of_steps_that_wait(mix: str, backend: Backend) -> None
     assert ahead.drawn == known.drawn
     assert len({token for drawn in known.drawn.values() for token in drawn}) > 3
     on_device = backend is not Backend.CPU and mix != "of all kinds"
-    assert (ahead.n_deferred == ahead.n_steps) == on_device
-    assert on_device or mix == "of all kinds" or not ahead.n_deferred
+    assert (ahead.n_async == ahead.n_steps) == on_device
+    assert on_device or mix == "of all kinds" or not ahead.n_async
 
 
 def test_a_token_that_nobody_sampled_is_refused() -> None:
@@ -274,7 +274,7 @@ class TwoStages:
             for end in (link, daemon):
                 end._connection.state = LinkState.READY
             loop = _MessageLoop(daemon, self.reporters[i], Options("g", backend, 0, 0, 0, 1, ()))  # type: ignore[arg-type]
-            loop._runtime, loop._inbox.spin_s = runner, spin_s
+            loop._runtime, loop._messages.spin_s = runner, spin_s
             thread = threading.Thread(target=loop.run)
             thread.start()
             self.links += [link]
@@ -458,7 +458,7 @@ def test_tokens_and_drafts_are_those_of_steps_that_wait(
     spin_s: float, n_sequences: int, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend is Backend.CPU:
-        for place in ("runner", "deferred", "draft.stage"):
+        for place in ("runner", "async_output", "draft.stage"):
             monkeypatch.setattr(f"daemons.{place}.recorded", lambda *_, **__: LateTimedEvent())
     spec, ids = open_spec(MTP), opened("qwen35").ids
     wanted = plain_tokens(Daemon.of(spec, ids, backend, [GREEDY] * n_sequences), (ROUNDS + 1) * (N_DRAFTS + 1))

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemons.draws import draw, draw_key
+from daemons.random_sampling import draw, draw_key
 from daemons.sampling import (
     Sampler,
     adjust,

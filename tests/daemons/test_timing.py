@@ -16,7 +16,7 @@ from daemons.models.loader import WeightLoader
 from daemons.ops.cpu.compiler import CpuCompileError
 from daemons.ops.cpu.library import cpu_kernels
 from daemons.ops.cpu.linear import TiledLinear
-from daemons.ops.handovers import CANDIDATES, Handovers, conditions, name_of, read, write
+from daemons.ops.kernel_thresholds import CANDIDATES, KernelThresholds, conditions, name_of, read, write
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, LayerRange
@@ -126,7 +126,7 @@ def test_a_cache_that_cannot_be_written_is_told_before_anything_is_measured(monk
     [line] = run_check(tuning_order(), Backend.CPU, []).lines
     assert not line.ok
     assert "XDG_CACHE_HOME/lucevisor cannot be written" in line.detail
-    assert read(conditions(CPU, torch.bfloat16)) == (Handovers(), "")
+    assert read(conditions(CPU, torch.bfloat16)) == (KernelThresholds(), "")
     with pytest.raises(OSError, match="XDG_CACHE_HOME"):
         write(conditions(CPU, torch.bfloat16), GOOD)
 
@@ -151,9 +151,9 @@ GOOD = {"Q4_K": {"tiled rows": 64}}
 def test_a_damaged_or_foreign_file_changes_nothing_and_is_told(damage):
     here = conditions(CPU, torch.bfloat16)
     path = write(here, GOOD)
-    assert read(here) == (Handovers(GOOD), "")
+    assert read(here) == (KernelThresholds(GOOD), "")
     path.write_bytes(damage(msgspec.json.decode(path.read_bytes())))
     found, ignored = read(here)
-    assert found == Handovers()
+    assert found == KernelThresholds()
     assert str(path) in ignored
     assert "lucevisor bench --tune" in ignored

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from daemons.draft.dflash import CandidateSelector, Dflash
 from daemons.draft.stage import DraftJob, DraftStage
-from daemons.ops.choices import candidate_scores
+from daemons.ops.topk import candidate_scores
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.protocol.steps import Slice

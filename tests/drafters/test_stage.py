@@ -20,7 +20,7 @@ from daemons.draft.mtp import Mtp
 from daemons.draft.stage import MAX_ROWS, DraftStage
 from daemons.errors import LoadError, StateError
 from daemons.kv.batch import Batch, Layout
-from daemons.ops.choices import TOP_K_CHUNK, top_k
+from daemons.ops.topk import TOP_K_CHUNK, top_k
 from lucevisor.model.drafters import draft_paths, open_draft
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
@@ -307,7 +307,7 @@ def test_a_file_that_was_replaced_is_not_loaded(tmp_path):
         DraftStage.load(target(), order, Backend.CPU, lambda _: None, None)
 
 
-# ---- deferred rows
+# ---- pending rows
 
 
 @pytest.fixture(params=KINDS)
@@ -345,7 +345,7 @@ def test_plain_decodes_are_added_together_and_draft_the_same(loaded: DraftStage)
         assert_same(drafted, alone(again, seed, n, 4))
 
 
-def test_deferred_rows_are_computed_before_a_prefix_is_taken_from_them(loaded: DraftStage) -> None:
+def test_pending_rows_are_computed_before_a_prefix_is_taken_from_them(loaded: DraftStage) -> None:
     driver = Driver(loaded)
     first = driver.open(0, 0, seed=1)
     driver.step((first, 97, 0))

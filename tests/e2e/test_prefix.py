@@ -26,7 +26,7 @@ def test_an_agent_that_tells_the_time_is_answered_from_memory_and_everybody_is_t
     now = cli.status()
     assert now["cache"]["hits"] == 2
     assert now["cache"]["prompts"] == 3
-    assert now["cache"]["tokens"] == {"memory": sum(cached), "host": 0, "disk": 0}
+    assert now["cache"]["tokens"] == {"device": sum(cached), "host": 0, "disk": 0}
     assert 0 < now["cache"]["prefix_slots"] <= now["cache"]["max_slots"] == 32
     assert 0 < now["cache"]["bytes"] <= now["cache"]["memory"] == 2**30
     assert now["engine"]["pages"]["used"] == 0
@@ -34,7 +34,7 @@ def test_an_agent_that_tells_the_time_is_answered_from_memory_and_everybody_is_t
     with urllib.request.urlopen(f"{status['url']}/metrics", timeout=10) as reply:
         text = reply.read().decode()
     name = now["model"]["name"]
-    assert f'lucevisor_cached_prompt_tokens_total{{model="{name}",tier="memory"}} {float(sum(cached))}' in text
+    assert f'lucevisor_cached_prompt_tokens_total{{model="{name}",tier="device"}} {float(sum(cached))}' in text
     assert f'lucevisor_pages{{model="{name}",space="full",where="cached"}}' in text
     cli.run("restart", "left")  # its successor takes over what it held
     assert cli.status()["cache"]["prefix_slots"] == now["cache"]["prefix_slots"]

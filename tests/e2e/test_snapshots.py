@@ -53,7 +53,7 @@ async def four_arms(place: Place, n: int) -> None:
     assert counts["failed"] == 0
     assert counts["restored"] > 0
     assert tokens["disk"] > 0
-    assert tokens["memory"] + tokens["disk"] == sum(again.cached)
+    assert tokens["device"] + tokens["disk"] == sum(again.cached)
     assert again.n_computed == sum(again.prompts) - sum(again.cached) + len(again.answers) * (ANSWER - 1)
     for n_prompt, n_warm, n_again in zip(again.prompts, warm.cached, again.cached, strict=True):
         assert n_again > n_warm - MIN_TOKENS  # a file for fewer is not written

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from lucevisor.engine.output_rows import RowsMissing
 from lucevisor.engine.request import (
     ContextOverflow,
     NotReady,
@@ -17,7 +18,6 @@ from lucevisor.engine.request import (
     RequestError,
     RequestHandle,
 )
-from lucevisor.engine.rows import RowsMissing
 from lucevisor.engine.sequence import RequestRecord, WantedRows
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.protocol.loading import PoolSizes

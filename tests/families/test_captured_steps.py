@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from daemons.graphs import CAPTURE_AT, StepGraphs
-from daemons.inbox import StepCancelled
+from daemons.message_queue import StepCancelled
 from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec

@@ -74,7 +74,7 @@ async def test_killed_in_the_middle_of_a_frame_the_link_is_dead_and_the_group_re
 
 
 def test_no_daemon_outlives_a_killed_supervisor(tmp_path):
-    """By the kernel (deaf, and deep in a load), and without its help by the end of file on link or pulse."""
+    """By the kernel (deaf, and deep in a load), and without its help by the end of file on link or heartbeat."""
     behaviours = ["", "deaf", "sleep at load", "no deathsig", "no deathsig, sleep at load"]
     command = [sys.executable, "-m", "tests.supervision.tiny_supervisor", str(tmp_path), *behaviours]
     supervisor = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
@@ -97,7 +97,7 @@ def test_no_daemon_outlives_a_killed_supervisor(tmp_path):
 
 def test_a_daemon_whose_parent_is_another_ends_at_once(tmp_path):
     staging = stage_tiny(tmp_path).directory
-    command = [sys.executable, "-m", "daemons", "--group=g", "--backend=cpu", "--link=fd:0", "--pulse=fd:0"]
+    command = [sys.executable, "-m", "daemons", "--group=g", "--backend=cpu", "--link=fd:0", "--heartbeat=fd:0"]
     command += ["--parent-pid=1", "--threads=0", "--cores=", "--rows="]
     ended = subprocess.run(command, cwd=staging, env={"PYTHONPATH": str(staging)}, capture_output=True, text=True)
     assert ended.returncode == 78

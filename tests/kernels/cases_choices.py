@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from daemons.ops.choices import TOP_K_CHUNK
+from daemons.ops.topk import TOP_K_CHUNK
 from daemons.ops.triton import choices
 from tests.kernels.targets import Case, for_some
 

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from daemons.ops import choices as torch_forms
-from daemons.ops.choices import Candidates
-from daemons.ops.triton.choices import BLOCK, most_likely, select_path, top_k
+from daemons.ops.topk import Candidates
+from daemons.ops.triton.topk import BLOCK, most_likely, select_path, top_k
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -64,8 +64,8 @@ def test_a_thread_that_the_system_refuses_is_told_by_name(monkeypatch: pytest.Mo
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(_thread, "start_new_thread", refused)
-    with pytest.raises(MemoryError, match="'pulse' cannot be started: can't start new thread"):
-        StartedThread("pulse", lambda: None)
+    with pytest.raises(MemoryError, match="'heartbeat' cannot be started: can't start new thread"):
+        StartedThread("heartbeat", lambda: None)
 
 
 def test_work_is_done_in_threads_in_order_and_its_errors_are_its_own() -> None:

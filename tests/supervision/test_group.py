@@ -111,9 +111,9 @@ async def test_a_wrong_interpreter_is_a_configuration_error(tmp_path, python, wh
     assert group.reason == f"groups.left: python = {python!r} {why}; give the path of the group's interpreter"
 
 
-@pytest.mark.parametrize("how", ["failed load, config", "deaf, close pulse, failed load, config"])
+@pytest.mark.parametrize("how", ["failed load, config", "deaf, close heartbeat, failed load, config"])
 async def test_a_failed_load_gives_the_daemons_words(tmp_path, how):
-    """Also when the pulse is seen to end before the link says why."""
+    """Also when the heartbeat is seen to end before the link says why."""
     async with tiny_group(tmp_path, how) as (group, owner):
         await group.start()
         await group.wait(State.FAILED, timeout_s=100)

@@ -67,13 +67,13 @@ def signals(instructions: list[ev.Instruction]) -> list[ProcessSignal]:
     return [instruction.signal for instruction in instructions if isinstance(instruction, ev.SendSignal)]
 
 
-def test_while_nothing_is_sent_to_load_the_pulse_alone_is_watched():
+def test_while_nothing_is_sent_to_load_the_heartbeat_alone_is_watched():
     """What to load may depend on groups that take minutes to come up."""
     driven = DrivenMachine().to(State.LOADING)
     for _ in range(1000):
         driven.now += 1.0
         driven.send(ev.HeartbeatReceived(1, "idle"))
-        assert set(driven.due) == {Timer.PULSE}
+        assert set(driven.due) == {Timer.HEARTBEAT}
     driven.send(ev.LoadSent(1))
     assert driven.due[Timer.LOAD] == driven.now + LIMITS.load_stall_s
 
@@ -81,10 +81,10 @@ def test_while_nothing_is_sent_to_load_the_pulse_alone_is_watched():
 def test_a_heartbeat_between_the_two_looks_saves_the_daemon():
     driven = DrivenMachine().to(State.READY)
     driven.send(ev.HeartbeatReceived(1, "idle"))
-    driven.fire(Timer.PULSE)
+    driven.fire(Timer.HEARTBEAT)
     driven.send(ev.HeartbeatReceived(1, "idle"))
-    assert driven.due[Timer.PULSE] == driven.now + LIMITS.heartbeat_s
-    assert driven.fire(Timer.PULSE) == [ev.StartTimer(Timer.PULSE, LIMITS.recheck_s)]
+    assert driven.due[Timer.HEARTBEAT] == driven.now + LIMITS.heartbeat_s
+    assert driven.fire(Timer.HEARTBEAT) == [ev.StartTimer(Timer.HEARTBEAT, LIMITS.recheck_s)]
     assert driven.state is State.READY
 
 

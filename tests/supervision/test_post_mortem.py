@@ -41,7 +41,7 @@ frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f in /o
 Fatal Python error: Aborted
 
 Thread 0x00007f10202b96c0 (most recent call first):
-  File "/run/staging/daemons/pulse.py", line 120 in _run
+  File "/run/staging/daemons/heartbeat.py", line 120 in _run
 
 Current thread 0x00007f1020e39b80 (most recent call first):
   File "/opt/lib/python3.12/site-packages/torch/cuda/__init__.py", line 900 in synchronize

@@ -1,7 +1,7 @@
 // The entry points that daemons/ops/cpu/library.py calls.
 #include <vector>
 
-#include "choices.h"
+#include "topk.h"
 #include "delta_net.h"
 #include "dequantise.h"
 #include "gemm.h"

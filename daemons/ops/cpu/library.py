@@ -103,7 +103,7 @@ class AttentionArguments(ctypes.Structure):
 
 
 class PathArguments(ctypes.Structure):
-    """choices.h's CandidatePath."""
+    """topk.h's CandidatePath."""
 
     _fields_ = _structure(a=(_POINTER, "best tokens first before after gate path probabilities"), b=(_LONG, "n k rank"))
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from daemons.ops.basic import RmsNorm, Rope
-from daemons.ops.choices import Candidates
 from daemons.ops.cpu.library import (
     AttentionArguments,
     CpuKernels,
@@ -32,6 +31,7 @@ from daemons.ops.operations import (
     TorchOperations,
 )
 from daemons.ops.paged import PagedTensor, Q8Pages
+from daemons.ops.topk import Candidates
 
 BFLOAT16 = torch.bfloat16
 LANES = 16  # numbers of a vector

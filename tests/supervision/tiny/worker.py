@@ -1,6 +1,6 @@
 """A daemon's serve() that computes nothing and misbehaves on request: the variable TINY names how.
 
-It stands in for daemons/worker.py in the tests of supervision; everything around it (main, pulse, link) is real.
+It stands in for daemons/worker.py in the tests of supervision; everything around it (main, heartbeat, link) is real.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Tiny:
             self.at("progress")
         if "hold gil" in self.how:
             LIBC_WITH_GIL.usleep(2_000_000)
-        if "close pulse" in self.how:
-            socket.socket(fileno=os.dup(int(self.options.pulse.removeprefix("fd:")))).shutdown(socket.SHUT_RDWR)
+        if "close heartbeat" in self.how:
+            socket.socket(fileno=os.dup(int(self.options.heartbeat.removeprefix("fd:")))).shutdown(socket.SHUT_RDWR)
             time.sleep(0.1)
         if "failed load" in self.how:
             self.link.send(Failed("load", "blk.0", "tensor is missing", "get the whole file", "config" in self.how))

@@ -1,6 +1,6 @@
 """The best of many logits, and the path of a drafter along candidates, in one or two launches each.
 
-The torch forms are those of :mod:`daemons.ops.choices`; of equal logits the first is the best here.  Shapes as there.
+The torch forms are those of :mod:`daemons.ops.topk`; of equal logits the first is the best here.  Shapes as there.
 
 A logit and its place are one number to the kernels, a *key*: the bits of the logit in an order that integers have, and
 below them what is left of 2^31 behind the place.  So one maximum finds both.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from daemons.ops.choices import TOP_K_CHUNK, Candidates
+from daemons.ops.topk import TOP_K_CHUNK, Candidates
 
 BLOCK = 2048
 """Logits per program of the first launch."""
@@ -83,7 +83,7 @@ def best_of_chunks_kernel(
 
 
 def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See :func:`daemons.ops.choices.top_k`; the values are float32."""
+    """See :func:`daemons.ops.topk.top_k`; the values are float32."""
     n = logits.shape[-1]
     x = logits.reshape(-1, n)
     n_rows, n_chunks = len(x), triton.cdiv(n, TOP_K_CHUNK)
@@ -126,7 +126,7 @@ def likeliest_kernel(keys, sums, tokens, probabilities, n, BLOCK: tl.constexpr) 
 
 
 def most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`daemons.ops.choices.most_likely`."""
+    """See :func:`daemons.ops.topk.most_likely`."""
     n = logits.shape[-1]
     x = logits.reshape(-1, n)
     n_rows, n_splits = len(x), triton.cdiv(n, BLOCK)
@@ -175,7 +175,7 @@ def select_path_kernel(
 
 
 def select_path(c: Candidates) -> tuple[Tensor, Tensor]:
-    """See :func:`daemons.ops.choices.select_path`."""
+    """See :func:`daemons.ops.topk.select_path`."""
     (n_slices, n, k), rank = c.tokens.shape, c.gate.shape[-1]
     assert all(x.is_contiguous() for x in c)
     tokens, probabilities = torch.empty_like(c.tokens[..., 0]), torch.empty_like(c.best[..., 0])

@@ -10,7 +10,7 @@ import torch
 from daemons.device import prepare
 from daemons.graphs import StepGraphs
 from daemons.kv.slice_group import PADDED_ROWS
-from daemons.warm import warm_up, warm_up_draft
+from daemons.warmup import warm_up, warm_up_draft
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype
 from lucevisor.protocol.loading import DraftKind
@@ -34,7 +34,7 @@ def test_no_graph_is_captured_while_a_client_waits(
     name: str, model: Path, path: Path, kind: DraftKind, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(Backend.CUDA, 0)
-    monkeypatch.setattr("daemons.warm.GRAPH_SECONDS", 60.0)
+    monkeypatch.setattr("daemons.warmup.GRAPH_SECONDS", 60.0)
     target = open_spec(model)
     draft = load_draft(target, path, kind, EXACT)
     stages = load_stages(target, how=EXACT, captures=draft.spec.captures)
@@ -52,7 +52,7 @@ def test_no_graph_is_captured_while_a_client_waits(
 
 def test_chunks_that_begin_a_prompt_are_replayed_from_the_first_time_on(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(Backend.CUDA, 0)
-    monkeypatch.setattr("daemons.warm.GRAPH_SECONDS", 60.0)
+    monkeypatch.setattr("daemons.warmup.GRAPH_SECONDS", 60.0)
     golden_model = opened("qwen3")
     [stage] = stages = load_stages(golden_model.spec, how=EXACT)
     warm_up(stage)

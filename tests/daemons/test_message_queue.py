@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from daemons.errors import StateError
-from daemons.inbox import Inbox, StepCancelled
+from daemons.message_queue import MessageQueue, StepCancelled
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import ArenaPlan
 from lucevisor.protocol.messages import Message, Role, Shutdown
@@ -33,7 +33,7 @@ class Ends:
         plan = ArenaPlan(0, 64, 3)
         self.before = Arena.create(plan)
         self.arena = Arena.attach(os.dup(self.before.fd), plan, os.dup(self.before.wake_fd))
-        self.inbox = Inbox(self.daemon)
+        self.inbox = MessageQueue(self.daemon)
         self.inbox.spin_s = spin_s
 
     def send(self, message: Message, rows: bytes = b"") -> None:

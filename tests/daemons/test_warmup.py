@@ -8,7 +8,7 @@ import pytest
 
 from daemons.models.stage import LoadedStage
 from daemons.ops.page_sums import TorchPageSums
-from daemons.warm import STEP_TOKENS, warm_up, warm_up_draft
+from daemons.warmup import STEP_TOKENS, warm_up, warm_up_draft
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import DraftKind

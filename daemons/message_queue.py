@@ -1,4 +1,4 @@
-"""The inbox of a daemon's compute thread: frames in order, token masks by step, doorbells of boundary rows.
+"""Message queue of a daemon's compute thread: frames in order, token masks by step, doorbells of boundary rows.
 
 A step is computed while the supervisor still makes its masks; only sampling waits for them.  A posted step is sent
 before the previous stage has finished it; only its layers wait for the rows.
@@ -28,7 +28,7 @@ class StepCancelled(Exception):
     """A posted step is cancelled: the supervisor took it back, dropped all sequences, or ended."""
 
 
-class Inbox:
+class MessageQueue:
     """Frames of one link.  ``spin_s``: how long ``await_rows`` polls before it sleeps.
 
     ``place`` gets rows from the supervisor.  ``lock`` is released during every wait.

@@ -13,8 +13,8 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemons import pulse
-from daemons.pulse import N_WAITING, Reporter
+from daemons import heartbeat
+from daemons.heartbeat import N_WAITING, Reporter
 from lucevisor.app import logs
 from lucevisor.protocol.messages import Heartbeat, LogLine, Role, StreamKind
 from lucevisor.protocol.transport import BlockingLink
@@ -26,11 +26,11 @@ from tests.waiting import until
 
 @pytest.fixture
 def ends():
-    """A reporter that is not started, the supervisor's end, and an event that tells that the pulse was lost."""
+    """A reporter that is not started, the supervisor's end, and an event that tells that the heartbeat was lost."""
     near, far = socket.socketpair()
     lost = threading.Event()
-    supervisor = BlockingLink(far, role=Role.SUPERVISOR, stream=StreamKind.PULSE)
-    link = BlockingLink(near, stream=StreamKind.PULSE)
+    supervisor = BlockingLink(far, role=Role.SUPERVISOR, stream=StreamKind.HEARTBEAT)
+    link = BlockingLink(near, stream=StreamKind.HEARTBEAT)
     reporter = Reporter(link, lost.set)
     yield reporter, supervisor, lost
     supervisor.close()
@@ -50,7 +50,7 @@ def receive(supervisor, kind, n):
 
 
 def test_a_change_of_phase_is_told_at_once_but_steps_are_not(ends, monkeypatch):
-    monkeypatch.setattr(pulse, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 3600.0)
     reporter, supervisor, _ = ends
     reporter.start()
     receive(supervisor, Heartbeat, 1)
@@ -86,7 +86,7 @@ def test_a_supervisor_that_does_not_read_costs_bounded_memory_and_no_time(ends):
     assert not lost.is_set()
 
 
-def test_a_closed_pulse_is_told_and_what_is_said_later_is_no_error(ends):
+def test_a_closed_heartbeat_is_told_and_what_is_said_later_is_no_error(ends):
     reporter, supervisor, lost = ends
     reporter.start()
     receive(supervisor, Heartbeat, 1)

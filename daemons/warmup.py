@@ -19,12 +19,12 @@ import torch
 from daemons import device as devices
 from daemons.draft.stage import DraftStage
 from daemons.graphs import CAPTURE_AT, CAPTURED, MAX_GRAPHS
+from daemons.heartbeat import Reporter
 from daemons.kv.sequences import Sequences
 from daemons.kv.slice_group import PADDED_ROWS
 from daemons.models.stage import LoadedStage
 from daemons.ops.operations import MAX_DECODE_TOKENS
 from daemons.ops.page_scores import QUERIES
-from daemons.pulse import Reporter
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes, StagePlan
 from lucevisor.protocol.messages import Progress

@@ -39,7 +39,7 @@ class QueuedStep:
 
 
 @dataclass(slots=True, eq=False)
-class DeferredTokens:
+class AsyncTokens:
     """Tokens of a step, one per sequence: ``tokens`` int64 [n] on the device, being copied to ``host``.
 
     ``invalid``: after ``wait``, the sequences whose row of logits was not ``valid``.
@@ -52,7 +52,7 @@ class DeferredTokens:
     invalid: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, sequences: Sequence[int], tokens: Tensor, valid: Tensor | None = None) -> DeferredTokens:
+    def of(cls, sequences: Sequence[int], tokens: Tensor, valid: Tensor | None = None) -> AsyncTokens:
         """Start the copy to the host, where invalid tokens are negative."""
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens if valid is None else torch.where(valid, tokens, ~tokens), non_blocking=True)
@@ -73,7 +73,7 @@ class DeferredTokens:
 
 
 @dataclass(slots=True, eq=False)
-class DeferredDrafts:
+class AsyncDrafts:
     """Drafts of equal length: ``tokens`` int64 [B, n] on the device, valid until the next ones.
 
     They are being copied to the host with their probabilities.
@@ -88,7 +88,7 @@ class DeferredDrafts:
     @classmethod
     def of(
         cls, sequences: Sequence[int], tokens: Tensor, probabilities: Tensor, began: torch.cuda.Event
-    ) -> DeferredDrafts:
+    ) -> AsyncDrafts:
         """Start the copies to the host."""
         locked = tokens.device.type != "cpu"
         ids, chances = (torch.empty(x.shape, dtype=x.dtype, pin_memory=locked) for x in (tokens, probabilities))

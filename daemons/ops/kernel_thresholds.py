@@ -20,11 +20,11 @@ from daemons.device import visible_devices
 from daemons.ops.code_cache import cache_directory, keep
 from lucevisor.model.values import Backend
 
-Handover = Literal["tiled rows", "cuda rows", "triton rows", "cuda pairs"]
+KernelThreshold = Literal["tiled rows", "cuda rows", "triton rows", "cuda pairs"]
 """C++ on a cpu before oneDNN, CUDA C++ before Triton, Triton on packed weights before a dequantised product; and
 (token, expert) pairs in CUDA C++ before Triton."""
 
-CANDIDATES: dict[Handover, tuple[int, ...]] = {
+CANDIDATES: dict[KernelThreshold, tuple[int, ...]] = {
     "tiled rows": (16, 24, 32, 48, 64, 96),
     "cuda rows": (1, 8, 16, 24, 32, 256),
     "triton rows": (16, 32, 64),
@@ -42,16 +42,16 @@ class TuningFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     version: Literal[1]
     conditions: dict[str, str]
-    limits: dict[str, dict[Handover, Annotated[int, msgspec.Meta(ge=0)]]]
+    limits: dict[str, dict[KernelThreshold, Annotated[int, msgspec.Meta(ge=0)]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Handovers:
+class KernelThresholds:
     """The limits of a device: those measured, else the built-in ones."""
 
-    tuned: dict[str, dict[Handover, int]] = field(default_factory=dict)
+    tuned: dict[str, dict[KernelThreshold, int]] = field(default_factory=dict)
 
-    def limit(self, kind: str, what: Handover, built_in: int) -> int:
+    def limit(self, kind: str, what: KernelThreshold, built_in: int) -> int:
         """Rows or pairs of a quant type up to which the first kernel runs."""
         return self.tuned.get(kind, {}).get(what, built_in)
 
@@ -91,25 +91,31 @@ def name_of(found: dict[str, str]) -> str:
     return f"kernels-{sha256(msgspec.json.encode(sorted(found.items()))).hexdigest()[:16]}.json"
 
 
-def read(found: dict[str, str]) -> tuple[Handovers, str]:
+def read(found: dict[str, str]) -> tuple[KernelThresholds, str]:
     """The limits kept for these conditions, and why a file of that name was ignored."""
     if (directory := cache_directory()) is None:
-        return Handovers(), ""
+        return KernelThresholds(), ""
     path = directory / name_of(found)
     try:
         data = msgspec.json.decode(path.read_bytes(), type=TuningFile)
     except FileNotFoundError:
-        return Handovers(), ""
+        return KernelThresholds(), ""
     except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        return Handovers(), f"{path} is ignored: {error}; run lucevisor bench --tune again"
+        return KernelThresholds(), f"{path} is ignored: {error}; run lucevisor bench --tune again"
     if data.conditions != found:
-        return Handovers(), f"{path} is ignored: it is of another device or version; run lucevisor bench --tune again"
+        return (
+            KernelThresholds(),
+            f"{path} is ignored: it is of another device or version; run lucevisor bench --tune again",
+        )
     if any(n not in CANDIDATES[what] for of_kind in data.limits.values() for what, n in of_kind.items()):
-        return Handovers(), f"{path} is ignored: it has limits that are not measured; run lucevisor bench --tune again"
-    return Handovers(data.limits), ""
+        return (
+            KernelThresholds(),
+            f"{path} is ignored: it has limits that are not measured; run lucevisor bench --tune again",
+        )
+    return KernelThresholds(data.limits), ""
 
 
-def write(found: dict[str, str], limits: dict[str, dict[Handover, int]]) -> Path:
+def write(found: dict[str, str], limits: dict[str, dict[KernelThreshold, int]]) -> Path:
     """Keep limits for these conditions, and return where.  Raises OSError, which leaves what was kept before."""
     if (directory := cache_directory()) is None:
         raise OSError(NO_DIRECTORY)

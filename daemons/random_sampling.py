@@ -71,7 +71,7 @@ def draw(x: Tensor, samplings: Sequence[SamplingParams], keys: Sequence[int]) ->
     return tokens
 
 
-def draws_blindly(samplings: Sequence[SamplingParams]) -> bool:
+def can_draw_on_device(samplings: Sequence[SamplingParams]) -> bool:
     """Return whether rows are drawn alike, and nothing between logits and token depends on what is found."""
     if all(s.greedy for s in samplings):
         return all(s.stateless for s in samplings)
@@ -81,8 +81,8 @@ def draws_blindly(samplings: Sequence[SamplingParams]) -> bool:
     return all(bounded) or not any(s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 for s in samplings)
 
 
-def draw_blindly(x: Tensor, samplings: Sequence[SamplingParams], keys: Sequence[int]) -> Tensor:
-    """Draw as ``draw`` does from logits ``x`` [n, V] where ``draws_blindly``; ids int64 [n] on the device."""
+def draw_on_device(x: Tensor, samplings: Sequence[SamplingParams], keys: Sequence[int]) -> Tensor:
+    """Draw as ``draw`` does from logits ``x`` [n, V] where ``can_draw_on_device``; ids int64 [n] on the device."""
     if samplings[0].greedy:
         return x.argmax(dim=-1)
     scaled = x / _on(x.device, [[s.temperature] for s in samplings], torch.float32)

@@ -33,7 +33,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class Reporter:
     """Reports of the daemon's own state.  All methods are thread-safe.
 
-    `on_lost` is called once, from the pulse thread, when the supervisor closes the pulse.
+    `on_lost` is called once, from the heartbeat thread, when the supervisor closes the heartbeat.
     """
 
     def __init__(self, link: BlockingLink, on_lost: Callable[[], None]) -> None:
@@ -51,7 +51,7 @@ class Reporter:
         self._wake = threading.Event()
         self._closing = False
         self._muted_until_s = 0.0
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         """Send the first heartbeat now and the next ones every half second."""
@@ -113,7 +113,9 @@ class Reporter:
             taken = list(self._waiting)
             self._waiting.clear()
             if self._n_dropped:
-                taken.append(LogLine("warning", "pulse was not read: reports dropped", {"n_dropped": self._n_dropped}))
+                taken.append(
+                    LogLine("warning", "heartbeat was not read: reports dropped", {"n_dropped": self._n_dropped})
+                )
                 self._n_dropped = 0
         return taken
 
