@@ -7,7 +7,7 @@ process, its loop and reports    main, options, worker, message_queue, heartbeat
 steps                            runner (read it first), boundary, token_ring, async_output, step_output, graphs,
                                  cuda_graphs, warmup
 devices                          device, check, timing, tuning
-tokens                           sampling, random_sampling, scoring, masks, repetition, truncation
+tokens                           sampling, random_sampling, logprobs
 attention backends               ops/attention (torch), ops/triton/paged_attention, ops/cpu/paged_attention.h;
                                  ops/selection chooses
 """

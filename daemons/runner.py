@@ -25,11 +25,11 @@ from daemons.errors import StateError
 from daemons.failures import try_to_load
 from daemons.file_identity import open_files, unchanged
 from daemons.heartbeat import Reporter, warn_once
+from daemons.logprobs import score
 from daemons.models.replay import LayerwiseReplay, layerwise_replays, report_replays
 from daemons.models.stage import LoadedStage
 from daemons.relevance.stage import ScoreStage
 from daemons.sampling import Sampler, rows_to_sample
-from daemons.scoring import score
 from daemons.snapshots.state_map import DraftPools, StateMap
 from daemons.step_output import Payload, StepOutput
 from daemons.token_ring import RunAheadStep, TokenRing, without_tokens

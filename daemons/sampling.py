@@ -20,9 +20,9 @@ from torch import Tensor
 
 from daemons.async_output import AsyncTokens, PlaceholderFill
 from daemons.errors import StateError
+from daemons.logprobs import TokenReport, report_of, sampled_of
 from daemons.ops.topk import likeliest
 from daemons.random_sampling import can_draw_on_device, draw, draw_index, draw_key, draw_on_device, put, take, uniform
-from daemons.scoring import TokenReport, report_of, sampled_of
 from lucevisor.protocol.steps import (
     PENDING,
     CloseSequence,

@@ -1,7 +1,7 @@
 """The token ring: sampled tokens and drafts from the output stage's daemon to the first stage, through shared memory.
 
 The first stage thus starts a step that runs ahead (async scheduling) without waiting for the supervisor (ADR 16).
-Invariant: tokens are sent to the supervisor before they are published to the first stage.
+Order: sampled tokens are sent to the supervisor first, drafts to the first stage first.
 """
 
 from __future__ import annotations

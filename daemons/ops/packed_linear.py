@@ -1,4 +1,7 @@
-"""Linear layers, experts and tables with packed weights, on Triton kernels and, for few rows, CUDA C++.  For GPUs."""
+"""Linear layers, experts and tables with packed weights (quantised matmul; llama.cpp's MMQ and MMVQ).  For GPUs.
+
+Triton kernels and, for few rows, CUDA C++.
+"""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class AdminOperations:
                 await self._load(later)
                 restored = await restore_state(state, later)
             except LucevisorError as error:
-                log.error("reload", reason=str(error))
+                log.error("reload failed", reason=str(error))
                 problem = problem or error
                 if configuration is config and not later.loaded and not service.stopping:
                     await service.end(later)

@@ -124,7 +124,7 @@ class DraftAssembly:
         self._transfers.cancel_waiting(self.group, _DROPPED)
         try:
             self._link.send(Reset(self._token))
-        except ProtocolError:  # the link's on_closed tells supervision, which calls lost()
+        except ProtocolError:  # the link's on_closed tells supervision, which calls on_lost()
             self._token = 0
 
     def _attach(self) -> None:
@@ -309,7 +309,7 @@ class PipelineAssembly:
             self._transfers.cancel_waiting(group, _DROPPED)
             try:
                 self._links[group].send(Reset(self._token))
-            except ProtocolError:  # the link's on_closed tells supervision, which calls lost()
+            except ProtocolError:  # the link's on_closed tells supervision, which calls on_lost()
                 return
         if not self._resetting:
             self._all_reset()

@@ -544,7 +544,7 @@ class Deployment:
         try:
             await state.load(self.transfers, [group])
         except LucevisorError as error:
-            log.warning("state is not saved for the next daemon", group=group, reason=str(error))
+            log.warning("saved state was not restored; it is computed again", group=group, reason=str(error))
             restored = False
         if self._assembly is not None and self.links.get(group) is link:
             draft_restored = restored and state.with_draft
@@ -564,7 +564,7 @@ class Deployment:
                 seen_at = {work: seen_at.get(work, now) for work in self._work_in_progress()}
                 for (group, what), at in seen_at.items():
                     if now - at > self._limits.step_s:
-                        log.error("overdue", group=group, what=what, waited_s=round(now - at, 1))
+                        log.error("daemon overdue", group=group, what=what, waited_s=round(now - at, 1))
                         self.groups[group].overdue(what, now - at)
             except Exception:  # a bug elsewhere must not end the watch
                 log.exception("check for overdue work failed; the watchdog continues")

@@ -89,7 +89,7 @@ class ScoringStage:
         return True
 
     async def score(self, tokens: Sequence[int], n_query: int) -> Sequence[float]:
-        """See :meth:`lucevisor.compression.compressor.Scorer.score`."""
+        """See :meth:`lucevisor.compression.windows.Scorer.score`."""
         async with self._turn:
             self._n_windows += 1
             scores: Sequence[float] = ()
@@ -108,14 +108,14 @@ class ScoringStage:
         self._sent = message
         try:
             self._link.send(message)
-        except ProtocolError as error:  # the link's on_closed tells supervision, which calls lost()
+        except ProtocolError as error:  # the link's on_closed tells supervision, which calls on_lost()
             self._sent, self._answer = None, None
             raise ScoringError(f"the scoring model cannot be reached: {error}") from error
         return await asyncio.shield(self._answer)
 
 
 def _steps(n: int, step_tokens: int, n_query: int) -> list[tuple[int, int]]:
-    """Return ranges of at most ``most`` tokens that cover ``n``; the last has at least ``n_query``."""
+    """Return ranges of at most ``step_tokens`` tokens that cover ``n``; the last has at least ``n_query``."""
     ends = list(range(step_tokens, n, step_tokens))
     if ends and n - ends[-1] < n_query:
         ends[-1] = n - n_query

@@ -5,7 +5,7 @@ missing.
 
 Order at start: start the groups, place each model when all of its groups have sent hello, make its engine for that
 placement, load; while the groups load, hash the weights and open the snapshots.
-Order at stop: let requests end, save prefix slots, end what still runs, stop the groups, close the files.
+Graceful shutdown: let requests end, save prefix slots, end what still runs, stop the groups, close the files.
 Invariant: any number of callers share one shutdown, and nothing is restarted once it has begun.
 """
 

@@ -2,8 +2,8 @@
 
 engine      plain_loop (READ FIRST), core: a state machine; events: what goes in and out; shell: its asyncio side
             limits, statistics, validation, replay
-requests    request, sequence, running, rows
-scheduler   scheduler: what the next step computes; policy: who starts, who gives way; step
+requests    request, sequence, running_requests, output_rows
+scheduler   scheduler: what the next step computes; policy: admission and preemption (who starts, who gives way); step
 pipeline    pipeline
 prefixes    prefix_reuse
 drafts      drafting: the scheduler's part; spec_decode/: controller, ngram, statistics

@@ -41,7 +41,7 @@ _ENDS: Final = frozenset({RequestState.FINISHED, RequestState.CANCELLED, Request
 TRANSITIONS: Final[dict[RequestState, frozenset[RequestState]]] = {
     # QUEUED -> FINISHED: preempted while its last token was in flight
     RequestState.QUEUED: frozenset({RequestState.PREFILL}) | _ENDS,
-    # -> QUEUED: preempted by an older request
+    # -> QUEUED: preempted, or its daemon was lost
     RequestState.PREFILL: frozenset({RequestState.DECODE, RequestState.QUEUED}) | _ENDS - {RequestState.FINISHED},
     RequestState.DECODE: frozenset({RequestState.QUEUED}) | _ENDS,
     RequestState.FINISHED: frozenset(),
@@ -247,7 +247,7 @@ class RequestHandle:
             reader.set_result(None)
 
     def cancel(self) -> None:
-        """End the request and free its pages; a FinishedEvent follows the events already queued.
+        """Cancel the request (vLLM: abort) and free its pages; a FinishedEvent follows the events already queued.
 
         Does nothing if it is over already.
         """

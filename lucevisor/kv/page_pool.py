@@ -1,4 +1,4 @@
-"""The page pools: KV page allocators, the only place that decides which page and state ids are in use, and how often.
+"""The page pools (KV block manager): the only place that decides which page and state ids are in use, and how often.
 
 A page id means the same 64 positions in every shard's pool; the daemons own the bytes.  Owners are counted, not named,
 except for the prefix index: ids that it alone holds are evictable.  Invariant: an id is either free or has at least one

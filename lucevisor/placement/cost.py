@@ -1,4 +1,4 @@
-"""Cost model: the bytes of a shard's weights, state and workspace.
+"""Cost model: the bytes of a shard's weights, state and workspace (peak activation memory; vLLM's memory profiling).
 
 Weights follow :mod:`lucevisor.model.weight_layout`, as the loader does, and state the specs' table, as the pools do, so
 both are exact.  The workspace is an estimate of the peak during a step with the daemons' plain torch operations; a

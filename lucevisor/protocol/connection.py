@@ -154,7 +154,7 @@ class Connection:
         return [data, *views]
 
     def send_encoded(self, frame: bytes) -> None:
-        """Advance the state for a frame from ``codec.encode``, without payload and descriptors."""
+        """Advance the state for a frame from ``frames.encode``, without payload and descriptors."""
         self._advance(MessageKind(frame[KIND_OFFSET]))
 
     def _advance(self, kind: MessageKind) -> None:

@@ -71,8 +71,8 @@ class Channel(Protocol):
     ) -> None:
         """Send one frame without waiting.
 
-        ``message``: a record, or bytes of ``codec.encode`` (then without payload and descriptors).  Payload buffers are
-        not copied: they must not change until the daemon has answered.  Raises ProtocolError, LocalProtocolError if
+        ``message``: a record, or bytes of ``frames.encode`` (then without payload and descriptors).  Payload buffers
+        are not copied: they must not change until the daemon has answered.  Raises ProtocolError, LocalProtocolError if
         this message is not allowed.
         """
 
@@ -136,7 +136,7 @@ class Link:
     ) -> None:
         """Write one frame now if the socket has room, otherwise queue it.
 
-        ``message``: a record, or bytes of ``codec.encode`` (then without payload and descriptors).  Queued ``fds`` are
+        ``message``: a record, or bytes of ``frames.encode`` (then without payload and descriptors).  Queued ``fds`` are
         duplicated.  Payload buffers are not copied: do not change them until ``queued_bytes`` is 0.
         LocalProtocolError: not allowed now.  LinkClosed, LinkOverflow: the link is dead, ``on_closed`` follows.
         """
@@ -386,7 +386,7 @@ class BlockingLink:
     ) -> None:
         """Write one frame; blocks while the peer's buffer is full.
 
-        ``message``: a record, or bytes of ``codec.encode`` (then without payload and descriptors).  LinkClosed when
+        ``message``: a record, or bytes of ``frames.encode`` (then without payload and descriptors).  LinkClosed when
         the link is dead, LocalProtocolError when this message is not allowed.
         """
         with self._send_lock:

@@ -1,4 +1,4 @@
-"""Products in CUDA C++: up to 256 rows times packed weights, or a row for each (token, expert) pair.
+"""Quantised matmul in CUDA C++ (llama.cpp's MMVQ): up to 256 rows, or a row for each (token, expert) pair.
 
 gemv.cu has the kernel of one row, gemv_rows.cu, gemv_streamed.cu, gemv_slabs.cu and gemm.cu those of more,
 docs/kernels.md how they compute.
