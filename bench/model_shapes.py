@@ -92,12 +92,17 @@ def qwen(
     return Model("qwen35moe" if experts else "qwen35", name, metadata, t)
 
 
-def qwen3(name, *, n_layers, embedding, width, heads, vocabulary, dim=128):
-    """Qwen3, dense, the embedding as output matrix.  ``heads``: query and kv."""
+def decoder(
+    architecture, name, *, n_layers, embedding, width, heads, vocabulary, dim=128, context=40960, freq_base=1e6,
+    qk_norm=False, tied=False, experts=None,
+):  # fmt: skip
+    """Llama and its relatives: full attention, gated MLP.  ``heads``: query and kv; ``tied``: the embedding is the
+    output matrix, too; ``experts``: count, used, width, in place of the MLP.
+    """
     e, (h, hk) = embedding, heads
     metadata = {
         "block_count": n_layers,
-        "context_length": 40960,
+        "context_length": context,
         "embedding_length": e,
         "feed_forward_length": width,
         "attention.head_count": h,
@@ -105,16 +110,51 @@ def qwen3(name, *, n_layers, embedding, width, heads, vocabulary, dim=128):
         "attention.key_length": dim,
         "attention.value_length": dim,
         "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": freq_base,
+        "rope.dimension_count": dim,
+    }
+    if experts:
+        metadata |= {"expert_count": experts[0], "expert_used_count": experts[1]}
+        metadata["expert_feed_forward_length"] = experts[2]
+    t = {"token_embd.weight": (vocabulary, e), "output_norm.weight": (e,)}
+    if not tied:
+        t["output.weight"] = (vocabulary, e)
+    for i in range(n_layers):
+        b = f"blk.{i}."
+        t |= {b + "attn_norm.weight": (e,), b + "ffn_norm.weight": (e,)} | grouped_heads(b, e, h, hk, dim)
+        if qk_norm:
+            t |= {b + "attn_q_norm.weight": (dim,), b + "attn_k_norm.weight": (dim,)}
+        t |= routed(b, e, experts[2], experts[0], merged=False) if experts else dense(b, e, width)
+    return Model(architecture, name, metadata, t)
+
+
+def gemma3(name, *, n_layers, embedding, width, heads, vocabulary, window, dim=128, every=6):
+    """Gemma 3.  ``heads``: query and kv; every ``every``-th layer sees the whole context."""
+    e, (h, hk) = embedding, heads
+    metadata = {
+        "block_count": n_layers,
+        "context_length": 131072,
+        "embedding_length": e,
+        "feed_forward_length": width,
+        "attention.head_count": h,
+        "attention.head_count_kv": hk,
+        "attention.key_length": dim,
+        "attention.value_length": dim,
+        "attention.sliding_window": window,
+        "attention.sliding_window_pattern": every,
+        "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.freq_base": 1e6,
+        "rope.freq_base_swa": 1e4,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0,
     }
     t = {"token_embd.weight": (vocabulary, e), "output_norm.weight": (e,)}
     for i in range(n_layers):
         b = f"blk.{i}."
-        t |= {b + "attn_norm.weight": (e,), b + "ffn_norm.weight": (e,)} | dense(b, e, width)
-        t |= {b + "attn_q.weight": (h * dim, e), b + "attn_k.weight": (hk * dim, e), b + "attn_v.weight": (hk * dim, e)}
-        t |= {b + "attn_output.weight": (e, h * dim)}
+        t |= {f"{b}{n}.weight": (e,) for n in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")}
+        t |= grouped_heads(b, e, h, hk, dim) | dense(b, e, width)
         t |= {b + "attn_q_norm.weight": (dim,), b + "attn_k_norm.weight": (dim,)}
-    return Model("qwen3", name, metadata, t)
+    return Model("gemma3", name, metadata, t)
 
 
 def gemma4(name, *, n_layers, embedding, width, n_heads, kv, experts, vocabulary, window, dims=(256, 512), every=6):
@@ -252,6 +292,11 @@ def dense(b, e, f, suffix=""):
     return {f"{b}ffn_{name}{suffix}.weight": shape for name, shape in names.items()}
 
 
+def grouped_heads(b, e, h, hk, dim):
+    out = {b + "attn_q.weight": (h * dim, e), b + "attn_k.weight": (hk * dim, e), b + "attn_v.weight": (hk * dim, e)}
+    return out | {b + "attn_output.weight": (e, h * dim)}
+
+
 def routed(b, e, f, n, *, merged):
     out = {b + "ffn_gate_inp.weight": (n, e), b + "ffn_down_exps.weight": (n, e, f)}
     if merged:
@@ -280,8 +325,20 @@ SHAPES = {
         "Qwen3.5 0.8B shape", n_layers=24, embedding=1024, width=3584, heads=(8, 2), delta_heads=(16, 16),
         vocabulary=248320, tied=True,
     ),
-    "qwen3-0.6b": lambda: qwen3(
-        "Qwen3 0.6B shape", n_layers=28, embedding=1024, width=3072, heads=(16, 8), vocabulary=151936,
+    "qwen3-0.6b": lambda: decoder(
+        "qwen3", "Qwen3 0.6B shape", n_layers=28, embedding=1024, width=3072, heads=(16, 8), vocabulary=151936,
+        qk_norm=True, tied=True,
+    ),
+    "llama-3.1-8b": lambda: decoder(
+        "llama", "Llama 3.1 8B shape", n_layers=32, embedding=4096, width=14336, heads=(32, 8), vocabulary=128256,
+        context=131072, freq_base=5e5,
+    ),
+    "qwen3-30b-a3b": lambda: decoder(
+        "qwen3moe", "Qwen3 30B A3B shape", n_layers=48, embedding=2048, width=6144, heads=(32, 4), vocabulary=151936,
+        qk_norm=True, experts=(128, 8, 768),
+    ),
+    "gemma-3-27b": lambda: gemma3(
+        "Gemma 3 27B shape", n_layers=62, embedding=5376, width=21504, heads=(32, 16), vocabulary=262144, window=1024,
     ),
     "gemma4-26b-a4b": lambda: gemma4(
         "Gemma 4 26B A4B shape", n_layers=30, embedding=2816, width=2112, n_heads=16, kv=(8, 2),
@@ -307,8 +364,20 @@ SHAPES = {
         "tiny experts", n_layers=4, embedding=256, width=256, heads=(4, 2), delta_heads=(2, 4), vocabulary=1024,
         experts=(8, 2), dim=64, delta_dim=64,
     ),
-    "tiny-qwen3-0.6b": lambda: qwen3(
-        "tiny scoring model", n_layers=2, embedding=256, width=512, heads=(4, 2), vocabulary=2048, dim=64,
+    "tiny-qwen3-0.6b": lambda: decoder(
+        "qwen3", "tiny scoring model", n_layers=2, embedding=256, width=512, heads=(4, 2), vocabulary=2048, dim=64,
+        qk_norm=True, tied=True,
+    ),
+    "tiny-llama-3.1-8b": lambda: decoder(
+        "llama", "tiny Llama", n_layers=2, embedding=256, width=512, heads=(4, 2), vocabulary=1024, dim=64,
+    ),
+    "tiny-qwen3-30b-a3b": lambda: decoder(
+        "qwen3moe", "tiny Qwen3 with experts", n_layers=2, embedding=256, width=512, heads=(4, 2), vocabulary=1024,
+        dim=64, qk_norm=True, experts=(8, 2, 256),
+    ),
+    "tiny-gemma-3-27b": lambda: gemma3(
+        "tiny Gemma 3", n_layers=4, embedding=256, width=512, heads=(4, 2), vocabulary=1024, window=128, dim=64,
+        every=2,
     ),
     "tiny-gemma4-26b-a4b": lambda: gemma4(
         "tiny Gemma 4", n_layers=4, embedding=256, width=288, n_heads=4, kv=(2, 1), experts=(8, 2, 96),
