@@ -1,1 +1,1 @@
-"""C++ kernels for cpus with AVX-512 and bfloat16 products, compiled at load."""
+"""C++ kernels for x86 cpus with AVX2 or AVX-512, compiled at load."""

@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from fcntl import LOCK_EX, flock
 from functools import cache
 from hashlib import sha256
@@ -19,6 +20,7 @@ from pathlib import Path
 from threading import Lock
 
 from daemons.ops.code_cache import cache_directory
+from lucevisor.protocol.threads import ThreadExecutor
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fopenmp", "-march=native", "-ffp-contract=off")
@@ -67,7 +69,7 @@ def load() -> ctypes.CDLL:
                 raise
             file.unlink(missing_ok=True)  # cut short, by a disk that was full or a machine that stopped
             return ctypes.CDLL(str(_built(compiler, flags)[0]))
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         raise CpuCompileError(str(error)) from error
 
 
@@ -106,12 +108,16 @@ def _built(compiler: str, cpu_flags: frozenset[str]) -> tuple[Path, bool]:
     return target, missing
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: str, target: Path, flags: Sequence[str] = FLAGS) -> None:
+    """Compile each source, as many at a time as there are cores, and link them."""
+    sources = sorted(SOURCES.glob("*.cpp"))
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        built, made = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
-        _run([compiler, *FLAGS, "-c", str(SOURCES / "kernels.cpp"), "-o", str(built)])
+        objects, made = [f"{scratch}/{source.stem}.o" for source in sources], Path(scratch) / "kernels.so"
+        commands = [[compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
+        with ThreadExecutor(min(len(sources), len(os.sched_getaffinity(0))), "c++") as threads:
+            list(threads.map(_run, commands))  # the first error cancels those that wait
         # without -fopenmp: OpenMP's symbols are found among those of torch's own library
-        _run([compiler, "-shared", str(built), "-o", str(made)])
+        _run([compiler, "-shared", *objects, "-o", str(made)])
         with open(made, "rb") as file:
             os.fsync(file.fileno())  # else a machine that stops now may leave the name with holes for bytes
         made.replace(target)

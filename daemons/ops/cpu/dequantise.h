@@ -2,6 +2,9 @@
 #pragma once
 #include "tiles.h"
 
+// With AVX2, where plain rows are for tests alone, unrolled loops would take a tenth of the time of all compilation.
+constexpr int UNROLLED = WIDE ? 16 : 1, PAIRS_OF_GROUPS = WIDE ? 2 : 1;
+
 // Half a strip to 16 plain rows, rounded as daemons/weights/dequant.py computes them.
 template <class T>
 void dequantise_half(const uint8_t* tile, int half, long n_columns, long n_rows, uint16_t* out) {
@@ -10,13 +13,13 @@ void dequantise_half(const uint8_t* tile, int half, long n_columns, long n_rows,
     const Floats d = load_half(tile + TILE * half), m = tile_minimum<T>(tile, half);
     for (int c = 0; c < T::BLOCK; c += 32) {
       Ints rows[16];
-#pragma GCC unroll 2
+#pragma GCC unroll PAIRS_OF_GROUPS
       for (int k = 0; k < 32 / T::GROUP; k++) {
         const int g = c / T::GROUP + k;
         const uint8_t* group = half_group<T>(tile, g, half);
         const Floats scale = group_scale<T>(tile, g, half, d);
         const Floats minimum = T::MIN ? group_minimum<T>(tile, g, half, m) : splat(0.f);
-#pragma GCC unroll 16
+#pragma GCC unroll UNROLLED
         for (int p = 0; p < T::GROUP / 2; p++) {
           Floats a, b;
           decoder.pair(group, p, a, b);
@@ -27,7 +30,7 @@ void dequantise_half(const uint8_t* tile, int half, long n_columns, long n_rows,
       }
       transpose(rows);
       if (n_rows == 16) {  // known, so that the rows stay in registers
-#pragma GCC unroll 16
+#pragma GCC unroll UNROLLED
         for (int r = 0; r < 16; r++) store_ints(out + r * n_columns + at + c, rows[r]);
       } else {
         for (long r = 0; r < n_rows; r++) store_ints(out + r * n_columns + at + c, rows[r]);

@@ -1,31 +1,28 @@
-// The entry points that daemons/ops/cpu/library.py calls.
+// The entry points that daemons/ops/cpu/library.py calls, but for those in attention.cpp.
 #include <vector>
 
 #include "topk.h"
 #include "delta_net.h"
-#include "dequantise.h"
-#include "gemm.h"
-#include "page_writes.h"
-#include "paged_attention.h"
 #include "parallel.h"
 #include "recorded.h"
-#include "repack.h"
 #include "rows.h"
+#include "type_kernels.h"
 
-#define FOR_KIND(kind, call)                                                       \
-  switch (kind) {                                                                  \
-    case 2: { using T = Q4_0; call; break; }                                       \
-    case 3: { using T = Q4_1; call; break; }                                       \
-    case 6: { using T = Q5_0; call; break; }                                       \
-    case 7: { using T = Q5_1; call; break; }                                       \
-    case 8: { using T = Q8_0; call; break; }                                       \
-    case 12: { using T = Q4_K; call; break; }                                      \
-    case 13: { using T = Q5_K; call; break; }                                      \
-    case 14: { using T = Q6_K; call; break; }                                      \
-    case 20: { using T = IQ4_NL; call; break; }                                    \
-    case 23: { using T = IQ4_XS; call; break; }                                    \
-    default: return -1;                                                            \
+inline const TypeKernels* kernels_of(long kind) {
+  switch (kind) {
+    case 2: return &q4_0;
+    case 3: return &q4_1;
+    case 6: return &q5_0;
+    case 7: return &q5_1;
+    case 8: return &q8_0;
+    case 12: return &q4_k;
+    case 13: return &q5_k;
+    case 14: return &q6_k;
+    case 20: return &iq4_nl;
+    case 23: return &iq4_xs;
+    default: return nullptr;
   }
+}
 
 constexpr long MOST_ROWS = 1024;  // at a time: their activations take 1.5 bytes a column each
 constexpr long FEW_ROWS = 32;
@@ -57,31 +54,35 @@ void for_strips(const Matrix* matrices, long n_matrices, long begin, long end, R
 extern "C" {
 
 long tile_bytes(long kind) {
-  FOR_KIND(kind, return T::BYTES)
-  return -1;
+  const TypeKernels* type = kernels_of(kind);
+  return type ? type->tile_bytes : -1;
 }
 
 long pack(long kind, const uint8_t* raw, long n_rows, long n_blocks, long row_bytes, uint8_t* tiles) {
-  FOR_KIND(kind, repack<T>(raw, n_rows, n_blocks, row_bytes, tiles))
+  const TypeKernels* type = kernels_of(kind);
+  if (!type) return -1;
+  type->repack(raw, n_rows, n_blocks, row_bytes, tiles);
   return 0;
 }
 
 long dequantise(long kind, const uint8_t* tiles, long n_columns, long first, long n_rows, uint16_t* out) {
-  FOR_KIND(kind, dequantise_strips<T>(tiles, n_columns, first / TILE, n_rows, out))
+  const TypeKernels* type = kernels_of(kind);
+  if (!type) return -1;
+  type->dequantise(tiles, n_columns, first / TILE, n_rows, out);
   return 0;
 }
 
 // Rows of a table of quant blocks, by id.  A row that is the one before, as masks of a draft are, is copied.
 long lookup(long kind, const uint8_t* raw, long row_bytes, long n_blocks, const int64_t* ids, long stride, long n,
             uint16_t* out) {
+  const TypeKernels* type = kernels_of(kind);
+  if (!type) return -1;
+  const long width = n_blocks * type->block;
   for (long i = 0; i < n; i++) {
-    FOR_KIND(kind, {
-      const long width = n_blocks * T::BLOCK;
-      if (i && ids[i * stride] == ids[(i - 1) * stride])
-        memcpy(out + i * width, out + (i - 1) * width, width * 2);
-      else
-        dequantise_row<T>(raw + ids[i * stride] * row_bytes, n_blocks, row_bytes / n_blocks, out + i * width);
-    })
+    if (i && ids[i * stride] == ids[(i - 1) * stride])
+      memcpy(out + i * width, out + (i - 1) * width, width * 2);
+    else
+      type->dequantise_row(raw + ids[i * stride] * row_bytes, n_blocks, row_bytes / n_blocks, out + i * width);
   }
   return 0;
 }
@@ -93,7 +94,11 @@ long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n
   static thread_local std::vector<Line> memory[2];  // for types with large blocks and with small ones
   const long passes = (n + MOST_ROWS - 1) / MOST_ROWS, most = (n + passes - 1) / passes;
   bool is_used[2] = {};
-  for (long i = 0; i < n_matrices; i++) FOR_KIND(matrices[i].kind, is_used[SHARING<T> < SHARED] = true)
+  for (long i = 0; i < n_matrices; i++) {
+    const TypeKernels* type = kernels_of(matrices[i].kind);
+    if (!type) return -1;
+    is_used[type->sharing < SHARED] = true;
+  }
   const long sharing[2] = {SHARED, GROUP_SUM};
   for (int i = 0; i < 2; i++)
     if (is_used[i]) memory[i].resize(most * ByteRows::floats(n_columns, sharing[i]) / LANES + 1);
@@ -104,13 +109,10 @@ long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n
                               {memory[1].data()->x, left, n_columns, sharing[1]}};
     const ByteRows& a = rows[is_used[1]];  // for what both have
     const auto strips = [&](long begin, long end, long row, long stop) {
-      for_strips(matrices, n_matrices, begin, end, [&](const Matrix& w, long begin, long end, long column) -> long {
+      for_strips(matrices, n_matrices, begin, end, [&](const Matrix& w, long begin, long end, long column) {
+        const TypeKernels& type = *kernels_of(w.kind);
         uint16_t* to = out + first * out_stride + column;
-        FOR_KIND(w.kind, {
-          const ByteRows& own = rows[SHARING<T> < SHARED];
-          multiply_strips<T>(w.tiles, own, row, stop, w.n_rows, begin, end, to, out_stride);
-        })
-        return 0;
+        type.multiply(w.tiles, rows[type.sharing < SHARED], row, stop, w.n_rows, begin, end, to, out_stride);
       });
     };
     const long parts = (a.n + PART_ROWS - 1) / PART_ROWS;
@@ -194,22 +196,6 @@ long delta_net(const DeltaNet* arguments) {
   const bool pays = net.slices * net.n_value * net.dim * net.dim > PARALLEL;
   parallel_for(pays, net.slices * net.n_key, [&](long i) { net.read_keys(i / net.n_key, i % net.n_key); });
   parallel_for(pays, net.slices * net.n_value, [&](long i) { net.recur(i / net.n_value, i % net.n_value); });
-  return 0;
-}
-
-long paged_attention(const PagedAttention* a) {
-  static thread_local std::vector<Line> memory;
-  switch (a->keys.kind) {
-    case 0: a->run<0>(memory); break;
-    case 1: a->run<1>(memory); break;
-    case 2: a->run<2>(memory); break;
-    default: a->run<3>(memory);
-  }
-  return 0;
-}
-
-long write_pages(const Pages* pages, const int64_t* slots, const uint16_t* rows, long stride, long n_rows) {
-  write_rows(*pages, slots, rows, stride, n_rows);
   return 0;
 }
 
@@ -320,8 +306,6 @@ RECORDED(act_and_mul)
 RECORDED(output_gate)
 RECORDED(block_convolution)
 RECORDED(delta_net)
-RECORDED(paged_attention)
-RECORDED(write_pages)
 RECORDED(rope_tables)
 RECORDED(add)
 RECORDED(copy_rows)
