@@ -7,6 +7,7 @@ from daemons.models.gemma3 import Gemma3Family
 from daemons.models.gemma4 import Gemma4Family
 from daemons.models.laguna import LagunaFamily
 from daemons.models.llama import LlamaFamily
+from daemons.models.qwen3next import Qwen3NextFamily
 from daemons.models.qwen35 import Qwen35Family
 from daemons.models.qwen35moe import Qwen35MoeFamily
 
@@ -24,4 +25,5 @@ FAMILIES: dict[str, type[Family]] = {
     "qwen35": Qwen35Family,
     "qwen35moe": Qwen35MoeFamily,
     "qwen3moe": LlamaFamily,
+    "qwen3next": Qwen3NextFamily,
 }

@@ -383,11 +383,16 @@ def no_norm(operations: Operations, n_heads: int, head_dim: int, device: torch.d
 
 @dataclass(frozen=True)
 class GatedDeltaNetShape:
-    """Key heads, value heads (value head j reads key head j mod n_key), and the head dim of both."""
+    """Key heads, value heads (value head j reads key head j mod n_key), and the head dim of both.
+
+    ``grouped``: the columns of the output matrix are those of all value heads of a key head, one key head after the
+    other.
+    """
 
     n_key: int
     n_value: int
     dim: int
+    grouped: bool = False
 
     @property
     def channels(self) -> int:
@@ -437,6 +442,9 @@ class GatedDeltaNet:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         o = batch.map_groups(self._mix, self.w.inputs(x))
+        if self.shape.grouped:
+            # Moved here and not in the matrix, where a quant block may hold columns of two heads.
+            o = o.reshape(batch.n_rows, -1, self.shape.n_key, self.shape.dim).transpose(1, 2)
         return self.w.output(o.reshape(batch.n_rows, -1).to(x.dtype))
 
     def advance_state(self, x: Tensor, batch: Batch) -> None:

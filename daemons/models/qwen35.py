@@ -57,8 +57,15 @@ class Qwen35Family(Family):
         return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions, self.operations)
 
     def delta_net(self, index: int) -> Block:
-        p, b = self.p, f"blk.{index}."
-        weights = GatedDeltaNetWeights(
+        states = self.pools.state(index, "conv"), self.pools.state(index, "delta")
+        shape, weights = self.delta_shape(), self.delta_weights(f"blk.{index}.")
+        return GatedDeltaNet(shape, weights, *states, self.pools.updates.of_layer(index), self.operations)
+
+    def delta_shape(self) -> GatedDeltaNetShape:
+        return GatedDeltaNetShape(self.p.delta_key_heads, self.p.delta_value_heads, self.p.delta_dim)
+
+    def delta_weights(self, b: str) -> GatedDeltaNetWeights:
+        return GatedDeltaNetWeights(
             inputs=self.w.linear(
                 b + "attn_qkv.weight", b + "attn_gate.weight", b + "ssm_alpha.weight", b + "ssm_beta.weight"
             ),
@@ -68,6 +75,3 @@ class Qwen35Family(Family):
             dt_bias=self.w.exact(b + "ssm_dt.bias"),
             norm=self.norm(b + "ssm_norm.weight"),
         )
-        shape = GatedDeltaNetShape(p.delta_key_heads, p.delta_value_heads, p.delta_dim)
-        states = self.pools.state(index, "conv"), self.pools.state(index, "delta")
-        return GatedDeltaNet(shape, weights, *states, self.pools.updates.of_layer(index), self.operations)

@@ -51,6 +51,7 @@ def model_of(name: str) -> tuple[ModelSpec, Bounds]:
         ("mistral3", {"a": 1, "b": 1}, [2]),
         ("glm4moe", {"a": 1, "b": 1}, [2]),
         slow("qwen3moe", {"a": 1, "b": 1}, [2]),
+        ("qwen3next", {"a": 1, "b": 1, "c": 1}, [1, 2]),
         ("gemma4_e2b", {"a": 1, "b": 1}, [3]),
         ("laguna_mscale", {"a": 1, "b": 1}, [4]),
         slow("qwen35", {"a": 1}, []),

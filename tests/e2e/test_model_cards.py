@@ -30,6 +30,7 @@ MODELS = {
     "mistral_small": ["llama", "mistral3"],
     "qwen25": ["qwen2"],
     "qwen3": ["qwen3"],
+    "qwen3_coder_next": ["qwen3next"],
     "qwen3_instruct": ["qwen3moe"],
     "smollm2": ["llama"],
     "qwen35": ["qwen35", "qwen35moe"],

@@ -20,6 +20,7 @@ FIXTURES = (
     "qwen2",
     "qwen3",
     "qwen3moe",
+    "qwen3next",
     "qwen35",
     "qwen35moe",
     "granite",

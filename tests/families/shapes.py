@@ -255,6 +255,54 @@ def make_experts(t: dict[str, tuple[int, ...]], prefix: str, shape: tuple[int, i
     t[prefix + "ffn_gate_inp.weight"] = (n, e)
 
 
+def qwen3next() -> Model:
+    """Qwen3-Next-80B-A3B without its MTP block."""
+    e, n, width, n_layers, vocabulary = 2048, 512, 512, 48, 151936
+    h, hk, dim, nk, nv, d = 16, 2, 256, 16, 32, 128
+    metadata: dict[str, Value] = {
+        "block_count": n_layers,
+        "context_length": 262144,
+        "embedding_length": e,
+        "feed_forward_length": 5120,
+        "attention.head_count": h,
+        "attention.head_count_kv": hk,
+        "attention.key_length": dim,
+        "attention.value_length": dim,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1e7,
+        "rope.dimension_count": dim // 4,
+        "expert_count": n,
+        "expert_used_count": 10,
+        "expert_feed_forward_length": width,
+        "expert_shared_feed_forward_length": width,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": d,
+        "ssm.group_count": nk,
+        "ssm.time_step_rank": nv,
+        "ssm.inner_size": nv * d,
+        "full_attention_interval": 4,
+    }
+    t: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocabulary, e), "output.weight": (vocabulary, e)}
+    t["output_norm.weight"] = (e,)
+    for i in range(n_layers):
+        b = f"blk.{i}."
+        t |= {b + "attn_norm.weight": (e,), b + "post_attention_norm.weight": (e,)}
+        if i % 4 == 3:
+            t |= {b + "attn_q.weight": (2 * h * dim, e), b + "attn_output.weight": (e, h * dim)}
+            t |= {b + f"attn_{name}.weight": (hk * dim, e) for name in "kv"}
+            t |= {b + f"attn_{name}_norm.weight": (dim,) for name in "qk"}
+        else:
+            channels = (2 * nk + nv) * d
+            t |= {b + "attn_qkv.weight": (channels, e), b + "attn_gate.weight": (nv * d, e)}
+            t |= {b + "ssm_ba.weight": (2 * nv, e), b + "ssm_conv1d.weight": (channels, 4), b + "ssm_norm.weight": (d,)}
+            t |= {b + "ssm_a": (nv,), b + "ssm_dt.bias": (nv,), b + "ssm_out.weight": (e, nv * d)}
+        t |= {b + "ffn_gate_inp.weight": (n, e), b + "ffn_gate_inp_shexp.weight": (e,)}
+        t |= {b + f"ffn_{name}_exps.weight": (n, width, e) for name in ("gate", "up")}
+        t |= {b + f"ffn_{name}_shexp.weight": (width, e) for name in ("gate", "up")}
+        t |= {b + "ffn_down_exps.weight": (n, e, width), b + "ffn_down_shexp.weight": (e, width)}
+    return Model("qwen3next", metadata, t)
+
+
 E2B = gemma4(
     n_layers=35,
     embedding=1536,
@@ -353,6 +401,8 @@ MINISTRAL_8B = llama(
 """Ministral 3 8B."""
 
 GLM_45_AIR = glm4moe()
+
+QWEN3_NEXT_80B = qwen3next()
 GRANITE_3B_MOE = llama(
     "granitemoe",
     n_layers=32,

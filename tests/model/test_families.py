@@ -30,6 +30,7 @@ from tests.families.shapes import (
     GRANITE_8B,
     LAGUNA_XS2,
     MINISTRAL_8B,
+    QWEN3_NEXT_80B,
     gemma4,
     write,
 )
@@ -40,6 +41,7 @@ FILES = [
     "qwen2",
     "qwen3",
     "qwen3moe",
+    "qwen3next",
     "qwen35",
     "qwen35_mtp",
     "qwen35moe",
@@ -54,6 +56,7 @@ KINDS = {
     "qwen2": "ffff",
     "qwen3": "ffff",
     "qwen3moe": "fff",
+    "qwen3next": "rfr",
     "qwen35": "rrrfrrrf",
     "qwen35_mtp": "rrrfrrrf",
     "qwen35moe": "rrrf",
@@ -81,6 +84,7 @@ def full_size(tmp_path_factory):
     folder = tmp_path_factory.mktemp("full size")
     models = {"e2b": E2B, "e4b": E4B, "26b": GEMMA4_26B_A4B, "31b": GEMMA4_31B, "xs2": LAGUNA_XS2}
     models |= {"granite": GRANITE_8B, "granitemoe": GRANITE_3B_MOE, "mistral3": MINISTRAL_8B, "glm4moe": GLM_45_AIR}
+    models |= {"qwen3next": QWEN3_NEXT_80B}
     return {name: open_spec(write(folder / f"{name}.gguf", model)) for name, model in models.items()}
 
 
@@ -121,11 +125,13 @@ STATE = {
     "granitemoe": (32 * 2 * 8 * 64 * 2, 0),
     "mistral3": (34 * 2 * 8 * 128 * 2, 0),
     "glm4moe": (46 * 2 * 8 * 128 * 2, 0),
+    "qwen3next": (12 * 2 * 2 * 256 * 2, 0),
 }
 # parameters in thousand millions, as published (of E2B and E4B the effective ones: without the per-layer table), and
 # the tolerance
 SIZE = {"e2b": (2.3, 0.1), "e4b": (4.5, 0.2), "26b": (26.0, 1.0), "31b": (31.0, 1.0), "xs2": (33.0, 1.5)}
 SIZE |= {"granite": (8.17, 0.01), "granitemoe": (3.3, 0.05), "mistral3": (8.5, 0.1), "glm4moe": (106.8, 0.5)}
+SIZE |= {"qwen3next": (79.7, 0.5)}
 
 
 @pytest.mark.parametrize("name", STATE)
@@ -210,6 +216,9 @@ def test_columns_that_split_a_block_are_kept_dense(tmp_path):
         (GLM_45_AIR, "blk.1.exp_probs_b.bias"),
         (GLM_45_AIR, "blk.1.attn_k.bias"),
         (GLM_45_AIR, "blk.0.post_attention_norm.weight"),
+        (QWEN3_NEXT_80B, "blk.0.attn_gate.weight"),
+        (QWEN3_NEXT_80B, "blk.2.ssm_ba.weight"),
+        (QWEN3_NEXT_80B, "blk.3.attn_q.weight"),
     ],
 )
 def test_a_missing_tensor_is_named(tmp_path, model, name):
@@ -242,6 +251,9 @@ def test_a_missing_tensor_is_named(tmp_path, model, name):
         (GLM_45_AIR, {"expert_group_count": 8}, "expert_group_count: is more than 1"),
         (GLM_45_AIR, {"expert_feed_forward_length": None}, "expert_feed_forward_length: is missing"),
         (GLM_45_AIR, {"expert_shared_count": 1000}, "expert_shared_count: is 1000, expected 0 to 64"),
+        (QWEN3_NEXT_80B, {"ssm.time_step_rank": 24}, "inner_size: is not time_step_rank x state_size = 3072"),
+        (QWEN3_NEXT_80B, {"ssm.group_count": 12}, "time_step_rank: 32 is not a multiple of group_count 12"),
+        (QWEN3_NEXT_80B, {"expert_count": None}, r"qwen3next\.expert_count: is missing"),
         (MINISTRAL_8B, {"attention.temperature_scale": -0.1}, r"temperature_scale: is -0\.1.*, expected at least 0"),
         (MINISTRAL_8B, {"attention.temperature_length": 0}, "temperature_length: is 0, expected 1 to"),
         (MINISTRAL_8B, {"rope.scaling.type": "none"}, "temperature_length: is missing"),
@@ -283,6 +295,13 @@ def test_a_block_of_mtp_behind_the_layers_of_glm_is_left_out(tmp_path):
     assert {name.split(".")[1] for name in spec.skipped} == {"45"}
 
 
+def test_a_block_of_mtp_behind_the_layers_of_qwen3_next_is_left_out(tmp_path):
+    changed = {"nextn_predict_layers": 1, "attention.recurrent_layers": [i % 4 != 3 for i in range(47)] + [False]}
+    spec = open_spec(write(tmp_path / "mtp.gguf", QWEN3_NEXT_80B, changed=changed))
+    assert spec.n_layers == 47
+    assert {name.split(".")[1] for name in spec.skipped} == {"47"}
+
+
 def test_a_dense_family_refuses_experts():
     files = golden("qwen3").files
     with pytest.raises(GgufError, match=r"qwen3\.expert_count: is not 0"):
@@ -309,6 +328,7 @@ VALUES = st.one_of(
             "qwen3",
             "qwen35",
             "qwen35moe",
+            "qwen3next",
             "gemma4_e2b",
             "gemma4_moe",
             "laguna",

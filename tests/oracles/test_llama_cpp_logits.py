@@ -139,6 +139,7 @@ FILES = (
     "qwen2",
     "qwen3",
     "qwen3moe",
+    "qwen3next",
     "qwen35",
     "qwen35_mtp",
     "qwen35moe",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from lucevisor.model.families import gemma3, gemma4, glm4moe, laguna, llama, qwen35, qwen35moe
+from lucevisor.model.families import gemma3, gemma4, glm4moe, laguna, llama, qwen3next, qwen35, qwen35moe
 from lucevisor.model.gguf_files import GgufFiles, open_model, part_paths
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.spec import ModelSpec
@@ -30,6 +30,7 @@ FAMILIES: dict[str, Callable[[GgufFiles, Mapping[str, str]], ModelSpec]] = {
     "qwen35": qwen35.spec,
     "qwen35moe": qwen35moe.spec,
     "qwen3moe": partial(llama.read, architecture="qwen3moe", qk_norm=True, experts=True),
+    "qwen3next": qwen3next.spec,
 }
 
 REFUSED = (

@@ -49,6 +49,10 @@ class Qwen35Params:
     def conv_channels(self) -> int:
         return (2 * self.delta_key_heads + self.delta_value_heads) * self.delta_dim
 
+    @property
+    def inner_size(self) -> int:
+        return self.delta_value_heads * self.delta_dim
+
 
 def hyperparameters(keys: Keys, options: Mapping[str, str]) -> Qwen35Params:
     """Read and cross-check the metadata.  Raises GgufError naming the key."""
@@ -98,22 +102,29 @@ def _kv_heads(keys: Keys, n_layers: int) -> int:
     return values.pop()
 
 
-def mixer_tensors(p: Qwen35Params, i: int) -> Shapes:
-    """Norms and token mixer of layer ``i``; the feed-forward (dense or experts) is the family's."""
+def delta_inputs(p: Qwen35Params, b: str) -> Shapes:
+    """Input matrices of the gated delta net of the layer ``b`` ("blk.3.")."""
+    return {
+        b + "attn_qkv.weight": (p.conv_channels, p.hidden_size),
+        b + "attn_gate.weight": (p.inner_size, p.hidden_size),
+        b + "ssm_beta.weight": (p.delta_value_heads, p.hidden_size),
+        b + "ssm_alpha.weight": (p.delta_value_heads, p.hidden_size),
+    }
+
+
+def mixer_tensors(p: Qwen35Params, i: int, inputs: Callable[[Qwen35Params, str], Shapes] = delta_inputs) -> Shapes:
+    """Norms and token mixer of layer ``i``, the matrices before a gated delta net by ``inputs``; the feed-forward
+    (dense or experts) is the family's."""
     b, e, d = f"blk.{i}.", p.hidden_size, p.head_dim
     out: Shapes = {b + "attn_norm.weight": (e,), b + "post_attention_norm.weight": (e,)}
     if p.recurrent[i]:
-        inner = p.delta_value_heads * p.delta_dim
+        out |= inputs(p, b)
         out |= {
-            b + "attn_qkv.weight": (p.conv_channels, e),
-            b + "attn_gate.weight": (inner, e),
-            b + "ssm_beta.weight": (p.delta_value_heads, e),
-            b + "ssm_alpha.weight": (p.delta_value_heads, e),
             b + "ssm_a": (p.delta_value_heads,),
             b + "ssm_dt.bias": (p.delta_value_heads,),
             b + "ssm_conv1d.weight": (p.conv_channels, p.conv_kernel),
             b + "ssm_norm.weight": (p.delta_dim,),
-            b + "ssm_out.weight": (e, inner),
+            b + "ssm_out.weight": (e, p.inner_size),
         }
     else:
         out |= attention_tensors(b, e, p.n_heads, p.n_kv_heads, d, n_gates=p.n_heads * d)
@@ -142,13 +153,15 @@ def build(
     p: Qwen35Params,
     feed_forward: Callable[[int], Shapes],
     n_routed: int = 0,
+    inputs: Callable[[Qwen35Params, str], Shapes] = delta_inputs,
 ) -> ModelSpec:
-    """Assemble and check a spec; ``feed_forward(i)``: the feed-forward tensors of layer i."""
+    """Assemble and check a spec; ``feed_forward(i)``: the feed-forward tensors of layer i; ``inputs`` as in
+    :func:`mixer_tensors`."""
     layers = [
         LayerSpec(
             index=i,
             space=Space.RECURRENT if p.recurrent[i] else Space.FULL,
-            tensors=mixer_tensors(p, i) | feed_forward(i),
+            tensors=mixer_tensors(p, i, inputs) | feed_forward(i),
             state=layer_state(p, i),
             n_routed=n_routed,
         )

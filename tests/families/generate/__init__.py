@@ -18,6 +18,7 @@ FAMILIES: dict[str, Callable[[Draw], Made]] = {
     "qwen3moe": llama.qwen3moe,
     "qwen35": qwen.qwen35,
     "qwen35moe": qwen.qwen35moe,
+    "qwen3next": qwen.qwen3next,
     "gemma3": gemma3.gemma3,
     "gemma4": gemma4.gemma4,
     "glm4moe": llama.glm4moe,

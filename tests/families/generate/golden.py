@@ -18,7 +18,7 @@ from gguf import GGUFReader, GGUFValueType
 from torch import Tensor, nn
 
 from bench.gguf_writing import finish, new_file
-from tests.families.generate import gemma3, llama
+from tests.families.generate import gemma3, llama, qwen
 from tests.families.generate.made import PLAIN, Draw, Made, build
 
 N_TOKENS, PROMPT, GREEDY, VOCABULARY = 72, 40, 32, 288
@@ -108,6 +108,24 @@ def made_mistral3(draw: Draw) -> Made:
     return llama.of_mistral3(build(transformers.Ministral3ForCausalLM, config, draw))
 
 
+def made_qwen3next(draw: Draw) -> Made:
+    """Two value heads for a key head.  Matrices of few bits, which keeps the repository small."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config: Any = transformers.Qwen3NextConfig(
+        **COMMON | heads, num_hidden_layers=3, head_dim=32, tie_word_embeddings=False,
+        rope_parameters=PLAIN_ROPE | {"partial_rotary_factor": 0.25},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_conv_kernel_dim=4, linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
+        linear_num_value_heads=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    )  # fmt: skip
+    model = build(transformers.Qwen3NextForCausalLM, config, draw, centred_norms=True)
+    for tensor in model.parameters():
+        if tensor.dim() > 1:
+            tensor.data = tensor.data.bfloat16().float()
+    return qwen.of_qwen3next(model, qwen.hybrid_metadata(config, draw), merged=False)
+
+
 MODELS: dict[str, Callable[[Draw], Made]] = {
     "gemma3": made_gemma3,
     "llama": made_llama,
@@ -117,6 +135,7 @@ MODELS: dict[str, Callable[[Draw], Made]] = {
     "mistral3": made_mistral3,
     "glm4moe": made_glm4moe,
     "granitemoe": made_granitemoe,
+    "qwen3next": made_qwen3next,
 }
 """A model's place is the seed it is drawn with: new ones go to the end."""
 

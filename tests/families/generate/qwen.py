@@ -1,4 +1,4 @@
-"""Random models of ``qwen3``, ``qwen35`` and ``qwen35moe``."""
+"""Random models of ``qwen3``, ``qwen35``, ``qwen35moe`` and ``qwen3next``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ DENSE = {"ffn_gate.weight": "mlp.gate_proj.weight", "ffn_up.weight": "mlp.up_pro
 DENSE |= {"ffn_down.weight": "mlp.down_proj.weight"}
 ATTENTION = {f"attn_{n}.weight": f"self_attn.{n}_proj.weight" for n in "qkv"}
 ATTENTION |= {"attn_output.weight": "self_attn.o_proj.weight"}
+EXPERTS = {"ffn_gate_inp.weight": "mlp.gate.weight", "ffn_down_exps.weight": "mlp.experts.down_proj"}
+EXPERTS |= {f"ffn_{n}_shexp.weight": f"mlp.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")}
+EXPERTS |= {"ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight"}
+EXPERTS |= {"ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj"}
 HEAD_NORMS = {"attn_q_norm.weight": "self_attn.q_norm.weight", "attn_k_norm.weight": "self_attn.k_norm.weight"}
 
 
@@ -99,25 +103,48 @@ def qwen35moe(draw: Draw) -> Made:
         **common,
     )
     model = build(transformers.Qwen3_5MoeForCausalLM, config, draw, centred_norms=True)
-    metadata = hybrid_metadata(config, draw) | {
-        "expert_count": n_experts,
-        "expert_used_count": config.num_experts_per_tok,
-        "expert_feed_forward_length": config.moe_intermediate_size,
-        "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
-    }
+    metadata = hybrid_metadata(config, draw) | expert_metadata(config)
     state = model.state_dict()
-    names = {"ffn_gate_inp.weight": "mlp.gate.weight", "ffn_down_exps.weight": "mlp.experts.down_proj"}
-    names |= {f"ffn_{n}_shexp.weight": f"mlp.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")}
-    names |= {
-        "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",
-        "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
-    }
-    tensors = hybrid_tensors(state, config, names)
+    tensors = hybrid_tensors(state, config, EXPERTS)
     if draw.flag():
         tensors = divided(tensors)
     if draw.flag():
         tensors = {n: t.flatten() if n.endswith("gate_inp_shexp.weight") else t for n, t in tensors.items()}
     return Made(model, "qwen35moe", metadata, tensors | ends(state, tied=tied, norm_shift=1.0))
+
+
+def expert_metadata(config: Any) -> dict[str, Value]:
+    return {
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+    }
+
+
+def qwen3next(draw: Draw) -> Made:
+    """The hybrid before Qwen3.5, with experts; the delta net's inputs as converters wrote them first, or later."""
+    common, _ = hybrid(draw)
+    rope = {key: value for key, value in common["rope_parameters"].items() if not key.startswith("mrope")}
+    n_experts = draw.between(1, 9)
+    config: Any = transformers.Qwen3NextConfig(
+        num_experts=n_experts,
+        num_experts_per_tok=draw.between(1, n_experts),
+        moe_intermediate_size=draw.between(9, 40),
+        shared_expert_intermediate_size=draw.between(9, 50),
+        intermediate_size=draw.between(20, 90),
+        **common | {"rope_parameters": rope},
+    )
+    model = build(transformers.Qwen3NextForCausalLM, config, draw, centred_norms=True)
+    return of_qwen3next(model, hybrid_metadata(config, draw), merged=draw.flag())
+
+
+def of_qwen3next(model: Any, metadata: dict[str, Value], *, merged: bool) -> Made:
+    """``merged``: q, k, v and z of the delta net are one tensor."""
+    config, state = model.config, model.state_dict()
+    metadata |= expert_metadata(config) | {"feed_forward_length": config.intermediate_size}
+    tensors = divided(qwen3next_tensors(state, config, merged=merged))
+    return Made(model, "qwen3next", metadata, tensors | ends(state, tied=config.tie_word_embeddings, norm_shift=1.0))
 
 
 def divided(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -188,8 +215,46 @@ def hybrid_metadata(config: Any, draw: Draw) -> dict[str, Value]:
     return out | {"full_attention_interval": kinds.index(False) + 1}
 
 
+def qwen3next_tensors(state: dict[str, Tensor], config: Any, *, merged: bool) -> dict[str, Tensor]:
+    """Layers of Qwen3-Next: value heads stay grouped by key heads, as in transformers."""
+    n_key, n_value, d = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim
+    sizes = [d, d, n_value // n_key * d, n_value // n_key * d]
+
+    def inputs(x: Tensor) -> dict[str, Tensor]:
+        if merged:
+            return {"ssm_in.weight": x}
+        q, k, v, z = (part.flatten(0, 1) for part in x.unflatten(0, (n_key, -1)).split(sizes, dim=1))
+        return {"attn_qkv.weight": torch.cat((q, k, v)), "attn_gate.weight": z}
+
+    out = hybrid_layers(state, config, EXPERTS)
+    for i, kind in enumerate(config.layer_types):
+        if kind == "linear_attention":
+            prefix = f"model.layers.{i}.linear_attn."
+            found = inputs(state[prefix + "in_proj_qkvz.weight"]) | {
+                "ssm_ba.weight": state[prefix + "in_proj_ba.weight"],
+                "ssm_a": -state[prefix + "A_log"].exp(),
+                "ssm_dt.bias": state[prefix + "dt_bias"],
+                "ssm_conv1d.weight": state[prefix + "conv1d.weight"].squeeze(1),
+                "ssm_norm.weight": state[prefix + "norm.weight"],
+                "ssm_out.weight": state[prefix + "out_proj.weight"],
+            }
+            out |= {f"blk.{i}.{name}": tensor for name, tensor in found.items()}
+    return out
+
+
+def hybrid_layers(state: dict[str, Tensor], config: Any, mlp: dict[str, str]) -> dict[str, Tensor]:
+    """The layers of a hybrid without gated delta nets: norms carry their one."""
+    names = mlp | ATTENTION | HEAD_NORMS
+    names |= {
+        "attn_norm.weight": "input_layernorm.weight",
+        "post_attention_norm.weight": "post_attention_layernorm.weight",
+    }
+    out = renamed(state, names, config.num_hidden_layers)
+    return {name: t + 1.0 if name.endswith("norm.weight") else t for name, t in out.items()}
+
+
 def hybrid_tensors(state: dict[str, Tensor], config: Any, mlp: dict[str, str]) -> dict[str, Tensor]:
-    """Layers of the hybrid: norms carry their one, value heads are tiled over key heads instead of grouped."""
+    """Layers of the hybrid: value heads are tiled over key heads instead of grouped."""
     n_key, n_value, dim = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim
     ratio = n_value // n_key
     order = torch.tensor([g * ratio + t for t in range(ratio) for g in range(n_key)])
@@ -211,13 +276,7 @@ def hybrid_tensors(state: dict[str, Tensor], config: Any, mlp: dict[str, str]) -
         "ssm_norm.weight": ("norm.weight", lambda x: x),
         "ssm_out.weight": ("out_proj.weight", lambda x: x[:, rows]),
     }
-    names = mlp | ATTENTION | HEAD_NORMS
-    names |= {
-        "attn_norm.weight": "input_layernorm.weight",
-        "post_attention_norm.weight": "post_attention_layernorm.weight",
-    }
-    out = renamed(state, names, config.num_hidden_layers)
-    out = {name: t + 1.0 if name.endswith("norm.weight") else t for name, t in out.items()}
+    out = hybrid_layers(state, config, mlp)
     for i, kind in enumerate(config.layer_types):
         if kind == "linear_attention":
             prefix = f"model.layers.{i}.linear_attn."
