@@ -32,6 +32,7 @@ from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.errors import ExitCode, LucevisorError
+from lucevisor.model.pages import pages_of
 from lucevisor.protocol.messages import CheckLine
 from lucevisor.protocol.steps import SamplingParams
 
@@ -106,6 +107,9 @@ def bench(
     peer_arguments = _words(against_args)
     needed = max((case.streams for case in wanted), default=1)
     settings = [*PLAIN, *([f"engine.max_sequences={needed}"] if needed > 1 else [])]
+    if against is not None:  # both programs hold the model at once: pages for these cases leave memory for the other
+        n_pages = max((case.streams * (pages_of(case.context) + 1) for case in wanted), default=1)
+        settings.append(f"engine.pages={n_pages}")
     loaded = single_model(load(config, merge_overrides(settings, overrides)), "bench")
     logs.configure(loaded.log.format, "warning")
     model = open_model(loaded)
