@@ -138,13 +138,13 @@ def _engine(out: _Families, now: EngineStatistics, row_bytes: int) -> Iterator[M
     yield from _recovery(out, now.recovery)
     pages: list[tuple[Sequence[str], int]] = []
     for space, use in now.pages.items():
-        pages.append(([space, "device"], use.used - use.evictable))
+        pages.append(([space, "sequences"], use.used - use.evictable))
         pages.append(([space, "cached"], use.evictable))
         pages.append(([space, "free"], use.total - use.used))
-    pages.append(([Space.FULL, "out"], now.pages_out))
     pages.append(([Space.FULL, "host"], now.host_pages.used))
     pages.append(([Space.FULL, "host_free"], now.host_pages.total - now.host_pages.used))
-    yield out.gauges("pages", "Pages of a space by location.", ["space", "where"], pages)
+    yield out.gauges("pages", "Pages of a space by owner.", ["space", "where"], pages)
+    yield out.gauge("pages_paged_out", "Pages of running sequences that KV Flash paged out.", now.pages_out)
     stages, boundaries = now.steps.stages, now.steps.boundaries
     times = [(str(index), stage.n_steps, stage.compute_s) for index, stage in enumerate(stages)]
     yield out.summaries("step_seconds", "Time a stage computed on a step.", "stage", times)
@@ -152,9 +152,9 @@ def _engine(out: _Families, now: EngineStatistics, row_bytes: int) -> Iterator[M
     yield out.summaries("stage_wait_seconds", "Time a stage waited for a step.", "stage", waits)
     hops = [(str(index), boundary.n_hops, boundary.seconds) for index, boundary in enumerate(boundaries)]
     text = "From the doorbell of the rows until the next stage took them."
-    yield out.summaries("hop_seconds", text, "boundary", hops)
-    hop_bytes = [([str(index)], boundary.n_tokens * row_bytes) for index, boundary in enumerate(boundaries)]
-    yield out.counters("hop_bytes", "Hidden states handed from a stage to the next.", ["boundary"], hop_bytes)
+    yield out.summaries("boundary_wait_seconds", text, "boundary", hops)
+    boundary_bytes = [([str(index)], boundary.n_tokens * row_bytes) for index, boundary in enumerate(boundaries)]
+    yield out.counters("boundary_bytes", "Hidden states handed from a stage to the next.", ["boundary"], boundary_bytes)
     yield out.counter("steps", "Steps that all stages have computed.", now.steps.n_steps)
     yield out.counter("step_tokens", "Tokens of these steps.", now.steps.n_tokens)
     yield out.counter("preemptions", "Running requests that were preempted.", now.preemptions)
@@ -162,8 +162,8 @@ def _engine(out: _Families, now: EngineStatistics, row_bytes: int) -> Iterator[M
     cached = [([tier], now.cache.tokens.get(tier, 0)) for tier in ("device", "host", "disk")]
     yield out.counters("cached_prompt_tokens", "Prompt tokens taken from prefix slots, by tier.", ["tier"], cached)
     yield out.gauge("prefix_slots", "Prompt prefixes kept in memory.", now.cache.n_slots)
-    yield out.gauge("prefix_bytes", "Pages and states held by slots only.", now.cache.n_bytes)
-    yield out.counter("prefix_prompts", "Prompts that were started.", now.cache.n_prompts)
+    yield out.gauge("prefix_bytes", "Bytes of pages and states that only prefix slots hold.", now.cache.n_bytes)
+    yield out.counter("prefix_lookups", "Prompts whose prefix was looked up.", now.cache.n_prompts)
     yield out.counter("prefix_hits", "Prompts that started with a cached prefix.", now.cache.n_hits)
     yield out.counter("prefix_evictions", "Slots evicted for others.", now.cache.n_evictions)
 
@@ -271,7 +271,7 @@ class Metrics:
         request = histogram(
             "request_seconds", "From the head of a request that generates to the end of its answer.", _REQUEST_S
         )
-        queue = histogram("queue_seconds", "From a sequence's arrival at the engine to its start.", _FIRST_TOKEN_S)
+        queue = histogram("queue_seconds", "From a request's arrival at the engine to its start.", _FIRST_TOKEN_S)
         inter_token = histogram("inter_token_seconds", "Between two tokens of a choice.", _INTER_TOKEN_S)
 
         def of_model(model: str) -> ModelMetrics:

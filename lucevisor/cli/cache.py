@@ -66,7 +66,7 @@ def _of_supervisor(name: str | None, socket: Path | None) -> tuple[Path, int]:
         raise AdminError(f"{what}: use --dir DIR, a directory for each model")
     if not status["cache"]["dir"]:
         raise LucevisorError("snapshots are off, or not open yet: set cache.dir, or ask again when the model is ready")
-    return Path(status["cache"]["dir"]), status["cache"]["disk"]
+    return Path(status["cache"]["dir"]), status["cache"]["disk_max_bytes"]
 
 
 @click.group()

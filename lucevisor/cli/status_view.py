@@ -250,18 +250,18 @@ def cache_lines(c: dict[str, Any]) -> list[str]:
     """Return lines on prefix slots, and on snapshots when they are on."""
     lines = []
     if c["max_slots"]:
-        memory = f"{format_bytes(c['bytes'])} of {format_bytes(c['memory'])}"
+        memory = f"{format_bytes(c['used_bytes'])} of {format_bytes(c['max_bytes'])}"
         reused = f"{c['hits']} of {c['prompts']} prompts began with one"
         lines.append(f"prefix slots {c['prefix_slots']} of {c['max_slots']}, {memory}; {reused}")
         if n_tokens := sum(c["tokens"].values()):
             lines.append(f"  {n_tokens} tokens not computed")
-    if c["host"]:
+    if c["host_max_bytes"]:
         lines.append(
-            f"  in host memory {c['host_slots']}, {format_bytes(c['host_bytes'])} of {format_bytes(c['host'])}"
+            f"  in host memory {c['host_slots']}, {format_bytes(c['host_bytes'])} of {format_bytes(c['host_max_bytes'])}"
         )
     if c["dir"]:
         failed = "".join(f", {n} {reason}" for reason, n in c["failures"].items())
-        disk = f"{format_bytes(c['snapshot_bytes'])} of {format_bytes(c['disk'])}"
+        disk = f"{format_bytes(c['snapshot_bytes'])} of {format_bytes(c['disk_max_bytes'])}"
         lines.append(f"snapshots {c['snapshots']}, {disk}; saved {c['saved']}, restored {c['restored']}{failed}")
         lines.append(f"  in {c['dir']}")
     return lines

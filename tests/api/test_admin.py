@@ -132,7 +132,7 @@ async def test_the_commands_work_on_the_directory_of_a_supervisor(desk, tmp_path
     async def ask(*arguments):
         return await asyncio.to_thread(command, *arguments, "--socket", tmp_path / "s")
 
-    desk.shown = {"models": [{"name": "demo"}], "cache": {"dir": "", "disk": 1 << 24}}
+    desk.shown = {"models": [{"name": "demo"}], "cache": {"dir": "", "disk_max_bytes": 1 << 24}}
     with pytest.raises(LucevisorError, match="snapshots are off"):
         await ask("ls")
     desk.shown["cache"]["dir"] = str(directory)

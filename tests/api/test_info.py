@@ -138,7 +138,7 @@ async def test_gauges_of_running_and_queued_requests(client):
     await asyncio.gather(*asked)
     assert value(found, "lucevisor_requests_running") == 2  # as many as steps are in flight
     assert value(found, "lucevisor_requests_queued") == 4
-    assert value(found, "lucevisor_pages", space="recurrent", where="device") == 2
+    assert value(found, "lucevisor_pages", space="recurrent", where="sequences") == 2
     assert value(found, "lucevisor_pages", space="recurrent", where="free") == 2
 
 

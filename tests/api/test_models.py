@@ -119,7 +119,7 @@ async def test_metrics_have_a_series_for_each_model(server: Server) -> None:
     lines = await server.metrics()
     assert 'lucevisor_generated_tokens_total{model="small"} 6.0' in lines
     assert 'lucevisor_generated_tokens_total{model="large"} 0.0' in lines
-    assert 'lucevisor_prefix_prompts_total{model="small"} 2.0' in lines
-    assert 'lucevisor_prefix_prompts_total{model="large"} 0.0' in lines
+    assert 'lucevisor_prefix_lookups_total{model="small"} 2.0' in lines
+    assert 'lucevisor_prefix_lookups_total{model="large"} 0.0' in lines
     assert 'lucevisor_time_to_first_token_seconds_count{model="small"} 2.0' in lines
     assert sum(line.startswith("# TYPE lucevisor_requests_running ") for line in lines) == 1

@@ -49,7 +49,7 @@ def test_a_conversation_goes_on_after_a_restart_and_the_operator_sees_how(cli: C
     now = cli.status()["cache"]
     assert {one["state"] for one in found} <= {"snapshot", "partial"}
     assert now["saved"] >= now["snapshots"] >= 1
-    assert 0 < now["snapshot_bytes"] <= now["disk"] == 2**30
+    assert 0 < now["snapshot_bytes"] <= now["disk_max_bytes"] == 2**30
     assert metrics(status)["snapshot_bytes_total", "save"] > 0
     text = cli.run("cache", "ls").stdout
     assert " of 1.00 GiB" in text

@@ -189,7 +189,7 @@ def test_a_box_at_work(user_cli: Cli, columns: int) -> None:
             keep(terminal, "status", "status")
     counted: dict[str, float] = {}
     for space, value in re.findall(
-        r'^lucevisor_pages\{model="[^"]+",space="(\w+)",where="(?:device|cached|free)"\} (\S+)$', metrics, re.M
+        r'^lucevisor_pages\{model="[^"]+",space="(\w+)",where="(?:sequences|cached|free)"\} (\S+)$', metrics, re.M
     ):
         counted[space] = counted.get(space, 0.0) + float(value)
     assert found == {"full pages": counted["full"], "recurrent states": counted["recurrent"]}

@@ -28,7 +28,7 @@ def test_an_agent_that_tells_the_time_is_answered_from_memory_and_everybody_is_t
     assert now["cache"]["prompts"] == 3
     assert now["cache"]["tokens"] == {"device": sum(cached), "host": 0, "disk": 0}
     assert 0 < now["cache"]["prefix_slots"] <= now["cache"]["max_slots"] == 32
-    assert 0 < now["cache"]["bytes"] <= now["cache"]["memory"] == 2**30
+    assert 0 < now["cache"]["used_bytes"] <= now["cache"]["max_bytes"] == 2**30
     assert now["engine"]["pages"]["used"] == 0
     assert now["engine"]["pages"]["cached"] > 0
     with urllib.request.urlopen(f"{status['url']}/metrics", timeout=10) as reply:

@@ -94,7 +94,7 @@ function drawRecovery(now) {
   const { done, of: all } = now.engine.recovery.rebuilding_tokens;
   byId("recovery").hidden = now.state === "ready" && !away.length && !now.engine.held && !all;
   const parts = [make("h2", "", now.state === "starting" ? "Starting" : "Recovery")];
-  const soon = now.ready_in_s == null ? "" : `; tries again in ${duration(now.ready_in_s)}`;
+  const soon = now.retry_in_s == null ? "" : `; tries again in ${duration(now.retry_in_s)}`;
   if (now.engine.held) {
     const since = duration(now.engine.recovery.held_s);
     parts.push(make("p", "", `${count(now.engine.held)} requests are held since ${since}${soon}`));
