@@ -60,23 +60,24 @@ class RequestContext:
             handle.cancel()
 
 
-Reader = Callable[[dict[str, Any], "AppContext"], PreparedRequest | bytes]
+BodyParser = Callable[[dict[str, Any], "AppContext"], PreparedRequest | bytes]
 """Function that prepares the request in a decoded body, or returns the JSON answer.  Raises ApiError.
 
-A module-level function, because workers unpickle it by name.  Its docstring is the summary in /openapi.json.
+A module-level function, because workers unpickle it by name.  The docstring of one that answers alone is its
+summary in /openapi.json.
 """
 
 
-ReadBody = tuple[PreparedRequest | bytes, str]
-"""What a Reader returned, and the model that the body named."""
+ParsedBody = tuple[PreparedRequest | bytes, str]
+"""What a BodyParser returned, and the model that the body named."""
 
 
-class BodyReader(Protocol):
+class Preprocessing(Protocol):
     """Interface of the preprocessing workers."""
 
     def start(self, models: ServedModels, /) -> None: ...
 
-    async def read(self, reader: Reader, body: Sequence[bytes], models: ServedModels, /) -> ReadBody: ...
+    async def parse(self, parser: BodyParser, body: Sequence[bytes], models: ServedModels, /) -> ParsedBody: ...
 
     async def close(self) -> None: ...
 
@@ -187,7 +188,7 @@ class AppContext:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     not_ready: Callable[[], Sequence[NotReadyPart]]
-    preprocessor: BodyReader | None = None  # None: long bodies are rejected
+    preprocessor: Preprocessing | None = None  # None: long bodies are rejected
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     direct_defaults: SamplingDefaults | None = None  # where a prompt switches thinking off; None: as otherwise
     efforts: Mapping[str, int] = field(default_factory=dict)  # thinking budgets in place of the usual ones

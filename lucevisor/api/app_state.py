@@ -14,9 +14,9 @@ from lucevisor.api.metrics import Metrics
 from lucevisor.api.response_store import ResponseStore
 
 
-async def take_turn(turns: asyncio.Semaphore) -> None:
-    """Wait for a free turn in this or a later iteration of the event loop."""
-    async with turns:
+async def yield_to_loop(limit: asyncio.Semaphore) -> None:
+    """Wait until the event loop has an iteration with room: as many callers as ``limit`` says go on in each."""
+    async with limit:
         await asyncio.sleep(0)
 
 
@@ -62,16 +62,16 @@ ACTIVE: Final = web.AppKey("active", ActiveRequests)
 
 
 class BufferedBodies:
-    """Bytes of the bodies in memory.  ``turns``: one body is processed in each iteration of the event loop."""
+    """Bytes of the bodies in memory.  ``parse_limit``: one body is processed in each iteration of the event loop."""
 
     def __init__(self) -> None:
         self.n_bytes = 0
-        self.turns = asyncio.Semaphore(1)
+        self.parse_limit = asyncio.Semaphore(1)
 
 
 BUFFERED_BODIES: Final = web.AppKey("buffered_bodies", BufferedBodies)
 RESPONSE_STORE: Final = web.AppKey("response_store", ResponseStore)
-START_TURNS: Final = web.AppKey("start_turns", asyncio.Semaphore)
+START_LIMIT: Final = web.AppKey("start_limit", asyncio.Semaphore)
 """Limits how many handlers start in one iteration of the event loop: each runs 0.1 ms before it first waits."""
 
 

@@ -11,8 +11,8 @@ import msgspec
 from aiohttp import web
 
 from lucevisor.api.access import check_content_type
-from lucevisor.api.app_context import ApiSettings, ReadBody, Reader, ServedModels
-from lucevisor.api.app_state import APP_CONTEXT, BUFFERED_BODIES, MODELS, BufferedBodies, context_of, take_turn
+from lucevisor.api.app_context import ApiSettings, BodyParser, ParsedBody, ServedModels
+from lucevisor.api.app_state import APP_CONTEXT, BUFFERED_BODIES, MODELS, BufferedBodies, context_of, yield_to_loop
 from lucevisor.api.constraint import compiled, constrains
 from lucevisor.api.errors import ApiError
 from lucevisor.api.parameters import searches_vocabulary
@@ -28,8 +28,8 @@ AddToBody = Callable[[list[bytes]], Awaitable[int]]
 """Adds to the parts of a body; returns how many bytes."""
 
 
-async def prepare(
-    request: web.Request, reader: Reader, add_to_body: AddToBody | None = None
+async def prepare_request(
+    request: web.Request, parser: BodyParser, add_to_body: AddToBody | None = None
 ) -> PreparedRequest | bytes:
     """Return the request prepared from the body, or the response to it; raises ApiError.
 
@@ -44,7 +44,7 @@ async def prepare(
         await read_body(request, body)
         if add_to_body is not None:
             bodies.n_bytes += await add_to_body(body)
-        read, name = await _read(reader, body, models, bodies)
+        read, name = await _parse(parser, body, models, bodies)
     finally:
         bodies.n_bytes -= sum(map(len, body))
     ctx = models[name]
@@ -71,18 +71,18 @@ async def _compressed(read: PreparedRequest, compressor: Compressor) -> Prepared
     return replace(read, options=options, prompts=prompts, compressed=tuple(found))
 
 
-async def _read(reader: Reader, body: list[bytes], models: ServedModels, bodies: BufferedBodies) -> ReadBody:
-    """Read a whole body, in a worker if it is long or has a grammar, which could crash or block the process."""
+async def _parse(parser: BodyParser, body: list[bytes], models: ServedModels, bodies: BufferedBodies) -> ParsedBody:
+    """Parse a whole body, in a worker if it is long or has a grammar, which could crash or block the process."""
     preprocessor = models.first.preprocessor
     if sum(map(len, body)) <= INLINE_BYTES:
-        await take_turn(bodies.turns)
+        await yield_to_loop(bodies.parse_limit)
         fields = decode_object(b"".join(body))
         if preprocessor is None or not (constrains(fields) or searches_vocabulary(fields)):
             ctx = models.of_body(fields)
-            return reader(fields, ctx), ctx.model.name
+            return parser(fields, ctx), ctx.model.name
     if preprocessor is None:
         raise too_large(INLINE_BYTES)
-    return await preprocessor.read(reader, body, models)
+    return await preprocessor.parse(parser, body, models)
 
 
 async def read_body(request: web.Request, body: list[bytes]) -> None:

@@ -17,9 +17,9 @@ from typing import ClassVar, Final
 import msgspec
 from aiohttp import web
 
-from lucevisor.api.app_context import AppContext, Reader, RequestContext
+from lucevisor.api.app_context import AppContext, BodyParser, RequestContext
 from lucevisor.api.app_state import METRICS, context_of, model_of
-from lucevisor.api.bodies import AddToBody, prepare
+from lucevisor.api.bodies import AddToBody, prepare_request
 from lucevisor.api.errors import from_request_error, from_submit_error, unavailable
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.output import ChoiceDelta, GenerationFailed, OutputProcessor, UsageTotals
@@ -31,9 +31,9 @@ from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, Re
 from lucevisor.text.reasoning import ReasoningBudget
 
 
-def make_jobs(prepared: PreparedRequest, ctx: AppContext, response_id: str) -> list[Job]:
+def make_choice_runs(prepared: PreparedRequest, ctx: AppContext, response_id: str) -> list[ChoiceRun]:
     options = prepared.options
-    jobs = []
+    runs = []
     ends = frozenset(options.stop_ids) | (frozenset() if options.ignore_eos else ctx.tokenizer.eos_ids | ctx.stop_ids)
     output_format = None if ctx.template is None else ctx.template.output_format
     for p, prompt in enumerate(prepared.prompts):
@@ -50,8 +50,8 @@ def make_jobs(prepared: PreparedRequest, ctx: AppContext, response_id: str) -> l
                 score_prompt=options.score_prompt,
             )
             processor = OutputProcessor(ctx.tokenizer, options, output_format)
-            jobs.append(Job(request=request, processor=processor, new_prompt=i == 0))
-    return jobs
+            runs.append(ChoiceRun(request=request, processor=processor, new_prompt=i == 0))
+    return runs
 
 
 def _constraint(prepared: PreparedRequest, ctx: AppContext, room: int, ends: frozenset[int]) -> Constraint | None:
@@ -137,7 +137,7 @@ class OpenAiFormatter(ResponseFormatter):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ChoiceRun:
     """Engine request and output processor of one choice.  `new_prompt`: no earlier choice has the same prompt."""
 
     request: GenerationRequest
@@ -155,19 +155,19 @@ async def merged(handles: Sequence[RequestHandle]) -> AsyncIterator[Events]:
     queue: Events = asyncio.Queue(64)
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_pump(index, handle, queue)) for index, handle in enumerate(handles)]
+            tasks = [group.create_task(_forward_events(index, handle, queue)) for index, handle in enumerate(handles)]
             yield queue
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as errors:
-        # A single cause ended the block: its own error or a bug in a pump.
+        # A single cause ended the block: its own error, or a bug in a task.
         raise errors.exceptions[0] from None
     finally:
         for handle in handles:
             handle.cancel()
 
 
-async def _pump(index: int, handle: RequestHandle, queue: Events) -> None:
+async def _forward_events(index: int, handle: RequestHandle, queue: Events) -> None:
     async for event in handle:
         await queue.put((index, event))
 
@@ -177,51 +177,48 @@ IGNORED_HEADER: Final = "X-Lucevisor-Ignored"
 _INLINE_RECORDS: Final = 2000  # tokens and log-probabilities that are encoded in a millisecond or two
 
 
-async def answer(
+async def handle_generation(
     request: web.Request,
-    reader: Reader,
-    formatter: Callable[[PreparedRequest, AppContext], ResponseFormatter] | None = None,
+    parser: BodyParser,
+    make_formatter: Callable[[PreparedRequest, AppContext], ResponseFormatter] | None = None,
     add_to_body: AddToBody | None = None,
 ) -> web.StreamResponse:
-    """Prepare a request, generate and respond; without a formatter the reader's result is the response.
+    """Prepare a request, generate and respond; without a formatter the parser's result is the response.
 
     Raises ApiError when the request is rejected or a sequence fails, ClientGone on a disconnect.
     """
-    prepared = await prepare(request, reader, add_to_body)
+    prepared = await prepare_request(request, parser, add_to_body)
     if not isinstance(prepared, PreparedRequest):
         return web.Response(body=prepared, content_type="application/json")
-    assert formatter is not None
-    return await _respond(request, formatter(prepared, model_of(request)))
-
-
-async def _respond(request: web.Request, formatter: ResponseFormatter) -> web.StreamResponse:
-    ctx, context, options = model_of(request), context_of(request), formatter.options
+    assert make_formatter is not None
+    ctx, context, options = model_of(request), context_of(request), prepared.options
+    formatter = make_formatter(prepared, ctx)
     headers = {IGNORED_HEADER: ", ".join(options.ignored)} if options.ignored else {}
-    jobs = make_jobs(formatter.prepared, ctx, formatter.response_id)
-    await _submit(ctx, jobs, formatter.prompt_param, context)
-    run = _Response(jobs, formatter, context, request.app[METRICS])
+    runs = make_choice_runs(prepared, ctx, formatter.response_id)
+    await _submit(ctx, runs, formatter.prompt_param, context)
+    writer = _ResponseWriter(runs, formatter, context, request.app[METRICS])
     try:
         async with merged(context.handles) as events:
             if options.stream:
                 stream = context.stream = EventStream(request, headers, formatter)
-                await run.stream(events, stream, ctx.settings.keepalive_s)
+                await writer.stream(events, stream, ctx.settings.keepalive_s)
                 return stream.response
-            body = await run.full(events)
+            body = await writer.full(events)
     except GenerationFailed as failure:
         raise from_request_error(failure.error, ctx.retry_after_s()) from None
     return web.Response(body=body, content_type="application/json", headers=headers)
 
 
-async def _submit(ctx: AppContext, jobs: Sequence[Job], prompt_param: str, context: RequestContext) -> None:
+async def _submit(ctx: AppContext, runs: Sequence[ChoiceRun], prompt_param: str, context: RequestContext) -> None:
     """Submit every sequence or none; `context` has each immediately, as a drain may happen in between."""
     if ctx.engine is None:
         waiting = ", ".join(f"{part.name} is {part.state}" for part in ctx.not_ready()) or "it is starting"
         raise unavailable(f"the model is not ready: {waiting}; try again later", ctx.retry_after_s())
     context.handles = handles = list[RequestHandle]()
     try:
-        for job in jobs:
-            handles.append(ctx.engine.submit(replace(job.request, client_id=context.caller.share)))
-            if len(job.request.prompt) >= 4096:  # the loop gets a turn
+        for run in runs:
+            handles.append(ctx.engine.submit(replace(run.request, client_id=context.caller.share)))
+            if len(run.request.prompt) >= 4096:  # the loop gets a turn
                 await asyncio.sleep(0)
     except BaseException as error:
         for handle in handles:
@@ -231,27 +228,29 @@ async def _submit(ctx: AppContext, jobs: Sequence[Job], prompt_param: str, conte
         raise
 
 
-class _Response:
+class _ResponseWriter:
+    """Writes the response of all choices from their events, and counts their tokens."""
+
     def __init__(
         self,
-        jobs: Sequence[Job],
+        runs: Sequence[ChoiceRun],
         formatter: ResponseFormatter,
         context: RequestContext,
         metrics: Metrics,
     ) -> None:
-        self._jobs, self._formatter = jobs, formatter
+        self._runs, self._formatter = runs, formatter
         self._context = context
         self._metrics = metrics.of_model(context.model)
         self._totals = UsageTotals(compressed=formatter.prepared.compressed, sampling=formatter.options.sampling)
-        self._n_open = len(jobs)
-        self._last_token_s: list[float | None] = [None] * len(jobs)
-        self._n_tokens = [0] * len(jobs)
+        self._n_open = len(runs)
+        self._last_token_s: list[float | None] = [None] * len(runs)
+        self._n_tokens = [0] * len(runs)
         self._cut: set[int] = set()  # choices ended by a stop string or tool call; ignore their further tokens
 
     async def stream(self, events: Events, stream: EventStream, keepalive_s: float) -> None:
         """Send each delta as it comes, and a comment after each `keepalive_s` without one."""
         formatter = self._formatter
-        opened = [False] * len(self._jobs)
+        opened = [False] * len(self._runs)
         while self._n_open:
             try:
                 async with asyncio.timeout(keepalive_s):
@@ -259,7 +258,7 @@ class _Response:
             except TimeoutError:
                 await stream.comment()
                 continue
-            deltas = self._read(index, event)
+            deltas = self._deltas(index, event)
             wire = [] if opened[index] else [*formatter.start(index)]
             opened[index] = True
             for delta in deltas:
@@ -270,11 +269,11 @@ class _Response:
 
     async def full(self, events: Events) -> bytes:
         """Gather all deltas; return the body."""
-        choices: list[list[ChoiceDelta]] = [[] for _ in self._jobs]
+        choices: list[list[ChoiceDelta]] = [[] for _ in self._runs]
         while self._n_open:
             index, event = await events.get()
-            choices[index] += self._read(index, event)
-        n_scored = sum(len(job.request.prompt) for job in self._jobs if job.request.score_prompt)
+            choices[index] += self._deltas(index, event)
+        n_scored = sum(len(run.request.prompt) for run in self._runs if run.request.score_prompt)
         n_scores = 1 + self._formatter.options.sampling.n_top_logprobs
         if (sum(map(len, choices)) + n_scored) * (1 + n_scores) <= _INLINE_RECORDS:
             return self._encoded(choices)
@@ -283,23 +282,23 @@ class _Response:
     def _encoded(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         return msgspec.json.encode(self._formatter.full(choices, self._totals))
 
-    def _read(self, index: int, event: TokenEvent | FinishedEvent) -> list[ChoiceDelta]:
-        job, context = self._jobs[index], self._context
+    def _deltas(self, index: int, event: TokenEvent | FinishedEvent) -> list[ChoiceDelta]:
+        run, context = self._runs[index], self._context
         if isinstance(event, TokenEvent):
             if index in self._cut:
                 return []
             self._note_token(index, drafted=event.drafted)
-            deltas = job.processor.token(event)
-            if job.processor.ended:
+            deltas = run.processor.token(event)
+            if run.processor.ended:
                 self._cut.add(index)
                 context.handles[index].cancel()
             return deltas
         context.queue_s = event.timings.queue_s
         self._metrics.queue.observe(event.timings.queue_s)
-        if self._last_token_s[index] is None and job.new_prompt:
+        if self._last_token_s[index] is None and run.new_prompt:
             context.prompt_tokens += event.usage.prompt_tokens
-        deltas, usage = job.processor.finish(event)
-        self._totals.add(usage, new_prompt=job.new_prompt)
+        deltas, usage = run.processor.finish(event)
+        self._totals.add(usage, new_prompt=run.new_prompt)
         context.cached_tokens = self._totals.cached
         context.accepted_tokens, context.rejected_tokens = self._totals.accepted, self._totals.rejected
         context.generated_tokens += usage.generated - self._n_tokens[index]  # the id that ended it, if any
@@ -312,8 +311,8 @@ class _Response:
         if last is not None:
             self._metrics.inter_token.observe(now - last)
         else:
-            if self._jobs[index].new_prompt:
-                self._context.prompt_tokens += len(self._jobs[index].request.prompt)
+            if self._runs[index].new_prompt:
+                self._context.prompt_tokens += len(self._runs[index].request.prompt)
             if self._context.first_token_s is None:
                 self._context.first_token_s = now - self._context.started_s
                 self._metrics.time_to_first_token.observe(self._context.first_token_s)

@@ -26,12 +26,12 @@ from lucevisor.api.app_state import (
     APP_CONTEXT,
     METRICS,
     MODELS,
-    START_TURNS,
+    START_LIMIT,
     attach,
     context_of,
     has_context,
     request_id_of,
-    take_turn,
+    yield_to_loop,
 )
 from lucevisor.api.connections import HttpConnection
 from lucevisor.api.errors import CLIENT_CLOSED, ApiError, internal_error, unavailable
@@ -54,7 +54,7 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
     connection = request.protocol
     if isinstance(connection, HttpConnection):
         connection.on_request_start()
-    await take_turn(request.app[START_TURNS])
+    await yield_to_loop(request.app[START_LIMIT])
     context = RequestContext(
         request_id_of(request),
         time.monotonic(),
@@ -82,9 +82,19 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
 
 
 async def _serve(request: web.Request, context: RequestContext, handler: Handler) -> tuple[int, web.StreamResponse]:
-    """Return the status to record and the response; for a stream that failed, the status is the error's."""
+    """Check access and handle a request; return the status to record and the response.
+
+    For a stream that failed, the status is the error's.
+    """
     try:
-        response = await _admitted(request, handler)
+        ctx = request.app[APP_CONTEXT]
+        if is_preflight(request) and (answer := preflight(request, ctx.settings)) is not None:
+            return answer.status, answer
+        context.caller = check_access(request, ctx.settings, ctx.keys, ctx.admin_keys)
+        if request.app[ACTIVE].draining and request.path not in _QUIET:
+            raise unavailable("the server is shutting down", ctx.settings.retry_after_s, "shutting_down")
+        check_content_encoding(request)
+        response = await handler(request)
         return response.status, response
     except ClientGone as gone:
         context.fields["dropped"] = str(gone)
@@ -102,17 +112,6 @@ async def _serve(request: web.Request, context: RequestContext, handler: Handler
         failure = internal_error(context.request_id)
     context.fields["error"] = failure.message
     return await _fail(request, context, failure)
-
-
-async def _admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
-    ctx = request.app[APP_CONTEXT]
-    if is_preflight(request) and (answer := preflight(request, ctx.settings)) is not None:
-        return answer
-    context_of(request).caller = check_access(request, ctx.settings, ctx.keys, ctx.admin_keys)
-    if request.app[ACTIVE].draining and request.path not in _QUIET:
-        raise unavailable("the server is shutting down", ctx.settings.retry_after_s, "shutting_down")
-    check_content_encoding(request)
-    return await handler(request)
 
 
 async def _fail(request: web.Request, context: RequestContext, failure: ApiError) -> tuple[int, web.StreamResponse]:

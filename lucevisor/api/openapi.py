@@ -15,12 +15,12 @@ from aiohttp import web
 from lucevisor import __version__
 from lucevisor.api import info
 from lucevisor.api.access import ADMIN_PATHS, OLLAMA_PATHS
-from lucevisor.api.app_context import Reader
+from lucevisor.api.app_context import BodyParser
 from lucevisor.api.dialects import anthropic, llamacpp, ollama
 from lucevisor.api.dialects import openai_responses as responses
-from lucevisor.api.dialects.openai_chat import ChatBody, ChatFormatter, read_apply_template, read_chat
-from lucevisor.api.dialects.openai_completions import CompletionBody, CompletionFormatter, read_completion
-from lucevisor.api.generation import ResponseFormatter, answer
+from lucevisor.api.dialects.openai_chat import ChatBody, ChatFormatter, parse_apply_template, parse_chat
+from lucevisor.api.dialects.openai_completions import CompletionBody, CompletionFormatter, parse_completion
+from lucevisor.api.generation import ResponseFormatter, handle_generation
 from lucevisor.api.sse import CONTENT_TYPES
 
 
@@ -41,11 +41,16 @@ def _route(method: str, path: str, handler: Any, body: type[msgspec.Struct] | No
 
 
 def _answers(
-    path: str, reader: Reader, body: type[msgspec.Struct], formatter: type[ResponseFormatter] | None = None
+    path: str,
+    parser: BodyParser,
+    body: type[msgspec.Struct],
+    formatter: type[ResponseFormatter] | None = None,
+    summary: str = "",
 ) -> Route:
-    """Return the route of a request that the model answers, or a reader alone."""
-    handler = functools.partial(answer, reader=reader, formatter=formatter)
-    return Route("POST", path, handler, _summary(reader), body, CONTENT_TYPES[formatter.style] if formatter else "")
+    """Return the route of a request that the model answers, or, without a formatter and a summary, its parser alone."""
+    handler = functools.partial(handle_generation, parser=parser, make_formatter=formatter)
+    style = CONTENT_TYPES[formatter.style] if formatter else ""
+    return Route("POST", path, handler, summary or _summary(parser), body, style)
 
 
 def _summary(function: Any) -> str:
@@ -58,34 +63,68 @@ async def openapi(_: web.Request) -> web.Response:
 
 
 _EVENTS: Final = CONTENT_TYPES["data"]
-_COMPLETION: Final = (llamacpp.read_llama_completion, llamacpp.LlamaCompletionBody, llamacpp.LlamaCppFormatter)
+_CHAT: Final = (parse_chat, ChatBody, ChatFormatter, "Create a chat completion.")
+_COMPLETION: Final = (
+    llamacpp.parse_llama_completion, llamacpp.LlamaCompletionBody, llamacpp.LlamaCppFormatter,
+    "Continue a prompt, as llama.cpp's server does.",
+)  # fmt: skip
 ROUTES: Final = (
-    _answers("/v1/chat/completions", read_chat, ChatBody, ChatFormatter),
-    _answers("/v1/completions", read_completion, CompletionBody, CompletionFormatter),
-    _answers("/v1/messages", anthropic.read_messages, anthropic.MessagesBody, anthropic.MessageFormatter),
-    _answers("/v1/messages/count_tokens", anthropic.read_count_tokens, anthropic.CountTokensBody),
+    _answers("/v1/chat/completions", *_CHAT),
+    _answers(
+        "/v1/completions",
+        parse_completion,
+        CompletionBody,
+        CompletionFormatter,
+        "Create a completion of a text or of token ids.",
+    ),
+    _answers(
+        "/v1/messages",
+        anthropic.parse_messages,
+        anthropic.MessagesBody,
+        anthropic.MessageFormatter,
+        "Create a message, as Anthropic's API does.",
+    ),
+    _answers("/v1/messages/count_tokens", anthropic.parse_count_tokens, anthropic.CountTokensBody),
     _route("POST", "/v1/responses", responses.create_response, responses.ResponsesBody, _EVENTS),
     _route("POST", "/v1/responses/input_tokens", responses.count_input_tokens, responses.ResponsesBody),
     _route("GET", "/v1/responses/{id}", responses.get_response),
     _route("DELETE", "/v1/responses/{id}", responses.delete_response),
     _route("GET", "/v1/models", info.models),
     _route("GET", "/v1/models/{id:.+}", info.model),
-    _answers("/api/chat", ollama.read_ollama_chat, ollama.OllamaChatBody, ollama.OllamaFormatter),
-    _answers("/api/generate", ollama.read_ollama_generate, ollama.OllamaGenerateBody, ollama.OllamaGenerateFormatter),
+    _answers(
+        "/api/chat",
+        ollama.parse_ollama_chat,
+        ollama.OllamaChatBody,
+        ollama.OllamaFormatter,
+        "Continue a chat, as Ollama's API does.",
+    ),
+    _answers(
+        "/api/generate",
+        ollama.parse_ollama_generate,
+        ollama.OllamaGenerateBody,
+        ollama.OllamaGenerateFormatter,
+        "Continue a prompt, as Ollama's API does.",
+    ),
     _route("POST", "/api/show", ollama.show_model, ollama.ShowBody),
     _route("GET", "/api/tags", ollama.tags),
     _route("GET", "/api/ps", ollama.running),
     _route("GET", "/api/version", ollama.version),
-    _answers("/chat/completions", read_chat, ChatBody, ChatFormatter),  # llama.cpp has these without /v1, too
+    _answers("/chat/completions", *_CHAT),  # llama.cpp has these without /v1, too
     _route("POST", "/responses", responses.create_response, responses.ResponsesBody, _EVENTS),
     _route("GET", "/models", info.models),
     _route("GET", "/v1/health", info.health),
     _answers("/completion", *_COMPLETION),
     _answers("/completions", *_COMPLETION),
-    _answers("/infill", llamacpp.read_infill, llamacpp.InfillBody, llamacpp.InfillFormatter),
-    _answers("/apply-template", read_apply_template, ChatBody),
-    _answers("/tokenize", llamacpp.read_tokenize, llamacpp.TokenizeBody),
-    _answers("/detokenize", llamacpp.read_detokenize, llamacpp.DetokenizeBody),
+    _answers(
+        "/infill",
+        llamacpp.parse_infill,
+        llamacpp.InfillBody,
+        llamacpp.InfillFormatter,
+        "Fill a gap in a text, as llama.cpp's server does.",
+    ),
+    _answers("/apply-template", parse_apply_template, ChatBody),
+    _answers("/tokenize", llamacpp.parse_tokenize, llamacpp.TokenizeBody),
+    _answers("/detokenize", llamacpp.parse_detokenize, llamacpp.DetokenizeBody),
     _route("GET", "/props", info.props),
     _route("GET", "/slots", info.slots),
     _route("GET", "/health", info.health),

@@ -23,7 +23,7 @@ from typing import Any, Final
 import psutil
 import structlog
 
-from lucevisor.api.app_context import ApiSettings, AppContext, ReadBody, Reader, ServedModels
+from lucevisor.api.app_context import ApiSettings, AppContext, BodyParser, ParsedBody, ServedModels
 from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.schemas import decode_object
@@ -59,7 +59,7 @@ class Preprocessor:
         """Start a worker in the background, so that the first body does not wait for it."""
         self._begin(self._warm_up(models))
 
-    async def read(self, reader: Reader, body: Sequence[bytes], models: ServedModels) -> ReadBody:
+    async def parse(self, parser: BodyParser, body: Sequence[bytes], models: ServedModels) -> ParsedBody:
         """Return the request prepared from a body, or the response to it, and the model that it names; raises
         ApiError."""
         worker = self._short if sum(map(len, body)) <= SHORT_BYTES else self._long
@@ -76,7 +76,7 @@ class Preprocessor:
         finally:
             worker.n_waiting -= 1
         # If the client disconnects, let the worker finish: restarting it costs more.
-        return await asyncio.shield(self._begin(self._read(worker, reader, body, models)))
+        return await asyncio.shield(self._begin(self._parse_with_retry(worker, parser, body, models)))
 
     async def close(self) -> None:
         self._closed = True
@@ -100,15 +100,17 @@ class Preprocessor:
                 if not self._closed:  # else `close` stopped it
                     log.error("preprocessing worker failed to start", reason=str(error))
 
-    async def _read(self, worker: _Worker, reader: Reader, body: Sequence[bytes], models: ServedModels) -> ReadBody:
-        """Read a body, a second time if the worker is lost.  Releases the worker's lock."""
+    async def _parse_with_retry(
+        self, worker: _Worker, parser: BodyParser, body: Sequence[bytes], models: ServedModels
+    ) -> ParsedBody:
+        """Parse a body, a second time if the worker is lost.  Releases the worker's lock."""
         settings, how = models.first.settings, ""
         try:
             for _ in range(2):
                 self._check_open(settings)
                 try:
                     await worker.start(self._setup(models))
-                    return await worker.run(reader, body, [ctx.max_prompt for ctx in models], settings)
+                    return await worker.run(parser, body, [ctx.max_prompt for ctx in models], settings)
                 except WorkerLost as lost:
                     if self._closed:
                         continue
@@ -159,9 +161,9 @@ class _Worker:
             raise WorkerLost(_ending(exit_code))
 
     async def run(
-        self, reader: Reader, body: Sequence[bytes], max_contexts: Sequence[int], settings: ApiSettings
-    ) -> ReadBody:
-        result = await self._ask((reader, list(body), max_contexts, settings.preprocess_timeout_s))
+        self, parser: BodyParser, body: Sequence[bytes], max_contexts: Sequence[int], settings: ApiSettings
+    ) -> ParsedBody:
+        result = await self._ask((parser, list(body), max_contexts, settings.preprocess_timeout_s))
         if isinstance(result, Exception):
             raise result
         if isinstance(result, tuple):
@@ -222,7 +224,7 @@ def _main(connection: Connection, server_pid: int) -> None:
         except EOFError:
             return
         try:
-            answer = _read(*request)
+            answer = _parse_in_worker(*request)
         except Exception as error:
             answer = ForkingPickler.dumps(error)
         connection.send_bytes(answer)
@@ -256,7 +258,7 @@ def _set_up(models: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _read(reader: Reader, body: list[bytes], max_contexts: Sequence[int], cpu_s: float) -> memoryview:
+def _parse_in_worker(parser: BodyParser, body: list[bytes], max_contexts: Sequence[int], cpu_s: float) -> memoryview:
     """Prepare a request, and pickle it.  Ends the process with SIGPROF after `cpu_s` of CPU time."""
     for ctx, max_context in zip(_models, max_contexts, strict=True):
         ctx.max_context = max_context
@@ -265,7 +267,7 @@ def _read(reader: Reader, body: list[bytes], max_contexts: Sequence[int], cpu_s:
     try:
         fields = decode_object(b"".join(body))
         ctx = _models.of_body(fields)
-        result = reader(fields, ctx)
+        result = parser(fields, ctx)
         if isinstance(result, PreparedRequest):
             result = replace(result, prompts=[TokenBuffer.of(prompt) for prompt in result.prompts])
         return ForkingPickler.dumps((result, ctx.model.name))

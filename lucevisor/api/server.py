@@ -20,7 +20,7 @@ from lucevisor.api.app_state import (
     METRICS,
     MODELS,
     RESPONSE_STORE,
-    START_TURNS,
+    START_LIMIT,
     ActiveRequests,
     BufferedBodies,
 )
@@ -111,7 +111,7 @@ def create_app(*contexts: AppContext) -> web.Application:
     app[ACTIVE] = ActiveRequests()
     app[BUFFERED_BODIES] = BufferedBodies()
     app[RESPONSE_STORE] = ResponseStore(ctx.settings.stored_responses, ctx.settings.stored_bytes)
-    app[START_TURNS] = asyncio.Semaphore(16)
+    app[START_LIMIT] = asyncio.Semaphore(16)
     app.on_response_prepare.append(set_headers)
     app.on_shutdown.append(_close_preprocessor)
     for route in ROUTES:

@@ -256,9 +256,8 @@ def cache_lines(c: dict[str, Any]) -> list[str]:
         if n_tokens := sum(c["tokens"].values()):
             lines.append(f"  {n_tokens} tokens not computed")
     if c["host_max_bytes"]:
-        lines.append(
-            f"  in host memory {c['host_slots']}, {format_bytes(c['host_bytes'])} of {format_bytes(c['host_max_bytes'])}"
-        )
+        memory = f"{format_bytes(c['host_bytes'])} of {format_bytes(c['host_max_bytes'])}"
+        lines.append(f"  in host memory {c['host_slots']}, {memory}")
     if c["dir"]:
         failed = "".join(f", {n} {reason}" for reason, n in c["failures"].items())
         disk = f"{format_bytes(c['snapshot_bytes'])} of {format_bytes(c['disk_max_bytes'])}"

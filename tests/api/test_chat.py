@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lucevisor.api.app_context import SamplingDefaults
-from lucevisor.api.dialects.openai_chat import read_chat
+from lucevisor.api.dialects.openai_chat import parse_chat
 from lucevisor.api.parameters import budget_of
 from lucevisor.text.template import ChatTemplate
 from tests.api.scripted_model import MODEL, OPENAI_SAMPLING, Rig, dice, ids_of, say, tokenizer
@@ -375,7 +375,7 @@ class TestThinking:
         status, answer = await client.chat(enable_thinking=False)
         assert (status, answer["error"]["param"]) == (400, "enable_thinking")
         assert (await client.chat(reasoning_effort="none"))[0] == 200
-        options = read_chat({"messages": MESSAGES, "reasoning_effort": "none"}, client.rig.context).options
+        options = parse_chat({"messages": MESSAGES, "reasoning_effort": "none"}, client.rig.context).options
         assert options.max_thinking_tokens == 0  # no tokens for it: its end is forced
 
     @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ class TestThinking:
         client = await start(Rig(template=template))
         body = {"messages": MESSAGES, "reasoning_effort": effort}
         if effort == "minimal":
-            assert read_chat(body, client.rig.context).options.max_thinking_tokens == budget
+            assert parse_chat(body, client.rig.context).options.max_thinking_tokens == budget
         assert budget_of(effort, client.rig.context) == budget
         assert budget_of("low", replace(client.rig.context, efforts={"low": 99})) == 99  # of a model card
 

@@ -21,9 +21,9 @@ import pytest
 from lucevisor.api.app_context import ApiSettings, ServedModels
 from lucevisor.api.app_state import BUFFERED_BODIES
 from lucevisor.api.bodies import INLINE_BYTES
-from lucevisor.api.dialects.llamacpp import read_detokenize, read_tokenize
-from lucevisor.api.dialects.openai_chat import read_apply_template, read_chat
-from lucevisor.api.dialects.openai_completions import read_completion
+from lucevisor.api.dialects.llamacpp import parse_detokenize, parse_tokenize
+from lucevisor.api.dialects.openai_chat import parse_apply_template, parse_chat
+from lucevisor.api.dialects.openai_completions import parse_completion
 from lucevisor.api.errors import ApiError
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.preprocessing import SHORT_BYTES, Preprocessor
@@ -31,12 +31,12 @@ from lucevisor.api.schemas import decode_object
 from tests.api.scripted_model import Rig, metadata
 from tests.waiting import until
 
-READERS = {
-    "chat": read_chat,
-    "completion": read_completion,
-    "apply_template": read_apply_template,
-    "tokenize": read_tokenize,
-    "detokenize": read_detokenize,
+PARSERS = {
+    "chat": parse_chat,
+    "completion": parse_completion,
+    "apply_template": parse_apply_template,
+    "tokenize": parse_tokenize,
+    "detokenize": parse_detokenize,
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 LARGE_NUMBERS = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 10**30, "default": -(10**400)}}}
@@ -108,14 +108,14 @@ async def preprocessor():
 async def test_a_process_reads_as_the_server_does(preprocessor):
     context = Rig(attach=False).context
     for name, fields in BODIES:
-        reader = READERS[name]
+        parser = PARSERS[name]
         body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
         try:
-            here = reader(decode_object(body), context)
+            here = parser(decode_object(body), context)
         except ApiError as error:
             here = error
         try:
-            there, model = await preprocessor.read(reader, [body[:7], body[7:], b" " * 5000], ServedModels([context]))
+            there, model = await preprocessor.parse(parser, [body[:7], body[7:], b" " * 5000], ServedModels([context]))
             assert model == context.model.name
         except ApiError as error:
             there = error
@@ -133,7 +133,7 @@ async def test_a_schema_that_is_nested_too_deep_to_be_sent_back_is_refused(prepr
     context = Rig(attach=False).context
     context.max_context = 4096
     with pytest.raises(ApiError, match="nested too deep") as refused:
-        await preprocessor.read(READERS["chat"], [json.dumps(body).encode()], ServedModels([context]))
+        await preprocessor.parse(PARSERS["chat"], [json.dumps(body).encode()], ServedModels([context]))
     assert refused.value.status == 400
 
 

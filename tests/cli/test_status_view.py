@@ -49,7 +49,8 @@ def status(**more):
         "prompts": {"compressed": 99_999, "failed": 9}, "tokens": 10**9, "kept": 10**8, "seconds": 12_345.6,
     }  # fmt: skip
     cache = {
-        "max_slots": 32, "prefix_slots": 31, "used_bytes": 1 << 29, "max_bytes": 1 << 30, "prompts": 99_999, "hits": 88_888,
+        "max_slots": 32, "prefix_slots": 31, "used_bytes": 1 << 29, "max_bytes": 1 << 30,
+        "prompts": 99_999, "hits": 88_888,
         "tokens": {"device": 1_000_000, "host": 7, "disk": 5}, "host_slots": 99_999, "host_bytes": 1 << 38,
         "host_max_bytes": 1 << 39, "dir": "/var/cache/lucevisor", "disk_max_bytes": 20 << 30, "snapshots": 12,
         "snapshot_bytes": 1 << 33, "saved": 1, "restored": 2, "failures": {},

@@ -163,8 +163,8 @@ _Block = tuple[str, dict[str, Any]]
 """A content block and its path in the body."""
 
 
-def read_messages(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
-    """Create a message, as Anthropic's API does."""
+def parse_messages(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+    """Parse the body of a message request of Anthropic's API."""
     with _field_names():
         body = to_record(MessagesBody, fields, RULES)
         chat = _translated(body, ctx)
@@ -175,7 +175,7 @@ def read_messages(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
     )
 
 
-def read_count_tokens(fields: dict[str, Any], ctx: AppContext) -> bytes:
+def parse_count_tokens(fields: dict[str, Any], ctx: AppContext) -> bytes:
     """Count the tokens of a prompt."""
     with _field_names():
         chat = _translated(to_record(CountTokensBody, fields, RULES), ctx)

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from lucevisor.api.app_context import AppContext
-from lucevisor.api.dialects.openai_completions import CompletionBody, infill_ids, read_completion
+from lucevisor.api.dialects.openai_completions import CompletionBody, infill_ids, parse_completion
 from lucevisor.api.errors import bad_parameter
 from lucevisor.api.generation import ResponseFormatter
 from lucevisor.api.output import ChoiceDelta, FinishReason, TokenRecord, UsageTotals, token_score, token_text
@@ -73,13 +73,13 @@ class InfillBody(CompletionBody, kw_only=True):
     return_tokens: Flag = None
 
 
-def read_llama_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
-    """Continue a prompt, as llama.cpp's server does."""
+def parse_llama_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+    """Parse the body of llama.cpp's /completion."""
     return _read(LlamaCompletionBody, fields, ctx)
 
 
-def read_infill(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
-    """Fill a gap in a text, as llama.cpp's server does."""
+def parse_infill(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+    """Parse the body of llama.cpp's /infill."""
     return _read(InfillBody, fields, ctx)
 
 
@@ -96,7 +96,7 @@ def _read(
         prompt = _prompt(body.prompt, ctx)
     own = {RULES.aliases.get(name, name): value for name, value in fields.items()}
     kept = {name: value for name, value in own.items() if name in _OWN}
-    prepared = read_completion({**kept, "prompt": prompt, "return_token_ids": body.return_tokens}, ctx)
+    prepared = parse_completion({**kept, "prompt": prompt, "return_token_ids": body.return_tokens}, ctx)
     return prepared.with_options(ignored=ignored(kind, fields, RULES))
 
 
@@ -126,7 +126,7 @@ def _ids(prompt: object, where: str, ctx: AppContext) -> list[int]:
     return ids
 
 
-def read_tokenize(fields: dict[str, Any], ctx: AppContext) -> bytes:
+def parse_tokenize(fields: dict[str, Any], ctx: AppContext) -> bytes:
     """Convert a text to token ids."""
     body = to_record(TokenizeBody, fields)
     check_model(body.model, ctx)
@@ -148,7 +148,7 @@ def read_tokenize(fields: dict[str, Any], ctx: AppContext) -> bytes:
     return _bounded({"tokens": tokens, "count": len(ids)}, param)
 
 
-def read_detokenize(fields: dict[str, Any], ctx: AppContext) -> bytes:
+def parse_detokenize(fields: dict[str, Any], ctx: AppContext) -> bytes:
     """Convert token ids to text, control tokens included."""
     body = to_record(DetokenizeBody, fields)
     check_model(body.model, ctx)

@@ -15,9 +15,9 @@ from aiohttp import web
 from lucevisor import __version__
 from lucevisor.api.app_context import AppContext, ModelCard
 from lucevisor.api.app_state import MODELS, model_of
-from lucevisor.api.bodies import json_response, prepare
+from lucevisor.api.bodies import json_response, prepare_request
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder
-from lucevisor.api.dialects.openai_completions import infill_ids, read_completion
+from lucevisor.api.dialects.openai_completions import infill_ids, parse_completion
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.generation import ResponseFormatter
 from lucevisor.api.info import abilities, page
@@ -110,8 +110,8 @@ class OllamaMessage(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-def read_ollama_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | bytes:
-    """Continue a chat, as Ollama's API does."""
+def parse_ollama_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | bytes:
+    """Parse the body of Ollama's /api/chat."""
     body = to_record(OllamaChatBody, fields, RULES)
     check_model(body.model, ctx)
     if not body.messages:
@@ -126,8 +126,8 @@ def read_ollama_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest
     return _with_ignored(chat.read(ctx, _NAMES), OllamaChatBody, fields, body)
 
 
-def read_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | bytes:
-    """Continue a prompt, as Ollama's API does."""
+def parse_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | bytes:
+    """Parse the body of Ollama's /api/generate."""
     body = to_record(OllamaGenerateBody, fields, RULES)
     check_model(body.model, ctx)
     if not body.prompt:
@@ -147,7 +147,7 @@ def read_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedReq
     return _with_ignored(prepared, OllamaGenerateBody, fields, body)
 
 
-def read_show(fields: dict[str, Any], ctx: AppContext) -> bytes:
+def parse_show(fields: dict[str, Any], ctx: AppContext) -> bytes:
     """Check a body of /api/show; the response does not depend on it."""
     body = to_record(ShowBody, fields, RULES)
     check_model(body.model or body.name, ctx)
@@ -175,7 +175,7 @@ def _read_raw(body: OllamaGenerateBody, ctx: AppContext) -> PreparedRequest:
         fields.pop(name, None)
     prompt = infill_ids(body.prompt or "", body.suffix, (), "suffix", ctx) if body.suffix else body.prompt
     try:
-        return read_completion({**fields, "prompt": prompt, "logprobs": logprobs}, ctx)
+        return parse_completion({**fields, "prompt": prompt, "logprobs": logprobs}, ctx)
     except ApiError as error:
         raise error.renamed(_NAMES.get(error.param or "", error.param or "")) from None
 
@@ -376,7 +376,7 @@ async def running(request: web.Request) -> web.Response:
 
 async def show_model(request: web.Request) -> web.StreamResponse:
     """Describe the served model, as Ollama's API does."""
-    await prepare(request, read_show)
+    await prepare_request(request, parse_show)
     ctx = model_of(request)
     card, template = ctx.model, ctx.template
     able = abilities(ctx)

@@ -302,8 +302,8 @@ def _allowed_names(allowed: list[dict[str, Any]], names: list[str]) -> set[str]:
     return found
 
 
-def read_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
-    """Create a chat completion."""
+def parse_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+    """Parse the body of a chat completion."""
     body = _read_body(fields, ctx)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_parameter("top_logprobs", "is given without logprobs; send logprobs: true as well")
@@ -339,7 +339,7 @@ def read_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
     return PreparedRequest(options, [tuple(encoded.ids)])
 
 
-def read_apply_template(fields: dict[str, Any], ctx: AppContext) -> bytes:
+def parse_apply_template(fields: dict[str, Any], ctx: AppContext) -> bytes:
     """Return the prompt of a chat request as text."""
     prompt = _prompt_only(fields, ctx)
     check_length(prompt.text, "messages", ctx)
@@ -518,7 +518,7 @@ class ChatRequestBuilder:
 
     def read(self, ctx: AppContext, names: Mapping[str, str]) -> PreparedRequest:
         """Prepare the request; `names`: where chat parameters come from.  Raises ApiError with the field's own name."""
-        return self._read(read_chat, ctx, names)
+        return self._read(parse_chat, ctx, names)
 
     def count(self, ctx: AppContext, names: Mapping[str, str]) -> int:
         """Return how many tokens the prompt has, also beyond the context; otherwise as `read`."""

@@ -59,8 +59,8 @@ class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
 RULES: Final = replace(OPENAI, aliases={**OPENAI.aliases, "prompt_token_ids": "prompt"})
 
 
-def read_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
-    """Create a completion of a text or of token ids."""
+def parse_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+    """Parse the body of a completion of a text or of token ids."""
     body = to_record(CompletionBody, fields, RULES)
     check_common(body, ctx)
     n_logprobs = body.logprobs or None if isinstance(body.logprobs, bool) else body.logprobs

@@ -18,7 +18,7 @@ from lucevisor.api.app_state import RESPONSE_STORE, context_of
 from lucevisor.api.bodies import json_response
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, CustomTool, custom_function
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import ResponseFormatter, answer
+from lucevisor.api.generation import ResponseFormatter, handle_generation
 from lucevisor.api.output import ChoiceDelta, TokenRecord, UsageTotals, chat_logprobs
 from lucevisor.api.prepared import CUSTOM_INPUT, STORED_RESPONSES, PreparedRequest, ResponseOptions, custom_input
 from lucevisor.api.response_store import StoredResponse, with_stored
@@ -303,8 +303,8 @@ _ENCRYPTED: Final = "reasoning.encrypted_content"
 _LOGPROBS: Final = "message.output_text.logprobs"
 
 
-def read_response(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
-    """Create a response, as OpenAI's Responses API does."""
+def parse_response(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+    """Parse the body of a request of OpenAI's Responses API."""
     body, chat, own = _translated(fields, ctx)
     prepared = chat.read(ctx, _CHAT_NAMES)
     tools, reasoning = body.tools or [], body.reasoning or Reasoning()
@@ -326,7 +326,7 @@ def read_response(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
     return prepared.with_options(ignored=ignored(ResponsesBody, fields, RULES, chat.unused), response=response)
 
 
-def read_input_tokens(fields: dict[str, Any], ctx: AppContext) -> bytes:
+def parse_input_tokens(fields: dict[str, Any], ctx: AppContext) -> bytes:
     """Return how many tokens the prompt of a response has, also beyond the context."""
     _, chat, _ = _translated(fields, ctx)
     return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": chat.count(ctx, _CHAT_NAMES)})
@@ -745,7 +745,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
             raise previous_not_stored(previous)
         return ResponsesFormatter(prepared, ctx, keep)
 
-    return await answer(request, read_response, formatter, partial(_add_stored, request, named))
+    return await handle_generation(request, parse_response, formatter, partial(_add_stored, request, named))
 
 
 async def _add_stored(request: web.Request, named: dict[str, StoredResponse], body: list[bytes]) -> int:
@@ -756,7 +756,7 @@ async def _add_stored(request: web.Request, named: dict[str, StoredResponse], bo
 
 async def count_input_tokens(request: web.Request) -> web.StreamResponse:
     """Count the tokens of a response's prompt."""
-    return await answer(request, read_input_tokens, add_to_body=partial(_add_stored, request, {}))
+    return await handle_generation(request, parse_input_tokens, add_to_body=partial(_add_stored, request, {}))
 
 
 async def get_response(request: web.Request) -> web.Response:
