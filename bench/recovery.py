@@ -158,7 +158,7 @@ async def kill(service, group):
         "load_s": one.loads[0].seconds,
         "replayed": one.loads[0].replayed,
         "rebuilt_tokens": now.n_rebuilt - before.n_rebuilt,
-        "recomputed_tokens": now.n_tokens - before.n_tokens,
+        "recomputed_tokens": now.n_recomputed - before.n_recomputed,
     }
 
 
@@ -191,7 +191,7 @@ async def move(service, path, prompts):
             "pause_s": now.pauses[name].seconds - before.pauses[name].seconds,
             "command_s": seconds,
             "kept_tokens": now.n_kept - before.n_kept,
-            "recomputed_tokens": now.n_tokens + now.n_rebuilt - before.n_tokens - before.n_rebuilt,
+            "recomputed_tokens": now.n_recomputed + now.n_rebuilt - before.n_recomputed - before.n_rebuilt,
             "streams": len(prompts), "still running": n_left, "same tokens": same,
         }  # fmt: skip
         print(name, {key: round(value, 3) for key, value in found[name].items()}, flush=True)

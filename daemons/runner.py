@@ -32,7 +32,7 @@ from daemons.relevance.stage import ScoreStage
 from daemons.sampling import Sampler, rows_to_sample
 from daemons.snapshots.state_map import DraftPools, StateMap
 from daemons.step_output import Payload, StepOutput
-from daemons.token_ring import RunAheadStep, TokenRing, without_tokens
+from daemons.token_ring import RunAheadStep, TokenRing, zero_placeholders
 from daemons.warmup import warm_up_all
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import GgufFiles
@@ -251,12 +251,14 @@ class ModelRunner:
             inputs, drafts = self._draft_inputs, None
             if inputs is not None:
                 step, drafts = inputs.with_drafts(step)
-            step, tokens = self._sampler.known(step)  # none of one that verifies: drafts are made behind known tokens
+            step, tokens = self._sampler.fill_placeholders(
+                step
+            )  # none of one that verifies: drafts are made behind known tokens
             return step, drafts or tokens, None
         if not step.waits_for_tokens:
             return step, None, None
         following = RunAheadStep(self._ring, step, await_tokens) if plan.embedding else None
-        return without_tokens(step) if following is None else following.step, None, following
+        return zero_placeholders(step) if following is None else following.step, None, following
 
     def publish_tokens(self, output: StepOutput, *, drafts: bool = False) -> StepOutput:
         """Publish drafts, or tokens already sent to the supervisor, to a first stage in another daemon."""
@@ -297,7 +299,7 @@ class ModelRunner:
         queued()
         if self._draft_inputs is None or self._sampler is None:
             return None
-        slices = self._sampler.with_known_tokens(self._draft_inputs.with_known_drafts(asked.slices))
+        slices = self._sampler.refill_placeholders(self._draft_inputs.refill_draft_placeholders(asked.slices))
         self._draft_inputs.store_slices(asked, slices)
         return slices
 

@@ -294,7 +294,7 @@ class Sampler:
         found, self._invalid = self._invalid, []
         return found
 
-    def known(self, step: Step) -> tuple[Step, PlaceholderFill | None]:
+    def fill_placeholders(self, step: Step) -> tuple[Step, PlaceholderFill | None]:
         """Return a step with tokens in place of placeholders (``PENDING``); 0 where only the device has them, which the
         second result copies there.  Raises StateError where none was sampled.
         """
@@ -315,7 +315,7 @@ class Sampler:
         fill = PlaceholderFill.of(async_tokens.tokens, places) if async_tokens is not None and places else None
         return replace(step, slices=slices), fill
 
-    def with_known_tokens(self, slices: Sequence[Slice]) -> list[Slice]:
+    def refill_placeholders(self, slices: Sequence[Slice]) -> list[Slice]:
         """Return slices with the newest tokens in place of placeholders, once the previous step is finished."""
         return [replace(s, tokens=[self._last[s.sequence]]) if s.tokens == [PENDING] else s for s in slices]
 

@@ -80,12 +80,12 @@ class TokenRing:
         return self._regions[self._region(step_id)]
 
 
-def without_tokens(step: Step) -> Step:
+def zero_placeholders(step: Step) -> Step:
     """Return a step with 0 for its pending tokens and drafts, which only the embedding stage reads."""
-    return replace(step, slices=[_without_tokens(s) for s in step.slices])
+    return replace(step, slices=[_zero_placeholders(s) for s in step.slices])
 
 
-def _without_tokens(s: Slice) -> Slice:
+def _zero_placeholders(s: Slice) -> Slice:
     if s.tokens == [PENDING]:
         return replace(s, tokens=[0])
     return replace(s, tokens=[*s.tokens[: s.n_context], *[0] * s.n_drafts]) if s.drafts_pend else s
@@ -114,7 +114,7 @@ class RunAheadStep:
             elif piece.drafts_pend:
                 self._rows[piece.sequence] = row + piece.n_context, piece.n_drafts
             row += len(piece.tokens)
-        self.step = without_tokens(step)
+        self.step = zero_placeholders(step)
 
     def _wait(self) -> dict[int, list[int]]:
         if not self._found:

@@ -202,7 +202,7 @@ class DraftInputs:
         fill = PlaceholderFill.of(drafts.tokens.reshape(-1), places) if drafts is not None and places else None
         return replace(step, slices=filled), fill
 
-    def with_known_drafts(self, slices: Sequence[Slice]) -> list[Slice]:
+    def refill_draft_placeholders(self, slices: Sequence[Slice]) -> list[Slice]:
         """Return slices with the drafts that they verify in place of placeholders."""
         return _filled(slices, self._drafts)
 

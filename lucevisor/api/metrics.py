@@ -196,8 +196,8 @@ def _recovery(out: _Families, now: RecoveryStatistics) -> Iterator[Metric]:
     pauses = [(reason, pause.n, pause.seconds) for reason, pause in now.pauses.items()]
     text = "From the loss of a daemon, or its restart, until requests were computed again."
     yield out.summaries("pause_seconds", text, "reason", pauses)
-    yield out.counter("recovered_sequences", "Requests that continued after the loss of a daemon.", now.n_sequences)
-    tokens = [(["rebuilt"], now.n_rebuilt), (["recomputed"], now.n_tokens), (["kept"], now.n_kept)]
+    yield out.counter("recovered_sequences", "Requests that continued after the loss of a daemon.", now.n_continued)
+    tokens = [(["rebuilt"], now.n_rebuilt), (["recomputed"], now.n_recomputed), (["kept"], now.n_kept)]
     text = "Tokens of requests that continued: computed again by lost stages alone, by all, or kept."
     yield out.counters("recovered_tokens", text, ["how"], tokens)
 

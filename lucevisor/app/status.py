@@ -240,10 +240,10 @@ def _recovery(now: RecoveryStatistics) -> dict[str, Any]:
         "pauses": {reason: pause.n for reason, pause in now.pauses.items()},
         "pause_s": {reason: round(pause.seconds, 3) for reason, pause in now.pauses.items()},
         "longest_pause_s": round(now.longest_pause_s, 3),
-        "sequences": now.n_sequences,
+        "sequences": now.n_continued,
         "rebuilding_tokens": {"done": now.rebuilding[0], "of": now.rebuilding[1]},
         "rebuilt_tokens": now.n_rebuilt,
-        "recomputed_tokens": now.n_tokens,
+        "recomputed_tokens": now.n_recomputed,
         "kept_tokens": now.n_kept,
     }
 

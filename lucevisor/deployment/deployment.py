@@ -30,7 +30,7 @@ from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import FrozenState
-from lucevisor.engine.pipeline import PipelineFailure
+from lucevisor.engine.pipeline import StageFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.shell import Engine
 from lucevisor.errors import LucevisorError
@@ -317,7 +317,7 @@ class Deployment:
         if self._assembly is not None:
             self._assembly.detach(error)
 
-    def pipeline_failed(self, failure: PipelineFailure) -> None:
+    def pipeline_failed(self, failure: StageFailure) -> None:
         """Replace a daemon that answered out of order."""
         assert self.placement is not None
         group = self.placement.stages[failure.stage].group
@@ -343,7 +343,7 @@ class Deployment:
         log.error("logits are not numbers", stage=found, group=stages[found].group, step=step.step_id)
         return blamed
 
-    def drafter_failed(self, failure: PipelineFailure) -> None:
+    def drafter_failed(self, failure: StageFailure) -> None:
         """Continue without the drafter, which the engine detached, until its daemon is replaced."""
         self._detached = failure.message
         if self._assembly is not None:

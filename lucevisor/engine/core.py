@@ -24,20 +24,20 @@ from lucevisor.engine.journal import HasRows, Journal, make_journal
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.page_ranking import note_rankings
 from lucevisor.engine.pipeline import (
-    Drafted,
     DrafterDetached,
+    DraftsAnswered,
     FirstStageDone,
+    OldestStep,
     Outcome,
     Pipeline,
-    PipelineFailure,
     PipelineResult,
     RowsReady,
+    StageFailure,
     StageRebuilt,
-    StepInFlight,
     StepsReturned,
 )
 from lucevisor.engine.policy import FairShare, PolicyFactory
-from lucevisor.engine.recovery import CannotRebuild, RebuildPlan, Recovery, ReplayPlan, StageRecovery
+from lucevisor.engine.recovery import CannotRebuild, RebuildPlan, ReplayPlan, RequestHold, StageRecovery
 from lucevisor.engine.request import Event, GenerationRequest, NotReady, QueueFull, RequestError
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.statistics import EngineStatistics, RateWindow, StepTotals
@@ -86,12 +86,12 @@ class Transition(NamedTuple):
 class FrozenState:
     """All state that sequences and prefix slots have in the shards, between two steps.
 
-    ``units``: the pages and states in use, by space.  ``opening``: what opens the running sequences over them in a
+    ``units``: the pages and states in use, by space.  ``reopen_operations`` open the running sequences over them in a
     daemon that has these units.  ``n_tokens``: of these sequences.
     """
 
     units: dict[Space, Sequence[int]]
-    opening: Sequence[Operation]
+    reopen_operations: Sequence[Operation]
     n_tokens: int
 
 
@@ -110,11 +110,11 @@ class EngineCore:
         self.pipeline: Pipeline | None = None
         self.frozen: FrozenState | None = None  # while FROZEN
         self.replay_plans: dict[int, RebuildPlan] | None = None  # by stage, of the last PrepareReplay
-        self._stages = StageRecovery(self.scheduler, self._journal(settings.journal_pages))
-        self.recovery = Recovery(settings.hold_s, settings.max_losses)
+        self._stage_recovery = StageRecovery(self.scheduler, self._journal(settings.journal_pages))
+        self.recovery = RequestHold(settings.hold_s, settings.max_losses)
         self._drafter: ev.DrafterReady | None = None  # to attach when the lost stages are rebuilt
-        self.unavailable = "the model is being loaded"
-        self.refusal = ""  # set for good by Refuse and Close
+        self.unavailable_reason = "the model is being loaded"
+        self.refusal_reason = ""  # set for good by Refuse and Close
         self.flush_goal = 0  # the step after which every stage has done what was decided before the last Flush
         self._ranks_apart = limits.residency is not None and limits.residency.ranks_pages and not limits.stages_rank
         self._proceed_due = False
@@ -188,20 +188,21 @@ class EngineCore:
     def _on_pipeline_event(self, event: ev.CoreEvent) -> None:
         match event:
             case ev.StagesReady():
-                self._attach(event)
+                if self.state is not EngineState.CLOSED:  # else they were loading when the stop began
+                    self._attach(event)
             case ev.StagesLost(stages, error):
                 self._lose_stages(stages, error)
             case ev.StagesReplaced(daemons, restored, replayed, drafter):
                 self._drafter = drafter
-                self._stages.restore(daemons, restored=restored, replayed=replayed)
+                self._stage_recovery.restore(daemons, restored=restored, replayed=replayed)
             case ev.PipelineLost(error, permanent):
                 self._detach(error, permanent=permanent)
-            case ev.PipelineLeft(error, journal_pages):
+            case ev.PipelineHandedOff(error, journal_pages):
                 self._leave_pipeline(error, journal_pages)
-            case ev.PipelineBroken(failure):
+            case ev.ShardStateUnknown(failure):
                 self._fail_pipeline(failure)
             case ev.Unavailable(error):
-                self.unavailable = error.message
+                self.unavailable_reason = error.message
             case ev.DrafterReady():
                 if self.pipeline is not None:
                     self._attach_drafter(self.pipeline, event)
@@ -220,11 +221,11 @@ class EngineCore:
             case ev.Quiesce():
                 self.scheduler.admission.open = False
             case ev.PrepareReplay(stages):
-                self.replay_plans = self._stages.prepare(stages, self._now)
+                self.replay_plans = self._stage_recovery.prepare(stages, self._now)
             case ev.Refuse(reason):
-                self.refusal = self.refusal or reason
+                self.refusal_reason = self.refusal_reason or reason
             case ev.Close(error):
-                self.refusal = self.refusal or error.message
+                self.refusal_reason = self.refusal_reason or error.message
                 self._detach(error, permanent=True)
                 self._move(EngineState.CLOSED, error.message)
 
@@ -239,26 +240,26 @@ class EngineCore:
             case PipelineResult():
                 self._on_step_result(pipeline, outcome)
             case RowsReady(step, stage):
-                self._stages.on_rows(step, stage)
-                self._proceed_due |= self._stages.active
+                self._stage_recovery.on_rows(step, stage)
+                self._proceed_due |= self._stage_recovery.active
             case FirstStageDone():
                 self._proceed_due |= self.scheduler.on_first_stage_done()
-            case Drafted(result):
+            case DraftsAnswered(result):
                 self._on_drafts(result)
             case StepsReturned():
                 self._proceed_due = True
             case StageRebuilt(stage):
-                self._stages.on_stage_rebuilt(stage)
+                self._stage_recovery.on_stage_rebuilt(stage)
                 self._proceed_due = True
             case DrafterDetached(failure):
                 self._detach_drafter()
-                self._out.append(ev.DrafterFailed(failure))
-            case PipelineFailure():
+                self._out.append(ev.ReportDrafterFailure(failure))
+            case StageFailure():
                 self._fail_pipeline(outcome)
 
     def _on_step_result(self, pipeline: Pipeline, result: PipelineResult) -> None:
         """Apply a finished step: rankings, tokens, statistics, then the next step, then drafts that came early."""
-        self._stages.on_step_finished(result.step.step_id)
+        self._stage_recovery.on_step_finished(result.step.step_id)
         self.totals.add(result)
         n_before = self.scheduler.n_generated_tokens
         scheduled = self.scheduler.in_flight[0] if self.scheduler.in_flight else None
@@ -270,7 +271,7 @@ class EngineCore:
         except WrongResult as error:
             last = result.results[-1].stage
             text = f"stage {last}, the last, sent a wrong result: {error}"
-            self._fail_pipeline(PipelineFailure(last, "protocol_error", text))
+            self._fail_pipeline(StageFailure(last, "protocol_error", text))
             return
         wanted = ""
         if result.step.want_logits and scheduled is not None:
@@ -294,7 +295,7 @@ class EngineCore:
         if not self.scheduler.drafting.attached:
             return  # it was detached by an answer before this one
         try:
-            self._proceed_due |= self.scheduler.drafting.on_drafts(result) or self._stages.active
+            self._proceed_due |= self.scheduler.drafting.on_drafts(result) or self._stage_recovery.active
         except WrongResult as error:
             text = f"the draft stage sent a wrong result: {error}"
             if self.pipeline is not None:
@@ -310,30 +311,30 @@ class EngineCore:
     # ---- pipelines that come and go
 
     def _attach(self, ready: ev.StagesReady) -> None:
-        opening = self._stages.opening if ready.restored else None
-        if opening is None and self._stages.opening is not None:  # parted, and the bytes are not there
-            self._detach(RequestError("shard_lost", self.unavailable))
+        reopen = self._stage_recovery.reopen_operations if ready.restored else None
+        if reopen is None and self._stage_recovery.reopen_operations is not None:  # parted, and the bytes are not there
+            self._detach(RequestError("shard_lost", self.unavailable_reason))
         pipeline = self.pipeline = Pipeline(ready.daemons, self._out, has_doorbells=ready.has_doorbells)
         pipeline.now = self._now
-        self.scheduler.attach(pipeline.n_stages, opening or (), has_doorbells=pipeline.has_doorbells)
-        if opening is not None:
-            self.recovery.record_rebuilt(0, self._stages.n_frozen * pipeline.n_stages)
+        self.scheduler.attach(pipeline.n_stages, reopen or (), has_doorbells=pipeline.has_doorbells)
+        if reopen is not None:
+            self.recovery.record_rebuilt(0, self._stage_recovery.n_frozen * pipeline.n_stages)
         self._serve("stages ready")
         if (drafter := ready.drafter) is not None:
-            self._attach_drafter(pipeline, drafter, restored=drafter.restored and opening is not None)
+            self._attach_drafter(pipeline, drafter, restored=drafter.restored and reopen is not None)
 
     def _detach(self, error: RequestError, *, permanent: bool = False) -> None:
         """Drop the pipeline; hold requests, or end running ones with ``error``, and queued ones if ``permanent``."""
         if self.pipeline is not None:
             self.pipeline.close()
             self.pipeline = None
-            if not self._stages.active:
+            if not self._stage_recovery.active:
                 self.recovery.begin_hold(self._now, self._pause_reason)
-        self._stages.detach()
+        self._stage_recovery.detach()
         self._drafter = None
         if permanent:
             self.recovery.give_up()
-        self.unavailable = error.message
+        self.unavailable_reason = error.message
         self._events += self.scheduler.lose_all(error, self._now, self.recovery.hold)
         if permanent:
             self._events += self.scheduler.fail(self.scheduler.queue, error, self._now)
@@ -349,46 +350,46 @@ class EngineCore:
             self.pipeline.close()
             self.pipeline = None
         self.scheduler.detach_drafter()
-        self._stages.detach_frozen(self._journal(journal_pages))
-        self.unavailable = error.message
+        self._stage_recovery.detach_frozen(self._journal(journal_pages))
+        self.unavailable_reason = error.message
         if self.state in (EngineState.SERVING, EngineState.DRAINING, EngineState.REBUILDING):
             self.recovery.begin_hold(self._now, "reload")
             self._move(EngineState.HOLDING if self.recovery.holding else EngineState.UNAVAILABLE, error.message)
 
-    def _fail_pipeline(self, failure: PipelineFailure) -> None:
+    def _fail_pipeline(self, failure: StageFailure) -> None:
         if self.pipeline is not None:
             self._detach(RequestError(failure.code, failure.message))
-            self._out.append(ev.PipelineFailed(failure))
+            self._out.append(ev.ReportPipelineFailure(failure))
 
     def _lose_stages(self, stages: frozenset[int], error: RequestError) -> None:
         reason = self._pause_reason
-        if self.pipeline is None or not self.rebuilds or not self._stages.lose(self.pipeline, stages):
+        if self.pipeline is None or not self.rebuilds or not self._stage_recovery.lose(self.pipeline, stages):
             self._detach(error)
             return
         self._move(EngineState.REBUILDING, error.message)
         self._take_outcomes()  # of steps whose stage was lost after it had rung
-        if not self._stages.active:  # a result was wrong
+        if not self._stage_recovery.active:  # a result was wrong
             return
         self._drafter = None
         self.recovery.begin_hold(self._now, reason)
-        self.unavailable = error.message
+        self.unavailable_reason = error.message
         lost = [record for record in self.scheduler.running if not self.recovery.survives(record)]
         self._events += self.scheduler.fail(lost, error, self._now)
 
     def _rebuild(self) -> None:
         try:
-            if not self._stages.advance(self._now):
+            if not self._stage_recovery.advance(self._now):
                 return
         except CannotRebuild as error:
-            self._detach(RequestError("shard_lost", f"{self.unavailable}; {error}"))
+            self._detach(RequestError("shard_lost", f"{self.unavailable_reason}; {error}"))
             self._out.append(ev.RebuildEnded(rebuilt=False))
             return
-        self.recovery.record_rebuilt(self._stages.n_tokens, self._stages.n_restored)
-        self._out += [ev.MakeMasks(plan.step.step_id, plan.mask_jobs) for plan in self._stages.masked()]
+        self.recovery.record_rebuilt(self._stage_recovery.n_tokens, self._stage_recovery.n_restored)
+        self._out += [ev.MakeMasks(plan.step.step_id, plan.mask_jobs) for plan in self._stage_recovery.masked()]
         self._serve("stages rebuilt")
         drafter, self._drafter = self._drafter, None
         if drafter is not None and self.pipeline is not None:
-            self._attach_drafter(self.pipeline, drafter, restored=drafter.restored and self._stages.restored)
+            self._attach_drafter(self.pipeline, drafter, restored=drafter.restored and self._stage_recovery.restored)
         self._out.append(ev.RebuildEnded(rebuilt=True))
 
     def _attach_drafter(self, pipeline: Pipeline, drafter: ev.DrafterReady, *, restored: bool | None = None) -> None:
@@ -427,8 +428,8 @@ class EngineCore:
 
     def check_taking(self, request: GenerationRequest) -> None:
         """Raise NotReady or QueueFull if a request is refused now."""
-        if self.refusal or not (self.ready or self.recovery.holding):
-            raise NotReady(self.refusal or self.unavailable)
+        if self.refusal_reason or not (self.ready or self.recovery.holding):
+            raise NotReady(self.refusal_reason or self.unavailable_reason)
         client, max_queue = request.client_id, self._settings.max_queue
         if not self.scheduler.accepts(request, max_queue):
             queue, retry_s = self.scheduler.queue, self.scheduler.retry_after_s(client)
@@ -436,7 +437,7 @@ class EngineCore:
 
     def _proceed(self) -> None:
         """Plan every step that is possible."""
-        if self._stages.active:
+        if self._stage_recovery.active:
             self._rebuild()
         while (pipeline := self.pipeline) is not None and self.state is EngineState.SERVING:
             if (plan := self.scheduler.next_plan(self._now)) is None:
@@ -449,7 +450,7 @@ class EngineCore:
         self.scheduler.failed.clear()
 
     def _submit(self, pipeline: Pipeline, plan: StepPlan, scheduled: ScheduledStep) -> None:
-        pipeline.submit(plan.step, opening=plan.opening)
+        pipeline.submit(plan.step, draft_operations=plan.draft_operations)
         if plan.mask_jobs:
             self._out.append(ev.MakeMasks(plan.step.step_id, plan.mask_jobs))
         if self._ranks_apart:
@@ -457,7 +458,7 @@ class EngineCore:
                 if part.live.ranking == plan.step.step_id:
                     tokens = part.record.tokens[: part.live.n_computed]
                     self._out.append(ev.RankPages(plan.step.step_id, part.live.sequence, tokens))
-        self._stages.on_step_planned(plan, scheduled)
+        self._stage_recovery.on_step_planned(plan, scheduled)
 
     def _flush(self, pipeline: Pipeline) -> None:
         """Send what waits for a step; the core is frozen when every daemon has done all that was decided."""
@@ -465,30 +466,30 @@ class EngineCore:
             return
         plan = self.scheduler.flush_step(self._now)
         if plan is not None:
-            self._stages.on_step_planned(plan)
-            pipeline.submit(plan.step, opening=plan.opening)
+            self._stage_recovery.on_step_planned(plan)
+            pipeline.submit(plan.step, draft_operations=plan.draft_operations)
             return
         running, pools = self.scheduler.running, self.scheduler.pools
         n_tokens = sum(record.live.n_computed for record in running if record.live is not None)
         self._move(EngineState.FROZEN, "every daemon has done all steps")
         self.frozen = FrozenState(dict(pools.in_use()), running.opening_operations(restored=True), n_tokens)
-        self._stages.freeze(self.frozen.opening, n_tokens)
+        self._stage_recovery.freeze(self.frozen.reopen_operations, n_tokens)
 
     # ---- what there is
 
     @property
     def ready(self) -> bool:
         """True if requests are served."""
-        return self.state is EngineState.SERVING and not self.refusal
+        return self.state is EngineState.SERVING and not self.refusal_reason
 
     @property
     def rebuilds(self) -> bool:
         """True if lost stages may be rebuilt while others keep what they have."""
-        return self._stages.enabled and self.recovery.hold_s > 0
+        return self._stage_recovery.enabled and self.recovery.hold_s > 0
 
     def replay(self) -> ReplayPlan | None:
         """Return the replay that was prepared; None if its rows are too many."""
-        return self._stages.replay(self.replay_plans or {})
+        return self._stage_recovery.replay(self.replay_plans or {})
 
     def invalid(self, now: float) -> str:
         """The stage that computed NaN or infinities instead of the newest tokens within ``rate_window_s``, or empty."""
@@ -496,7 +497,7 @@ class EngineCore:
             return ""
         return self._invalid[0]
 
-    def oldest_in_flight(self, now: float) -> StepInFlight | None:
+    def oldest_in_flight(self, now: float) -> OldestStep | None:
         """Return the step a daemon has worked on for longest, for the watchdog."""
         return None if self.pipeline is None else self.pipeline.oldest_in_flight(now)
 
@@ -519,7 +520,13 @@ class EngineCore:
 
     def statistics(self, now: float) -> EngineStatistics:
         """Return counts and rates as of now."""
-        reason = "" if self.ready else self.refusal or self.unavailable
+        reason = "" if self.ready else self.refusal_reason or self.unavailable_reason
         return EngineStatistics.of(
-            self.scheduler, self.totals, self._generated, self.recovery, now, self._stages.progress, reason=reason
+            self.scheduler,
+            self.totals,
+            self._generated,
+            self.recovery,
+            now,
+            self._stage_recovery.progress,
+            reason=reason,
         )

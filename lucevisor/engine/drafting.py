@@ -86,31 +86,31 @@ class Drafting:
         self.statistics = DraftStatistics()
         self.suspension = DrafterSuspension()
         self.attached = False
-        self.opening = False  # the next step opens the running sequences at the drafter
+        self.must_open_sequences = False  # the next step opens the running sequences at the drafter
         self._opens_restored = False  # which has their states
         self._was_suspended = False  # the last drafter did when it was detached
         self.outstanding: deque[ScheduledStep] = deque()  # steps that the drafter has yet to answer
-        self._n_sampled = 0  # of them, those that the output stage has answered, at the front
+        self._n_awaiting_drafts = 0  # of them, those that the output stage has answered, at the front
         self._overlaps = False  # the drafter works beside the output stage
-        self.n_stages, self.publishes_to_first = (
+        self.n_stages, self.has_token_ring = (
             n_stages,
             n_stages == 1,
         )  # the last one publishes to the first what it makes
         self._n_decoding = 0  # when the next step was begun
         self._last_results: dict[frozenset[int], tuple[ScheduledStep, float]] = {}  # by the sequences of a micro-batch
         self._cold_drafts = 0  # the last step after which drafts were compiled or captured
-        self._promised = 0  # drafts of a slice that the next step verifies, as decided before
+        self._agreed_width = 0  # drafts of a slice that the next step verifies, as decided before
 
     # ---- the drafter
 
-    def attach(self, *, with_output: bool, opening: bool, restored: bool = False) -> None:
+    def attach(self, *, with_output: bool, must_open_sequences: bool, restored: bool = False) -> None:
         """Ask a drafter from the next step on, which runs in the output stage's daemon (``with_output``) or beside it.
 
-        ``opening``: sequences are open in the shards, which it has to open, too.  ``restored``: it has the state of the
-        last one, and nothing was computed in between; that of a suspended one is not worth keeping.
+        ``must_open_sequences``: it has to open those that are open in the shards.  ``restored``: it has the state of
+        the last one, and nothing was computed in between; that of a suspended one is not worth keeping.
         """
         restored = restored and not self._was_suspended
-        self.attached, self.opening, self._overlaps = True, opening, not with_output
+        self.attached, self.must_open_sequences, self._overlaps = True, must_open_sequences, not with_output
         self._opens_restored, self._was_suspended = restored, False
         self._pools.resume_draft_epoch() if restored else self._pools.begin_draft_epoch()
 
@@ -119,10 +119,10 @@ class Drafting:
         if self.attached:
             self._was_suspended = self.suspended
             self.suspension.reset()
-            self.attached = self.opening = False
+            self.attached = self.must_open_sequences = False
             self.outstanding.clear()
             self._last_results.clear()
-            self._n_sampled = 0
+            self._n_awaiting_drafts = 0
             self._pools.end_draft_epoch()
             for record in self._running:
                 if record.live is not None:
@@ -130,7 +130,7 @@ class Drafting:
 
     def open_running(self) -> list[Operation]:
         """Return the operations that open all running sequences at a drafter without any."""
-        self.opening = False
+        self.must_open_sequences = False
         return self._running.opening_operations(restored=self._opens_restored)
 
     @property
@@ -145,7 +145,7 @@ class Drafting:
 
     def toggle_due(self) -> bool:
         """Return whether to suspend or resume the drafter before the next step."""
-        if not self.suspension.is_due(idle=not self._running) or not self.attached or self.opening:
+        if not self.suspension.is_due(idle=not self._running) or not self.attached or self.must_open_sequences:
             return False  # at nearly every step
         asked = any(step.num_draft_tokens for step in self.outstanding)
         return not asked and (self.suspended or bool(self.speculation.no_drafts))
@@ -160,10 +160,10 @@ class Drafting:
         lives = [record.live for record in self._running if record.live is not None]
         return [*waiting, *(CloseSequence(live.sequence) for live in lives)]
 
-    def resume(self, *, opening: bool) -> None:
-        """Ask the drafter again, as one that was just attached; ``opening`` as there."""
+    def resume(self, *, must_open_sequences: bool) -> None:
+        """Ask the drafter again, as one that was just attached; ``must_open_sequences`` as there."""
         self.suspension.toggle()
-        self.opening, self._opens_restored = opening, False
+        self.must_open_sequences, self._opens_restored = must_open_sequences, False
         self._pools.begin_draft_epoch()
 
     @property
@@ -172,7 +172,7 @@ class Drafting:
         the masks of a constraint do not depend on them.  Of several stages the first would keep a prompt
         waiting meanwhile.
         """
-        if not self.attached or self._overlaps or not self.publishes_to_first:
+        if not self.attached or self._overlaps or not self.has_token_ring:
             return False
         alone = self.n_stages == 1
         return all(
@@ -185,7 +185,9 @@ class Drafting:
         """Micro-batches of decodes whose drafts are being made, and waited for."""
         if self.verifies_placeholders:
             return 0
-        return sum(bool(step.decodes and step.num_draft_tokens) for step in list(self.outstanding)[: self._n_sampled])
+        return sum(
+            bool(step.decodes and step.num_draft_tokens) for step in list(self.outstanding)[: self._n_awaiting_drafts]
+        )
 
     def n_groups(self, n_stages: int) -> int:
         """Return into how many groups decoding sequences are dealt; a group is verified, then drafted."""
@@ -196,11 +198,11 @@ class Drafting:
 
     def with_drafts(self, decodes: Sequence[ScheduledSlice]) -> list[ScheduledSlice]:
         """Add drafts to decodes that share a step, before their pages are secured."""
-        promised, self._promised = self._promised, 0
+        agreed, self._agreed_width = self._agreed_width, 0
         records = self._offered(decodes)
         if not any(drafted.tokens for _, drafted in records):
             return [*decodes]
-        wanted = promised or self.speculation.num_verify_tokens(records, self._n_decoding)
+        wanted = agreed or self.speculation.num_verify_tokens(records, self._n_decoding)
         widths, most = [], self._settings.max_drafts
         for slice_ in decodes:
             n_left = slice_.record.max_tokens - slice_.record.n_generated - 1
@@ -216,8 +218,8 @@ class Drafting:
         """Return whether decodes should wait for the tokens they start from, because drafts are likely to follow."""
         records = self._offered(ahead)
         offered = any(drafted.tokens for _, drafted in records)
-        self._promised = self.speculation.num_verify_tokens(records, self._n_decoding) if offered else 0
-        return self._promised > 0
+        self._agreed_width = self.speculation.num_verify_tokens(records, self._n_decoding) if offered else 0
+        return self._agreed_width > 0
 
     def fit(self, slice_: ScheduledSlice) -> tuple[ScheduledSlice, list[Operation]]:
         """Return a slice that has its own pages with pages and states for its drafts and for those to ask for.
@@ -290,7 +292,7 @@ class Drafting:
             self._record_round(scheduled, now, cold=cold)
         if all(step.step_id != scheduled.step_id for step in self.outstanding):
             return  # planned before the drafter was attached, or it does not answer
-        self._n_sampled += 1
+        self._n_awaiting_drafts += 1
         for part in scheduled.parts.values():
             if part.slice.num_draft_tokens:
                 part.live.waiting_for_step = scheduled.step_id
@@ -326,12 +328,12 @@ class Drafting:
 
         Raises WrongResult, changing nothing, if they do not answer the oldest step that the drafter has yet to answer.
         """
-        expected = self.outstanding[0] if self._n_sampled else None
+        expected = self.outstanding[0] if self._n_awaiting_drafts else None
         if expected is None or expected.step_id != result.step_id:
             due = "none" if expected is None else f"step {expected.step_id}"
             raise WrongResult(f"the draft stage answered step {result.step_id} while {due} was due")
         self.outstanding.popleft()
-        self._n_sampled -= 1
+        self._n_awaiting_drafts -= 1
         by_sequence = {drafted.sequence: drafted for drafted in result.drafts}
         for sequence, part in expected.parts.items():
             if part.record.live is not part.live:

@@ -11,7 +11,7 @@ import msgspec
 
 from lucevisor.engine.constraint import MadeMasks, MaskJob
 from lucevisor.engine.journal import RowInstruction
-from lucevisor.engine.pipeline import NO_PAYLOAD, PipelineFailure, PipelineResult, Sends
+from lucevisor.engine.pipeline import NO_PAYLOAD, PipelineResult, Sends, StageFailure
 from lucevisor.engine.request import ErrorCode, Event, GenerationRequest, RequestError
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.protocol.steps import PendingCancelled, StepResult
@@ -26,7 +26,7 @@ class EngineState(StrEnum):
     FROZEN = auto()  # every daemon has done all that was decided
     REBUILDING = auto()  # stages are lost; the others keep their state
     HOLDING = auto()  # no pipeline: requests wait for the next one
-    CLOSED = auto()
+    CLOSED = auto()  # for good
 
 
 _LOST: Final = {
@@ -59,7 +59,7 @@ TRANSITIONS: Final[Mapping[EngineState, Mapping[EngineState, str]]] = {
         EngineState.UNAVAILABLE: "given up",
         EngineState.CLOSED: "closed",
     },
-    EngineState.CLOSED: {EngineState.SERVING: "stages ready that were loading when the stop began"},
+    EngineState.CLOSED: {},
 }
 """The causes of every move; docs/states.md is printed from this table."""
 
@@ -141,8 +141,8 @@ class DrafterBroken:
 class StagesReady:
     """Daemons that hold no sequences, by stage.
 
-    ``restored``: they have the bytes of what was frozen before PipelineLeft, so running requests go on.  ``drafter`` is
-    attached before the first step.
+    ``restored``: they have the bytes of what was frozen before PipelineHandedOff, so running requests go on.
+    ``drafter`` is attached before the first step.
     """
 
     daemons: Sequence[int]
@@ -182,7 +182,7 @@ class PipelineLost:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineLeft:
+class PipelineHandedOff:
     """Leave the pipeline after a freeze for one whose journal has ``journal_pages``."""
 
     error: RequestError
@@ -190,10 +190,10 @@ class PipelineLeft:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineBroken:
+class ShardStateUnknown:
     """A daemon answered what it must not, or masks could not be made: the state of the shards is unknown."""
 
-    failure: PipelineFailure
+    failure: StageFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,8 +280,8 @@ CoreEvent = (
     | StagesLost
     | StagesReplaced
     | PipelineLost
-    | PipelineLeft
-    | PipelineBroken
+    | PipelineHandedOff
+    | ShardStateUnknown
     | Unavailable
     | MasksMade
     | PagesRanked
@@ -326,16 +326,16 @@ class StepFinished(msgspec.Struct, frozen=True, gc=False):
     request_id: str = ""
 
 
-class PipelineFailed(msgspec.Struct, frozen=True, gc=False):
+class ReportPipelineFailure(msgspec.Struct, frozen=True, gc=False):
     """The pipeline was dropped because of a failure."""
 
-    failure: PipelineFailure
+    failure: StageFailure
 
 
-class DrafterFailed(msgspec.Struct, frozen=True, gc=False):
+class ReportDrafterFailure(msgspec.Struct, frozen=True, gc=False):
     """The drafter was detached because of a failure."""
 
-    failure: PipelineFailure
+    failure: StageFailure
 
 
 class RebuildEnded(msgspec.Struct, frozen=True, gc=False):
@@ -351,8 +351,8 @@ Instruction = (
     | RankPages
     | Deliver
     | StepFinished
-    | PipelineFailed
-    | DrafterFailed
+    | ReportPipelineFailure
+    | ReportDrafterFailure
     | RebuildEnded
 )
 """In order: what is sent first is first."""

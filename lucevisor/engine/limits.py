@@ -51,7 +51,7 @@ class EngineLimits:
         return arena_regions(n_stages + self.speculation.drafter)
 
     @property
-    def page_tokens(self) -> int:
+    def max_paged_tokens(self) -> int:
         """Positions of a sequence that the ``full`` pool allows, with the pages in host memory; ``max_context`` without
         such layers, or where pages are dropped.
         """
@@ -68,7 +68,7 @@ class EngineLimits:
     @property
     def capacity_tokens(self) -> int:
         """The longest sequence that can be computed alone."""
-        return min(self.max_context, self.page_tokens)
+        return min(self.max_context, self.max_paged_tokens)
 
     def max_answer_tokens(self, request: GenerationRequest) -> int:
         """Return how many tokens a request may generate.  Raises InvalidRequest or ContextOverflow if none."""
@@ -79,7 +79,7 @@ class EngineLimits:
         n_prompt, capacity = len(request.prompt), self.capacity_tokens
         if n_prompt + 1 > capacity:
             key = "engine.pages" if self.residency is None else "kvflash.host"
-            raise ContextOverflow(n_prompt, self.max_context, self.page_tokens, key)
+            raise ContextOverflow(n_prompt, self.max_context, self.max_paged_tokens, key)
         return min(request.max_tokens, capacity - n_prompt)
 
     def stays_resident(self, n_tokens: int) -> bool:

@@ -73,7 +73,7 @@ class PipelineResult:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineFailure:
+class StageFailure:
     """Reason for a pipeline's failure, and the stage whose daemon caused it."""
 
     stage: int
@@ -102,7 +102,7 @@ class StageRebuilt(msgspec.Struct, frozen=True, gc=False):
     stage: int
 
 
-class Drafted(msgspec.Struct, frozen=True, gc=False):
+class DraftsAnswered(msgspec.Struct, frozen=True, gc=False):
     """Outcome: the draft stage has answered a step that has ended."""
 
     result: StepResult
@@ -111,26 +111,26 @@ class Drafted(msgspec.Struct, frozen=True, gc=False):
 class DrafterDetached(msgspec.Struct, frozen=True, gc=False):
     """Outcome: the drafter was detached because of a failure."""
 
-    failure: PipelineFailure
+    failure: StageFailure
 
 
 Outcome = (
     PipelineResult
-    | PipelineFailure
+    | StageFailure
     | RowsReady
     | FirstStageDone
     | StepsReturned
     | StageRebuilt
-    | Drafted
+    | DraftsAnswered
     | DrafterDetached
 )
-"""What became of steps; nothing follows a PipelineFailure."""
+"""What became of steps; nothing follows a StageFailure."""
 
 Sends = SendFrame | SendMasks | SendCancelPending
 
 
 @dataclass(frozen=True, slots=True)
-class StepInFlight:
+class OldestStep:
     """The step a stage has worked on for longest.  ``elapsed_s`` counts from when its daemon was free to begin."""
 
     step_id: int
@@ -160,7 +160,7 @@ class AttachedDrafter:
 @dataclass(slots=True, eq=False)
 class PipelineStep:
     """A step in flight.  ``stage``: the stage that computes it.  ``draft``: the draft stage that gets it, if still
-    attached, with the operations ``opening`` in place of the step's own.
+    attached, with the operations ``draft_operations`` in place of the step's own.
     """
 
     step: Step
@@ -168,7 +168,7 @@ class PipelineStep:
     started_at: float
     sent_at: float  # when it reached its present stage
     draft: AttachedDrafter | None = None
-    opening: Sequence[Operation] | None = None
+    draft_operations: Sequence[Operation] | None = None
     sent_to: set[int] = field(default_factory=set)  # stages that it was sent to and that are not lost
     posted: set[int] = field(default_factory=set)  # those it was sent to before the previous stage had answered
     done: set[int] = field(default_factory=set)  # stages that have applied its operations, and get it without them
@@ -201,7 +201,7 @@ class PipelineStep:
         return encode(step, request_id=step.step_id, flags=stage | POSTED if posted else stage)
 
 
-def with_known_tokens(step: Step, known: Mapping[int, Sequence[int]]) -> Step:
+def replace_placeholders(step: Step, known: Mapping[int, Sequence[int]]) -> Step:
     """Return a step with ``known`` tokens and drafts, by sequence, in place of placeholders.
 
     Missing drafts are padded, as no stage has them.
@@ -232,7 +232,7 @@ class DraftRelay:
         self._stage, self._pipeline = stage, pipeline
         self.attached: AttachedDrafter | None = None
         self._unanswered: dict[int, PipelineStep] = {}  # the steps that wait, by id
-        self.suspended = False  # it gets no steps but those with an ``opening``
+        self.suspended = False  # it gets no steps but those with ``draft_operations``
 
     def attach(self, daemon: int, *, with_output: bool) -> None:
         """Send the steps submitted from now on to a draft stage, too.
@@ -251,7 +251,7 @@ class DraftRelay:
         """Detach the drafter because of a failure.  Does nothing without one."""
         if self.attached is not None:
             self.detach()
-            self._pipeline.outcomes.append(DrafterDetached(PipelineFailure(self._stage, code, message)))
+            self._pipeline.outcomes.append(DrafterDetached(StageFailure(self._stage, code, message)))
 
     def send(
         self, entry: PipelineStep, *, drawn: list[list[int]] | None = None, before: Sequence[Sampled] = ()
@@ -264,10 +264,10 @@ class DraftRelay:
         draft, step = entry.draft, entry.step
         if draft is None or draft is not self.attached:
             return
-        if entry.opening is not None:
-            step = replace(step, operations=list(entry.opening))
+        if entry.draft_operations is not None:
+            step = replace(step, operations=list(entry.draft_operations))
         if drawn is not None:
-            step = with_known_tokens(step, tokens_by_sequence(before))
+            step = replace_placeholders(step, tokens_by_sequence(before))
         try:
             frame = encode(DraftStep(step, drawn), request_id=step.step_id, flags=self._stage)
         except LocalProtocolError as error:
@@ -312,7 +312,7 @@ class DraftRelay:
         """Fill drafts into steps that were sent without them, in case they are sent again."""
         known = {drafted.sequence: drafted.tokens for drafted in made.drafts}
         for entry in [entry for entry in self._pipeline.in_flight if entry.step.drafts_of == made.step_id]:
-            entry.step = with_known_tokens(entry.step, known)
+            entry.step = replace_placeholders(entry.step, known)
         self._pipeline.send_known_steps()
 
     def deliver_drafts(self) -> None:
@@ -327,7 +327,7 @@ class DraftRelay:
                 return
             result = draft.early.popleft()
             self._fill_in_drafts(result)
-            self._pipeline.outcomes.append(Drafted(result))
+            self._pipeline.outcomes.append(DraftsAnswered(result))
 
 
 NO_PAYLOAD = memoryview(b"")
@@ -348,7 +348,7 @@ class Pipeline:
         self._daemons = list(daemons)
         self.has_doorbells = has_doorbells
         self._at_stage: list[deque[PipelineStep]] = [deque() for _ in daemons]  # in order of arrival
-        self._held: list[deque[PipelineStep]] = [deque() for _ in daemons]  # unanswered by its daemon, in sending order
+        self._unanswered: list[deque[PipelineStep]] = [deque() for _ in daemons]  # by its daemon, in sending order
         self._cancelling: set[int] = set()  # stages that have yet to answer CancelPending
         self._answered_at: dict[int, float] = {}  # by daemon, which has one compute thread for all its stages
         self._open = True
@@ -367,15 +367,17 @@ class Pipeline:
         """Steps that the last stage has not answered."""
         return [entry for waiting in self._at_stage for entry in waiting]
 
-    def submit(self, step: Step, *, first_stage: int = 0, opening: Sequence[Operation] | None = None) -> None:
+    def submit(self, step: Step, *, first_stage: int = 0, draft_operations: Sequence[Operation] | None = None) -> None:
         """Send a step to ``first_stage``, from where it goes on to the last one, and to the draft stage if it passes
-        all stages; that gets ``opening`` in place of the step's operations, while it is suspended nothing else.  The
-        boundary rows that a later ``first_stage`` reads must be in the arena already.
+        all stages; that gets ``draft_operations`` in place of the step's own, and nothing else while it is suspended.
+        The boundary rows that a later ``first_stage`` reads must be in the arena already.
         """
         if not self._open:
             return
-        draft = None if first_stage or (self.drafts.suspended and opening is None) else self.drafts.attached
-        entry = PipelineStep(step, first_stage, started_at=self.now, sent_at=self.now, draft=draft, opening=opening)
+        draft = None if first_stage or (self.drafts.suspended and draft_operations is None) else self.drafts.attached
+        entry = PipelineStep(
+            step, first_stage, started_at=self.now, sent_at=self.now, draft=draft, draft_operations=draft_operations
+        )
         self._at_stage[first_stage].append(entry)
         if first_stage == 0 and not self._may_start(entry):
             return
@@ -412,13 +414,13 @@ class Pipeline:
         if stage in self.lost:
             self._receive_rebuilt(result)
             return
-        held = self._held[stage]
-        if not held or held[0].step.step_id != result.step_id:
-            expected = f"step {held[0].step.step_id}" if held else "no step"
+        unanswered = self._unanswered[stage]
+        if not unanswered or unanswered[0].step.step_id != result.step_id:
+            expected = f"step {unanswered[0].step.step_id}" if unanswered else "no step"
             text = f"stage {stage} answered step {result.step_id} while {expected} was due; its daemon must start anew"
             self.fail(stage, "protocol_error", text)
             return
-        entry = held.popleft()
+        entry = unanswered.popleft()
         self._answered_at[self._daemons[stage]] = self.now
         entry.early[stage] = Answer(result, payload)
         self._advance(entry)
@@ -435,7 +437,7 @@ class Pipeline:
             self._at_stage[stage].popleft()
             entry.answers.append(answer)
             if stage == 0 and entry.step.waits_for_tokens and answer.result.sampled:
-                entry.step = with_known_tokens(entry.step, tokens_by_sequence(answer.result.sampled))
+                entry.step = replace_placeholders(entry.step, tokens_by_sequence(answer.result.sampled))
             entry.stage += 1
             if entry.stage == self.n_stages:
                 self._finish(entry)
@@ -468,7 +470,7 @@ class Pipeline:
         sampled = done.answers[-1].result.sampled
         for later in [later for later in self.in_flight if later.depends_on_step == done.step.step_id]:
             if later.step.depends_on_step:
-                later.step = with_known_tokens(later.step, tokens_by_sequence(sampled))
+                later.step = replace_placeholders(later.step, tokens_by_sequence(sampled))
             elif not matches_sampled(later.step, sampled):  # the output stage was lost since, and drew others again
                 text = f"step {later.step.step_id} went on with other tokens than those of step {done.step.step_id}"
                 self.fail(0, "protocol_error", text)
@@ -484,7 +486,7 @@ class Pipeline:
         waiting = [entry for entry in self._at_stage[0] if 0 not in entry.sent_to and 0 not in self._cancelling]
         for entry in waiting if self._open else ():
             if entry.step.drafts_of and not self.drafts.is_drafting(entry.step.drafts_of):
-                entry.step = with_known_tokens(entry.step, {})  # of a drafter that is gone
+                entry.step = replace_placeholders(entry.step, {})  # of a drafter that is gone
             if entry.step.waits_for_tokens or not self._send(entry, 0):
                 return
 
@@ -492,35 +494,39 @@ class Pipeline:
         """End the pipeline: drop all steps and report the failure.  Does nothing after the first one or ``close``."""
         if self._open:
             self.close()
-            self.outcomes.append(PipelineFailure(stage, code, message))
+            self.outcomes.append(StageFailure(stage, code, message))
 
     def find_unanswered(self, stage: int, step_id: int, now: float) -> tuple[Step, float] | None:
         """Return a step that a stage, or the draft stage, has yet to answer, and the seconds since it was submitted."""
-        held = self._held[stage] if 0 <= stage < self.n_stages else ()
-        entry = next((entry for entry in held if entry.step.step_id == step_id), None)
+        unanswered = self._unanswered[stage] if 0 <= stage < self.n_stages else ()
+        entry = next((entry for entry in unanswered if entry.step.step_id == step_id), None)
         if stage == self.n_stages:
             entry = self.drafts.find_unanswered(step_id)
         return None if entry is None else (entry.step, now - entry.started_at)
 
-    def oldest_in_flight(self, now: float) -> StepInFlight | None:
+    def oldest_in_flight(self, now: float) -> OldestStep | None:
         """Return the step that a daemon has worked on for longest, or None when all stages are idle.
 
         A step that waits behind others at its daemon has not begun, so its time counts from the daemon's last answer.
         """
-        oldest: StepInFlight | None = None
+        oldest: OldestStep | None = None
         first = [
             (self._daemons[stage], stage, waiting[0].step.step_id, waiting[0].sent_at)
             for stage, waiting in enumerate(self._at_stage)
             if waiting and stage not in self.lost and not waiting[0].step.depends_on_step
             if not self.drafts.is_drafting(waiting[0].step.drafts_of)
         ]
-        if (draft := self.drafts.attached) is not None and draft.waiting and not self._is_held(draft.waiting[0][0]):
+        if (
+            (draft := self.drafts.attached) is not None
+            and draft.waiting
+            and not self._is_unanswered(draft.waiting[0][0])
+        ):
             first.append((draft.daemon, self.n_stages, *draft.waiting[0]))
         first += [(daemon, *place, sent_at) for place, (daemon, sent_at) in self._rebuilding.items()]
         for daemon, stage, step_id, sent_at in first:
             begun_at = max(sent_at, self._answered_at.get(daemon, sent_at))
             if oldest is None or now - begun_at > oldest.elapsed_s:
-                oldest = StepInFlight(step_id, stage, now - begun_at)
+                oldest = OldestStep(step_id, stage, now - begun_at)
         return oldest
 
     def close(self) -> None:
@@ -529,7 +535,7 @@ class Pipeline:
         self.drafts.detach()
         self._rebuilding.clear()
         self._cancelling.clear()
-        for waiting in (*self._at_stage, *self._held):
+        for waiting in (*self._at_stage, *self._unanswered):
             waiting.clear()
 
     # ---- lost stages
@@ -547,12 +553,12 @@ class Pipeline:
         self._rebuilding.clear()
         self._cancelling -= self.lost
         for stage in self.lost:
-            while self._held[stage]:
-                self._held[stage].popleft().lose(stage)
+            while self._unanswered[stage]:
+                self._unanswered[stage].popleft().lose(stage)
         for entry in [entry for stage in sorted(self.lost) for entry in self._at_stage[stage]]:
             self._advance(entry)
-        for stage, held in enumerate(self._held):
-            if stage not in self._cancelling and any(stage in entry.posted for entry in held):
+        for stage, unanswered in enumerate(self._unanswered):
+            if stage not in self._cancelling and any(stage in entry.posted for entry in unanswered):
                 self._cancelling.add(stage)
                 self.out.append(SendCancelPending(stage))
 
@@ -562,11 +568,11 @@ class Pipeline:
         if stage not in self._cancelling:
             return  # it was lost since
         self._cancelling.discard(stage)
-        held = self._held[stage]
-        if [entry.step.step_id for entry in held][: len(message.step_ids)] != message.step_ids:
+        unanswered = self._unanswered[stage]
+        if [entry.step.step_id for entry in unanswered][: len(message.step_ids)] != message.step_ids:
             self.fail(stage, "protocol_error", f"stage {stage} gave back steps that it does not have")
             return
-        back = [held.popleft() for _ in message.step_ids]
+        back = [unanswered.popleft() for _ in message.step_ids]
         for entry in back:
             entry.lose(stage)
         if stage + 1 == self.n_stages:
@@ -630,7 +636,7 @@ class Pipeline:
             entry.posted.add(stage)
         if step.upkeep and entry.draft is not self.drafts.attached:  # it has none of the sequences, or is gone
             entry.step = step = replace(step, upkeep=False)
-        self._held[stage].append(entry)
+        self._unanswered[stage].append(entry)
         try:
             frame = entry.frame(stage, posted=posted)
         except LocalProtocolError as error:  # the step is no message: no later one would be right either
@@ -642,6 +648,6 @@ class Pipeline:
             self.drafts.send(entry)
         return True
 
-    def _is_held(self, step_id: int) -> bool:
+    def _is_unanswered(self, step_id: int) -> bool:
         """Return whether the output stage has yet to answer a step, so that drafts after it have not begun."""
-        return any(entry.step.step_id == step_id for entry in self._held[-1])
+        return any(entry.step.step_id == step_id for entry in self._unanswered[-1])

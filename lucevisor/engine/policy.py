@@ -184,7 +184,7 @@ class PreemptionCandidates:
             return candidate
         if record.started_at is not None:
             return None
-        return next(self._victims_of(record.request, record.size), None)
+        return next(self._victims_of(record.request, record.n_to_prefill), None)
 
     def _victim_by_share(self, client: str) -> RequestRecord | None:
         """Return a request of the client with the most sequences, if that has two more than ``client``."""
@@ -257,7 +257,7 @@ class FairShare:
             if record.has_priority:
                 return 1, 0, 0, 0, record.arrival
             client, new = record.request.client_id, record.started_at is None
-            aged = max(0, MAX_OVERTAKEN_SIZES * record.size - record.n_overtaken_tokens) if new else 0
+            aged = max(0, MAX_OVERTAKEN_SIZES * record.n_to_prefill - record.n_overtaken_tokens) if new else 0
             return 2, self._shares.lead(client) + promised[client], new, aged, record.arrival
 
         return sorted(waiting, key=order)
@@ -335,7 +335,7 @@ class FairShare:
     def on_started(self, record: RequestRecord, waiting: Iterable[RequestRecord]) -> None:
         if record.has_priority:
             return
-        size = max(PAGE_TOKENS, record.size)  # even the shortest prompt takes a sequence
+        size = max(PAGE_TOKENS, record.n_to_prefill)  # even the shortest prompt takes a sequence
         for other in waiting:
             if other.arrival < record.arrival and other.request.client_id == record.request.client_id:
                 other.n_overtaken_tokens += size

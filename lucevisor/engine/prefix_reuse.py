@@ -87,7 +87,7 @@ class PrefixReuse:
 
     def resize(self, record: RequestRecord) -> None:
         """Update how many tokens of a waiting request are to be computed."""
-        record.size = len(record.tokens) - self.match(record).position
+        record.n_to_prefill = len(record.tokens) - self.match(record).position
 
     def match(self, record: RequestRecord) -> PrefixMatch:
         """Return the cached prefix of a request; none if all its rows are wanted."""
@@ -199,7 +199,7 @@ class PrefixReuse:
         use.cached = n_cached if use.cached is None else min(use.cached, n_cached)
         use.common.clear()
         self.index.record_use(match, now)
-        if match.slot is not None and match.slot.origin == "preempted" and match.position == record.n_served:
+        if match.slot is not None and match.slot.origin == "preempted" and match.position == record.n_computed_before:
             self.index.drop(match.slot)  # left by this request, which goes on
         if not self.index.block_granular and match.n_known - match.position >= PAGE_TOKENS:
             # Other prompts share more with it than any slot covers: make one where they diverge.
@@ -207,7 +207,11 @@ class PrefixReuse:
 
     def on_first_token(self, record: RequestRecord, now: float) -> None:
         """Measure how fast a prompt was computed that was neither preempted nor held up by a loss."""
-        n = record.live.n_prefill if record.live is not None and not record.n_served and not record.loss else 0
+        n = (
+            record.live.n_prefill
+            if record.live is not None and not record.n_computed_before and not record.last_loss
+            else 0
+        )
         if record.started_at is not None and self.index.worth_caching(n):
             self.prompt_rate.add(n, now - record.started_at, now)
 

@@ -1,6 +1,6 @@
 """Failover: holding requests while daemons are lost, rebuilding lost stages, and replays for loading daemons.
 
-``Recovery`` counts losses and pauses, ``StageRecovery`` rebuilds lost stages of the attached pipeline, and makes the
+``RequestHold`` counts losses and pauses, ``StageRecovery`` rebuilds lost stages of the attached pipeline, and makes the
 same steps for a new daemon to replay while it loads its weights.
 A new daemon gets the tables as they are after all steps that were planned, then every sequence up to its first slice in
 a step that it has to run; these steps follow without their operations.  Rows come from the journal; a stage with the
@@ -286,8 +286,8 @@ class RecoveryStatistics:
 
     A pause lasts from a loss, or the last step before a restart, until steps are planned again.  ``longest_pause_s`` is
     what a client saw: from the loss to the next token of its request, also when more losses came between.
-    ``n_sequences``:
-    requests that were running then and went on, once for each pause.  ``n_tokens``: their tokens that all stages
+    ``n_continued``:
+    requests that were running then and went on, once for each pause.  ``n_recomputed``: their tokens that all stages
     computed again; ``n_rebuilt``: lost stages alone, prefix slots included; ``n_kept``: those whose state was handed to
     a new daemon.  ``rebuilding``: tokens done in the present rebuild, and of how many.
     """
@@ -296,21 +296,21 @@ class RecoveryStatistics:
     held_s: float = 0.0
     pauses: Mapping[PauseReason, Pauses] = field(default_factory=lambda: dict.fromkeys(PAUSE_REASONS, Pauses()))
     longest_pause_s: float = 0.0
-    n_sequences: int = 0
-    n_tokens: int = 0
+    n_continued: int = 0
+    n_recomputed: int = 0
     n_rebuilt: int = 0
     n_kept: int = 0
     rebuilding: tuple[int, int] = (0, 0)
 
 
-class Recovery:
+class RequestHold:
     """The hold of an engine.  ``hold_s`` 0: requests are never held."""
 
     def __init__(self, hold_s: float, max_losses: int) -> None:
         self.hold_s, self._max_losses = hold_s, max_losses
         self.since: float | None = None  # the present hold's begin
         self._reason: PauseReason = "loss"
-        self._n_begun = 0  # losses and restarts
+        self._n_holds = 0  # losses and restarts
         self._totals = RecoveryStatistics()
 
     @property
@@ -320,7 +320,7 @@ class Recovery:
 
     def begin_hold(self, now: float, reason: PauseReason = "loss") -> None:
         """Begin to hold: the pipeline or a stage of it is lost, or it is paused to restart one."""
-        self._n_begun += 1
+        self._n_holds += 1
         if self.hold_s > 0 and self.since is None:
             self.since, self._reason = now, reason
 
@@ -340,14 +340,14 @@ class Recovery:
 
     def survives(self, record: RequestRecord) -> bool:
         """Count the last loss or restart under a running request, once; return whether it is held."""
-        if record.loss != self._n_begun:
+        if record.last_loss != self._n_holds:
             n_known, lost = len(record.tokens), self._reason == "loss"
             counts = lost and record.n_in_flight > 0  # a request that only waits for its next chunk is not to blame
-            record.n_losses = counts if n_known > record.lost_at else record.n_losses + counts
+            record.n_losses = counts if n_known > record.n_tokens_at_loss else record.n_losses + counts
             record.recovered = record.recovered or lost
-            record.loss, record.lost_at = self._n_begun, n_known
+            record.last_loss, record.n_tokens_at_loss = self._n_holds, n_known
             record.paused_at = self.since if record.paused_at is None else record.paused_at
-            self._totals = dataclasses.replace(self._totals, n_sequences=self._totals.n_sequences + 1)
+            self._totals = dataclasses.replace(self._totals, n_continued=self._totals.n_continued + 1)
         return record.n_losses < self._max_losses
 
     def hold(self, record: RequestRecord) -> bool:
@@ -355,7 +355,8 @@ class Recovery:
         if not self.holding or not self.survives(record):
             return False
         if record.live is not None:
-            self._totals = dataclasses.replace(self._totals, n_tokens=self._totals.n_tokens + record.live.n_computed)
+            n_recomputed = self._totals.n_recomputed + record.live.n_computed
+            self._totals = dataclasses.replace(self._totals, n_recomputed=n_recomputed)
         return True
 
     def record_rebuilt(self, n_tokens: int, n_kept: int) -> None:
@@ -406,7 +407,7 @@ class StageRecovery:
         self._ended: list[tuple[int, ScheduledSequence]] = []  # slices, by step, that are dropped when these go on
         self._rows: list[tuple[int, RebuildStep]] = []  # by stage: of the steps on their way
         self._output_lost = False
-        self.opening: Sequence[Operation] | None = None  # of what was frozen; None: steps were planned since
+        self.reopen_operations: Sequence[Operation] | None = None  # of what was frozen; None: steps were planned since
         self.n_frozen = 0  # tokens of it
         self.restored = False  # the new daemons have what was frozen, those of the last rebuild if none is under way
         self.n_restored = 0  # tokens of the sequences whose state new daemons took over
@@ -416,7 +417,7 @@ class StageRecovery:
     @property
     def enabled(self) -> bool:
         """True if a stage may be lost alone: there is a journal, or frozen state."""
-        return self._journal is not None or self.opening is not None
+        return self._journal is not None or self.reopen_operations is not None
 
     @property
     def active(self) -> bool:
@@ -438,7 +439,7 @@ class StageRecovery:
 
     def detach(self) -> None:
         """Drop the pipeline and the state of its shards."""
-        self._pipeline = self.opening = None
+        self._pipeline = self.reopen_operations = None
         self._ended.clear()
         self._forget_plans()
         if self._journal is not None:
@@ -446,23 +447,23 @@ class StageRecovery:
 
     def detach_frozen(self, journal: Journal | None) -> None:
         """Leave the pipeline for one with another journal; the frozen state stays valid."""
-        opening = self.opening or ()
+        reopen_operations = self.reopen_operations or ()
         self._use(journal)
         self.detach()
-        self.opening = [*opening]
+        self.reopen_operations = [*reopen_operations]
 
-    def freeze(self, opening: Sequence[Operation], n_tokens: int) -> None:
+    def freeze(self, reopen_operations: Sequence[Operation], n_tokens: int) -> None:
         """Record the state of all stages between two steps.
 
-        ``opening`` opens the running sequences, of ``n_tokens``, in a daemon that has this state.  It is valid for one
-        loss, if no step is planned before that.
+        ``reopen_operations`` open the running sequences, of ``n_tokens``, in a daemon that has this state.  Valid for
+        one loss, if no step is planned before that.
         """
-        self.opening, self.n_frozen = [*opening], n_tokens
+        self.reopen_operations, self.n_frozen = [*reopen_operations], n_tokens
 
     def on_step_planned(self, plan: StepPlan, scheduled: ScheduledStep | None = None) -> None:
         """Record a step that was sent, and the sequences of its slices."""
         if plan.step.slices or not self.active:  # else it waits for the lost stages
-            self.opening = None
+            self.reopen_operations = None
         if self._journal is not None:
             self._journal.on_step_planned(plan.step, {} if scheduled is None else scheduled.live_sequences)
 
@@ -478,8 +479,8 @@ class StageRecovery:
         """
         lost = {*stages, *pipeline.lost}
         if pipeline.lost:
-            self.opening = None  # it is of use for one loss, the one that it was made for
-        if self.opening is None and (self._journal is None or len(lost) == pipeline.n_stages):
+            self.reopen_operations = None  # it is of use for one loss, the one that it was made for
+        if self.reopen_operations is None and (self._journal is None or len(lost) == pipeline.n_stages):
             return False
         self._pipeline = pipeline
         self._daemons.clear()
@@ -493,7 +494,7 @@ class StageRecovery:
 
         It holds until another stage is lost.
         """
-        if self._pipeline is None or self.opening is not None:
+        if self._pipeline is None or self.reopen_operations is not None:
             raise CannotRebuild("no stage is lost, or its state is kept")
         if Space.WINDOW in self._scheduler.pools:
             raise CannotRebuild("sliding layers take pages in turn")
@@ -563,7 +564,7 @@ class StageRecovery:
         """Send what waits for a step; return whether all steps on their way wait for lost stages."""
         while pipeline.settled and (plan := self._scheduler.flush_step(now)) is not None:
             self.on_step_planned(plan)
-            pipeline.submit(plan.step, opening=plan.opening)
+            pipeline.submit(plan.step, draft_operations=plan.draft_operations)
         return pipeline.settled
 
     def _forget_plans(self) -> None:
@@ -573,7 +574,7 @@ class StageRecovery:
     def _begin(self, pipeline: Pipeline) -> None:
         """Plan what lost stages compute, now that all steps in flight wait for them.  Raises CannotRebuild."""
         lost = sorted(pipeline.lost)
-        self.restored = self.restored and self.opening is not None
+        self.restored = self.restored and self.reopen_operations is not None
         self.n_tokens = self.n_done = self.n_restored = 0
         if self.restored:
             self._reopen(lost)
@@ -627,8 +628,8 @@ class StageRecovery:
 
     def _reopen(self, lost: Sequence[int]) -> None:
         """Open the sequences as they were frozen; the steps that wait carry what was decided since."""
-        assert self.opening is not None
-        step = Step(FIRST_STEP, 0, [*self.opening], [])
+        assert self.reopen_operations is not None
+        step = Step(FIRST_STEP, 0, [*self.reopen_operations], [])
         self._steps, self._rows, self._output_lost = {}, [], False
         self._to_send = {stage: deque([RebuildStep(step)]) for stage in lost}
         self._regions = {stage: deque() for stage in lost}
@@ -687,7 +688,9 @@ class StageRecovery:
         for stage, rebuild_step in self._rows:
             assert self._journal is not None
             self._journal.place(stage - 1, rebuild_step.step, rebuild_step.rows)
-        self._pipeline = self.opening = None  # what waited is done now, by other stages than the lost ones, too
+        self._pipeline = self.reopen_operations = (
+            None  # what waited is done now, by other stages than the lost ones, too
+        )
         self._ended.clear()
         self._forget_plans()
         pipeline.restore(self._daemons, self._steps, operated=not self.restored)

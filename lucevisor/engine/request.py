@@ -180,12 +180,12 @@ class ContextOverflow(SubmitError):
 
     code = "context_length_exceeded"
 
-    def __init__(self, prompt_tokens: int, max_context: int, page_tokens: int, key: str = "engine.pages") -> None:
+    def __init__(self, prompt_tokens: int, max_context: int, max_paged_tokens: int, key: str = "engine.pages") -> None:
         self.prompt_tokens = prompt_tokens
         self.max_context = max_context
-        self.limit_tokens = min(max_context, page_tokens)
-        if page_tokens < max_context:
-            cause = f"the page pool holds {page_tokens} tokens (max_context is {max_context})"
+        self.limit_tokens = min(max_context, max_paged_tokens)
+        if max_paged_tokens < max_context:
+            cause = f"the page pool holds {max_paged_tokens} tokens (max_context is {max_context})"
             remedy = f"or give the pool more memory ({key})"
         else:
             cause = f"max_context is {max_context}"

@@ -142,7 +142,7 @@ class Preemption:
         """Leave what a running request has computed to a prefix slot, and requeue it."""
         operations = self._reuse.publish_preempted(record, now)
         if record.live is not None:
-            record.n_served = max(record.n_served, record.live.n_computed)
+            record.n_computed_before = max(record.n_computed_before, record.live.n_computed)
         self.n_preempted += 1
         return operations + self.requeue(record)
 
@@ -329,14 +329,17 @@ class Scheduler:
 
     # ---- steps
 
-    def attach(self, n_stages: int, opening: Sequence[Operation] = (), *, has_doorbells: bool = False) -> None:
-        """Plan for a fresh pipeline of ``n_stages`` stages; queued requests may start.  ``opening``: first of all.
+    def attach(
+        self, n_stages: int, reopen_operations: Sequence[Operation] = (), *, has_doorbells: bool = False
+    ) -> None:
+        """Plan for a fresh pipeline of ``n_stages`` stages; queued requests may start.
 
-        ``has_doorbells``: the last stage publishes tokens and drafts to the first one in shared memory.
+        ``reopen_operations`` go first.  ``has_doorbells``: the last stage publishes tokens and drafts to
+        the first one in shared memory.
         """
-        self._operations[:0] = opening
+        self._operations[:0] = reopen_operations
         self.runs_ahead = has_doorbells or n_stages == 1
-        self.drafting.n_stages, self.drafting.publishes_to_first = n_stages, self.runs_ahead
+        self.drafting.n_stages, self.drafting.has_token_ring = n_stages, self.runs_ahead
         self.n_stages, self._n_at_first_stage = n_stages, 0
         self.admission.open = True
 
@@ -344,8 +347,8 @@ class Scheduler:
         """Ask a drafter from the next step on, fresh or with ``restored`` state; ``with_output``: it runs in the output
         stage's daemon.
         """
-        opening = bool(self.running or self._operations)
-        self.drafting.attach(with_output=with_output, opening=opening, restored=restored)
+        must_open = bool(self.running or self._operations)
+        self.drafting.attach(with_output=with_output, must_open_sequences=must_open, restored=restored)
 
     def detach_drafter(self) -> None:
         """Go on without drafts.  Does nothing without a drafter."""
@@ -360,7 +363,7 @@ class Scheduler:
             return None
         if self.drafting.toggle_due() and (plan := self._toggle_drafter(now)) is not None:
             return plan
-        if self.drafting.opening:
+        if self.drafting.must_open_sequences:
             return self.flush_step(now)
         self._operations += self.admission.admit(now, self._last_step)  # none runs ahead beside a prompt
         while chosen := self.choose_slices(now):
@@ -380,15 +383,15 @@ class Scheduler:
     def _toggle_drafter(self, now: float) -> StepPlan | None:
         """Suspend the drafter, with a step that closes its sequences, or resume it."""
         if self.drafting.suspended:
-            self.drafting.resume(opening=bool(self.running or self._operations))
+            self.drafting.resume(must_open_sequences=bool(self.running or self._operations))
             return None
         plan = self._plan([], now)  # planned before it is suspended: the drafter answers it
-        return replace(plan, opening=self.drafting.suspend(plan.step.operations))
+        return replace(plan, draft_operations=self.drafting.suspend(plan.step.operations))
 
     def flush_step(self, now: float) -> StepPlan | None:
         """Return a step without slices that carries all waiting operations, or None if there are none."""
-        if self.drafting.opening:  # what waits for a step was planned before; the drafter gets its outcome
-            return replace(self._plan([], now), opening=self.drafting.open_running())
+        if self.drafting.must_open_sequences:  # what waits for a step was planned before; the drafter gets its outcome
+            return replace(self._plan([], now), draft_operations=self.drafting.open_running())
         return self._plan([], now) if self._operations else None
 
     def flush(self) -> int:

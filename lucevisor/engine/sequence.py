@@ -154,15 +154,15 @@ class RequestRecord:
     live: LiveSequence | None = None
     n_in_flight: int = 0  # steps in flight that carry a slice of it
     prefix: PrefixUse = field(default_factory=PrefixUse)
-    size: int = 0  # tokens to prefill, as estimated when it was queued
+    n_to_prefill: int = 0  # tokens to prefill, as estimated when it was queued
     n_overtaken_tokens: int = 0  # tokens of later requests that started before it
     has_priority: bool = False  # it starts before all others that wait
-    n_served: int = 0  # the most tokens that it had computed when it was preempted
-    loss: int = 0  # the last loss or restart of shards while it ran
+    n_computed_before: int = 0  # the most tokens that it had computed when it was preempted
+    last_loss: int = 0  # the last loss or restart of shards while it ran
     n_losses: int = 0  # losses in a row without a token in between
     recovered: bool = False  # it went on after a loss
     paused_at: float | None = None  # when the pause began in which it is, since its last token
-    lost_at: int = 0  # how many tokens it had at the last loss
+    n_tokens_at_loss: int = 0  # how many tokens it had at the last loss
     drafts: RequestDrafts = field(init=False)
     started_at: float | None = None
     first_token_at: float | None = None
@@ -193,7 +193,7 @@ class RequestRecord:
         """
         if self.live is None:
             return 0
-        start, n_prompt = max(self.live.began_at, self.n_served), len(self.request.prompt)
+        start, n_prompt = max(self.live.began_at, self.n_computed_before), len(self.request.prompt)
         n_prefilled = min(self.live.n_computed, n_prompt) - start
         return max(0, n_prefilled) // chunk + max(0, self.live.n_computed - max(start, n_prompt))
 

@@ -30,12 +30,12 @@ from lucevisor.engine.output_rows import IdsOutput, RowCollector, RowsMissing
 from lucevisor.engine.page_ranking import PageRelevance
 from lucevisor.engine.pipeline import (
     NO_PAYLOAD,
-    PipelineFailure,
+    OldestStep,
     PipelineResult,
     SendCancelPending,
     SendFrame,
     SendMasks,
-    StepInFlight,
+    StageFailure,
 )
 from lucevisor.engine.recovery import CannotRebuild
 from lucevisor.engine.replay import Recording
@@ -133,8 +133,8 @@ class EngineSettings(CoreSettings):
     mask_threads: bool = True
     clock: Callable[[], float] = time.monotonic
     on_step: Callable[[PipelineResult], None] = lambda _: None
-    on_pipeline_failed: Callable[[PipelineFailure], None] = lambda _: None
-    on_drafter_lost: Callable[[PipelineFailure], None] = lambda _: None
+    on_pipeline_failed: Callable[[StageFailure], None] = lambda _: None
+    on_drafter_lost: Callable[[StageFailure], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,7 @@ class Engine:
 
     def fail(self, stage: int, message: str) -> None:
         """Drop the pipeline because the daemon of a stage did what it must not."""
-        self.handle(ev.PipelineBroken(PipelineFailure(stage, "protocol_error", message)))
+        self.handle(ev.ShardStateUnknown(StageFailure(stage, "protocol_error", message)))
 
     def detach(self, error: RequestError, *, permanent: bool = False) -> None:
         """Drop the pipeline, and hold requests until the next attach; without a hold, end running ones with ``error``
@@ -287,7 +287,7 @@ class Engine:
         journal over the next pipeline's boundaries.
         """
         self._row_store = rows
-        self.handle(ev.PipelineLeft(error, 0 if rows is None else journal_pages))
+        self.handle(ev.PipelineHandedOff(error, 0 if rows is None else journal_pages))
 
     def set_unavailable(self, error: RequestError) -> None:
         """Set the reason why requests are not served: ``error``'s message."""
@@ -366,7 +366,7 @@ class Engine:
         """Detach the drafter because its daemon did what it must not."""
         self.handle(ev.DrafterBroken("protocol_error", message))
 
-    def oldest_in_flight(self) -> StepInFlight | None:
+    def oldest_in_flight(self) -> OldestStep | None:
         """Return the step a daemon has worked on for longest, for the watchdog."""
         return self.core.oldest_in_flight(self._clock())
 
@@ -553,10 +553,10 @@ class Engine:
     def _rank_pages(self, instruction: ev.RankPages) -> None:
         self.relevance.rank(instruction.step_id, instruction.sequence, instruction.tokens)
 
-    def _pipeline_failed(self, instruction: ev.PipelineFailed) -> None:
+    def _pipeline_failed(self, instruction: ev.ReportPipelineFailure) -> None:
         self._settings.on_pipeline_failed(instruction.failure)
 
-    def _drafter_failed(self, instruction: ev.DrafterFailed) -> None:
+    def _drafter_failed(self, instruction: ev.ReportDrafterFailure) -> None:
         self._settings.on_drafter_lost(instruction.failure)
 
     def _rebuild_ended(self, instruction: ev.RebuildEnded) -> None:
@@ -574,8 +574,8 @@ class Engine:
         ev.StepFinished: _step_finished,
         ev.MakeMasks: _make_masks,
         ev.RankPages: _rank_pages,
-        ev.PipelineFailed: _pipeline_failed,
-        ev.DrafterFailed: _drafter_failed,
+        ev.ReportPipelineFailure: _pipeline_failed,
+        ev.ReportDrafterFailure: _drafter_failed,
         ev.RebuildEnded: _rebuild_ended,
     }
 
@@ -589,7 +589,7 @@ class Engine:
             self._on_dead_link(stage, text)
 
     def _detach_dead_link(self, stage: int, text: str) -> None:
-        self.handle(ev.PipelineBroken(PipelineFailure(stage, "shard_lost", text)))
+        self.handle(ev.ShardStateUnknown(StageFailure(stage, "shard_lost", text)))
 
     def _masks_made(self, step_id: int, made: MadeMasks) -> None:
         self.handle(ev.MasksMade(step_id, made))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.engine.prefix_reuse import PrefixReuse
-from lucevisor.engine.recovery import Recovery, RecoveryStatistics
+from lucevisor.engine.recovery import RecoveryStatistics, RequestHold
 from lucevisor.engine.spec_decode.controller import SUSPENDED
 from lucevisor.engine.spec_decode.statistics import DraftStatistics
 from lucevisor.kv.page_pool import PageUse
@@ -169,7 +169,7 @@ class EngineStatistics:
         scheduler: Scheduler,
         totals: StepTotals,
         generated: RateWindow,
-        recovery: Recovery,
+        recovery: RequestHold,
         now: float,
         rebuilding: tuple[int, int],
         *,

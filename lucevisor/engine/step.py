@@ -27,14 +27,14 @@ class WrongResult(Exception):
 class StepPlan:
     """A step to send; ``request_ids[i]`` owns ``step.slices[i]``, and its masked slices get masks from ``mask_jobs``.
 
-    ``opening``: the operations that the draft stage, just attached or about to be suspended, gets in place of the
+    ``draft_operations``: those that the draft stage, just attached or about to be suspended, gets in place of the
     step's own.
     """
 
     step: Step
     request_ids: tuple[str, ...]
     mask_jobs: Sequence[MaskJob] = ()
-    opening: Sequence[Operation] | None = None
+    draft_operations: Sequence[Operation] | None = None
 
 
 class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a dataclass: a step has one for each sequence

@@ -196,7 +196,7 @@ def test_a_token_that_nobody_sampled_is_refused() -> None:
     sampler = Sampler(9, torch.device("cpu"))
     sampler.open(4, GREEDY, [])
     with pytest.raises(StateError, match="sequence 4 at 17"):
-        sampler.known(Step(1, 0, [], [Slice(4, 17, [PENDING], True)]))
+        sampler.fill_placeholders(Step(1, 0, [], [Slice(4, 17, [PENDING], True)]))
 
 
 # ---- steps queued on the device

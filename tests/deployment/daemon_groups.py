@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from lucevisor.deployment.assembly import PipelineAssembly
-from lucevisor.engine.pipeline import PipelineFailure
+from lucevisor.engine.pipeline import StageFailure
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, RequestHandle
 from lucevisor.engine.shell import Engine, EngineSettings, StateReplay
 from lucevisor.kv_transfer.transfers import KvTransfer
@@ -106,11 +106,11 @@ class Groups:
         if draft:
             self.limits = replace(self.limits, pools=PoolSizes(16, 0, 2, draft_states=8), speculation=DRAFTING)
         self.texts: dict[int, list[int]] = {}  # prompt and answer by seed, for the drafter
-        self.drafters_lost: list[PipelineFailure] = []
+        self.drafters_lost: list[StageFailure] = []
         self.model = ToyModel(n, HYBRID, None)
         self.rows = ToyRows()
         self.regions = self.rows.regions  # shared memory outlives daemons
-        self.failures: list[PipelineFailure] = []
+        self.failures: list[StageFailure] = []
         self.changes = 0
         self.engine = Engine(
             self.limits,
@@ -135,11 +135,11 @@ class Groups:
     def _changed(self) -> None:
         self.changes += 1
 
-    def _pipeline_failed(self, failure: PipelineFailure) -> None:
+    def _pipeline_failed(self, failure: StageFailure) -> None:
         self.failures.append(failure)
         self.assembly.pipeline_failed()
 
-    def _drafter_lost(self, failure: PipelineFailure) -> None:
+    def _drafter_lost(self, failure: StageFailure) -> None:
         """What a deployment does."""
         self.drafters_lost.append(failure)
         self.assembly.detach_drafter(failure.message)

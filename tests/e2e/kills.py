@@ -50,7 +50,7 @@ async def run(case: Case, n_groups: int, place: str, spares: int, transport: str
             return (
                 f"{n_kills} kills in {time.monotonic() - started:.0f} s, {streams.n_answers} answers, "
                 f"{len(streams.wrong)} wrong {streams.wrong[:3]}, rebuilt {recovery.n_rebuilt} tokens, recomputed by "
-                f"all stages {recovery.n_tokens}, longest pause {recovery.longest_pause_s:.1f} s; "
+                f"all stages {recovery.n_recomputed}, longest pause {recovery.longest_pause_s:.1f} s; "
                 f"{len(engine.recording.events)} events replay to the same instructions"
             ), not streams.wrong
 

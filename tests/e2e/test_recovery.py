@@ -151,8 +151,8 @@ async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, 
         assert service.only.engine is not None
         now = service.only.engine.statistics()
         assert now.recovery.pauses["loss"].n >= 1
-        assert now.recovery.n_sequences >= 1
-        assert now.recovery.n_rebuilt > now.recovery.n_tokens  # nearly always by the lost stages alone
+        assert now.recovery.n_continued >= 1
+        assert now.recovery.n_rebuilt > now.recovery.n_recomputed  # nearly always by the lost stages alone
         assert now.running == now.queued == 0
         assert service.only.engine.recording is not None
         replay(service.only.engine.recording, service.only.engine.recording.new_core())
@@ -181,7 +181,7 @@ async def test_restarts_of_all_groups_change_no_token(tmp_path: Path, case: Case
         now = service.only.engine.statistics().recovery
         assert (now.pauses["restart"].n, now.pauses["loss"].n) == (n_groups, 0)
         assert now.n_kept > 0
-        assert (now.n_rebuilt, now.n_tokens) == (0, 0)
+        assert (now.n_rebuilt, now.n_recomputed) == (0, 0)
         assert service.only.engine.statistics().cache.n_slots > 0
         if case.kind != "off":
             assert service.only.deployment.drafting

@@ -70,7 +70,7 @@ async def test_moves_change_no_token(tmp_path: Path, case: Case) -> None:
         now = service.only.engine.statistics().recovery
         assert (now.pauses["reload"].n, now.pauses["loss"].n) == (2, 0)
         assert now.n_kept > 0
-        assert (now.n_rebuilt, now.n_tokens) == (0, 0)
+        assert (now.n_rebuilt, now.n_recomputed) == (0, 0)
         assert service.only.engine.statistics().cache.n_slots > 0
         assert now.held == 0
 
@@ -135,7 +135,7 @@ async def test_where_both_do_not_fit_requests_wait_for_the_weights(
         assert service.only.engine is not None
         now = service.only.engine.statistics().recovery
         assert now.pauses["reload"].n == 3
-        assert (now.n_rebuilt, now.n_tokens) == (0, 0)
+        assert (now.n_rebuilt, now.n_recomputed) == (0, 0)
 
 
 async def fails(state: ExportedState, *_: object) -> None:

@@ -123,17 +123,17 @@ def test_an_unused_drafter_is_suspended_without_sequences_and_resumed_like_a_new
         return found
 
     before = decode(ACTIVE_STEPS + 1)
-    assert all(plan.opening is None for plan in before)
+    assert all(plan.draft_operations is None for plan in before)
     [closing] = decode(1)
-    assert (closing.step.slices, closing.opening) == ([], [*closing.step.operations, CloseSequence(0)])
+    assert (closing.step.slices, closing.draft_operations) == ([], [*closing.step.operations, CloseSequence(0)])
     assert (drafting.suspended, drafting.attached, bench.scheduler.pools[Space.FULL].epoch) == (True, True, 0)
     assert not drafting.outstanding
     suspended = decode(2 * ACTIVE_STEPS)
-    assert all(plan.opening is None and not drafting.outstanding for plan in suspended)
+    assert all(plan.draft_operations is None and not drafting.outstanding for plan in suspended)
     [opening] = decode(1)
     live = bench.live("a")
-    assert opening.opening is not None
-    assert opening.opening[0] == OpenSequence(0, live.state, request("a").sampling, n_prompt=3)
+    assert opening.draft_operations is not None
+    assert opening.draft_operations[0] == OpenSequence(0, live.state, request("a").sampling, n_prompt=3)
     assert not drafting.suspended
     assert bench.plan().step.slices[0].draft_from > live.n_computed  # of what was computed before it has nothing
 

@@ -8,12 +8,12 @@ import pytest
 
 from lucevisor.engine.pipeline import (
     DrafterDetached,
+    OldestStep,
     Pipeline,
-    PipelineFailure,
     PipelineResult,
     SendCancelPending,
     SendFrame,
-    StepInFlight,
+    StageFailure,
     StepsReturned,
 )
 from lucevisor.protocol.connection import Connection
@@ -71,7 +71,7 @@ class Bench:
         self.wires = [Wire() for _ in range(n_stages + 1)]
         self.stages = dict(enumerate(self.wires))
         self.results: list[PipelineResult] = []
-        self.failures: list[PipelineFailure] = []
+        self.failures: list[StageFailure] = []
         self.returned: list[StepsReturned] = []
         self.detached: list[str] = []  # what is said of drafters that were lost
         self.pipeline = Pipeline(range(n_stages), [], has_doorbells=has_doorbells)
@@ -119,7 +119,7 @@ class Bench:
                     case PipelineResult() as result:
                         self.results.append(result)
                         pipeline.drafts.deliver_drafts()
-                    case PipelineFailure() as failure:
+                    case StageFailure() as failure:
                         self.failures.append(failure)
                     case DrafterDetached(failure):
                         self.detached.append(failure.message)
@@ -163,21 +163,21 @@ def test_the_oldest_step_is_the_one_a_daemon_has_worked_on_for_longest() -> None
     assert bench.pipeline.oldest_in_flight(0.0) is None
     bench.submit(step(1))
     bench.submit(step(2))
-    assert bench.pipeline.oldest_in_flight(3.0) == StepInFlight(1, 0, 3.0)
+    assert bench.pipeline.oldest_in_flight(3.0) == OldestStep(1, 0, 3.0)
     bench.now = 10.0
     bench.receive(StepResult(1, 0))
     # Step 2 was sent at 0 but its daemon was busy until 10.
-    assert bench.pipeline.oldest_in_flight(12.0) == StepInFlight(2, 0, 2.0)
+    assert bench.pipeline.oldest_in_flight(12.0) == OldestStep(2, 0, 2.0)
     bench.now = 11.0
     bench.receive(StepResult(2, 0))
     bench.now = 25.0
     bench.submit(step(3))
-    assert bench.pipeline.oldest_in_flight(30.0) == StepInFlight(1, 1, 20.0)
+    assert bench.pipeline.oldest_in_flight(30.0) == OldestStep(1, 1, 20.0)
     bench.now = 31.0
     bench.receive(StepResult(1, 1))
-    assert bench.pipeline.oldest_in_flight(32.0) == StepInFlight(3, 0, 7.0)
+    assert bench.pipeline.oldest_in_flight(32.0) == OldestStep(3, 0, 7.0)
     bench.receive(StepResult(3, 0))
-    assert bench.pipeline.oldest_in_flight(32.0) == StepInFlight(2, 1, 1.0)
+    assert bench.pipeline.oldest_in_flight(32.0) == OldestStep(2, 1, 1.0)
 
 
 # ---- posted steps
@@ -267,7 +267,7 @@ def test_the_watchdog_does_not_see_drafts_behind_a_step_that_waits_for_its_rows(
     bench.submit(drafted_step(1))
     bench.now = 2.0
     bench.receive(StepResult(1, 0))
-    assert bench.pipeline.oldest_in_flight(5.0) == StepInFlight(1, 1, 3.0)
+    assert bench.pipeline.oldest_in_flight(5.0) == OldestStep(1, 1, 3.0)
 
 
 def test_a_drafter_that_answers_out_of_order_is_lost() -> None:
@@ -291,9 +291,9 @@ def test_the_watchdog_sees_the_step_that_the_drafter_works_on(drafter: int) -> N
     bench.now = 1.0
     bench.receive(StepResult(1, 0))
     bench.now = 3.0
-    assert bench.pipeline.oldest_in_flight(4.0) == StepInFlight(1, 1, 3.0)
+    assert bench.pipeline.oldest_in_flight(4.0) == OldestStep(1, 1, 3.0)
     bench.receive(StepResult(1, 1, SAMPLED))
-    assert bench.pipeline.oldest_in_flight(4.0) == StepInFlight(1, 2, 1.0)
+    assert bench.pipeline.oldest_in_flight(4.0) == OldestStep(1, 2, 1.0)
     bench.receive(StepResult(1, 2))
     assert bench.pipeline.oldest_in_flight(4.0) is None
     bench.submit(drafted_step(2))

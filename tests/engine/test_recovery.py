@@ -56,8 +56,8 @@ async def test_a_loss_changes_no_token_of_what_runs_waits_and_comes() -> None:
     for one, handle in zip(asked, handles, strict=True):
         assert told(await events_of(handle))[0] == toy.alone(one)
     after = toy.engine.statistics().recovery
-    assert (after.held, after.held_s, after.pauses["loss"], after.n_sequences) == (0, 0.0, Pauses(1, 4.0), 2)
-    assert after.n_tokens > 2 * 90
+    assert (after.held, after.held_s, after.pauses["loss"], after.n_continued) == (0, 0.0, Pauses(1, 4.0), 2)
+    assert after.n_recomputed > 2 * 90
 
 
 async def test_pauses_in_a_row_are_one_to_a_client() -> None:
@@ -142,7 +142,7 @@ def test_losses_change_no_token(scenario: Scenario) -> None:
     async def check() -> None:
         for reason in await check_answers(play.toy, scenario.requests, play.handles):
             event(reason)
-        event(f"recovered: {play.toy.engine.statistics().recovery.n_sequences > 0}")
+        event(f"recovered: {play.toy.engine.statistics().recovery.n_continued > 0}")
 
     asyncio.run(check())
 
@@ -185,7 +185,7 @@ async def test_only_lost_stages_compute_again(lost: tuple[int, ...]) -> None:
         assert told(await events_of(handle))[0] == toy.alone(one)
     assert len(toy.steps) > n_steps
     counts = toy.engine.statistics().recovery
-    assert (counts.n_sequences, counts.n_tokens) == (2 * len(lost), 0)
+    assert (counts.n_continued, counts.n_recomputed) == (2 * len(lost), 0)
     assert counts.n_rebuilt >= 190 * 2 * len(lost)
     assert len([daemon for daemon in toy.daemons if daemon in before]) == 3 - len(lost)
 
@@ -348,8 +348,8 @@ async def test_nothing_is_computed_again_and_slots_are_kept(n_stages: int, lost:
     for one, handle in zip(asked, handles, strict=True):
         assert told(await events_of(handle))[0] == toy.alone(one)
     counts = toy.engine.statistics().recovery
-    assert (counts.n_kept, counts.n_rebuilt, counts.n_tokens) == (frozen.n_tokens, 0, 0)
-    assert (counts.n_sequences, counts.pauses["restart"].n, counts.pauses["loss"].n) == (2, 1, 0)
+    assert (counts.n_kept, counts.n_rebuilt, counts.n_recomputed) == (frozen.n_tokens, 0, 0)
+    assert (counts.n_continued, counts.pauses["restart"].n, counts.pauses["loss"].n) == (2, 1, 0)
     assert len(toy.steps) > n_steps
     again = toy.engine.submit(request("c", range(190), n=5))
     toy.run()

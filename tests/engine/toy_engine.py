@@ -11,7 +11,7 @@ from msgspec import structs
 
 from lucevisor.engine.core import FrozenState
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
+from lucevisor.engine.pipeline import Pipeline, PipelineResult, StageFailure
 from lucevisor.engine.policy import FairShare, PolicyFactory
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, RequestHandle, TokenEvent
 from lucevisor.engine.shell import DraftStage, Engine, EngineSettings
@@ -70,8 +70,8 @@ class ToyEngine:
         self.late = False  # answers arrive some time after they are given
         self._mail: list[tuple[ToyDaemon, StepResult | PendingCancelled, memoryview]] = []
         self.now = 0.0
-        self.failures: list[PipelineFailure] = []
-        self.lost: list[PipelineFailure] = []  # why drafters were lost
+        self.failures: list[StageFailure] = []
+        self.lost: list[StageFailure] = []  # why drafters were lost
         self.steps: list[PipelineResult] = []
         self.engine = Engine(
             limits,
