@@ -19,7 +19,7 @@ from daemons.kv.pools import Pools
 from daemons.ops.paged import PagedTensor, Q8Pages
 from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP, SCALE, Space, Tier, q8_groups
-from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
+from lucevisor.protocol.messages import SlotPlace, TransferTensor
 
 SEGMENT_BYTES = 8 << 20
 """Bytes of a segment: enough for full speed, few enough to cancel between two of them."""
@@ -125,7 +125,7 @@ class StateMap:
         for pools in self._pools:
             pools.forget_sketches(place.full)
 
-    def to_save(self, place: SlotPlace, tensors: Sequence[SnapshotTensor]) -> list[StateSegment]:
+    def to_save(self, place: SlotPlace, tensors: Sequence[TransferTensor]) -> list[StateSegment]:
         """Return the segments of a Save.  Raises StateError."""
         segments: list[StateSegment] = []
         for tensor in tensors:
@@ -135,7 +135,7 @@ class StateMap:
         return segments
 
     def to_restore(
-        self, place: SlotPlace, tensors: Sequence[SnapshotTensor]
+        self, place: SlotPlace, tensors: Sequence[TransferTensor]
     ) -> tuple[list[StateSegment], list[Conversion]]:
         """Return the segments of a Restore to copy, and those to convert.  Raises StateError."""
         scales = {(t.draft, t.layer, t.kind): t for t in tensors if t.kind.endswith(SCALE)}
@@ -156,7 +156,7 @@ class StateMap:
 
     # ---- one tensor
 
-    def _segments(self, place: SlotPlace, tensor: SnapshotTensor) -> Iterator[StateSegment]:
+    def _segments(self, place: SlotPlace, tensor: TransferTensor) -> Iterator[StateSegment]:
         if self._space(tensor) is Space.RECURRENT:
             rows, row = self._state(tensor, place.state)
             parts, shape = [(rows, [(row, 1)])], tensor.shape
@@ -175,7 +175,7 @@ class StateMap:
                 yield segment
 
     def _conversions(
-        self, place: SlotPlace, tensor: SnapshotTensor, scale: SnapshotTensor | None
+        self, place: SlotPlace, tensor: TransferTensor, scale: TransferTensor | None
     ) -> Iterator[Conversion]:
         targets = {tier: self._paged(tensor, tier) for tier in self._tiers(tensor)}
         target = targets[Tier.DEVICE]
@@ -202,7 +202,7 @@ class StateMap:
                 )
                 done += n_rows(ranges)
 
-    def _same_format(self, tensor: SnapshotTensor, scale: SnapshotTensor | None) -> bool:
+    def _same_format(self, tensor: TransferTensor, scale: TransferTensor | None) -> bool:
         if self._space(tensor) is Space.RECURRENT:
             return True  # its format is fixed by the model; any other is rejected
         paged = self._paged(tensor)
@@ -212,31 +212,31 @@ class StateMap:
 
     # ---- where it lies
 
-    def _layer(self, tensor: SnapshotTensor) -> tuple[LayerSpec, Pools]:
+    def _layer(self, tensor: TransferTensor) -> tuple[LayerSpec, Pools]:
         found = self._layers.get((tensor.draft, tensor.layer))
         if found is None:
             whose = "of the drafter " if tensor.draft else ""
             raise StateError(f"tensor {tensor.name}", f"layer {tensor.layer} {whose}is not on this daemon")
         return found
 
-    def _pool(self, tensor: SnapshotTensor) -> Pools:
+    def _pool(self, tensor: TransferTensor) -> Pools:
         return self._layer(tensor)[1]
 
-    def _space(self, tensor: SnapshotTensor) -> Space:
+    def _space(self, tensor: TransferTensor) -> Space:
         return self._layer(tensor)[0].space
 
-    def _tiers(self, tensor: SnapshotTensor) -> list[Tier]:
+    def _tiers(self, tensor: TransferTensor) -> list[Tier]:
         """Return the memories that pages of the tensor's layer may lie in."""
         return [Tier.DEVICE] if self._paged(tensor).host is None else [Tier.DEVICE, Tier.HOST]
 
-    def _paged(self, tensor: SnapshotTensor, tier: Tier = Tier.DEVICE) -> PagedTensor:
+    def _paged(self, tensor: TransferTensor, tier: Tier = Tier.DEVICE) -> PagedTensor:
         try:
             found = self._pool(tensor).paged(tensor.layer, tensor.kind.removesuffix(SCALE))
         except KeyError:
             raise _misfit(tensor, "the layer has no such pages") from None
         return found if tier is Tier.DEVICE or found.host is None else found.over(found.host.parts)
 
-    def _slots(self, tensor: SnapshotTensor, tier: Tier) -> Tensor:
+    def _slots(self, tensor: TransferTensor, tier: Tier) -> Tensor:
         """The slots [pages * 64, ...], on the device or in host memory, that hold the tensor's positions."""
         paged = self._paged(tensor, tier)
         is_scale = tensor.kind.endswith(SCALE)
@@ -247,7 +247,7 @@ class StateMap:
         pages = paged.scales if is_scale else paged.codes
         return pages.view(-1, *pages.shape[2:])
 
-    def _state(self, tensor: SnapshotTensor, state: int) -> tuple[Tensor, int]:
+    def _state(self, tensor: TransferTensor, state: int) -> tuple[Tensor, int]:
         """The rows that hold a recurrent state, and its index among them."""
         pool = self._pool(tensor)
         n = pool.units[Space.RECURRENT]
@@ -258,7 +258,7 @@ class StateMap:
         except KeyError:
             raise _misfit(tensor, "the layer has no such state") from None
 
-    def _row_ranges(self, place: SlotPlace, tensor: SnapshotTensor) -> list[tuple[Tier, list[RowRange]]]:
+    def _row_ranges(self, place: SlotPlace, tensor: TransferTensor) -> list[tuple[Tier, list[RowRange]]]:
         """Slots ``page * 64 + offset`` of positions ``tensor.first`` .. ``place.n_tokens``, adjacent ones merged, in
         runs on the device and in host memory.
         """
@@ -286,7 +286,7 @@ class StateMap:
         return found
 
 
-def _misfit(tensor: SnapshotTensor, here: str) -> StateError:
+def _misfit(tensor: TransferTensor, here: str) -> StateError:
     return StateError(f"tensor {tensor.name}", f"{tensor.dtype} {list(tensor.shape)} does not fit: {here}")
 
 

@@ -24,7 +24,7 @@ from lucevisor.api.errors import ApiError
 from lucevisor.api.schemas import convert
 from lucevisor.errors import AdminError, ConfigError, LucevisorError, unusable
 
-log = structlog.get_logger("lucevisor.admin")
+log = structlog.get_logger("lucevisor.app")
 
 
 Command = TypeVar("Command", bound=msgspec.Struct)

@@ -25,7 +25,7 @@ from lucevisor.app.rundir import NAME, log_path
 from lucevisor.config import load
 from lucevisor.config.formats import HUB_PREFIX
 from lucevisor.deployment.cache_files import cache_directory, read_json, write_atomically, write_json
-from lucevisor.deployment.probe import inventory
+from lucevisor.deployment.measurements import inventory
 from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.model.gguf_files import part_paths
 from lucevisor.model.gguf_header import GgufError

@@ -33,7 +33,7 @@ from lucevisor.deployment.service import SAVE_S, Service
 from lucevisor.errors import LucevisorError, unusable
 from lucevisor.protocol import transport as descriptors
 
-log = structlog.get_logger("lucevisor.handover")
+log = structlog.get_logger("lucevisor.app")
 
 SERVING: Final = b"serving"
 GIVEN: Final = b"given"

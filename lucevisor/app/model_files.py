@@ -155,7 +155,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-log = structlog.get_logger("lucevisor")
+log = structlog.get_logger("lucevisor.app")
 
 
 class FamilyCard(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

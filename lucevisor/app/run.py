@@ -67,7 +67,7 @@ from lucevisor.supervision.events import State
 from lucevisor.supervision.machine import SupervisionLimits
 from lucevisor.text.template import TEMPLATE_KEY, ChatTemplate
 
-log = structlog.get_logger("lucevisor")
+log = structlog.get_logger("lucevisor.app")
 
 
 _MAX_FILES: Final = 65536

@@ -12,7 +12,7 @@ from typing import Final
 
 import structlog
 
-log = structlog.get_logger("lucevisor.systemd")
+log = structlog.get_logger("lucevisor.app")
 
 _FIRST_FD: Final = 3
 _REPEATED: Final = {"WATCHDOG", "STATUS", "EXTEND_TIMEOUT_USEC"}

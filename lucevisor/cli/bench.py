@@ -27,7 +27,7 @@ from lucevisor.app.model_files import open_model
 from lucevisor.cli.options import OutputFile, config_argument
 from lucevisor.config import Config, load, merge_overrides, single_model
 from lucevisor.deployment.group_settings import group_threads, usable_cores
-from lucevisor.deployment.probe import tune
+from lucevisor.deployment.measurements import tune
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent

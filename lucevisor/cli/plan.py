@@ -32,8 +32,8 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     few layers with --measure."""
     from lucevisor.app import logs
     from lucevisor.app.model_files import open_models
+    from lucevisor.deployment.measurements import inventory
     from lucevisor.deployment.preflight import check_before_start
-    from lucevisor.deployment.probe import inventory
     from lucevisor.deployment.served_model import model_configs
     from lucevisor.placement.report import plan_json, plan_text
     from lucevisor.placement.result import Infeasible
@@ -68,7 +68,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
 
 
 def _plan(config: Config, model: ServedModel, found: Inventory, *, measure: bool) -> Placement | Infeasible:
-    from lucevisor.deployment.probe import read_speeds, request_for_split, speeds_for
+    from lucevisor.deployment.measurements import read_speeds, request_for_split, speeds_for
     from lucevisor.placement.devices import with_target_devices
     from lucevisor.placement.planner import plan as make_plan
 
@@ -107,7 +107,7 @@ def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
     """Check each group of CONFIG: imports, torch build, devices, arena mapping, one layer's numbers in the dtype that
     will run; then whether the model fits into the memory that is free."""
     from lucevisor.app.model_files import open_models
-    from lucevisor.deployment.probe import check_arena, inventory, probe_groups
+    from lucevisor.deployment.measurements import check_arena, inventory, probe_groups
     from lucevisor.deployment.served_model import model_configs
     from lucevisor.placement.devices import with_target_devices
     from lucevisor.placement.planner import plan

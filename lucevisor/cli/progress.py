@@ -26,7 +26,7 @@ _COMING = frozenset({State.STARTING, State.LOADING, State.BACKOFF})
 _ENDING = frozenset({State.STOPPING, State.STOPPED, State.FAILED})
 _QUARTERS = 4
 
-log = structlog.get_logger("lucevisor")
+log = structlog.get_logger("lucevisor.cli")
 
 
 class StartDisplay(LoadProgress):

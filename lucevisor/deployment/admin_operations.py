@@ -15,7 +15,7 @@ import structlog
 from lucevisor import suspend_clock
 from lucevisor.config import Config, changed_keys
 from lucevisor.config.checks import OVERRIDE
-from lucevisor.deployment.assembly import RestoredState
+from lucevisor.deployment.assembly import RestoredLinks
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.service import RESTART_S, ModelService, Service
 from lucevisor.engine.shell import Engine
@@ -82,7 +82,7 @@ def resume_requests(engine: Engine, earlier: Deployment) -> None:
     engine.thaw()
 
 
-async def restore_state(state: ExportedState, later: Deployment) -> RestoredState:
+async def restore_state(state: ExportedState, later: Deployment) -> RestoredLinks:
     """Copy state to the daemons of a deployment, which are all READY; return what they have.  Raises LucevisorError."""
     assert later.placement is not None
     assert later.transfers is not None
@@ -91,10 +91,10 @@ async def restore_state(state: ExportedState, later: Deployment) -> RestoredStat
     await state.load(later.transfers, groups)
     if later.links != links:
         raise LucevisorError("a new daemon was lost while the state moved; try again")
-    return RestoredState(links.values(), state.with_draft and later.draft_group in groups)
+    return RestoredLinks(links.values(), state.with_draft and later.draft_group in groups)
 
 
-log = structlog.get_logger("service")
+log = structlog.get_logger("lucevisor.deployment")
 
 
 class AdminOperations:
@@ -210,7 +210,7 @@ class AdminOperations:
         problem: LucevisorError | None = None
         for configuration in (config, service.config):
             later = service.deploy(model, configuration)
-            restored = RestoredState()
+            restored = RestoredLinks()
             try:
                 await self._load(later)
                 restored = await restore_state(state, later)

@@ -29,7 +29,7 @@ from lucevisor.protocol.steps import PendingCancelled, Reset, ResetDone, StepRes
 from lucevisor.protocol.transport import Channel
 from lucevisor.supervision.daemon import LoadOrder
 
-log = structlog.get_logger("assembly")
+log = structlog.get_logger("lucevisor.deployment")
 
 
 _DROPPED: Final = "the daemon drops its sequences"
@@ -399,14 +399,14 @@ def _lost(group: str, reason: str) -> str:
     return f"group {group} was lost while the request ran: {reason}; send the request again"
 
 
-class RestoredState(NamedTuple):
+class RestoredLinks(NamedTuple):
     """Links of daemons that have read what others held; ``with_draft``: the drafter's state, too."""
 
     links: Collection[Channel] = ()
     with_draft: bool = False
 
 
-class ReplacementState:
+class SuccessorState:
     """State for the next daemon of each group: exported state in host memory, or steps to replay while loading."""
 
     def __init__(self) -> None:

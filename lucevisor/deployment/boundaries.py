@@ -104,7 +104,7 @@ class Boundaries:
             buffer.close()
 
 
-log = structlog.get_logger("journal")
+log = structlog.get_logger("lucevisor.deployment")
 
 
 class JournalRows:

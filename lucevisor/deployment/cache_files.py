@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 import structlog
 
-log = structlog.get_logger("cache")
+log = structlog.get_logger("lucevisor.deployment")
 T = TypeVar("T")
 
 

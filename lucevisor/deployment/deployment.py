@@ -22,10 +22,10 @@ import structlog
 from lucevisor import suspend_clock
 from lucevisor.config import Config
 from lucevisor.config.formats import DeviceRef
-from lucevisor.deployment.assembly import PipelineAssembly, ReplacementState, RestoredState
+from lucevisor.deployment.assembly import PipelineAssembly, RestoredLinks, SuccessorState
 from lucevisor.deployment.boundaries import Boundaries
 from lucevisor.deployment.group_settings import group_threads, spin_s, target_groups
-from lucevisor.deployment.probe import speeds_for
+from lucevisor.deployment.measurements import speeds_for
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.weights import ServedWeights
@@ -169,7 +169,7 @@ _EXPONENTS: Final = {
 }
 """Numbers are NaN or infinite if all these bits are set."""
 
-log = structlog.get_logger("deployment")
+log = structlog.get_logger("lucevisor.deployment")
 
 
 class DeploymentOwner(Protocol):
@@ -223,7 +223,7 @@ class Deployment:
         self._draft_loaded = False  # the draft group is READY and has loaded the drafter
         self._draft_problem = ""  # why the draft group runs without the drafter
         self._detached = ""  # why the engine dropped the drafter
-        self._replacements = ReplacementState()
+        self._replacements = SuccessorState()
         self._engine: Engine | None = None
         self._assembly: PipelineAssembly | None = None
         self._watchdog: asyncio.Task[None] | None = None
@@ -279,14 +279,14 @@ class Deployment:
         failed = [group for group in self.needed if self.groups[group].state is State.FAILED]
         return next((f"group {name} is FAILED: {self.groups[name].reason}" for name in sorted(failed)), None)
 
-    def attach(self, engine: Engine, restored: RestoredState | None = None) -> None:
+    def attach(self, engine: Engine, restored: RestoredLinks | None = None) -> None:
         """Attach to ``engine`` as soon as every group with layers is READY, and again after each loss; the drafter
         whenever it is there.
 
         Call it when the deployment is placed, and when no other one serves ``engine``.  ``restored``: daemons that
         hold what the engine had frozen.
         """
-        links, draft_restored = restored or RestoredState()
+        links, draft_restored = restored or RestoredLinks()
         assert self.placement is not None
         assert self.transfers is not None
         self._engine = engine
@@ -516,8 +516,8 @@ class Deployment:
             self._replacements.drop(group)
         self._owner.on_state(self, group, state, reason)
 
-    def _on_draining(self, group: str, child: int) -> None:
-        self._create_task(self._drain(group, child), f"drain for {group}")
+    def _on_draining(self, group: str, daemon: int) -> None:
+        self._create_task(self._drain(group, daemon), f"drain for {group}")
 
     def _create_task(self, work: Coroutine[object, object, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -525,7 +525,7 @@ class Deployment:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _drain(self, group: str, child: int) -> None:
+    async def _drain(self, group: str, daemon: int) -> None:
         if group in self.needed:
             frozen = await self._owner.drain_for_restart()
             if frozen is not None:
@@ -535,7 +535,7 @@ class Deployment:
                     log.warning("state is not saved for the next daemon", group=group, reason=str(error))
         elif self._assembly is not None and group == self.draft_group:
             self._assembly.detach_drafter("its group is restarted")
-        self.groups[group].drained(child)
+        self.groups[group].drained(daemon)
 
     async def _restore_replacement(self, group: str, link: Channel, state: ExportedState, *, with_draft: bool) -> None:
         """Restore the state of a new daemon's predecessor, then let it join the pipeline."""

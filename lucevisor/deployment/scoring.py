@@ -18,7 +18,7 @@ from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.messages import ScoreWindow, WindowScores
 from lucevisor.protocol.transport import Channel
 
-log = structlog.get_logger("scoring")
+log = structlog.get_logger("lucevisor.deployment")
 
 
 class ScoringStage:

@@ -24,7 +24,7 @@ import structlog
 
 from lucevisor import suspend_clock
 from lucevisor.config import CacheConfig, Config
-from lucevisor.deployment.assembly import RestoredState
+from lucevisor.deployment.assembly import RestoredLinks
 from lucevisor.deployment.boundaries import journal_rows
 from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.deployment import Deployment
@@ -127,7 +127,7 @@ RESTART_S: Final = 30.0
 
 _MOVING: Final = RequestError("shard_lost", "layers are moving to other daemons; send the request again later")
 
-log = structlog.get_logger("service")
+log = structlog.get_logger("lucevisor.deployment")
 
 
 class Observer:
@@ -240,7 +240,7 @@ class ModelService:
 
     # ---- another deployment (admin_operations.py)
 
-    def switch(self, engine: Engine, config: Config, later: Deployment, restored: RestoredState) -> None:
+    def switch(self, engine: Engine, config: Config, later: Deployment, restored: RestoredLinks) -> None:
         """Serve with another deployment, whose daemons have the ``restored`` state."""
         self.deployment.detach()
         self.deployment, self.config = later, config
@@ -255,7 +255,7 @@ class ModelService:
         self.deployment.detach()
         engine.detach_frozen(_MOVING, None, 0)
 
-    def _take_over(self, engine: Engine, later: Deployment, restored: RestoredState | None = None) -> None:
+    def _take_over(self, engine: Engine, later: Deployment, restored: RestoredLinks | None = None) -> None:
         """Attach the present deployment, which is placed, to the engine of the one before."""
         assert later.placement is not None
         rows = journal_rows(later.buffers, later.placement, self.host_memory)
@@ -583,7 +583,7 @@ class Service:
             return
         supervised = service.groups[group]
         if state is State.BACKOFF or (state is State.FAILED and supervised.retry_in_s is not None):
-            self.restart_reasons[group]["resources" if supervised.short_of_resources else "failure"] += 1
+            self.restart_reasons[group]["resources" if supervised.shortage else "failure"] += 1
         self.observer.state(group, state, reason)
 
     def on_change(self) -> None:

@@ -193,7 +193,7 @@ CLOSE_S = 2.0
 
 _RELOAD = "`lucevisor stop`, then `lucevisor start`, loads the new file into every group"
 
-log = structlog.get_logger("weights")
+log = structlog.get_logger("lucevisor.deployment")
 
 
 class WeightsChangedError(LucevisorError):

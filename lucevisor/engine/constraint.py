@@ -138,7 +138,7 @@ def make_masks(step_id: int, jobs: Sequence[MaskJob]) -> MadeMasks:
     return MadeMasks(Masks(step_id, n_rows, row_bytes), payload, failures)
 
 
-log = structlog.get_logger("masks")
+log = structlog.get_logger("lucevisor.engine")
 
 _MAX_THREADS: Final = 4
 _JOBS_A_THREAD: Final = 4  # fewer are not worth another thread: most masks take less than 0.1 ms

@@ -59,7 +59,7 @@ from lucevisor.protocol.messages import SlotPlace
 from lucevisor.protocol.steps import CancelPending, Masks, PendingCancelled, SamplingParams, Step, StepResult
 from lucevisor.protocol.validation import UnansweredStep
 
-log = structlog.get_logger("engine")
+log = structlog.get_logger("lucevisor.engine")
 
 
 class Changes:

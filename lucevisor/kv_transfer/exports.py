@@ -21,7 +21,7 @@ from lucevisor.model.values import PAGE_TOKENS, Dtype, Space
 from lucevisor.placement.result import HostOwner
 from lucevisor.protocol.messages import SlotPlace
 
-log = structlog.get_logger("deployment")
+log = structlog.get_logger("lucevisor.kv_transfer")
 
 
 class ExportedState:

@@ -26,9 +26,9 @@ from lucevisor.kv_transfer.transfers import HostState, TransferFile
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, Space
 from lucevisor.placement.result import HostOwner
-from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
+from lucevisor.protocol.messages import SlotPlace, TransferTensor
 
-log = structlog.get_logger("snapshots")
+log = structlog.get_logger("lucevisor.kv_transfer")
 
 _FILES_SHARE = 8
 """Slots have a file each: an eighth of those that the process may open at most."""
@@ -187,7 +187,7 @@ class HostTier:
             for one, tensors, stop in self._parts(held, place.n_tokens)
         ]
 
-    def copy_to(self, fd: int, held: HostSlot, tensors: Iterable[SnapshotTensor]) -> int:
+    def copy_to(self, fd: int, held: HostSlot, tensors: Iterable[TransferTensor]) -> int:
         """Write the tensors of a slot to their places in a file; return the bytes.  Blocks.  Raises OSError."""
         n_copied, parts = 0, self._parts(held, held.n_tokens)[::-1]
         for tensor in tensors:
@@ -204,7 +204,7 @@ class HostTier:
 
     # ---- inside
 
-    def _parts(self, held: HostSlot, n_tokens: int) -> list[tuple[HostSlot, list[SnapshotTensor], int]]:
+    def _parts(self, held: HostSlot, n_tokens: int) -> list[tuple[HostSlot, list[TransferTensor], int]]:
         """Return the slots that hold parts of the first tokens of one, which tensors of them, and up to where."""
         parts, stop = [], n_tokens
         for one in _chain(held):
@@ -227,7 +227,7 @@ class HostTier:
         )  # fmt: skip
         return max(fitting, key=_whole_pages, default=None)
 
-    def _open(self, tensors: Sequence[SnapshotTensor]) -> HostState | None:
+    def _open(self, tensors: Sequence[TransferTensor]) -> HostState | None:
         n_bytes, limit = _bytes_of(tensors), self.limit_bytes
         while n_bytes <= limit and (self.n_bytes + n_bytes > limit or len(self._slots) >= self._max_slots):
             idle = [held for held in self._slots if not held.pins]
@@ -262,11 +262,11 @@ def _whole_pages(held: HostSlot) -> int:
     return held.n_tokens // PAGE_TOKENS * PAGE_TOKENS
 
 
-def _first_rows(tensor: SnapshotTensor, stop: int) -> SnapshotTensor:
+def _first_rows(tensor: TransferTensor, stop: int) -> TransferTensor:
     """Return the rows of a tensor before position ``stop``."""
     n, n_rows = stop - tensor.first, tensor.shape[0]
     return replace(tensor, shape=(n, *tensor.shape[1:]), n_bytes=tensor.n_bytes // n_rows * n)
 
 
-def _bytes_of(tensors: Iterable[SnapshotTensor]) -> int:
+def _bytes_of(tensors: Iterable[TransferTensor]) -> int:
     return sum(tensor.n_bytes for tensor in tensors)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from lucevisor.model.pages import first_visible
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import Q8_GROUP, SCALE, Dtype, Space, q8_groups
-from lucevisor.protocol.messages import SnapshotTensor
+from lucevisor.protocol.messages import TransferTensor
 
 TARGET, DRAFT = "layers", "draft"
 """First part of a tensor's name: it is of a layer of the model, or of its drafter."""
@@ -31,13 +31,13 @@ def slot_tensors(
     kv_dtype: Dtype,
     draft_layers: Sequence[LayerSpec] = (),
     start: int = 0,
-) -> list[SnapshotTensor]:
+) -> list[TransferTensor]:
     """Return the tensors of a slot of ``n_tokens``, with offsets 0, sorted by item size, model, layer and kind.
 
     In this order each tensor starts at a multiple of its item size, whatever the lengths.  ``start``: the first
     position whose keys and values of full attention are wanted.
     """
-    tensors: list[SnapshotTensor] = []
+    tensors: list[TransferTensor] = []
     for draft, layer in _of_both(layers, draft_layers):
         in_window = layer.space is Space.WINDOW and layer.window
         first = first_visible(n_tokens, layer.window or 0) if in_window else start
@@ -47,7 +47,7 @@ def slot_tensors(
 
 def unit_tensors(
     space: Space, n_tokens: int, layers: Sequence[LayerSpec], kv_dtype: Dtype, draft_layers: Sequence[LayerSpec] = ()
-) -> list[SnapshotTensor]:
+) -> list[TransferTensor]:
     """Return the tensors, with offsets 0, of pages that hold ``n_tokens`` positions, or of one recurrent state."""
     return [
         tensor
@@ -57,7 +57,7 @@ def unit_tensors(
     ]
 
 
-def with_offsets(tensors: Sequence[SnapshotTensor], start: int = 0) -> list[SnapshotTensor]:
+def with_offsets(tensors: Sequence[TransferTensor], start: int = 0) -> list[TransferTensor]:
     """Return the tensors one after the other, from an offset on."""
     offsets = accumulate((tensor.n_bytes for tensor in tensors), initial=start)
     return [replace(tensor, offset=offset) for tensor, offset in zip(tensors, offsets, strict=False)]
@@ -74,12 +74,12 @@ def _of_both(layers: Sequence[LayerSpec], draft_layers: Sequence[LayerSpec]) -> 
 
 def _layer_tensors(
     layer: LayerSpec, n_rows: int, kv_dtype: Dtype, first: int, *, draft: bool
-) -> Iterator[SnapshotTensor]:
+) -> Iterator[TransferTensor]:
     for state in layer.state:
         shape = state.shape if layer.space is Space.RECURRENT else (n_rows, *state.shape[1:])
         for kind, dtype, extents in _stored(state.name, state.dtype or kv_dtype, shape):
             name = f"{DRAFT if draft else TARGET}.{layer.index}.{kind}"
-            yield SnapshotTensor(name, layer.index, kind, dtype, extents, 0, tensor_bytes(dtype, extents), first, draft)
+            yield TransferTensor(name, layer.index, kind, dtype, extents, 0, tensor_bytes(dtype, extents), first, draft)
 
 
 def _stored(kind: str, dtype: Dtype, shape: tuple[int, ...]) -> list[tuple[str, str, tuple[int, ...]]]:

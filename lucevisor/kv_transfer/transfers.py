@@ -23,7 +23,7 @@ from lucevisor.model.values import LayerRange
 from lucevisor.placement.result import HostOwner
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.messages import Restore, Restored, Save, Saved, SlotPlace, SnapshotTensor, TransferFailed
+from lucevisor.protocol.messages import Restore, Restored, Save, Saved, SlotPlace, TransferFailed, TransferTensor
 from lucevisor.protocol.transport import Channel
 
 CREDITS: Final = 16
@@ -37,18 +37,18 @@ class TransferFile:
 
     file: str
     fd: int
-    contents: Sequence[SnapshotTensor]
+    contents: Sequence[TransferTensor]
     with_draft: bool = True
 
-    def tensors(self, layers: LayerRange) -> list[SnapshotTensor]:
+    def tensors(self, layers: LayerRange) -> list[TransferTensor]:
         """Return the tensors that a daemon with these layers writes and reads."""
         return [tensor for tensor in self.contents if tensor.layer in layers and not tensor.draft]
 
-    def draft_tensors(self) -> list[SnapshotTensor]:
+    def draft_tensors(self) -> list[TransferTensor]:
         """Return the tensors that the daemon of the draft stage writes and reads."""
         return [tensor for tensor in self.contents if tensor.draft and self.with_draft]
 
-    def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int:
+    def n_bytes(self, tensors: Sequence[TransferTensor]) -> int:
         return sum(tensor.n_bytes for tensor in tensors)
 
 
@@ -60,7 +60,7 @@ class HostState:
         memory: HostMemory,
         owner: HostOwner,
         what: str,
-        units: Iterable[Sequence[SnapshotTensor]],
+        units: Iterable[Sequence[TransferTensor]],
         limit_bytes: int | None = None,
     ) -> None:
         laid_out, self.n_bytes = [], 0
@@ -224,7 +224,7 @@ class KvTransfer:
         self._count_down(transfer)
         return transfer.end
 
-    def _tensors(self, file: TransferFile) -> dict[str, list[SnapshotTensor]]:
+    def _tensors(self, file: TransferFile) -> dict[str, list[TransferTensor]]:
         """Return what each group writes or reads."""
         tensors = {group: [t for r in ranges for t in file.tensors(r)] for group, ranges in self._layers.items()}
         if drafts := file.draft_tensors():

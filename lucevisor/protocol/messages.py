@@ -231,8 +231,8 @@ class WindowScores(msgspec.Struct, frozen=True, array_like=True):
 # ---- snapshot transfers
 
 
-class SnapshotTensor(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a snapshot file (docs/snapshot-format.md) and the location of its bytes.
+class TransferTensor(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor in the file of a transfer (docs/snapshot-format.md), and the location of its bytes.
 
     ``kind`` identifies it within its ``layer``: the name of a state tensor, with suffix ``.scale`` for the scales of
     q8_0.  Axis 0 of a paged tensor is positions, starting at ``first`` (window layers keep only visible positions).
@@ -274,7 +274,7 @@ class Save(msgspec.Struct, frozen=True):
     transfer: int
     file: str
     place: SlotPlace
-    tensors: list[SnapshotTensor]
+    tensors: list[TransferTensor]
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -293,7 +293,7 @@ class Restore(msgspec.Struct, frozen=True):
     transfer: int
     file: str
     place: SlotPlace
-    tensors: list[SnapshotTensor]
+    tensors: list[TransferTensor]
 
 
 class Restored(msgspec.Struct, frozen=True):

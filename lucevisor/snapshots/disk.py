@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from lucevisor.errors import ConfigError
-from lucevisor.protocol.messages import SnapshotTensor
+from lucevisor.protocol.messages import TransferTensor
 from lucevisor.snapshots.file_format import LENGTH_BYTES, Fault, SnapshotError, SnapshotHeader, header_bytes, parse
 from lucevisor.snapshots.policy import LOCK_FILE, REFUSED, CacheFile, FileKind, files_to_evict, kind_of
 
@@ -161,7 +161,7 @@ def is_our_own(error: SnapshotError) -> bool:
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _OURS
 
 
-def checksums(fd: int, tensors: Iterable[SnapshotTensor], pool: ThreadPoolExecutor) -> dict[str, str]:
+def checksums(fd: int, tensors: Iterable[TransferTensor], pool: ThreadPoolExecutor) -> dict[str, str]:
     """Return the xxh3_64 of every tensor's bytes, several at a time.  Raises OSError, SnapshotError."""
     tensors = list(tensors)
     found = pool.map(lambda t: checksum(fd, t.offset, t.n_bytes), tensors)

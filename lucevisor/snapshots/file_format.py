@@ -19,7 +19,7 @@ from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
 from lucevisor.kv_transfer.layout import ITEM_BYTES, slot_tensors, tensor_bytes, with_offsets
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, Space
-from lucevisor.protocol.messages import SnapshotTensor
+from lucevisor.protocol.messages import TransferTensor
 
 FORMAT = "lucevisor-snapshot"
 FORMAT_VERSION = 3
@@ -109,7 +109,7 @@ class SnapshotHeader:
     kv_dtype: Dtype
     packed_tokens: bytes = field(repr=False)
     created_s: float
-    tensors: tuple[SnapshotTensor, ...] = field(repr=False)
+    tensors: tuple[TransferTensor, ...] = field(repr=False)
     checksums: dict[str, str] = field(repr=False)  # tensor name -> xxh3_64, 16 hex digits
     data_start: int
     draft_fingerprint: str = ""
@@ -298,7 +298,7 @@ def holds_draft(snapshot: SnapshotHeader, model: StateModel, n_tokens: int) -> b
     return n_tokens == snapshot.n_tokens or not whole_only(model.draft.layers)
 
 
-def _check_tensors(tensors: Sequence[SnapshotTensor], expected: Sequence[SnapshotTensor]) -> None:
+def _check_tensors(tensors: Sequence[TransferTensor], expected: Sequence[TransferTensor]) -> None:
     wanted, held = ({t.name: t for t in of} for of in (expected, tensors))
     for name in wanted.keys() ^ held.keys():
         reason = "is missing" if name in wanted else "is not one of this model"

@@ -65,7 +65,7 @@ RATE_S = 60.0
 P = ParamSpec("P")
 T = TypeVar("T")
 
-log = structlog.get_logger("snapshots")
+log = structlog.get_logger("lucevisor.snapshots")
 
 
 async def open_store(
@@ -86,11 +86,11 @@ async def open_store(
 
 @dataclass(slots=True, eq=False)
 class _Restoring:
-    """A restore in progress and the requests waiting for it.  ``late``: it timed out, so none waits any more."""
+    """A restore in progress and the requests waiting for it.  ``resumed``: it ended or timed out, so none waits."""
 
     match: SnapshotMatch
     waiting: list[str] = field(default_factory=list)
-    late: bool = False
+    resumed: bool = False
 
 
 class SnapshotManager:
@@ -102,7 +102,7 @@ class SnapshotManager:
     ) -> None:
         self.host = host
         self.store: SnapshotStore | None = None
-        self._engine, self._transfers, self._limits = engine, transfers, policy
+        self._engine, self._transfers, self._save_policy = engine, transfers, policy
         self._whole_only = not engine.prefixes.block_granular
         self._rates: dict[CacheTier, MeasuredRate] = {"host": MeasuredRate(), "disk": MeasuredRate()}
         self._new_slots: asyncio.Queue[PrefixSlot] = asyncio.Queue()  # to be copied to host memory
@@ -146,7 +146,7 @@ class SnapshotManager:
         slots: list[PrefixSlot | HostSlot] = [*dict.fromkeys(alike), *evicted]
         slots.sort(key=lambda slot: (slot.used_at, slot.n_tokens), reverse=True)
         candidates = [self._candidate(store, slot, number) for number, slot in enumerate(slots)]
-        for candidate in plan_shutdown_saves(candidates, self._policy(store)):
+        for candidate in plan_shutdown_saves(candidates, self._policy_for(store)):
             left = end - time.monotonic()
             slot = slots[candidate.slot]
             if left <= 0:
@@ -181,7 +181,7 @@ class SnapshotManager:
     @property
     def _min_gain(self) -> int:
         """Tokens more than another tier has, for which a slot is copied to host memory and read back."""
-        return max(1, min(PAGE_TOKENS, self._limits.min_tokens))
+        return max(1, min(PAGE_TOKENS, self._save_policy.min_tokens))
 
     # ---- restore
 
@@ -197,9 +197,9 @@ class SnapshotManager:
             if self.host is not None and isinstance(match.entry, HostSlot):
                 self.host.pin(match.entry)
             self._spawn(self._restore_for(key, under_way), f"restore {match.entry.file}")
-        if not under_way.late:
+        if not under_way.resumed:
             under_way.waiting.append(request_id)
-        return not under_way.late
+        return not under_way.resumed
 
     def _better(self, tokens: TokenBuffer, n_cached: int) -> SnapshotMatch | None:
         """Return what to restore for a request: of all tiers below the devices, or of host memory where that is too
@@ -211,7 +211,7 @@ class SnapshotManager:
             if match is None:
                 return None
             gain = match.n_tokens - n_cached
-            if gain < (self._min_gain if _tier(match) == "host" else max(1, self._limits.min_tokens)):
+            if gain < (self._min_gain if _tier(match) == "host" else max(1, self._save_policy.min_tokens)):
                 continue
             restorable = self._engine.slots.can_restore(match.n_tokens, match.entry.n_tokens, match.entry.paged_out)
             if restorable and self._is_faster(match, gain):
@@ -241,7 +241,7 @@ class SnapshotManager:
                 self._engine.slots.release(slot)
 
     def _resume(self, under_way: _Restoring) -> None:
-        under_way.late = True
+        under_way.resumed = True
         for request_id in under_way.waiting:
             self._engine.resume(request_id)
         under_way.waiting.clear()
@@ -282,22 +282,22 @@ class SnapshotManager:
         return slot
 
     async def _read_host(
-        self, held: HostSlot, reservation: Reservation, late: Callable[[], None]
+        self, held: HostSlot, reservation: Reservation, on_timeout: Callable[[], None]
     ) -> tuple[Transfer, bool]:
         """Let the daemons read a slot from host memory; return whether the drafter's state is among it."""
         assert self.host is not None
         drafted = held.with_draft and reservation.drafted
         self.host.touch(held, time.monotonic())
         units = self.host.units(held, reservation.place, with_draft=drafted)
-        return await self._move(units, TRANSFER_S, late, load=True), drafted
+        return await self._move(units, TRANSFER_S, on_timeout, load=True), drafted
 
     async def _read_file(
-        self, match: SnapshotMatch, entry: SnapshotEntry, reservation: Reservation, late: Callable[[], None]
+        self, match: SnapshotMatch, entry: SnapshotEntry, reservation: Reservation, on_timeout: Callable[[], None]
     ) -> tuple[Transfer, bool]:
         """Let the daemons read a file, and checksum it; return whether the drafter's state is among it.  Raises
         SnapshotRefused.
 
-        ``late`` is called on timeout; the pages stay reserved until the daemons are done.
+        ``on_timeout`` is called on timeout; the pages stay reserved until the daemons are done.
         """
         assert self.store is not None
         opened = await self._on_disk(self.store.open_for_restore, entry, match.n_tokens)
@@ -305,7 +305,7 @@ class SnapshotManager:
         try:
             check = asyncio.create_task(self._on_disk(self.store.check, opened))
             try:
-                transfer = await self._move([(opened, reservation.place)], TRANSFER_S, late, load=True)
+                transfer = await self._move([(opened, reservation.place)], TRANSFER_S, on_timeout, load=True)
             finally:
                 await asyncio.wait({check})  # it reads the descriptor that is closed next
             check.result()
@@ -422,15 +422,17 @@ class SnapshotManager:
             log.warning("snapshot directory cannot be used", reason=str(error))
             self._backoff.failed(time.monotonic())
 
-    def _policy(self, store: SnapshotStore) -> SavePolicy:
-        return replace(self._limits, disk_bytes=store.budget)
+    def _policy_for(self, store: SnapshotStore) -> SavePolicy:
+        return replace(self._save_policy, disk_bytes=store.budget)
 
     def _shortest_alike(self, slot: PrefixSlot) -> PrefixSlot:
         """Return the shortest slot that has all but a few tokens of another one: its file serves more prompts, such as
         the same prompt again beside the next turn.
         """
         shortest = slot
-        while (parent := shortest.parent) is not None and slot.n_tokens - parent.n_tokens < self._limits.min_tokens:
+        while (
+            parent := shortest.parent
+        ) is not None and slot.n_tokens - parent.n_tokens < self._save_policy.min_tokens:
             shortest = parent
         return shortest
 
@@ -442,7 +444,7 @@ class SnapshotManager:
         return Candidate(number, len(tokens), n_bytes, known.n_tokens if known is not None else 0)
 
     def _reject_reason(self, store: SnapshotStore, slot: PrefixSlot | HostSlot, trigger: SaveTrigger) -> str:
-        reason = reject_save_reason(self._candidate(store, slot), trigger, self._policy(store))
+        reason = reject_save_reason(self._candidate(store, slot), trigger, self._policy_for(store))
         if trigger is SaveTrigger.EVICTION and self._backoff.left_s(time.monotonic()):
             reason = "saves pause, as the last one failed"
         if reason:
@@ -524,9 +526,9 @@ class SnapshotManager:
         return transfer
 
     async def _move(
-        self, units: Units, seconds: float, late: Callable[[], object] = lambda: None, *, load: bool = False
+        self, units: Units, seconds: float, on_timeout: Callable[[], object] = lambda: None, *, load: bool = False
     ) -> Transfer:
-        """Let the daemons write or read, however long it takes; at the deadline it has failed, and ``late`` is
+        """Let the daemons write or read, however long it takes; at the deadline it has failed, and ``on_timeout`` is
         called."""
         transfers = self._transfers()
         if transfers is None:
@@ -536,7 +538,7 @@ class SnapshotManager:
             async with suspend_clock.timeout(seconds):
                 return await asyncio.shield(end)
         except TimeoutError:
-            late()
+            on_timeout()
             transfer = await asyncio.shield(end)
             transfer.problem = f"it took longer than {seconds:.1f} s"
             return transfer

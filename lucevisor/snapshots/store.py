@@ -26,7 +26,7 @@ import structlog
 from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
 from lucevisor.kv_transfer.transfers import TransferFile
-from lucevisor.protocol.messages import SnapshotTensor
+from lucevisor.protocol.messages import TransferTensor
 from lucevisor.snapshots import disk
 from lucevisor.snapshots.disk import describe_error
 from lucevisor.snapshots.file_format import (
@@ -53,7 +53,7 @@ from lucevisor.snapshots.policy import (
     name_prefix,
 )
 
-log = structlog.get_logger("snapshots")
+log = structlog.get_logger("lucevisor.snapshots")
 
 STEPS = ("create", "allocate", "data", "size", "checksum", "header", "sync", "rename", "sync_directory", "prune")
 """Names of the write protocol's steps, in order, as passed to ``at``; ``data`` is between ``begin`` and ``finish``."""
@@ -112,7 +112,7 @@ class OpenSnapshot(TransferFile):
     def tokens(self) -> TokenBuffer:
         return TokenBuffer.from_packed(self.snapshot.packed_tokens[: self.n_tokens * TOKEN_BYTES])
 
-    def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int:
+    def n_bytes(self, tensors: Sequence[TransferTensor]) -> int:
         """Return the bytes that a daemon reads of ``tensors``: the first rows of each if part of the slot is used."""
         return sum(t.n_bytes for t in tensors) * self.n_tokens // self.snapshot.n_tokens
 

@@ -1,4 +1,4 @@
-"""One daemon process: spawned, signalled, drained and reaped here and nowhere else.
+"""One daemon process: spawned, signalled, its output read, and reaped here and nowhere else.
 
 Invariants: the process is a child of the main thread (the kernel ties a daemon's life
 to that thread); it inherits its ends of links and heartbeat and no other descriptor; signals and the wait go through a

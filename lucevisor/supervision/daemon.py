@@ -57,8 +57,8 @@ class Callbacks:
     configuration error. `check_loaded` returns why what was loaded must not be used, or "". `on_ready` hands the link
     over for sending; `on_frame` gets every frame from then on. `find_step(group, stage, step_id)` returns a step that
     the stage has yet to answer, for the check of its answer. `on_lost` comes once after each `on_ready`, as soon as the
-    link is unusable: the process may still be exiting. `on_draining(group, child)`: send nothing new, finish, then call
-    `drained(child)`; None: there is never anything to wait for. A callback that raises is reported to the loop's
+    link is unusable: the process may still be exiting. `on_draining(group, daemon)`: send nothing new, finish, then
+    call `drained(daemon)`; None: there is never anything to wait for. A callback that raises is reported to the loop's
     exception handler; the others still run.
     """
 
@@ -159,7 +159,7 @@ class Daemon:
         return loads if len(loads) == len(self.links) else []
 
     def join_group(self, number: int, emit: Callable[[ev.Event], None]) -> None:
-        """Assign a spare to its group, with the child number ``number``; ``emit`` gets the events from now on."""
+        """Assign a spare to its group, as daemon ``number``; ``emit`` gets the events from now on."""
         self.number, self._emit = number, emit
 
     # ---- instructions of the machine

@@ -1,8 +1,8 @@
 """States of a backend group, and events and instructions of the supervision machine.
 
 Invariants: a move that `TRANSITIONS` does not list never happens, and docs/states.md is printed from that table; every
-event and instruction about a process carries its child number, which is never reused in a group, so events of a dead
-child are never taken for those of the living one.
+event and instruction about a process carries its daemon number, which is never reused in a group, so events of a dead
+daemon are never taken for those of the living one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class State(StrEnum):
     """State of a backend group. There is a process from STARTING to STOPPING, and in FAILED when quarantined."""
 
     STOPPED = "stopped"  # nothing runs, and no start is requested
-    STARTING = "starting"  # a child was spawned; it imports torch and has not sent hello
+    STARTING = "starting"  # a daemon was spawned; it imports torch and has not sent hello
     LOADING = "loading"  # it sent hello and loads its layers
     READY = "ready"  # it runs steps
     DRAINING = "draining"  # it finishes the steps it has and gets no new ones
@@ -79,7 +79,7 @@ class Timer(StrEnum):
     LOAD = "load"  # no load progress
     HEARTBEAT = "heartbeat"  # no heartbeat
     DRAIN = "drain"
-    ESCALATION = "escalation"  # the present step of stopping a child
+    ESCALATION = "escalation"  # the present step of stopping a daemon
     BACKOFF = "backoff"
 
 
@@ -117,13 +117,13 @@ class RestartRequested(Event, frozen=True):
 
 
 class Drained(Event, frozen=True):
-    """The engine has no work left at this child."""
+    """The engine has no work left at this daemon."""
 
-    child: int
+    daemon: int
 
 
 class Spawned(Event, frozen=True):
-    child: int
+    daemon: int
     pid: int
 
 
@@ -131,55 +131,55 @@ class SpawnFailed(Event, frozen=True):
     """No process was started. `configuration`: another try would fail too; otherwise the supervisor was short of a
     resource."""
 
-    child: int
+    daemon: int
     reason: str
     configuration: bool
 
 
 class HelloReceived(Event, frozen=True):
-    child: int
+    daemon: int
 
 
 class LoadSent(Event, frozen=True):
-    child: int
+    daemon: int
 
 
 class ProgressReceived(Event, frozen=True):
     """The load made progress."""
 
-    child: int
+    daemon: int
 
 
 class LoadedReceived(Event, frozen=True):
-    child: int
+    daemon: int
 
 
 class HeartbeatReceived(Event, frozen=True):
     """A heartbeat; `phase` is that of the Heartbeat message."""
 
-    child: int
+    daemon: int
     phase: str
 
 
 class LinkLost(Event, frozen=True):
     """The link is unusable: end of file, reset, or bytes that are not a frame."""
 
-    child: int
+    daemon: int
     reason: str
 
 
 class Overdue(Event, frozen=True):
-    """The child has worked on `what` ("step 17", "a reset") for too long."""
+    """The daemon has worked on `what` ("step 17", "a reset") for too long."""
 
-    child: int
+    daemon: int
     what: str
     waited_s: float
 
 
 class Failure(Event, frozen=True):
-    """The child cannot go on. `configuration`: a new one could not either. `exiting`: it exits by itself."""
+    """The daemon cannot go on. `configuration`: a new one could not either. `exiting`: it exits by itself."""
 
-    child: int
+    daemon: int
     reason: str
     configuration: bool = False
     exiting: bool = False
@@ -190,7 +190,7 @@ class Exited(Event, frozen=True):
     the kernel gives it.
     """
 
-    child: int
+    daemon: int
     code: int | None = None
     signal: int | None = None
     hint: str = ""
@@ -219,20 +219,20 @@ class Instruction(msgspec.Struct, frozen=True):
 
 
 class Spawn(Instruction, frozen=True):
-    child: int
+    daemon: int
 
 
 class SendLoad(Instruction, frozen=True):
-    child: int
+    daemon: int
 
 
 class SendShutdown(Instruction, frozen=True):
-    child: int
+    daemon: int
     reason: str
 
 
 class SendSignal(Instruction, frozen=True):
-    child: int
+    daemon: int
     signal: ProcessSignal
 
 
@@ -255,17 +255,17 @@ class Publish(Instruction, frozen=True):
 
 
 class AnnounceReady(Instruction, frozen=True):
-    child: int
+    daemon: int
 
 
 class AnnounceDraining(Instruction, frozen=True):
-    child: int
+    daemon: int
 
 
 class AnnounceLost(Instruction, frozen=True):
-    """A child that was announced ready takes no more steps; its process may still be alive."""
+    """A daemon that was announced ready takes no more steps; its process may still be alive."""
 
-    child: int
+    daemon: int
     reason: str
 
 

@@ -1,7 +1,7 @@
 """One backend group: feeds events to the machine and carries out its instructions.
 
 Its callbacks decide what to load and what a frame means. Invariants: the machine
-takes every decision; events reach it one at a time, in order, each with the number of its child; callbacks run on the
+takes every decision; events reach it one at a time, in order, each with the number of its daemon; callbacks run on the
 event loop, in the order of the instructions, and must not block.
 """
 
@@ -73,7 +73,7 @@ class GroupSupervisor:
         self._pumping = False
         self._refused = ""
         self._waiting: list[tuple[Callable[[State], bool], asyncio.Future[State]]] = []
-        self._undrained = 0  # owners of models that have work at the child to drain
+        self._undrained = 0  # owners of models that have work at the daemon to drain
 
     # ---- public
 
@@ -93,9 +93,9 @@ class GroupSupervisor:
         return self._machine.quarantined
 
     @property
-    def short_of_resources(self) -> bool:
+    def shortage(self) -> bool:
         """True while BACKOFF waits for descriptors, memory or processes, which is not a failure of the group."""
-        return self._machine.short_of_resources
+        return self._machine.shortage
 
     @property
     def retry_in_s(self) -> float | None:
@@ -173,14 +173,14 @@ class GroupSupervisor:
         """Wait until the group enters one of `states`, or is in one already, and return it. Raises TimeoutError."""
         return await self._wait_for(lambda state: state in states, timeout_s)
 
-    def drained(self, child: int) -> None:
-        """Report, after `on_draining`, that an owner has no work left at this child.
+    def drained(self, daemon: int) -> None:
+        """Report, after `on_draining`, that an owner has no work left at this daemon.
 
-        Ignored when the child is gone.
+        Ignored when the daemon is gone.
         """
         self._undrained -= 1
         if self._undrained <= 0:
-            self._emit(ev.Drained(child))
+            self._emit(ev.Drained(daemon))
 
     def overdue(self, what: str, waited_s: float) -> None:
         """Report that `what` took too long: the process dumps its stacks, is killed and restarted."""

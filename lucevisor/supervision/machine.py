@@ -1,9 +1,9 @@
 """The supervision state machine of one backend group: events in, instructions out.
 
-Free of I/O: `now` and random numbers are arguments. Invariants: at most one child
-exists at a time; no instruction names a child that has exited; READY follows only hello and loaded of the same child;
+Free of I/O: `now` and random numbers are arguments. Invariants: at most one daemon
+exists at a time; no instruction names a daemon that has exited; READY follows only hello and loaded of the same daemon;
 every stop ends in STOPPED after the exit, or in FAILED with `quarantined` set when SIGKILL does not end the process;
-then no second child is started until the first has exited; any other FAILED is tried again after a growing pause.
+then no second daemon is started until the first has exited; any other FAILED is tried again after a growing pause.
 Between two calls of `reset` no window of `SupervisionLimits.window_s` seconds holds more than
 `SupervisionLimits.n_restarts` restarts, apart from those after the pauses of a group that was given up.
 """
@@ -43,7 +43,7 @@ class SupervisionLimits:
     backoff_max_s: float = 30.0
     served_s: float = 5.0  # a daemon that was READY for this long is replaced at once
     stable_s: float = 60.0  # READY for this long resets the backoff
-    resource_pause_s: float = 1.0  # between tries while the supervisor is out of descriptors, memory or processes
+    shortage_pause_s: float = 1.0  # between tries while the supervisor is out of descriptors, memory or processes
     spare_delay_s: float = 1.0  # from READY until spares are started, which takes a core
     n_restarts: int = 10  # after failures, within any `window_s`; 0: a group that failed stays failed
     window_s: float = 60.0
@@ -138,7 +138,7 @@ class InvalidGroupTransition(Exception):
 
 
 class _AfterExit(Enum):
-    """The move after the exit of the present child."""
+    """The move after the exit of the present daemon."""
 
     RETRY = auto()
     STOP = auto()
@@ -146,10 +146,10 @@ class _AfterExit(Enum):
 
 
 class _Escalation(Enum):
-    """Stage of the escalation that stops the child."""
+    """Stage of the escalation that stops the daemon."""
 
     MESSAGE = auto()  # a shutdown message was sent
-    GRACE = auto()  # nothing is sent: the child exits by itself
+    GRACE = auto()  # nothing is sent: the daemon exits by itself
     TERM = auto()
     STACKS = auto()  # it hangs: its stacks are being written
     KILL = auto()
@@ -210,12 +210,13 @@ class Machine:
         self.state = State.STOPPED
         self.reason = ""
         self.failure = ""  # why the last process ended; until a new one is READY or an operator intervenes
-        self.child: int | None = None
+        self.daemon: int | None = None
         self.pid = 0
         self.restarts = 0
         self.quarantined = False
-        self.short_of_resources = False  # in BACKOFF: because there were no descriptors, memory or processes left
-        self._n_children = 0
+        self._heartbeat_s = self.limits.heartbeat_s  # the present limit
+        self.shortage = False  # in BACKOFF: because there were no descriptors, memory or processes left
+        self._n_daemons = 0
         self._spawned = False
         self._load_sent = False
         self._announced = False
@@ -238,14 +239,14 @@ class Machine:
         """Take one event at `now` (seconds of a monotonic clock that stands still while this process is stopped) and
         return the instructions, in order.
 
-        Events of a child that is gone, and timers that are not running, are ignored. Raises InvalidGroupTransition on a
-        bug in the machine.
+        Events of a daemon that is gone, and timers that are not running, are ignored. Raises InvalidGroupTransition on
+        a bug in the machine.
         """
         self._now = now
         self._out = []
         self._log.append(f"{now:.3f} {self.state} {event}")
-        child = getattr(event, "child", self.child)
-        if child == self.child:
+        daemon = getattr(event, "daemon", self.daemon)
+        if daemon == self.daemon:
             self._dispatch(event)
         return self._out
 
@@ -274,16 +275,16 @@ class Machine:
                 self._on_start_event(event)
             case ev.LinkLost(_, reason):
                 if self.state is not State.STOPPING:
-                    self._give_up_child(reason, _Escalation.GRACE)
+                    self._give_up_daemon(reason, _Escalation.GRACE)
                     self._fault = ""  # the exit that follows, if one does, explains it better
             case ev.Overdue(_, what, waited_s):
-                self._give_up_child(f"{what} gave no result in {waited_s:.1f} s", _Escalation.STACKS)
+                self._give_up_daemon(f"{what} gave no result in {waited_s:.1f} s", _Escalation.STACKS)
             case ev.Failure(_, reason, configuration, exiting):
-                self._give_up_child(reason, _Escalation.GRACE if exiting else _Escalation.TERM, configuration)
+                self._give_up_daemon(reason, _Escalation.GRACE if exiting else _Escalation.TERM, configuration)
             case ev.SpawnFailed(_, reason, configuration):
-                self._on_child_gone(reason, configuration, shortage=not configuration)
+                self._on_daemon_gone(reason, configuration, shortage=not configuration)
             case ev.Exited(_, code, _, _):
-                self._on_child_gone(event.describe(self.pid), code == EXIT_CONFIGURATION)
+                self._on_daemon_gone(event.describe(self.pid), code == EXIT_CONFIGURATION)
 
     # ---- requests from outside
 
@@ -316,7 +317,7 @@ class Machine:
         elif self.state in _IDLE:
             self._reset()
             self._disarm(Timer.BACKOFF)
-            self.restarts += self._n_children > 0
+            self.restarts += self._n_daemons > 0
             self._start("restart requested")
         else:
             self._reset()
@@ -331,7 +332,7 @@ class Machine:
         return self._after_exit is _AfterExit.STOP and self.state in (State.DRAINING, State.STOPPING)
 
     def _request_stop(self, reason: str, deadline_s: float, drain_s: float) -> None:
-        """Begin to stop the child. While it is being stopped, a further request can only shorten the deadline."""
+        """Begin to stop the daemon. While it is being stopped, a further request can only shorten the deadline."""
         requested_s = self._now + max(deadline_s, 0.0)
         self._kill_by = requested_s if self._kill_by is None else min(self._kill_by, requested_s)
         drain_s = min(drain_s, deadline_s)
@@ -346,8 +347,8 @@ class Machine:
         elif self.state is State.READY:
             self._transition(State.DRAINING, reason)
             self._arm(Timer.DRAIN, drain_s)
-            assert self.child is not None
-            self._out.append(ev.AnnounceDraining(self.child))
+            assert self.daemon is not None
+            self._out.append(ev.AnnounceDraining(self.daemon))
         elif self._timers.due_after(Timer.DRAIN, self._now + drain_s):
             self._arm(Timer.DRAIN, drain_s)
 
@@ -360,18 +361,18 @@ class Machine:
         elif self._timers.due_after(Timer.ESCALATION, self._now + left_s):  # no timer runs without a process
             self._arm(Timer.ESCALATION, left_s)
 
-    # ---- events of the child
+    # ---- events of the daemon
 
     def _start(self, reason: str) -> None:
-        self._n_children += 1
-        self.child = self._n_children
+        self._n_daemons += 1
+        self.daemon = self._n_daemons
         self._spawned = self._load_sent = self._announced = self._configuration = False
         self._after_exit = _AfterExit.RETRY
         self._fault = ""
-        self.short_of_resources = False
+        self.shortage = False
         self._kill_by = None
         self._transition(State.STARTING, reason)
-        self._out.append(ev.Spawn(self.child))
+        self._out.append(ev.Spawn(self.daemon))
 
     def _on_spawned(self, pid: int) -> None:
         self.pid = pid
@@ -385,34 +386,34 @@ class Machine:
         if self.state is State.STOPPING:
             return
         match event:
-            case ev.HelloReceived(child) if self.state is State.STARTING and self._spawned:
+            case ev.HelloReceived(daemon) if self.state is State.STARTING and self._spawned:
                 self._disarm(Timer.HELLO)
                 self._transition(State.LOADING, "hello")
                 self._arm_heartbeat("start")  # only this: the load may wait for groups that are not up yet
-                self._out.append(ev.SendLoad(child))
+                self._out.append(ev.SendLoad(daemon))
             case ev.LoadSent() if self.state is State.LOADING:
                 self._load_sent = True
                 self._arm(Timer.LOAD, self.limits.load_stall_s)
-            case ev.LoadedReceived(child) if self.state is State.LOADING and self._load_sent:
+            case ev.LoadedReceived(daemon) if self.state is State.LOADING and self._load_sent:
                 self._disarm(Timer.LOAD)
                 self.failure = ""
                 self._transition(State.READY, "loaded")
                 self._arm_heartbeat("load")
                 self.policy.became_ready(self._now)
                 self._announced = True
-                self._out.append(ev.AnnounceReady(child))
+                self._out.append(ev.AnnounceReady(daemon))
             case ev.HelloReceived() | ev.LoadedReceived():
                 what = "hello" if isinstance(event, ev.HelloReceived) else "loaded"
-                self._give_up_child(f"it sent {what} out of turn, while {self.state}", _Escalation.TERM)
+                self._give_up_daemon(f"it sent {what} out of turn, while {self.state}", _Escalation.TERM)
 
-    def _give_up_child(self, reason: str, level: _Escalation, configuration: bool = False) -> None:
-        """Give up on the child and stop it, beginning at `level`."""
+    def _give_up_daemon(self, reason: str, level: _Escalation, configuration: bool = False) -> None:
+        """Give up on the daemon and stop it, beginning at `level`."""
         if self.state in (State.STARTING, *_WATCHED):
             self._fault = reason
             self._configuration = configuration
             self._begin_stopping(reason, level)
 
-    def _on_child_gone(self, how: str, configuration: bool, *, shortage: bool = False) -> None:
+    def _on_daemon_gone(self, how: str, configuration: bool, *, shortage: bool = False) -> None:
         """Handle the end of the process, or a failed spawn.
 
         `shortage`: the supervisor was short of a resource, which is not the group's fault.
@@ -421,7 +422,7 @@ class Machine:
         configuration = configuration or self._configuration
         self._disarm(*Timer)
         self._announce_lost(reason)
-        self.child = None
+        self.daemon = None
         self.pid = 0
         self._spawned = False
         was_quarantined, self.quarantined = self.quarantined, False
@@ -437,18 +438,18 @@ class Machine:
         else:
             self._retry(reason, configuration, shortage)
 
-    def _retry(self, reason: str, configuration: bool, short: bool) -> None:
+    def _retry(self, reason: str, configuration: bool, shortage: bool) -> None:
         self.failure = reason
         if configuration:
             self._transition(State.FAILED, reason)
             self._pause_failed()
-        elif (delay_s := self.limits.resource_pause_s if short else self.policy.delay_s(self._now)) is None:
+        elif (delay_s := self.limits.shortage_pause_s if shortage else self.policy.delay_s(self._now)) is None:
             self._transition(
                 State.FAILED, f"{reason}; restart limit {self.limits.n_restarts}/{self.limits.window_s:g}s reached"
             )
             self._pause_failed()
         else:
-            self.short_of_resources = short
+            self.shortage = shortage
             self._transition(State.BACKOFF, reason)
             self._arm(Timer.BACKOFF, delay_s)
 
@@ -467,7 +468,7 @@ class Machine:
             return
         match timer:
             case Timer.BACKOFF:
-                if not self.short_of_resources:
+                if not self.shortage:
                     self.restarts += 1
                     self.policy.restarted(self._now)
                 self._start("backoff over" if self.state is State.BACKOFF else "tried again after it was given up")
@@ -478,7 +479,7 @@ class Machine:
             case Timer.HELLO | Timer.LOAD | Timer.HEARTBEAT:
                 again = self._timers.recheck(timer, self._now, self.limits.recheck_s)
                 if again is None:
-                    self._give_up_child(self._silence(timer), _Escalation.STACKS)
+                    self._give_up_daemon(self._silence(timer), _Escalation.STACKS)
                 else:
                     self._out.append(again)
 
@@ -486,7 +487,7 @@ class Machine:
         return {
             Timer.HELLO: f"no hello in {self.limits.hello_s:g} s",
             Timer.LOAD: f"no load progress in {self.limits.load_stall_s:g} s",
-        }.get(timer, "no heartbeat within its limit: the process hangs or is stopped")
+        }.get(timer, f"no heartbeat in {self._heartbeat_s:g} s: the process hangs or is stopped")
 
     def _on_escalation(self) -> None:
         if self._level is _Escalation.MESSAGE:
@@ -503,7 +504,7 @@ class Machine:
             )
 
     def _begin_stopping(self, reason: str, level: _Escalation) -> None:
-        """Enter STOPPING with a child that may still be alive."""
+        """Enter STOPPING with a daemon that may still be alive."""
         self._disarm(Timer.HELLO, Timer.LOAD, Timer.HEARTBEAT, Timer.DRAIN)
         self._announce_lost(reason)
         self._transition(State.STOPPING, reason)
@@ -512,22 +513,22 @@ class Machine:
     def _escalate(self, level: _Escalation) -> None:
         """Enter `level`: send its signal or message and start its timer. Without a process yet, only store it."""
         self._level = level
-        if not self._spawned or self.child is None:
+        if not self._spawned or self.daemon is None:
             return
         match level:
             case _Escalation.MESSAGE:
-                self._out.append(ev.SendShutdown(self.child, self.reason))
+                self._out.append(ev.SendShutdown(self.daemon, self.reason))
                 self._arm(Timer.ESCALATION, self._left_s() / 2)
             case _Escalation.GRACE:
                 self._arm(Timer.ESCALATION, min(self.limits.exit_grace_s, self._left_s()))
             case _Escalation.TERM:
-                self._out.append(ev.SendSignal(self.child, ProcessSignal.TERMINATE))
+                self._out.append(ev.SendSignal(self.daemon, ProcessSignal.TERMINATE))
                 self._arm(Timer.ESCALATION, self.limits.exit_grace_s if self._kill_by is None else self._left_s())
             case _Escalation.STACKS:
-                self._out.append(ev.SendSignal(self.child, ProcessSignal.STACKS))
+                self._out.append(ev.SendSignal(self.daemon, ProcessSignal.STACKS))
                 self._arm(Timer.ESCALATION, min(self.limits.stacks_s, self._left_s()))
             case _Escalation.KILL:
-                self._out.append(ev.SendSignal(self.child, ProcessSignal.KILL))
+                self._out.append(ev.SendSignal(self.daemon, ProcessSignal.KILL))
                 self._arm(Timer.ESCALATION, self.limits.reap_s)
 
     def _left_s(self) -> float:
@@ -548,15 +549,16 @@ class Machine:
         self._out.append(ev.Publish(state, reason))
 
     def _announce_lost(self, reason: str) -> None:
-        if self._announced and self.child is not None:
+        if self._announced and self.daemon is not None:
             self._announced = False
-            self._out.append(ev.AnnounceLost(self.child, reason))
+            self._out.append(ev.AnnounceLost(self.daemon, reason))
 
     def _arm(self, timer: Timer, after_s: float) -> None:
         self._out.append(self._timers.arm(timer, self._now, after_s))
 
     def _arm_heartbeat(self, phase: str) -> None:
-        self._arm(Timer.HEARTBEAT, self.limits.heartbeat_timeout_s(phase, loading=self.state is State.LOADING))
+        self._heartbeat_s = self.limits.heartbeat_timeout_s(phase, loading=self.state is State.LOADING)
+        self._arm(Timer.HEARTBEAT, self._heartbeat_s)
 
     def _disarm(self, *timers: Timer) -> None:
         self._out += self._timers.disarm(*timers)

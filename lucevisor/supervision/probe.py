@@ -73,7 +73,7 @@ class _Session:
 
 
 @contextlib.contextmanager
-def launching() -> Iterator[LocalLauncher]:
+def probe_launcher() -> Iterator[LocalLauncher]:
     with tempfile.TemporaryDirectory(prefix="lucevisor-probe-") as directory:
         yield LocalLauncher(stage_packages(Path(directory)))
 

@@ -85,7 +85,8 @@ class Spares:
             if self._clock() - spare.heartbeat_at <= self._limits.heartbeat_s:
                 del self._spares[number]
                 return spare.daemon
-            self._drop(number, "no heartbeat within its limit: the process hangs or is stopped")
+            seconds = self._limits.heartbeat_s
+            self._drop(number, f"no heartbeat in {seconds:g} s: the process hangs or is stopped")
         return None
 
     def drop(self) -> None:
@@ -137,7 +138,7 @@ class Spares:
         return True
 
     def _on_event(self, event: ev.Event) -> None:
-        number = getattr(event, "child", 0)
+        number = getattr(event, "daemon", 0)
         spare = self._spares.get(number)
         match event:
             case ev.Exited():

@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from lucevisor.engine.request import GenerationRequest, NotReady, RequestHandle
 from lucevisor.kv_transfer.transfers import CREDITS, TransferFile
-from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
+from lucevisor.protocol.messages import SlotPlace, TransferTensor
 from lucevisor.protocol.steps import StepResult
 from tests.deployment.daemon_groups import GroupMachine, Groups, frame
 from tests.engine.toy_engine import events_of, request, told
@@ -63,7 +63,7 @@ async def test_what_waits_to_be_loaded_is_not_written_behind_a_reset() -> None:
     """The daemon cancels what it was sent; its pages are others' by then."""
     groups, link = serving(), Link()
     groups.transfers.on_ready("left", link)  # type: ignore[arg-type]
-    tensors = [SnapshotTensor("layers.0.k", 0, "k", "I8", (10,), 0, 10)]
+    tensors = [TransferTensor("layers.0.k", 0, "k", "I8", (10,), 0, 10)]
     with FileIO(os.memfd_create("slot")) as file:
         units = [(TransferFile("slot", file.fileno(), tensors), SlotPlace(1)) for _ in range(CREDITS + 3)]
         ends = [groups.transfers.load([unit]) for unit in units]

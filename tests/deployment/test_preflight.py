@@ -9,7 +9,7 @@ import pytest
 
 from lucevisor.app.model_files import open_model
 from lucevisor.config import Config, load
-from lucevisor.deployment import probe as probes
+from lucevisor.deployment import measurements
 from lucevisor.deployment.preflight import check_before_start
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError
 from lucevisor.protocol.messages import Checked, CheckLine
@@ -72,13 +72,13 @@ def answers(monkeypatch: pytest.MonkeyPatch, answer: Probe) -> list[tuple[str, l
         asked.append((group.name, check[0].tune.devices))
         return answer
 
-    monkeypatch.setattr(probes, "probe", probe)
+    monkeypatch.setattr(measurements, "probe", probe)
     return asked
 
 
 async def test_every_index_of_a_cpu_group_is_its_one_device(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answers(monkeypatch, Probe(checked=Checked([CheckLine("cpu:0 Q4_K", True, "tiled rows to 32")])))
-    lines = await probes.tune([], config)
+    lines = await measurements.tune([], config)
     assert asked == [("left", [0]), ("right", [0])]
     assert [line.subject for line in lines] == ["left cpu:0 Q4_K", "right cpu:0 Q4_K"]
 
@@ -95,4 +95,4 @@ async def test_a_group_that_was_not_tuned_is_named(
 ) -> None:
     answers(monkeypatch, answer)
     with pytest.raises(LucevisorError, match=f"groups.left was not tuned: {why}"):
-        await probes.tune([], config)
+        await measurements.tune([], config)

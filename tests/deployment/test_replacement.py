@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from lucevisor.deployment.assembly import PipelineAssembly, ReplacementState
+from lucevisor.deployment.assembly import PipelineAssembly, SuccessorState
 from lucevisor.engine.shell import StateReplay
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.loading import Load, PoolSizes, StageReplay
@@ -38,9 +38,9 @@ class LostPipeline:
     ],
 )
 def test_a_replay_goes_with_the_load_and_its_file_is_closed(
-    read_or_dropped: Callable[[ReplacementState], None],
+    read_or_dropped: Callable[[SuccessorState], None],
 ) -> None:
-    state, assembly = ReplacementState(), cast(PipelineAssembly, LostPipeline())
+    state, assembly = SuccessorState(), cast(PipelineAssembly, LostPipeline())
     order = asyncio.run(state.load_order("lost", LOAD, assembly))
     assert order.load.replay == [StageReplay(0, [])]
     assert not order.load.warm_up

@@ -14,7 +14,7 @@ import pytest
 from lucevisor.app.model_files import open_model
 from lucevisor.config import Config, load
 from lucevisor.deployment.cache_files import write_json
-from lucevisor.deployment.probe import SpeedFile, inventory, request_for_split, speed_file
+from lucevisor.deployment.measurements import SpeedFile, inventory, request_for_split, speed_file
 from lucevisor.placement.devices import with_target_devices
 from lucevisor.placement.speeds import MeasurementRequest
 from lucevisor.protocol.messages import Timing

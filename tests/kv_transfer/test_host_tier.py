@@ -29,7 +29,7 @@ from lucevisor.model.spec import LayerSpec, StateTensor
 from lucevisor.model.values import Dtype, Space
 from lucevisor.placement.result import HostOwner
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
+from lucevisor.protocol.messages import SlotPlace, TransferTensor
 from lucevisor.snapshots.policy import longest_match
 
 WINDOW = 100
@@ -101,7 +101,7 @@ class Tier:
         assert seen == wanted
 
 
-def content(tensor: SnapshotTensor, tokens: Sequence[int]) -> bytes:
+def content(tensor: TransferTensor, tokens: Sequence[int]) -> bytes:
     """What a daemon has of a tensor at the end of these tokens."""
     rows = checksums(TokenBuffer.of(tokens).packed())
     if tensor.kind == "delta":

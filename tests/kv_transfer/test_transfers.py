@@ -22,8 +22,8 @@ from lucevisor.protocol.messages import (
     Save,
     Saved,
     SlotPlace,
-    SnapshotTensor,
     TransferFailed,
+    TransferTensor,
 )
 
 PLACE = SlotPlace(1)
@@ -66,9 +66,9 @@ class Daemons:
     ) -> asyncio.Future[Transfer]:
         """Move units of ten bytes of each layer, and five of the drafter; their files are closed at once."""
         fds = [os.memfd_create("unit") for _ in range(n)]
-        tensors = [SnapshotTensor(f"layers.{i}.k", i, "k", "I8", (10,), 0, 10) for i in range(self.n_layers)]
+        tensors = [TransferTensor(f"layers.{i}.k", i, "k", "I8", (10,), 0, 10) for i in range(self.n_layers)]
         if self.draft:
-            tensors.append(SnapshotTensor("draft.0.k", 0, "k", "I8", (5,), 0, 5, draft=True))
+            tensors.append(TransferTensor("draft.0.k", 0, "k", "I8", (5,), 0, 5, draft=True))
         move = self.transfers.load if loads else self.transfers.save
         end = move([(TransferFile("made", fd, tensors), PLACE) for fd in fds], groups)
         for fd in fds:

@@ -133,8 +133,8 @@ def test_a_configuration_error_fails_at_once_and_is_tried_again_after_a_long_pau
 
 def fail(driven: DrivenMachine) -> float:
     """End the present start of a failed group; return the pause that follows."""
-    driven.send(ev.Spawned(driven.machine.child, 5000))
-    driven.send(ev.Exited(driven.machine.child, code=1))
+    driven.send(ev.Spawned(driven.machine.daemon, 5000))
+    driven.send(ev.Exited(driven.machine.daemon, code=1))
     assert driven.state is State.FAILED
     return driven.due[Timer.BACKOFF] - driven.now
 
@@ -153,9 +153,9 @@ def test_a_failed_group_tries_again_after_pauses_that_grow_to_an_hour_until_it_i
         pauses.append(fail(driven))
     assert pauses == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0]
     assert of(ev.Spawn, driven.send(ev.RestartRequested(4.0)))  # an operator's restart does not wait
-    driven.to(State.READY, driven.machine.child)
+    driven.to(State.READY, driven.machine.daemon)
     driven.now += LIMITS.stable_s
-    driven.send(ev.Exited(driven.machine.child, signal=11))
+    driven.send(ev.Exited(driven.machine.daemon, signal=11))
     assert driven.state is State.BACKOFF
 
 
@@ -164,8 +164,8 @@ def test_a_group_that_was_never_ready_is_given_up_sooner():
     driven = DrivenMachine(limits)
     driven.send(ev.StartRequested())
     while driven.state is not State.FAILED:
-        driven.send(ev.Spawned(driven.machine.child, 2000))
-        driven.send(ev.Exited(driven.machine.child, code=1))
+        driven.send(ev.Spawned(driven.machine.daemon, 2000))
+        driven.send(ev.Exited(driven.machine.daemon, code=1))
         if driven.state is State.BACKOFF:
             driven.fire(Timer.BACKOFF)
     assert driven.machine.restarts == limits.n_first_starts
@@ -177,12 +177,12 @@ def test_a_lack_of_the_supervisor_is_a_pause_and_never_counts():
     driven.send(ev.StartRequested())
     for child in range(1, 50):
         driven.send(ev.SpawnFailed(child, "too many open files", configuration=False))
-        assert (driven.state, driven.machine.short_of_resources) == (State.BACKOFF, True)
+        assert (driven.state, driven.machine.shortage) == (State.BACKOFF, True)
         driven.fire(Timer.BACKOFF)
-    assert (driven.machine.restarts, driven.machine.short_of_resources) == (0, False)
+    assert (driven.machine.restarts, driven.machine.shortage) == (0, False)
     driven.to(State.READY, 50)
     driven.send(ev.Exited(50, code=1))
-    assert (driven.state, driven.machine.short_of_resources) == (State.BACKOFF, False)
+    assert (driven.state, driven.machine.shortage) == (State.BACKOFF, False)
     driven.fire(Timer.BACKOFF)
     assert driven.machine.restarts == 1
 
@@ -447,7 +447,7 @@ class World(RuleBasedStateMachine):
         if not hasattr(self, "machine"):
             return
         assert self.machine.state is self.state
-        assert self.machine.child == self.child
+        assert self.machine.daemon == self.child
         assert (self.child is not None) == (self.state in WITH_CHILD or self.machine.quarantined)
         assert self.announced == (self.state in (State.READY, State.DRAINING))
 
