@@ -26,13 +26,21 @@ _due_s = 0.0
 
 @torch.inference_mode()
 def run_step(
-    self, step, stage_index, wait_s, masks=None, queued=lambda: None, await_rows=None, posted=False, between=None
+    self,
+    step,
+    stage_index,
+    wait_s,
+    masks=None,
+    finish_previous=lambda: None,
+    await_rows=None,
+    posted=False,
+    poll_previous=None,
 ):
     """In place of ModelRunner.run_step.  After a pause the step takes no time."""
     global _due_s
     started = time.monotonic()
     _due_s = max(_due_s + STEP_S, started)
-    queued()
+    finish_previous()
     self.stages[stage_index].apply(step.operations)
     sampled, plan = [], self._plans[stage_index]
     if step.n_tokens:

@@ -59,7 +59,7 @@ def _serve_all(links: Sequence[BlockingLink], reporter: Reporter, options: Optio
 
     def run(model: int) -> None:
         try:
-            codes.append(_serve(links[model], reporter, options, lock, model))
+            codes.append(_import_and_serve(links[model], reporter, options, lock, model))
         finally:
             for other in links if len(links) > 1 else ():
                 other.close()
@@ -71,16 +71,16 @@ def _serve_all(links: Sequence[BlockingLink], reporter: Reporter, options: Optio
     return max(codes)
 
 
-def _serve(link: BlockingLink, reporter: Reporter, options: Options, lock: ComputeLock, model: int) -> int:
+def _import_and_serve(link: BlockingLink, reporter: Reporter, options: Options, lock: ComputeLock, model: int) -> int:
     try:
-        from daemons.worker import serve
+        from daemons.worker import run_worker
     except ImportError as error:
         traceback.print_exc()
         advice = f"install torch, numpy, gguf and msgspec for {sys.executable}, or set groups.{options.group}.python"
         _send(link, Failed("start", options.group, f"import failed: {error}", advice, configuration=True))
         return EXIT_CONFIGURATION
     try:
-        return serve(link, reporter, options, lock, model)
+        return run_worker(link, reporter, options, lock, model)
     except Exception as error:
         traceback.print_exc()
         advice = "see the daemon's log; report it if the same request fails again"

@@ -175,25 +175,25 @@ class ModelRunner:
         stage_index: int,
         wait_s: float,
         masks: MaskSource = lambda step_id, slices: None,
-        queued: Callable[[], None] = lambda: None,
+        finish_previous: Callable[[], None] = lambda: None,
         await_rows: RowWait | None = None,
         posted: bool = False,
-        between: Callable[[], object] = lambda: None,
+        poll_previous: Callable[[], object] = lambda: None,
     ) -> StepOutput:
         """Execute one step on one of the stages.
 
         ``masks`` is called before constrained slices are sampled.  ``await_rows``, of a ``posted`` step, is called when
         all but its rows is prepared; it may raise StepCancelled, after which the step's operations count as applied.
-        ``queued`` is called before anything waits for the device, to finish the previous step, whose result may be
-        asynchronous.  ``between`` is called between launches and may finish it earlier.
+        ``finish_previous`` is called before anything waits for the device: the result of the previous step may be
+        asynchronous.  ``poll_previous`` is called between launches and may finish it earlier.
         """
         started = time.monotonic()
         stage, plan = self.stages[stage_index], self._plans[stage_index]
-        asked, (step, fill, following) = step, self._with_tokens(plan, step, await_rows)
+        original_step, (step, placeholder_fill, ring_step) = step, self._fill_placeholders(plan, step, await_rows)
         queues, inputs = self._may_queue(plan, step), self._draft_inputs if plan.output else None
-        if fill is None:
+        if placeholder_fill is None:
             if not queues and (inputs is None or not inputs.drafts_wait):
-                queued()
+                finish_previous()
             if inputs is not None:
                 inputs.store_slices(step, step.slices)
         self._apply(stage, plan, step)
@@ -203,27 +203,29 @@ class ModelRunner:
         written: list[BoundaryBuffer] = []
         if step.n_tokens:
             rows_in, arrival = boundary_rows(self._boundaries, plan.source, step, await_rows, posted=posted)
-            out = stage.forward(step, rows_in, fill or following, arrival)
-            if following is not None:
-                arrival, step, sampled = following.arrival, following.step, following.tokens
+            out = stage.forward(step, rows_in, placeholder_fill or ring_step, arrival)
+            if ring_step is not None:
+                arrival, step, sampled = ring_step.arrival, ring_step.step, ring_step.tokens
             wait_s += 0.0 if self._has_unfinished_step else arrival.idle_s(self._settled_at)
             page_scores, cold = out.page_scores, out.cold
             if step.want_hidden:
                 payload.add("hidden", torch.stack([h.float().cpu() for h in out.hidden]))  # maybe of several devices
             if out.captures is not None:
-                written += self._hand_captures(plan, step, out.captures, queued, queues)
+                written += self._hand_captures(plan, step, out.captures, finish_previous, queues)
             if plan.target is not None:
                 written.append(self._boundaries[plan.target])
                 written[-1].write(step, out.rows, wait=not queues)
                 async_output = QueuedStep(recorded(out.rows.device)) if queues else None
             else:
-                told = queued if fill is None else partial(self._share_known_tokens, asked, queued)
-                scored = self._count_and_score(stage, step, out.rows, queued)
-                found = self._sample(stage, step, out.rows, masks, payload, told, between, queues)
+                finish_and_share: Callable[[], list[Slice] | None] = finish_previous
+                if placeholder_fill is not None:
+                    finish_and_share = partial(self._share_known_tokens, original_step, finish_previous)
+                scored = self._count_and_score(stage, step, out.rows, finish_previous)
+                found = self._sample(stage, step, out.rows, masks, payload, finish_and_share, poll_previous, queues)
                 async_output, sampled = (None, found) if isinstance(found, list) else (found, [])
         if async_output is None:
             _ring(written, step)
-        queued()
+        finish_previous()
         self._has_unfinished_step = async_output is not None
         if inputs is not None and async_output is None:
             inputs.store_tokens(step, sampled)
@@ -239,7 +241,7 @@ class ModelRunner:
         )  # fmt: skip
         return StepOutput(result, payload.arrays, async_output, step, started, [] if async_output is None else written)
 
-    def _with_tokens(
+    def _fill_placeholders(
         self, plan: StagePlan, step: Step, await_tokens: RowWait | None
     ) -> tuple[Step, PlaceholderFill | None, RunAheadStep | None]:
         """Return a step with tokens in place of placeholders.
@@ -257,8 +259,8 @@ class ModelRunner:
             return step, drafts or tokens, None
         if not step.waits_for_tokens:
             return step, None, None
-        following = RunAheadStep(self._ring, step, await_tokens) if plan.embedding else None
-        return zero_placeholders(step) if following is None else following.step, None, following
+        ring_step = RunAheadStep(self._ring, step, await_tokens) if plan.embedding else None
+        return zero_placeholders(step) if ring_step is None else ring_step.step, None, ring_step
 
     def publish_tokens(self, output: StepOutput, *, drafts: bool = False) -> StepOutput:
         """Publish drafts, or tokens already sent to the supervisor, to a first stage in another daemon."""
@@ -294,21 +296,21 @@ class ModelRunner:
         drafts = plan.output and self._wants_drafts(step)
         return self._queues and not (drafts or step.want_hidden or step.want_logits or step.rank_pages)
 
-    def _share_known_tokens(self, asked: Step, queued: Callable[[], None]) -> list[Slice] | None:
+    def _share_known_tokens(self, original_step: Step, finish_previous: Callable[[], None]) -> list[Slice] | None:
         """Finish the previous step, and store the tokens of a step launched without them for the draft stage."""
-        queued()
+        finish_previous()
         if self._draft_inputs is None or self._sampler is None:
             return None
-        slices = self._sampler.refill_placeholders(self._draft_inputs.refill_draft_placeholders(asked.slices))
-        self._draft_inputs.store_slices(asked, slices)
+        slices = self._sampler.refill_placeholders(self._draft_inputs.refill_draft_placeholders(original_step.slices))
+        self._draft_inputs.store_slices(original_step, slices)
         return slices
 
     def _hand_captures(
-        self, plan: StagePlan, step: Step, captures: Tensor, queued: Callable[[], None], queues: bool
+        self, plan: StagePlan, step: Step, captures: Tensor, finish_previous: Callable[[], None], queues: bool
     ) -> list[BoundaryBuffer]:
         """Pass a stage's captures to the draft stage, in this daemon or in another; return where they are written."""
         if not queues:
-            queued()
+            finish_previous()
         if plan.capture_target is not None:
             # the output stage, and a stage that queues steps, wait for their device before they answer the step
             wait = not (plan.output or queues) or captures.device != self.stages[plan.stage].device
@@ -383,7 +385,7 @@ class ModelRunner:
             self._sampler.apply_operations(step.operations)
 
     def _count_and_score(
-        self, stage: LoadedStage, step: Step, rows: Tensor, queued: Callable[[], None]
+        self, stage: LoadedStage, step: Step, rows: Tensor, finish_previous: Callable[[], None]
     ) -> list[Scored]:
         """Count the tokens of a computed step for penalties, and return the prompt log-probabilities it asks for."""
         if self._sampler is None:
@@ -391,33 +393,33 @@ class ModelRunner:
         self._sampler.count_context(step.slices)
         if not any(s.scored for s in step.slices):
             return []
-        queued()
+        finish_previous()
         states = self._sampler.states
         scored = score(step.slices, partial(stage.logits, rows), lambda s: states[s].sampling.n_top_logprobs)
         return self._sampler.checked(scored)
 
     def _sample(
         self, stage: LoadedStage, step: Step, rows: Tensor, masks: MaskSource, payload: Payload,
-        queued: Callable[[], list[Slice] | None], between: Callable[[], object], queues: bool,
+        finish_and_share: Callable[[], list[Slice] | None], poll_previous: Callable[[], object], queues: bool,
     ) -> list[Sampled] | AsyncTokens | QueuedStep:  # fmt: skip
-        between()
+        poll_previous()
         if step.want_logits:
-            queued()
+            finish_and_share()
             payload.add("logits", stage.logits(rows, None).cpu())
         wanted = rows_to_sample(step.slices)
         if not wanted or self._sampler is None:
             if queues:
                 return QueuedStep(recorded(stage.device))
-            queued()
+            finish_and_share()
             devices.synchronize(stage.device)  # as drawing does: the step's time is known
             return []
         logits = stage.logits(rows, wanted)  # on a device it is queued by now: the masks arrive meanwhile
-        between()
+        poll_previous()
         slices = [s for s in step.slices if s.sample]
         waits = self._wants_drafts(step) or step.want_logits  # a DraftStep begins with tokens that the host reads
         alone = not waits and (queues or self._plans[stage.plan.stage].source is None)
         async_output = self._sampler.defer(slices, logits) if alone else None
-        slices = [s for s in queued() or slices if s.sample]
+        slices = [s for s in finish_and_share() or slices if s.sample]
         if async_output is not None:
             return async_output
         found = masks(step.step_id, slices) if any(s.masked for s in slices) else None

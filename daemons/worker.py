@@ -48,24 +48,20 @@ _POLL_S = 5e-5
 while drafts are made: a step behind them comes as they end, and a thread that sleeps is woken late."""
 
 
-def serve(link: BlockingLink, reporter: Reporter, options: Options, lock: ComputeLock, model: int) -> int:
-    """Serve the supervisor on the link of one model until it sends Shutdown or goes away; returns the exit code."""
+def run_worker(link: BlockingLink, reporter: Reporter, options: Options, lock: ComputeLock, model: int) -> int:
+    """Serve the supervisor on the link of one model until it sends Shutdown or goes away; return the exit code."""
     with lock:
-        return _serve(link, reporter, options, lock, model)
-
-
-def _serve(link: BlockingLink, reporter: Reporter, options: Options, lock: ComputeLock, model: int) -> int:
-    reporter.phase("start")
-    devices.prepare(options.backend, options.threads)
-    endpoint = RowsEndpoint(link, options.rows)
-    link.send(hello(options, endpoint.address))
-    for device in devices.accelerators(options.backend):
-        triton_reject_reason(device, torch.bfloat16)  # imports Triton: half a second that the load need not take
-    reporter.phase("idle")
-    try:
-        return _MessageLoop(link, reporter, options, endpoint, lock, model).run()
-    except LinkClosed:
-        return 0  # the supervisor is gone
+        reporter.phase("start")
+        devices.prepare(options.backend, options.threads)
+        endpoint = RowsEndpoint(link, options.rows)
+        link.send(hello(options, endpoint.address))
+        for device in devices.accelerators(options.backend):
+            triton_reject_reason(device, torch.bfloat16)  # imports Triton: half a second that the load need not take
+        reporter.phase("idle")
+        try:
+            return _MessageLoop(link, reporter, options, endpoint, lock, model).run()
+        except LinkClosed:
+            return 0  # the supervisor is gone
 
 
 def hello(options: Options, rows_address: str) -> Hello:
@@ -289,7 +285,7 @@ class _MessageLoop:
             if isinstance(message, DraftStep):
                 outcome = self._runtime.run_draft(message, wait_s)
             else:
-                between = partial(self._answer_if_done, idle=False)
+                poll_previous = partial(self._answer_if_done, idle=False)
                 outcome = self._runtime.run_step(
                     message,
                     stage,
@@ -298,7 +294,7 @@ class _MessageLoop:
                     self._send_pending_output,
                     self._await_rows,
                     posted,
-                    between,
+                    poll_previous,
                 )
         except (LinkClosed, _StepFailed):
             raise

@@ -151,7 +151,7 @@ class Daemon:
     def run(self, slices: list[Slice], operations: list[Operation] | None = None) -> None:
         self.n_steps += 1
         step = Step(self.n_steps, 0, operations or [], slices)
-        output = self.runner.run_step(step, 0, 0.0, queued=self.settle)
+        output = self.runner.run_step(step, 0, 0.0, finish_previous=self.settle)
         assert self.waiting is None
         self.waiting, self.drafting = output, DraftStep(step)
         self.n_async += output.async_output is not None

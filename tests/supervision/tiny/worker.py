@@ -1,4 +1,4 @@
-"""A daemon's serve() that computes nothing and misbehaves on request: the variable TINY names how.
+"""A daemon's run_worker() that computes nothing and misbehaves on request: the variable TINY names how.
 
 It stands in for daemons/worker.py in the tests of supervision; everything around it (main, heartbeat, link) is real.
 """
@@ -28,7 +28,7 @@ LIBC = ctypes.CDLL(None)
 LIBC_WITH_GIL = ctypes.PyDLL(None)  # calls keep the interpreter lock
 
 
-def serve(link, reporter, options, lock, model):
+def run_worker(link, reporter, options, lock, model):
     how = os.environ.get("TINY", "")
     once = os.environ.get("TINY_ONCE", "")
     if once and Path(once).exists():
