@@ -64,7 +64,7 @@ GRAPH_SECONDS = 2.0
 those of several, and after two thirds to chunks.
 """
 RECORD_SECONDS = 0.5
-"""The same on a cpu, for verify slices and for drafts each."""
+"""Recording on a cpu ends after so long, for verify slices and for drafts each."""
 
 Report = Callable[[int, int], None]
 """(steps done, of how many)."""
@@ -174,7 +174,7 @@ def _states(pools: PoolSizes, one: WarmStep, i: int) -> list[int]:
 
 
 def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None, *, compiles: bool = True) -> None:
-    """The same for a draft stage: it extends contexts by every kind of step and makes drafts of all widths."""
+    """Warm a draft stage up: extend contexts by every kind of step and make drafts of all widths."""
     most = stage.spec.max_drafts
     n_positions = stage.sequences.units[Space.FULL] * PAGE_TOKENS - most - 1
     lengths = list(_slices(n_positions, stage.max_step_tokens))

@@ -167,7 +167,7 @@ class PreNormLayer:
         advance_state(self.mixer, self.mixer_norm(h), batch)
 
     def advance(self, h: Tensor, delta: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The same on ``h + delta`` (None: 0), as two terms: the next layer's norm adds them, in one kernel."""
+        """Run the block on ``h + delta`` (None: 0) as two terms, which the next layer's norm adds in one kernel."""
         if delta is None:
             x = self.mixer_norm(h)
         else:

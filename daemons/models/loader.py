@@ -221,7 +221,7 @@ class WeightLoader:
         return self.selector.tiles(layout.kind, *layout.shape, layout.n_bytes)
 
     def _tiled_experts(self, layout: TensorLayout) -> bool:
-        """The same for experts, each of which begins with a tile."""
+        """Return whether C++ kernels multiply experts in tiles; each expert begins with a tile."""
         if layout.format in ROW_INDEXED - {WeightFormat.BFLOAT16} or layout.shape[1] % CPU_TILE_ROWS:
             return False
         return self.selector.tiles(layout.kind, layout.shape[0] * layout.shape[1], layout.shape[2], layout.n_bytes)

@@ -241,7 +241,7 @@ def slots(ranges: Sequence[RowRange]) -> Tensor:
 
 
 def _widest(memory: Tensor) -> Tensor:
-    """The same bytes as the widest integers that divide a row: index kernels copy item by item."""
+    """View bytes as the widest integers that divide a row: index kernels copy item by item."""
     for kind in (torch.int64, torch.int32, torch.int16):
         if memory.shape[1] % kind.itemsize == 0 and memory.storage_offset() % kind.itemsize == 0:
             return memory.view(kind)

@@ -1,16 +1,14 @@
-"""Listening sockets of a supervisor: its HTTP endpoint, and the admin socket in the run directory.
+"""The admin socket of a supervisor, in the run directory: JSON over HTTP, for the same user only.
 
-The latter speaks JSON over HTTP, for the same user only: the peer uid of each of its connections is checked
-(SO_PEERCRED), so a leaked descriptor is useless to another user.
+The peer uid of each connection is checked (SO_PEERCRED), so a leaked descriptor is useless to another user.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import ssl
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -18,11 +16,10 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from lucevisor.api import server
 from lucevisor.api.bodies import json_response
 from lucevisor.api.errors import ApiError
 from lucevisor.api.schemas import convert
-from lucevisor.errors import AdminError, ConfigError, LucevisorError, unusable
+from lucevisor.errors import AdminError, ConfigError, LucevisorError
 
 log = structlog.get_logger("lucevisor.app")
 
@@ -157,52 +154,3 @@ async def serve_admin(app: web.Application, path: Path) -> web.AppRunner:
         os.umask(old)
     new.replace(path)
     return runner
-
-
-class Endpoint:
-    """``open`` it once."""
-
-    def __init__(
-        self, app: web.Application, port: AdminPort, admin_socket: Path, tls: ssl.SSLContext | None = None
-    ) -> None:
-        self.url = ""
-        self._tls = tls
-        self._app, self._port, self._admin_socket = app, port, admin_socket
-        self._http: web.AppRunner | None = None
-        self._admin: web.AppRunner | None = None
-        self._sockets: list[socket.socket] = []
-
-    async def open_admin(self) -> None:
-        """Listen on the admin socket, also when it was removed; raises ConfigError."""
-        if self._admin is not None:
-            await self._admin.cleanup()
-        try:
-            self._admin = await serve_admin(create_admin_app(self._port), self._admin_socket)
-        except OSError as error:
-            raise unusable(self._admin_socket.parent, error) from error
-
-    async def open(self, sockets: Sequence[socket.socket]) -> None:
-        """Serve clients on listening sockets, which it closes."""
-        self._sockets = [sock.dup() for sock in sockets]
-        self._http, self.url = await server.serve(self._app, sockets, self._tls)
-
-    @property
-    def sockets(self) -> list[int]:
-        return [sock.fileno() for sock in self._sockets]
-
-    async def drain(self, deadline_s: float) -> bool:
-        """Accept nothing more; return whether all requests ended in time."""
-        self._stop_listening()
-        return self._http is None or await server.drain(self._http, deadline_s)
-
-    async def close(self) -> None:
-        self._stop_listening()
-        if self._http is not None:
-            await self._http.cleanup()
-        if self._admin is not None:
-            await self._admin.cleanup()
-
-    def _stop_listening(self) -> None:
-        for sock in self._sockets:
-            sock.close()
-        self._sockets = []

@@ -25,7 +25,7 @@ import structlog
 
 from lucevisor.api.server import adopt
 from lucevisor.api.server import listen as listen_on
-from lucevisor.app.admin import Endpoint
+from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.rundir import RunDirectory
 from lucevisor.app.systemd import Notifier, SystemdReport, watchdog_s
 from lucevisor.config import ServerConfig

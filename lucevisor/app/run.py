@@ -36,7 +36,7 @@ from lucevisor.api.keys import ApiKeys
 from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.api.server import adopt, create_app, listen
 from lucevisor.app import logs, traces
-from lucevisor.app.admin import Endpoint
+from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.handover import KernelThreshold, no_room_error
 from lucevisor.app.model_files import FamilyCard, find_card, open_models, open_tokenizer
 from lucevisor.app.pflash import make_compressor, make_page_scorer

@@ -186,7 +186,7 @@ TICK_S = 0.1
 """Kernels stamp file times with a clock that moves every 1 to 10 ms; only times older than that prove that nothing was
 written since."""
 COARSE_TICK_S = 2.0
-"""The same for file systems that store whole seconds."""
+"""The age of a file time that proves as much on file systems that store whole seconds."""
 
 CLOSE_S = 2.0
 """Timeout in seconds for the end of a pass, which takes one read of 1 MiB unless the disk hangs."""

@@ -358,7 +358,7 @@ class PrefixIndex:
         return True
 
     def can_reclaim_host(self, n: int, shared: Collection[int]) -> bool:
-        """The same for pages in host memory."""
+        """Return whether evicting all unpinned slots would free ``n`` pages in host memory; ``shared`` stay."""
         hosts = self.pools.host_pages
         if n <= hosts.n_free:
             return True
@@ -380,7 +380,7 @@ class PrefixIndex:
         return self._reclaim(self._sequence_pools, needs)
 
     def reclaim_for_slot(self, needs: Mapping[Space, int]) -> bool:
-        """The same for a slot."""
+        """Evict slots until so many ids of each space are free for a slot; False if that is not enough."""
         return self._reclaim(self.pools, needs)
 
     def reclaim_checkpoint(self, n_tokens_saved: int) -> bool:

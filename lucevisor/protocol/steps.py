@@ -292,7 +292,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowsCopy(Rows, frozen=True, array_like=True):
-    """The same rows for the supervisor, before the answer of the step."""
+    """Boundary rows of a step for the supervisor, sent before the answer of the step."""
 
 
 class PlacedRows(Rows, frozen=True, array_like=True):

@@ -356,7 +356,7 @@ class SnapshotManager:
             self._engine.slots.release(slot)
 
     def _on_host_evict(self, held: HostSlot) -> None:
-        """The same for a slot in host memory that goes to disk."""
+        """Save a slot that host memory is about to evict to disk, if it is worth a file."""
         if self.store is None or self._saving.locked() or self._reject_reason(self.store, held, SaveTrigger.EVICTION):
             return
         assert self.host is not None

@@ -30,7 +30,7 @@ def brisk(**changes) -> SupervisionLimits:
 
 
 def stage_tiny(run_dir: Path) -> StagedPackages:
-    """Stage the packages as the supervisor does, with the tiny run_worker() in the place of the one that needs torch."""
+    """Stage the packages as the supervisor does, with the tiny run_worker() in place of the one that needs torch."""
     staging = stage_packages(run_dir).directory
     real = (staging / "daemons").resolve()
     (staging / "daemons").unlink()

@@ -90,7 +90,7 @@ class DraftSpec:
 
 
 def with_tensors(files: GgufFiles, tensors: Mapping[str, TensorInfo]) -> GgufFiles:
-    """The same files with other tensors, or the same ones under other names."""
+    """Return files with other tensors, or with the same ones under other names."""
     return replace(files, tensors=dict(tensors))
 
 
