@@ -23,7 +23,7 @@ from daemons.ops.cpu.library import Tiles
 from daemons.ops.experts import ConcatExperts, ExpertWeights
 from daemons.ops.linear import ConcatLinear, Linear, Table
 from daemons.ops.selection import KernelSelector
-from daemons.weights.dequant import dequantise, four_bit
+from daemons.weights.dequant import dequantise, four_bit, iq1_m_scale
 from daemons.weights.packed import PackedWeights, empty_packed
 from daemons.weights.reading import HostMemory, ProgressMeter, StagingBuffers, TensorChunk, row_count
 from lucevisor.model.gguf_files import GgufFiles
@@ -33,6 +33,8 @@ from lucevisor.model.weight_layout import QUANTISED_FORMATS, ROW_INDEXED, Tensor
 HALVES: dict[str, tuple[int, ...]] = {
     "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "IQ4_NL": (0,), "IQ4_XS": (0,),
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "IQ1_S": (0,), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,),
+    "TQ1_0": (52,), "TQ2_0": (64,),
 }  # fmt: skip
 """Where the float16 numbers of a block lie: its scale, and its minimum."""
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -40,7 +42,7 @@ _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 def checks_blocks(kind: GgmlType) -> bool:
     """Return whether ``any_invalid`` knows a type; the numbers of others are looked at when they are dequantised."""
-    return kind.name in HALVES or kind.name in _DENSE or kind.name == "MXFP4"
+    return kind.name in HALVES or kind.name in _DENSE or kind.name in ("MXFP4", "IQ1_M")
 
 
 def any_invalid(kind: GgmlType, raw: Tensor) -> Tensor:
@@ -52,6 +54,8 @@ def any_invalid(kind: GgmlType, raw: Tensor) -> Tensor:
     blocks = raw.view(-1, kind.block_bytes)
     if kind.name == "MXFP4":
         return (blocks[:, 0] == 255).any()  # NaN of e8m0
+    if kind.name == "IQ1_M":
+        return any_not_finite(iq1_m_scale(blocks))
     found = [((blocks[:, at + 1] & 0x7C) == 0x7C).any() for at in HALVES[kind.name]]
     return torch.stack(found).any()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import gguf
 import numpy as np
@@ -48,6 +49,30 @@ from lucevisor.model.quant_types import BY_NAME, GgmlType
 #                        x = (d scale) q - (dmin minimum)
 #     Q5_K 176  per 256: d f16 | dmin f16 | s[12] | h[32] | q[128]
 #                        as Q4_K; fifth bit of element l of sub-block j: bit j of h[l]
+#     IQ2_XXS 66 per 256: d f16 | eight groups of 32: (index byte[4] | w u32)
+#                        an index byte: eight numbers of GRID;  w: bits 7j..7j+6 sign of those of index byte j, as SIGNS
+#                        has them, bits 28..31 s                                x = (d (s + 1/2) / 4) GRID sign
+#     IQ2_XS  74 per 256: d f16 | q u16[32] | s[8]
+#                        q: index 9 bits, sign 7 bits, as IQ2_XXS;  a nibble of s, low first, for 16 elements
+#     IQ2_S   82 per 256: d f16 | q[32] | sign[32] | h[8] | s[8]
+#                        two more bits of index i: bits 2 (i & 3).. of h[i >> 2];  bit j of a sign byte: element j
+#                        s as IQ2_XS
+#     IQ3_XXS 98 per 256: d f16 | q[64] | w u32[8]
+#                        a byte of q: four numbers of GRID;  w as IQ2_XXS         x = (d (s + 1/2) / 2) GRID sign
+#     IQ3_S  110 per 256: d f16 | q[64] | h[8] | sign[32] | s[4]
+#                        ninth bit of index i: bit i & 7 of h[i >> 3];  signs as IQ2_S;  a nibble of s for 32 elements
+#                                                                                x = (d (1 + 2 s)) GRID sign
+#     IQ1_S   50 per 256: d f16 | q[32] | h u16[8]
+#                        of group g of 32: three more bits of index byte j: bits 3j.. of h[g];  s bits 12..14;  bit 15:
+#                        the sign of 1/8                                         x = (d (1 + 2 s)) (GRID +- 1/8)
+#     IQ1_M   56 per 256: q[32] | h[16] | t u16[4]
+#                        d f16: the upper nibbles of t, lowest first;  s of 16 elements: bits 3 (j & 3).. of t[j >> 2]
+#                        nibble i of h: three more bits of index i, and the sign of 1/8;  x as IQ1_S
+#     TQ1_0   54 per 256: q[48] | h[4] | d f16
+#                        five numbers in base 3 of a byte of q, four of one of h: number k is the top digit of
+#                        byte 3^k mod 256;  first digits of bytes 0..31 of q, second ones ...; then of 32..47; of h
+#                                                                                x = d (digit - 1)
+#     TQ2_0   66 per 256: q[64] | d f16;  q as Q2_K                              x = d (q - 1)
 #     Q6_K 210  per 256: l[128] | h[64] | scale int8[16] | d f16
 #                        two halves of 128 elements with 64 bytes of l and 32 of h each; four runs of 32 in a half:
 #                          run 0: l[i] & 15, run 1: l[i+32] & 15, run 2: l[i] >> 4, run 3: l[i+32] >> 4,
@@ -153,6 +178,129 @@ def _iq4_xs(b: Tensor) -> Tensor:
     return (d.unsqueeze(-1) * _lookup(LEVELS, q)).flatten(-2)
 
 
+@cache
+def _grid(name: str, device: torch.device) -> Tensor:
+    """The numbers of each index of an IQ type, float32 [indices, 8 or 4], as gguf has them."""
+    numbers: Any = getattr(reference, name)
+    numbers.init_grid()
+    return torch.from_numpy(numbers.grid.reshape(numbers.grid_shape)).to(device)
+
+
+@cache
+def _byte_signs(device: torch.device) -> Tensor:
+    """Signs 1 or -1 [256, 8] of the bits of a byte, lowest first."""
+    bits = torch.arange(256).unsqueeze(-1) >> torch.arange(8) & 1
+    return (1.0 - 2.0 * bits).to(device)
+
+
+@cache
+def _signs(device: torch.device) -> Tensor:
+    """Signs [128, 8] of seven bits; the eighth makes the number of minus signs even."""
+    ksigns = torch.tensor(list(reference.IQ2_XXS.ksigns))
+    return _byte_signs(torch.device("cpu"))[ksigns].to(device)
+
+
+def _numbers(table: Tensor, index: Tensor) -> Tensor:
+    """Rows ``[..., n, width]`` of a table for indices ``[..., n]``."""
+    return table.index_select(0, index.reshape(-1).to(torch.int32)).view(*index.shape, table.shape[1])
+
+
+def _words(raw: Tensor) -> Tensor:
+    """``[..., 4 n]`` bytes -> int32 ``[..., n]``"""
+    return raw.clone(memory_format=torch.contiguous_format).view(torch.int32)  # a view may lie off a word's start
+
+
+def _short(raw: Tensor) -> Tensor:
+    """``[..., 2 n]`` bytes -> ``[..., n]`` numbers of 16 bits without sign, int32."""
+    return raw.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
+
+
+def _runs(x: Tensor, step: int, n: int) -> Tensor:
+    """``[..., m]`` -> ``[..., m, n]``: shifted right by 0, step, ... bits."""
+    return x.unsqueeze(-1) >> torch.arange(0, step * n, step, dtype=x.dtype, device=x.device)
+
+
+def _scaled(scale: Tensor, numbers: Tensor, signs: Tensor | None = None) -> Tensor:
+    """Numbers ``[..., n, width]`` times signs, times scales ``[..., s]``, each for as many numbers."""
+    if signs is not None:
+        numbers = numbers.view(signs.shape).mul_(signs)
+    x = _split(numbers.flatten(-2), scale.shape[-1], -1)
+    return x.mul_(scale.unsqueeze(-1)).flatten(-2)
+
+
+def _sign_words(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Words of IQ2_XXS and IQ3_XXS ``[..., 8]``: s + 1/2, and the signs ``[..., 32, 8]``."""
+    signs = _numbers(_signs(w.device), (_runs(w, 7, 4) & 127).flatten(-2))
+    return (w >> 28 & 15).to(torch.float32) + 0.5, signs
+
+
+def _iq2_xxs(b: Tensor) -> Tensor:
+    groups = _split(b[..., 2:66], 8, 8)
+    s, signs = _sign_words(_words(groups[..., 4:8]).squeeze(-1))
+    numbers = _numbers(_grid("IQ2_XXS", b.device), groups[..., 0:4].flatten(-2))
+    return _scaled(_half(b[..., 0:2]) * s * 0.25, numbers, signs)
+
+
+def _iq2_xs(b: Tensor) -> Tensor:
+    q = _short(b[..., 2:66])
+    s = _half(b[..., 0:2]) * (_fields(b[..., 66:74], 4).to(torch.float32) + 0.5) * 0.25
+    return _scaled(s, _numbers(_grid("IQ2_XS", b.device), q & 511), _numbers(_signs(b.device), q >> 9))
+
+
+def _iq2_s(b: Tensor) -> Tensor:
+    index = b[..., 2:34].to(torch.int32) | (_fields(b[..., 66:74], 2).to(torch.int32) << 8)
+    s = _half(b[..., 0:2]) * (_fields(b[..., 74:82], 4).to(torch.float32) + 0.5) * 0.25
+    return _scaled(s, _numbers(_grid("IQ2_S", b.device), index), _numbers(_byte_signs(b.device), b[..., 34:66]))
+
+
+def _iq3_xxs(b: Tensor) -> Tensor:
+    s, signs = _sign_words(_words(b[..., 66:98]))
+    return _scaled(_half(b[..., 0:2]) * s * 0.5, _numbers(_grid("IQ3_XXS", b.device), b[..., 2:66]), signs)
+
+
+def _iq3_s(b: Tensor) -> Tensor:
+    index = b[..., 2:66].to(torch.int32) | (_fields(b[..., 66:74], 1).to(torch.int32) << 8)
+    s = _half(b[..., 0:2]) * (_fields(b[..., 106:110], 4).to(torch.float32) * 2 + 1)
+    return _scaled(s, _numbers(_grid("IQ3_S", b.device), index), _numbers(_byte_signs(b.device), b[..., 74:106]))
+
+
+def _iq1(scale: Tensor, q: Tensor, high: Tensor, minus: Tensor) -> Tensor:
+    """``high``: the upper bits of indices; ``minus``: whether 1/8 is taken off, for as many numbers each."""
+    numbers = _numbers(_grid("IQ1_S", q.device), q.to(torch.int32) | high << 8)
+    delta = 0.125 - 0.25 * minus.to(torch.float32)
+    x = _split(numbers.flatten(-2), minus.shape[-1], -1)
+    return _scaled(scale, x.add_(delta.unsqueeze(-1)))
+
+
+def _iq1_s(b: Tensor) -> Tensor:
+    h = _short(b[..., 34:50])
+    scale = _half(b[..., 0:2]) * ((h >> 12 & 7) * 2 + 1).to(torch.float32)
+    return _iq1(scale, b[..., 2:34], (_runs(h, 3, 4) & 7).flatten(-2), h >> 15 != 0)
+
+
+def _iq1_m(b: Tensor) -> Tensor:
+    s = (_runs(_short(b[..., 48:56]), 3, 4) & 7).flatten(-2)
+    h = _fields(b[..., 32:48], 4)
+    return _iq1(iq1_m_scale(b) * (s * 2 + 1).to(torch.float32), b[..., 0:32], (h & 7).to(torch.int32), h & 8 != 0)
+
+
+def iq1_m_scale(b: Tensor) -> Tensor:
+    """The scale of each block of IQ1_M, ``[..., 56]`` bytes -> float32 ``[..., 1]``."""
+    top = b[..., 49:56:2] >> 4
+    return _half(top[..., 0::2] | (top[..., 1::2] << 4))
+
+
+def _tq1_0(b: Tensor) -> Tensor:
+    powers = _table((1, 3, 9, 27, 81), b.device).to(torch.uint8).unsqueeze(-1)
+    runs = ((b[..., 0:32], 5), (b[..., 32:48], 5), (b[..., 48:52], 4))
+    q = torch.cat([(part.unsqueeze(-2) * powers[:n]).flatten(-2) for part, n in runs], dim=-1)  # modulo 256
+    return _half(b[..., 52:54]) * ((q.to(torch.int16) * 3 >> 8) - 1).to(torch.float32)
+
+
+def _tq2_0(b: Tensor) -> Tensor:
+    return _half(b[..., 64:66]) * (_two_bits(b[..., 0:64]).flatten(-3).to(torch.float32) - 1)
+
+
 def _two_bits(q: Tensor) -> Tensor:
     """The 64 bytes of Q2_K and Q3_K -> codes ``[..., 2, 4, 32]``: half, run, element."""
     return _shifted(_split(q, 2, 32), 2, 4) & 3
@@ -211,6 +359,8 @@ _BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,
     "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
+    "IQ1_S": _iq1_s, "IQ1_M": _iq1_m, "IQ2_XXS": _iq2_xxs, "IQ2_XS": _iq2_xs, "IQ2_S": _iq2_s,
+    "IQ3_XXS": _iq3_xxs, "IQ3_S": _iq3_s, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0,
 }  # fmt: skip
 
 

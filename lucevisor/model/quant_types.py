@@ -29,9 +29,11 @@ TYPES: dict[int, GgmlType] = {
 BY_NAME: dict[str, GgmlType] = {t.name: t for t in TYPES.values()}
 
 DENSE = frozenset({"F32", "F16", "BF16"})
-NATIVE = frozenset(
-    {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"}
-)
+FEW_BITS = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"})
+"""Types of one to three and a half bits a weight, without kernels."""
+NATIVE = FEW_BITS | {
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"
+}  # fmt: skip
 """Quant types kept quantised on a GPU and dequantised on the fly."""
 
 REPACKED = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"})
@@ -47,7 +49,7 @@ CPU_INT4 = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 """Converted by a bfloat16 cpu shard to torch's packed int4, in groups of INT4_GROUP."""
 INT4_GROUP = 32
 """Columns of packed int4 that share a scale and a zero."""
-CPU_INT8 = frozenset({"Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"})
+CPU_INT8 = FEW_BITS | {"Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"}
 """Converted by a bfloat16 cpu shard to int8 with one scale per row (torch's packed int8 product).  Not MXFP4: it is
 exact in bfloat16, and its power-of-two scales span too wide a range for one scale per row."""
 

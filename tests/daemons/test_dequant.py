@@ -28,7 +28,6 @@ from tests.daemons.tiny_models import Tiny, random_blocks, write
 from tests.numerics import UNIT, product_error
 
 KINDS = ["F32", "F16", "BF16", *sorted(NATIVE)]
-OTHERS = ["IQ1_M", "IQ1_S", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ3_S", "IQ3_XXS", "NVFP4", "TQ1_0", "TQ2_0"]
 
 
 def oracle(kind: str, raw: np.ndarray) -> np.ndarray:
@@ -36,8 +35,9 @@ def oracle(kind: str, raw: np.ndarray) -> np.ndarray:
         return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
 
 
-@settings(max_examples=40, deadline=None)
-@given(kind=st.sampled_from(KINDS), rows=st.integers(1, 3), blocks=st.integers(1, 3), seed=st.integers(0, 1 << 32))
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=8, deadline=None)
+@given(rows=st.integers(1, 3), blocks=st.integers(1, 3), seed=st.integers(0, 1 << 32))
 def test_any_bytes_give_the_reference_bits(kind, rows, blocks, seed):
     raw = np.random.default_rng(seed).integers(0, 256, (rows, blocks * BY_NAME[kind].block_bytes), dtype=np.uint8)
     wanted = oracle(kind, raw)
@@ -53,11 +53,10 @@ def test_half_precision_is_the_rounded_float32_number(kind, dtype):
     assert torch.equal(dequantise(BY_NAME[kind], raw, dtype), dequantise(BY_NAME[kind], raw, torch.float32).to(dtype))
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_other_types_are_read_by_the_library(kind):
-    raw = np.random.default_rng(1).integers(0, 256, (2, 2 * BY_NAME[kind].block_bytes), dtype=np.uint8)
-    found = dequantise(BY_NAME[kind], torch.from_numpy(raw), torch.float32).numpy()
-    np.testing.assert_array_equal(found, oracle(kind, raw))
+def test_other_types_are_read_by_the_library():
+    raw = np.random.default_rng(1).integers(0, 256, (2, 2 * BY_NAME["NVFP4"].block_bytes), dtype=np.uint8)
+    found = dequantise(BY_NAME["NVFP4"], torch.from_numpy(raw), torch.float32).numpy()
+    np.testing.assert_array_equal(found, oracle("NVFP4", raw))
 
 
 def test_a_type_nobody_reads_is_refused():
@@ -138,12 +137,9 @@ def test_rows_are_repacked_by_themselves(kind):
 INVALID = {"F32": (0x7F800000, 0x7FC00000), "BF16": (0x7F80, 0xFFC0)}  # infinity and NaN; float16 by default
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    kind=st.sampled_from(["F32", "F16", "BF16", *sorted(NATIVE - {"MXFP4"})]),
-    seed=st.integers(0, 1 << 32),
-    blocks=st.integers(1, 4),
-)
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *sorted(NATIVE - {"MXFP4"})])
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 1 << 32), blocks=st.integers(1, 4))
 def test_blocks_are_invalid_where_the_reference_gives_numbers_that_are_not_finite(kind, seed, blocks):
     raw = np.random.default_rng(seed).integers(0, 256, (2, blocks * BY_NAME[kind].block_bytes), dtype=np.uint8)
     assert bool(any_invalid(BY_NAME[kind], torch.from_numpy(raw))) == (not np.isfinite(oracle(kind, raw)).all())
@@ -154,6 +150,15 @@ def test_an_exponent_of_mxfp4_that_means_nan_is_invalid():
     assert not any_invalid(BY_NAME["MXFP4"], raw)
     raw[1, 17] = 255
     assert any_invalid(BY_NAME["MXFP4"], raw)
+
+
+def test_a_scale_of_iq1_m_that_is_infinite_is_invalid():
+    """Its upper bits are nibbles of two bytes."""
+    raw = torch.zeros(2, 112, dtype=torch.uint8)
+    for at, value in ((53, 0xC0), (55, 0x70)):
+        assert not any_invalid(BY_NAME["IQ1_M"], raw)
+        raw[1, 56 + at] = value
+    assert any_invalid(BY_NAME["IQ1_M"], raw)
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +182,7 @@ def files(tmp_path_factory):
         (("F16",), "blk.0.ffn_up.weight"),
         (("F32",), "blk.0.attn_norm.weight"),
         (("IQ3_S", "IQ2_XXS"), "blk.0.ffn_gate.weight"),
+        (("TQ1_0", "IQ1_S"), "blk.0.ffn_gate.weight"),
     ],
 )
 def test_a_load_refuses_a_tensor_with_one_invalid_number_by_name(files, tmp_path, kinds, name, backend):
@@ -199,7 +205,7 @@ def test_a_load_refuses_a_tensor_with_one_invalid_number_by_name(files, tmp_path
 # ---- quant types through the loader
 
 
-CONVERTED = ["IQ2_XXS", "IQ3_S", "TQ1_0", "TQ2_0"]
+CONVERTED = ["NVFP4"]
 MIXED_KINDS = [*sorted(NATIVE), "F32", "F16", "BF16", *CONVERTED]
 TORCH = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
 N, K, X = 48, 512, 3
@@ -207,7 +213,7 @@ N, K, X = 48, 512, 3
 
 def stored(kind: str, rows: int, rng: np.random.Generator) -> np.ndarray:
     """Rows of ``K`` numbers of about 0.05 as the file has them."""
-    if kind in ("F32", "F16", "BF16", "TQ1_0", "TQ2_0"):
+    if kind in ("F32", "F16", "BF16"):
         x = rng.normal(0, 0.05, (rows, K)).astype(np.float32)
         return x if kind == "F32" else gguf.quants.quantize(x, gguf.GGMLQuantizationType[kind])
     return random_blocks(rng, kind, rows, K)

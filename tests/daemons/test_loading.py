@@ -92,7 +92,7 @@ def logits(spec, stages: list[LoadedStage] | None = None) -> torch.Tensor:
 @combinations(
     dtype=[Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16],
     backend=list(Backend),
-    kinds=[("F32",), ("F16", "BF16"), tuple(NATIVE), ("IQ3_S", "IQ2_XXS", "Q4_K")],
+    kinds=[("F32",), ("F16", "BF16"), tuple(NATIVE), ("NVFP4", "IQ2_XXS", "Q4_K")],
     tied=[True, False],
 )
 def test_loaded_bytes_are_the_planned_bytes(files, kinds, backend, dtype, tied):
@@ -122,10 +122,10 @@ def test_a_tied_table_of_another_form_than_the_head(files):
 
 @needs_cpu_kernels
 def test_what_was_chosen_and_converted_is_told(files):
-    stage = load_stages(open_spec(files(["IQ3_S", "Q4_K", "Q8_0"])), how=How(Dtype.BFLOAT16))[0]
+    stage = load_stages(open_spec(files(["NVFP4", "Q4_K", "Q8_0"])), how=How(Dtype.BFLOAT16))[0]
     assert stage.kernels["cpu linear Q4_K"].startswith("tiles, c++")
     (warning,) = stage.warnings
-    assert warning.startswith("IQ3_S tensors are not kept as stored: ")
+    assert warning.startswith("NVFP4 tensors are not kept as stored: ")
     assert "bytes on cpu" in warning
 
 

@@ -30,14 +30,18 @@ _SCALES = {
     "Q3_K": [108],
     "IQ4_XS": [0],
     "MXFP4": [],
-    "IQ2_XXS": [0],
-    "IQ3_S": [0],
+    **{kind: [0] for kind in ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
+    "IQ1_M": [],
+    "TQ1_0": [52],
+    "TQ2_0": [64],
+    "NVFP4": [],
 }
 
 _SIZES = {
     "Q8_0": 1 / 64, "Q6_K": 1 / 1500, "Q4_K": 1 / 250, "Q5_K": 1 / 500, "IQ4_NL": 1 / 64, "Q5_0": 1 / 10,
     "Q4_1": 1 / 10, "Q5_1": 1 / 20, "Q2_K": 1 / 15, "Q3_K": 1 / 40, "IQ4_XS": 1 / 1200, "IQ2_XXS": 1 / 90,
-    "IQ3_S": 1 / 90,
+    "IQ3_S": 1 / 90, "IQ2_XS": 1 / 90, "IQ2_S": 1 / 90, "IQ3_XXS": 1 / 120, "IQ1_S": 1 / 6, "IQ1_M": 1 / 6,
+    "TQ1_0": 1, "TQ2_0": 1,
 }  # fmt: skip
 """Scale that makes numbers of about 1."""
 
@@ -50,9 +54,18 @@ def random_blocks(rng: np.random.Generator, kind: str, rows: int, columns: int, 
     per = _SIZES.get(kind, 1 / 5)
     if kind == "MXFP4":
         raw[..., 0] = rng.integers(119, 122, raw.shape[:2])  # powers of two of 2^-9 to 2^-7
+    if kind == "NVFP4":
+        raw[..., :4] = rng.integers(8, 16, raw[..., :4].shape)  # 2^-6 to 2^-5
+
+    def scales() -> np.ndarray:
+        return (rng.uniform(0.5, 1.5, raw.shape[:2]) * size * per).astype(np.float16)
+
     for at in _SCALES[kind]:
-        scale = (rng.uniform(0.5, 1.5, raw.shape[:2]) * size * per).astype(np.float16)
-        raw[..., at : at + 2] = scale.view(np.uint8).reshape(*raw.shape[:2], 2)
+        raw[..., at : at + 2] = scales().view(np.uint8).reshape(*raw.shape[:2], 2)
+    if kind == "IQ1_M":  # a nibble in each of the last four words
+        scale = scales().view(np.uint16)
+        for i in range(4):
+            raw[..., 49 + 2 * i] = raw[..., 49 + 2 * i] & 15 | scale >> 4 * i << 4 & 0xF0
     return raw.reshape(rows, -1)
 
 
