@@ -15,12 +15,13 @@ from daemons.kv.batch import Batch, Group
 from daemons.kv.pools import Pools
 from daemons.models.blocks import PreNormLayer
 from daemons.models.loader import WeightLoader
+from daemons.models.qwen3next import Qwen3NextFamily
 from daemons.models.qwen35 import Qwen35Family
 from daemons.models.qwen35moe import Qwen35MoeFamily
 from lucevisor.model.drafters.mtp import HIDDEN_LAYER, MtpParams
 from lucevisor.model.drafters.spec import DraftSpec
 
-FAMILIES = {"qwen35": Qwen35Family, "qwen35moe": Qwen35MoeFamily}
+FAMILIES = {"qwen35": Qwen35Family, "qwen35moe": Qwen35MoeFamily, "qwen3next": Qwen3NextFamily}
 
 
 class Mtp(Drafter):

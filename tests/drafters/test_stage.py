@@ -243,22 +243,24 @@ def test_the_output_stage_shares_its_matrices(kind):
         assert_same(alone(stage, 8, 40, 4), wanted)
 
 
-def test_a_head_with_experts_is_the_layer_it_is_made_of(tmp_path):
-    """The golden MoE model with a copy of its last layer as head: both compute the same of the same rows."""
-    source = GOLDEN / "qwen35moe" / "model.gguf"
-    weights = tensors_of(source)
-    extra = {name.replace("blk.3.", "blk.4."): array for name, array in weights.items() if name.startswith("blk.3.")}
+@pytest.mark.parametrize(("name", "full"), [("qwen35moe", 3), ("qwen3next", 1)])
+def test_a_head_with_experts_is_the_layer_it_is_made_of(name, full, tmp_path):
+    """A golden MoE model with a copy of its layer ``full`` as head: both compute the same of the same rows."""
+    source = GOLDEN / name / "model.gguf"
+    weights, n_layers = tensors_of(source), open_spec(source).n_layers
+    b, head = f"blk.{full}.", f"blk.{n_layers}."
+    extra = {key.replace(b, head): array for key, array in weights.items() if key.startswith(b)}
     random = np.random.default_rng(0)
-    extra |= {f"blk.4.nextn.{n}.weight": np.ones(64, np.float32) for n in ("enorm", "hnorm", "shared_head_norm")}
-    extra["blk.4.nextn.eh_proj.weight"] = random.normal(0, 0.1, (64, 128)).astype(np.float32)
-    keys = {"qwen35moe.nextn_predict_layers": 1, "qwen35moe.block_count": 5}
+    extra |= {f"{head}nextn.{n}.weight": np.ones(64, np.float32) for n in ("enorm", "hnorm", "shared_head_norm")}
+    extra[head + "nextn.eh_proj.weight"] = random.normal(0, 0.1, (64, 128)).astype(np.float32)
+    keys = {f"{name}.nextn_predict_layers": 1, f"{name}.block_count": n_layers + 1}
     path = copy(tmp_path / "moe.gguf", source, keys=keys, extra=extra)
     model = open_spec(path)
     stage = load_draft(model, path, DraftKind.MTP)
     assert isinstance(stage.drafter, Mtp)
     [whole] = load_stages(model)
     rows, found = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)), []
-    for one, layer in ((stage, stage.drafter.layer), (whole, whole.shards[0].layers[3])):
+    for one, layer in ((stage, stage.drafter.layer), (whole, whole.shards[0].layers[full])):
         one.apply([OpenSequence(0, 0, SamplingParams()), SetPages(0, Space.FULL, 0, [3])])
         one.sequences.flush()
         layout = Layout([Slice(0, 0, [1] * 20, True)], one.sequences, one.spec if one is whole else one.spec.model)

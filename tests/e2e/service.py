@@ -104,7 +104,7 @@ MODELS = {
     "demo": DEMO,
     **{
         name: GOLDEN / name / "model.gguf"
-        for name in ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna")
+        for name in ("qwen3", "qwen35", "qwen35moe", "qwen3next", "gemma4_e2b", "gemma4_moe", "laguna")
     },
 }
 

@@ -77,6 +77,7 @@ def tokens_by_tier(service: Service) -> dict[str, int]:
         slow("qwen3", None),
         slow("gemma4_e2b", None),
         slow("qwen35moe", None),
+        slow("qwen3next", None),
         slow("demo", DEMO.with_name("demo-qwen35-22m-dflash2-q4_0.gguf")),
     ],
 )

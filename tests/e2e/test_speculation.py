@@ -32,7 +32,7 @@ from tests.families.rounding import assert_same_tokens
 from tests.waiting import until
 
 DEMO_DRAFTERS = DEMO.parent
-FAMILIES = ("qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna_mscale")
+FAMILIES = ("qwen3", "qwen35", "qwen35moe", "qwen3next", "gemma4_e2b", "gemma4_moe", "laguna_mscale")
 ASSISTED = ("gemma4_e2b", "gemma4_moe")
 ENGINE = '[engine]\ndtype = "float32"\nprefill_chunk = 64\nmax_sequences = 8\n'
 WIDTH = 5  # drafts of a step: fixed, else useless drafters are soon asked no more; the demo model's adapts

@@ -1,4 +1,5 @@
-"""Multi-token-prediction (MTP, "nextn") heads of the families ``qwen35`` and ``qwen35moe``.
+"""Multi-token-prediction (MTP, "nextn") heads of the families ``qwen35``, ``qwen35moe`` and
+``qwen3next``.
 
 A head is the block after the last layer of the model's own file, or alone in a file with the same keys.  Embedding,
 output norm and output matrix are the target's, also where a separate file has copies of them.  Maths:
@@ -18,7 +19,7 @@ from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.spec import Keys, LayerSpec, ModelSpec, Shapes, StateTensor, attention_state
 from lucevisor.model.values import Dtype, Space
 
-FAMILIES = ("qwen35", "qwen35moe")
+FAMILIES = ("qwen35", "qwen35moe", "qwen3next")
 OUTPUT_NORM = "output_norm.weight"
 HIDDEN_LAYER = 1
 """The layer of the drafter whose state is the last hidden state of a sequence; layer 0 is the head."""
@@ -40,7 +41,7 @@ def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> Dra
     file = str(files.paths[0])
     architecture = files.metadata.get("general.architecture")
     if target.architecture not in FAMILIES or architecture != target.architecture:
-        families = " and ".join(FAMILIES)
+        families = f"{', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}"
         reason = (
             f"is {architecture!r}: an MTP head is of its model's family, here {target.architecture!r}, of {families}"
         )
@@ -74,7 +75,7 @@ def _block(keys: Keys, target: ModelSpec, options: Mapping[str, str]) -> Qwen35P
         raise keys.error("nextn_predict_layers", reason)
     if n > 1:
         raise keys.error("nextn_predict_layers", f"is {n}: heads of more than one layer are not supported")
-    p = moe_hyperparameters(keys, options) if keys.prefix == "qwen35moe" else hyperparameters(keys, options)
+    p = hyperparameters(keys, options) if keys.prefix == "qwen35" else moe_hyperparameters(keys, options)
     for key, value, expected in (
         ("block_count", p.n_layers + 1, target.n_layers + 1),
         ("embedding_length", p.hidden_size, target.hidden_size),
