@@ -22,7 +22,7 @@ from daemons.ops.attention import Causal, attention
 from daemons.ops.basic import RmsNorm, Rope, l2_scale, rope
 from daemons.ops.delta_rule import by_token, chunked, convolve, joined_updates, step
 from daemons.ops.gated import gated_product
-from daemons.ops.linear import Linear, Table
+from daemons.ops.linear import Linear, Table, WideLinear
 from daemons.ops.operations import (
     SHORT_SLICE,
     DeltaNetPools,
@@ -225,9 +225,11 @@ class Output:
 
     def __init__(self, norm: Norm, lm_head: Linear, softcap: float = 0.0, divisor: float = 1.0) -> None:
         self.norm, self.lm_head, self.softcap, self.divisor = norm, lm_head, softcap, divisor
+        # rounded to bfloat16, logits about 20 are multiples of 1/8: the best two are often equal
+        self._product = lm_head.in_float32 if isinstance(lm_head, WideLinear) else lm_head
 
     def __call__(self, h: Tensor) -> Tensor:
-        logits = self.lm_head(self.norm(h)).float()
+        logits = self._product(self.norm(h)).float()
         if self.divisor != 1.0:
             logits = logits / self.divisor
         return logits if self.softcap == 0.0 else torch.tanh(logits / self.softcap) * self.softcap

@@ -47,6 +47,13 @@ class InPlaceLinear(Protocol):
     def into(self, x: Tensor, out: Tensor) -> None: ...
 
 
+@runtime_checkable
+class WideLinear(Protocol):
+    """A linear layer whose product is float32 before it is rounded to the dtype of x, and can be left so."""
+
+    def in_float32(self, x: Tensor) -> Tensor: ...
+
+
 class DenseLinear:
     """A plain matrix ``[N, K]`` of the activations' dtype."""
 

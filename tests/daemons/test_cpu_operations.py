@@ -462,6 +462,9 @@ def test_products(kinds, n_rows, rows, outlier, seed):
     x = x.bfloat16()
     found = product(x)
     assert found.shape == (rows, product.n_out)
+    exact = product.in_float32(x)
+    assert exact.dtype == torch.float32
+    assert torch.equal(exact.bfloat16(), found)
     for name, raw, part in zip(kinds, raws, found.split(n_rows, dim=-1), strict=True):
         assert_products(BY_NAME[name], part, x, dequantise(BY_NAME[name], raw, torch.float32))
     for row in range(rows):

@@ -356,25 +356,38 @@ void multiply_strip(const uint8_t* strip, const ByteRows& a, long first, Floats 
   for (int r = 0; r < R; r++) out[0][r] = total[0][r], out[1][r] = total[1][r];
 }
 
-// A strip of a matrix times R rows.
+// Where products go: [n][stride] of float32 or bfloat16.
+struct Output {
+  void* numbers;
+  long stride, is_float;
+
+  void put(long row, long column, Mask lanes, Floats x) const {
+    const long at = row * stride + column;
+    if (is_float) store((float*)numbers + at, lanes, x);
+    else store_bfloat16((uint16_t*)numbers + at, lanes, x);
+  }
+};
+
+// A strip of a matrix times R rows, to columns from `column` on.
 template <class T, int R>
-void multiply_rows(const uint8_t* tile, const ByteRows& a, long first, long width, uint16_t* out, long out_stride) {
+void multiply_rows(const uint8_t* tile, const ByteRows& a, long first, long width, const Output& out, long row,
+                   long column) {
   Floats found[2][R];
   multiply_strip<T, R>(tile, a, first, found);
   for (long at = 0; at < width; at += 16)
-    for (long r = 0; r < R; r++)
-      store_bfloat16(out + (first + r) * out_stride + at, lanes(at, width), found[at / 16][r]);
+    for (long r = 0; r < R; r++) out.put(row + first + r, column + at, lanes(at, width), found[at / 16][r]);
 }
 
-// Strips from `begin` to `end` of a matrix with `n_out` rows times rows of activations from `row` to `stop`.
+// Strips from `begin` to `end` of a matrix with `n_out` rows times rows of activations from `row` to `stop`, to rows of
+// `out` from `out_row` and to columns from `column` on.
 template <class T>
 void multiply_strips(const uint8_t* tiles, const ByteRows& a, long row, long stop, long n_out, long begin, long end,
-                     uint16_t* out, long out_stride) {
+                     const Output& out, long out_row, long column) {
   const long strip_bytes = a.columns / T::BLOCK * T::BYTES;
   for (long strip = begin; strip < end; strip++) {
     const long at = TILE * strip, width = n_out - at < TILE ? n_out - at : TILE;
     for (long first = row; first < stop; first += MAX_ROWS) {
-      const auto rows = [&](auto run) { run(tiles + strip * strip_bytes, a, first, width, out + at, out_stride); };
+      const auto rows = [&](auto run) { run(tiles + strip * strip_bytes, a, first, width, out, out_row, column + at); };
       const long left = stop - first < MAX_ROWS ? stop - first : MAX_ROWS;
       if constexpr (WIDE) switch (left) {
         case 5: rows(multiply_rows<T, 5>); continue;

@@ -87,9 +87,9 @@ long lookup(long kind, const uint8_t* raw, long row_bytes, long n_blocks, const 
   return 0;
 }
 
-// x bfloat16 [n][n_columns] times the matrices -> out [n][sum of their rows].
-long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n, long n_columns, uint16_t* out,
-              long out_stride) {
+// x bfloat16 [n][n_columns] times the matrices -> out [n][sum of their rows], float32 or bfloat16.
+long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n, long n_columns, void* out,
+              long out_stride, long is_float) {
   if (!n) return 0;
   static thread_local std::vector<Line> memory[2];  // for types with large blocks and with small ones
   const long passes = (n + MOST_ROWS - 1) / MOST_ROWS, most = (n + passes - 1) / passes;
@@ -103,6 +103,7 @@ long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n
   for (int i = 0; i < 2; i++)
     if (is_used[i]) memory[i].resize(most * ByteRows::floats(n_columns, sharing[i]) / LANES + 1);
   const long n_strips = count_strips(matrices, n_matrices);
+  const Output products{out, out_stride, is_float};
   for (long first = 0; first < n; first += most) {
     const long left = n - first < most ? n - first : most;
     const ByteRows rows[2] = {{memory[0].data()->x, left, n_columns, sharing[0]},
@@ -111,8 +112,7 @@ long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n
     const auto strips = [&](long begin, long end, long row, long stop) {
       for_strips(matrices, n_matrices, begin, end, [&](const Matrix& w, long begin, long end, long column) {
         const TypeKernels& type = *kernels_of(w.kind);
-        uint16_t* to = out + first * out_stride + column;
-        type.multiply(w.tiles, rows[type.sharing < SHARED], row, stop, w.n_rows, begin, end, to, out_stride);
+        type.multiply(w.tiles, rows[type.sharing < SHARED], row, stop, w.n_rows, begin, end, products, first, column);
       });
     };
     const long parts = (a.n + PART_ROWS - 1) / PART_ROWS;

@@ -23,7 +23,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "pack": [_LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER],
     "dequantise": [_LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER],
     "lookup": [_LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER],
-    "multiply": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG],
+    "multiply": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG],
     "multiplies_many_by_onednn": [],
     "rms_norm": [
         *(_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG, _FLOAT),
@@ -161,17 +161,19 @@ class CpuKernels:
         """What :meth:`multiply` takes; the caller keeps ``parts``."""
         return (_Matrix * len(parts))(*(_Matrix(p.kind.id, p.n_rows, p.data.data_ptr()) for p in parts))
 
-    def multiply(self, matrices: ctypes.Array[_Matrix], x: Tensor, n_out: int) -> Tensor:
-        """``x`` [n, K] times the matrices one below the other -> [n, n_out].  No row depends on those beside it.
+    def multiply(
+        self, matrices: ctypes.Array[_Matrix], x: Tensor, n_out: int, dtype: torch.dtype = torch.bfloat16
+    ) -> Tensor:
+        """``x`` [n, K] times the matrices one below the other -> [n, n_out], bfloat16 or float32.  No row depends on
+        those beside it.
 
         Activations are rounded to 8-bit integers times a factor for each row and 256 columns; sums of a group's
         products are exact, and so are those of 256 columns where scales are integers.
         """
         rows, n_columns = x.shape
-        out = x.new_empty(rows, n_out)
-        self.calls.multiply(
-            ctypes.addressof(matrices), len(matrices), x.data_ptr(), rows, n_columns, out.data_ptr(), n_out
-        )
+        out = x.new_empty(rows, n_out, dtype=dtype)
+        address, is_float = ctypes.addressof(matrices), dtype == torch.float32
+        self.calls.multiply(address, len(matrices), x.data_ptr(), rows, n_columns, out.data_ptr(), n_out, is_float)
         return out
 
     def scratch(self, n_rows: int, n_columns: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -47,6 +48,10 @@ class TiledLinear:
             out[:, at : at + len(weight)] = F.linear(x, weight)
             at += len(weight)
         return out
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        """See :class:`daemons.ops.linear.WideLinear`."""
+        return self.kernels.multiply(self._matrices, x.contiguous(), self.n_out, torch.float32)
 
     def _batches(self) -> Iterator[list[tuple[Tiles, int, int]]]:
         """Rows that are dequantised together: (tiles, first row, rows)."""

@@ -10,7 +10,7 @@ struct TypeKernels {
   void (*dequantise)(const uint8_t* tiles, long n_columns, long begin, long n_rows, uint16_t* out);
   void (*dequantise_row)(const uint8_t* raw, long n_blocks, long block_bytes, uint16_t* out);
   void (*multiply)(const uint8_t* tiles, const ByteRows& a, long row, long stop, long n_out, long begin, long end,
-                   uint16_t* out, long out_stride);
+                   const Output& out, long out_row, long column);
 };
 
 template <class T>
