@@ -1,7 +1,7 @@
 """Linear layers ``y [T, N] = x [T, K] W'`` and embedding tables, one class per weight layout.
 
-``selection`` decides which class a matrix gets, the loader fills it.  Invariant: y has the dtype of x, and nothing here
-synchronises with the host.
+``selection`` decides which class a matrix gets, the loader fills it.  Invariant: y has the dtype of x, but from
+``in_float32``, and nothing here synchronises with the host.
 """
 
 from __future__ import annotations

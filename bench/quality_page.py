@@ -1,0 +1,132 @@
+"""The page docs/quality.md, from the figures of quality.py."""
+
+import textwrap
+
+AIMS = {"perplexity": 0.5, "tasks": 2, "drafts": 1.4}
+INTRODUCTION = """# Quality: real models beside llama.cpp
+
+<!-- Written by bench/quality.py from bench/results/quality-cpu.json. Change it there. -->
+
+Do models with trained weights answer as well as with llama.cpp? Both servers had the same file in the same run, ours
+with a configuration of four lines and its defaults, in bfloat16 on a cpu. `python -m tests.real.models FOLDER`
+downloads the files, `bench/quality.py FOLDER --llama DIRECTORY --save` repeats this page.
+
+- *Perplexity* of a public-domain text (`bench/data/alice.txt`) in windows of 512 tokens, of whose second halves each
+  token counts; ± is the standard error of the difference. Both round activations that meet quantised matrices to 8
+  bits. Ours keeps the others in bfloat16, llama.cpp in float32; our float32 rounds none.
+- *Greedy answers*: the first 64 tokens. Where two answers part, the distance of the two candidates' logits is compared
+  between the servers. It is rounding if it differs by no more than it does where both chose the same token.
+- *Code*: functions in Python whose assertions pass. *Tools*: requests answered with the right call, by `tool_choice`.
+- *Arms*: ours alone in float32, a conversation of ten turns. A turn counts if all its tokens are those of the service
+  with nothing on.
+"""
+
+
+def page(record):
+    sections = [INTRODUCTION]
+    for name, parts in record["models"].items():
+        rows = [row for part, rows in ROWS.items() if part in parts for row in rows(parts[part])]
+        table = ["| | Lucevisor | llama.cpp | aim | met |", "|---|---:|---:|---|---|"]
+        table += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+        sections.append("\n".join([f"## {name}", "", *table, ""]))
+    about = [part["conditions"] for parts in record["models"].values() for part in parts.values()]
+    dates, commits = ([*dict.fromkeys(one[key] for one in about)] for key in ("date", "commit"))
+    cores = max(one["cores"] for one in about)
+    words = (
+        f"{', '.join(dates)}; commits {', '.join(commits)}; {about[0]['cpu']}, cores for threads: {cores}, which other "
+        "programs used, too: of speeds only ratios count, which are of runs in turns. llama.cpp: commit 0c1e57098 out "
+        "of llama-cpp-python 0.3.36, built with `-DGGML_NATIVE=ON` and GELU in float32."
+    )
+    sections.append(f"## Conditions\n\n{textwrap.fill(words, 120)}\n")
+    return "\n".join(sections)
+
+
+def _met(is_met):
+    return "yes" if is_met else "**no**"
+
+
+def _perplexity_rows(f):
+    beside, exact, their = (
+        f[name] for name in ("default beside llama.cpp", "default beside float32", "llama.cpp beside float32")
+    )
+    shown = "{percent:+.2f} ± {error:.2f} %".format
+    yield f"perplexity, {f['windows']} windows", f"{f['default']:.3f}", f"{f['llama.cpp']:.3f}", "", ""
+    yield (
+        "difference",
+        shown(**beside),
+        "",
+        f"{AIMS['perplexity']} %",
+        _met(abs(beside["percent"]) <= AIMS["perplexity"]),
+    )
+    yield f"beside our float32 ({f['float32']:.3f})", shown(**exact), shown(**their), "", ""
+
+
+def _greedy_rows(f):
+    n, parted = f["prompts"], f["parted"]
+    yield (
+        "prompts rendered and tokenised alike",
+        f"{f['templates_equal']}, {f['ids_equal']} of {n}",
+        "",
+        "all",
+        _met(f["templates_equal"] == f["ids_equal"] == n),
+    )
+    yield "first 64 tokens equal", f"{f['answers_equal']} of {n}", "", "", ""
+    rounding = sum(case["within"] for case in parted)
+    worst = max((case["swing"] for case in parted if case["swing"] is not None), default=0)
+    yield (f"the others part by rounding (at most {worst:.2f}, elsewhere {f['swings']['most']:.2f})",
+           f"{rounding} of {len(parted)}", "", "all", _met(rounding == len(parted)))  # fmt: skip
+
+
+def _task_row(what, ours, theirs, n):
+    return what, f"{ours} of {n}", f"{theirs} of {n}", "within 2, or more", _met(ours >= theirs - AIMS["tasks"])
+
+
+def _code_rows(f):
+    yield _task_row("code", f["ours"], f["llama.cpp"], f["tasks"])
+
+
+def _tools_rows(f):
+    for choice in ("auto", "required"):
+        yield _task_row(f"tools, `{choice}`", f[choice]["ours"], f[choice]["llama.cpp"], f["tasks"])
+
+
+def _needle_rows(f):
+    ours, theirs = sum(f["ours"]), sum(f["llama.cpp"])
+    yield (
+        "needle, found at depths",
+        f"{ours} of {len(f['depths'])}",
+        f"{theirs} of {len(f['depths'])}",
+        "as many",
+        _met(ours >= theirs),
+    )
+
+
+def _arms_rows(f):
+    for name, arm in f["arms"].items():
+        seen = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in arm["seen"].items())
+        yield f"{name} ({seen})", f"{arm['equal']} of {f['turns']} turns", "", "all", _met(arm["equal"] == f["turns"])
+
+
+def _drafts_rows(f):
+    speeds = f["tokens_per_s"]
+    for name in ("", ", drafts"):
+        yield (
+            f"code{name or ', no drafts'}, tokens/s",
+            f"{speeds['ours' + name]:.1f}",
+            f"{speeds['llama.cpp' + name]:.1f}",
+            "",
+            "",
+        )
+    yield (
+        "ratio",
+        f"{f['ratio']['ours']:.2f}",
+        f"{f['ratio']['llama.cpp']:.2f}",
+        AIMS["drafts"],
+        _met(f["ratio"]["ours"] >= AIMS["drafts"]),
+    )
+
+
+ROWS = {
+    "perplexity": _perplexity_rows, "greedy": _greedy_rows, "code": _code_rows, "tools": _tools_rows,
+    "needle": _needle_rows, "arms": _arms_rows, "drafts": _drafts_rows,
+}  # fmt: skip
