@@ -24,7 +24,6 @@ SOURCES = (
     "daemons/weights/dequant.py",
     "lucevisor/model/quant_types.py",
     "tests/kernels/**/*.py",
-    "tests/kernels/emulation/*",
     "tests/numerics.py",  # tolerances
 )
 VERSIONS = ("torch", "triton")

@@ -1,6 +1,5 @@
 // Single PTX instructions: arithmetic on pairs of float16, matrix units, shared memory, asynchronous copies, launches.
-// No other file has any, so that another header can take this one's place (tests/kernels/emulation).  It includes nothing,
-// so that NVRTC compiles it without a CUDA installation.
+// No other file has any.  It includes nothing, so that NVRTC compiles it without a CUDA installation.
 #ifndef PTX_CUH
 #define PTX_CUH
 
