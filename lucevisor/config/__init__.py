@@ -1,7 +1,7 @@
 """Configuration: a TOML file and overrides as one typed, validated, frozen `Config`.
 
 `sections` lists every key once, `schema` and `formats` read single values, `checks` compares them with each other,
-`load` ties them together, `docs` generates docs/configuration.md.
+`load` ties them together.
 """
 
 from lucevisor.config.credentials import ApiKey as ApiKey
