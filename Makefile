@@ -74,9 +74,7 @@ arch: setup
 	$(BIN)/lint-imports
 
 docs: setup
-	$(BIN)/python -m lucevisor.config.docs --check
-	$(BIN)/python -m lucevisor.app.states_page | diff - docs/states.md
-	$(BIN)/python -m lucevisor.protocol.docs --check
+	$(BIN)/python -m docs.generate --check
 
 check: style types arch docs test
 

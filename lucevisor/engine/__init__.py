@@ -1,7 +1,7 @@
 """Requests, scheduler, pipeline, and the engine that joins them.
 
 engine      plain_loop (READ FIRST), core: a state machine; events: what goes in and out; shell: its asyncio side
-            limits, statistics, validation, replay
+            limits, statistics, validation
 requests    request, sequence, running_requests, output_rows
 scheduler   scheduler: what the next step computes; policy: admission and preemption (who starts, who gives way); step
 pipeline    pipeline

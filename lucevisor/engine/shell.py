@@ -38,7 +38,6 @@ from lucevisor.engine.pipeline import (
     StageFailure,
 )
 from lucevisor.engine.recovery import CannotRebuild
-from lucevisor.engine.replay import Recording
 from lucevisor.engine.request import (
     FinishedEvent,
     GenerationRequest,
@@ -162,9 +161,7 @@ class Engine:
     def __init__(self, limits: EngineLimits, settings: EngineSettings) -> None:
         self._settings, self._clock = settings, settings.clock
         self._row_store = settings.rows
-        self.recording: Recording | None = None
-        self._started_at = self._clock()
-        self.core = EngineCore(limits, settings, self._started_at, self._has_rows)
+        self.core = EngineCore(limits, settings, self._clock(), self._has_rows)
         self._handles: dict[str, RequestHandle] = {}
         self._collectors: dict[str, RowCollector] = {}  # by request
         self._links: list[StageLink] = []  # by stage, and that of the draft stage after the last one
@@ -388,12 +385,6 @@ class Engine:
         """Return counts and rates as of now."""
         return self.core.statistics(self._clock())
 
-    def record(self) -> Recording:
-        """Record all events from now on, which must be before the first one, for ``replay``."""
-        core = self.core
-        self.recording = Recording(core.scheduler.limits, self._settings, self._started_at)
-        return self.recording
-
     # ---- pauses, like the kernel's cgroup freezer
 
     async def freeze(self, timeout_s: float, reason: PauseReason = "restart") -> FrozenState | None:
@@ -457,10 +448,7 @@ class Engine:
         self.handle(ev.Cancel(request_id))
 
     def _has_rows(self, boundary: int, step: Step) -> bool:
-        has_rows = self._row_store is not None and self._row_store.has_rows(boundary, step)
-        if self.recording is not None:
-            self.recording.has_rows.append(has_rows)
-        return has_rows
+        return self._row_store is not None and self._row_store.has_rows(boundary, step)
 
     def _number(self, link: StageLink) -> int:
         """Return the number of the daemon behind a link."""
@@ -474,17 +462,8 @@ class Engine:
 
     def handle(self, event: ev.CoreEvent) -> None:
         """Feed an event to the core, and carry out what it asks for.  Raises what the core raises."""
-        now = self._clock()
-        try:
-            instructions = self.core.handle(event, now)
-        except Exception as error:
-            if self.recording is not None:
-                self.recording.add(event, now, error)
-            raise
-        if self.recording is not None:
-            self.recording.add(event, now, instructions)
         queue, effects = self._instructions, self._EFFECTS
-        queue += instructions
+        queue += self.core.handle(event, self._clock())
         if self._executing:  # an effect of an instruction: those before it come first
             return
         self._executing = True

@@ -20,10 +20,10 @@ from pathlib import Path
 import structlog
 import uvloop
 
-from lucevisor.engine.replay import replay
 from tests.e2e.service import TRANSPORTS
 from tests.e2e.test_recovery import CONFIGURATIONS, Streams, kill, serving
 from tests.e2e.test_speculation import Case, prompts_of
+from tests.engine.recording import Recording, replay
 
 KILLS_A_SERVICE = 100
 """Events of a recording stay in memory."""
@@ -33,7 +33,8 @@ async def run(case: Case, n_groups: int, place: str, spares: int, transport: str
     """Kill ``n_kills`` daemons of a service, in turn through its groups; what happened, and whether all was right."""
     rng = random.Random(n_kills + n_groups + spares)
     with tempfile.TemporaryDirectory() as folder:
-        async with serving(case, Path(folder), n_groups, place, transport, spares) as service:
+        recordings: list[Recording] = []
+        async with serving(case, Path(folder), n_groups, place, transport, spares, recordings) as service:
             streams = Streams(service, prompts_of(case, 9))
             await streams.learn()
             groups = list(service.groups)
@@ -42,16 +43,15 @@ async def run(case: Case, n_groups: int, place: str, spares: int, transport: str
                 for i in range(n_kills):
                     await asyncio.sleep(rng.uniform(0.0, 0.25))
                     await kill(service, groups[i % len(groups)])
-            engine = service.only.engine
-            assert engine is not None
-            assert engine.recording is not None
-            replay(engine.recording, engine.recording.new_core())
-            recovery = engine.statistics().recovery
+            [recording] = recordings
+            replay(recording, recording.new_core())
+            assert service.only.engine is not None
+            recovery = service.only.engine.statistics().recovery
             return (
                 f"{n_kills} kills in {time.monotonic() - started:.0f} s, {streams.n_answers} answers, "
                 f"{len(streams.wrong)} wrong {streams.wrong[:3]}, rebuilt {recovery.n_rebuilt} tokens, recomputed by "
                 f"all stages {recovery.n_recomputed}, longest pause {recovery.longest_pause_s:.1f} s; "
-                f"{len(engine.recording.events)} events replay to the same instructions"
+                f"{len(recording.events)} events replay to the same instructions"
             ), not streams.wrong
 
 

@@ -19,7 +19,6 @@ import pytest
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import ModelService, Service
-from lucevisor.engine.replay import replay
 from lucevisor.engine.request import NotReady
 from lucevisor.engine.shell import Engine
 from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams
@@ -27,6 +26,7 @@ from lucevisor.supervision.machine import SupervisionLimits
 from tests.combinations import slow
 from tests.e2e.service import generate, generate_all, running
 from tests.e2e.test_speculation import CASES, Case, config_of, prompts_of
+from tests.engine.recording import Recording, record, replay
 
 N_STREAMS = 8
 N_TOKENS = 30
@@ -41,10 +41,6 @@ PLAIN = Case(CASES["qwen35-random"].model, "off")
 """Without drafts, and with spares."""
 
 
-def record(_: ModelService, engine: Engine) -> None:
-    engine.record()
-
-
 @contextlib.asynccontextmanager
 async def serving(
     case: Case,
@@ -53,6 +49,7 @@ async def serving(
     place: str = "tail",
     transport: str = "shared_memory",
     spares: int | None = None,
+    recordings: list[Recording] | None = None,
     **limits: float,
 ) -> AsyncIterator[Service]:
     """A service whose groups are restarted at once, as often as it takes."""
@@ -61,7 +58,12 @@ async def serving(
     path = config_of(case, tmp_path, n_groups, place)
     overrides += [f"groups.{name}.transport={transport}" for name in load(path, overrides).groups]
     brisk = SupervisionLimits(backoff_min_s=0.02, backoff_max_s=0.02, spare_delay_s=0.02, **limits)  # type: ignore[arg-type]
-    async with running(path, tmp_path, overrides, on_engine=record, limits=brisk) as service:
+
+    def on_engine(_: ModelService, engine: Engine) -> None:
+        if recordings is not None:
+            recordings.append(record(engine))
+
+    async with running(path, tmp_path, overrides, on_engine=on_engine, limits=brisk) as service:
         yield service
 
 
@@ -139,7 +141,8 @@ CONFIGURATIONS = [
 @pytest.mark.parametrize("transport", ["shared_memory", slow("tcp")])
 @pytest.mark.parametrize(("case", "n_groups", "place"), CONFIGURATIONS)
 async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, place: str, transport: str) -> None:
-    async with serving(case, tmp_path, n_groups, place, transport) as service:
+    recordings: list[Recording] = []
+    async with serving(case, tmp_path, n_groups, place, transport, recordings=recordings) as service:
         streams = Streams(service, prompts_of(case, 9))
         await streams.learn()
         async with streams.running():
@@ -154,8 +157,7 @@ async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, 
         assert now.recovery.n_continued >= 1
         assert now.recovery.n_rebuilt > now.recovery.n_recomputed  # nearly always by the lost stages alone
         assert now.running == now.queued == 0
-        assert service.only.engine.recording is not None
-        replay(service.only.engine.recording, service.only.engine.recording.new_core())
+        replay(recordings[0], recordings[0].new_core())
 
 
 GEMMA = Case(CASES["gemma4_e2b-random"].model, "off")

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.engine.events import EngineState, StageAnswer
-from lucevisor.engine.replay import ReplayDiffers, replay
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import CancelPending, Masks, StepResult
+from tests.engine.recording import ReplayDiffers, record, replay
 from tests.engine.test_outputs import AnySuspension, AnyWidth, Scenario, lookups, scenarios
 from tests.engine.test_recovery import Crashes, end_loss, rebuilding
 from tests.engine.toy_engine import ToyEngine, check_answers, limits, request
@@ -25,7 +25,7 @@ from tests.engine.toy_pipeline import ToyConstraint, ToyDaemon
 @given(scenarios(), st.sampled_from([200, 4]), st.booleans())
 def test_recorded_crashes_replay_to_the_same_instructions(scenario: Scenario, pages: int, late: bool) -> None:
     play = Crashes(scenario, pages, late=late)
-    recording = play.toy.engine.record()
+    recording = record(play.toy.engine)
     with lookups(play.toy, scenario.wrong + 1):
         play.play()
         core = recording.new_core()
@@ -38,7 +38,7 @@ def test_recorded_crashes_replay_to_the_same_instructions(scenario: Scenario, pa
 
 def test_a_replay_names_the_first_event_that_leads_elsewhere() -> None:
     toy = ToyEngine(limits(), n_stages=2)
-    recording = toy.engine.record()
+    recording = record(toy.engine)
     toy.attach()
     toy.engine.submit(request("a", n=9))
     toy.run()

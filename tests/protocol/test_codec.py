@@ -2,6 +2,7 @@
 
 import re
 import struct
+from pathlib import Path
 from zlib import crc32
 
 import msgspec
@@ -9,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.protocol.docs import PAGE
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
 from lucevisor.protocol.frames import HEADER_BYTES, Header, decode, encode, pack_header, parse_header
 from lucevisor.protocol.messages import (
@@ -180,7 +180,7 @@ def test_crossing_messages_break_nothing():
 # ---- docs/protocol.md
 
 
-TEXT = PAGE.read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
 
 
 def test_the_example_frame():

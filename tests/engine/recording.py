@@ -1,7 +1,7 @@
 """Records what an engine core was told and answered, and replays it: the same events give the same instructions.
 
-For tests and faults that are hard to provoke.  A recording holds for an engine without host memory for preempted
-requests and without snapshots, whose owners call the scheduler themselves.
+A recording holds for an engine without host memory for preempted requests and without snapshots, whose owners call the
+scheduler themselves.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from lucevisor.engine.core import CoreSettings, EngineCore
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.recovery import CannotRebuild
 from lucevisor.engine.request import SubmitError
+from lucevisor.engine.shell import Engine
 from lucevisor.protocol.steps import Step
 
 
@@ -56,6 +57,31 @@ class Recording:
             return answer
 
         return EngineCore(self.limits, self.settings, self.started_at, has_rows)
+
+
+def record(engine: Engine) -> Recording:
+    """Record all events of an engine from now on, which must be before the first one."""
+    core = engine.core
+    recording = Recording(core.scheduler.limits, core._settings, core._now)
+    ask, handle = core._has_rows, core.handle
+
+    def has_rows(boundary: int, step: Step) -> bool:
+        recording.has_rows.append(ask(boundary, step))
+        return recording.has_rows[-1]
+
+    def recorded(event: ev.CoreEvent, now: float) -> list[ev.Instruction]:
+        try:
+            instructions = handle(event, now)
+        except Exception as error:
+            recording.add(event, now, error)
+            raise
+        recording.add(event, now, instructions)
+        return instructions
+
+    core._has_rows, core.handle = has_rows, recorded  # type: ignore[method-assign]
+    if core._stage_recovery._journal is not None:
+        core._stage_recovery._journal._has_rows = has_rows
+    return recording
 
 
 class ReplayDiffers(AssertionError):
