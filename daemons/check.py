@@ -64,7 +64,7 @@ def _arena(fd: int, boundary: int, order: Check, i: int) -> CheckLine:
     try:
         arena = Arena.attach(fd, order.arenas[i])
         region = arena.region(0)
-        ok = bytes(region[:8]) == b"lucevisr"[:8]
+        ok = bytes(region[:8]) == b"lucevisr"
         region[8:16] = bytes(region[:8])
         seen = "read" if ok else "NOT seen"
         detail = f"{order.arenas[i].region_bytes} bytes a region, mapped, the supervisor's bytes {seen}"

@@ -375,7 +375,7 @@ class Supervisor:
             while not await self.service.wait_ready(None) and self.service.state == "failed":
                 if not self._wait_forever or self.service.retry_in_s() is None:
                     raise LucevisorError(f"{self.run_dir.name} did not start: {self.service.failure()}")
-                await self.service.wait_until(lambda: self.service.state != "failed")
+                await self.service.changes.wait_for(lambda: self.service.state != "failed")
             return
         self._display.announces = False
         await self.service.start()

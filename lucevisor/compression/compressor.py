@@ -195,8 +195,7 @@ class SelectionCache:
     A part that returns is shortened in the same way, so a growing chat keeps its beginning and prefix slots match it.
     """
 
-    def __init__(self, max_parts: int = 4096) -> None:
-        self._max_parts = max_parts
+    def __init__(self) -> None:
         self._kept: OrderedDict[bytes, tuple[Range, ...]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -212,7 +211,7 @@ class SelectionCache:
     def add(self, tokens: Sequence[int], ranges: Sequence[Range]) -> None:
         """Store the kept tokens of a prompt."""
         self._kept[_key(tokens)] = tuple(ranges)
-        while len(self._kept) > self._max_parts:
+        while len(self._kept) > 4096:
             self._kept.popitem(last=False)
 
 

@@ -130,14 +130,16 @@ class AdminOperations:
             await supervised.wait(State.STARTING, *tried, timeout_s=2 * RESTART_S)
             users = [model for model in service.models.values() if group in model.deployment.needed]
             if users:
-                await service.wait_until(
+                await service.changes.wait_for(
                     lambda: (
                         all(model.state in ("ready", "draining") for model in users)
                         or (any(model.state == "failed" for model in users) and supervised.state in tried)
                     )
                 )
             else:  # it runs the drafter alone
-                await service.wait_until(lambda: service.stopping or supervised.state in (State.READY, State.FAILED))
+                await service.changes.wait_for(
+                    lambda: service.stopping or supervised.state in (State.READY, State.FAILED)
+                )
             if supervised.state is State.FAILED or service.stopping:
                 raise NotReadyError(f"group {group} did not come back: {service.reason() or supervised.reason}")
 
@@ -159,7 +161,7 @@ class AdminOperations:
                 assert engine is not None
                 await self._move(service.only, engine, config)
             service.config = config
-            await service.wait_until(lambda: service.state in ("ready", "failed", "draining"))
+            await service.changes.wait_for(lambda: service.state in ("ready", "failed", "draining"))
             return changed
 
     async def _move(self, model: ModelService, engine: Engine, config: Config) -> None:
@@ -194,7 +196,7 @@ class AdminOperations:
         """Start a deployment and wait until its daemons are READY.  Raises LucevisorError."""
         service = self._service
         await later.start()
-        await service.wait_until(lambda: later.loaded or service.stopping or later.failed is not None)
+        await service.changes.wait_for(lambda: later.loaded or service.stopping or later.failed is not None)
         if not later.loaded:
             raise LucevisorError(f"nothing is reloaded: {later.failed or 'the supervisor is stopping'}")
 

@@ -34,7 +34,7 @@ from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import MAX_LOSSES, FrozenState
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestError
-from lucevisor.engine.shell import Engine, EngineSettings
+from lucevisor.engine.shell import Changes, Engine, EngineSettings
 from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, unusable
 from lucevisor.kv.prefix_cache import PrefixSettings
@@ -351,7 +351,7 @@ class ModelService:
     def on_state(self, deployment: Deployment, group: str, state: State, reason: str) -> None:
         """Report a group's change of state to owner and engine, if it belongs to the present deployment."""
         if deployment is not self.deployment:
-            self._owner.wake()
+            self._owner.changes.notify()
             return
         if self.engine is not None and not self.deployment.complete and group in self.deployment.needed:
             away = RequestError("shard_lost", f"{self.reason()}; send the request again later")
@@ -367,7 +367,8 @@ class ModelService:
             self._owner.observer.progress(group, progress)
 
     async def drain_for_restart(self) -> FrozenState | None:
-        """Save prefix slots, and suspend requests."""
+        """Save prefix slots, and suspend requests before a daemon is restarted; return the state of the shards if its
+        successor may take it over."""
         if self.engine is None:
             return None
         if self.config.recovery.hold_s:
@@ -422,7 +423,7 @@ class Service:
         self.config = config
         self.restart_reasons: dict[str, Counter[str]] = {name: Counter() for name in config.groups}
         self.observer, self.on_engine = observer, on_engine
-        self._changed = asyncio.Event()
+        self.changes = Changes()
         self._stopping: asyncio.Task[None] | None = None
         try:
             tcp = any(group.transport == "tcp" for group in config.groups.values())
@@ -484,14 +485,8 @@ class Service:
         """True when requests are served, False at the deadline, when a group FAILED or when stopping."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self.wait_until(lambda: self.state in ("ready", "failed", "draining"))
+                await self.changes.wait_for(lambda: self.state in ("ready", "failed", "draining"))
         return self.state == "ready"
-
-    async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until ``condition`` holds, which is checked at each change of a group or deployment."""
-        while not condition():
-            self._changed.clear()
-            await self._changed.wait()
 
     async def stop(self, drain_s: float | None = None, stop_s: float = STOP_S) -> None:
         """Stop everything; ``drain_s`` None is the configured time.  All callers share one shutdown; a further call
@@ -588,10 +583,6 @@ class Service:
 
     def on_change(self) -> None:
         """Wake all waiters after a change of state."""
-        self._changed.set()
+        self.changes.notify()
         if self.state == "ready":
             self.observer.ready(self)
-
-    def wake(self) -> None:
-        """Let waiters check their conditions."""
-        self._changed.set()

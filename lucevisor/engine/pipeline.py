@@ -367,22 +367,17 @@ class Pipeline:
         """Steps that the last stage has not answered."""
         return [entry for waiting in self._at_stage for entry in waiting]
 
-    def submit(self, step: Step, *, first_stage: int = 0, draft_operations: Sequence[Operation] | None = None) -> None:
-        """Send a step to ``first_stage``, from where it goes on to the last one, and to the draft stage if it passes
-        all stages; that gets ``draft_operations`` in place of the step's own, and nothing else while it is suspended.
-        The boundary rows that a later ``first_stage`` reads must be in the arena already.
+    def submit(self, step: Step, draft_operations: Sequence[Operation] | None = None) -> None:
+        """Send a step to the first stage, from where it goes on to the last one, and to the draft stage; that gets
+        ``draft_operations`` in place of the step's own, and nothing else while it is suspended.
         """
         if not self._open:
             return
-        draft = None if first_stage or (self.drafts.suspended and draft_operations is None) else self.drafts.attached
-        entry = PipelineStep(
-            step, first_stage, started_at=self.now, sent_at=self.now, draft=draft, draft_operations=draft_operations
-        )
-        self._at_stage[first_stage].append(entry)
-        if first_stage == 0 and not self._may_start(entry):
-            return
-        if self._send(entry, first_stage, posted=self.n_stages > 1 and step.waits_for_tokens):
-            for stage in range(first_stage + 1, self.n_stages):
+        draft = None if self.drafts.suspended and draft_operations is None else self.drafts.attached
+        entry = PipelineStep(step, 0, self.now, self.now, draft=draft, draft_operations=draft_operations)
+        self._at_stage[0].append(entry)
+        if self._may_start(entry) and self._send(entry, 0, posted=self.n_stages > 1 and step.waits_for_tokens):
+            for stage in range(1, self.n_stages):
                 if not self._may_post(entry, stage) or not self._send(entry, stage, posted=True):
                     return
 

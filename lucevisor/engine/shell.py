@@ -62,7 +62,7 @@ log = structlog.get_logger("lucevisor.engine")
 
 
 class Changes:
-    """The engine calls ``notify`` after every entry."""
+    """Waits for conditions of something that calls ``notify`` after each change."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()

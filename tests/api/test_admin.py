@@ -10,18 +10,17 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from lucevisor.app.admin import create_admin_app, serve_admin
-from lucevisor.cli import cli
 from lucevisor.errors import LucevisorError
 from lucevisor.snapshots.file_format import Fault
 from lucevisor.snapshots.store import FAILED_SAVES, NOT_RESTORED, SnapshotRefused
 from tests.another_user import connect_as_nobody, needs_root, open_directory
 from tests.api.scripted_model import Rig
 from tests.snapshots.snapshot_parts import made_slot, made_store, save
+from tests.snapshots.test_cli import run
 
 
 class Desk:
@@ -116,21 +115,13 @@ async def test_a_path_need_not_be_utf8(desk):
         assert json.loads(await response.text()) == desk.shown
 
 
-def command(*arguments):
-    """(exit code, output) of `lucevisor cache`; errors come as the exceptions that main() prints."""
-    result = CliRunner().invoke(cli, ["cache", *map(str, arguments)], standalone_mode=False)
-    if result.exception is not None:
-        raise result.exception
-    return result.return_value, result.output
-
-
 async def test_the_commands_work_on_the_directory_of_a_supervisor(desk, tmp_path):
     directory = desk.store.directory
     good, bad = (save(desk.store, made_slot(n)) for n in (40, 50))
     damage(directory / bad.file)
 
     async def ask(*arguments):
-        return await asyncio.to_thread(command, *arguments, "--socket", tmp_path / "s")
+        return await asyncio.to_thread(run, *arguments, "--socket", tmp_path / "s")
 
     desk.shown = {"models": [{"name": "demo"}], "cache": {"dir": "", "disk_max_bytes": 1 << 24}}
     with pytest.raises(LucevisorError, match="snapshots are off"):
@@ -139,7 +130,7 @@ async def test_the_commands_work_on_the_directory_of_a_supervisor(desk, tmp_path
     assert json.loads((await ask("ls", "--json"))[1])[0]["model"] == "Made 1B"
     output = (await ask("ls"))[1]
     assert output.splitlines()[-1].endswith(" of 16.0 MiB")
-    assert output.splitlines()[:-1] == command("ls", "--dir", directory)[1].splitlines()[:-1]
+    assert output.splitlines()[:-1] == run("ls", "--dir", directory)[1].splitlines()[:-1]
     assert await ask("verify", good.file) == (0, f"{good.file}: good\n1 checked, 0 damaged\n")
     assert (await ask("prune"))[1].startswith("0 files removed, ")
     code, output = await ask("verify", "--set-aside")

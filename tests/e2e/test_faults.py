@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 from gguf import GGUFReader
 
-from tests.combinations import slow
 from tests.daemon_forks import Forker
-from tests.e2e.process import DEMO, Cli, alive, post
+from tests.e2e.process import DEMO, Cli, post
 from tests.e2e.promised_status import Status
 from tests.e2e.service import GOLDEN, write_config
 from tests.waiting import wait_until
@@ -145,18 +142,3 @@ def test_a_stage_that_computes_no_numbers_is_named(cli: Cli, tmp_path: Path) -> 
     assert (now["engine"]["running"], now["engine"]["pages"]["used"]) == (0, 0)
     assert "logits are not numbers" in cli.run("logs", "--level", "error").stdout
     cli.stop()
-
-
-@pytest.mark.parametrize("delay_s", [slow(0.0), 1.0])
-def test_a_stop_in_each_phase_of_the_start_is_clean(cli: Cli, delay_s: float) -> None:
-    process = cli.popen("start", str(DEMO), "--name", "t", "--set", "server.port=0")
-    pid_file = cli.runtime / "lucevisor" / "t" / "pid"
-    wait_until(pid_file.exists, 30, "the supervisor is there")
-    time.sleep(delay_s)
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
-    assert "Traceback" not in output, output
-    wait_until(lambda: not any(alive(c.pid) for c in children), 60, "no daemon left")
-    assert not pid_file.parent.exists()

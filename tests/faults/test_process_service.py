@@ -109,9 +109,9 @@ async def test_a_restart_that_waits_for_another_starts_nothing_during_a_stop(tmp
 async def test_groups_that_failed_try_again_by_themselves_and_serve(tmp_path):
     config = config_of(tmp_path, left="poor", right="poor")
     async with serving(config, tmp_path, failed_first_s=0.5) as service:
-        await service.wait_until(lambda: all(group.state is State.FAILED for group in service.groups.values()))
+        await service.changes.wait_for(lambda: all(group.state is State.FAILED for group in service.groups.values()))
         assert 0.0 <= service.retry_in_s() <= 0.5
-        await service.wait_until(lambda: service.state == "ready")
+        await service.changes.wait_for(lambda: service.state == "ready")
         assert [group.restarts for group in service.groups.values()] == [1, 1]
 
 

@@ -23,6 +23,7 @@ from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Attach, Attached, PlacedRows, Rows, RowsCopy, StepResult
 from lucevisor.protocol.tcp_buffer import LOOPBACK, RelayBuffer, RowsEndpoint, RowsLink, RowsOrder, TcpBuffer
 from lucevisor.protocol.transport import BlockingLink, Channel, connect
+from tests.waiting import wait_until
 
 N_REGIONS, REGION_BYTES, EPOCH = 3, 100_000, 7
 PLAN = ArenaPlan(1, REGION_BYTES, N_REGIONS)
@@ -158,15 +159,6 @@ def daemons(n: int) -> Iterator[list[Daemon]]:
 def await_rows(buffer: TcpBuffer, region: int, step_id: int) -> bytes:
     wait_until(lambda: buffer.rung(region, step_id))
     return bytes(buffer.region(region)[:4])
-
-
-def wait_until(condition) -> None:  # type: ignore[no-untyped-def]
-    ended = threading.Event()
-    for _ in range(int(WAIT_S / 0.005)):
-        if condition():
-            return
-        ended.wait(0.005)
-    raise AssertionError("it did not happen")
 
 
 def write(buffer: TcpBuffer, region: int, step_id: int, rows: bytes) -> None:
