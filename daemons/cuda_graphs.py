@@ -9,12 +9,9 @@ import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
-
-MOST_LAUNCHES: Final = 128
-"""Launches that are kept, or known to have come once; the least recently used are dropped."""
 
 Output = TypeVar("Output")
 
@@ -102,5 +99,5 @@ class RepeatedLaunches:
             return
         self._kept[key] = graph, work
         self._kept.move_to_end(key)
-        if len(self._kept) > MOST_LAUNCHES:
+        if len(self._kept) > 128:  # the least recently used, or known to have come once, are dropped
             self._kept.popitem(last=False)

@@ -34,8 +34,6 @@ CAPTURED = "captured"
 """Status of a step that is captured on a cpu."""
 MAX_GRAPHS = 64
 """Size of the LRU cache of graphs of short slices."""
-CHUNK_GRAPHS = 16
-"""Size of the LRU cache of graphs of prefill chunks, so that neither kind evicts the other."""
 STAGED = 4
 """Number of page-locked metadata buffers: one step runs and one is queued behind it."""
 
@@ -178,7 +176,8 @@ class StepGraphs(Generic[Output]):
             self._chunk_graphs.clear()
             self._pool = None  # torch frees the memory with its last graph
             self._tables = {**tables}
-        graphs, max_graphs = (self._chunk_graphs, CHUNK_GRAPHS) if layout.is_padded else (self._graphs, MAX_GRAPHS)
+        # two caches, so that neither kind evicts the other
+        graphs, max_graphs = (self._chunk_graphs, 16) if layout.is_padded else (self._graphs, MAX_GRAPHS)
         found = graphs.get(key)
         if found is None:
             self.cold = True

@@ -140,9 +140,6 @@ def make_masks(step_id: int, jobs: Sequence[MaskJob]) -> MadeMasks:
 
 log = structlog.get_logger("lucevisor.engine")
 
-_MAX_THREADS: Final = 4
-_JOBS_A_THREAD: Final = 4  # fewer are not worth another thread: most masks take less than 0.1 ms
-
 
 class MaskMaker:
     """``on_made`` gets the masks of a step, ``on_failed`` the reason why there are none.  ``threaded`` False: on the
@@ -158,7 +155,7 @@ class MaskMaker:
         threaded: bool = True,
     ) -> None:
         self._on_made, self._on_failed = on_made, on_failed
-        self._n_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._n_threads = min(4, os.cpu_count() or 1)
         self._threads: ThreadExecutor | None = None
         if threaded:
             try:  # now, as the event loop cannot wait for a thread that may never begin
@@ -171,7 +168,7 @@ class MaskMaker:
         if self._threads is None:
             self._finish(step_id, lambda: [make_masks(step_id, jobs)])
             return
-        size = max(_JOBS_A_THREAD, -(-len(jobs) // self._n_threads))
+        size = max(4, -(-len(jobs) // self._n_threads))  # most masks take less than 0.1 ms
         parts = [jobs[at : at + size] for at in range(0, len(jobs), size)]
         made = [asyncio.wrap_future(self._threads.submit(make_masks, step_id, part)) for part in parts]
         together = asyncio.gather(*made)

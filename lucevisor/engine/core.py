@@ -47,7 +47,6 @@ from lucevisor.protocol.steps import Operation, Step, StepResult
 from lucevisor.protocol.validation import UnansweredStep
 
 MAX_LOSSES: Final = 4
-N_LOGGED: Final = 32  # transitions kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,7 @@ class EngineCore:
         self._out: list[ev.Instruction] = []
         self._events: list[tuple[str, Event]] = []
         self.state = EngineState.UNAVAILABLE
-        self.transitions: deque[Transition] = deque(maxlen=N_LOGGED)
+        self.transitions: deque[Transition] = deque(maxlen=32)
         self.scheduler = Scheduler(limits, policy=settings.policy)
         self.pipeline: Pipeline | None = None
         self.frozen: FrozenState | None = None  # while FROZEN

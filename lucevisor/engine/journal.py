@@ -20,8 +20,6 @@ from lucevisor.kv.page_pool import PageAllocator, PagePools
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import CopyPage, Step
 
-_SWEEP_EVERY = 64  # rows that find no block, until one is looked for again
-
 
 class RowCopy(NamedTuple):
     """``n`` rows of a step, from its row ``row`` on, and of a block, from its row ``offset`` on."""
@@ -243,7 +241,7 @@ class Journal:
     def _sweep(self) -> bool:
         """Free the blocks of pages that have no owner, then those that prefix slots alone own, oldest first."""
         self._n_refused += 1
-        if self._n_refused % _SWEEP_EVERY != 1:
+        if self._n_refused % 64 != 1:  # of the rows that find no block
             return False
         pages = self._pages
         unused = [

@@ -220,9 +220,6 @@ MAX_OVERTAKEN_SIZES: Final = 2
 MAX_SKIPPED_STEPS: Final = 4
 """Steps in a row that may skip a prompt for shorter ones; twice as many while the first stage is never free."""
 
-_SHORT_STEPS: Final = 128
-"""Most steps, chunks of the prompt and tokens of the answer, of a request that a full queue takes."""
-
 
 class FairShare:
     """The default: clients get equal shares, short requests go first, and none waits for ever.
@@ -269,7 +266,7 @@ class FairShare:
         """
         share = max(1, max_queue // n_clients)
         n_steps = -(-len(request.prompt) // self._chunk) + request.max_tokens
-        if n_steps <= _SHORT_STEPS:
+        if n_steps <= 128:  # a short request finds room in a full queue
             share += share // 8 + 1
         return n_waiting < share
 

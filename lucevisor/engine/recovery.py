@@ -376,20 +376,12 @@ class RequestHold:
         return dataclasses.replace(totals, held=n_unfinished, held_s=now - self.since, rebuilding=rebuilding)
 
 
-MAX_REPLAY_TOKENS: Final = 1 << 17
-"""Longer replays wait until the weights are loaded: the message and the rows would be too large."""
-
-
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
     """The steps of each lost stage, and where the journal has their boundary rows."""
 
     stages: Sequence[StageReplay]
     rows: Sequence[Sequence[RowCopy]]
-
-
-_IN_FLIGHT: Final = 2
-"""Steps that a stage under rebuild has at once: one runs, one waits."""
 
 
 class StageRecovery:
@@ -507,7 +499,8 @@ class StageRecovery:
 
     def replay(self, plans: Mapping[int, RebuildPlan]) -> ReplayPlan | None:
         """Return the steps of ``prepare``, by stage; None if they are too many."""
-        if self._journal is None or not 0 < sum(plan.n_tokens for plan in plans.values()) <= MAX_REPLAY_TOKENS:
+        n_tokens = sum(plan.n_tokens for plan in plans.values())
+        if self._journal is None or not 0 < n_tokens <= 1 << 17:  # else the message and the rows are too large
             return None
         replays, n_rows = [], 0
         for stage, plan in plans.items():
@@ -541,7 +534,7 @@ class StageRecovery:
             regions = self._regions[stage]
             if self._to_send.get(stage - 1) or self._regions.get(stage - 1):
                 continue  # the stage before writes where this one would read
-            while steps and len(regions) < _IN_FLIGHT and steps[0].step.region not in regions:
+            while steps and len(regions) < 2 and steps[0].step.region not in regions:
                 self._send(self._pipeline, stage, steps.popleft())
         if any(self._to_send.values()) or any(self._regions.values()):
             return False

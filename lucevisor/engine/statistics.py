@@ -22,15 +22,13 @@ from lucevisor.kv.page_pool import PageUse
 if TYPE_CHECKING:
     from lucevisor.engine.scheduler import Scheduler
 
-_BUCKETS = 100
-
 
 class RateWindow:
     """Events a second over the last ``window_s`` seconds, in about a hundred buckets whatever the rate."""
 
     def __init__(self, window_s: float, now: float) -> None:
         self.window_s = window_s
-        self._bucket_s = window_s / _BUCKETS
+        self._bucket_s = window_s / 100
         self._started_at = now
         self._buckets: deque[tuple[int, int]] = deque()  # (bucket number, events)
 

@@ -15,15 +15,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import Entries, Growth, HostMemoryFull, MakeRoom, NoRoom, PagedOut, PageTable, Swap
 from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_host_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
-
-FADING: Final = 0.8  # what a score is worth at the next ranking
-_UNRANKED = float("inf")  # pages that were not there when pages were ranked are the newest
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +104,11 @@ def remembered(before: Sequence[float], now: Sequence[float]) -> list[float]:
     asked.
     """
     n = min(len(before), len(now))
-    return [max(new, FADING * old) for old, new in zip(before, now, strict=False)] + [*now[n:], *before[n:]]
+    return [max(new, 0.8 * old) for old, new in zip(before, now, strict=False)] + [*now[n:], *before[n:]]
 
 
 def _score(scores: Sequence[float], entry: int) -> float:
-    return scores[entry] if entry < len(scores) else _UNRANKED
+    return scores[entry] if entry < len(scores) else float("inf")  # not there when pages were ranked: the newest
 
 
 # ---- the table

@@ -30,9 +30,6 @@ from lucevisor.protocol.messages import SlotPlace, TransferTensor
 
 log = structlog.get_logger("lucevisor.kv_transfer")
 
-_FILES_SHARE = 8
-"""Slots have a file each: an eighth of those that the process may open at most."""
-
 
 @dataclass(slots=True, eq=False)
 class HostSlot:
@@ -92,7 +89,7 @@ class HostTier:
         self._memory, self._limit_bytes = memory, limit_bytes
         both = [(False, layer) for layer in layers] + [(True, layer) for layer in draft_layers]
         self._full = {(is_draft, layer.index) for is_draft, layer in both if layer.space is Space.FULL}
-        self._max_slots = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _FILES_SHARE
+        self._max_slots = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8  # each has a file
         self._slots: list[HostSlot] = []  # those that can be found, least recently used first
         self._numbers = count(1)
         self.on_evict: Callable[[HostSlot], None] = lambda _: None

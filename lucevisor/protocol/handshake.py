@@ -157,8 +157,6 @@ def _numbers(version: str) -> list[int]:
 SHARED_PACKAGES = ("model", "protocol")
 """Packages of lucevisor that daemons import."""
 
-_N_DIGITS = 16
-
 
 def source_hash(lucevisor: Path, daemons: Path) -> str:
     """16 hex digits over the names and bytes of the ``*.py`` files of the shared packages and the daemon's own.
@@ -178,4 +176,4 @@ def source_hash(lucevisor: Path, daemons: Path) -> str:
             # Length-prefixed: no content can imitate the boundary between two files.
             digest.update(len(name).to_bytes(4, "little") + name + len(data).to_bytes(8, "little"))
             digest.update(data)
-    return digest.hexdigest()[:_N_DIGITS]
+    return digest.hexdigest()[:16]

@@ -5,13 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from typing import Final
 
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 78
 """The same start would fail again, so it is not retried (EX_CONFIG of sysexits.h)."""
-
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def end_with_parent(parent_pid: int) -> bool:
@@ -20,7 +17,7 @@ def end_with_parent(parent_pid: int) -> bool:
     Returns False if ``parent_pid`` is not the parent: it has ended before.  Raises OSError.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+    if libc.prctl(1, int(signal.SIGKILL), 0, 0, 0) != 0:  # PR_SET_PDEATHSIG
         number = ctypes.get_errno()
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
     return os.getppid() == parent_pid

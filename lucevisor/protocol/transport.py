@@ -44,10 +44,6 @@ DO_NOT_WAIT = int(socket.MSG_DONTWAIT)
 ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
 
 MAX_BUFFERS = 512  # of one sendmsg; the kernel takes at most 1024 (UIO_MAXIOV)
-MAX_QUEUED_BYTES = 16 * 1024 * 1024
-"""Send queue limit: thousands of step plans.  A daemon that is this far behind has stopped reading."""
-
-_READ_BUDGET_BYTES = 4 * 1024 * 1024  # per callback: a long payload must not starve the other links
 _DAEMON_GONE = "the daemon has exited; see its log"
 _PEER_GONE = "the peer has exited or closed the link; a daemon exits now, a supervisor restarts the group"
 
@@ -98,7 +94,7 @@ class Link:
         role: Role = Role.SUPERVISOR,
         stream: StreamKind = StreamKind.LINK,
         name: str = "link",
-        max_queued_bytes: int = MAX_QUEUED_BYTES,
+        max_queued_bytes: int = 16 << 20,  # thousands of step plans: a daemon so far behind has stopped reading
     ) -> None:
         self._loop = asyncio.get_running_loop()
         _prepare(sock, blocking=False)
@@ -232,7 +228,7 @@ class Link:
             return
         if self._queue:
             self._flush()
-        budget = _READ_BUDGET_BYTES
+        budget = 4 << 20  # bytes per callback: a long payload must not starve the other links
         while budget > 0 and self._closed is None:
             room = self._connection.buffer()
             n = self._read(room)

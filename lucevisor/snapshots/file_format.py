@@ -30,8 +30,6 @@ DATA_ALIGNMENT = 4096
 MAX_HEADER_BYTES = 128 << 20
 MAX_TOKENS = 1 << 24
 """Tokens of one file at most; more than any context."""
-HEADER_BYTES_PER_TOKEN = 7
-"""Upper bound: four bytes as base64, and the record of a page."""
 
 _NO_CHECKSUM = "0" * 16
 
@@ -171,10 +169,12 @@ def lay_out(model: StateModel, slot: SlotRecord) -> SnapshotHeader:
 
 
 def max_file_bytes(model: StateModel, n_tokens: int) -> int:
-    """Return the most bytes that the file of a slot takes, with the drafter's tensors: 1 KiB of header a tensor."""
+    """Return the most bytes that the file of a slot takes, with the drafter's tensors.  Its header has 1 KiB a tensor,
+    and 7 bytes a token: four bytes as base64, and the record of a page.
+    """
     draft_layers = model.draft.layers if model.draft is not None else ()
     tensors = slot_tensors(model.layers, n_tokens, model.kv_dtype, draft_layers)
-    header_bytes = 2 * DATA_ALIGNMENT + 1024 * len(tensors) + HEADER_BYTES_PER_TOKEN * n_tokens
+    header_bytes = 2 * DATA_ALIGNMENT + 1024 * len(tensors) + 7 * n_tokens
     return header_bytes + sum(tensor.n_bytes for tensor in tensors)
 
 

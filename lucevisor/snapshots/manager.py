@@ -59,8 +59,6 @@ from lucevisor.snapshots.store import (
 
 TRANSFER_S = 60.0
 """Timeout of a save or restore in seconds; after it the disk is considered hung."""
-RATE_S = 60.0
-"""Seconds for which the measured rate of a tier counts; then one prefix is read again, however slow that was."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -225,7 +223,8 @@ class SnapshotManager:
             self._rates[_tier(match)],
             self._engine.core.scheduler.reuse.prompt_rate.seconds_for(n_tokens),
         )
-        to_read = rate.seconds_for(match.n_bytes) if time.monotonic() - rate.measured_at < RATE_S else None
+        # a rate counts for a minute; then one prefix is read again, however slow that was
+        to_read = rate.seconds_for(match.n_bytes) if time.monotonic() - rate.measured_at < 60.0 else None
         return to_compute is None or to_read is None or to_read < to_compute
 
     async def _restore_for(self, key: tuple[str, int], under_way: _Restoring) -> None:

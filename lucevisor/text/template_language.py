@@ -32,7 +32,6 @@ from lucevisor.text.provenance import MAX_CHARS, TracedText, concatenate
 MAX_SOURCE_CHARS: Final = 256 << 10
 """Ten times the longest published template; Jinja takes 1.6 KB per character to compile."""
 MAX_CPU_S: Final = 5.0
-MAX_BITS: Final = 4096
 _DEADLINE_S: ContextVar[float] = ContextVar("CPU time of the thread at which its rendering ends", default=math.inf)
 _FOLLOWED_METHODS: Final = frozenset(["join", "replace"])
 
@@ -140,7 +139,7 @@ def _check_size(operator: str, left: Any, right: Any) -> None:
     """Raise TemplateLimitExceeded for an operator whose result would be too large."""
     if isinstance(left, int) and isinstance(right, int):
         factor = right if operator == "**" else 2
-        is_large = operator != "+" and max(left.bit_length(), right.bit_length()) * factor > MAX_BITS
+        is_large = operator != "+" and max(left.bit_length(), right.bit_length()) * factor > 4096
     elif operator == "+":
         is_large = isinstance(left, Sequence) and isinstance(right, Sequence) and len(left) + len(right) > MAX_CHARS
     else:

@@ -13,8 +13,6 @@ from lucevisor.model.families import llama
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import MAX_LAYERS, Keys, ModelSpec
 
-MAX_SHARED = 64
-
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     """Read the spec of a ``glm4moe`` file.  Option ``yarn_attn_factor``: see :mod:`lucevisor.model.rope`."""
@@ -25,7 +23,7 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     if n_nextn >= p.n_layers:
         raise keys.error("nextn_predict_layers", f"is {n_nextn}, of {p.n_layers} blocks")
     width = keys.integer("expert_feed_forward_length")
-    shared_width = width * keys.integer("expert_shared_count", 1, low=0, high=MAX_SHARED)
+    shared_width = width * keys.integer("expert_shared_count", 1, low=0, high=64)
     p = replace(
         p,
         n_layers=p.n_layers - n_nextn,
