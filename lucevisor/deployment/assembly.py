@@ -186,7 +186,7 @@ class PipelineAssembly:
     @property
     def holding(self) -> bool:
         """True while requests wait for daemons."""
-        return self._engine.holding
+        return self._engine.core.recovery.holding
 
     @property
     def drafting(self) -> bool:

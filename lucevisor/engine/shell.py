@@ -225,16 +225,6 @@ class Engine:
         """True if requests are served."""
         return self.core.ready
 
-    @property
-    def holding(self) -> bool:
-        """True if requests wait for a daemon that was lost."""
-        return self.core.recovery.holding
-
-    @property
-    def attached(self) -> bool:
-        """True if there is a pipeline, which may have lost stages."""
-        return self.core.pipeline is not None
-
     def attach(
         self,
         links: Sequence[StageLink],
@@ -372,11 +362,6 @@ class Engine:
         return self.core.find_unanswered(stage, step_id, self._clock())
 
     @property
-    def rebuilds(self) -> bool:
-        """True if lost stages may be rebuilt while others keep what they have."""
-        return self.core.rebuilds
-
-    @property
     def invalid(self) -> str:
         """The stage that computed NaN or infinities instead of the newest tokens, or empty."""
         return self.core.invalid(self._clock())
@@ -397,7 +382,7 @@ class Engine:
         self.handle(ev.Freeze(reason))
         under_way = (EngineState.DRAINING, EngineState.REBUILDING)
         await self.changes.holds_within(lambda: self.core.state not in under_way, timeout_s)
-        return self.core.frozen if self.attached else None
+        return self.core.frozen if self.core.pipeline is not None else None
 
     def thaw(self) -> None:
         """Plan again after a freeze.  Does nothing if the freeze has ended already."""

@@ -146,7 +146,7 @@ class Losses(GroupMachine):
     @rule(length=st.integers(1, 150), n=st.integers(1, 20))
     def submit(self, length: int, n: int) -> None:
         one = request(chr(0x100 + len(self.requests)), range(length), n)  # names whose seeds differ
-        if self.groups.engine.ready or self.groups.engine.holding:
+        if self.groups.engine.ready or self.groups.engine.core.recovery.holding:
             self.requests.append((one, self.groups.submit(one)))
 
     @precondition(lambda self: self.requests)

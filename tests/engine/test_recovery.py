@@ -83,9 +83,9 @@ async def test_a_loss_for_good_ends_what_is_held(error: RequestError) -> None:
     toy = ready(max_sequences=1)
     handles = [toy.engine.submit(request(name)) for name in "ab"]
     toy.lose()
-    assert toy.engine.holding
+    assert toy.engine.core.recovery.holding
     toy.engine.detach(error, permanent=True)
-    assert not toy.engine.holding
+    assert not toy.engine.core.recovery.holding
     assert [handle.finished.error for handle in handles if handle.finished] == [error, error]
     with pytest.raises(NotReady, match=error.message):
         toy.engine.submit(request("c"))
@@ -176,11 +176,11 @@ async def test_only_lost_stages_compute_again(lost: tuple[int, ...]) -> None:
         assert toy.crash_stage(stage)
         toy.work(0)
     toy.come_back()
-    assert toy.engine.holding
+    assert toy.engine.core.recovery.holding
     n_steps = len(toy.steps)
     toy.run()
     assert (toy.n_rebuilt, toy.n_given_up) == (1, 0)
-    assert not toy.engine.holding
+    assert not toy.engine.core.recovery.holding
     for one, handle in zip(asked, handles, strict=True):
         assert told(await events_of(handle))[0] == toy.alone(one)
     assert len(toy.steps) > n_steps
