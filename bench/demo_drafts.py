@@ -128,19 +128,16 @@ def figures(totals, statistics):
 
 
 def acceptance(statistics):
-    """Acceptance and times of drafts, by where their sequences started."""
-    found = {}
-    for origin, counts in statistics.by_origin.items():
-        if counts.n_verify:
-            found[origin] = {
-                "acceptance_length": counts.acceptance_length,
-                "tokens_per_step": counts.tokens_per_step,
-                "verify_steps": counts.n_verify,
-                "plain_steps": counts.n_plain,
-                "acceptance_by_position": counts.acceptance_by_position,
-                "verify_step_s": counts.verify_s / counts.n_verify,
-                "draft_s": counts.draft_s / counts.n_verify,
-            }
+    """Acceptance and times of drafts."""
+    found = {
+        "acceptance_length": statistics.acceptance_length,
+        "tokens_per_step": statistics.tokens_per_step,
+        "verify_steps": statistics.n_verify,
+        "plain_steps": statistics.n_plain,
+        "acceptance_by_position": statistics.acceptance_by_position,
+        "verify_step_s": statistics.verify_s / max(1, statistics.n_verify),
+        "draft_s": statistics.draft_s / max(1, statistics.n_verify),
+    }
     lookups = statistics.lookups
     found["lookups"] = {"steps": lookups.n_verify, "verified": lookups.n_verified, "accepted": lookups.n_accepted}
     return found

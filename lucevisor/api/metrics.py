@@ -170,25 +170,20 @@ def _engine(out: _Families, now: EngineStatistics, row_bytes: int) -> Iterator[M
 
 def _drafts(out: _Families, now: DraftStatistics) -> Iterator[Metric]:
     yield out.counter("draft_steps", "Steps for which the draft stage made drafts.", now.n_steps)
-    yield out.counter("draft_tokens", "Tokens drafted, or looked up and verified.", now.total.n_drafted)
+    yield out.counter("draft_tokens", "Tokens drafted, or looked up and verified.", now.n_drafted)
     yield out.counter("draft_upkeep_seconds", "Time of the draft stage for all but drafts.", now.upkeep_s)
     for name, text, field in (
-        ("verify_slices", "Decodes that verified drafts, by origin of the sequence's prefix.", "n_verify"),
+        ("verify_slices", "Decodes that verified drafts.", "n_verify"),
         ("verified_tokens", "Drafts that were verified.", "n_verified"),
         ("accepted_tokens", "Drafts that were accepted.", "n_accepted"),
         ("draft_seconds", "Time of the draft stage for drafts.", "draft_s"),
         ("verify_seconds", "Time of all other stages for slices with drafts.", "verify_s"),
     ):
-        values = [([origin], getattr(counts, field)) for origin, counts in now.by_origin.items()]
-        yield out.counters(name, text, ["origin"], values)
+        yield out.counter(name, text, getattr(now, field))
     for field in ("verified", "accepted"):
-        by_position = [
-            ([origin, str(position)], n)
-            for origin, counts in now.by_origin.items()
-            for position, n in enumerate(getattr(counts, field))
-        ]
+        by_position = [([str(position)], n) for position, n in enumerate(getattr(now, field))]
         text = f"Drafts that were {field}, by position in the slice."
-        yield out.counters(f"{field}_tokens_per_position", text, ["origin", "position"], by_position)
+        yield out.counters(f"{field}_tokens_per_position", text, ["position"], by_position)
 
 
 def _recovery(out: _Families, now: RecoveryStatistics) -> Iterator[Metric]:

@@ -13,7 +13,7 @@ from lucevisor.app.pflash import pflash_status
 from lucevisor.compression.compressor import Compressor
 from lucevisor.deployment.service import ModelService, Observer, Service
 from lucevisor.engine.recovery import RecoveryStatistics
-from lucevisor.engine.spec_decode.statistics import DraftCounts, DraftStatistics
+from lucevisor.engine.spec_decode.statistics import DraftStatistics
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.model.values import Space
@@ -107,29 +107,22 @@ def _draft(service: ModelService, now: EngineStatistics | None) -> dict[str, Any
         "paused": now.no_drafts if now is not None and state != "detached" else "",
         "width": now.draft_width if now is not None else 0,
         "steps": drafts.n_steps,
-        **_draft_counts(drafts.total),
+        "acceptance_length": round(drafts.acceptance_length, 3),
+        "tokens_per_step": round(drafts.tokens_per_step, 3),
+        "plain_slices": drafts.n_plain,
+        "verify_slices": drafts.n_verify,
+        "drafted": drafts.n_drafted,
+        "verified": drafts.n_verified,
+        "accepted": drafts.n_accepted,
+        "acceptance_by_position": [round(share, 3) for share in drafts.acceptance_by_position],
+        "draft_s": round(drafts.draft_s, 6),
+        "verify_s": round(drafts.verify_s, 6),
         "upkeep_s": round(drafts.upkeep_s, 6),
         "lookups": {
             "slices": drafts.lookups.n_verify,
             "verified": drafts.lookups.n_verified,
             "accepted": drafts.lookups.n_accepted,
         },
-        "origins": {origin: _draft_counts(counts) for origin, counts in drafts.by_origin.items()},
-    }
-
-
-def _draft_counts(counts: DraftCounts) -> dict[str, Any]:
-    return {
-        "acceptance_length": round(counts.acceptance_length, 3),
-        "tokens_per_step": round(counts.tokens_per_step, 3),
-        "plain_slices": counts.n_plain,
-        "verify_slices": counts.n_verify,
-        "drafted": counts.n_drafted,
-        "verified": counts.n_verified,
-        "accepted": counts.n_accepted,
-        "acceptance_by_position": [round(share, 3) for share in counts.acceptance_by_position],
-        "draft_s": round(counts.draft_s, 6),
-        "verify_s": round(counts.verify_s, 6),
     }
 
 

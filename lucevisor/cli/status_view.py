@@ -189,11 +189,6 @@ def draft_lines(d: dict[str, Any], *, verbose: bool = False) -> list[str]:
         return lines
     n_looked_up = d["lookups"]["slices"]
     positions = " ".join(f"{share:.2f}" for share in d["acceptance_by_position"][:8])
-    apart = [
-        f"{origin} {counts['acceptance_length']:.2f} ({counts['verify_slices']} slices)"
-        for origin, counts in d["origins"].items()
-        if counts["verify_slices"]
-    ]
     return [
         *lines,
         f"  {d['acceptance_length']:.2f} tokens a verify slice ({d['tokens_per_step']:.2f} with plain ones), "
@@ -201,7 +196,6 @@ def draft_lines(d: dict[str, Any], *, verbose: bool = False) -> list[str]:
         f"  accepted {d['accepted']} of {d['verified']} verified, of {d['drafted']} drafted; "
         f"looked up {n_looked_up} slices",
         f"  accepted by position: {positions}",
-        f"  tokens a verify slice, {', '.join(apart)}",
         f"  drafting took {format_seconds(d['draft_s'])}, verifying {format_seconds(d['verify_s'])}, "
         f"the drafter's context {format_seconds(d['upkeep_s'])}",
     ]

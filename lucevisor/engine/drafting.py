@@ -25,7 +25,7 @@ from lucevisor.engine.running_requests import RunningRequests
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.engine.spec_decode.controller import DrafterSuspension, RequestDrafts, SpecDecodeController
 from lucevisor.engine.spec_decode.ngram import INDEX_TOKENS, NgramLookup
-from lucevisor.engine.spec_decode.statistics import DraftStatistics, StepShare
+from lucevisor.engine.spec_decode.statistics import DraftStatistics
 from lucevisor.engine.step import (
     ScheduledSequence,
     ScheduledSlice,
@@ -286,8 +286,8 @@ class Drafting:
         """
         self.statistics.upkeep_s += upkeep_s
         if scheduled.has_drafts:
-            rows = [(part.origin, len(part.slice.tokens), part.slice.n_drafts) for part in scheduled.parts.values()]
-            self.statistics.stepped([StepShare(origin, n, n if drafts else 0) for origin, n, drafts in rows], stages_s)
+            rows = [(len(part.slice.tokens), part.slice.n_drafts > 0) for part in scheduled.parts.values()]
+            self.statistics.verify_s += stages_s * _share(rows)
         if self._settings.max_drafts:
             self._record_round(scheduled, now, cold=cold)
         if all(step.step_id != scheduled.step_id for step in self.outstanding):
@@ -342,12 +342,9 @@ class Drafting:
             if part.live.waiting_for_step == expected.step_id:
                 part.live.waiting_for_step, part.live.drafted = 0, drafted
         self._cold_drafts = result.step_id if result.cold else self._cold_drafts
-        shares, n_drafted = [], []
-        for sequence, part in expected.parts.items():
-            n_rows = len(part.slice.tokens) + part.slice.num_draft_tokens
-            shares.append(StepShare(part.origin, n_rows, n_rows if part.slice.num_draft_tokens else 0))
-            n_drafted.append(len(by_sequence[sequence].tokens) if sequence in by_sequence else 0)
-        self.statistics.drafted(shares, n_drafted, result.compute_s)
+        widths = [(len(part.slice.tokens), part.slice.num_draft_tokens) for part in expected.parts.values()]
+        n_drafted = sum(len(by_sequence[sequence].tokens) for sequence in expected.parts if sequence in by_sequence)
+        self.statistics.drafted(n_drafted, _share([(n + width, width > 0) for n, width in widths]), result.compute_s)
         verified = fill_in(self.outstanding, expected, by_sequence)
         return not verified or len(self._running) > 1
 
@@ -359,13 +356,13 @@ class Drafting:
         if record.ended or record.first_token_at is None or not is_decode(part.slice):
             return
         if not n_accepted and not part.num_real_drafts:
-            self.statistics.by_origin[part.origin].n_plain += 1
+            self.statistics.n_plain += 1
             return
         ends = [i for i, sampled in enumerate(drawn) if sampled.token in record.request.stop_ids]
         if ends:  # the request ends there
             n_accepted = min(n_accepted, ends[0] + 1)
         looked_up, reported = record.drafts.looked_up, not part.slice.drafts_pend
-        self.statistics.decoded(part.origin, part.num_real_drafts, n_accepted, looked_up=looked_up, reported=reported)
+        self.statistics.decoded(part.num_real_drafts, n_accepted, looked_up=looked_up, reported=reported)
         record.drafts.n_verified += max(part.num_real_drafts, n_accepted)
         record.drafts.n_accepted += n_accepted
 
@@ -426,3 +423,8 @@ class Drafting:
             if record.drafts.lookup is None:
                 record.drafts.lookup = NgramLookup(record.tokens)
             n_left -= record.drafts.lookup.index(n_left)
+
+
+def _share(rows: Sequence[tuple[int, bool]]) -> float:
+    """Return the share of rows that are wanted, of (rows, whether they are)."""
+    return sum(n for n, wanted in rows if wanted) / max(1, sum(n for n, _ in rows))

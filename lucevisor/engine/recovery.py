@@ -344,7 +344,6 @@ class RequestHold:
             n_known, lost = len(record.tokens), self._reason == "loss"
             counts = lost and record.n_in_flight > 0  # a request that only waits for its next chunk is not to blame
             record.n_losses = counts if n_known > record.n_tokens_at_loss else record.n_losses + counts
-            record.recovered = record.recovered or lost
             record.last_loss, record.n_tokens_at_loss = self._n_holds, n_known
             record.paused_at = self.since if record.paused_at is None else record.paused_at
             self._totals = dataclasses.replace(self._totals, n_continued=self._totals.n_continued + 1)

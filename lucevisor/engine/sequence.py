@@ -160,7 +160,6 @@ class RequestRecord:
     n_computed_before: int = 0  # the most tokens that it had computed when it was preempted
     last_loss: int = 0  # the last loss or restart of shards while it ran
     n_losses: int = 0  # losses in a row without a token in between
-    recovered: bool = False  # it went on after a loss
     paused_at: float | None = None  # when the pause began in which it is, since its last token
     n_tokens_at_loss: int = 0  # how many tokens it had at the last loss
     drafts: RequestDrafts = field(init=False)

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from lucevisor.engine.constraint import Constraint, MaskJob
 from lucevisor.engine.request import TokenScore
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
-from lucevisor.engine.spec_decode.statistics import PrefixOrigin
 from lucevisor.protocol.steps import PENDING, Drafted, Operation, Sampled, Scored, Slice, Step, StepResult
 
 
@@ -117,13 +116,6 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     @property
     def drafts(self) -> list[int]:
         return self.slice.tokens[len(self.slice.tokens) - self.slice.n_drafts :]
-
-    @property
-    def origin(self) -> PrefixOrigin:
-        """Origin of the state of its prefix."""
-        if self.record.recovered:
-            return "recovered"
-        return "restored" if self.live.began_at else "fresh"
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,11 +172,7 @@ def test_pauses_spares_keys_and_host_memory_are_shown_where_there_are_any(
         told["engine"]["pages"] |= {"host": 5, "host_total": 20, "out": 7}
         recovery = {"pauses": {"loss": 2, "restart": 0}, "longest_pause_s": 0.5, "sequences": 3, "rebuilt_tokens": 40}
         told["engine"]["recovery"] |= {**recovery, "recomputed_tokens": 0, "kept_tokens": 90}
-        told["draft"] |= {"verify_slices": 9, "acceptance_length": 2.0, "acceptance_by_position": [0.5], "origins": {
-            "fresh": {"verify_slices": 5, "acceptance_length": 2.25},
-            "recovered": {"verify_slices": 4, "acceptance_length": 1.75},
-            "restored": {"verify_slices": 0, "acceptance_length": 0.0},
-        }}  # fmt: skip
+        told["draft"] |= {"verify_slices": 9, "acceptance_length": 2.0, "acceptance_by_position": [0.5]}
         told["pflash"] |= {"state": "attached", "name": "scorer", "device": "left:0", "tokens": 1000, "kept": 250}
         told["pflash"]["prompts"] |= {"compressed": 3, "failed": 1}
         told["requests"] = [{
@@ -194,7 +190,7 @@ def test_pauses_spares_keys_and_host_memory_are_shown_where_there_are_any(
     expect(page.locator("#scoring")).to_contain_text("1 prompts could not be scored")
     expect(page.locator("#pages")).to_contain_text("5 used, 20 in all")
     expect(page.locator("#pages")).to_contain_text("7 pages of running sequences are paged out")
-    expect(page.locator("#drafts")).to_contain_text("by origin of the prefix: fresh 2.25, recovered 1.75")
+    expect(page.locator("#drafts")).to_contain_text("2.00 tokens a verify step")
     assert page.locator("#requests th").all_inner_texts()[:2] == ["request", "key"]
     expect(page.locator("#requests td").nth(1)).to_have_text("ann")
 

@@ -213,7 +213,7 @@ async def test_every_draft_of_a_model_for_itself_is_accepted(tmp_path: Path) -> 
         await until(lambda: service.only.deployment.drafting, 60)
         await answers(service, prompts, [len(prompt) - 1 for prompt in prompts], 40, 2)
         assert service.only.engine is not None
-        drafts = service.only.engine.statistics().drafts.total
+        drafts = service.only.engine.statistics().drafts
         assert drafts.n_accepted == drafts.n_verified > 0, drafts
 
 

@@ -261,7 +261,7 @@ class Play:
         assert (statistics.running, statistics.queued, statistics.in_flight) == (0, 0, 0)
         assert all(use.used == use.evictable for use in statistics.pages.values())
         assert (self.toy.failures, self.toy.lost) == ([], [])
-        drafts = statistics.drafts.total
+        drafts = statistics.drafts
         usages = [handle.finished.usage for handle in self.handles.values() if handle.finished is not None]
         assert drafts.n_accepted == sum(usage.accepted_tokens for usage in usages)
         assert drafts.n_verified == sum(usage.draft_tokens for usage in usages)

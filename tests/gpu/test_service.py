@@ -60,7 +60,7 @@ async def drafting(service: Service) -> None:
 def n_verified(service: Service) -> int:
     """Verify steps so far."""
     assert service.only.engine is not None
-    return sum(counts.n_verify for counts in service.only.engine.statistics().drafts.by_origin.values())
+    return service.only.engine.statistics().drafts.n_verify
 
 
 async def test_the_demo_with_its_drafter(tmp_path: Path) -> None:

@@ -288,11 +288,6 @@ function drawDrafts(draft) {
     lines.push(make("div", "small", `${count(draft.accepted)} of ${count(draft.verified)} drafts accepted, by position:`));
     draft.acceptance_by_position.slice(0, 8).forEach((share, i) =>
       lines.push(bar(`position ${i + 1}`, [["done", share, `position ${i + 1}: ${percent(share)}`]])));
-    const origins = Object.entries(draft.origins).filter(([, one]) => one.verify_slices);
-    if (origins.length > 1) {
-      const each = origins.map(([origin, one]) => `${origin} ${one.acceptance_length.toFixed(2)}`);
-      lines.push(make("div", "small", `tokens a verify step by origin of the prefix: ${each.join(", ")}`));
-    }
   }
   fill(byId("drafts"), ...lines);
 }
