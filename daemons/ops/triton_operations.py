@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from daemons.ops.basic import Rope, shift_rows
 from daemons.ops.host_pages import PageCopy
 from daemons.ops.operations import (
     MAX_DECODE_TOKENS,
@@ -20,6 +19,7 @@ from daemons.ops.operations import (
     PagedQuery,
     PageSums,
     PartialAttention,
+    TorchOperations,
 )
 from daemons.ops.paged import DensePages, PagedTensor
 from daemons.ops.partial_attention import Partial, merged
@@ -95,7 +95,7 @@ class TritonRouter:
         )
 
 
-class TritonOperations:
+class TritonOperations(TorchOperations):
     """See :class:`daemons.ops.operations.Operations`."""
 
     def norm(self, weight: Tensor | None, width: int, eps: float) -> Norm:
@@ -111,27 +111,11 @@ class TritonOperations:
         assert norm.weight is not None
         return basic.qk_norm_rope(x, norm.weight, norm.epsilon, cos, sin)
 
-    def rope_tables(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return rope.tables(positions)
-
     def write_pages(self, keys: PagedTensor, values: PagedTensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         if isinstance(keys, DensePages) and isinstance(values, DensePages):
             basic.write_pages(keys.slots, values.slots, slots, k, v)
         else:
-            keys.write(slots, k)
-            values.write(slots, v)
-
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + y
-
-    def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat([*parts], dim=-1)
-
-    def offset(self, x: Tensor, by: int) -> Tensor:
-        return x + by
-
-    def shift_rows(self, x: Tensor, pool: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
-        return shift_rows(x, pool, ids, kept)
+            super().write_pages(keys, values, slots, k, v)
 
     def router(self, router: Router) -> RouteFn:
         return TritonRouter(router)
@@ -198,9 +182,6 @@ class TritonOperations:
 
     def apply_updates(self, states: Tensor, updates: Tensor, source: int, rows: Tensor, target: int) -> None:
         apply_updates(states, updates, source, rows, target)
-
-    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.to(dtype)
 
     def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return top_k(logits, k)

@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("triton")
 
 from daemons.ops import packed_linear, selection
-from daemons.ops.operations import TorchOperations
 from daemons.ops.selection import KernelSelector, triton_reject_reason
 
 CPU = torch.device("cpu")
@@ -18,7 +17,6 @@ HERE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU  # else und
 def test_a_cpu_selects_torch_without_a_warning():
     selector = KernelSelector(CPU, torch.float32)
     assert selector.kernels is False
-    assert isinstance(selector.operations, TorchOperations)
     assert selector.warnings == []
     assert selector.selected == {"cpu layers": "torch"}
 
