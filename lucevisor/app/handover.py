@@ -1,4 +1,4 @@
-"""KernelThreshold of a supervisor's sockets and name to a new process (`lucevisor start --take-over`).
+"""Handover of a supervisor's sockets and name to a new process (`lucevisor start --take-over`).
 
 The old supervisor listens on a Unix socket in the run directory.  Messages in order:
 
@@ -64,7 +64,7 @@ class HandoverReply(msgspec.Struct, forbid_unknown_fields=True):
 class HandoverServer:
     """Listens on ``path`` from ``open`` to ``close``."""
 
-    def __init__(self, path: Path, source: KernelThreshold) -> None:
+    def __init__(self, path: Path, source: Handover) -> None:
         self._path, self._source = path, source
         self._sock: socket.socket | None = None
         self._task: asyncio.Task[None] | None = None
@@ -207,7 +207,7 @@ async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     return data, descriptors.unpack(ancillary)
 
 
-class KernelThreshold:
+class Handover:
     """Both sides of a handover.
 
     ``drain_s``: seconds that the old supervisor's requests may take; None: no take-over.

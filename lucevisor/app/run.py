@@ -37,7 +37,7 @@ from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.api.server import adopt, create_app, listen
 from lucevisor.app import logs, traces
 from lucevisor.app.endpoint import Endpoint
-from lucevisor.app.handover import KernelThreshold, no_room_error
+from lucevisor.app.handover import Handover, no_room_error
 from lucevisor.app.model_files import FamilyCard, find_card, open_models, open_tokenizer
 from lucevisor.app.pflash import make_compressor, make_page_scorer
 from lucevisor.app.rundir import RunDirectory, log_path
@@ -315,7 +315,7 @@ class Supervisor:
         self._app = create_app(*self._contexts.values())
         self._endpoint = Endpoint(self._app, self, run_dir.socket, self._tls)
         self._report = SystemdReport(self._status_line)
-        self._handover = KernelThreshold(
+        self._handover = Handover(
             self.service, self._endpoint, run_dir, self._report, options.take_over_s, self._stop_asked.set
         )
         self._n_stops = 0
