@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import structlog
 
@@ -466,26 +466,13 @@ class Engine:
 
     # ---- effects of instructions
 
-    def _send_frame(self, instruction: SendFrame) -> None:
+    def _send(
+        self, stage: int, what: str, message: bytes | Masks | CancelPending, payload: Sequence[bytearray] = ()
+    ) -> None:
         try:
-            self._links[instruction.stage].send(instruction.frame)
+            self._links[stage].send(message, payload=payload)
         except (ProtocolError, OSError) as error:
-            self._on_dead(instruction.stage, f"step {instruction.step_id}", error)
-
-    def _send_masks(self, instruction: SendMasks) -> None:
-        try:
-            self._links[instruction.stage].send(instruction.message, payload=instruction.payload)
-        except (ProtocolError, OSError) as error:
-            self._on_dead(instruction.stage, f"masks of step {instruction.message.step_id}", error)
-
-    def _send_cancel_pending(self, instruction: SendCancelPending) -> None:
-        try:
-            self._links[instruction.stage].send(CancelPending(instruction.stage))
-        except (ProtocolError, OSError) as error:
-            self._on_dead(instruction.stage, "a cancellation", error)
-
-    def _on_dead(self, stage: int, what: str, error: Exception) -> None:
-        self._dead.setdefault(stage, f"{what} could not be sent to stage {stage}: {error}")
+            self._dead.setdefault(stage, f"{what} could not be sent to stage {stage}: {error}")
 
     def _deliver(self, instruction: ev.Deliver) -> None:
         handles = self._handles
@@ -494,52 +481,33 @@ class Engine:
             if type(event) is FinishedEvent:
                 del handles[request_id]
 
-    def _file_rows(self, instruction: FileRows) -> None:
-        if self._row_store is not None:
-            self._row_store.file(instruction.boundary, instruction.region, instruction.copies)
-
-    def _place_rows(self, instruction: PlaceRows) -> None:
-        if self._row_store is not None:
-            self._row_store.place(instruction.boundary, instruction.step, instruction.copies)
-
-    def _copy_rows(self, instruction: CopyRows) -> None:
-        if self._row_store is not None:
-            self._row_store.copy(instruction.source, instruction.target, instruction.n_rows)
+    @property
+    def _rows(self) -> RowStore:
+        assert self._row_store is not None  # a journal has one
+        return self._row_store
 
     def _step_finished(self, instruction: ev.StepFinished) -> None:
         if (collector := self._collectors.get(instruction.request_id)) is not None:
             collector.add(instruction.result)
         self._settings.on_step(instruction.result)
 
-    def _make_masks(self, instruction: ev.MakeMasks) -> None:
-        self._masks.make_masks(instruction.step_id, instruction.jobs)
-
-    def _rank_pages(self, instruction: ev.RankPages) -> None:
-        self.relevance.rank(instruction.step_id, instruction.sequence, instruction.tokens)
-
-    def _pipeline_failed(self, instruction: ev.ReportPipelineFailure) -> None:
-        self._settings.on_pipeline_failed(instruction.failure)
-
-    def _drafter_failed(self, instruction: ev.ReportDrafterFailure) -> None:
-        self._settings.on_drafter_lost(instruction.failure)
-
     def _rebuild_ended(self, instruction: ev.RebuildEnded) -> None:
         on_rebuilt, self._on_rebuilt = self._on_rebuilt, lambda _: None
         on_rebuilt(instruction.rebuilt)
 
-    _EFFECTS: ClassVar[Mapping[type, Callable[..., None]]] = {  # a table is quicker than a match
-        SendFrame: _send_frame,
-        SendMasks: _send_masks,
-        SendCancelPending: _send_cancel_pending,
-        FileRows: _file_rows,
-        PlaceRows: _place_rows,
-        CopyRows: _copy_rows,
+    _EFFECTS: ClassVar[Mapping[type, Callable[[Engine, Any], None]]] = {  # a table is quicker than a match
+        SendFrame: lambda self, it: self._send(it.stage, f"step {it.step_id}", it.frame),
+        SendMasks: lambda self, it: self._send(it.stage, f"masks of step {it.message.step_id}", it.message, it.payload),
+        SendCancelPending: lambda self, it: self._send(it.stage, "a cancellation", CancelPending(it.stage)),
+        FileRows: lambda self, it: self._rows.file(it.boundary, it.region, it.copies),
+        PlaceRows: lambda self, it: self._rows.place(it.boundary, it.step, it.copies),
+        CopyRows: lambda self, it: self._rows.copy(it.source, it.target, it.n_rows),
         ev.Deliver: _deliver,
         ev.StepFinished: _step_finished,
-        ev.MakeMasks: _make_masks,
-        ev.RankPages: _rank_pages,
-        ev.ReportPipelineFailure: _pipeline_failed,
-        ev.ReportDrafterFailure: _drafter_failed,
+        ev.MakeMasks: lambda self, it: self._masks.make_masks(it.step_id, it.jobs),
+        ev.RankPages: lambda self, it: self.relevance.rank(it.step_id, it.sequence, it.tokens),
+        ev.ReportPipelineFailure: lambda self, it: self._settings.on_pipeline_failed(it.failure),
+        ev.ReportDrafterFailure: lambda self, it: self._settings.on_drafter_lost(it.failure),
         ev.RebuildEnded: _rebuild_ended,
     }
 
