@@ -57,7 +57,7 @@ async def source(tmp_path: Path) -> AsyncIterator[Source]:
         server.successor.close()
     os.close(one.lock)
     one.listening.close()
-    assert psutil.Process().num_fds() == n_before
+    assert psutil.Process().num_fds() <= n_before  # garbage of other tests may go meanwhile
 
 
 async def taken_from(path: Path) -> HandoverOffer:
