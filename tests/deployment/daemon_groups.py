@@ -56,7 +56,7 @@ class Process:
             self._daemon.send(self.inbox.popleft())  # type: ignore[arg-type]
         return self._daemon.ready
 
-    def send(self, message: Reset | CancelPending | bytes) -> None:
+    def send(self, message: Reset | CancelPending | bytes, *, payload: object = ()) -> None:
         if not self.alive:
             raise LinkClosed("end of file", "link", "the daemon has exited; see its log")
         self.inbox.append(message)

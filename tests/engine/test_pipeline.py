@@ -42,7 +42,7 @@ class Wire:
         self._connection = Connection(Role.DAEMON)
         self._connection.state = LinkState.READY
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes, *, payload: object = ()) -> None:
         self._connection.receive(message)
         for frame in self._connection.events():
             assert isinstance(frame.message, Step | DraftStep)
