@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from daemons.kv.batch import Group
 from daemons.models.stage import LoadedStage
+from daemons.ops.paged import Pages
 from lucevisor.engine.sequence import grow_table
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import PageTable
 from lucevisor.kv.residency import Residency, page_table
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Space
+from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import OpenSequence, Operation, SamplingParams, Slice, Step, ZeroState
 from tests.families.pipeline import STATES
 
@@ -76,3 +78,20 @@ def run(spec: ModelSpec, stages: Sequence[LoadedStage], chunks: Sequence[int], r
         logits.append(texts.run(a=tokens_at(start, n, spec.vocabulary)))
         start += n
     return torch.cat(logits)
+
+
+def masked(out: Mapping[int, Collection[int]]) -> object:
+    """``Group.keys`` over a whole table, in which the pages that are out by the start of a slice are masked."""
+    real = Group.keys
+
+    def keys(group: Group, space: Space, window: int, causal: bool = True) -> tuple[Pages, Tensor | None]:
+        pages, mask = real(group, space, window, causal)
+        start = group.layout.starts[0]
+        if space is not Space.FULL or not out[start]:
+            return pages, mask
+        length = start + group.n_tokens
+        shown = torch.ones(1, 1, group.n_tokens, length, dtype=torch.bool) if mask is None else mask
+        hidden = torch.tensor([position // PAGE_TOKENS in out[start] for position in range(length)])
+        return pages, shown & ~hidden
+
+    return keys

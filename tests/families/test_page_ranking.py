@@ -12,12 +12,12 @@ from torch import Tensor
 from daemons.kv.batch import Group
 from daemons.ops.page_scores import KeySketches, queries_by_head, scores_of
 from daemons.ops.page_sums import TorchPageSums
-from daemons.ops.paged import DensePages, Pages
+from daemons.ops.paged import DensePages
 from lucevisor.kv.residency import Residency
 from lucevisor.model.values import PAGE_TOKENS, Space
 from tests.combinations import combinations
 from tests.families.golden import KINDS, Golden
-from tests.families.paged_texts import Texts, tokens_at
+from tests.families.paged_texts import Texts, masked, tokens_at
 from tests.families.pipeline import How, load_stages
 
 POOL = Residency(9, "qk")
@@ -40,23 +40,6 @@ def run(golden: Golden, texts: Texts, *, rank: bool) -> tuple[Tensor, dict[int, 
             assert len(scores) == (start - n) // PAGE_TOKENS or not scores
             table.rank([rng.random() for _ in range(start // PAGE_TOKENS)])
     return torch.cat(logits), out
-
-
-def masked(out: dict[int, set[int]]) -> object:
-    """``Group.keys`` over a whole table, in which the positions that are out are masked."""
-    real = Group.keys
-
-    def keys(group: Group, space: Space, window: int, causal: bool = True) -> tuple[Pages, Tensor | None]:
-        pages, mask = real(group, space, window, causal)
-        start = group.layout.starts[0]
-        if space is not Space.FULL or not out[start]:
-            return pages, mask
-        length = start + group.n_tokens
-        shown = torch.ones(1, 1, group.n_tokens, length, dtype=torch.bool) if mask is None else mask
-        hidden = torch.tensor([position // PAGE_TOKENS in out[start] for position in range(length)])
-        return pages, shown & ~hidden
-
-    return keys
 
 
 @combinations(indirect=["golden"], golden=KINDS, n_splits=[0, 2])

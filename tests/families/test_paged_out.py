@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import Tensor
 
 from daemons.kv.batch import Group
-from daemons.ops.paged import Pages
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import HEAD_PAGES
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS
 from tests.combinations import combinations
 from tests.families.golden import KINDS, Golden, each_kind
-from tests.families.paged_texts import Texts, run, tokens_at
+from tests.families.paged_texts import Texts, masked, run, tokens_at
 from tests.families.pipeline import How, load_stages
 
 POOL = Residency(9)
@@ -24,32 +22,14 @@ CHUNKS = {
 }
 
 
-def n_out_at(chunks: list[int]) -> dict[int, int]:
-    """By the start of each slice, how many pages behind the head are out."""
-    found, start, n_pages = {}, 0, 0
+def out_at(chunks: list[int]) -> dict[int, range]:
+    """By the start of each slice, the pages behind the head that are out."""
+    found, start = {}, 0
     for n in chunks:
-        n_pages = -(-(start + n) // PAGE_TOKENS)
-        found[start] = max(0, n_pages - POOL.pool_pages)
+        n_out = max(0, -(-(start + n) // PAGE_TOKENS) - POOL.pool_pages)
+        found[start] = range(HEAD_PAGES, HEAD_PAGES + n_out)
         start += n
     return found
-
-
-def masked(n_out: dict[int, int]) -> object:
-    """``Group.keys`` over a whole table, in which the positions that are out are masked."""
-    real = Group.keys
-
-    def keys(group: Group, space: Space, window: int, causal: bool = True) -> tuple[Pages, Tensor | None]:
-        pages, mask = real(group, space, window, causal)
-        start = group.layout.starts[0]
-        if space is not Space.FULL or not n_out[start]:
-            return pages, mask
-        assert not window
-        shown = torch.ones(1, 1, group.n_tokens, start + group.n_tokens, dtype=torch.bool) if mask is None else mask
-        out = torch.zeros(shown.shape[-1], dtype=torch.bool)
-        out[HEAD_PAGES * PAGE_TOKENS : (HEAD_PAGES + n_out[start]) * PAGE_TOKENS] = True
-        return pages, shown & ~out
-
-    return keys
 
 
 @combinations(indirect=["golden"], golden=KINDS, how=CHUNKS)
@@ -58,7 +38,7 @@ def test_resident_pages_are_what_is_attended_to(golden: Golden, how: str, monkey
     splits = golden.layer_splits()[: list(CHUNKS).index(how)]  # one to three stages
     found = run(golden.spec, load_stages(golden.spec, splits), chunks, POOL)
     full = run(golden.spec, golden.whole, chunks, None)
-    monkeypatch.setattr(Group, "keys", masked(n_out_at(chunks)))
+    monkeypatch.setattr(Group, "keys", masked(out_at(chunks)))
     expected = run(golden.spec, golden.whole, chunks, None)
     scale = float(expected.abs().max())
     assert float((found - expected).abs().max()) <= 2e-5 * scale

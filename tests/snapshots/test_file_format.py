@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from lucevisor.kv.page_table import PagedOut
-from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
+from lucevisor.model.spec import LayerSpec, attention_state
 from lucevisor.model.values import PAGE_TOKENS, Dtype, Space
 from lucevisor.snapshots.file_format import (
     DATA_ALIGNMENT,
@@ -32,16 +32,11 @@ from lucevisor.snapshots.file_format import (
     parse,
 )
 from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model
+from tests.snapshots import snapshot_parts
 from tests.snapshots.snapshot_parts import made_store, rewritten
 
 FINGERPRINT = "ab" * 32
-RECURRENT = (StateTensor("conv", (3, 10), Dtype.FLOAT32), StateTensor("delta", (2, 4, 4), Dtype.FLOAT32))
-LAYERS = (
-    LayerSpec(0, Space.RECURRENT, {}, RECURRENT),
-    LayerSpec(1, Space.FULL, {}, attention_state(2, 6, 6)),
-    LayerSpec(2, Space.WINDOW, {}, attention_state(1, 8, 8), window=16),
-    LayerSpec(3, Space.FULL, {}, (), shares_with=1),
-)
+LAYERS = (*snapshot_parts.LAYERS, LayerSpec(3, Space.FULL, {}, (), shares_with=1))
 
 
 def model(kv_dtype=Dtype.FLOAT32, layers=LAYERS, dtype=Dtype.FLOAT32, draft=None):
@@ -67,7 +62,7 @@ def read(data, file_bytes):
 def test_tensors_are_contiguous_and_aligned_to_their_items(n, kv_dtype, heads, dim, window):
     layers = (
         LayerSpec(0, Space.FULL, {}, attention_state(heads, dim, dim)),
-        LayerSpec(1, Space.RECURRENT, {}, RECURRENT),
+        LayerSpec(1, Space.RECURRENT, {}, snapshot_parts.RECURRENT),
         LayerSpec(2, Space.WINDOW, {}, attention_state(heads, dim, dim), window=window),
     )
     snapshot = lay_out(model(kv_dtype, layers), slot(n))
