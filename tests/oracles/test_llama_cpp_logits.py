@@ -155,11 +155,11 @@ N_TOKENS = 80
 MIXES = {
     **{kind: kind for kind in ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q6_K", "IQ4_NL")},
     **{"Q3_K_M": "Q3_K", "Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K", "IQ4_XS": "IQ4_XS", "MXFP4_MOE": "MXFP4"},
-    **{kind: kind for kind in ("IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")},
+    **{kind: kind for kind in ("IQ3_S", "TQ1_0", "TQ2_0")},
 }
 """llama-quantize's name of a mix, and the type that it is named for."""
-BY_IMPORTANCE = {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"}
-"""Types that llama-quantize makes with an importance matrix only."""
+BY_IMPORTANCE = {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"}
+"""Types whose mixes llama-quantize makes with an importance matrix only."""
 
 REFUSALS = {
     "GGML_ASSERT(buffer)": "a hybrid without any attention layer",
