@@ -37,6 +37,8 @@ HALVES: dict[str, tuple[int, ...]] = {
     "TQ1_0": (52,), "TQ2_0": (64,),
 }  # fmt: skip
 """Where the float16 numbers of a block lie: its scale, and its minimum."""
+UNTILED = ROW_INDEXED - {WeightFormat.BFLOAT16, WeightFormat.BLOCKS}
+"""Formats of matrices that no cpu with C++ kernels has in tiles."""
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -169,16 +171,16 @@ class WeightLoader:
             return ConcatExperts([self.experts(name) for name in names])
         n_experts, n_columns = layouts[0].shape[0], layouts[0].shape[-1]
         rows = [Rows(r.name, ((e * r.shape[1], (e + 1) * r.shape[1]),)) for e in range(n_experts) for r in layouts]
-        if layouts[0].format in QUANTISED_FORMATS:
-            if self.selector.repacks(layouts[0].format):
-                return self.selector.packed_experts(self._packed(rows, n_experts), n_columns)
-            raw = self._raw(rows)
-            return self.selector.expert_blocks(layouts[0].kind, raw.view(n_experts, -1, raw.shape[-1]), n_columns)
         kinds = {r.kind.name for r in layouts}
         if all(map(self._tiled_experts, layouts)):
             if len(kinds) > 1:
                 return ConcatExperts([self.experts(name) for name in names])
             return self.selector.expert_tiles(self._tiles(rows), n_experts, n_columns)
+        if layouts[0].format in QUANTISED_FORMATS:
+            if self.selector.repacks(layouts[0].format):
+                return self.selector.packed_experts(self._packed(rows, n_experts), n_columns)
+            raw = self._raw(rows)
+            return self.selector.expert_blocks(layouts[0].kind, raw.view(n_experts, -1, raw.shape[-1]), n_columns)
         if layouts[0].format is WeightFormat.INT4:
             packed, affine = self._int4(rows)
             affine = affine.view(affine.shape[0], n_experts, -1, 2).transpose(0, 1).contiguous()
@@ -220,13 +222,13 @@ class WeightLoader:
     def _tiled(self, rows: Rows) -> bool:
         """Return whether C++ kernels multiply the matrix in tiles."""
         layout = self._layout(rows)
-        if len(layout.shape) != 2 or rows.columns is not None or layout.format in ROW_INDEXED - {WeightFormat.BFLOAT16}:
+        if len(layout.shape) != 2 or rows.columns is not None or layout.format in UNTILED:
             return False
         return self.selector.tiles(layout.kind, *layout.shape, layout.n_bytes)
 
     def _tiled_experts(self, layout: TensorLayout) -> bool:
         """Return whether C++ kernels multiply experts in tiles; each expert begins with a tile."""
-        if layout.format in ROW_INDEXED - {WeightFormat.BFLOAT16} or layout.shape[1] % CPU_TILE_ROWS:
+        if layout.format in UNTILED or layout.shape[1] % CPU_TILE_ROWS:
             return False
         return self.selector.tiles(layout.kind, layout.shape[0] * layout.shape[1], layout.shape[2], layout.n_bytes)
 
@@ -243,13 +245,13 @@ class WeightLoader:
             if first.format in QUANTISED_FORMATS:
                 return self.selector.blocks(kind, weight, first.shape[-1])
             return self.selector.dense(kinds, weight, indexed=True)
+        if self._tiled(rows[0]):
+            by_kind = groupby(rows, lambda r: self._layout(r).kind)
+            return self.selector.tiled_linear([self._tiles(list(same)) for _, same in by_kind], first.shape[-1])
         if first.format in QUANTISED_FORMATS:
             if self.selector.repacks(first.format):
                 return self.selector.packed_linear(self._packed(rows), first.shape[-1])
             return self.selector.blocks(first.kind, self._raw(rows), first.shape[-1])
-        if self._tiled(rows[0]):
-            by_kind = groupby(rows, lambda r: self._layout(r).kind)
-            return self.selector.tiled_linear([self._tiles(list(same)) for _, same in by_kind], first.shape[-1])
         if first.format is WeightFormat.INT4:
             return self.selector.int4(kinds, *self._int4(rows))
         if first.format is WeightFormat.INT8:

@@ -33,6 +33,9 @@ from lucevisor.model.quant_types import CHUNK, TILE_ROWS, GgmlType, padded_colum
 # Q4_0, Q5_0  codes   as Q4_K; high as Q5_K; steps f16 [1, 16, 8] d of each 32
 # Q4_1, Q5_1  codes   as Q4_K; high as Q5_K; steps int32 [1, 16, 8] d | m << 16, both f16
 # Q8_0        codes   int8  [8, 16, 32]  as stored; steps f16 [1, 16, 8] d
+# IQ4_NL      as Q4_0
+# MXFP4       codes   as Q4_K; steps uint8 [1, 16, 8] e of each 32
+# IQ4_XS      codes   as Q4_K; scales int32 [1, 16, 2] d | t << 16, s
 #
 # Neighbours lie 16 bits apart in a word, so one shift and mask yields both halves of a pair of 16-bit floats.  A part's
 # 16 rows adjoin, so that the lanes of a warp that hold rows g and t-th words load from all banks of shared memory.
@@ -56,6 +59,7 @@ _HIGH1 = TilePart("high", torch.int16, 1, 16)
 _SCALES = TilePart("scales", torch.int32, 1, 4)
 _STEPS = TilePart("steps", torch.float16, 1, 8)
 _STEP_PAIRS = TilePart("steps", torch.int32, 1, 8)
+_EXPONENTS = TilePart("steps", torch.uint8, 1, 8)
 TILES: dict[str, tuple[TilePart, ...]] = {
     "Q4_K": (_CODES4, _SCALES),
     "Q5_K": (_CODES4, _HIGH1, _SCALES),
@@ -70,6 +74,9 @@ TILES: dict[str, tuple[TilePart, ...]] = {
     "Q4_1": (_CODES4, _STEP_PAIRS),
     "Q5_1": (_CODES4, _HIGH1, _STEP_PAIRS),
     "Q8_0": (TilePart("codes", torch.int8, 8, 32), _STEPS),
+    "IQ4_NL": (_CODES4, _STEPS),
+    "IQ4_XS": (_CODES4, TilePart("scales", torch.int32, 1, 2)),
+    "MXFP4": (_CODES4, _EXPONENTS),
 }
 """Quant type -> the parts of its tiles, in the order in which they lie."""
 
@@ -389,11 +396,33 @@ def _q8_0_blocks(p: _Rows) -> Iterator[Tensor]:
     yield _bytes_of(_split(p.codes, 1, -1, 32))
 
 
+# ---- IQ4_NL as Q4_0; MXFP4: e 0:1, q 1:17; IQ4_XS: d 0:2, t 2:4, s 4:8, q 8:136, eight times 16 bytes as Q4_0's
+
+
+def _mxfp4(b: Tensor) -> Iterator[Tensor]:
+    yield _simple_codes(b[..., 1:17])
+    yield b[..., 0].contiguous()
+
+
+def _iq4_xs(b: Tensor) -> Iterator[Tensor]:
+    yield _simple_codes(_split(b[..., 8:136], -1, 8, 16).flatten(1, 2))
+    yield b[..., 0:8].contiguous().view(torch.int32).flatten(1)
+
+
+def _iq4_xs_blocks(p: _Rows) -> Iterator[Tensor]:
+    assert p.scales is not None
+    yield _bytes_of(_split(p.scales, 1, -1, 2))
+    nibbles = _split(_codes(p.codes, 4, 32), -1, 8, 2, 16)
+    yield (nibbles[..., 0, :] | (nibbles[..., 1, :] << 4)).flatten(-2)
+
+
 _REPACK: dict[str, Callable[[Tensor], Iterator[Tensor]]] = {
     "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "Q8_0": _q8_0,
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,
+    "IQ4_NL": _q4_0, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
 }  # fmt: skip
 _UNPACK: dict[str, Callable[[_Rows], Iterator[Tensor]]] = {
     "Q4_K": _q4_k_blocks, "Q5_K": _q5_k_blocks, "Q6_K": _q6_k_blocks, "Q8_0": _q8_0_blocks,
     "Q4_0": _simple_blocks, "Q4_1": _simple_blocks, "Q5_0": _simple_blocks, "Q5_1": _simple_blocks,
+    "IQ4_NL": _simple_blocks, "IQ4_XS": _iq4_xs_blocks, "MXFP4": _simple_blocks,
 }  # fmt: skip

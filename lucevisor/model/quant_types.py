@@ -36,7 +36,9 @@ NATIVE = FEW_BITS | {
 }  # fmt: skip
 """Quant types kept quantised on a GPU and dequantised on the fly."""
 
-REPACKED = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"})
+CODEBOOK = frozenset({"IQ4_NL", "IQ4_XS", "MXFP4"})
+"""Types whose codes of four bits stand for numbers that are no sequence."""
+REPACKED = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}) | CODEBOOK
 """The types of :data:`NATIVE` that have kernels and are repacked on a GPU."""
 CHUNK = 256
 """Row granularity of repacked weights: rows of 32-element blocks are zero-padded to a multiple of this."""
@@ -50,8 +52,9 @@ CPU_INT4 = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 INT4_GROUP = 32
 """Columns of packed int4 that share a scale and a zero."""
 CPU_INT8 = FEW_BITS | {"Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"}
-"""Converted by a bfloat16 cpu shard to int8 with one scale per row (torch's packed int8 product).  Not MXFP4: it is
-exact in bfloat16, and its power-of-two scales span too wide a range for one scale per row."""
+"""Converted by a bfloat16 cpu shard to int8 with one scale per row (torch's packed int8 product)."""
+CPU_BLOCKS = frozenset({"MXFP4"})
+"""Kept by a bfloat16 cpu shard as in the file: powers of two span too wide a range for one scale per row."""
 
 
 EXPERT_ROWS = 64
@@ -94,6 +97,8 @@ def weight_format(kind: GgmlType, shape: tuple[int, ...], backend: Backend, dtyp
                 return WeightFormat.INT4
             if kind.name in CPU_INT8:
                 return WeightFormat.INT8
+            if kind.name in CPU_BLOCKS:
+                return WeightFormat.BLOCKS
         return WeightFormat(dtype.value)
     if kind.name in REPACKED:
         return WeightFormat.PACKED
@@ -110,15 +115,17 @@ def padded_rows(n_rows: int, tile_rows: int = TILE_ROWS) -> int:
 
 
 def format_bytes(kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> int:
-    """Bytes of a tensor on the device in that format; for PACKED, INT4, INT8 and quantised BFLOAT16 an upper bound."""
+    """Bytes of a tensor on the device in that format; an upper bound for PACKED, INT4, INT8, BLOCKS of MXFP4 and
+    quantised BFLOAT16."""
     n = 1
     for d in shape:
         n *= d
     rows = n // shape[-1] if shape else 0
     tiles = 0
-    if kind.name in CPU_INT4 | CPU_INT8 and shape[-1] % kind.block_elements == 0:
+    if kind.name in CPU_INT4 | CPU_INT8 | CPU_BLOCKS and shape[-1] % kind.block_elements == 0:
         tiles = padded_rows(rows, CPU_TILE_ROWS) * row_bytes(kind, shape[-1])
         tiles += tiles // 32 if kind.block_elements == CHUNK else 0  # scales of six bits take a byte
+        tiles += tiles // 17 if kind.name in CPU_BLOCKS else 0  # and an exponent of a byte takes two
     match fmt:
         case WeightFormat.FLOAT32:
             return n * 4
@@ -131,7 +138,7 @@ def format_bytes(kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> i
         case WeightFormat.INT4:
             return max(n // 2 + n // INT4_GROUP * 4, tiles)
         case WeightFormat.BLOCKS:
-            return rows * row_bytes(kind, shape[-1])
+            return max(rows * row_bytes(kind, shape[-1]), tiles if kind.name in CPU_BLOCKS else 0)
         case WeightFormat.PACKED:
             matrices, last = (rows // shape[-2], shape[-2]) if len(shape) > 1 else (1, rows)
             return matrices * padded_rows(last) * row_bytes(kind, padded_columns(shape[-1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from daemons.models.shard import ShardConfig, ShardModel
 from daemons.models.stage import LoadedStage
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.families import open_spec
-from lucevisor.model.quant_types import DENSE, NATIVE, WeightFormat, format_bytes
+from lucevisor.model.quant_types import DENSE, NATIVE, WeightFormat, row_bytes
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import TensorLayout, TensorRole, shard_layouts
@@ -76,13 +77,13 @@ def assert_planned(n_bytes: int, kept: list[TensorLayout]) -> None:
     A cpu's C++ kernels keep quantised matrices at the size of their blocks and a little, within what was planned.
     """
     planned = sum(r.n_bytes for r in kept)
-    tiled = {WeightFormat.INT4, WeightFormat.INT8, WeightFormat.BFLOAT16}
+    tiled = {WeightFormat.INT4, WeightFormat.INT8, WeightFormat.BFLOAT16, WeightFormat.BLOCKS}
     packed = [
         r for r in kept
         if r.format is WeightFormat.PACKED
         or (r.format in tiled and r.kind.name not in DENSE and r.role is TensorRole.MATRIX)
     ]  # fmt: skip
-    padding = sum(max(0, r.n_bytes - format_bytes(r.kind, r.shape, WeightFormat.BLOCKS)) for r in packed)
+    padding = sum(max(0, r.n_bytes - prod(r.shape[:-1]) * row_bytes(r.kind, r.shape[-1])) for r in packed)
     assert planned - padding <= n_bytes <= planned
 
 

@@ -11,7 +11,7 @@ from daemons.weights.packed import empty_packed, tile_bytes
 from lucevisor.model.quant_types import BY_NAME
 from tests.kernels.targets import ONE_EACH, TARGETS, Case, for_some
 
-TYPES = {torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.float16: "*fp16"}
+TYPES = {torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8", torch.float16: "*fp16"}
 
 
 def random_packed(kind: str) -> tuple[dict[str, str], dict[str, None]]:
@@ -37,7 +37,7 @@ def _gemv(
     """
     pointers, absent = random_packed(kind)
     pointers |= {"x": f"*{dtype}", "out": "*fp32" if parts else f"*{dtype}"}
-    if kind == "Q8_0":
+    if kind in gemv.UNBIASED:
         absent |= {"sums": None}
     else:
         pointers |= {"sums": "*fp32"}
@@ -136,7 +136,7 @@ def group_sums_kernel(dtype: str) -> Case:
 
 
 CASES = [
-    *(_gemv(kind, "bf16") for kind in ("Q6_K", "Q4_0", "Q8_0")),
+    *(_gemv(kind, "bf16") for kind in ("Q6_K", "Q4_0", "Q8_0", "MXFP4", "IQ4_XS", "IQ4_NL")),
     *_gemv_float16("Q4_K"),
     *_gemv_float16("Q5_K", out="bf16", per_expert=True),
     *for_one_each(_gemv_float16("Q4_K", 16, out="fp16")),
@@ -156,7 +156,7 @@ CASES = [
         *(_dequantise(kind, "bf16", lookup=True) for kind in ("Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q8_0")),
         *(_dequantise(kind, "fp16", lookup=True) for kind in ("Q5_0", "Q4_1", "Q5_1")),
     ),
-    *(_dequantise(kind, "bf16") for kind in ("Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q8_0")),
+    *(_dequantise(kind, "bf16") for kind in ("Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q8_0", "MXFP4", "IQ4_XS", "IQ4_NL")),
     split_sum_kernel("bf16"),
     group_sums_kernel("bf16"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from daemons.ops.triton import grouped_gemm
 from daemons.weights.packed import tile_bytes
+from lucevisor.model.quant_types import CODEBOOK
 from tests.kernels.cases_gemv import random_packed
 from tests.kernels.targets import Case, for_some
 
@@ -31,6 +32,7 @@ CASES = [
     _grouped("Q6_K", "fp16", 64 * 8),
     *for_some(
         *(_grouped(kind, "bf16", 1024 * 8) for kind in ("Q5_K", "Q4_0", "Q4_1", "Q5_1", "Q8_0")),
+        *(_grouped(kind, "bf16", 1024 * 8, padded=kind != "IQ4_XS") for kind in sorted(CODEBOOK)),
         _grouped("Q4_K", "bf16", 64 * 8),
         _grouped("Q5_0", "bf16", 1024 * 8, padded=True),
         _grouped("Q4_K", "fp32", 1024 * 8),

@@ -17,6 +17,6 @@ def _repack(kind: str) -> Case:
 
 
 CASES = [
-    *(_repack(kind) for kind in ("Q4_K", "Q5_K", "Q6_K", "Q8_0")),
-    *for_some(*(_repack(kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1"))),
+    *(_repack(kind) for kind in ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4", "IQ4_XS")),
+    *for_some(*(_repack(kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL"))),
 ]

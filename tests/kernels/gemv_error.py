@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from daemons.ops.triton.gemv import UNBIASED
 from daemons.weights.dequant import dequantise
 from daemons.weights.packed import repack, unpack
 from lucevisor.model.quant_types import CHUNK, GgmlType
@@ -22,7 +23,7 @@ from tests.numerics import UNIT, Narrow, narrow_error
 DEVIATIONS = 6.0
 """Of 10^5 numbers, one is farther off by chance in 5,000 runs."""
 BIAS = {torch.float32: 0, torch.float16: 1024, torch.bfloat16: 128}
-"""Added to codes in the mantissa of a dtype; not for Q8_0."""
+"""Added to codes in the mantissa of a dtype; not for types in UNBIASED."""
 OFFSET = {"Q6_K": 32, "Q5_0": 16, "Q4_0": 8}
 """The code of zero, for types without minima."""
 FLOAT16_KINDS = ("Q4_K", "Q5_K")
@@ -70,13 +71,13 @@ def product(kind: GgmlType, raw: Tensor, x: Tensor) -> Product:
     """Of ``x`` [T, K] with the matrix of blocks ``raw`` [N, row_bytes]."""
     numbers, step, zero = _affine(kind, raw)
     float16 = kind.name in FLOAT16_KINDS and x.dtype != torch.float32
-    bias = 0 if float16 or kind.name == "Q8_0" else BIAS[x.dtype]
+    bias = 0 if float16 or kind.name in UNBIASED else BIAS[x.dtype]
     offset = OFFSET.get(kind.name, 0)
     size = CHUNK if float16 else 16 if kind.name == "Q6_K" else 32
     cut = x.dtype != torch.float32 and x.device.type == "cuda"
     x = x.double()
     exact = x @ numbers.t()
-    minima = zero + offset * step if kind.name != "Q8_0" else torch.zeros_like(zero)
+    minima = zero + offset * step if kind.name not in UNBIASED else torch.zeros_like(zero)
     counted = numbers - minima  # step times code less offset
     codes = counted + (bias + offset) * step
 

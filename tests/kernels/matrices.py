@@ -27,6 +27,9 @@ SHORT = sorted(name for name in REPACKED if BY_NAME[name].block_elements == 32)
 
 of_kinds = pytest.mark.parametrize("kind", KINDS)
 of_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+SCALES = dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS"), (0, 1)) | {"Q6_K": (208, 1), "MXFP4": (0, 0)}
+"""Where in a block float16 scales lie, and how many, where there are not two at its start."""
+
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA or HIP device: nothing is captured or compiled")
 
 
@@ -84,9 +87,9 @@ def bits(x: Tensor) -> Tensor:
 
 
 def halves(raw: np.ndarray, kind: str) -> np.ndarray:
-    """A view [rows, blocks, scales] of the float16 scales inside blocks."""
+    """A view [rows, blocks, scales] of the float16 scales inside blocks; of MXFP4 of none."""
     blocks = raw.reshape(raw.shape[0], -1, BY_NAME[kind].block_bytes)
-    first, count = {"Q6_K": (208, 1), "Q8_0": (0, 1), "Q4_0": (0, 1), "Q5_0": (0, 1)}.get(kind, (0, 2))
+    first, count = SCALES.get(kind, (0, 2))
     return blocks[..., first : first + 2 * count].view(np.float16)
 
 
@@ -94,6 +97,10 @@ def extreme(kind: str) -> np.ndarray:
     """Rows of 256 numbers: scales zero, negative, the largest and the smallest there are; then ordinary ones."""
     raw = random_blocks(np.random.default_rng(3), kind, 12, 256)
     scales = halves(raw, kind)
+    if kind == "MXFP4":
+        raw.reshape(12, -1, 17)[:7, :, 0] = np.array([0, 0, 100, 110, 128, 135, 139])[:, None]
+        raw.reshape(12, -1, 17)[:2, :, 1:] = 0
+        return raw
     for row, scale in enumerate((0.0, -0.0, 65504.0, -65504.0, 2.0**-14, 2.0**-24, -(2.0**-24))):
         scales[row] = scale
     scales[7:9] *= -1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -39,6 +41,16 @@ def test_rows_are_zero_padded_to_chunks(kind):
     assert torch.equal(bits(found[:, :352]), bits(dequantise(m.kind, m.raw, torch.float32)))
     assert found.shape == (9, 512)
     assert not bool(found[:, 352:].any())
+
+
+def test_all_exponents_and_codes_of_mxfp4():
+    raw = np.zeros((255, 17 * 8), dtype=np.uint8)
+    blocks = raw.reshape(255, 8, 17)
+    blocks[:, :, 0] = np.arange(255)[:, None]
+    blocks[:, :, 1:] = np.arange(128, dtype=np.uint8).reshape(8, 16) * 2 + 1
+    m = Matrix.of("MXFP4", raw)
+    wanted = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.MXFP4)
+    assert torch.equal(bits(dequantise_packed(m.packed, torch.float32)).cpu(), bits(torch.from_numpy(wanted)))
 
 
 @of_dtypes

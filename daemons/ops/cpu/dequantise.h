@@ -10,7 +10,7 @@ template <class T>
 void dequantise_half(const uint8_t* tile, int half, long n_columns, long n_rows, uint16_t* out) {
   const Decoder<T> decoder;
   for (long at = 0; at < n_columns; at += T::BLOCK, tile += T::BYTES) {
-    const Floats d = load_half(tile + TILE * half), m = tile_minimum<T>(tile, half);
+    const Floats d = tile_scale<T>(tile, half), m = tile_minimum<T>(tile, half);
     for (int c = 0; c < T::BLOCK; c += 32) {
       Ints rows[16];
 #pragma GCC unroll PAIRS_OF_GROUPS

@@ -296,7 +296,7 @@ void multiply_strip(const uint8_t* strip, const ByteRows& a, long first, Floats 
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) part[h][r] = add_ints(part[h][r], multiply_ints(sum[h][r], scale));
           } else {
-            const Floats d = load_half(tile + TILE * (begin + h)), m = tile_minimum<T>(tile, begin + h);
+            const Floats d = tile_scale<T>(tile, begin + h), m = tile_minimum<T>(tile, begin + h);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
               const float factor = OWN_FACTOR ? factors[column / T::BLOCK * R + r] : 1.f;
@@ -330,7 +330,7 @@ void multiply_strip(const uint8_t* strip, const ByteRows& a, long first, Floats 
           }
 #pragma GCC unroll 2
         for (int h = 0; h < HALVES; h++) {
-          const Floats d = load_half(tile + TILE * (begin + h)), m = tile_minimum<T>(tile, begin + h);
+          const Floats d = tile_scale<T>(tile, begin + h), m = tile_minimum<T>(tile, begin + h);
 #pragma GCC unroll 8
           for (int r = 0; r < R; r++) {
             const Floats factor = splat(factors[from / SHARED * R + r]);

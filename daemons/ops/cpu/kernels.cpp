@@ -20,6 +20,7 @@ inline const TypeKernels* kernels_of(long kind) {
     case 14: return &q6_k;
     case 20: return &iq4_nl;
     case 23: return &iq4_xs;
+    case 39: return &mxfp4;
     default: return nullptr;
   }
 }

@@ -22,7 +22,10 @@ void low_nibbles(const uint8_t* q, uint8_t* code) {  // elements 0..15 low, 16..
 
 template <class T>
 void read_block(const uint8_t* b, Block<T>& out) {
-  if constexpr (T::BLOCK == 32) {
+  if constexpr (T::POWERS) {  // MXFP4: 2^(e - 128) as bfloat16
+    out.d = b[0] < 2 ? 32 << b[0] : (b[0] - 1) << 7;
+    low_nibbles<T>(b + 1, out.code);
+  } else if constexpr (T::BLOCK == 32) {
     out.d = half_at(b);
     const uint8_t* at = b + 2;
     if (T::MIN) out.m = half_at(at), at += 2;
@@ -96,7 +99,7 @@ void dequantise_row(const uint8_t* raw, long n_blocks, long block_bytes, uint16_
   for (long b = 0; b < n_blocks; b++, raw += block_bytes, out += T::BLOCK) {
     Block<T> block;
     read_block<T>(raw, block);
-    const float d = _cvtsh_ss(block.d), m = _cvtsh_ss(block.m);
+    const float d = T::POWERS ? one_bfloat16(block.d) : _cvtsh_ss(block.d), m = _cvtsh_ss(block.m);
     for (int g = 0; g < T::GROUPS; g++) {
       float scale = d, minimum = m;
       if (T::NESTED) scale *= T::SIGNED ? float(int8_t(block.scale[g])) : float(block.scale[g]);
@@ -104,7 +107,8 @@ void dequantise_row(const uint8_t* raw, long n_blocks, long block_bytes, uint16_
       alignas(64) float x[T::GROUP];
       for (int i = 0; i < T::GROUP; i++) {
         const int code = block.code[g * T::GROUP + i];
-        const int value = T::LOOKUP ? LEVELS[code] : T::HIGH == 4 ? int8_t(code) : code + T::ZERO;
+        int value = T::HIGH == 4 ? int8_t(code) : code + T::ZERO;
+        if constexpr (T::LOOKUP) value = T::VALUES[code];
         const float product = scale * float(value);
         x[i] = T::MIN ? product + T::MIN * minimum : product;
       }

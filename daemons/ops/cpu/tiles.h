@@ -2,7 +2,7 @@
 // A lane of 32 bits is a row, its bytes are four columns, so that `vpdpbusd` multiplies 16 rows (or 8) by four activations.
 // All is read in the order in which it lies: with several streams the processor stops to prefetch.
 //
-// A tile is: d f16[32] | m f16[32], if the type has minima | nested types: scales [groups][32] and minima [groups][32],
+// A tile is: d f16[32] (of MXFP4 bf16, which holds its powers of two) | m f16[32], if the type has minima | nested types: scales [groups][32] and minima [groups][32],
 // a byte each | groups of columns that share a scale, of each half: high bits | codes.  Of eight columns, 0 4 1 5 are the
 // bytes of one vector, a *four*, and 2 6 3 7 those of the next: so the halves of a lane in both, shifted, are the pairs
 // 0 1, 2 3, 4 5 and 6 7.  Codes of 4 bits: a byte has the first four's in its low nibble, the second's in the high one.
@@ -14,13 +14,17 @@
 
 constexpr int TILE = 32;  // rows of a tile
 constexpr int8_t LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr int8_t DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // e2m1, times two
 
 // What a quant type is: columns of a block and of a group with one scale, bits above the low four (4: codes are bytes),
-// whether scales are bytes times d, whether those are signed, whether it has minima and their sign, the value of code 0.
-template <int COLUMNS, int GROUP_, int HIGH_, bool NESTED_, bool SIGNED_, int MIN_, int ZERO_, bool LOOKUP_ = false>
+// whether scales are bytes times d, whether those are signed, whether it has minima and their sign, the value of code 0,
+// the values of all codes where they are no sequence, whether scales are powers of two.
+template <int COLUMNS, int GROUP_, int HIGH_, bool NESTED_, bool SIGNED_, int MIN_, int ZERO_,
+          const int8_t* VALUES_ = nullptr, bool POWERS_ = false>
 struct Type {
   static constexpr int BLOCK = COLUMNS, GROUP = GROUP_, HIGH = HIGH_, MIN = MIN_, ZERO = ZERO_;
-  static constexpr bool NESTED = NESTED_, SIGNED = SIGNED_, LOOKUP = LOOKUP_;
+  static constexpr bool NESTED = NESTED_, SIGNED = SIGNED_, LOOKUP = VALUES_ != nullptr, POWERS = POWERS_;
+  static constexpr const int8_t* VALUES = VALUES_;
   static constexpr int GROUPS = BLOCK / GROUP;
   static constexpr int OFFSET = LOOKUP || HIGH == 4 ? 128 : -ZERO;  // what is added to values so that none is negative
   static constexpr int M = 64, SCALES = MIN ? 128 : 64, MINIMA = SCALES + (NESTED ? GROUPS * TILE : 0);
@@ -34,8 +38,9 @@ using Q4_1 = Type<32, 32, 0, false, false, 1, 0>;
 using Q5_0 = Type<32, 32, 1, false, false, 0, -16>;
 using Q5_1 = Type<32, 32, 1, false, false, 1, 0>;
 using Q8_0 = Type<32, 32, 4, false, false, 0, 0>;
-using IQ4_NL = Type<32, 32, 0, false, false, 0, 0, true>;
-using IQ4_XS = Type<256, 32, 0, true, true, 0, 0, true>;
+using IQ4_NL = Type<32, 32, 0, false, false, 0, 0, LEVELS>;
+using IQ4_XS = Type<256, 32, 0, true, true, 0, 0, LEVELS>;
+using MXFP4 = Type<32, 32, 0, false, false, 0, 0, DOUBLED, true>;
 using Q4_K = Type<256, 32, 0, true, false, -1, 0>;
 using Q5_K = Type<256, 32, 1, true, false, -1, 0>;
 using Q6_K = Type<256, 16, 2, true, true, 0, -32>;
@@ -47,7 +52,8 @@ inline __m512i values(int first) {
   alignas(64) uint16_t out[32];
   for (int i = 0; i < 32; i++) {
     const int code = first + (T::HIGH == 2 ? i : i & 15);
-    const int value = T::LOOKUP ? LEVELS[code & 15] : code + T::ZERO;
+    int value = code + T::ZERO;
+    if constexpr (T::LOOKUP) value = T::VALUES[code & 15];
     const float real = float(value);
     uint32_t bits;
     memcpy(&bits, &real, 4);
@@ -115,7 +121,7 @@ inline __attribute__((always_inline)) Ints bytes_of(const uint8_t* group, int i)
   }
   const Ints low = bits_and(code, nibble);
   if constexpr (T::LOOKUP) {
-    const __m128i levels = _mm_loadu_si128((const __m128i*)LEVELS);
+    const __m128i levels = _mm_loadu_si128((const __m128i*)T::VALUES);
     return lookup_bytes(SIGNED ? levels : _mm_xor_si128(levels, _mm_set1_epi8(-128)), low);
   }
   if constexpr (T::HIGH == 1) return add_high_bit(low, group, i);
@@ -141,6 +147,13 @@ struct Decoder {
   }
 };
 #endif
+
+// Scale of a half's 16 rows.
+template <class T>
+inline Floats tile_scale(const uint8_t* tile, int half) {
+  if constexpr (T::POWERS) return load_bfloat16((const uint16_t*)(tile + TILE * half));
+  else return load_half(tile + TILE * half);
+}
 
 // Scale of a group for a half's 16 rows, times that of the tile.
 template <class T>

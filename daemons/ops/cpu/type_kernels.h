@@ -17,4 +17,4 @@ template <class T>
 constexpr TypeKernels KERNELS{T::BYTES,           T::BLOCK,        SHARING<T>, repack<T>, dequantise_strips<T>,
                               dequantise_row<T>, multiply_strips<T>};
 
-extern const TypeKernels q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, iq4_nl, iq4_xs;
+extern const TypeKernels q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4;

@@ -119,6 +119,45 @@ def dequantise_q6_k(both, four, d, J: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def code_values(code, KIND: tl.constexpr):
+    """The numbers, int32, that codes of a type with a codebook stand for; ``daemons.weights.dequant`` has the lists.
+
+    Four bits of a word for the sizes of MXFP4's, else a byte of four words.
+    """
+    if KIND == "MXFP4":
+        size = (tl.full(code.shape, -0x379BCDF0, tl.int32) >> (4 * (code & 7))) & 15
+        return tl.where(code < 8, size, -size)
+    else:
+        low = tl.where(code < 4, -0x4052677F, -0x09152231)
+        high = tl.where(code < 12, 0x26190D01, 0x71594535)
+        return (tl.where(code < 8, low, high) << (24 - 8 * (code & 3))) >> 24
+
+
+@triton.jit
+def codebook_scale(scales, steps, tile, row, J: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr):
+    """What the values of group J of a chunk are multiplied by, float32.  ``tile``, ``row`` [BN]: where rows lie."""
+    if KIND == "MXFP4":
+        e = tl.load(steps + tile * TILE + row * 8 + J).to(tl.int32)
+        bits = tl.where(e < 2, (e + 1) << 21, (e - 1) << 23)  # subnormal for e of 0 and 1
+        return bits.to(tl.float32, bitcast=True)
+    elif KIND == "IQ4_XS":
+        first = tl.load(scales + tile * (TILE // 4) + row * 2)
+        low = (tl.load(scales + tile * (TILE // 4) + row * 2 + 1) >> (4 * J)) & 15
+        return low_float16(first) * ((low | (((first >> (16 + 2 * J)) & 3) << 4)) - 32).to(tl.float32)
+    else:
+        return tl.load(steps + tile * (TILE // 2) + row * 8 + J).to(tl.float32)
+
+
+@triton.jit
+def dequantise_codebook(
+    both, scales, steps, tile, row, J: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr, BN: tl.constexpr
+):
+    """Group J of a chunk of a type with a codebook as numbers [BN, 32]."""
+    value = code_values(split_codes(both, BN, 32), KIND).to(tl.float32)
+    return codebook_scale(scales, steps, tile, row, J, KIND, TILE)[:, None] * value
+
+
+@triton.jit
 def column_mask(row_mask, at, width, PADDED: tl.constexpr):
     """Mask of the rows of x at column ``at``: ``row_mask``, and with PADDED only columns below ``width``."""
     if PADDED:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from daemons.ops.triton.codes import (
+    dequantise_codebook,
     dequantise_q4,
     dequantise_q4_k,
     dequantise_q6_k,
@@ -34,6 +35,7 @@ def dequantise_kernel(
     L: tl.constexpr = 16 if KIND == "Q6_K" else 32
     HAS_FIFTH_BIT: tl.constexpr = KIND == "Q5_K" or KIND == "Q5_0" or KIND == "Q5_1"
     K_QUANT: tl.constexpr = KIND == "Q4_K" or KIND == "Q5_K"
+    CODEBOOK: tl.constexpr = KIND == "IQ4_NL" or KIND == "IQ4_XS" or KIND == "MXFP4"
     chunk = tl.program_id(1)
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     out_row = tl.minimum(row, n_rows - 1).to(tl.int64)
@@ -75,6 +77,8 @@ def dequantise_kernel(
                 both |= fifth_bits(bits, j)
             if K_QUANT:
                 number = dequantise_q4_k(both, tl.load(scales + words_at + tile_row * 4 + j // 2), d_dmin, j, BN)
+            elif CODEBOOK:
+                number = dequantise_codebook(both, scales, steps, tile, tile_row, j, KIND, TILE, BN)
             else:
                 step_at = words_at if KIND == "Q4_1" or KIND == "Q5_1" else halves_at
                 number = dequantise_q4(both, tl.load(steps + step_at + tile_row * 8 + j), KIND, BN)

@@ -17,10 +17,13 @@ from torch import Tensor
 from daemons.ops.triton.codes import (
     biased_codes,
     code_bias,
+    code_values,
+    codebook_scale,
     column_mask,
     fifth_bits,
     load_d_dmin,
     low_float16,
+    split_codes,
     spread_bits,
     upper_bits,
 )
@@ -28,12 +31,14 @@ from daemons.ops.triton.dependent_launch import dependent_launch, wait_for_input
 from daemons.ops.triton.gemv_float16 import FLOAT16_KINDS, packed_gemv_float16
 from daemons.ops.triton.split_k import GemvConfig, GemvTile, gemv_config, reduce_splits, rows_per_program, split_buffer
 from daemons.weights.packed import PackedWeights, tile_bytes
-from lucevisor.model.quant_types import CHUNK
+from lucevisor.model.quant_types import CHUNK, CODEBOOK
 
 MAX_GEMV_ROWS = 64
 """Rows that :func:`packed_gemv` takes at most."""
 SUM_BLOCK = 16
 """Groups per program of :func:`group_sums_kernel`."""
+UNBIASED = CODEBOOK | {"Q8_0"}
+"""Types whose codes are multiplied as the numbers that they stand for."""
 
 
 @triton.jit
@@ -56,6 +61,25 @@ def _add_chunk_q8_0(
         mask = column_mask(row_mask, chunk * 256 + 32 * j, width, PADDED)
         part = tl.dot(code, tl.load(x_at + 32 * j, mask=mask[None, :], other=0.0), input_precision="ieee")
         acc += scale[:, None] * part
+    return acc
+
+
+@triton.jit
+def _add_chunk_codebook(
+    acc, x, x_at, codes, scales, steps, tile, row, row_mask, chunk, width,
+    KIND: tl.constexpr, TILE: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """``acc`` plus one chunk of a type with a codebook, whose values are exact in 16 bits."""
+    word_at = (tile * (TILE // 4) + row * 16)[:, None] + tl.arange(0, 16)[None, :]
+    for h in tl.static_range(2):
+        words = tl.load(codes + word_at + 256 * h)
+        for i in tl.static_range(4):
+            code = split_codes((words >> (4 * i)) & 0x000F000F, BN, 32)
+            number = code_values(code, KIND).to(tl.float32).to(x.dtype.element_ty)
+            mask = column_mask(row_mask, chunk * 256 + 128 * h + 32 * i, width, PADDED)
+            at = x_at + 128 * h + 32 * i
+            part = tl.dot(number, tl.load(at, mask=mask[None, :], other=0.0), input_precision="ieee")
+            acc += codebook_scale(scales, steps, tile, row, 4 * h + i, KIND, TILE)[:, None] * part
     return acc
 
 
@@ -143,6 +167,7 @@ def gemv_kernel(
     L: tl.constexpr = 16 if KIND == "Q6_K" else 32
     GROUPS: tl.constexpr = 256 // L
     WIDTH: tl.constexpr = BM if experts is None else 1
+    CODEBOOK: tl.constexpr = KIND == "IQ4_NL" or KIND == "IQ4_XS" or KIND == "MXFP4"
     split = tl.program_id(1)
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     weight_row = tl.minimum(columns, n_out - 1)
@@ -153,7 +178,7 @@ def gemv_kernel(
     else:
         z = tl.program_id(2)
         row_mask, row, sum_row, out_row = m == 0, z // pairs_per_row + m * 0, m * 0, z + m * 0
-        if KIND != "Q8_0":
+        if KIND != "Q8_0" and not CODEBOOK:
             sums += (z // pairs_per_row) * n_chunks * GROUPS
         first_tile += tl.load(experts + z) * tl.cdiv(n_out, 16)
     x_at = x + row[None, :].to(tl.int64) * width + tl.arange(0, L)[:, None]
@@ -163,6 +188,10 @@ def gemv_kernel(
         chunk_x = x_at + chunk * 256
         if KIND == "Q8_0":
             acc = _add_chunk_q8_0(acc, x, chunk_x, codes, steps, tile, tile_row, row_mask, chunk, width, TILE, PADDED)
+        elif CODEBOOK:
+            acc = _add_chunk_codebook(
+                acc, x, chunk_x, codes, scales, steps, tile, tile_row, row_mask, chunk, width, KIND, TILE, BN, PADDED
+            )
         else:
             chunk_sums = sums + chunk * (GROUPS * WIDTH) + sum_row
             if KIND == "Q6_K":
@@ -217,7 +246,7 @@ def packed_gemv(
     block_rows = rows_per_program(n_rows, experts)
     n_results, n_deep = (n_rows, 1) if experts is None else (experts.shape[0], experts.shape[0])
     sums = None
-    if kind != "Q8_0":
+    if kind not in UNBIASED:
         n_groups, blocks = n_chunks * CHUNK // size, triton.cdiv(n_rows, block_rows)
         sums = torch.empty(blocks, n_groups, block_rows, dtype=torch.float32, device=x.device)
         grid = (triton.cdiv(n_groups, SUM_BLOCK), blocks)

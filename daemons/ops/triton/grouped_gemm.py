@@ -16,6 +16,7 @@ from torch import Tensor
 from daemons.ops.expert_pairs import ExpertPairs
 from daemons.ops.triton.codes import (
     column_mask,
+    dequantise_codebook,
     dequantise_q4,
     dequantise_q4_k,
     dequantise_q6_k,
@@ -58,6 +59,7 @@ def _gemm_tile(
     L: tl.constexpr = 16 if KIND == "Q6_K" else 32
     HAS_FIFTH_BIT: tl.constexpr = KIND == "Q5_K" or KIND == "Q5_0" or KIND == "Q5_1"
     K_QUANT: tl.constexpr = KIND == "Q4_K" or KIND == "Q5_K"
+    CODEBOOK: tl.constexpr = KIND == "IQ4_NL" or KIND == "IQ4_XS" or KIND == "MXFP4"
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     weight_row = tl.minimum(columns, n_out - 1)
     first_tile, tile_row = expert * tl.cdiv(n_out, 16) + weight_row // 16, weight_row % 16
@@ -99,6 +101,8 @@ def _gemm_tile(
                     both |= fifth_bits(bits, j)
                 if K_QUANT:
                     number = dequantise_q4_k(both, tl.load(scales + words_at + tile_row * 4 + j // 2), d_dmin, j, BN)
+                elif CODEBOOK:
+                    number = dequantise_codebook(both, scales, steps, tile, tile_row, j, KIND, TILE, BN)
                 else:
                     step_at = words_at if KIND == "Q4_1" or KIND == "Q5_1" else halves_at
                     number = dequantise_q4(both, tl.load(steps + step_at + tile_row * 8 + j), KIND, BN)

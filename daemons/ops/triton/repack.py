@@ -1,7 +1,7 @@
 """Quant blocks of the file to packed weights in one launch, bit for bit ``PackedWeights.write``.
 
 A load beside a replay waits for multiprocessors at each launch.  Blocks are read in half words of two bytes, of which
-every quant type has a whole number; where blocks begin is not aligned to more.
+every quant type but MXFP4 has a whole number; where blocks begin is not aligned to more.
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ def load_halves(row, at, left, inside):
 
 
 @triton.jit
+def load_bytes(row, at, left, inside):
+    """Bytes ``at`` of a chunk as int32, as :func:`load_halves` does."""
+    return tl.load(row + at, mask=inside & (at < left), other=0).to(tl.int32) & 0xFF
+
+
+@triton.jit
 def spread_bytes(half):
     """Move the two bytes of a half word to bits 0..7 and 16..23."""
     return (half | (half << 8)) & 0x00FF00FF
@@ -43,13 +49,23 @@ def spread_pairs(half):
 @triton.jit
 def nibble_words(row, at, STEP: tl.constexpr, left, inside):
     """Words of codes from four half words, ``STEP`` apart: of their low nibbles, and of their high ones."""
+    low, high = at * 0, at * 0
     for i in tl.static_range(4):
         both = spread_bytes(load_halves(row, at + STEP * i, left, inside))
-        if i == 0:
-            low, high = both & 0x000F000F, (both >> 4) & 0x000F000F
-        else:
-            low |= (both & 0x000F000F) << (4 * i)
-            high |= ((both >> 4) & 0x000F000F) << (4 * i)
+        low |= (both & 0x000F000F) << (4 * i)
+        high |= ((both >> 4) & 0x000F000F) << (4 * i)
+    return low, high
+
+
+@triton.jit
+def nibble_words_of_bytes(row, at, STEP: tl.constexpr, left, inside):
+    """The same from four pairs of bytes, ``STEP`` bytes apart."""
+    low, high = at * 0, at * 0
+    for i in tl.static_range(4):
+        first = load_bytes(row, at + STEP * i, left, inside)
+        both = first | (load_bytes(row, at + STEP * i + 1, left, inside) << 16)
+        low |= (both & 0x000F000F) << (4 * i)
+        high |= ((both >> 4) & 0x000F000F) << (4 * i)
     return low, high
 
 
@@ -69,7 +85,7 @@ def k_scale_words(row, left, inside):
     return scale | (minimum << 6) | (d << 12) | (dmin << 28)
 
 
-# Long: the layouts of eight quant types
+# Long: the layouts of all quant types
 @triton.jit(do_not_specialize=["first", "n_raw", "width", "n_rows", "n_tiles", "n_chunks"])
 def repack_kernel(
     raw, codes, high, scales, steps, first, n_raw, width, n_rows, n_tiles, n_chunks,
@@ -114,6 +130,24 @@ def repack_kernel(
         tl.store(scales + words_at + tile_row * 4 + four, word, mask=inside)
         d = load_halves(row, tile_row * 0 + 104, left, inside)
         tl.store(steps + halves_at + tile_row, d.to(tl.int16).to(tl.float16, bitcast=True), mask=inside)
+    elif KIND == "MXFP4":
+        single = row.to(tl.pointer_type(tl.uint8))
+        e = load_bytes(single, 17 * eight, 2 * left, inside)
+        tl.store(steps + tile * TILE + tile_row * 8 + eight, e.to(tl.uint8), mask=inside)
+        for h in tl.static_range(2):
+            low_words, high_words = nibble_words_of_bytes(single, 68 * h + 1 + 2 * eight, 17, 2 * left, inside)
+            to_words = codes + words_at + 256 * h + tile_row * 16 + eight
+            tl.store(to_words, low_words, mask=inside)
+            tl.store(to_words + 8, high_words, mask=inside)
+    elif KIND == "IQ4_XS":
+        two = tl.arange(0, 2)[None, :]
+        word = load_halves(row, 2 * two, left, inside) | (load_halves(row, 2 * two + 1, left, inside) << 16)
+        tl.store(scales + words_at + tile_row * 2 + two, word, mask=inside)
+        for h in tl.static_range(2):
+            low_words, high_words = nibble_words(row, 4 + 32 * h + eight, 8, left, inside)
+            to_words = codes + words_at + 256 * h + tile_row * 16 + eight
+            tl.store(to_words, low_words, mask=inside)
+            tl.store(to_words + 8, high_words, mask=inside)
     else:
         BLOCK: tl.constexpr = HALVES // 8  # of 32 columns
         step = load_halves(row, BLOCK * eight, left, inside)
