@@ -5,6 +5,7 @@ from __future__ import annotations
 from daemons.models.blocks import Family
 from daemons.models.gemma3 import Gemma3Family
 from daemons.models.gemma4 import Gemma4Family
+from daemons.models.gpt_oss import GptOssFamily
 from daemons.models.laguna import LagunaFamily
 from daemons.models.llama import LlamaFamily
 from daemons.models.qwen3next import Qwen3NextFamily
@@ -15,6 +16,7 @@ FAMILIES: dict[str, type[Family]] = {
     "gemma3": Gemma3Family,
     "gemma4": Gemma4Family,
     "glm4moe": LlamaFamily,
+    "gpt-oss": GptOssFamily,
     "granite": LlamaFamily,
     "granitemoe": LlamaFamily,
     "laguna": LagunaFamily,

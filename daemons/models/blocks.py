@@ -43,9 +43,16 @@ class HostAttention:
     """Attention of one layer of space full; ``fused`` is the device's form of it, None for plain torch."""
 
     def __init__(
-        self, keys: PagedTensor, values: PagedTensor, fused: PartialAttention | None, scale: float, softcap: float
+        self,
+        keys: PagedTensor,
+        values: PagedTensor,
+        fused: PartialAttention | None,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None,
     ) -> None:
         self.keys, self.values, self.fused, self.scale, self.softcap = keys, values, fused, scale, softcap
+        self.sinks = sinks
         assert keys.host is not None
         assert values.host is not None
         self._hosts = keys.host, values.host
@@ -55,6 +62,8 @@ class HostAttention:
     def __call__(self, group: Group, q: Tensor) -> Tensor:
         """Queries [B, n, H, D] -> [B, n, H, Dv]"""
         whole = self._resident(group, q)
+        if self.sinks is not None:
+            whole.add_sinks(self.sinks)
         if self.fused is not None and group.reads_in_place:
             whole.add(self.fused(q.flatten(0, 1), *self._in_place, group.host_query(), False))
             return whole.values.to(q.dtype)
@@ -291,6 +300,7 @@ class Attention:
 
     ``inputs`` makes columns q (H D), k (K D), gate, v (K D; none if values are keys).  ``positions`` has a norm weight
     per head [H + K, D], so q and k are normed, rotated and cast together.  ``value_norm`` acts on each head of v.
+    ``sinks`` float32 [H]: the logit of one more key of each head, whose value is zero.
     """
 
     def __init__(
@@ -302,18 +312,19 @@ class Attention:
         positions: QkNormRope,
         operations: Operations,
         value_norm: Norm | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         self.shape, self.inputs, self.output, self.positions = shape, inputs, output, positions
         self.keys, self.values = pages
-        self.value_norm, self.operations = value_norm, operations
+        self.value_norm, self.operations, self.sinks = value_norm, operations, sinks
         s = shape
         self.paged_attention = operations.paged_attention(
-            window=s.window, scale=s.scale, softcap=s.softcap, causal=s.causal
+            window=s.window, scale=s.scale, softcap=s.softcap, causal=s.causal, sinks=sinks
         )
         self.host_attention: HostAttention | None = None
         if self.keys.host is not None:
             fused = operations.partial_attention(scale=s.scale, softcap=s.softcap)
-            self.host_attention = HostAttention(self.keys, self.values, fused, s.scale, s.softcap)
+            self.host_attention = HostAttention(self.keys, self.values, fused, s.scale, s.softcap, sinks)
         self.heads = [s.n_heads, s.n_kv_heads]
         self.columns = [sum(self.heads) * s.head_dim, s.gate, 0 if s.key_values else s.n_kv_heads * s.head_dim]
 
@@ -357,7 +368,7 @@ class Attention:
             return found.view(q.shape[0], q.shape[1], *found.shape[1:])
         pages, mask = group.keys(self.shape.space, self.shape.window, self.shape.causal)
         k, v = self.keys.read(pages, q.dtype), self.values.read(pages, q.dtype)
-        return attention(q, k, v, mask, scale=self.shape.scale, softcap=self.shape.softcap)
+        return attention(q, k, v, mask, scale=self.shape.scale, softcap=self.shape.softcap, sinks=self.sinks)
 
 
 class QkNormRope:

@@ -59,7 +59,11 @@ class LlamaFamily(Family):
         pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
         positions = QkNormRope(self.qk_norm(b), self.rope, self.operations)
         output = self.biased(b, self.w.linear(b + "attn_output.weight"), "attn_output")
-        return Attention(shape, self.inputs(b), output, pages, positions, self.operations)
+        return Attention(shape, self.inputs(b), output, pages, positions, self.operations, sinks=self.sinks(b))
+
+    def sinks(self, prefix: str) -> Tensor | None:
+        """See :class:`daemons.models.blocks.Attention`."""
+        return None
 
     def inputs(self, prefix: str) -> Linear:
         pairs = (self.p.head_dim, self.p.rotary.n) if self.p.adjacent_pairs else None

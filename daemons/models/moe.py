@@ -37,16 +37,22 @@ def build_router(w: WeightLoader, prefix: str, x: Experts, *, expert_scale: str 
         bias=w.exact(prefix + "exp_probs_b.bias") if x.biased else None,
         expert_scale=w.exact(prefix + expert_scale) if expert_scale else None,
         has_shared_gate=bool(shared_gate),
+        logit_bias=w.exact(prefix + "ffn_gate_inp.bias") if x.has_biases else None,
     )
     return w.selector.operations.router(router)
 
 
-def build_experts(w: WeightLoader, prefix: str, activation: str) -> ExpertMlp:
-    """The routed experts of the layer ``prefix``, gate and up in one tensor or in two."""
-    names = [prefix + "ffn_gate_up_exps.weight"]
-    if names[0] not in w.files.tensors:
-        names = [prefix + "ffn_gate_exps.weight", prefix + "ffn_up_exps.weight"]
-    return ExpertMlp(w.experts(*names), w.experts(prefix + "ffn_down_exps.weight"), activation, w.selector.operations)
+def build_experts(w: WeightLoader, prefix: str, activation: str, x: Experts | None = None) -> ExpertMlp:
+    """The routed experts of the layer ``prefix``, gate and up in one tensor or in two; with biases if ``x`` says so."""
+    down, names = prefix + "ffn_down_exps", [prefix + "ffn_gate_up_exps"]
+    if names[0] + ".weight" not in w.files.tensors:
+        names = [prefix + "ffn_gate_exps", prefix + "ffn_up_exps"]
+    biases = None
+    if x is not None and x.has_biases:
+        gate_up = torch.cat([w.exact(name + ".bias") for name in names], dim=1)
+        biases = gate_up.to(w.selector.dtype), w.exact(down + ".bias").to(w.selector.dtype)
+    matrices = w.experts(*(name + ".weight" for name in names)), w.experts(down + ".weight")
+    return ExpertMlp(*matrices, activation, w.selector.operations, biases)
 
 
 def build_shared_expert(w: WeightLoader, prefix: str) -> GatedMlp:

@@ -42,21 +42,31 @@ def visible(queries: Tensor, keys: Tensor, window: int, causal: bool = True, low
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Causal | None, *, scale: float, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | Causal | None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend ``q`` [B, n, H, D] to ``k`` [B, L, K, D] and ``v`` [B, L, K, Dv]; returns [B, n, H, Dv] of q's dtype.
 
-    ``mask`` [B, 1, n, L], True where visible; None: every query sees every key.  Softmax is float32.
+    ``mask`` [B, 1, n, L], True where visible; None: every query sees every key.  ``sinks`` float32 [H]: the logit of
+    one more key of each head, whose value is zero.  Softmax is float32.
     """
     if isinstance(mask, Causal):
         if softcap == 0.0 and _takes_flash(q, v):
             parts = (x.transpose(1, 2) for x in (q, k, v))
-            found = torch.ops.aten._scaled_dot_product_flash_attention(*parts, 0.0, True, scale=scale)[0]
+            found, sums = torch.ops.aten._scaled_dot_product_flash_attention(*parts, 0.0, True, scale=scale)[:2]
+            if sinks is not None:  # what the keys' weights are of all
+                found = (found * torch.sigmoid(sums - sinks.view(-1, 1)).unsqueeze(-1)).to(q.dtype)
             return found.transpose(1, 2)  # type: ignore[no-any-return]
         positions = torch.arange(k.shape[1], device=q.device)[None]
         mask = visible(positions[:, -q.shape[1] :], positions, 0)
-    if softcap > 0.0 or (q.dtype == torch.float32 and q.device.type != "cpu"):
-        return reference(q, k, v, mask, scale=scale, softcap=softcap)  # GPUs' fused kernels may use TF32
+    if softcap > 0.0 or sinks is not None or (q.dtype == torch.float32 and q.device.type != "cpu"):
+        return reference(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)  # GPUs' kernels may use TF32
     n, group = q.shape[1], q.shape[2] // k.shape[2]
     folded = _fold(q, k.shape[2])
     if mask is not None and n > 1 and group > 1:
@@ -96,11 +106,26 @@ def _multiplies_bfloat16() -> bool:
     return bool(seen_by_onednn) and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float = 0.0) -> Tensor:
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """:func:`attention` in plain steps, with a bounded number of float32 scores at a time."""
     values = v.transpose(1, 2).float()
-    parts = scored_parts(q, k, mask, scale=scale, softcap=softcap)
-    found = [unfolded(torch.matmul(torch.softmax(scores, dim=-1), values)) for scores, unfolded in parts]
+    found = []
+    for scores, unfolded in scored_parts(q, k, mask, scale=scale, softcap=softcap):
+        if sinks is not None:
+            n_kv, n_rows = scores.shape[1:3]
+            column = sinks.view(n_kv, -1).repeat_interleave(n_rows * n_kv // len(sinks), dim=1)
+            scores = torch.cat((scores, column.expand(len(scores), -1, -1).unsqueeze(-1)), dim=-1)
+        weights = torch.softmax(scores, dim=-1)
+        found.append(unfolded(torch.matmul(weights[..., : k.shape[1]], values)))
     return torch.cat(found, dim=1).to(q.dtype)
 
 

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from lucevisor.model.rope import Rotary, Yarn
 
+ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+
 
 class RmsNorm:
     """``x rsqrt(mean(x²) + eps) weight`` over the last dimension, weight as stored.
@@ -90,8 +93,10 @@ def rope(rotary: Rotary, device: torch.device, factors: Tensor | None = None) ->
         inverse = inverse / factors
     if yarn is None:
         return Rope(rotary.n, inverse)
-    low = max(math.floor(_pair_of(yarn.beta_fast, rotary, yarn)), 0)
-    high = min(math.ceil(_pair_of(yarn.beta_slow, rotary, yarn)), rotary.n - 1)
+    low, high = _pair_of(yarn.beta_fast, rotary, yarn), _pair_of(yarn.beta_slow, rotary, yarn)
+    if yarn.whole_pairs:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary.n - 1)
     pair = torch.arange(rotary.n // 2, dtype=torch.float32, device=device)
     slowed = ((pair - low) / max(high - low, 0.001)).clamp_(0.0, 1.0)
     inverse = inverse * (1.0 - slowed) + inverse / yarn.factor * slowed
@@ -116,13 +121,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def act_and_mul(x: Tensor, activation: str) -> Tensor:
-    """``act(gate) * up`` of ``x`` ``[T, 2F]``, gate columns first.  ``activation``: silu, or gelu in its tanh form."""
+    """``act(gate) * up`` of ``x`` ``[T, 2F]``, gate columns first.  ``activation``: silu, gelu in its tanh form, or
+    swiglu_oai: both sides clamped, 1 added to ``up``, the gate times sigmoid(SWIGLU_ALPHA gate).
+    """
     gate, up = x.chunk(2, dim=-1)
     if activation == "silu":
         return F.silu(gate).mul_(up)
     if activation == "gelu_tanh":
         return F.gelu(gate, approximate="tanh").mul_(up)
-    raise ValueError(f"activation {activation!r} is neither silu nor gelu_tanh")
+    if activation == "swiglu_oai":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (up + 1.0) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))
+    raise ValueError(f"activation {activation!r} is neither of {', '.join(ACTIVATIONS)}")
 
 
 def block_convolution(x: Tensor, delta: Tensor, base: Tensor, side: int, n: int) -> Tensor:

@@ -23,12 +23,16 @@ from lucevisor.model.workspace import DEQUANT_ELEMENTS
 
 @dataclass(frozen=True)
 class ExpertMlp:
-    """``down_e(act(gate_e x) * (up_e x))``; gate and up of an expert are one matrix [2F, E]."""
+    """``down_e(act(gate_e x) * (up_e x))``; gate and up of an expert are one matrix [2F, E].
+
+    ``biases`` [X, 2F] and [X, E] are added to both products; of the activations' dtype.
+    """
 
     gate_up: ExpertWeights
     down: ExpertWeights
     activation: str
     operations: Operations
+    biases: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor, routing: RoutedExperts, shared: Tensor | None = None) -> Tensor:
         """The weighted sum [T, E] over each row's experts, plus ``shared`` [T, E] times the shared gate."""
@@ -50,16 +54,24 @@ class ExpertMlp:
         out = x.new_empty(experts.numel(), self.down.n_out)
         at = 0
         for expert, n in zip(sorted_rows.experts.tolist(), sorted_rows.counts.tolist(), strict=True):
-            inner = self._act_and_mul(self.gate_up.linear(expert)(sorted_rows.rows[at : at + n]))
-            out[at : at + n] = self.down.linear(expert)(inner)
+            gate_up = self.gate_up.linear(expert)(sorted_rows.rows[at : at + n])
+            if self.biases is not None:
+                gate_up = gate_up + self.biases[0][expert]
+            out[at : at + n] = self.down.linear(expert)(self._act_and_mul(gate_up))
+            if self.biases is not None:
+                out[at : at + n] += self.biases[1][expert]
             at += n
         return sorted_rows.unsort(out)
 
     def grouped(self, x: Tensor, experts: Tensor) -> Tensor:
         """Grouped gemm over (token, expert) pairs; never synchronises with the host."""
         k, pairs = experts.shape[1], ExpertPairs(experts.flatten(), self.gate_up.n_experts)
-        inner = gated_experts(self.gate_up, x, pairs, k, self.activation, self.operations)
-        return self.down.grouped_gemm(inner, pairs, 1).view(-1, k, self.down.n_out)
+        if self.biases is None:
+            inner = gated_experts(self.gate_up, x, pairs, k, self.activation, self.operations)
+            return self.down.grouped_gemm(inner, pairs, 1).view(-1, k, self.down.n_out)
+        gate_up, down = (bias.index_select(0, pairs.experts) for bias in self.biases)
+        inner = self._act_and_mul(self.gate_up.grouped_gemm(x, pairs, k) + gate_up)
+        return (self.down.grouped_gemm(inner, pairs, 1) + down).view(-1, k, self.down.n_out)
 
     def batched(self, x: Tensor, experts: Tensor) -> Tensor:
         """Batched gemm over dequantised experts, those with most rows first, so that batches need little padding.
@@ -92,8 +104,11 @@ class ExpertMlp:
     def _batch(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Rows [P, n, E] of experts [P] -> [P, n, E]."""
         both = torch.bmm(rows, self.gate_up.dequantised(experts, rows.dtype).transpose(1, 2))
+        if self.biases is not None:
+            both += self.biases[0][experts].unsqueeze(1)
         inner = self._act_and_mul(both.flatten(0, 1)).view(*rows.shape[:2], -1)
-        return torch.bmm(inner, self.down.dequantised(experts, rows.dtype).transpose(1, 2))
+        out = torch.bmm(inner, self.down.dequantised(experts, rows.dtype).transpose(1, 2))
+        return out if self.biases is None else out + self.biases[1][experts].unsqueeze(1)
 
 
 class _SortedRows:

@@ -191,11 +191,12 @@ class Operations(Protocol):
         """
 
     def paged_attention(
-        self, *, window: int, scale: float, softcap: float, causal: bool = True
+        self, *, window: int, scale: float, softcap: float, causal: bool = True, sinks: Tensor | None = None
     ) -> PagedAttention | None:
         """Attention of slices of up to SHORT_SLICE tokens over pages in place, or None.
 
-        Without ``causal`` the tokens of a slice see each other.
+        Without ``causal`` the tokens of a slice see each other.  ``sinks``: see
+        :func:`daemons.ops.attention.attention`.
         """
 
     def partial_attention(self, *, scale: float, softcap: float) -> PartialAttention | None:
@@ -279,7 +280,7 @@ class TorchOperations:
         return out + (shared if shared_gate is None else shared * shared_gate.unsqueeze(1).to(shared.dtype))
 
     def paged_attention(
-        self, *, window: int, scale: float, softcap: float, causal: bool = True
+        self, *, window: int, scale: float, softcap: float, causal: bool = True, sinks: Tensor | None = None
     ) -> PagedAttention | None:
         return None
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from daemons.ops.attention import scored_parts
 
+TO_LOG2 = 1.4426950408889634
+
 
 @dataclass(slots=True)
 class Partial:
@@ -35,6 +37,11 @@ class Partial:
         self.values.mul_((mine / total).unsqueeze(-1)).addcmul_(other.values, (others / total).unsqueeze(-1))
         torch.add(top, total.log2_(), out=self.sums)
 
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Merge a key of each head whose value is zero, of the logits ``sinks`` [H]."""
+        nothing = self.values.new_zeros(()).expand_as(self.values)
+        self.add(Partial(nothing, (sinks * TO_LOG2).expand_as(self.sums)))
+
 
 def merged(values: Tensor, sums: Tensor) -> Partial:
     """Merge along the first dimension: [S, ...] and [S, ...] as in Partial."""
@@ -51,10 +58,9 @@ def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float = 0.0
 ) -> Partial:
     """:func:`daemons.ops.attention.reference` with its sums.  Every query must see a key."""
-    to_log2 = 1.4426950408889634
     values, sums = [], []
     for scores, unfolded in scored_parts(q, k, mask, scale=scale, softcap=softcap):
         weights = torch.softmax(scores, dim=-1)
         values.append(unfolded(torch.matmul(weights, v.transpose(1, 2).float())))
-        sums.append(unfolded(torch.logsumexp(scores, dim=-1, keepdim=True).mul_(to_log2)).squeeze(-1))
+        sums.append(unfolded(torch.logsumexp(scores, dim=-1, keepdim=True).mul_(TO_LOG2)).squeeze(-1))
     return Partial(torch.cat(values, dim=1), torch.cat(sums, dim=1))

@@ -38,7 +38,8 @@ RouteFn = Callable[[Tensor], RoutedExperts]
 class Router:
     """``weight`` float32 [X, E]; with ``has_shared_gate`` one more row, the gate of the shared expert.
 
-    ``bias`` [X] is added to scores for the selection only; ``expert_scale`` [X] multiplies the final weights.
+    ``bias`` [X] is added to scores for the selection only; ``expert_scale`` [X] multiplies the final weights;
+    ``logit_bias`` [X] is added to logits.
     """
 
     weight: Tensor
@@ -49,6 +50,7 @@ class Router:
     bias: Tensor | None = None
     expert_scale: Tensor | None = None
     has_shared_gate: bool = False
+    logit_bias: Tensor | None = None
 
     @property
     def n_experts(self) -> int:
@@ -59,7 +61,7 @@ class Router:
 
     def scores(self, x: Tensor) -> Tensor:
         """Router logits float32 [T, X] of rows ``x`` [T, E]; [T, X + 1] with a shared gate."""
-        return F.linear(x.float(), self.weight)
+        return F.linear(x.float(), self.weight, self.logit_bias)
 
     def select_experts(self, scores: Tensor) -> RoutedExperts:
         """The top-k experts and their weights by the logits of :meth:`scores`."""

@@ -91,7 +91,10 @@ class TritonRouter:
     def __call__(self, x: Tensor) -> RoutedExperts:
         decode = x.shape[0] <= MAX_DECODE_TOKENS
         return select_experts(
-            self.router, router_gemv(x.contiguous(), self.router.weight) if decode else self.router.scores(x)
+            self.router,
+            router_gemv(x.contiguous(), self.router.weight, self.router.logit_bias)
+            if decode
+            else self.router.scores(x),
         )
 
 
@@ -126,7 +129,7 @@ class TritonOperations(TorchOperations):
         return moe_combine(results, weights, shared, shared_gate)
 
     def paged_attention(
-        self, *, window: int, scale: float, softcap: float, causal: bool = True
+        self, *, window: int, scale: float, softcap: float, causal: bool = True, sinks: Tensor | None = None
     ) -> PagedAttention | None:
         def attend(q: Tensor, keys: PagedTensor, values: PagedTensor, where: PagedQuery) -> Tensor:
             return paged_attention(
@@ -143,6 +146,7 @@ class TritonOperations(TorchOperations):
                 max_length=where.max_length,
                 causal=causal,
                 lows=where.lows,
+                sinks=sinks,
             )
 
         return attend

@@ -19,6 +19,7 @@ class Experts:
 
     ``gating``: softmax or sigmoid of the router's output.  ``normalise``: divide the selected weights by their sum;
     they are then multiplied by ``scale``.  ``biased``: a bias is added to select experts, not to weigh them.
+    ``has_biases``: the router's output and the results of all matrices have one.
     """
 
     n_experts: int
@@ -29,10 +30,17 @@ class Experts:
     normalise: bool
     scale: float
     biased: bool
+    has_biases: bool
 
 
 def read_experts(
-    keys: Keys, *, width: int | None, shared_width: int | None, gating: int, biased: bool = False
+    keys: Keys,
+    *,
+    width: int | None,
+    shared_width: int | None,
+    gating: int,
+    biased: bool = False,
+    has_biases: bool = False,
 ) -> Experts:
     """Read the expert metadata.  The arguments are defaults for missing keys; None: the key is required."""
     n_experts = keys.integer("expert_count", high=1 << 16)
@@ -55,6 +63,7 @@ def read_experts(
         normalise=keys.flag("expert_weights_norm", True),
         scale=keys.number("expert_weights_scale", 0.0) or 1.0,  # some files write 0 for "no scaling"
         biased=biased,
+        has_biases=has_biases,
     )
 
 
@@ -65,11 +74,13 @@ def routed_tensors(files: GgufFiles, prefix: str, embedding: int, x: Experts) ->
     out: Shapes = {prefix + "ffn_gate_inp.weight": (n, e)}
     if x.biased:
         out[prefix + "exp_probs_b.bias"] = (n,)
-    if merged(files, prefix):
-        out[prefix + "ffn_gate_up_exps.weight"] = (n, 2 * f, e)
-    else:
-        out |= {prefix + "ffn_gate_exps.weight": (n, f, e), prefix + "ffn_up_exps.weight": (n, f, e)}
-    return out | {prefix + "ffn_down_exps.weight": (n, e, f)}
+    rows = {"gate_up": 2 * f} if merged(files, prefix) else {"gate": f, "up": f}
+    matrices = {f"ffn_{name}_exps": (n, r, e) for name, r in rows.items()} | {"ffn_down_exps": (n, e, f)}
+    out |= {f"{prefix}{name}.weight": shape for name, shape in matrices.items()}
+    if x.has_biases:
+        out[prefix + "ffn_gate_inp.bias"] = (n,)
+        out |= {f"{prefix}{name}.bias": shape[:2] for name, shape in matrices.items()}
+    return out
 
 
 def shared_tensors(prefix: str, embedding: int, x: Experts) -> Shapes:

@@ -18,7 +18,8 @@ class Yarn:
 
     Pairs that rotate more than ``beta_fast`` times within the original context keep their frequency, those that rotate
     less than ``beta_slow`` times are slowed by ``factor``, with a ramp between.  Cos and sin are multiplied by
-    ``attention_factor`` (None: 0.1 ln(factor) + 1) and by ``extra`` (``rope.scaling.attn_factor``).
+    ``attention_factor`` (None: 0.1 ln(factor) + 1) and by ``extra`` (``rope.scaling.attn_factor``).  The ramp begins
+    and ends at a pair, unless ``whole_pairs`` is false.
     """
 
     factor: float
@@ -27,6 +28,7 @@ class Yarn:
     beta_slow: float
     attention_factor: float | None
     extra: float
+    whole_pairs: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ LOOKUPS = frozenset(
         "selector_successor.weight",
     }
 )
-EXACT_SUFFIXES = ("ssm_conv1d.weight", "_conv_base", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
-"""Matrices computed in float32 by every implementation: convolution weights and routers."""
+EXACT_SUFFIXES = ("ssm_conv1d.weight", "_conv_base", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "_exps.bias")
+"""Matrices that are read as float32 by every implementation: convolution weights, routers and biases of experts."""
 DENSE_FORMATS = frozenset({WeightFormat.FLOAT32, WeightFormat.BFLOAT16, WeightFormat.FLOAT16})
 QUANTISED_FORMATS = frozenset({WeightFormat.BLOCKS, WeightFormat.PACKED})
 """Formats that keep the file's own codes and scales."""

@@ -222,6 +222,7 @@ def test_every_family_has_a_card():
         ("mistral3", "Ministral 3 8B Instruct 2512", 0.15, None),
         ("mistral3", "Ministral 3 8B Reasoning 2512", 0.7, None),
         ("glm4moe", "GLM 4.5 Air", 1.0, None),
+        ("gpt-oss", "Gpt Oss 20B", 1.0, None),
         ("glm4moe", "Glm-4.6", 1.0, None),
         ("granitemoe", "Granite 3.1 3b A800M Instruct", 0.0, None),
         ("granite", "Granite 3.3 8b Instruct", 0.0, None),

@@ -18,7 +18,7 @@ from bench.gguf_writing import finish
 from daemons.models.blocks import GatedDeltaNet, GatedDeltaNetShape, GatedDeltaNetWeights
 from daemons.models.loader import WeightLoader
 from daemons.ops.attention import attention, visible
-from daemons.ops.basic import RmsNorm, plain_rope, rotate, shift_rows
+from daemons.ops.basic import ACTIVATIONS, RmsNorm, plain_rope, rotate, shift_rows
 from daemons.ops.cpu import compiler
 from daemons.ops.cpu.library import KINDS, CpuKernels, Tiles, cpu_kernels
 from daemons.ops.cpu.linear import FEW_ROWS, TiledLinear
@@ -93,7 +93,7 @@ def test_queries_and_keys_are_normed_and_rotated(cpu, heads, width, n_rotary):
     assert_rounded(found, exact.double())
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(cpu, activation):
     x = torch.randn(3, 2 * 56).mul(4).bfloat16()
     x[0, :4] = torch.tensor([-100.0, 100.0, 0.0, -20.0])
@@ -149,8 +149,9 @@ def gathered(pages, table, length, width):
     softcap=st.sampled_from([0.0, 3.0]),
     causal=st.booleans(),
     lows=st.booleans(),
+    sinks=st.booleans(),
 )
-def test_attention_over_pages(kind, heads, width, n, starts, window, softcap, causal, lows):
+def test_attention_over_pages(kind, heads, width, n, starts, window, softcap, causal, lows, sinks):
     torch.manual_seed(2)
     h, k = heads
     keys, values = pages_of(kind, k, width), pages_of(kind, k, width)
@@ -158,7 +159,10 @@ def test_attention_over_pages(kind, heads, width, n, starts, window, softcap, ca
     rows, first = torch.tensor([3, 0, 2][: len(starts)]), torch.tensor(starts)
     bounds = first // 2 if lows else None
     q = torch.randn(len(starts) * n, h + 1, width).bfloat16()[:, :h]
-    attend = CpuOperations(cpu_kernels()).paged_attention(window=window, scale=0.3, softcap=softcap, causal=causal)
+    sinks = torch.linspace(-2, 2, h) if sinks else None
+    attend = CpuOperations(cpu_kernels()).paged_attention(
+        window=window, scale=0.3, softcap=softcap, causal=causal, sinks=sinks
+    )
     found = attend(q, keys, values, PagedQuery(tables, rows, first, n, 2048, bounds))
     for b, start in enumerate(starts):
         length, mine = start + n, slice(b * n, b * n + n)
@@ -166,7 +170,7 @@ def test_attention_over_pages(kind, heads, width, n, starts, window, softcap, ca
         at = torch.arange(start, length)[None]
         mask = visible(at, torch.arange(length)[None], window, causal, None if bounds is None else bounds[b : b + 1])
         with Exact():
-            exact = attention(q[mine].double()[None], kk, vv, mask, scale=0.3, softcap=softcap)[0]
+            exact = attention(q[mine].double()[None], kk, vv, mask, scale=0.3, softcap=softcap, sinks=sinks)[0]
         assert_rounded(found[mine], exact.double(), slack=512)
     if causal:  # a row alone has the same bits
         alone = PagedQuery(tables, rows[:1], first[:1] + n - 1, 1, 2048, None if bounds is None else bounds[:1])

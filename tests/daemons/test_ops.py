@@ -87,6 +87,11 @@ def test_gated_takes_the_gate_first():
     gate, up = x.double().chunk(2, dim=1)
     for name, wanted in (("silu", F.silu(gate)), ("gelu_tanh", F.gelu(gate, approximate="tanh"))):
         assert bound(lambda x, name=name: act_and_mul(x, name), x).worst(act_and_mul(x, name), wanted * up) <= 1
+    x = 8 * x
+    gate, up = x.double().chunk(2, dim=1)
+    gate = gate.clamp(max=7.0)
+    wanted = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1.0)
+    assert bound(lambda x: act_and_mul(x, "swiglu_oai"), x).worst(act_and_mul(x, "swiglu_oai"), wanted) <= 1
     with pytest.raises(ValueError, match="relu"):
         act_and_mul(x, "relu")
 

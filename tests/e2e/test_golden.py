@@ -50,6 +50,7 @@ def model_of(name: str) -> tuple[ModelSpec, Bounds]:
         slow("granitemoe", {"a": 1, "b": 1}, [2]),
         ("mistral3", {"a": 1, "b": 1}, [2]),
         ("glm4moe", {"a": 1, "b": 1}, [2]),
+        ("gpt_oss", {"a": 1, "b": 1, "c": 1}, [1, 2]),
         slow("qwen3moe", {"a": 1, "b": 1}, [2]),
         ("qwen3next", {"a": 1, "b": 1, "c": 1}, [1, 2]),
         ("gemma4_e2b", {"a": 1, "b": 1}, [3]),

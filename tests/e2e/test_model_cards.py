@@ -22,6 +22,7 @@ MODELS = {
     "gemma3": ["gemma3"],
     "gemma4": ["gemma4_e2b"],
     "glm": ["glm4moe"],
+    "gpt_oss": ["gpt_oss"],
     "granite": ["granite", "granitemoe"],
     "laguna": ["laguna_mscale"],
     "llama3": ["llama"],

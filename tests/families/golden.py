@@ -25,6 +25,7 @@ FIXTURES = (
     "qwen35moe",
     "granite",
     "granitemoe",
+    "gpt_oss",
     "mistral3",
     "glm4moe",
 )

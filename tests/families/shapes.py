@@ -246,6 +246,33 @@ def glm4moe() -> Model:
     return Model("glm4moe", model.metadata, t)
 
 
+def gpt_oss() -> Model:
+    """gpt-oss-20b."""
+    e, n, heads, d = 2880, 32, (64, 8), 64
+    more: dict[str, Value] = {
+        "attention.key_length": d,
+        "attention.value_length": d,
+        "attention.sliding_window": 128,
+        "rope.freq_base": 150000.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 32.0,
+        "rope.scaling.original_context_length": 4096,
+        "expert_count": n,
+        "expert_used_count": 4,
+        "expert_feed_forward_length": e,
+    }
+    shape = {"n_layers": 24, "embedding": e, "feed_forward": e, "heads": heads, "head_dim": d}
+    model = llama("gpt-oss", **shape, vocabulary=201088, tied=False, more=more)
+    t = {name.replace("ffn_norm", "post_attention_norm"): shape for name, shape in model.tensors.items()}
+    for i in range(24):
+        b = f"blk.{i}."
+        make_experts(t, b, (n, e, e))
+        t |= {f"{b}{name}.bias": t[f"{b}{name}.weight"][:1] for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
+        t |= {f"{b}ffn_{name}_exps.bias": (n, e) for name in ("gate", "up", "down")}
+        t |= {b + "ffn_gate_inp.bias": (n,), b + "attn_sinks.weight": (heads[0],)}
+    return Model("gpt-oss", model.metadata, t)
+
+
 def make_experts(t: dict[str, tuple[int, ...]], prefix: str, shape: tuple[int, int, int]) -> None:
     """Replace the MLP of a layer by experts of that shape: number, width, embedding."""
     n, width, e = shape
@@ -403,6 +430,7 @@ MINISTRAL_8B = llama(
 GLM_45_AIR = glm4moe()
 
 QWEN3_NEXT_80B = qwen3next()
+GPT_OSS_20B = gpt_oss()
 GRANITE_3B_MOE = llama(
     "granitemoe",
     n_layers=32,

@@ -122,7 +122,7 @@ def test_many_sequences_in_one_step(golden):
         golden.assert_logits(rows)
 
 
-@pytest.mark.parametrize("name", [n for n in FIXTURES if n.startswith(("gemma", "laguna"))])
+@pytest.mark.parametrize("name", [n for n in FIXTURES if n.startswith(("gemma", "gpt", "laguna"))])
 def test_window_pages_that_went_back_change_no_bit(name):
     """Pages behind the window are dealt out again while their first owner lives; a run that keeps all of them
     agrees.

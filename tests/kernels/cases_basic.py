@@ -42,10 +42,11 @@ def _qk_norm_rope(name: str, dtype: str, d: int, half: int) -> Case:
     return Case(name, basic.qk_norm_rope_kernel, signature, constants, (*pointers, *strides), {"num_warps": 4})
 
 
-def _act_and_mul(dtype: str, gelu: bool) -> Case:
+def _act_and_mul(dtype: str, activation: str) -> Case:
     signature = {"x": f"*{dtype}", "out": f"*{dtype}", "n_columns": "i32", "row_stride": "i32"}
-    constants = {"GELU": gelu, "BLOCK": basic.TILE}
-    return Case(f"gated {dtype}", basic.act_and_mul_kernel, signature, constants, tuple(signature), {"num_warps": 4})
+    constants = {"ACTIVATION": activation, "BLOCK": basic.TILE}
+    name, kernel = f"gated {activation} {dtype}", basic.act_and_mul_kernel
+    return Case(name, kernel, signature, constants, tuple(signature), {"num_warps": 4})
 
 
 def _write_pages(dtype: str, pages: str) -> Case:
@@ -69,7 +70,8 @@ CASES = [
     _add_norm("bf16", 2816),
     _qk_norm_rope("qk_norm_rope fp16", "fp16", 128, 64),
     _qk_norm_rope("qk_norm_rope bf16, a part rotated", "bf16", 256, 32),
-    _act_and_mul("bf16", gelu=True),
+    _act_and_mul("bf16", "gelu_tanh"),
+    _act_and_mul("bf16", "swiglu_oai"),
     _write_pages("bf16", "fp16"),
     _output_gate("output_gate bf16, softplus a head", "bf16", 128, per_head=True, softplus=True),
 ]

@@ -6,10 +6,15 @@ from daemons.ops.triton import moe
 from tests.kernels.targets import Case, for_some
 
 
-def _scores(dtype: str, width: int) -> Case:
+def _scores(dtype: str, width: int, *, biased: bool = False) -> Case:
     signature = {"x": f"*{dtype}", "weight": "*fp32", "out": "*fp32", "n_scores": "i32"}
     constants = {"E": width, "ROWS": moe.ROUTER_ROWS, "BLOCK": moe.ROUTER_BLOCK}
-    return Case(f"scores {dtype} {width}", moe.router_gemv_kernel, signature, constants, ("x", "weight", "out"))
+    if biased:
+        signature["bias"] = "*fp32"
+    else:
+        constants["bias"] = None
+    name = f"scores {dtype} {width}{' biased' * biased}"
+    return Case(name, moe.router_gemv_kernel, signature, constants, ("x", "weight", "out"))
 
 
 def _choose(name: str, n_experts: int, k: int, *, sigmoid: bool, more: dict[str, str], has_shared_gate: bool) -> Case:

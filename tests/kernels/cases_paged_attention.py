@@ -23,6 +23,7 @@ def _attention(
     *,
     capped: bool = False,
     drafts: bool = False,
+    sinks: bool = False,
     device: DeviceLimits = SMALL,
 ) -> Case:
     """``n`` tokens a slice; ``kv``: dtype of the pages, or q8_0.  One that merges; a single split writes ``dtype``."""
@@ -41,6 +42,10 @@ def _attention(
         signature["lows"] = "*i64"
     else:
         constants["lows"] = None
+    if sinks:
+        signature["sinks"] = "*fp32"
+    else:
+        constants["sinks"] = None
     constants |= {"M": tile.rows, "N": tile.tokens, "WIDTH": width, "VALUE_WIDTH": width}
     for scales in ("key_scales", "value_scales"):
         if quantised:
@@ -51,7 +56,8 @@ def _attention(
     aligned = tuple(name for name in signature if name not in loose)
     options = {"num_warps": tile.n_warps, "num_stages": tile.n_stages}
     return Case(
-        f"paged_attention {dtype} over {kv} {d} {group}x{n}" + (" of drafts" if drafts else ""),
+        f"paged_attention {dtype} over {kv} {d} {group}x{n}"
+        + (" of drafts" if drafts else " with sinks" if sinks else ""),
         paged_attention_kernel,
         signature,
         constants,
@@ -78,6 +84,7 @@ CASES = [
     _attention("bf16", "bf16", 256, 6, 1),
     _attention("bf16", "bf16", 128, 4, 8, drafts=True),
     _attention("fp16", "q8_0", 80, 8, 4),
+    _attention("bf16", "bf16", 64, 8, 1, sinks=True),
     *for_some(
         _attention("bf16", "bf16", 256, 8, 1, device=H200),
         _attention("bf16", "bf16", 128, 6, 16, capped=True, device=H200),

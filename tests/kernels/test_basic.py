@@ -10,7 +10,12 @@ pytest.importorskip("triton")
 
 import torch.nn.functional as F  # noqa: E402
 
-from daemons.ops.basic import RmsNorm, plain_rope, rotate  # noqa: E402
+from daemons.ops.basic import (  # noqa: E402
+    ACTIVATIONS,
+    RmsNorm,
+    plain_rope,
+    rotate,
+)
 from daemons.ops.basic import act_and_mul as torch_act_and_mul  # noqa: E402
 from daemons.ops.triton import basic  # noqa: E402
 from tests.kernels.limits import assert_each, assert_near, assert_nearest, sigmoid_error, softplus_error  # noqa: E402
@@ -148,7 +153,7 @@ def test_qk_norm_rope(dtype, t, h, d, half):
 # ---- gates
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("t", "f"), [(1, 17408), (5, 2112), (3, 704), (2, 100)])
 def test_act_and_mul(dtype, activation, t, f):
     x = cut(t, 2 * f, dtype=dtype) * 3
@@ -166,17 +171,21 @@ def test_act_and_mul(dtype, activation, t, f):
 def exact_act_and_mul(x, activation):
     """The result and its error in float32: of gelu's argument seven roundings, of the gate, of two products."""
     gate, up = x.double().chunk(2, dim=-1)
-    gelu = activation == "gelu_tanh"
+    gelu, clamped = activation == "gelu_tanh", activation == "swiglu_oai"
+    if clamped:
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1.0
     inner = 2 * (2 / np.pi) ** 0.5 * gate * (1 + 0.044715 * gate * gate) if gelu else gate
+    inner = 1.702 * gate if clamped else inner
     exact = gate * inner.sigmoid() * up
-    relative = sigmoid_error(inner, 7 * UNIT if gelu else 0.0) + 2 * UNIT
-    return exact, relative * exact.abs() + SMALLEST * (1 + gate.abs()) * (1 + up.abs())
+    relative = sigmoid_error(inner, 7 * UNIT if gelu else 2 * UNIT if clamped else 0.0) + 2 * UNIT
+    added = UNIT * (gate * inner.sigmoid()).abs() * (1 + up.abs()) if clamped else 0.0
+    return exact, relative * exact.abs() + added + SMALLEST * (1 + gate.abs()) * (1 + up.abs())
 
 
 def test_act_and_mul_far_from_zero(dtype):
     gate = torch.tensor([[-500.0, -80.0, -12.0, 0.0, 12.0, 80.0, 500.0]], device=DEVICE)
     x = torch.cat((gate, torch.ones_like(gate)), dim=1).to(dtype)
-    for activation in ("silu", "gelu_tanh"):
+    for activation in ACTIVATIONS:
         assert_each(basic.act_and_mul(x, activation), *exact_act_and_mul(x, activation))
 
 

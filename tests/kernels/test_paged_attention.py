@@ -46,6 +46,7 @@ class Problem:
     value_dim: int = 0  # 0: as keys
     causal: bool = True
     lows: tuple[int, ...] = ()
+    sinks: bool = False
 
     @property
     def starts(self) -> list[int]:
@@ -68,6 +69,8 @@ class Scene:
         order = torch.randperm(len(counts) + 2, generator=generator)[: len(counts)]
         self.tables = torch.full((len(counts) + 2, max(counts) + 3), NO_PAGE, dtype=torch.int32)
         self.table_rows = order.to(DEVICE)
+        n_heads = p.n_kv_heads * p.group
+        self.sinks = torch.linspace(-3, 3, n_heads, device=DEVICE) if p.sinks else None
         self.lows = torch.tensor(p.lows, device=DEVICE) if p.lows else None
         lows = p.lows or (0,) * len(counts)
         for row, start, length, count, low in zip(order.tolist(), p.starts, p.lengths, counts, lows, strict=True):
@@ -108,6 +111,7 @@ class Scene:
             causal=p.causal,
             lows=self.lows,
             n_splits=n_splits,
+            sinks=self.sinks,
         )
 
     def assert_near(self, found: Tensor) -> None:
@@ -123,7 +127,7 @@ class Scene:
             rows = slice(b * p.n, (b + 1) * p.n)
             lows = None if self.lows is None else self.lows[b : b + 1]
             mask = visible(positions[None, start:], positions[None], p.window, p.causal, lows)
-            form = partial(reference, mask=mask, scale=0.3, softcap=p.softcap)
+            form = partial(reference, mask=mask, scale=0.3, softcap=p.softcap, sinks=self.sinks)
             assert_near(found[rows][None], form, self.q[rows][None], k, v, rounded=float(v.abs().max()))
 
     def check(self, n_splits: int | None = None, q: Tensor | None = None) -> None:
@@ -131,6 +135,13 @@ class Scene:
         assert found.dtype == self.p.dtype
         assert found.is_contiguous()
         self.assert_near(found)
+
+
+@pytest.mark.parametrize("n_splits", [1, 3])
+@pytest.mark.parametrize("window", [0, 20])
+def test_sinks(n_splits: int, window: int) -> None:
+    Scene(Problem((1, 64, 300), window=window, sinks=True)).check(n_splits)
+    Scene(Problem((5, 65, 130), 5, 3, n_kv_heads=2, window=window, sinks=True)).check(n_splits)
 
 
 DECODE = Problem((1, 64, 65, 300))

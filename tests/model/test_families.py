@@ -26,6 +26,7 @@ from tests.families.shapes import (
     GEMMA4_26B_A4B,
     GEMMA4_31B,
     GLM_45_AIR,
+    GPT_OSS_20B,
     GRANITE_3B_MOE,
     GRANITE_8B,
     LAGUNA_XS2,
@@ -49,6 +50,7 @@ FILES = [
     "granitemoe",
     "mistral3",
     "glm4moe",
+    "gpt_oss",
 ]
 FILES += ["gemma3", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale"]
 KINDS = {
@@ -64,6 +66,7 @@ KINDS = {
     "granitemoe": "ffff",
     "mistral3": "ffff",
     "glm4moe": "ffff",
+    "gpt_oss": "wfw",
     "gemma3": "wwwwwfw",
     "gemma4_e2b": "wwfwfwwf",
     "gemma4_moe": "wwfwwf",
@@ -85,6 +88,7 @@ def full_size(tmp_path_factory):
     models = {"e2b": E2B, "e4b": E4B, "26b": GEMMA4_26B_A4B, "31b": GEMMA4_31B, "xs2": LAGUNA_XS2}
     models |= {"granite": GRANITE_8B, "granitemoe": GRANITE_3B_MOE, "mistral3": MINISTRAL_8B, "glm4moe": GLM_45_AIR}
     models |= {"qwen3next": QWEN3_NEXT_80B}
+    models["gpt-oss"] = GPT_OSS_20B
     return {name: open_spec(write(folder / f"{name}.gguf", model)) for name, model in models.items()}
 
 
@@ -126,12 +130,14 @@ STATE = {
     "mistral3": (34 * 2 * 8 * 128 * 2, 0),
     "glm4moe": (46 * 2 * 8 * 128 * 2, 0),
     "qwen3next": (12 * 2 * 2 * 256 * 2, 0),
+    "gpt-oss": (12 * 2 * 8 * 64 * 2, 12 * 2 * 8 * 64 * 2),
 }
 # parameters in thousand millions, as published (of E2B and E4B the effective ones: without the per-layer table), and
 # the tolerance
 SIZE = {"e2b": (2.3, 0.1), "e4b": (4.5, 0.2), "26b": (26.0, 1.0), "31b": (31.0, 1.0), "xs2": (33.0, 1.5)}
 SIZE |= {"granite": (8.17, 0.01), "granitemoe": (3.3, 0.05), "mistral3": (8.5, 0.1), "glm4moe": (106.8, 0.5)}
 SIZE |= {"qwen3next": (79.7, 0.5)}
+SIZE |= {"gpt-oss": (20.9, 0.05)}
 
 
 @pytest.mark.parametrize("name", STATE)
@@ -219,6 +225,9 @@ def test_columns_that_split_a_block_are_kept_dense(tmp_path):
         (QWEN3_NEXT_80B, "blk.0.attn_gate.weight"),
         (QWEN3_NEXT_80B, "blk.2.ssm_ba.weight"),
         (QWEN3_NEXT_80B, "blk.3.attn_q.weight"),
+        (GPT_OSS_20B, "blk.3.attn_sinks.weight"),
+        (GPT_OSS_20B, "blk.3.ffn_gate_inp.bias"),
+        (GPT_OSS_20B, "blk.3.ffn_up_exps.bias"),
     ],
 )
 def test_a_missing_tensor_is_named(tmp_path, model, name):
@@ -258,6 +267,8 @@ def test_a_missing_tensor_is_named(tmp_path, model, name):
         (MINISTRAL_8B, {"attention.temperature_length": 0}, "temperature_length: is 0, expected 1 to"),
         (MINISTRAL_8B, {"rope.scaling.type": "none"}, "temperature_length: is missing"),
         (MINISTRAL_8B, {"rope.scaling.yarn_log_multiplier": -1.0}, r"multiplier: is -1\.0, expected at least 0"),
+        (GPT_OSS_20B, {"expert_count": None}, "expert_count: is missing"),
+        (GPT_OSS_20B, {"attention.sliding_window": -1}, "sliding_window: is -1, expected 0 to"),
         (GRANITE_8B, {"rope.scaling.finetuned": False}, "finetuned: is false: attention without positions"),
     ],
 )
@@ -336,6 +347,7 @@ VALUES = st.one_of(
             "granitemoe",
             "mistral3",
             "glm4moe",
+            "gpt_oss",
         ]
     ),
 )

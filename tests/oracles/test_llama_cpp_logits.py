@@ -149,7 +149,9 @@ FILES = (
     "glm4moe",
 )
 FILES += ("gemma3", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale")
-"""Ours computes ``laguna`` by the formula for YaRN's factor here; llama.cpp knows nothing else."""
+"""Ours computes ``laguna`` by the formula for YaRN's factor here; llama.cpp knows nothing else.  Not ``gpt_oss``, as it
+rounds the ends of YaRN's ramp.
+"""
 N_TOKENS = 80
 
 MIXES = {
@@ -235,7 +237,7 @@ def test_the_smallest_wrong_formula_is_outside(name, peer, measured, monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt-oss"])
 def test_random_models_of_many_shapes(family, peer, measured):
     """The same models as against transformers; each agrees, or is refused for a reason that is known."""
     worst, opened = (0.0, ""), 0

@@ -167,9 +167,9 @@ long qk_norm_rope(const uint16_t* x, long stride, long n_rows, long heads, long 
   return 0;
 }
 
-long act_and_mul(const uint16_t* x, long stride, long n_rows, long width, long is_gelu, uint16_t* out) {
+long act_and_mul(const uint16_t* x, long stride, long n_rows, long width, long activation, uint16_t* out) {
   parallel_for(n_rows * width > PARALLEL, n_rows,
-               [=](long r) { act_and_mul_row(x + r * stride, width, is_gelu, out + r * width); });
+               [=](long r) { act_and_mul_row(x + r * stride, width, activation, out + r * width); });
   return 0;
 }
 

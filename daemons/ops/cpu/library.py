@@ -96,7 +96,7 @@ class AttentionArguments(ctypes.Structure):
     _fields_ = _structure(
         a=(_POINTER, "q"),
         b=(PagesArguments, "keys values"),
-        c=(_POINTER, "tables rows starts lows out"),
+        c=(_POINTER, "tables rows starts lows sinks out"),
         d=(_LONG, "stride slices n heads table_stride window causal"),
         e=(_FLOAT, "scale softcap"),
     )

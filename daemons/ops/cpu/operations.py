@@ -11,7 +11,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from daemons.ops.basic import RmsNorm, Rope
+from daemons.ops.basic import ACTIVATIONS, RmsNorm, Rope
 from daemons.ops.cpu.library import (
     AttentionArguments,
     CpuKernels,
@@ -129,9 +129,14 @@ class CpuGatedDeltaNet:
 class CpuPagedAttention:
     """See :data:`daemons.ops.operations.PagedAttention`."""
 
-    def __init__(self, kernels: CpuKernels, window: int, scale: float, softcap: float, causal: bool) -> None:
-        self.kernels = kernels
-        self.arguments = AttentionArguments(window=window, causal=causal, scale=scale, softcap=softcap)
+    def __init__(
+        self, kernels: CpuKernels, window: int, scale: float, softcap: float, causal: bool, sinks: Tensor | None
+    ) -> None:
+        self.kernels, self.sinks = kernels, None if sinks is None else sinks.contiguous()
+        self.arguments = AttentionArguments(
+            window=window, causal=causal, scale=scale, softcap=softcap,
+            sinks=0 if self.sinks is None else self.sinks.data_ptr(),
+        )  # fmt: skip
         self.pages: tuple[PagedTensor, PagedTensor] | None = None
 
     def __call__(self, q: Tensor, keys: PagedTensor, values: PagedTensor, where: PagedQuery) -> Tensor:
@@ -173,13 +178,13 @@ class CpuOperations(TorchOperations):
         return CpuRmsNorm(self.kernels, weight, width, eps)
 
     def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
-        if x.dtype is not BFLOAT16 or x.dim() != 2 or activation not in ("silu", "gelu_tanh"):
+        if x.dtype is not BFLOAT16 or x.dim() != 2 or activation not in ACTIVATIONS:
             return super().act_and_mul(x, activation)
         if x.stride(1) != 1:
             x = x.contiguous()
         out = x.new_empty(x.shape[0], x.shape[1] // 2)
         self.kernels.calls.act_and_mul(
-            x.data_ptr(), x.stride(0), x.shape[0], out.shape[1], activation != "silu", out.data_ptr()
+            x.data_ptr(), x.stride(0), x.shape[0], out.shape[1], ACTIVATIONS.index(activation), out.data_ptr()
         )
         return out
 
@@ -315,9 +320,9 @@ class CpuOperations(TorchOperations):
         return out
 
     def paged_attention(
-        self, *, window: int, scale: float, softcap: float, causal: bool = True
+        self, *, window: int, scale: float, softcap: float, causal: bool = True, sinks: Tensor | None = None
     ) -> PagedAttention | None:
-        return CpuPagedAttention(self.kernels, window, scale, softcap, causal)
+        return CpuPagedAttention(self.kernels, window, scale, softcap, causal, sinks)
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         if weights.dim not in DELTA_DIMS or weights.conv_weight.shape[0] > MAX_CONV_WIDTH:

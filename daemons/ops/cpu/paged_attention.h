@@ -41,6 +41,7 @@ struct PagedAttention {
   Pages keys, values;
   const int32_t* tables;                 // [..][table_stride]
   const int64_t *rows, *starts, *lows;   // [slices]; lows may be null
+  const float* sinks;  // [heads], logits of one more key each, whose value is zero, in the first span; may be null
   uint16_t* out;  // [slices n][heads][value dim]
   long stride, slices, n, heads, table_stride, window, causal;  // window 0: none
   float scale, softcap;
@@ -123,7 +124,9 @@ struct PagedAttention {
     float* mine = partial + b.row * size;
     Scores s;
     for (long r = 0; r < b.count; r++) {
-      s.largest[r] = -std::numeric_limits<float>::infinity(), s.total[r] = splat(0.f);
+      const bool sinks_here = sinks && at == 0;
+      s.largest[r] = sinks_here ? sinks[b.head * group() + (b.row + r) / n] : -std::numeric_limits<float>::infinity();
+      s.total[r] = splat(sinks_here ? 1.f / LANES : 0.f);  // the sum of its lanes is a weight of 1
       memset(mine + r * size, 0, dv * 4);
     }
     const long from = std::max(read_limits(b), at), to = std::min(end(b.slice), at + SPAN);

@@ -86,11 +86,21 @@ inline void norm_and_rotate(const uint16_t* x, const float* w, float eps, const 
   }
 }
 
-inline void act_and_mul_row(const uint16_t* x, long width, bool is_gelu, uint16_t* out) {
+// (up + 1) times gate times sigmoid(1.702 gate), both within limits, which leave NaN as it is.
+inline Floats clamped_swiglu(Floats gate, Floats up) {
+  const Floats zero = splat(0.f), low = splat(-7.f);
+  const auto at_most_7 = [=](Floats x) { return zero - maximum(low, zero - x); };
+  gate = at_most_7(gate), up = maximum(low, at_most_7(up));
+  return (up + splat(1.f)) * gate * sigmoid(gate * splat(1.702f));
+}
+
+// `activation`: its place in daemons.ops.basic.ACTIVATIONS.
+inline void act_and_mul_row(const uint16_t* x, long width, long activation, uint16_t* out) {
   for (long i = 0; i < width; i += LANES) {
     const Mask m = lanes(i, width);
     const Floats gate = load_bfloat16(x + i, m), up = load_bfloat16(x + width + i, m);
-    store_bfloat16(out + i, m, (is_gelu ? gelu(gate) : silu(gate)) * up);
+    if (activation == 2) store_bfloat16(out + i, m, clamped_swiglu(gate, up));
+    else store_bfloat16(out + i, m, (activation ? gelu(gate) : silu(gate)) * up);
   }
 }
 

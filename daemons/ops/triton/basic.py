@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from daemons.ops.basic import ACTIVATIONS, SWIGLU_ALPHA, SWIGLU_LIMIT
 from daemons.ops.triton.dependent_launch import dependent_launch, wait_for_inputs
 
 TILE = 1024
@@ -21,6 +22,7 @@ TILE = 1024
 
 
 # ---- norms
+_ALPHA, _LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -289,7 +291,7 @@ def act_and_mul_kernel(
     out,  # [T, F] contiguous
     n_columns,  # F
     row_stride,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -300,7 +302,13 @@ def act_and_mul_kernel(
     gate = tl.load(x + row * row_stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * row_stride + n_columns + column, mask=mask, other=0.0).to(tl.float32)
     # for gelu: 0.5 (1 + tanh(u)) is sigmoid(2u), and 2 sqrt(2/pi) is 1.59...
-    inner = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate) if GELU else gate
+    inner = gate
+    if ACTIVATION == "gelu_tanh":
+        inner = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
+    elif ACTIVATION == "swiglu_oai":  # the limits leave NaN as it is
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)
+        up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up)) + 1.0
+        inner = _ALPHA * gate
     tl.store(out + row * n_columns + column, (gate * tl.sigmoid(inner) * up).to(out.dtype.element_ty), mask=mask)
 
 
@@ -336,19 +344,19 @@ def output_gate_kernel(
 
 
 def act_and_mul(x: Tensor, activation: str) -> Tensor:
-    """``act(gate) * up`` of x ``[T, 2F]``, gate columns first.  ``activation``: silu, or gelu in its tanh form.
+    """``act(gate) * up`` of x ``[T, 2F]``, gate columns first.  ``activation``: one of ACTIVATIONS.
 
     Rounded once: in half precision the torch form rounds ``act(gate)`` before the product too.
     """
-    if activation not in ("silu", "gelu_tanh"):
-        raise ValueError(f"activation {activation!r} is neither silu nor gelu_tanh")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} is neither of {', '.join(ACTIVATIONS)}")
     tokens, f = x.shape[0], x.shape[1] // 2
     assert x.shape == (tokens, 2 * f)
     assert x.stride(1) == 1
     out = torch.empty((tokens, f), dtype=x.dtype, device=x.device)
     act_and_mul_kernel[(tokens, triton.cdiv(f, TILE))](
         *(x, out, f, x.stride(0)),
-        GELU=activation == "gelu_tanh",
+        ACTIVATION=activation,
         BLOCK=TILE,
         num_warps=4,
         **dependent_launch(x.device),

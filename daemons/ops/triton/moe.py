@@ -25,9 +25,12 @@ COMBINE_BLOCK = 256
 
 @triton.jit
 def router_gemv_kernel(
-    x, weight, out, n_scores, E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x, weight, bias, out, n_scores, E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Program (i, t): ROWS products of row t of x [T, E].  ``weight`` float32 [n_scores, E], ``out`` [T, n_scores]."""
+    """Program (i, t): ROWS products of row t of x [T, E].  ``weight`` float32 [n_scores, E], ``out`` [T, n_scores].
+
+    ``bias`` [n_scores] is added, if it is not None.
+    """
     wait_for_inputs(PDL)
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -38,7 +41,10 @@ def router_gemv_kernel(
         inside = column < E
         value = tl.load(x + token * E + column, mask=inside, other=0.0).to(tl.float32)
         total += tl.load(weight + weight_row + column[None, :], mask=inside[None, :], other=0.0) * value[None, :]
-    tl.store(out + token * n_scores + row, tl.sum(total, axis=1), mask=row < n_scores)
+    score = tl.sum(total, axis=1)
+    if bias is not None:
+        score += tl.load(bias + row, mask=row < n_scores, other=0.0)
+    tl.store(out + token * n_scores + row, score, mask=row < n_scores)
 
 
 @triton.jit
@@ -130,15 +136,18 @@ def moe_combine_kernel(
 # ---- launches
 
 
-def router_gemv(x: Tensor, weight: Tensor) -> Tensor:
-    """``x [T, E] weight'`` -> float32 [T, X], ``weight`` float32 [X, E].  For few rows: each reads the matrix."""
+def router_gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x [T, E] weight' + bias`` -> float32 [T, X], ``weight`` float32 [X, E].
+
+    For few rows: each reads the matrix.
+    """
     (tokens, width), n_scores = x.shape, weight.shape[0]
     assert x.is_contiguous()
     assert weight.is_contiguous()
     out = torch.empty(tokens, n_scores, dtype=torch.float32, device=x.device)
     block = min(ROUTER_BLOCK, triton.next_power_of_2(width))
     router_gemv_kernel[(triton.cdiv(n_scores, ROUTER_ROWS), tokens)](
-        *(x, weight, out, n_scores),
+        *(x, weight, bias, out, n_scores),
         E=width,
         ROWS=ROUTER_ROWS,
         BLOCK=block,

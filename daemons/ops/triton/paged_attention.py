@@ -71,7 +71,7 @@ def _split_blocks(low, end, split, n_splits, N: tl.constexpr):
 # Long: its parameters and one pass over a tile, which would be passed on whole.
 @triton.jit(do_not_specialize=["table_rows", "starts", "lows", "window", "n", "n_splits", "table_stride", "n_rows"])
 def paged_attention_kernel(
-    q, keys, key_scales, values, value_scales, tables, table_rows, starts, lows, partials, sums,
+    q, keys, key_scales, values, value_scales, tables, table_rows, starts, lows, sinks, partials, sums,
     scale, softcap, window, n, n_splits, n_rows, table_stride, token_stride, head_stride,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DK_STORED: tl.constexpr,
     DV_STORED: tl.constexpr, CAPPED: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -80,7 +80,8 @@ def paged_attention_kernel(
     """One kv head of a slice, M query rows (token-major) and one split of its positions, N at a time.
 
     Writes the split's output, as a softmax of its own, to ``partials`` [splits, n_rows, K G, DV] and the log2 of the
-    sum of its weights to ``sums`` [splits, n_rows, K G].
+    sum of its weights to ``sums`` [splits, n_rows, K G].  ``sinks`` float32 [K G]: the logits of one more key a head,
+    whose value is zero; it belongs to the first split.
     """
     wait_for_inputs(PDL)
     b, kv = tl.program_id(2) // K, tl.program_id(2) % K
@@ -103,6 +104,9 @@ def paged_attention_kernel(
     table = tables + tl.load(table_rows + b).to(tl.int64) * table_stride
     page = tl.load(table + begin * N // _PAGE, mask=begin < stop, other=0)
     top, total = tl.full([M], _LOWEST, tl.float32), tl.zeros([M], tl.float32)
+    if sinks is not None:  # noqa: SIM102
+        if split == 0:  # the first is decided when the kernel is compiled
+            top, total = tl.load(sinks + head, mask=row_mask, other=0.0) * to_log2, total + 1.0
     acc = tl.zeros([M, VALUE_WIDTH], tl.float32)
     for block in range(begin, stop):
         at = block * N
@@ -262,6 +266,7 @@ def paged_attention_splits(
     lows: Tensor | None = None,
     n_splits: int | None = None,
     dtype: torch.dtype = torch.float32,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`paged_attention` before its splits are merged: outputs [S, B n, H, Dv], a softmax each, and the log2 of
     the sums of their weights, float32 [S, B n, H].  ``dtype``: of the outputs where there is one split, else float32.
@@ -285,7 +290,7 @@ def paged_attention_splits(
     partials = torch.empty(n_splits, n_rows, n_heads, dv, dtype=kind, device=q.device)
     paged_attention_kernel[n_row_blocks, n_splits, n_slices * n_kv_heads](
         q, numbers_of(keys), scales_of(keys), numbers_of(values), scales_of(values), tables, table_rows, starts, lows,
-        partials, sums, scale, softcap, window or 1 << 30, n, n_splits, n_rows,
+        sinks, partials, sums, scale, softcap, window or 1 << 30, n, n_splits, n_rows,
         tables.stride(0), q.stride(0), q.stride(1),
         K=n_kv_heads, G=group, D=d, DV=dv, DK_STORED=numbers_of(keys).shape[3], DV_STORED=numbers_of(values).shape[3],
         CAPPED=softcap > 0.0, CAUSAL=causal, M=tile.rows, N=tile.tokens, WIDTH=tile_width(keys),
@@ -310,6 +315,7 @@ def paged_attention(
     causal: bool = True,
     lows: Tensor | None = None,
     n_splits: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend ``q`` [B n, H, D], slice after slice, to the pages of their sequences; returns [B n, H, Dv] of q's dtype.
 
@@ -317,12 +323,13 @@ def paged_attention(
     ``tables[table_rows[b], p // 64]`` (integers [rows, pages], [B], [B], on the device).  A query sees positions up to
     its own, without ``causal`` up to the last one of its slice; with a ``window``, only those less than ``window``
     before it; with ``lows`` [B], only those from ``lows[b]`` on.  Pages before these are never read.  ``softcap`` 0:
-    none.  ``max_length``: an upper bound of the position after any slice's last token, not used with ``n_splits``.
-    Arithmetic is float32, except that factors of the two products have q's dtype.
+    none.  ``sinks`` float32 [H]: the logit of a key of each head whose value is zero.  ``max_length``: an upper bound
+    of the position after any slice's last token, not used with ``n_splits``.  Arithmetic is float32, but factors of
+    the two products have q's dtype.
     """
     partials, sums = paged_attention_splits(
         q, keys, values, tables, table_rows, starts, n, window=window, scale=scale, softcap=softcap,
-        max_length=max_length, causal=causal, lows=lows, n_splits=n_splits, dtype=q.dtype,
+        max_length=max_length, causal=causal, lows=lows, n_splits=n_splits, dtype=q.dtype, sinks=sinks,
     )  # fmt: skip
     found, n_rows, n_heads, dv = partials.shape
     if found == 1:

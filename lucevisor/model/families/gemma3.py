@@ -43,14 +43,14 @@ class Gemma3Params:
     softcap: float
 
 
-def sliding_layers(keys: Keys, n_layers: int, window: int) -> tuple[bool, ...]:
-    """Read which layers slide: an array, or a period (default 6) that ends with a full layer."""
+def sliding_layers(keys: Keys, n_layers: int, window: int, period: int = 6) -> tuple[bool, ...]:
+    """Read which layers slide: an array, or a period that ends with a full layer; ``period`` if the key is missing."""
     key = "attention.sliding_window_pattern"
     if not window:
         return (False,) * n_layers
     if isinstance(keys.raw(key), list):
         return tuple(keys.flags(key, n_layers) or ())
-    period = keys.integer(key, 6)
+    period = keys.integer(key, period)
     return tuple(i % period < period - 1 for i in range(n_layers))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.families.generate import gemma3, gemma4, laguna, llama, qwen
+from tests.families.generate import gemma3, gemma4, gpt_oss, laguna, llama, qwen
 from tests.families.generate.made import Draw, Made
 
 FAMILIES: dict[str, Callable[[Draw], Made]] = {
@@ -22,6 +22,7 @@ FAMILIES: dict[str, Callable[[Draw], Made]] = {
     "gemma3": gemma3.gemma3,
     "gemma4": gemma4.gemma4,
     "glm4moe": llama.glm4moe,
+    "gpt-oss": gpt_oss.gpt_oss,
     "granite": llama.granite,
     "granitemoe": llama.granitemoe,
     "laguna": laguna.laguna,

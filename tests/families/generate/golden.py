@@ -18,7 +18,7 @@ from gguf import GGUFReader, GGUFValueType
 from torch import Tensor, nn
 
 from bench.gguf_writing import finish, new_file
-from tests.families.generate import gemma3, llama, qwen
+from tests.families.generate import gemma3, gpt_oss, llama, qwen
 from tests.families.generate.made import PLAIN, Draw, Made, build
 
 N_TOKENS, PROMPT, GREEDY, VOCABULARY = 72, 40, 32, 288
@@ -126,6 +126,18 @@ def made_qwen3next(draw: Draw) -> Made:
     return qwen.of_qwen3next(model, qwen.hybrid_metadata(config, draw), merged=False)
 
 
+def made_gpt_oss(draw: Draw) -> Made:
+    """A sliding layer, a full one, a sliding one; texts of two original contexts."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16}
+    rope = {"rope_theta": 1.5e5} | gpt_oss.yarn(32.0, 32)
+    config = transformers.GptOssConfig(
+        **COMMON | heads, num_hidden_layers=3, head_dim=32, rope_parameters=rope, tie_word_embeddings=True,
+        num_local_experts=4, num_experts_per_tok=2, sliding_window=12,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+    return gpt_oss.of_config(config, draw, divide=True, pattern=None)
+
+
 MODELS: dict[str, Callable[[Draw], Made]] = {
     "gemma3": made_gemma3,
     "llama": made_llama,
@@ -136,6 +148,7 @@ MODELS: dict[str, Callable[[Draw], Made]] = {
     "glm4moe": made_glm4moe,
     "granitemoe": made_granitemoe,
     "qwen3next": made_qwen3next,
+    "gpt_oss": made_gpt_oss,
 }
 """A model's place is the seed it is drawn with: new ones go to the end."""
 

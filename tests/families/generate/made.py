@@ -25,6 +25,7 @@ VECTORS: dict[str, tuple[float, float]] = {
     "layer_scalar": (0.6, 1.1),
     "per_expert_scale": (0.6, 1.4),
     "e_score_correction_bias": (-0.3, 0.3),
+    "sinks": (-2.0, 2.0),
 }
 """Ranges of vectors that are no norms."""
 
