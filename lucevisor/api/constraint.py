@@ -109,17 +109,18 @@ def output_grammar(
     """
     rules = Rules(ctx.tokenizer)
     tool_format = ctx.template.output_format.tools if ctx.template is not None else None
+    header = rules.text(tags.answer) if tags is not None else ""
     if calls is not None and tool_format is not None:
         try:
-            start = _with_calls(rules, tool_format, calls, form)
+            start = _with_calls(rules, tool_format, calls, form, header)
         except GrammarError as error:
             raise _invalid_grammar(calls.param, error) from None
         param = calls.param if form is None or calls.required else form.param
     elif form is not None:
-        start, param = rules.part(form.part), form.param
+        start, param = f"{header} {rules.part(form.part)}", form.param
     else:
         return None
-    if form is not None or (calls is not None and calls.required):
+    if form is not None or header or (calls is not None and calls.required):
         start = after_reasoning(rules, start, tags, inside=inside)
     grammar = OutputGrammar(grammar=rules.grammar(start), param=param)
     try:
@@ -132,11 +133,17 @@ def output_grammar(
     return grammar
 
 
-def _with_calls(rules: Rules, tool_format: ToolFormat, calls: CallConstraint, form: OutputForm | None) -> str:
-    if not calls.required and form is None:
+def _with_calls(
+    rules: Rules, tool_format: ToolFormat, calls: CallConstraint, form: OutputForm | None, header: str
+) -> str:
+    """``header``: an expression for what the text of an answer begins with; then calls and text exclude each other."""
+    if not calls.required and form is None and not header:
         return calls_in_text(rules, tool_format, calls.offered)
     only = calls_only(rules, tool_format, calls.offered, n_most=calls.max_calls)
-    return only if calls.required or form is None else f"({only} | {rules.part(form.part)})"
+    if calls.required:
+        return only
+    text = rules.without(tool_format.open) if form is None else rules.part(form.part)
+    return f"({only} | {header} {text})"
 
 
 def compiled(grammar: OutputGrammar, ctx: AppContext) -> Grammar:

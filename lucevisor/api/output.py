@@ -15,15 +15,8 @@ from lucevisor.api.prepared import GenerationOptions
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, TokenScore
 from lucevisor.protocol.steps import SamplingParams
-from lucevisor.text.output_parser import (
-    ContentDelta,
-    OutputEvent,
-    OutputFormat,
-    OutputParser,
-    ReasoningDelta,
-    StopMatcher,
-    ToolCallDelta,
-)
+from lucevisor.text.deltas import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
+from lucevisor.text.output_parser import AnswerParser, OutputFormat, StopMatcher
 from lucevisor.text.tokenizer import Detokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -71,10 +64,10 @@ class OutputProcessor:
         self, tokenizer: Tokenizer, options: GenerationOptions, output_format: OutputFormat | None = None
     ) -> None:
         self._options = options
-        self._parser: OutputParser | None = None
+        self._parser: AnswerParser | None = None
         visible = frozenset[int]()  # control tokens whose text the parser must see
         if not options.plain and output_format is not None:
-            self._parser = OutputParser(options.reasoning_open, options.tools, output_format)
+            self._parser = output_format.parser(options.reasoning_open, options.tools)
             visible = output_format.visible_ids(tokenizer)
         self._detokenizer = Detokenizer(tokenizer, visible)
         self._stop = StopMatcher(options.stops, included=options.include_stop)

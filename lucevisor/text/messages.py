@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Final, NoReturn
 
 from lucevisor.errors import LucevisorError
@@ -30,11 +31,14 @@ class TemplateTraits:
     embedded_tool_responses: bool
     more_system_messages: bool
     short_call_ids: bool = False  # of nine letters and digits, as Mistral's insist
+    single_calls: bool = False  # of several calls in a message only the first is rendered, with its result behind it
 
 
 def prepare_messages(messages: Sequence[Mapping[str, Any]], traits: TemplateTraits) -> list[dict[str, Any]]:
     """Return messages that the API has checked in the template's form."""
     prepared = [_prepare(message, traits) for message in messages]
+    if traits.single_calls:
+        prepared = _with_single_calls(prepared)
     if not traits.more_system_messages:
         prepared = _with_one_system_message(prepared)
     return _embed_tool_responses(prepared) if traits.embedded_tool_responses else prepared
@@ -58,6 +62,39 @@ def _prepare(message: Mapping[str, Any], traits: TemplateTraits) -> dict[str, An
             for call in calls
         ]
     return _with_short_ids(result) if traits.short_call_ids else result
+
+
+def _with_single_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A message for each call, followed by its result; what was thought and said before the first is one text."""
+    result: list[dict[str, Any]] = []
+    for is_tool, run in groupby(messages, lambda message: message["role"] == "tool"):
+        answers = list(run)
+        if not is_tool:
+            for message in answers:
+                plain = {name: value for name, value in message.items() if name != "tool_calls"}
+                result += _single_calls(message) or [plain]
+            continue
+        calls = list[dict[str, Any]]()
+        while result and result[-1].get("tool_calls"):
+            calls.insert(0, result.pop())
+        for message in calls:
+            call_id = message["tool_calls"][0].get("id")
+            own = [answer for answer in answers if answer.get("tool_call_id") == call_id]
+            result += [message, *own]
+            answers = [answer for answer in answers if answer not in own]
+        result += answers
+    return result
+
+
+def _single_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """A message for each of its calls."""
+    said = [text for text in (message.get("thinking"), message.get("content")) if text and isinstance(text, str)]
+    rest = {name: value for name, value in message.items() if name not in ("thinking", *_REASONING_FIELDS)}
+    before = {**rest, "content": "\n\n".join(said)}
+    return [
+        {**(before if i == 0 else {"role": message["role"], "content": ""}), "tool_calls": [call]}
+        for i, call in enumerate(message.get("tool_calls") or [])
+    ]
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:

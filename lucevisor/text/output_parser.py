@@ -12,11 +12,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final
+from typing import Final, Protocol
 
+from lucevisor.text.deltas import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta, overlap
+from lucevisor.text.harmony import HARMONY, SIGN, HarmonyCalls, HarmonyParser
 from lucevisor.text.reasoning import CHANNEL, THINK, ReasoningTags
 from lucevisor.text.tokenizer import Segment, Tokenizer
 from lucevisor.text.tools import ToolFormat, Tools, detect_tool_format, has_tool, read_call
+
+
+class AnswerParser(Protocol):
+    """Parses one answer.  ``content``: where in it its content is, in characters; the reader may clear it."""
+
+    content: list[range]
+
+    def push(self, text: str) -> list[OutputEvent]:
+        """Take more of the answer."""
+
+    @property
+    def position(self) -> int:
+        """Characters that were read completely."""
+
+    def flush(self, *, cut: bool = False) -> list[OutputEvent]:
+        """Return the events of held-back text; ``cut``: the model did not end."""
 
 
 @dataclass(frozen=True)
@@ -50,43 +68,25 @@ class OutputFormat:
             return None
         return self.reasoning
 
+    def parser(self, reasoning_open: bool, tools: Tools) -> AnswerParser:
+        """Return the parser of one answer; the arguments are those of :class:`OutputParser`."""
+        if isinstance(self.tools, HarmonyCalls):
+            return HarmonyParser(reasoning_open, tools)
+        return OutputParser(reasoning_open, tools, self)
+
     def _reasoning_tags(self) -> Iterable[str]:
         return (self.reasoning.open, self.reasoning.close) if self.reasoning else ()
 
 
 def detect_format(template: str) -> OutputFormat:
+    if SIGN in template:
+        return OutputFormat(HARMONY, HarmonyCalls())
     reasoning = next((tags for tags in (CHANNEL, THINK) if tags.close in template), None)
     return OutputFormat(reasoning, detect_tool_format(template))
 
 
 _LINE_ENDS: Final = "\n"
 _BLANKS: Final = " \t\r\n"
-
-
-@dataclass(frozen=True)
-class ContentDelta:
-    """More of the answer."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class ReasoningDelta:
-    """More of the reasoning."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class ToolCallDelta:
-    """A complete tool call; `index` counts the calls of this answer from 0, `arguments` is a JSON object as text."""
-
-    index: int
-    name: str
-    arguments: str
-
-
-OutputEvent = ContentDelta | ReasoningDelta | ToolCallDelta
 
 
 class _ParserState(Enum):
@@ -320,11 +320,3 @@ class StopMatcher:
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
-
-
-def overlap(text: str, needle: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `needle`."""
-    for length in range(min(len(text), len(needle) - 1), 0, -1):
-        if text.endswith(needle[:length]):
-            return length
-    return 0

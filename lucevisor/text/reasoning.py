@@ -18,12 +18,27 @@ class ReasoningTags:
 
     `inline`: the opening tag is a control token, so it opens reasoning at any position; otherwise only at the start of
     an answer, as the same letters further on are quoted text.
+
+    Where reasoning and answer are messages with headers, `answer` is the header of the answer's text, and `between`
+    comes before the header of a message that follows another.
     """
 
     open: str
     close: str
     label: str = ""
     inline: bool = False
+    between: str = ""
+    answer: str = ""
+
+    @property
+    def opening(self) -> str:
+        """What a prompt writes before reasoning."""
+        return self.open if self.answer else self.open + (self.label or "\n")
+
+    @property
+    def closing(self) -> str:
+        """What stands between reasoning and the text of an answer."""
+        return f"{self.close}{self.between}{self.answer}" if self.answer else f"\n{self.close}\n\n"
 
 
 THINK: Final = ReasoningTags("<think>", "</think>")
@@ -31,9 +46,14 @@ CHANNEL: Final = ReasoningTags("<|channel>", "<channel|>", label="thought\n", in
 
 
 def after_reasoning(rules: Rules, answer: str, tags: ReasoningTags | None, *, inside: bool) -> str:
-    """Return an expression for any reasoning, then ``answer``; ``inside``: the prompt ends inside reasoning."""
+    """Return an expression for any reasoning, then ``answer``, which begins with its header if there are any;
+    ``inside``: the prompt ends inside reasoning."""
     if tags is None:
         return answer
+    if tags.answer:
+        thought = rules.add(f"{rules.until(tags.close, markers=True)} {rules.text(tags.between)}")
+        thoughts = f"({rules.text(tags.open)} {thought})* {answer}"
+        return f"{thought} {thoughts}" if inside else thoughts
     thought = rules.add(f"{rules.until(tags.close, markers=True)} /\\n{{0,2}}/")
     return f"{thought} {answer}" if inside else f"({rules.text(tags.open)} {thought})? {answer}"
 
@@ -59,7 +79,7 @@ class ReasoningBudget:
         self._tokenizer = tokenizer
         self._open, self._close = tags.open.encode(), tags.close.encode()
         self._inline = tags.inline
-        self._ending = tokenizer.encode(f"\n{tags.close}\n\n", parse_special=True)
+        self._ending = tokenizer.encode(tags.closing, parse_special=True)
         self._inner = inner
         self._state = _State(inside, n_tokens)
         self._lock = threading.Lock()

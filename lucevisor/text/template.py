@@ -34,7 +34,6 @@ _FAULTS: Final = (
 )
 _RESERVED: Final = frozenset(["messages", "tools", "add_generation_prompt"])
 _PROBE: Final = "probe of what is rendered"
-_LINE_END: Final = "\n"
 
 
 @dataclass(frozen=True)
@@ -87,6 +86,7 @@ class ChatTemplate:
             embedded_tool_responses="tool_responses" in source and "tool_call_id" not in source,
             more_system_messages=self._takes_more_system_messages(),
             short_call_ids="length != 9" in source,
+            single_calls="last_tool_call.name" in source,
         )
 
     @classmethod
@@ -142,11 +142,11 @@ class ChatTemplate:
         thought = str(answer.get("reasoning_content") or "") if tags is not None else ""
         segments, is_open = [*before.segments], before.reasoning_open
         if tags is not None and thought and not is_open:
-            segments.append(Segment(f"{tags.open}{tags.label or _LINE_END}", trusted=True))
+            segments.append(Segment(tags.opening, trusted=True))
             is_open = True
         segments.append(Segment(thought, trusted=False))
-        if tags is not None and is_open and content:
-            segments.append(Segment(f"{_LINE_END}{tags.close}{_LINE_END * 2}", trusted=True))
+        if tags is not None and content:
+            segments.append(Segment(tags.closing if is_open else tags.answer, trusted=True))
             is_open = False
         segments.append(Segment(str(content), trusted=False))
         return RenderedPrompt(tuple(s for s in segments if s.text), is_open, answering=bool(content))

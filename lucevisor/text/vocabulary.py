@@ -33,6 +33,9 @@ _ENDINGS: Final = frozenset(
         *["<|end|>", "<|return|>", "</s>", "<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>"],
     ]
 )
+# Of gpt-oss, whose answers are several messages: `<|end|>` ends one of these only.
+_ANSWER_ENDINGS: Final = frozenset(["<|return|>", "<|call|>"])
+_MESSAGE_ENDING: Final = "<|end|>"
 # Tokens that end another role's message, in templates that close each role by its own tag.
 _TURN_ENDINGS: Final = frozenset(["</user>", "</system>"])
 
@@ -93,13 +96,17 @@ class Vocabulary:
         typed = TYPES_KEY in metadata
         endings = {i for name, i in named.items() if name in ("eos", "eot", "eom")}
         turn_endings: set[int] = set()
+        ends, turn_ends = _ENDINGS, _TURN_ENDINGS
+        if all(text in tokens for text in _ANSWER_ENDINGS):
+            ends, turn_ends = (_ENDINGS | _ANSWER_ENDINGS) - {_MESSAGE_ENDING}, _TURN_ENDINGS | {_MESSAGE_ENDING}
+            endings = {i for i in endings if tokens[i] != _MESSAGE_ENDING}
         for token_id, text in enumerate(tokens):
-            if text in _ENDINGS or text in _TURN_ENDINGS:
+            if text in ends or text in turn_ends:
                 # Another token may look like one: `</s>` is the end of struck-out text to Gemma, user-defined or not.
                 kinds = (TokenType.CONTROL,) if text == "</s>" else (TokenType.CONTROL, TokenType.USER_DEFINED)
                 if typed and types[token_id] not in kinds:
                     continue
-                (endings if text in _ENDINGS else turn_endings).add(token_id)
+                (endings if text in ends else turn_endings).add(token_id)
         return cls(
             tokens=tokens,
             types=[TokenType.CONTROL if i in endings else kind for i, kind in enumerate(types)],

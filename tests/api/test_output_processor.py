@@ -21,7 +21,8 @@ from lucevisor.api.output import (
 from lucevisor.api.prepared import GenerationOptions
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, Usage
 from lucevisor.protocol.steps import SamplingParams
-from lucevisor.text.output_parser import ContentDelta, OutputFormat, ReasoningDelta, ToolCallDelta
+from lucevisor.text.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
+from lucevisor.text.output_parser import OutputFormat
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tools import FORMATS
 from tests.api.scripted_model import ids_of, metadata, tokenizer

@@ -7,9 +7,10 @@ import json
 import random
 from typing import Any
 
+from lucevisor.text.deltas import ContentDelta, ToolCallDelta
 from lucevisor.text.grammar.matcher import GrammarCompiler, Matcher
 from lucevisor.text.grammar.rules import Rules
-from lucevisor.text.output_parser import ContentDelta, OutputFormat, OutputParser, ToolCallDelta
+from lucevisor.text.output_parser import OutputFormat, OutputParser
 from lucevisor.text.tokenizer import Tokenizer
 from lucevisor.text.tools import FORMATS, ToolFormat
 from lucevisor.text.tools.call import calls_in_text, calls_only, functions

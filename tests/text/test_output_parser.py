@@ -9,15 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lucevisor.text.output_parser import (
-    ContentDelta,
-    OutputFormat,
-    OutputParser,
-    ReasoningDelta,
-    StopMatcher,
-    ToolCallDelta,
-    detect_format,
-)
+from lucevisor.text.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
+from lucevisor.text.output_parser import OutputFormat, OutputParser, StopMatcher, detect_format
 from lucevisor.text.reasoning import CHANNEL, THINK
 from lucevisor.text.tokenizer import Segment, Tokenizer
 from lucevisor.text.tools import FORMATS

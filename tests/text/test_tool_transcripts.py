@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.text.output_parser import ContentDelta, OutputFormat, OutputParser, ReasoningDelta, ToolCallDelta
+from lucevisor.text.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
+from lucevisor.text.output_parser import OutputFormat, OutputParser
 from lucevisor.text.reasoning import CHANNEL, THINK
 from lucevisor.text.tools import FORMATS
 

@@ -33,7 +33,7 @@ from lucevisor.api.schemas import (
     to_record,
 )
 from lucevisor.errors import show
-from lucevisor.text.output_parser import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
+from lucevisor.text.deltas import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
 from lucevisor.text.template import ChatTemplate
 
 RULES: Final = ParameterRules(

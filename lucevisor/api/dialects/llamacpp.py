@@ -26,8 +26,8 @@ from lucevisor.api.schemas import (
     ignored,
     to_record,
 )
+from lucevisor.text.deltas import ContentDelta
 from lucevisor.text.infill import ExtraInput
-from lucevisor.text.output_parser import ContentDelta
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -26,8 +26,8 @@ from lucevisor.api.parameters import check_model, check_token_ids, check_tokens
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.schemas import NOT_HERE, Flag, ParameterRules, convert, ignored, to_record
 from lucevisor.errors import show
+from lucevisor.text.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
 from lucevisor.text.infill import InfillTokens
-from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
 
 RULES: Final = ParameterRules(
     refused=dict.fromkeys(("height", "steps", "width"), NOT_HERE),

@@ -48,8 +48,8 @@ from lucevisor.api.schemas import (
     to_record,
 )
 from lucevisor.errors import show
+from lucevisor.text.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
 from lucevisor.text.normalise import normalise_prompt
-from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
 from lucevisor.text.template import ChatTemplate, EncodedPrompt, RenderedPrompt, TemplateError
 
 

@@ -42,8 +42,8 @@ from lucevisor.api.schemas import (
     ignored,
     to_record,
 )
+from lucevisor.text.deltas import ContentDelta
 from lucevisor.text.infill import ExtraInput, InfillTokens
-from lucevisor.text.output_parser import ContentDelta
 from lucevisor.text.tokenizer import Tokenizer
 
 

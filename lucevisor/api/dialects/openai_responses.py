@@ -39,7 +39,7 @@ from lucevisor.api.schemas import (
 )
 from lucevisor.errors import show
 from lucevisor.protocol.steps import SamplingParams
-from lucevisor.text.output_parser import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
+from lucevisor.text.deltas import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
 from lucevisor.text.template import ChatTemplate
 
 MAX_METADATA: Final = 16

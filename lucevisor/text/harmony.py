@@ -1,0 +1,213 @@
+"""Harmony, the format of gpt-oss: an answer is several messages, each with a header that names its channel.
+
+    <|channel|>analysis<|message|>REASONING<|end|><|start|>assistant<|channel|>final<|message|>ANSWER<|return|>
+    <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"key": 1}<|call|>
+
+The recipient may stand before the channel.  Text for the commentary channel without a recipient is for the user.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from lucevisor.text import json_text
+from lucevisor.text.deltas import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta, overlap
+from lucevisor.text.grammar.rules import Rules
+from lucevisor.text.parameters import Tools
+from lucevisor.text.reasoning import ReasoningTags
+from lucevisor.text.tools.call import Function, ToolCall, ToolFormat, make_call
+from lucevisor.text.tools.json_object import JsonObject
+
+SIGN: Final = "<|channel|>analysis<|message|>"
+"""What only a template of this format has in it."""
+_START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+_END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
+HARMONY: Final = ReasoningTags(
+    SIGN, _END, inline=True, between=f"{_START}assistant", answer=f"{_CHANNEL}final{_MESSAGE}"
+)
+_RECIPIENT: Final = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+_HEADER: Final = re.compile(
+    r"(?:<\|start\|>)?\s*(?:assistant)?\s*(?:to=[^\s<]*\s*)?<\|channel\|>"
+    r"(?:(?!<\|(?:start|channel|end|call|return)\|>).)*",
+    re.DOTALL,
+)
+_BEGUN: Final = ("<|start|>", "assistant", " to=", "to=", _CHANNEL)
+_MOST_HEADER: Final = 512
+"""Characters after which a header without its end is taken for text."""
+_BETWEEN: Final = "\n\n"
+"""Between two messages of a kind."""
+_JSON: Final = JsonObject()
+
+
+class HarmonyCalls(ToolFormat):
+    """Calls as messages to `functions.NAME`, whose text is a JSON object."""
+
+    open: ClassVar[str] = f"{_CHANNEL}commentary to=functions."
+    close: ClassVar[str] = _CALL
+    tags = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, _END, _CALL)
+
+    def parse(self, body: str, tools: Tools) -> ToolCall | None:
+        """Return the call whose header, from the name on, and text are ``body``."""
+        head, _, text = body.partition(_MESSAGE)
+        return call_of(head.split()[0] if head.split() else "", text, repaired=False)
+
+    def repair(self, body: str, tools: Tools) -> ToolCall | None:
+        """Control characters in strings, and missing or superfluous braces, as for JSON between tags."""
+        head, _, text = body.partition(_MESSAGE)
+        return call_of(head.split()[0] if head.split() else "", text, repaired=True)
+
+    def is_inside_value(self, body: str) -> bool:
+        return False
+
+    def grammar(self, rules: Rules, function: Function) -> str:
+        head = rules.text(f"{function.name} {_CONSTRAIN}json{_MESSAGE}")
+        return f"{head} {rules.json(function.schema, lenient=not function.strict)}"
+
+
+def call_of(name: str, text: str, *, repaired: bool) -> ToolCall | None:
+    """The call of ``name`` with the arguments ``text``, or None when that is no JSON object."""
+    if not name:
+        return None
+    if repaired:
+        return _JSON.repair(f'{{"name": {json_text.write(name)}, "arguments": {text}}}', ())
+    try:
+        arguments = json_text.parse(text) if text.strip() else {}
+    except ValueError:
+        return None
+    return make_call(name, arguments) if isinstance(arguments, dict) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A message that is being read: ``kind`` of its text, or the ``function`` that it calls."""
+
+    kind: type[ContentDelta] | type[ReasoningDelta]
+    function: str = ""
+
+
+class HarmonyParser:
+    """Parses one answer, as :class:`lucevisor.text.output_parser.OutputParser` does.
+
+    An answer begins within a header; text that is none is content.  A call's text is collected to its end; if it is no
+    object, it is content.
+    """
+
+    _ENDS: ClassVar[tuple[str, ...]] = (_END, _CALL, _RETURN, _START, _CHANNEL)
+
+    def __init__(self, reasoning_open: bool, tools: Tools) -> None:
+        self._tools = tools
+        self.content: list[range] = []  # where in the answer its content is, in characters; the reader may clear it
+        self._text = ""  # received, not yet emitted
+        self._n_chars = 0
+        self._events: list[OutputEvent] = []
+        self._n_calls = 0
+        self._cut = False
+        self._message = _Message(ReasoningDelta) if reasoning_open else None
+        self._seen: set[type] = set()  # kinds of text that were emitted
+        self._fresh = not reasoning_open  # no text of the message was emitted
+
+    def push(self, text: str) -> list[OutputEvent]:
+        self._text += text
+        self._n_chars += len(text)
+        return self._advance(final=False)
+
+    @property
+    def position(self) -> int:
+        return self._n_chars - len(self._text)
+
+    def flush(self, *, cut: bool = False) -> list[OutputEvent]:
+        """Return the events of held-back text; ``cut``: the model did not end, so the text of a call is content."""
+        self._cut = cut
+        return self._advance(final=True)
+
+    def _advance(self, final: bool) -> list[OutputEvent]:
+        while self._read_header(final) if self._message is None else self._read_text(self._message, final):
+            pass
+        events, self._events = self._events, []
+        return events
+
+    def _read_header(self, final: bool) -> bool:
+        """Take a header that is complete; text that begins none is content."""
+        begun = self._text.lstrip()
+        header, message, rest = begun.partition(_MESSAGE)
+        if message and _HEADER.fullmatch(header):
+            self._text = rest
+            self._begin(header)
+            return True
+        if self._may_begin(begun) and not message and len(begun) <= _MOST_HEADER:
+            if final:
+                self._text = ""  # a header without a message says nothing
+            return False
+        if not begun:
+            return False
+        if tag := next((tag for tag in self._ENDS if begun.startswith(tag)), ""):  # out of place: dropped
+            self._text = begun[len(tag) :]
+            return True
+        self._message, self._fresh = _Message(ContentDelta), True
+        return True
+
+    def _may_begin(self, text: str) -> bool:
+        """Whether more text may make a header of it."""
+        if _HEADER.fullmatch(text):
+            return True
+        text = text.removeprefix(_START).removeprefix("assistant").lstrip()
+        if text.startswith("to="):
+            return "<" not in text or _CHANNEL.startswith(text[text.index("<") :])
+        return any(tag.startswith(text) for tag in ("to=", *_BEGUN, *self._ENDS))
+
+    def _begin(self, header: str) -> None:
+        named = _RECIPIENT.search(header)
+        channel = header.partition(_CHANNEL)[2].strip()
+        function = named[1] if named is not None and self._tools and "to=functions." in header else ""
+        kind = ReasoningDelta if channel.startswith("analysis") else ContentDelta
+        self._message, self._fresh = _Message(kind, function), True
+
+    def _read_text(self, message: _Message, final: bool) -> bool:
+        """Emit text up to the end of the message; return whether it was found."""
+        found = [(at, tag) for tag in self._ENDS if (at := self._text.find(tag)) >= 0]
+        if message.function:
+            if not found and not final:
+                return False
+            at, tag = min(found, default=(len(self._text), ""))
+            self._take_call(message.function, at, is_whole=bool(tag) or not self._cut)
+        elif found:
+            at, tag = min(found)
+            self._emit(self._text[:at], message.kind)
+        else:
+            held = 0 if final else max(overlap(self._text, tag) for tag in self._ENDS)
+            text = self._text[: len(self._text) - held]
+            self._emit(text, message.kind)
+            self._text = self._text[len(text) :]
+            return False
+        keep = tag in (_START, _CHANNEL)
+        self._text = self._text[at if keep else at + len(tag) :]
+        self._message = None
+        return bool(tag)
+
+    def _take_call(self, function: str, at: int, *, is_whole: bool) -> None:
+        text = self._text[:at]
+        call = None
+        if is_whole:
+            call = call_of(function, text, repaired=False) or call_of(function, text, repaired=True)
+        if call is None:
+            self._emit(text, ContentDelta)
+            return
+        self._events.append(ToolCallDelta(self._n_calls, call.name, call.arguments))
+        self._n_calls += 1
+
+    def _emit(self, text: str, kind: type[ContentDelta] | type[ReasoningDelta]) -> None:
+        if not text:
+            return
+        if kind is ContentDelta:
+            self.content.append(range(self.position, self.position + len(text)))
+        if self._fresh and kind in self._seen:
+            text = _BETWEEN + text
+        self._fresh = False
+        self._seen.add(kind)
+        last = self._events[-1] if self._events else None
+        if isinstance(last, kind):
+            self._events[-1] = kind(last.text + text)
+        else:
+            self._events.append(kind(text))
