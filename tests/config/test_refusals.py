@@ -1,4 +1,4 @@
-"""Loading a wrong configuration: one clear error for each thing that can be wrong."""
+"""Loading a wrong configuration: one clear error for each thing that can be wrong.  More of them: tests/mistakes."""
 
 import subprocess
 from pathlib import Path
@@ -30,8 +30,6 @@ def assert_told(error, key: str, why: str, hint: str) -> None:
 @pytest.mark.parametrize(
     ("more", "key", "value", "why", "hint"),
     [
-        ("[sevrer]\nport = 1", "sevrer", {"port": 1}, "is not a section", "nearest: server"),
-        ("[server]\nprot = 1", "server.prot", 1, "is not a key of [server]", "nearest: port"),
         (
             "[server]\nprefill_chunk = 1",
             "server.prefill_chunk",
@@ -42,13 +40,6 @@ def assert_told(error, key: str, why: str, hint: str) -> None:
         ("[engine]\nthreads = 1", "engine.threads", 1, "is not a key of [engine]", "nearest: groups.NAME.threads"),
         ("[server.tls]\ncert = 1", "server.tls", {"cert": 1}, "is not a key", "keys: host, port"),
         (
-            "[server]\nhost = '0.0.0.0'",
-            "server.host",
-            "0.0.0.0",
-            "can be reached from other machines",
-            "allow_open = true",
-        ),
-        (
             "[server]\nhost = 'box.lan'",
             "server.host",
             "box.lan",
@@ -56,7 +47,6 @@ def assert_told(error, key: str, why: str, hint: str) -> None:
             "server.api_keys_file",
         ),
         ("[server]\napi_keys_file = 'absent'", "server.api_keys_file", None, "cannot be read", "one key per line"),
-        ("[engine]\ndtype = 'float23'", "engine.dtype", "float23", "is not one of the choices", "nearest: float32"),
         ("[draft]\ndevice = 'gone:0'", "draft.device", "gone:0", "no group is named gone", "left:0, right:0"),
         ("[pflash]\nkeep_ratio = 1e400", "pflash.keep_ratio", None, "is not ", "number > 0 and <= 1"),
         ("[pflash]\nmode = 'auto'", "pflash.path", "", "is empty", "Qwen3-0.6B"),
@@ -87,17 +77,9 @@ def test_one_wrong_setting(file, more, key, value, why, hint):
 @pytest.mark.parametrize(
     ("old", "new", "key", "why", "hint"),
     [
-        ('path = "m.gguf"', "", "model.path", "is missing", "add path ="),
         ('path = "m.gguf"', 'path = ""', "model.path", "is empty", "write a value"),
         ('path = "m.gguf"', 'path = " m.gguf"', "model.path", "has surrounding spaces", "m.gguf"),
         ('path = "m.gguf"', 'path = "hf:owner"', "model.path", "is not a file of the hub", "hf:owner/repo/file.gguf"),
-        (
-            'backend = "cpu"\n[placement]',
-            'backend = "gpu"\n[placement]',
-            "groups.right.backend",
-            "is not one of the choices",
-            "nearest: cpu",
-        ),
         ('backend = "cpu"\n[placement]', "\n[placement]", "groups.right.backend", "is missing", "cpu, cuda, hip"),
     ],
 )
@@ -110,7 +92,6 @@ def test_one_wrong_line_of_the_smallest_file(file, old, new, key, why, hint):
     ("devices", "key", "why", "hint"),
     [
         ('["left:0", "right:0", "left:0"]', "placement.target_devices[2]", "is the same device", "nearest: left:1"),
-        ('["left:0", "rihgt:0"]', "placement.target_devices[1]", "no group is named rihgt", "nearest: right:0"),
         ('["left:0", "hip:0"]', "placement.target_devices[1]", "no group has the backend hip", "left:0, right:0"),
         ('["left:0", "cpu:1"]', "placement.target_devices[1]", "is ambiguous: 2 groups", "left:1, right:1"),
         ('["left:0"]', "groups.right", "would have nothing to do", "add right:0"),
@@ -123,10 +104,8 @@ def test_one_wrong_list_of_devices(file, devices, key, why, hint):
 @pytest.mark.parametrize(
     ("split", "key", "why", "hint"),
     [
-        ("[0.5]", "placement.target_layer_split", "has 1 weights for 2 devices", "left:0, right:0"),
         ('["0-8"]', "placement.target_layer_split", "has 1 ranges for 2 devices", "left:0, right:0"),
         ("[0.5, nan]", "placement.target_layer_split[1]", "not a finite number above 0", ""),
-        ('["0-4", "5-8"]', "placement.target_layer_split[1]", "does not start at layer 4", "nearest: 4-8"),
         ('"atuo"', "placement.target_layer_split", "is not auto", "nearest: auto"),
     ],
 )
