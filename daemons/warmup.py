@@ -244,16 +244,26 @@ def _run_all(
 
 def _most_sequences(sequences: Sequences) -> int:
     """Return how many sequences may be open at once, each with a recurrent state if the model has any."""
-    n_live = sequences.sizes.device_states
-    return min(sequences.max_sequences, n_live) if sequences.units[Space.RECURRENT] else sequences.max_sequences
+    pools = sequences.sizes
+    if not sequences.units[Space.RECURRENT]:
+        return sequences.max_sequences
+    if pools.state_pages:  # a page is left beside the states
+        return min(sequences.max_sequences, pools.device_states, (pools.full_pages - 1) // pools.state_pages)
+    return min(sequences.max_sequences, pools.device_states)
 
 
 def _opening(sequences: Sequences, n_tokens: int, n: int = 1) -> list[Operation]:
     """Operations that open ``n`` sequences, with the same pages for ``n_tokens`` and an empty state each."""
     spaces = [space for space, size in sequences.units.items() if size]
     states = [ZeroState(i) for i in range(n)] if Space.RECURRENT in spaces else []
-    table = list(range((n_tokens - 1) // PAGE_TOKENS + 1))
-    tables = [SetPages(i, space, 0, table) for i in range(n) for space in spaces if space is not Space.RECURRENT]
+    table, pools = range((n_tokens - 1) // PAGE_TOKENS + 1), sequences.sizes
+    first = n * pools.state_pages  # behind the memory of the states
+    tables = [
+        SetPages(i, space, 0, [first + at % (pools.full_pages - first) for at in table] if first else [*table])
+        for i in range(n)
+        for space in spaces
+        if space is not Space.RECURRENT
+    ]
     return [*states, *(OpenSequence(i, i if states else 0, SamplingParams()) for i in range(n)), *tables]
 
 

@@ -537,12 +537,13 @@ class DraftStage:
 
 
 def _pools_of(load: Load) -> PoolSizes:
-    """Return the drafter's pools, without host pages if attention reads those in place.
+    """Return the drafter's pools, which share no memory, without host pages if attention reads those in place.
 
     The drafter attends to resident pages only.  Pages that return under policy ``exact`` have no draft epoch, so it
     does not attend to them.
     """
-    return msgspec.structs.replace(load.pools, host_pages=0 if load.attend_host else load.pools.host_pages)
+    host_pages = 0 if load.attend_host else load.pools.host_pages
+    return msgspec.structs.replace(load.pools, host_pages=host_pages, state_pages=0)
 
 
 def _open_spec(target: ModelSpec, load: Load, plan: DraftPlan) -> DraftSpec:

@@ -108,7 +108,9 @@ class Layout:
             key = (n, start % CHUNK if n > SHORT_SLICE else 0, 0 if states == [sequence.state] else len(states))
             group = by_key.get(key)
             if group is None or n > SHORT_SLICE:  # long ones alone: each gathers what it attends to
-                group = by_key[key] = SliceGroup(*key, in_place=sequences.reads_in_place)
+                group = by_key[key] = SliceGroup(
+                    *key, state_rows=sequences.state_rows, in_place=sequences.reads_in_place
+                )
                 self.groups.append(group)
             group.add(len(columns[0]) - n, start, sequence, states, ranked=s.sequence in ranked)
             if bounded:
@@ -203,10 +205,10 @@ class Group:
         )
         self.is_whole_step = layout.contiguous and b * n == n_rows
         self._memo: dict[tuple[Space, int, bool], tuple[Pages, Tensor | Causal | None]] = {}
-        ids = [s.state for s in layout.sequences]
+        ids = layout.live_rows
         self._on_host = host = metadata.device.type == "cpu" and not captured  # a graph would replay a baked-in address
         self.state_run = ids[0] if host and ids == list(range(ids[0], ids[0] + b)) else None
-        self._kept = layout.states[0] if host and b == 1 else None
+        self._kept = layout.rows_of(layout.states[0]) if host and b == 1 else None
 
     def token(self, token: int, operations: Operations) -> Group:
         """Return the group of one token of each slice, for layers without recurrent states.

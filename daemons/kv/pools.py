@@ -3,8 +3,9 @@
 ``kv_dtype`` q8_0 is KV cache quantisation.  Layers of equal state share one allocation ``[layers, units, *shape]``, so
 a page or a state is copied for all of them in one call.  Some recurrent states may lie in host memory: the device only
 copies to and from them, in stream order, so other readers and writers must wait for that stream.  States of drafts have
-rows only in the small tensors, and updates.  Invariants: unit ids are the supervisor's, the same in every shard; a pool
-starts as zeros, so masked stale positions are finite.
+rows only in the small tensors, and updates.  Pages and states may share memory (:mod:`lucevisor.model.extents`).
+Invariants: unit ids are the supervisor's, the same in every shard; a pool starts as zeros, and pages become zeros when
+they take the place of a state, so masked stale positions are finite.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor
 
 from daemons.device import allocating, host_zeros, torch_dtype
-from daemons.errors import StateError
+from daemons.errors import LoadError, StateError
 from daemons.kv.state_updates import ApplyUpdates, StateUpdates
 from daemons.ops.delta_rule import apply_updates
 from daemons.ops.host_pages import HostLayer, HostPages, PageCopy
 from daemons.ops.page_scores import KeySketches
 from daemons.ops.paged import DensePages, PagedTensor, Pages, Q8Pages
+from lucevisor.model.extents import PAGE_ROWS, Extent, extent_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP, Dtype, LayerRange, Space, Tier, q8_groups
 from lucevisor.protocol.loading import PoolSizes
@@ -77,18 +79,28 @@ class Pools:
         self._host_states: dict[tuple[int, str], Tensor] = {}
         self._ranked: list[PagedTensor] = []  # keys of which sketches are kept
         self._host_pages = HostPages(device, sizes.host_pages, page_copy) if sizes.host_pages else None
-        self.updates = StateUpdates(device, apply_updates)
+        extent = _extent(spec, layers, kv_dtype, sizes)
+        self.page_rows, self.state_rows = (PAGE_ROWS, extent.layers) if extent is not None else (1, 1)
+        """Rows of a layer's tensor that a page of space full and a state take."""
+        self._used_states: set[int] = set()  # those whose bytes are in the memory of pages
+        self._n_bytes = 0
+        self.updates = StateUpdates(device, apply_updates, self.state_rows)
+        paged = [shape for shape in members if shape.space is not Space.RECURRENT]
+        if extent is not None and paged:
+            self._allocate_pages(paged, members[paged[0]])
+        else:
+            for shape in paged:
+                self._allocate_pages([shape], members[shape])
         for shape, indices in members.items():
-            self._allocate(shape, indices)
+            if shape.space is Space.RECURRENT:
+                self._allocate_states(shape, indices, self._extents(shape, paged, members))
         if self._host_pages is not None:
             self._host_pages.prepare()
 
-    def _allocate(self, shape: _StateShape, indices: list[int]) -> None:
-        recurrent = shape.space is Space.RECURRENT
-        n = (len(indices), self._n_rows(shape))
-        quantised = shape.dtype is Dtype.Q8_0
-        width = shape.shape[-1]
-        parts = [((*n, *shape.shape), torch.float32)]
+    def _allocate_pages(self, shapes: Sequence[_StateShape], indices: list[int]) -> None:
+        """Allocate pages of layers; those of several tensors of equal shape adjoin."""
+        shape, width = shapes[0], shapes[0].shape[-1]
+        n, quantised = (len(indices), len(shapes) * self.units[shape.space]), shape.dtype is Dtype.Q8_0
         if quantised:
             groups = q8_groups(width)
             parts = [
@@ -97,34 +109,72 @@ class Pools:
             ]
         else:
             parts = [((*n, *shape.shape), torch_dtype(shape.dtype))]
-        n_bytes = sum(prod(extent) * kind.itemsize for extent, kind in parts)
-        what = f"state {shape.name!r} of layers {indices[0]}..{indices[-1]} ({n[1]} units of space {shape.space.value})"
-        advice = "lower the number of pages or sequences, choose a smaller kv dtype, or give this device fewer layers"
-        with allocating(self.device, what, n_bytes, advice):
-            tensors = [torch.zeros(extent, dtype=kind, device=self.device) for extent, kind in parts]
+        tensors = self._zeros(parts, self._what(shapes, indices, self.units[shape.space]))
         self._stacks.append((shape.space, tensors))
         self._stack_layers.append(indices)
-        if recurrent:
-            self._allocate_host(shape, indices, tensors[0].dtype)
-        if shape.update_width:
-            self.updates.allocate(tensors[0], self._sizes.device_rows, shape.update_width, indices, what)
-        elif recurrent:
-            self.updates.add_windows(tensors)
         hosts = []
         if self._host_pages is not None and shape.space is Space.FULL:
             hosts = [self._host_pages.add(tensor) for tensor in tensors]
         for at, i in enumerate(indices):
-            if recurrent:
-                self._states[i, shape.name] = tensors[0][at]
-                continue
-            own = [tensor[at] for tensor in tensors]
-            paged = Q8Pages(own[0], own[1], width) if quantised else DensePages(own[0])
-            if self._host_pages is not None and hosts:
-                paged.host = HostLayer([host[at] for host in hosts], self._host_pages)
-                if self._rank_pages and shape.name == "k":
-                    paged.sketches = KeySketches(self._sizes.host_pages, shape.shape[1], width, self.device)
-                    self._ranked.append(paged)
-            self._paged[i, shape.name] = paged
+            for first, one in enumerate(shapes):
+                own = [tensor[at, first:] for tensor in tensors]
+                paged = Q8Pages(own[0], own[1], width) if quantised else DensePages(own[0])
+                if self._host_pages is not None and hosts:
+                    paged.host = HostLayer([host[at] for host in hosts], self._host_pages)
+                    if self._rank_pages and one.name == "k":
+                        paged.sketches = KeySketches(self._sizes.host_pages, one.shape[1], width, self.device)
+                        self._ranked.append(paged)
+                self._paged[i, one.name] = paged
+
+    def _extents(
+        self, shape: _StateShape, paged: Sequence[_StateShape], members: dict[_StateShape, list[int]]
+    ) -> tuple[int, Tensor | None]:
+        """Return in how many stacks' memory states lie side by side, and the memory that they share with pages."""
+        if self.state_rows == 1 or not paged:
+            return len(members[shape]), None
+        n_layers = len(members[paged[0]])
+        if not shape.update_width:
+            return n_layers, None
+        n_rows = self.state_rows * self._sizes.device_states
+        memory = self._stacks[0][1][0].view(n_layers, -1).view(torch.float32)
+        return n_layers, memory[:, : n_rows * prod(shape.shape)].view(n_layers, n_rows, *shape.shape)
+
+    def _allocate_states(self, shape: _StateShape, indices: list[int], extents: tuple[int, Tensor | None]) -> None:
+        """Allocate states of layers: rows of ``state_rows`` layers lie side by side, in an attention layer's memory if
+        they share it.
+        """
+        (n, memory), rows, what = extents, self.state_rows, self._what([shape], indices, self._n_rows(shape))
+        if memory is None:
+            [memory] = self._zeros([((n, rows * self._n_rows(shape), *shape.shape), torch_dtype(shape.dtype))], what)
+        updates = None
+        if shape.update_width:
+            updates = self.updates.allocate(n, rows * self._sizes.device_rows, shape.update_width, what)
+        for first in range(rows):
+            if not (layers := indices[first * n : (first + 1) * n]):
+                break
+            stack = memory[: len(layers), first:]
+            self._stacks.append((Space.RECURRENT, [stack]))
+            self._stack_layers.append(layers)
+            self._allocate_host(shape, layers, stack.dtype)
+            if updates is None:
+                self.updates.add_windows([stack])
+            else:
+                self.updates.add(stack, updates[: len(layers), first:], layers)
+            self._states |= {(i, shape.name): stack[at] for at, i in enumerate(layers)}
+
+    @staticmethod
+    def _what(shapes: Sequence[_StateShape], indices: list[int], n_units: int) -> str:
+        names, space = " and ".join(repr(shape.name) for shape in shapes), shapes[0].space
+        return f"state {names} of layers {indices[0]}..{indices[-1]} ({n_units} units of space {space.value})"
+
+    def _zeros(self, parts: Sequence[tuple[tuple[int, ...], torch.dtype]], what: str) -> list[Tensor]:
+        """Allocate tensors on the device.  Raises DeviceError."""
+        n_bytes = sum(prod(extent) * kind.itemsize for extent, kind in parts)
+        advice = "lower the number of pages or sequences, choose a smaller kv dtype, or give this device fewer layers"
+        with allocating(self.device, what, n_bytes, advice):
+            tensors = [torch.zeros(extent, dtype=kind, device=self.device) for extent, kind in parts]
+        self._n_bytes += n_bytes
+        return tensors
 
     def _n_rows(self, shape: _StateShape) -> int:
         """Rows on the device of a tensor: drafts' states have none where updates stand for them."""
@@ -147,7 +197,10 @@ class Pools:
         return self._paged[layer, name]
 
     def state(self, layer: int, name: str) -> Tensor:
-        """Recurrent states of a layer on the device, ``[states, *shape]``, those after drafts behind the others."""
+        """Recurrent states of a layer on the device, ``[rows, *shape]``, those after drafts behind the others.
+
+        State s is in row ``s * state_rows``.
+        """
         return self._states[layer, name]
 
     def rows_with(self, layer: int, name: str, state: int) -> tuple[Tensor, int]:
@@ -158,12 +211,31 @@ class Pools:
         if self._sizes.is_draft_state(state):
             raise StateError(f"layer {layer}", f"state {state} is a draft's, which is nowhere whole")
         tier, index = self._sizes.place_of_state(state)
-        return (self._states if tier is Tier.DEVICE else self._host_states)[layer, name], index
+        if tier is Tier.DEVICE:
+            return self._states[layer, name], index * self.state_rows
+        return self._host_states[layer, name], index
 
     def copy_page(self, space: Space, source: int, target: int, n_tokens: int, layer: int | None = None) -> None:
         """Copy the first ``n_tokens`` positions of a page, in every layer of ``space`` or in one."""
+        if space is Space.FULL:
+            self.take_pages([target])
+        n = self.page_rows if space is Space.FULL else 1
+        to, of = slice(target * n, (target + 1) * n), slice(source * n, (source + 1) * n)
         for tensor in self._of(space, layer):
-            tensor[:, target, :n_tokens] = tensor[:, source, :n_tokens]
+            tensor[:, to, :n_tokens] = tensor[:, of, :n_tokens]
+
+    def take_pages(self, pages: Sequence[int]) -> None:
+        """Pages of space full come into use: those in the memory of a state that was used become zeros."""
+        n = self._sizes.state_pages
+        for state in sorted({page // n for page in pages} & self._used_states) if self._used_states else ():
+            self._used_states.remove(state)
+            for tensor in self._of(Space.FULL):
+                tensor[:, state * n * self.page_rows : (state + 1) * n * self.page_rows].zero_()
+
+    def take_state(self, state: int) -> None:
+        """A recurrent state comes into use, on the device in the memory of pages."""
+        if self._sizes.state_pages and state < self._sizes.device_states:
+            self._used_states.add(state)
 
     def page_out(self, pages: Sequence[int], rows: Sequence[int]) -> None:
         """Copy pages of space full to rows of host memory, in every layer."""
@@ -185,10 +257,13 @@ class Pools:
             self._host_pages.page_in(rows, pages)
 
     def place_of_page(self, space: Space, page: int, where: str) -> tuple[Tier, int]:
-        """Return the memory that a page lies in, and its row there.  Raises StateError naming ``where``."""
+        """Return the memory that a page lies in, and its row in the layers' tensors there.
+
+        Raises StateError naming ``where``.
+        """
         n = self.units[space]
         if 0 <= page < n:
-            return Tier.DEVICE, page
+            return Tier.DEVICE, page * self.page_rows if space is Space.FULL else page
         in_host = self._host_pages.n_pages if self._host_pages is not None and space is Space.FULL else 0
         if n <= page < n + in_host:
             return Tier.HOST, page - n
@@ -205,8 +280,9 @@ class Pools:
     def copy_state(self, source: int, target: int, layer: int | None = None) -> None:
         """Copy a recurrent state in every layer or in one; at most one of the two is in host memory."""
         to, of = self._sizes.place_of_state(target), self._sizes.place_of_state(source)
+        self.take_state(target)
         for device, host in zip(self._of(Space.RECURRENT, layer), self._host_of(layer), strict=True):
-            stacks = {Tier.DEVICE: device, Tier.HOST: host}
+            stacks = {Tier.DEVICE: device[:, :: self.state_rows], Tier.HOST: host}
             if to.tier is of.tier:
                 stacks[to.tier][:, to.row] = stacks[of.tier][:, of.row]
                 continue
@@ -215,8 +291,9 @@ class Pools:
                 a.copy_(b, non_blocking=True)
 
     def zero_state(self, state: int) -> None:
+        self.take_state(state)
         for tensor in self._of(Space.RECURRENT):
-            tensor[:, state].zero_()
+            tensor[:, state * self.state_rows].zero_()
 
     def _of(self, space: Space, layer: int | None = None) -> list[Tensor]:
         """Stacks of ``space``, or a layer's part of them."""
@@ -247,7 +324,7 @@ class Pools:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(t.nbytes for _, tensors in self._stacks for t in tensors) + self.updates.nbytes
+        return self._n_bytes + self.updates.nbytes
 
     @property
     def host_nbytes(self) -> int:
@@ -260,3 +337,17 @@ def _part(stacks: list[Tensor], layers: list[int], layer: int | None) -> list[Te
     if layer is None:
         return stacks
     return [t.narrow(0, layers.index(layer), 1) for t in stacks] if layer in layers else []
+
+
+def _extent(spec: ModelSpec, layers: LayerRange, kv_dtype: Dtype, sizes: PoolSizes) -> Extent | None:
+    """Return the extent of pages and states that share memory; None if they do not.  Raises LoadError."""
+    if not sizes.state_pages:
+        return None
+    extent, own = extent_of(spec, kv_dtype), spec.layers[layers.start : layers.stop]
+    if extent is None or extent.pages != sizes.state_pages or not extent.holds(own) or sizes.host_pages:
+        reason = f"states cannot share the memory of {sizes.state_pages} pages on layers {layers}"
+        raise LoadError(f"pools of {spec.name}", reason, "report this, with the plan", configuration=True)
+    if sizes.device_states * sizes.state_pages > sizes.full_pages:
+        reason = f"{sizes.full_pages} pages do not hold {sizes.device_states} states of {sizes.state_pages} pages"
+        raise LoadError(f"pools of {spec.name}", reason, "report this, with the plan", configuration=True)
+    return extent

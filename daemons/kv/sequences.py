@@ -107,6 +107,8 @@ class Sequences:
         n_states = sizes.n_state_ids
         self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: n_states}
         self.sizes = sizes
+        self._page_rows = {Space.FULL: self.pools[0].page_rows if self.pools else 1, Space.WINDOW: 1}
+        self.state_rows = self.pools[0].state_rows if self.pools else 1  # the same in all shards
         self._n_device_states = sizes.device_states, sizes.device_rows  # whole ones, and with those of drafts
         self.max_sequences = max_sequences
         n_pages = max(sizes.full_pages, sizes.window_pages, sizes.host_pages)
@@ -175,6 +177,8 @@ class Sequences:
                 opened = self.get(sequence, "UseState")
                 if is_draft and opened.updates and state not in opened.updates:
                     raise StateError("UseState", f"the last slice of sequence {sequence} left no state {state}")
+                if not is_draft:
+                    self._take_states([state])
                 self._commit_state(opened, state)
                 opened.state = opened.state if is_draft else state
 
@@ -183,6 +187,8 @@ class Sequences:
         for s in slices:
             if (opened := self.by_id.get(s.sequence)) is not None:
                 opened.updates = s.states if len(s.states) == len(s.tokens) > 1 else []
+                if self.sizes.state_pages and s.states:
+                    self._take_states(s.states)
 
     def commit_states(self, slices: Sequence[Slice]) -> None:
         """Apply pending state updates of sequences without a ``UseState``, before a step of these slices."""
@@ -218,6 +224,11 @@ class Sequences:
                         pool.updates.apply(live, opened.updates[:i], opened.updates[i - 1])
                 opened.updates = opened.updates[n:] if state == live else opened.updates
 
+    def _take_states(self, states: Sequence[int]) -> None:
+        for pool in self.pools if self.sizes.state_pages else ():
+            for state in states:
+                pool.take_state(state)
+
     def _check_unit(self, where: str, space: Space, unit: int) -> None:
         if not 0 <= unit < self.units[space]:
             kind = "state" if space is Space.RECURRENT else f"page of space {space.value}"
@@ -251,6 +262,7 @@ class Sequences:
             raise StateError(where, f"{self.max_sequences} sequences are open, the most this daemon was loaded for")
         if self.units[Space.RECURRENT]:
             self.check_live(where, operation.state)
+            self._take_states([operation.state])
         self.by_id[operation.sequence] = OpenedSequence(operation.sequence, self._free_rows.pop(), operation.state)
 
     def _set_pages(self, operation: SetPages) -> None:
@@ -269,12 +281,21 @@ class Sequences:
             raise StateError(where, f"entry {first} is outside a table of at most {MAX_ENTRIES}")
         if operation.space is Space.FULL and first > len(table):
             raise StateError(where, f"entry {first} leaves a gap behind the {len(table)} entries there are")
+        pages = self._rows_of(operation.space, operation.pages)
         table += [NO_PAGE] * (first - len(table))
-        table[first : first + len(operation.pages)] = operation.pages
+        table[first : first + len(pages)] = pages
         changed = self._changed[operation.space]
-        for i, page in enumerate(operation.pages, first):
+        for i, page in enumerate(pages, first):
             changed[sequence.row, i] = page
         self._find_break(sequence, operation.space, first)
+
+    def _rows_of(self, space: Space, pages: list[int]) -> list[int]:
+        """Return the rows of pages that come into use: what tables hold."""
+        if not self.sizes.state_pages or space is not Space.FULL:
+            return pages
+        for pool in self.pools:
+            pool.take_pages(pages)
+        return [page * self._page_rows[space] for page in pages]
 
     def _page_out(self, operation: PageOut) -> None:
         where = f"PageOut of sequence {operation.sequence}"

@@ -35,6 +35,7 @@ class SliceGroup:
     ``lows``: first position that each slice attends to; empty: all of them.
     ``n_valid``: tokens of the only slice, which is padded to ``n`` rows; 0: it is not padded.
     In space full positions are places in the table, which pages that were paged out left: ``full_starts``, ``lows``.
+    ``state_rows``: state s is in row ``s * state_rows`` of the layers' tensors.
     """
 
     n: int
@@ -48,6 +49,7 @@ class SliceGroup:
     states: list[list[int]] = field(default_factory=list)  # the states each slice writes, after its last tokens
     lows: list[int] = field(default_factory=list)
     ranked: list[int] = field(default_factory=list)  # slices that ask how much they attend to each page
+    state_rows: int = 1
     in_place: bool = False  # whether attention can read host memory in place
 
     def add(self, row: int, start: int, sequence: OpenedSequence, states: list[int], *, ranked: bool) -> None:
@@ -105,6 +107,15 @@ class SliceGroup:
         return self.n if self.n <= MAX_DECODE_TOKENS else 0
 
     @property
+    def live_rows(self) -> list[int]:
+        """Rows of the live states."""
+        return self.rows_of([s.state for s in self.sequences])
+
+    def rows_of(self, states: list[int]) -> list[int]:
+        """Return the rows of states in the layers' tensors."""
+        return states if self.state_rows == 1 else [state * self.state_rows for state in states]
+
+    @property
     def leaves_updates(self) -> bool:
         """True if slices leave what each token does to their state, and not the states after them."""
         return 1 < self.n == self.n_states
@@ -135,10 +146,10 @@ class SliceGroup:
         inside a chunk a slice starts, and its tokens.
         """
         numbers = self.starts + self.full_starts
-        numbers += [s.row for s in self.sequences] + [s.state for s in self.sequences]
+        numbers += [s.row for s in self.sequences] + self.live_rows
         if self.state_columns:
             for states in self.states:
-                numbers += [-1] * (self.n - len(states)) + states
+                numbers += [-1] * (self.n - len(states)) + self.rows_of(states)
         else:
             numbers += [self.offset, self.n_valid or self.n] * len(self.starts)
         numbers += self.lows + self.host_lengths

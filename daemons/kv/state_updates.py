@@ -25,8 +25,10 @@ ApplyUpdates = Callable[[Tensor, Tensor, int, Tensor, int], None]
 class StateUpdates:
     """The updates of one device, in rows with the ids of states."""
 
-    def __init__(self, device: torch.device, apply: ApplyUpdates) -> None:
-        self.device, self._apply = device, apply
+    def __init__(self, device: torch.device, apply: ApplyUpdates, state_rows: int = 1) -> None:
+        """``state_rows``: state s is in row ``s * state_rows``."""
+        self.device, self._apply, self._state_rows = device, apply, state_rows
+        self.nbytes = 0
         # Stacks [layers, rows, ...] of what is written whole after each token; on a cpu arrays, which numpy copies in
         # half of the time that torch takes when neither is in the cache (10 instead of 20 us).
         self._windows: list[Any] = []
@@ -36,12 +38,17 @@ class StateUpdates:
         rows = torch.empty(MAX_DECODE_TOKENS, dtype=torch.int64)  # those of a cpu, kept for the same reason
         self._rows, self._first_rows = rows.numpy(), [rows[:n] for n in range(MAX_DECODE_TOKENS + 1)]
 
-    def allocate(self, matrices: Tensor, n_rows: int, width: int, layers: Sequence[int], what: str) -> None:
-        """Allocate rows for the states of ``matrices`` [layers, states, ...] and of drafts.  Raises DeviceError."""
-        extent = (len(layers), n_rows, width)
+    def allocate(self, n_layers: int, n_rows: int, width: int, what: str) -> Tensor:
+        """Allocate rows for the states of some layers and of drafts.  Raises DeviceError."""
+        extent = (n_layers, n_rows, width)
         advice = "lower the number of sequences or of cached states, or give this device fewer layers"
         with allocating(self.device, f"updates of {what}", 4 * prod(extent), advice):
             updates = torch.zeros(extent, device=self.device)
+        self.nbytes += updates.nbytes
+        return updates
+
+    def add(self, matrices: Tensor, updates: Tensor, layers: Sequence[int]) -> None:
+        """Add the ``matrices`` [layers, rows, ...] of some layers, and their updates."""
         self._by_layer |= dict(zip(layers, updates.unbind(0), strict=True))
         self._stacks.append((matrices, updates))
 
@@ -66,13 +73,14 @@ class StateUpdates:
         with launching(self.device):
             if self.launches.replay(key):
                 return
-            at = self._at(rows)
+            n = self._state_rows
+            at, of, to, last = self._at([n * row for row in rows]), n * source, n * target, n * (window or 0)
 
             def work() -> None:
                 for matrices, updates in self._stacks:
-                    self._apply(matrices, updates, source, at, target)
+                    self._apply(matrices, updates, of, at, to)
                 for stack in windows:
-                    stack[:, target] = stack[:, window]
+                    stack[:, to] = stack[:, last]
 
             self.launches.launch(key, work)
 
@@ -84,7 +92,3 @@ class StateUpdates:
             return self._first_rows[n]
         at = torch.tensor(rows, dtype=torch.int64)
         return at if self.device.type == "cpu" else at.pin_memory().to(self.device, non_blocking=True)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(updates.nbytes for _, updates in self._stacks)

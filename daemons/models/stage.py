@@ -137,7 +137,9 @@ class LoadedStage:
         """Return whether decodes are captured on a cpu, for the report of kernel selection."""
         sequences = Sequences([s.pools for s in self.shards], load.pools, 1)
         spaces = [space for space in self.spec.spaces() if space is not Space.RECURRENT]
-        operations: list[Operation] = [OpenSequence(0, 0, SamplingParams()), *(SetPages(0, s, 0, [0]) for s in spaces)]
+        last = {Space.FULL: load.pools.full_pages - 1, Space.WINDOW: load.pools.window_pages - 1}  # beside state 0
+        operations: list[Operation] = [OpenSequence(0, 0, SamplingParams())]
+        operations += [SetPages(0, space, 0, [last[space]]) for space in spaces]
         for operation in operations:
             sequences.apply(operation)
         sequences.flush()

@@ -120,10 +120,15 @@ class StateMap:
         for pools in self._pools:
             pools.finish_page_outs()
 
-    def invalidate_host_pages(self, place: SlotPlace) -> None:
-        """Drop the key sketches of the host pages of ``place``, whose bytes are about to change."""
+    @torch.inference_mode()
+    def take(self, place: SlotPlace) -> None:
+        """The pages and the state of ``place`` are about to get other bytes: key sketches of host pages count no more,
+        and pages in the memory of a state become zeros.
+        """
         for pools in self._pools:
             pools.forget_sketches(place.full)
+            pools.take_pages(place.full)
+            pools.take_state(place.state)
 
     def to_save(self, place: SlotPlace, tensors: Sequence[TransferTensor]) -> list[StateSegment]:
         """Return the segments of a Save.  Raises StateError."""

@@ -87,7 +87,7 @@ class TransferExecutor:
         """Queue a transfer; takes ownership of the descriptor."""
         self._states.wait_for_page_outs()
         if isinstance(order, Restore):
-            self._states.invalidate_host_pages(order.place)
+            self._states.take(order.place)
         job = _Job(order, fd, self._events())
         with self._changed:
             full = len(self._jobs) >= MAX_PENDING

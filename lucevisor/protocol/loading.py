@@ -184,6 +184,8 @@ class PoolSizes(msgspec.Struct, frozen=True):
     which there is only what tokens do to the state before them (updates, and windows of the convolution);
     ``host_states`` in the daemon's host memory, which hold checkpoints.
     ``host_pages`` pages of space full lie there, too, with ids from ``full_pages`` on: what KV Flash paged out.
+    ``state_pages``: state s of the device shares its memory with so many pages, from ``s * state_pages`` on, and only
+    one of the two may be in use (:mod:`lucevisor.model.extents`); 0: states have memory of their own.
     """
 
     full_pages: int
@@ -192,6 +194,7 @@ class PoolSizes(msgspec.Struct, frozen=True):
     host_states: int = 0
     host_pages: int = 0
     draft_states: int = 0
+    state_pages: int = 0
 
     def place_of_state(self, state: int) -> StatePlace:
         """Return where a recurrent state lies.  The only place that derives a tier from an id."""

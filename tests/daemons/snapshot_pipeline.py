@@ -8,11 +8,13 @@ import threading
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from daemons.models.stage import LoadedStage
 from daemons.snapshots.state_map import StateMap
 from daemons.snapshots.transfers import TransferExecutor
 from lucevisor.deployment.weights import digest_tensors
+from lucevisor.model.extents import extent_of
 from lucevisor.model.families import open_spec
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.pages import first_visible_page
@@ -40,7 +42,7 @@ def state_model(spec, kv_dtype=Dtype.FLOAT32, dtype=Dtype.FLOAT32):
 class SlotPipeline:
     """``layer_split``: for each stage the layers its shards end before, except the last one; pages come shuffled.
 
-    Of the 8 recurrent states the last ``host_states`` lie in host memory.
+    Of the 8 recurrent states the last ``host_states`` lie in host memory.  ``one_memory``: they lie in that of pages.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class SlotPipeline:
         host_states=0,
         seed=0,
         backend=Backend.CPU,
+        one_memory=False,
     ):
         self.spec = spec
         spaces = spec.spaces()
@@ -63,6 +66,10 @@ class SlotPipeline:
             8 if Space.RECURRENT in spaces else 0,
             host_states,
         )
+        n_before = 0  # pages in the memory of states
+        if one_memory and (extent := extent_of(spec, kv_dtype)) is not None:
+            n_before = pools.device_states * extent.pages
+            pools = replace(pools, full_pages=n_before + n_pages, state_pages=extent.pages)
         load = Load([], dtype, kv_dtype, [], [], pools, max_sequences=4, max_step_tokens=1024, threads=1)
         stops = [stop for cut in layer_split for stop in cut] + [spec.n_layers]
         self.stages, start, at = [], 0, 0
@@ -75,6 +82,7 @@ class SlotPipeline:
             plan = StagePlan(i, shards, None if first else i - 1, None if last else i, first, last)
             self.stages.append(LoadedStage.load(spec, plan, load, backend, lambda _: None))
         self.free = {space: random.Random(seed).sample(range(n_pages), n_pages) for space in PAGED}
+        self.free[Space.FULL] = [n_before + page for page in self.free[Space.FULL]]
         self.pages = {}
         self.lengths = {}
         self.answers = []

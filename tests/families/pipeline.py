@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from daemons.models.stage import LoadedStage
+from lucevisor.model.extents import extent_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
@@ -48,7 +49,7 @@ def pools_of(spec: ModelSpec, host_pages: int = 0, pages: int = PAGES) -> PoolSi
 @dataclass(frozen=True)
 class How:
     """Number formats, backend and pages of a pipeline.  ``host_pages``: of KV Flash; attention reads them, or with
-    ``rank_pages`` ranks them.
+    ``rank_pages`` ranks them.  ``one_memory``: recurrent states lie in that of pages.
     """
 
     dtype: Dtype = Dtype.FLOAT32
@@ -57,6 +58,7 @@ class How:
     host_pages: int = 0
     rank_pages: bool = False
     pages: int = PAGES
+    one_memory: bool = False
 
 
 def load_stages(
@@ -74,6 +76,9 @@ def load_stages(
             groups.append([])
         groups[-1].append(ShardPlan(0, LayerRange(start, stop)))
     pools, most = pools_of(spec, how.host_pages, how.pages), {"max_sequences": 16, "max_step_tokens": 512}
+    extent = extent_of(spec, how.kv_dtype) if how.one_memory else None
+    if extent is not None:
+        pools = replace(pools, full_pages=how.pages + STATES * extent.pages, state_pages=extent.pages)
     load = Load(
         [],
         how.dtype,
@@ -123,9 +128,12 @@ class Pipeline:
         self, spec: ModelSpec, stages: list[LoadedStage], *, release: bool = True, tell_first: bool = False
     ) -> None:
         self.spec, self.stages, self.release, self.tell_first = spec, stages, release, tell_first
-        sizes = pools_of(spec)
-        units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages}
-        self.free = {space: [(i * 37 + 5) % n for i in range(n)] for space, n in units.items() if n}
+        spaces = spec.spaces()
+        units, sizes = {Space.FULL: PAGES, Space.WINDOW: pools_of(spec).window_pages}, stages[0].sequences.sizes
+        first = {Space.FULL: STATES * sizes.state_pages, Space.WINDOW: 0}  # behind the memory of states
+        self.free = {
+            space: [first[space] + (i * 37 + 5) % n for i in range(n)] for space, n in units.items() if space in spaces
+        }
         self.free_states = [(i * 7 + 3) % STATES for i in range(STATES)]
         self.free_draft_states = [STATES + (i * 7 + 3) % DRAFT_STATES for i in range(DRAFT_STATES)]
         self.texts: dict[int, Text] = {}

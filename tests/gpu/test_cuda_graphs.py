@@ -48,7 +48,8 @@ def test_states_are_made(captured):
     operations = TritonOperations()
     matrices = torch.randn(LAYERS, STATES, N_VALUE, DIM, DIM, device=DEVICE)
     made = StateUpdates(DEVICE, operations.apply_updates)
-    made.allocate(matrices, ROWS, update_width(N_KEY, N_VALUE, DIM), range(LAYERS), "the test's states")
+    updates = made.allocate(LAYERS, ROWS, update_width(N_KEY, N_VALUE, DIM), "the test's states")
+    made.add(matrices, updates, range(LAYERS))
     whole = torch.randn(LAYERS, ROWS, 3, 64, device=DEVICE)
     made.add_windows([whole])
     for case in [(1, [1, 6, 4], 1, 4), (1, [1], 2, None), (1, [1, 6, 4, 8, 5], 1, 5)] * (3 if captured else 1):

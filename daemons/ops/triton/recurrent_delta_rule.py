@@ -289,8 +289,8 @@ def apply_updates(states: Tensor, updates: Tensor, source: int, rows: Tensor, ta
     """See :func:`daemons.ops.delta_rule.apply_updates`."""
     layers, _, n_value, dim = states.shape[:4]
     n_key = key_heads(updates.shape[2], n_value, dim)
-    assert states.is_contiguous()
-    assert updates.is_contiguous()
+    assert states[0].is_contiguous()
+    assert updates[0].is_contiguous()
     options = updates_options(n_key, n_value, dim)
     apply_updates_kernel[(options["BLOCK"] // options["COLUMNS"], n_value, layers)](
         *(states, updates, rows, len(rows), source, target, states.stride(0), updates.stride(0)), **options
