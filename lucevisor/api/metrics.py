@@ -140,7 +140,7 @@ def _engine(out: _Families, now: EngineStatistics, row_bytes: int) -> Iterator[M
     for space, use in now.pages.items():
         pages.append(([space, "sequences"], use.used - use.evictable))
         pages.append(([space, "cached"], use.evictable))
-        pages.append(([space, "free"], use.total - use.used))
+        pages.append(([space, "free"], use.free))
     pages.append(([Space.FULL, "host"], now.host_pages.used))
     pages.append(([Space.FULL, "host_free"], now.host_pages.total - now.host_pages.used))
     yield out.gauges("pages", "Pages of a space by owner.", ["space", "where"], pages)

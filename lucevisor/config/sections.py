@@ -152,8 +152,9 @@ class EngineConfig:
     """Maximum tokens of a prompt in one step; on a cpu 128 beside other requests. `auto`: 2048 on GPUs with memory for
     it, else 512."""
     pages: Annotated[Annotated[int, Meta(ge=1, le=2**31 - 1)] | AutoWord, Key(unit="pages")] = "auto"
-    """Pages of 64 tokens in each pool. `auto`: as many as sequences and prefix slots can use, and as devices' free
-    memory allows; on a cpu a quarter of the usable memory, or one sequence."""
+    """Pages of 64 tokens in each pool. On GPUs recurrent states lie in their memory. `auto`: as many as sequences and
+    prefix slots can use, and as devices' free memory allows; on a cpu a quarter of the usable memory, or one
+    sequence."""
 
     @property
     def usual_chunk(self) -> int:
@@ -199,7 +200,8 @@ class CacheConfig:
     """Prompt prefixes kept in memory; 0 is off. `auto`: 512 on GPUs, 32 on a cpu."""
     memory: Annotated[int | AutoWord, AUTO_SIZE] = "auto"
     """Total memory of prefix slots over all devices: pages that no running request uses, and checkpoints of recurrent
-    layers, which are reserved at start. `auto`: half of what GPUs have for pages and states; 1 GiB on a cpu."""
+    layers. `auto`: on GPUs half of what they have for pages and states, or all that running requests leave where these
+    share memory; 1 GiB on a cpu."""
     states: Literal["device", "host"] = "device"
     """Memory for checkpoints of recurrent layers. `host`: in host memory, and copied when a slot is made or used;
     the devices hold the states of running sequences only. Pages stay on the devices."""

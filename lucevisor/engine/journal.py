@@ -152,13 +152,10 @@ class Journal:
             return
         for source, target, n_rows in filing.copied:
             known = self._find(boundary, *source)
-            if (
-                known is not None
-                and known.n_rows >= n_rows
-                and (block := self._block_for(boundary, *target)) is not None
-            ):
-                self._out.append(CopyRows(known.index, block.index, n_rows))
-                block.n_rows = n_rows
+            n = 0 if known is None else min(known.n_rows, n_rows)  # of a page that is moved all are copied
+            if known is not None and n and (block := self._block_for(boundary, *target)) is not None:
+                self._out.append(CopyRows(known.index, block.index, n))
+                block.n_rows = n
         copies, blocks = [], self._blocks
         has_rows = self._has_rows(boundary, filing.step)  # else its stage was lost before it sent them here
         for part in filing.parts:

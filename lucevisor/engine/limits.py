@@ -58,7 +58,7 @@ class EngineLimits:
         if Space.FULL not in self.spaces:
             return self.max_context
         if self.residency is None:
-            return self.pools.full_pages * PAGE_TOKENS
+            return (self.pools.full_pages - self.pools.state_pages) * PAGE_TOKENS  # beside its state
         if not self.residency.keeps_host:
             return self.max_context
         if self.residency.ranks_pages:

@@ -7,6 +7,7 @@ free as soon as ``close`` returns, but for what prefix slots hold too.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 
 from lucevisor.engine.limits import EngineLimits
@@ -14,12 +15,12 @@ from lucevisor.engine.prefix_reuse import PrefixReuse
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.sequence import LiveSequence, RequestRecord, grow_table, page_operations
 from lucevisor.engine.step import ScheduledSlice
-from lucevisor.kv.page_pool import PageAllocator, PagePools
+from lucevisor.kv.page_pool import Extents, PageAllocator, PagePools
 from lucevisor.kv.page_table import HostMemoryFull
 from lucevisor.kv.prefix_cache import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, PageIn, UseState, ZeroState
+from lucevisor.protocol.steps import CloseSequence, CopyPage, OpenSequence, Operation, PageIn, UseState, ZeroState
 
 
 class RunningRequests(Collection[RequestRecord]):
@@ -62,6 +63,43 @@ class RunningRequests(Collection[RequestRecord]):
             return None
         record.live, operations = opened
         self._records[sequence] = record
+        return operations
+
+    def free_extent(self) -> list[Operation]:
+        """Move the pages of an extent elsewhere if none is free for a state, though so much memory is."""
+        extents = self._pools.extents
+        if extents is None or extents.free or self._pools[Space.FULL].n_free < extents.n_pages:
+            return []
+        return self.move_pages(extents)
+
+    def move_pages(self, extents: Extents) -> list[Operation]:
+        """Move the pages of the extent with the fewest to others.
+
+        Pages stay that a transfer may be using, outside of steps.
+        """
+        pools, index = self._pools, self._reuse.index
+        lives = [record.live for record in self._records.values() if record.live is not None]
+        owners = Counter(page for live in lives for page in live.table.held(Space.FULL))
+        for extent in extents.by_use():
+            used = extents.used_pages(extent)
+            if all(index.movable(page, owners[page]) for page in used):
+                break
+        else:
+            return []
+        extents.close(extent)
+        targets = pools[Space.FULL].allocate(len(used))
+        if targets is None:
+            extents.reopen(extent)
+            return []
+        moves = dict(zip(used, targets, strict=True))
+        operations: list[Operation] = [CopyPage(Space.FULL, page, to, PAGE_TOKENS) for page, to in moves.items()]
+        for live in lives:
+            for growth in live.table.move_pages(moves):
+                operations += page_operations(live.sequence, growth)
+        index.move_pages(moves)
+        extents.reopen(extent)
+        for page, to in moves.items():
+            pools[Space.FULL].move(page, to)
         return operations
 
     def opening_operations(self, *, restored: bool) -> list[Operation]:

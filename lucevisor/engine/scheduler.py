@@ -365,6 +365,7 @@ class Scheduler:
             return plan
         if self.drafting.must_open_sequences:
             return self.flush_step(now)
+        self._operations += self.running.free_extent()
         self._operations += self.admission.admit(now, self._last_step)  # none runs ahead beside a prompt
         while chosen := self.choose_slices(now):
             n_stopped = self._n_stopped

@@ -2,11 +2,13 @@
 
 A page id means the same 64 positions in every shard's pool; the daemons own the bytes.  Owners are counted, not named,
 except for the prefix index: ids that it alone holds are evictable.  Invariant: an id is either free or has at least one
-owner, and ``n_used + n_free == n_total`` after every call, even one that raises.
+owner, and ``n_used + n_free == n_total`` after every call, even one that raises; of pages and states that share memory,
+free ids are those whose memory is free.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
@@ -39,6 +41,7 @@ class PageAllocator:
         self._ref_counts = [0] * n_total
         self._cached: set[int] = set()
         self.n_evictable = 0
+        self._n_used = 0
         self._free = list(range(first, first + n_total))
         heapify(self._free)
 
@@ -58,7 +61,7 @@ class PageAllocator:
     @property
     def n_used(self) -> int:
         """Ids with at least one owner; a shared id counts once."""
-        return len(self._ref_counts) - len(self._free)
+        return self._n_used
 
     def evictable(self, page: int) -> bool:
         """Return whether the prefix index is the only owner of an id."""
@@ -75,9 +78,10 @@ class PageAllocator:
 
     def allocate(self, n: int) -> list[int] | None:
         """Take ``n`` free ids with one owner each, or None, taking nothing, if fewer are free."""
-        if n > len(self._free):
+        if n > self.n_free:
             return None
-        taken = [heappop(self._free) for _ in range(n)]
+        taken = self._take(n)
+        self._n_used += n
         for page in taken:
             self._ref_counts[page - self._first] = 1
             self._generations[page - self._first] += 1
@@ -128,7 +132,8 @@ class PageAllocator:
         for page, n in counted.items():
             left = ref_counts[page - first] = ref_counts[page - first] - n
             if left == 0:
-                heappush(self._free, page)
+                self._n_used -= 1
+                self._put(page)
             elif left == 1 and page in cached:
                 self.n_evictable += 1
 
@@ -154,16 +159,47 @@ class PageAllocator:
 
     def problems(self, cached: Collection[int]) -> list[str]:
         """Say where free list and counts disagree with the owners; ``cached``: what the prefix index owns."""
-        free = [page for page in self.ids if self.ref_count(page) == 0]
+        free = [page for page in self.ids if self.ref_count(page) == 0 and not self._is_lent(page)]
         evictable = [page for page in cached if self.evictable(page)]
         problems = []
-        if sorted(self._free) != free:
-            problems.append(f"the free list is {sorted(self._free)}, ids without owners are {free}")
+        if (listed := sorted(self._free_ids())) != free:
+            problems.append(f"the free list is {listed}, ids without owners are {free}")
+        if self._n_used != sum(n > 0 for n in self._ref_counts):
+            problems.append(f"{self._n_used} ids count as used, {sum(n > 0 for n in self._ref_counts)} have owners")
         if self._cached != set(cached):
             problems.append(f"ids {sorted(self._cached)} count as cached, the prefix index has {sorted(cached)}")
         if self.n_evictable != len(evictable):
             problems.append(f"{self.n_evictable} ids count as evictable, the prefix index alone has {evictable}")
         return problems
+
+    def move(self, source: int, target: int) -> None:
+        """Give the owners of ``source`` to ``target``, which was just allocated, and free ``source``.
+
+        The caller copies its content in all shards, and in the drafter if one is attached.
+        """
+        at, to = source - self._first, target - self._first
+        self._ref_counts[to], self._epochs[to] = self._ref_counts[at], self._epochs[at] if self.epoch else 0
+        if source in self._cached:
+            self._cached.remove(source)
+            self._cached.add(target)
+        self._ref_counts[at] = 0
+        self._n_used -= 1
+        self._put(source)
+
+    # ---- the free list
+
+    def _take(self, n: int) -> list[int]:
+        return [heappop(self._free) for _ in range(n)]
+
+    def _put(self, page: int) -> None:
+        heappush(self._free, page)
+
+    def _free_ids(self) -> Iterable[int]:
+        return self._free
+
+    def _is_lent(self, page: int) -> bool:
+        """Return whether the memory of an id is used by what it is shared with."""
+        return False
 
     def _check(self, pages: Iterable[int]) -> None:
         first, last = self._first, self._first + len(self._ref_counts) - 1
@@ -172,13 +208,158 @@ class PageAllocator:
                 raise PageError(f"{self.name}: id {page} is outside {first} to {last}")
 
 
+class Extents:
+    """Which memory is free that holds either a recurrent state or pages of space full (:mod:`lucevisor.model.extents`).
+
+    Pages fill extents that others use already, those with the highest ids first, and states take the lowest free one.
+    So both need few.
+    """
+
+    def __init__(self, n: int, n_pages: int) -> None:
+        """``n`` extents of ``n_pages`` pages each."""
+        self.n_pages = n_pages
+        self.n_free_pages = n * n_pages
+        self.free = list(range(n))  # ascending, as all lists here
+        self._free_pages = [list(range(i * n_pages, (i + 1) * n_pages)) for i in range(n)]
+        self._partial: list[int] = []  # with used and with free pages
+        self._states: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._free_pages)
+
+    def __contains__(self, page: int) -> bool:
+        """Return whether a page lies in an extent."""
+        return page < len(self._free_pages) * self.n_pages
+
+    def holds_state(self, extent: int) -> bool:
+        return extent in self._states
+
+    def take_state(self) -> int:
+        """Take the lowest free extent for a state."""
+        extent = self.free.pop(0)
+        self._states.add(extent)
+        self.n_free_pages -= self.n_pages
+        return extent
+
+    def put_state(self, extent: int) -> None:
+        self._states.remove(extent)
+        insort(self.free, extent)
+        self.n_free_pages += self.n_pages
+
+    def take_page(self) -> int:
+        if not self._partial:
+            self._partial.append(self.free.pop())
+        extent = self._partial[-1]
+        page = heappop(self._free_pages[extent])
+        if not self._free_pages[extent]:
+            self._partial.pop()
+        self.n_free_pages -= 1
+        return page
+
+    def put_page(self, page: int) -> None:
+        extent, free = page // self.n_pages, self._free_pages[page // self.n_pages]
+        heappush(free, page)
+        self.n_free_pages += 1
+        if len(free) == 1:
+            insort(self._partial, extent)
+        if len(free) == self.n_pages:
+            del self._partial[bisect_left(self._partial, extent)]
+            insort(self.free, extent)
+
+    def free_pages(self) -> list[int]:
+        """Return the pages that are free, those in the memory of states left out."""
+        return [page for i, pages in enumerate(self._free_pages) if i not in self._states for page in pages]
+
+    def by_use(self) -> list[int]:
+        """Return the extents with used pages, those with the fewest first."""
+        held = self._states.union(self.free)
+        return sorted(held.symmetric_difference(range(len(self))), key=lambda extent: -len(self._free_pages[extent]))
+
+    def used_pages(self, extent: int) -> list[int]:
+        """Return the pages of an extent that are in use."""
+        free = set(self._free_pages[extent])
+        return [page for page in range(extent * self.n_pages, (extent + 1) * self.n_pages) if page not in free]
+
+    def close(self, extent: int) -> None:
+        """Give out no page of an extent with used pages, until ``reopen``."""
+        if self._free_pages[extent]:
+            del self._partial[bisect_left(self._partial, extent)]
+            self.n_free_pages -= len(self._free_pages[extent])
+
+    def reopen(self, extent: int) -> None:
+        """Undo ``close``."""
+        if self._free_pages[extent]:
+            insort(self._partial, extent)
+            self.n_free_pages += len(self._free_pages[extent])
+
+
+class ExtentPages(PageAllocator):
+    """Pages of space full, of which the first share their memory with states.  The others are given out first."""
+
+    def __init__(self, n_total: int, extents: Extents) -> None:
+        super().__init__(n_total, f"space {Space.FULL}")
+        self._extents = extents
+        self._free = [page for page in self._free if page not in extents]
+
+    @property
+    def n_free(self) -> int:
+        return len(self._free) + self._extents.n_free_pages
+
+    def _take(self, n: int) -> list[int]:
+        alone = super()._take(min(n, len(self._free)))
+        return alone + [self._extents.take_page() for _ in range(n - len(alone))]
+
+    def _put(self, page: int) -> None:
+        if page in self._extents:
+            self._extents.put_page(page)
+        else:
+            super()._put(page)
+
+    def _free_ids(self) -> Iterable[int]:
+        return [*self._extents.free_pages(), *self._free]
+
+    def _is_lent(self, page: int) -> bool:
+        return page in self._extents and self._extents.holds_state(page // self._extents.n_pages)
+
+
+class ExtentStates(PageAllocator):
+    """Recurrent states that share their memory with pages."""
+
+    def __init__(self, extents: Extents) -> None:
+        super().__init__(len(extents), f"space {Space.RECURRENT}")
+        self._extents = extents
+
+    @property
+    def n_free(self) -> int:
+        return len(self._extents.free)
+
+    def _take(self, n: int) -> list[int]:
+        return [self._extents.take_state() for _ in range(n)]
+
+    def _put(self, page: int) -> None:
+        self._extents.put_state(page)
+
+    def _free_ids(self) -> Iterable[int]:
+        return self._extents.free
+
+    def _is_lent(self, page: int) -> bool:
+        return bool(self._extents.used_pages(page))
+
+
 @dataclass(frozen=True, slots=True)
 class PageUse:
-    """Id counts of one space; ``evictable`` of the used ones belong to prefix slots alone."""
+    """Id counts of one space; ``evictable`` of the used ones belong to prefix slots alone.  ``lent``: neither used nor
+    free, as another space uses their memory.
+    """
 
     used: int
     total: int
     evictable: int = 0
+    lent: int = 0
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used - self.lent
 
 
 class PagePools:
@@ -188,12 +369,18 @@ class PagePools:
     ``slot_pools`` is where prefix slots allocate: the same allocators, unless recurrent checkpoints live in host
     memory.  Then slots get all host states and these pools all device states, so neither takes from the other.
     ``host_pages``: those of space full that KV Flash paged out.  ``draft_states``: those after verified drafts.
+    ``extents``: the memory that pages and states share; None: they do not.
     """
 
     def __init__(self, spaces: Iterable[Space], pools: PoolSizes) -> None:
         """``pools``: sizes as sent in Load."""
         sizes = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.device_states}
         self._allocators = {space: PageAllocator(sizes[space], f"space {space}") for space in sorted(spaces)}
+        self.extents: Extents | None = None
+        if pools.state_pages:
+            self.extents = extents = Extents(pools.device_states, pools.state_pages)
+            self._allocators[Space.FULL] = ExtentPages(pools.full_pages, extents)
+            self._allocators[Space.RECURRENT] = ExtentStates(extents)
         self.host_pages = PageAllocator(pools.host_pages, "pages in host memory", pools.full_pages, Tier.HOST)
         self.draft_states = PageAllocator(pools.draft_states, "states after drafts", pools.device_states)
         self._n_epochs = 0
@@ -253,11 +440,37 @@ class PagePools:
         """Take ``needs[space]`` ids per space, or None, taking nothing, if any space has too few."""
         if not self.fits(needs):
             return None
-        taken = {space: self._allocators[space].allocate(n) for space, n in needs.items()}
+        # States first: those of one memory need whole extents.
+        states_first = sorted(needs.items(), key=lambda need: need[0] is not Space.RECURRENT)
+        taken = {space: self._allocators[space].allocate(n) for space, n in states_first}
         return {space: ids for space, ids in taken.items() if ids is not None}
 
     def fits(self, needs: Mapping[Space, int]) -> bool:
-        return all(n <= self._allocators[space].n_free for space, n in needs.items())
+        """Return whether so many ids of each space are free."""
+        if any(n > self._allocators[space].n_free for space, n in needs.items()):
+            return False
+        return not self.shares(needs) or self.shared_pages(needs) <= self._allocators[Space.FULL].n_free
+
+    def fits_elsewhere(self, needs: Mapping[Space, int]) -> bool:
+        """Return whether all that is missing is a free extent: the memory for it is free, in several."""
+        if not self.shares(needs) or self.shared_pages(needs) > self._allocators[Space.FULL].n_free:
+            return False
+        others = {space: n for space, n in needs.items() if not self.shares([space])}
+        return self.fits(others) and needs.get(Space.RECURRENT, 0) > self._allocators[Space.RECURRENT].n_free
+
+    def shares(self, spaces: Collection[Space]) -> bool:
+        """Return whether one of some spaces shares its memory with another space here."""
+        states = self._allocators.get(Space.RECURRENT)
+        return isinstance(states, ExtentStates) and not {Space.FULL, Space.RECURRENT}.isdisjoint(spaces)
+
+    def shared_pages(self, needs: Mapping[Space, int]) -> int:
+        """Return the pages whose memory takes what is needed of the spaces that share theirs."""
+        n_pages = self.extents.n_pages if self.extents is not None else 0
+        return needs.get(Space.FULL, 0) + n_pages * needs.get(Space.RECURRENT, 0)
+
+    def memory_of(self, spaces: Collection[Space]) -> list[Space]:
+        """Return some spaces, and those with which they share their memory."""
+        return [*spaces] if not self.shares(spaces) else [*{*spaces, Space.FULL, Space.RECURRENT}]
 
     def begin_draft_epoch(self) -> None:
         """A drafter is attached: it has no state of what was computed before."""
@@ -289,4 +502,5 @@ class PagePools:
 
 def _use_of(live: PageAllocator, cached: PageAllocator) -> PageUse:
     both = (live,) if live is cached else (live, cached)
-    return PageUse(sum(a.n_used for a in both), sum(a.n_total for a in both), sum(a.n_evictable for a in both))
+    lent = sum(a.n_total - a.n_used - a.n_free for a in both)
+    return PageUse(sum(a.n_used for a in both), sum(a.n_total for a in both), sum(a.n_evictable for a in both), lent)

@@ -8,7 +8,7 @@ only pages that it allocated itself are written through it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lucevisor.kv.page_pool import PagePools
@@ -210,6 +210,14 @@ class PageTable:
         """Return all entries there ever were, as one growth.  Pages that left the window belong to others now."""
         e = self._entries[space]
         return Growth(space, e.first_held - len(e.slid), [*e.slid, *e.pages])
+
+    def move_pages(self, moves: Mapping[int, int]) -> list[Growth]:
+        """Own other pages of space full with the same content; return the entries that changed."""
+        entries = self._entries[Space.FULL]
+        changed = [at for at, page in enumerate(entries.pages) if page in moves]
+        for at in changed:
+            entries.pages[at] = moves[entries.pages[at]]
+        return [Growth(Space.FULL, entries.first_held + at, [entries.pages[at]]) for at in changed]
 
     def growths(self) -> list[Growth]:
         return [Growth(space, e.first_held, list(e.pages)) for space, e in self._entries.items() if e.pages]

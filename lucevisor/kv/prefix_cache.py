@@ -31,6 +31,9 @@ from lucevisor.model.pages import pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.messages import SlotPlace
 
+SHARED: Final = (Space.FULL, Space.RECURRENT)
+"""The spaces that may share memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSettings:
@@ -348,14 +351,23 @@ class PrefixIndex:
 
         ``shared``: ids that the caller is about to own as well; they would stay.
         """
+        pools = self._sequence_pools
         for space, n in needs.items():
-            allocator = self._sequence_pools[space]
-            if n > allocator.n_free:
-                pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, space)}
-                staying = allocator.n_evictable_of(pinned.union(shared.get(space, ())))
-                if n > allocator.n_free + allocator.n_evictable - staying:
-                    return False
+            n_missing = 0 if pools.shares([space]) else n - pools[space].n_free
+            if n_missing > 0 and n_missing > self._n_reclaimable(space, shared.get(space, ())):
+                return False
+        if pools.shares(needs):
+            n_missing = pools.shared_pages(needs) - pools[Space.FULL].n_free
+            if n_missing > 0:
+                found = {space: self._n_reclaimable(space, shared.get(space, ())) for space in SHARED}
+                return n_missing <= pools.shared_pages(found)
         return True
+
+    def _n_reclaimable(self, space: Space, shared: Collection[int]) -> int:
+        """Return how many ids evicting all unpinned slots would free; ``shared`` ones would stay."""
+        allocator = self._sequence_pools[space]
+        pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, space)}
+        return allocator.n_evictable - allocator.n_evictable_of(pinned.union(shared))
 
     def can_reclaim_host(self, n: int, shared: Collection[int]) -> bool:
         """Return whether evicting all unpinned slots would free ``n`` pages in host memory; ``shared`` stay."""
@@ -387,10 +399,12 @@ class PrefixIndex:
         """Evict a slot for the state of one that saves so many tokens, unless a state is free; False if all are worth
         more.
         """
-        states = self.pools[Space.RECURRENT]
+        need, states = {Space.RECURRENT: 1}, self.pools[Space.RECURRENT]
         if states.n_free:
             return True
-        victim = self._next_victim([states])
+        if self.pools.fits_elsewhere(need):  # the next step frees an extent
+            return False
+        victim = self._next_victim([self.pools[space] for space in self.pools.memory_of(need)])
         if victim is None or self._value(victim) >= n_tokens_saved:
             return False
         self._evict(victim)
@@ -407,7 +421,22 @@ class PrefixIndex:
                 return
             self._evict(victim)
 
+    def movable(self, page: int, n_others: int) -> bool:
+        """Return whether a page of space full may be copied elsewhere: ``n_others`` owners are known, and of slots none
+        is pinned.
+        """
+        pages, held = self.pools[Space.FULL], self.tree.holds(Space.FULL)[page] > 0
+        return pages.ref_count(page) == n_others + held and not (held and page in self._pinned_pages())
+
+    def move_pages(self, moves: Mapping[int, int]) -> None:
+        """Hold other pages of space full with the same content."""
+        self.tree.move_pages(moves)
+        self.version += 1
+
     # ---- inside
+
+    def _pinned_pages(self) -> set[int]:
+        return {page for slot in self._slots.values() if slot.pins for page in slot.pages(Space.FULL)}
 
     def _add(self, tokens: TokenBuffer, source: SlotSource, now: float) -> PrefixSlot | None:
         """Make a slot, the most recently used; None if the tree cannot hold it (``PrefixTree.add``)."""
@@ -471,9 +500,12 @@ class PrefixIndex:
 
     def _reclaim(self, pools: PagePools, needs: Mapping[Space, int]) -> bool:
         while not pools.fits(needs):
-            exhausted = [space for space, n in needs.items() if n > pools[space].n_free]
-            gives = all(pools[space] is self.pools[space] for space in exhausted)  # slots own none of other pools
-            victim = self._next_victim([pools[space] for space in exhausted]) if gives else None
+            if pools.fits_elsewhere(needs):  # the next step frees an extent
+                return False
+            exhausted = [space for space, n in needs.items() if n > pools[space].n_free] or [*needs]
+            exhausted = pools.memory_of(exhausted)
+            gives = all(pools[space] is self.pools[space] for space in exhausted) or pools.shares(exhausted)
+            victim = self._next_victim([pools[space] for space in exhausted]) if gives else None  # of others none
             if victim is None:
                 return False
             self._evict(victim)

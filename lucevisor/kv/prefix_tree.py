@@ -10,7 +10,7 @@ those that need its window pages.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -290,6 +290,22 @@ class PrefixTree:
                 else:
                     _merge(at, parent)
             at = parent
+
+    def move_pages(self, moves: Mapping[int, int]) -> None:
+        """Hold other pages of space full with the same content."""
+        holds, nodes = self._holds[Space.FULL], [self.root]
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children.values()
+            pages = node.pages.get(Space.FULL)
+            if pages is not None and not moves.keys().isdisjoint(pages):
+                node.pages[Space.FULL] = [moves.get(page, page) for page in pages]
+            for slot in node.slots.values():
+                if slot.tail.get(Space.FULL) in moves:
+                    slot.tail[Space.FULL] = moves[slot.tail[Space.FULL]]
+        for source, target in moves.items():
+            if source in holds:
+                holds[target] = holds.pop(source)
 
     # ---- inside
 

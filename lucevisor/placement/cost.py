@@ -33,6 +33,7 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from math import prod
 
+from lucevisor.model.extents import extent_of
 from lucevisor.model.pages import pages_of
 from lucevisor.model.quant_types import WeightFormat
 from lucevisor.model.spec import LayerSpec, ModelSpec
@@ -132,6 +133,9 @@ class _Range:
     draft_state_bytes: int
     sketch_bytes: int  # of a page in host memory
     page_bytes: int  # one layer of each shape
+    n_attention: int  # layers of space full
+    n_recurrent: int
+    state_row_bytes: int  # of a recurrent layer's state, what lies in no extent
 
 
 class CostModel:
@@ -140,6 +144,8 @@ class CostModel:
     def __init__(self, spec: ModelSpec, dtype: Dtype, kv_dtype: Dtype) -> None:
         """``spec.files`` must be set, or counting weights raises ValueError."""
         self.spec, self.dtype, self.kv_dtype = spec, dtype, kv_dtype
+        self.extent = extent_of(spec, kv_dtype)
+        """Of pages and recurrent states that share memory; None: they cannot."""
         self._layers: dict[tuple[Backend, int], tuple[_Weights, _Layer]] = {}
         self._ranges: dict[tuple[Backend, LayerRange, bool, bool], _Range] = {}
 
@@ -151,8 +157,17 @@ class CostModel:
         """Bytes of the same weights in the file."""
         return self._range(shard).stored_bytes
 
+    def shares_memory(self, shard: Shard) -> bool:
+        """Return whether pages and states of a shard can share memory."""
+        found = self._range(shard)
+        return self.extent is not None and found.n_recurrent <= self.extent.layers * found.n_attention
+
     def state_bytes(self, shard: Shard, pools: PoolSizes) -> int:
         """Bytes of the shard's pools on its device."""
+        if pools.state_pages and self.extent is not None:
+            own = self._range(shard)
+            n_rows = pools.device_rows * self.extent.layers * own.n_attention if own.n_recurrent else 0
+            return pools.full_pages * own.device_units[Space.FULL] + n_rows * own.state_row_bytes
         n = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.device_states}
         found = self._range(shard)
         of_drafts = pools.draft_states * found.draft_state_bytes
@@ -228,6 +243,11 @@ class CostModel:
             host_units=host_units,
             draft_state_bytes=sum(layer.draft_state_bytes(kv_dtype) for layer in own if layer.space is Space.RECURRENT),
             sketch_bytes=sum(map(_sketch_bytes, own)),
+            n_attention=sum(layer.space is Space.FULL for layer in own),
+            n_recurrent=sum(layer.space is Space.RECURRENT for layer in own),
+            state_row_bytes=max(
+                (layer.draft_state_bytes(kv_dtype) for layer in own if layer.space is Space.RECURRENT), default=0
+            ),
             page_bytes=sum({layer.unit_bytes(kv_dtype) for layer in own if layer.space is Space.FULL}),
         )
 

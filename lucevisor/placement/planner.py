@@ -77,6 +77,10 @@ FEW_SEQUENCES, FEW_SLOTS, FEW_BYTES = 8, 32, 1 << 30
 """Automatic sequences, prefix slots and their memory on a cpu, and where free memory is unknown."""
 MANY_SEQUENCES, MANY_SLOTS = (128, 64, 32, 16), 512
 """The same on GPUs, as memory allows."""
+ALL_BYTES = 1 << 62
+"""Automatic memory of prefix slots on GPUs where pages and recurrent states share it: what running requests leave."""
+LEFT = 0.95
+"""Share of the context that an automatic capacity leaves where they do: states need some memory of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ def plan(
     does not exist, fewer pages than the context needs.
     """
     targets = target_devices(config, inventory)
-    known = all(target.info is not None and target.backend is not Backend.CPU for target in targets)
+    known = _are_known_gpus(targets)
     dtype = choose_dtype(config.engine.dtype, targets)
     kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
     draft = place_drafter(config, drafter, targets, inventory)
@@ -149,6 +153,11 @@ def plan(
     )
 
 
+def _are_known_gpus(targets: Sequence[TargetDevice]) -> bool:
+    """Return whether all devices are GPUs of which the free memory is known."""
+    return all(target.info is not None and target.backend is not Backend.CPU for target in targets)
+
+
 def _with_largest_capacity(
     config: Config, capacity: Capacity, small: Placement, planned: Callable[[Capacity], Placement | Infeasible]
 ) -> Placement:
@@ -157,7 +166,7 @@ def _with_largest_capacity(
     def as_good(found: Placement | Infeasible) -> TypeGuard[Placement]:
         return (
             isinstance(found, Placement)
-            and found.max_context >= small.max_context
+            and found.max_context >= small.max_context * (LEFT if found.pools.state_pages else 1)
             and found.pool_pages == small.pool_pages
             and (found.draft is None) == (small.draft is None)
         )
@@ -169,12 +178,12 @@ def _with_largest_capacity(
             best, capacity = found, replace(capacity, max_sequences=n)
             break
     if config.cache.memory == "auto" and capacity.prefix_slots:
-        n_bytes = _state_bytes(best) // 2
+        n_bytes = ALL_BYTES if best.pools.state_pages else _state_bytes(best) // 2
         while n_bytes > capacity.cache_bytes:
             found = planned(replace(capacity, cache_bytes=n_bytes))
             if as_good(found):
                 return found
-            n_bytes //= 2
+            n_bytes = min(n_bytes, _state_bytes(best)) // 2
     return best
 
 
@@ -268,6 +277,7 @@ class _PlanAttempt:
             draft=self.draft,
             max_drafts=drafting.max_drafts,
             scorer=self.scorer,
+            one_memory=pool is None and _are_known_gpus(self.targets),
         )
 
     # ---- the split
@@ -309,7 +319,7 @@ class _PlanAttempt:
         if speed_model is None:
             why_not = "device speeds are unknown: the first start with this model measures them, as does plan --measure"
         else:
-            partition = fastest_partition(partition_problem(inputs, speed_model, goal))
+            partition = _fastest(inputs, speed_model, goal)
             measured = speed_model.speeds.measured
             if partition is not None:
                 self.reasons.extend([_by_speed(goal, partition), *self._times(partition, speed_model)])
@@ -353,6 +363,7 @@ class _PlanAttempt:
         draft_device = scorer_device = None
         if inputs.draft is not None and sizing.draft_use is not None:
             draft_device = _device_plan(sizing, inputs.draft.target, inputs.draft.spec.layers, sizing.draft_use)
+        n_state_bytes = sum(one.state_bytes for one in (*devices, draft_device) if one is not None)
         if (scorer := inputs.scorer) is not None:
             scorer_device = _device_plan(sizing, scorer.target, scorer.layers, scorer.use)
         return Placement(
@@ -384,7 +395,7 @@ class _PlanAttempt:
             journal_bytes=_journal_bytes(sizing, config.recovery),
             host_cache_bytes=_host_cache_bytes(config, self.targets),
             prefix_slots=self.capacity.prefix_slots,
-            cache_bytes=self.capacity.cache_bytes,
+            cache_bytes=self.capacity.cache_bytes if self.capacity.cache_bytes < ALL_BYTES else n_state_bytes,
             draft=draft,
             draft_device=draft_device,
             drafting=structs.replace(drafting, max_drafts=sizing.max_drafts),
@@ -429,10 +440,25 @@ def _device_plan(sizing: Sizing, target: TargetDevice, layers: LayerRange, use: 
     )
 
 
-def partition_problem(inputs: SizingInputs, speed_model: SpeedModel, goal: Goal) -> PartitionProblem:
+def _fastest(inputs: SizingInputs, speed_model: SpeedModel, goal: Goal) -> Partition | None:
+    """Return the fastest split that fits, or one that is nearly as fast and lets pages and states share memory."""
+    apart = replace(inputs, one_memory=False)
+    found = fastest_partition(partition_problem(apart, speed_model, goal, apart.spec.legal_boundary))
+    if not (boundaries := inputs.even_boundaries()):
+        return found
+    even = fastest_partition(partition_problem(inputs, speed_model, goal, boundaries.__contains__))
+    if even is None or found is None:
+        return even or found
+    return even if even.seconds <= found.best_s * (1 + SLACK) else found
+
+
+def partition_problem(
+    inputs: SizingInputs, speed_model: SpeedModel, goal: Goal, legal: Callable[[int], bool]
+) -> PartitionProblem:
     """Return the problem for :func:`fastest_partition`.  Ranges must leave room for the reference load.
 
-    ``latency`` minimises the sum of all times, ``throughput`` the time of the slowest stage.
+    ``legal``: the boundaries to choose from.  ``latency`` minimises the sum of all times, ``throughput`` the time of
+    the slowest stage.
     """
     spec, targets = inputs.spec, inputs.targets
     memory = RangeMemory(inputs, *reference_load(inputs))
@@ -443,7 +469,7 @@ def partition_problem(inputs: SizingInputs, speed_model: SpeedModel, goal: Goal)
 
     same = [i > 0 and (goal == "latency" or target.device.group == targets[i - 1].device.group)
             for i, target in enumerate(targets)]  # fmt: skip
-    return PartitionProblem(spec.n_layers, legal_boundaries(spec.n_layers, spec.legal_boundary), same, cost)
+    return PartitionProblem(spec.n_layers, legal_boundaries(spec.n_layers, legal), same, cost)
 
 
 def _by_speed(goal: str, partition: Partition) -> str:
@@ -596,6 +622,7 @@ def _unused(config: Config, sizing: Sizing) -> Iterator[str]:
         yield f"engine.pages = {inputs.pages} has no effect: no layer of the model attends to all positions"
         return
     n_usable = inputs.max_sequences * inputs.sequence_pages(sizing.max_context) + inputs.n_slot_pages
+    n_usable += sizing.most_shared_pages
     if inputs.pages > n_usable:
         slots = f", prefix slots {inputs.n_slot_pages} of them" if inputs.n_slot_pages else ""
         what = f"{inputs.max_sequences} sequences of {sizing.max_context} tokens fill {n_usable}{slots}"

@@ -105,8 +105,9 @@ def _sizes(p: Placement) -> str:
     if p.pools.window_pages:
         pools.append(_counted(p.pools.window_pages, "window page"))
     if p.pools.states:
-        in_host = f" ({p.pools.host_states} of them in host memory)" if p.pools.host_states else ""
-        pools.append(_counted(p.pools.states, "recurrent state") + in_host)
+        where = [f"each in the memory of {p.pools.state_pages} pages"] if p.pools.state_pages else []
+        where += [f"{p.pools.host_states} of them in host memory"] if p.pools.host_states else []
+        pools.append(_counted(p.pools.states, "recurrent state") + (f" ({'; '.join(where)})" if where else ""))
     if p.pools.draft_states:
         pools.append(f"updates for {_counted(p.pools.draft_states, 'draft')}")
     sequences = f"{_counted(p.max_sequences, 'sequence')} of {p.max_context} tokens"
@@ -144,6 +145,7 @@ def plan_json(result: Result) -> dict[str, object]:
             "resident": p.pool_pages,
             "window": pools.window_pages,
             "states": pools.states,
+            "state_pages": pools.state_pages,
             "host_states": pools.host_states,
             "draft_states": pools.draft_states,
             "host": pools.host_pages,

@@ -7,10 +7,10 @@ takes at most its usable bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from msgspec import structs
 
@@ -53,7 +53,8 @@ class SizingInputs:
     ``n_slots``: prefix slots to reserve states and window pages for, if that many fit.  ``n_slot_pages``: pages that
     slots may fill beside those of sequences.  ``states_in_host``: slots keep their states in host memory.
     ``pool_pages``: resident pages of a sequence with KV Flash; None: off.  ``host_bytes``: host memory for its other
-    pages.  ``max_drafts``: of a sequence in one step.  ``models`` caches cost models; derived inputs share it.
+    pages.  ``max_drafts``: of a sequence in one step.  ``one_memory``: pages and recurrent states
+    share theirs where the layers of each shard allow it.  ``models`` caches cost models; derived inputs share it.
     """
 
     spec: ModelSpec
@@ -73,6 +74,7 @@ class SizingInputs:
     draft: DrafterSizing | None = None
     max_drafts: int = 0
     scorer: ScorerSizing | None = None
+    one_memory: bool = False
     models: dict[tuple[str, Dtype, Dtype], CostModel] = field(default_factory=dict, repr=False, compare=False)
 
     def cost(self, spec: ModelSpec) -> CostModel:
@@ -92,6 +94,18 @@ class SizingInputs:
         """Pages of all layers that fit into ``host_bytes``."""
         page_bytes = self.spec.unit_bytes(Space.FULL, LayerRange(0, self.spec.n_layers), self.kv_dtype)
         return self.host_bytes // page_bytes if page_bytes else 0
+
+    def even_boundaries(self) -> Collection[int]:
+        """Return the boundaries between which every range has the model's ratio of layers, so that pages and states can
+        share memory; none where they cannot, or if there are too few for the targets.
+        """
+        spec, spaces = self.spec, [layer.space for layer in self.spec.layers]
+        if self.cost(spec).extent is None or not self.one_memory:
+            return ()
+        n, n_attention = len(spaces), [*accumulate(space is Space.FULL for space in spaces)]
+        legal = filter(spec.legal_boundary, range(1, n))
+        even = {i for i in legal if n_attention[i - 1] * n == n_attention[-1] * i}
+        return even if len(even) >= len(self.targets) - 1 else ()
 
     @property
     def all_targets(self) -> tuple[TargetDevice, ...]:
@@ -145,6 +159,7 @@ def reserved_slots(
 class Sizing:
     """Sizes for a context and a number of pages of the full pool, and the bytes that they take.
 
+    Where pages and recurrent states share memory, ``n_pages`` counts all of it.
     ``reasons`` explain the sizes.  Without ``shards`` only arenas and single shards are counted.
     """
 
@@ -175,10 +190,34 @@ class Sizing:
         return self.prefill_chunk + self.inputs.max_sequences * (1 + self.max_drafts)
 
     @cached_property
+    def state_pages(self) -> int:
+        """Pages in whose memory a recurrent state of the devices lies; 0: in none."""
+        inputs = self.inputs
+        cost = inputs.cost(inputs.spec)
+        if cost.extent is None or not inputs.one_memory or not all(map(cost.shares_memory, self.shards)):
+            return 0
+        return cost.extent.pages
+
+    @property
+    def n_kept_states(self) -> int:
+        """Recurrent states that no running sequence needs."""
+        inputs = self.inputs
+        return inputs.n_slots + SPARE_STATES if inputs.n_slots or not inputs.states_in_host else 0
+
+    @property
+    def most_shared_pages(self) -> int:
+        """Pages in whose memory all the states lie that running sequences and prefix slots can use."""
+        inputs = self.inputs
+        return self.state_pages * (inputs.max_sequences + (0 if inputs.states_in_host else self.n_kept_states))
+
+    @cached_property
     def pools(self) -> PoolSizes:
         inputs, spec, spaces = self.inputs, self.inputs.spec, self.inputs.spec.spaces()
-        recurrent = Space.RECURRENT in spaces
-        n_kept = inputs.n_slots + SPARE_STATES if inputs.n_slots or not inputs.states_in_host else 0
+        recurrent, n_kept = Space.RECURRENT in spaces, self.n_kept_states
+        host_states = n_kept if recurrent and inputs.states_in_host else 0
+        device_states = inputs.max_sequences + n_kept - host_states if recurrent else 0
+        if self.state_pages:
+            device_states = min(device_states, self.n_pages // self.state_pages)
         n_context = n_window = pages_of(self.max_context)
         if spec.window:
             n_window = max_window_pages(spec.window, self.prefill_chunk, self.max_context)
@@ -190,10 +229,11 @@ class Sizing:
         return PoolSizes(
             full_pages=self.n_pages if Space.FULL in spaces else 0,
             window_pages=window_pages + inputs.n_slots * slot_window_pages(spec) if Space.WINDOW in spaces else 0,
-            states=inputs.max_sequences + n_kept if recurrent else 0,
-            host_states=n_kept if recurrent and inputs.states_in_host else 0,
+            states=device_states + host_states,
+            host_states=host_states,
             host_pages=host_pages,
             draft_states=self.n_draft_states if recurrent else 0,
+            state_pages=self.state_pages if device_states else 0,
         )
 
     @cached_property
@@ -223,6 +263,7 @@ class Sizing:
         if draft is None:
             return None
         spec, backend = draft.spec, draft.target.backend
+        steps = replace(steps, pools=structs.replace(steps.pools, state_pages=0))
         if self.inputs.residency_policy == "exact":
             steps = replace(steps, pools=structs.replace(steps.pools, host_pages=0))
         shard = Shard(draft.target.device, backend, spec.layers, first=True, last=True)
@@ -329,7 +370,8 @@ def _with_context(sizing: Sizing) -> Sizing:
 
     def chosen(n: int) -> Sizing:
         context = min(limit, n * PAGE_TOKENS)
-        return replace(sizing, max_context=context, n_pages=inputs.pages or inputs.sequence_pages(context))
+        n_pages = inputs.pages or inputs.sequence_pages(context) + sizing.state_pages
+        return replace(sizing, max_context=context, n_pages=n_pages)
 
     if inputs.max_context is not None:
         why = f"max_context {inputs.max_context}: as configured"
@@ -338,7 +380,9 @@ def _with_context(sizing: Sizing) -> Sizing:
     if inputs.pool_pages is not None and inputs.host_bytes:
         beside = 0 if inputs.residency_policy in ("qk", "drafter") else inputs.pool_pages
         highest = min(highest, max(inputs.pool_pages, beside + inputs.host_page_limit))
-    room = inputs.pages if inputs.pages is not None else highest if sizing.all_known else UNKNOWN_PAGES
+    room = highest if sizing.all_known else UNKNOWN_PAGES
+    if inputs.pages is not None:
+        room = max(1, inputs.pages - sizing.state_pages)
     if room < inputs.sequence_pages(limit):
         highest = room
     n = largest_fitting(highest, lambda n: n == 0 or chosen(n).fits)
@@ -347,7 +391,7 @@ def _with_context(sizing: Sizing) -> Sizing:
     sizing, own = chosen(n), f"the model's own is {limit}"
     if sizing.max_context == limit:
         why = "the model's own"
-    elif inputs.pages is not None and n == inputs.pages:
+    elif inputs.pages is not None and n == room:
         why = f"engine.pages = {inputs.pages} hold no more; {own}"
     elif n == UNKNOWN_PAGES:
         why = f"limited because free memory is unknown; {own}, engine.max_context sets it"
@@ -357,14 +401,15 @@ def _with_context(sizing: Sizing) -> Sizing:
 
 
 def _with_pages(sizing: Sizing) -> Sizing:
-    inputs, max_context = sizing.inputs, sizing.max_context
+    inputs, max_context, shared = sizing.inputs, sizing.max_context, sizing.most_shared_pages
     fewest = inputs.sequence_pages(max_context)
     enough = inputs.max_sequences * fewest
-    enough += min(inputs.n_slot_pages, enough)  # prefix slots: at most as many again
+    enough += min(inputs.n_slot_pages, enough) + shared  # prefix slots: at most as many again
     slots = " and prefix slots" if inputs.n_slot_pages else ""
     resident = fewest * PAGE_TOKENS
     tokens = f"{max_context} tokens" if resident >= max_context else f"{resident} resident tokens"
     what = f"{inputs.max_sequences} sequences of {tokens}{slots}"
+    fewest += sizing.state_pages
 
     def chosen(n: int) -> Sizing:
         return replace(sizing, n_pages=n)
@@ -389,6 +434,8 @@ def _with_pages(sizing: Sizing) -> Sizing:
                 share = f"{HOST_PAGES:.0%} of the host's usable memory or one sequence"
                 n, why = n_moderate, f"as many as fit in {share}; {what} would use {enough}, and engine.pages sets more"
         n = max(n, fewest)
+    if sizing.state_pages:
+        why += f"; each recurrent state takes the memory of {sizing.state_pages}"
     return replace(sizing, n_pages=n, reasons=(*sizing.reasons, f"pages {n}: {why}"))
 
 
@@ -402,7 +449,11 @@ def _host_state_bytes(sizing: Sizing) -> int:
 
 def _state_reasons(sizing: Sizing) -> Iterator[str]:
     inputs, pools, n = sizing.inputs, sizing.pools, sizing.inputs.max_sequences
-    if pools.host_states:
+    if pools.state_pages:
+        kept = " and prefix slots" if inputs.n_slots and not pools.host_states else ""
+        in_host = f"; in host memory {pools.host_states} for prefix slots" if pools.host_states else ""
+        yield f"recurrent states {pools.states}: of {n} sequences{kept}, in memory that they share with pages{in_host}"
+    elif pools.host_states:
         kept = f"in host memory {pools.host_states - SPARE_STATES} for prefix slots, and {SPARE_STATES} spare"
         yield f"recurrent states {pools.states}: one on the devices for each of {n} sequences; {kept}"
     elif pools.states:
@@ -496,9 +547,10 @@ def reference_load(inputs: SizingInputs) -> tuple[int, int]:
     """Return context and pages for automatic ranges: as configured, else one sequence of REFERENCE_TOKENS."""
     context = inputs.max_context or min(inputs.spec.context_tokens, REFERENCE_TOKENS)
     pages = inputs.pages or inputs.sequence_pages(context)
+    shared = 0 if inputs.pages else Sizing(inputs, (), 1, context, pages).state_pages
     if inputs.max_context or inputs.pool_pages is not None:
-        return context, pages
-    return min(inputs.spec.context_tokens, pages * PAGE_TOKENS), pages
+        return context, pages + shared
+    return min(inputs.spec.context_tokens, pages * PAGE_TOKENS), pages + shared
 
 
 def ranges_by_memory(inputs: SizingInputs) -> tuple[LayerRange, ...]:
@@ -508,14 +560,18 @@ def ranges_by_memory(inputs: SizingInputs) -> tuple[LayerRange, ...]:
     it, and an unknown memory counts like the mean of the others.  Raises SplitError when there are too many devices.
     """
 
+    even = inputs.even_boundaries()
+    legal = even.__contains__ if even else inputs.spec.legal_boundary
+    balancing = inputs if even else replace(inputs, one_memory=False)
+
     def balanced(context: int, pages: int) -> tuple[LayerRange, ...]:
-        share = RangeMemory(inputs, context, pages).share
-        return balanced_ranges(len(inputs.targets), inputs.spec.n_layers, share, inputs.spec.legal_boundary)
+        share = RangeMemory(balancing, context, pages).share
+        return balanced_ranges(len(inputs.targets), inputs.spec.n_layers, share, legal)
 
     def score(sizing: Sizing) -> tuple[bool, int, int]:
         return sizing.fits, sizing.max_context, sizing.pools.full_pages
 
-    best = balanced(*reference_load(inputs))
+    best = balanced(*reference_load(balancing))
     if any(memory.usable_bytes is None for memory in memories_of(inputs.targets).values()):
         return best
     sizing = compute_sizes(inputs, best)

@@ -110,6 +110,11 @@ def limits_of(draw: st.DrawFn) -> EngineLimits:
     n_states = max_sequences + draw(st.integers(0, 2)) + slots
     n_least, every = draw(st.sampled_from([1, 40])), draw(st.sampled_from([1, 4]))
     cached = PrefixSettings(max_slots=slots, memory_bytes=1 << 30, min_tokens=n_least, checkpoint_pages=every)
+    n_full, n_host = draw(st.sampled_from([3, 4, 6, 12, 24])), draw(st.sampled_from([0, slots]))
+    state_pages = draw(st.sampled_from([0, 1, 3, 4])) if spaces == HYBRID else 0
+    if state_pages:  # of one memory, which holds all states, or a few
+        n_full = max(n_full, 2 * state_pages)
+        n_states = min(n_states - n_host, n_full // state_pages) + n_host
     return EngineLimits(
         max_sequences=max_sequences,
         max_context=max_context,
@@ -117,11 +122,12 @@ def limits_of(draw: st.DrawFn) -> EngineLimits:
         max_step_tokens=chunk + max_sequences * (1 + max_drafts) + draw(st.sampled_from([0, 100])),
         spaces=spaces,
         pools=PoolSizes(
-            draw(st.sampled_from([3, 4, 6, 12, 24])),
+            n_full,
             n_window * draw(st.sampled_from([1, max_sequences])),
             n_states,
-            host_states=draw(st.sampled_from([0, slots])),
+            host_states=n_host,
             draft_states=draw(st.integers(0, 2 * max_drafts)),
+            state_pages=state_pages,
         ),
         window_tokens=window,
         prefix=cached,

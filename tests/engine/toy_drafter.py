@@ -55,7 +55,7 @@ class ToyDrafter(ToyStage):
         wrong: int,
         n_most: int = 100,
     ) -> None:
-        super().__init__(model, model.n_stages, pools, {})
+        super().__init__(model, model.n_stages, replace(pools, state_pages=0), {})
         self._captures, self._oracle, self._wrong, self._n_most = captures, oracle, wrong, n_most
         self.n_drafted = 0
         self.made: dict[int, list[int]] = {}  # drafts by sequence

@@ -421,7 +421,7 @@ class ToyStage:
                 self._settle(opened, state)
             case ZeroState(state=state):
                 self._check_live(state)
-                self.states[state] = 0
+                self._set_state(state, 0)
             case CopyState(source=source, target=target):
                 self._check_live(min(source, target))
                 if not {source, target} <= self.states.keys():
@@ -431,11 +431,11 @@ class ToyStage:
                         left, opened.states = opened.states[1:], opened.states[:1]
                         self._settle(opened, source)
                         opened.states = left
-                self.states[target] = self.states[source]
+                self._set_state(target, self.states[source])
             case CopyPage(space=space, source=source, target=target, n_tokens=n):
-                if source == target or not 0 < n < PAGE_TOKENS:
+                if source == target or not 0 < n <= PAGE_TOKENS:
                     raise Violation(f"{n} positions of page {source} are copied to {target}")
-                self.pages[space][target][:n] = self.pages[space][source][:n]
+                self._use_page(space, target)[:n] = self.pages[space][source][:n]
             case other:
                 raise Violation(f"an operation nobody plans: {other}")
 
@@ -468,7 +468,7 @@ class ToyStage:
     def _settle(self, sequence: _Open, state: int) -> None:
         """Make a state that the last slice of a sequence left, if it is one, in the place of the sequence's own."""
         for left in sequence.states[: sequence.states.index(state) + 1] if state in sequence.states else ():
-            self.states[sequence.state] = mix(self.states[sequence.state], self.updates[left])
+            self._set_state(sequence.state, mix(self.states[sequence.state], self.updates[left]))
         sequence.states = []
 
     def _slice(self, piece: Slice, rows: list[int]) -> list[int]:
@@ -492,7 +492,9 @@ class ToyStage:
             value = mix(row, position, self.stage)
             parts = [row]
             if Space.FULL in self.model.spaces:
-                self._page(sequence, Space.FULL, position)[position % PAGE_TOKENS] = (position, value)
+                self._page(sequence, Space.FULL, position)
+                page = self._use_page(Space.FULL, sequence.tables[Space.FULL][position // PAGE_TOKENS])
+                page[position % PAGE_TOKENS] = (position, value)
                 total = total + value if out else self._sum(sequence, Space.FULL, 0, position)
                 parts.append(total)
             if self.model.window is not None:
@@ -504,7 +506,7 @@ class ToyStage:
                 if len(after) > 1:
                     self.updates[after[len(out)]] = row
                 else:
-                    self.states[sequence.state] = state
+                    self._set_state(sequence.state, state)
             out.append(mix(*parts))
         sequence.n_tokens, sequence.n_drafts = piece.start + len(rows), piece.n_drafts
         return out
@@ -524,6 +526,20 @@ class ToyStage:
                 raise Violation(f"states {states} after the {len(piece.tokens)} tokens of sequence {piece.sequence}")
             sequence.states = states
         return states
+
+    def _set_state(self, state: int, value: int) -> None:
+        """Write a state: pages that share its memory hold nothing then."""
+        self.states[state] = value
+        if state < self.pools.device_states:
+            for page in range(state * self.pools.state_pages, (state + 1) * self.pools.state_pages):
+                self.pages[Space.FULL][page] = [_EMPTY] * PAGE_TOKENS
+
+    def _use_page(self, space: Space, page: int) -> list[tuple[int, int]]:
+        """Return a page to write to: a state that shares its memory holds nothing then."""
+        n = self.pools.state_pages
+        if n and space is Space.FULL and 0 <= page < n * self.pools.device_states:
+            self.states[page // n] = _POISON
+        return self.pages[space][page]
 
     def _page(self, sequence: _Open, space: Space, position: int) -> list[tuple[int, int]]:
         table = sequence.tables.get(space, [])

@@ -8,7 +8,9 @@ import json
 from typing import Literal
 
 import pytest
+import torch
 
+from daemons.kv.pools import Pools
 from lucevisor.config import CacheConfig, Config
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype, LayerRange, Space
@@ -19,7 +21,8 @@ from lucevisor.placement.result import Placement
 from tests.model.qwen35_file import QWEN36_27B
 from tests.placement.made import GIB, MIB, bare_spec, configure, cpu, gpu, placed
 
-STATE_27B = 150_994_944 + 3 * QWEN36_27B.channels * 4 * 48
+MATRICES_27B = 150_994_944
+STATE_27B = MATRICES_27B + 3 * QWEN36_27B.channels * 4 * 48
 ON_DEVICE = STATE_27B + (16 * 128 + 48 * 128 + 48) * 4 * 48
 """With what one token does to it."""
 
@@ -40,33 +43,40 @@ def test_states_are_as_many_as_the_memory_holds_and_no_more_than_slots(big, tmp_
     p = on_gpu(big, cached(config), 40)
     assert p.pools.states == 4 + 1 + 6
     assert any(
-        "recurrent states 11: one for each of 4 sequences, 6 for prefix slots, and 1 spare" in r for r in p.reasons
+        "recurrent states 11: of 4 sequences and prefix slots, in memory that they share with pages" in r
+        for r in p.reasons
     )
     assert on_gpu(big, cached(config, n_slots=2), 40).pools.states == 4 + 1 + 2
     assert on_gpu(big, cached(config, n_slots=0), 40).pools.states == 4 + 1
     assert on_gpu(big, cached(config, memory=100 * MIB), 40).pools.states == 4 + 1
 
 
-def test_automatic_pages_leave_room_for_them(big, tmp_path):
+def test_pages_make_room_only_for_what_shares_no_memory(big, tmp_path):
     config = configure(tmp_path, ["cuda:0"], max_sequences=4, max_context=32768, prefill_chunk=512)
     without, with_slots = (on_gpu(big, c, 24) for c in (config, cached(config)))
     assert with_slots.pools.states == without.pools.states + 6
     fewer = without.pools.full_pages - with_slots.pools.full_pages
-    assert fewer * 64 * 65_536 == pytest.approx(6 * STATE_27B, rel=0.02)
+    assert (with_slots.pools.state_pages * 64 * 65_536, fewer * 64 * 65_536) == (
+        MATRICES_27B,
+        pytest.approx(6 * (ON_DEVICE - MATRICES_27B), abs=2 * 64 * 65_536),
+    )
     assert sum(d.needed_bytes for d in with_slots.devices) <= 24 * GIB
 
 
 def test_slots_give_way_before_the_model_does_not_fit(big, tmp_path):
-    config = configure(tmp_path, ["cuda:0"], max_sequences=1, pages=300, max_context=19200, prefill_chunk=512)
-    [device] = on_gpu(big, config, 40).devices
-    least = device.needed_bytes + 3.5 * STATE_27B
+    """Where a shard has no recurrent layers, so that pages and states share no memory."""
+    sizes = {"max_sequences": 1, "pages": 300, "max_context": 19200, "prefill_chunk": 512}
+    config = configure(tmp_path, ["cuda:0", "cuda:1"], ["0-62", "62-64"], **sizes)
+    first, _ = placed(big, config, {"cuda": [gpu(0, 40), gpu(1, 40)]}).devices
+    state_bytes = ON_DEVICE * 46 // 48
+    least = first.needed_bytes + 3.5 * state_bytes
     p = next(
         found
         for gib in (least / GIB + extra / 100 for extra in range(200))
-        if isinstance(found := plan(big, cached(config), {"cuda": [gpu(0, gib)]}), Placement)
+        if isinstance(found := plan(big, cached(config), {"cuda": [gpu(0, gib), gpu(1, 40)]}), Placement)
         and found.pools.states >= 1 + 1 + 3
     )
-    assert p.pools.states == 1 + 1 + 3
+    assert (p.pools.states, p.pools.state_pages) == (1 + 1 + 3, 0)
     assert any("memory is reserved for 3; 6, as cache.memory allows, do not fit" in reason for reason in p.reasons)
 
 
@@ -95,13 +105,14 @@ def test_in_host_memory_the_devices_hold_the_states_of_sequences_only(big, tmp_p
     assert in_host.pools.device_states == 4
     [here], [there], [none] = on_device.devices, in_host.devices, without.devices
     assert there.host_state_bytes == 7 * STATE_27B
-    assert here.state_bytes - there.state_bytes == here.needed_bytes - there.needed_bytes == 7 * ON_DEVICE
-    assert none.state_bytes - there.state_bytes == ON_DEVICE  # not even a spare one
+    beside = ON_DEVICE - MATRICES_27B  # what shares no memory with pages
+    assert here.state_bytes - there.state_bytes == here.needed_bytes - there.needed_bytes == 7 * beside
+    assert none.state_bytes - there.state_bytes == beside  # not even a spare one
     assert in_host.host_state_bytes == 7 * STATE_27B
-    what = "one on the devices for each of 4 sequences; in host memory 6 for prefix slots, and 1 spare"
+    what = "of 4 sequences, in memory that they share with pages; in host memory 7 for prefix slots"
     assert f"recurrent states 11: {what}" in in_host.reasons
     shown = plan_text(in_host)
-    assert "11 recurrent states (7 of them in host memory); steps" in shown
+    assert "11 recurrent states (each in the memory of 36 pages; 7 of them in host memory); steps" in shown
     assert f"{format_bytes(7 * STATE_27B)}  cache.states, kvflash.host" in shown
     told = json.loads(json.dumps(plan_json(in_host)))
     pools = {"owner": "pools", "limit_bytes": 7 * STATE_27B, "key": "cache.states, kvflash.host"}
@@ -133,6 +144,26 @@ def test_host_memory_that_is_known_is_not_promised_twice(devices, big, tmp_path)
     assert "recurrent states 1: one for each of 1 sequences, and 0 spare" in none.reasons
 
 
+@pytest.mark.parametrize("split", ["auto", ["0-4", "4-8"], ["0-6", "6-8"]])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "q8_0"])
+def test_the_plan_counts_the_bytes_of_one_memory(demo, tmp_path, split, kv_dtype):
+    """As the daemon allocates them; without an attention layer for every three recurrent ones there are two."""
+    config = cached(configure(tmp_path, ["cuda:0", "cuda:1"], split, kv_dtype=kv_dtype, max_sequences=2, pages=40), 3)
+    p = placed(demo, config, {"cuda": [gpu(0, 1), gpu(1, 1)]})
+    assert bool(p.pools.state_pages) == (split != ["0-6", "6-8"])
+    for device in p.devices:
+        pools = Pools(demo, device.layers, torch.device("cpu"), Dtype(kv_dtype), p.pools)
+        assert pools.nbytes == device.state_bytes
+
+
+def test_one_memory_holds_three_times_the_pages_of_a_27b(big, tmp_path):
+    """The automatic sizes reserved two thirds of an H200 for states."""
+    p = on_gpu(big, automatic(configure(tmp_path, ["cuda:0"])), 139)
+    assert p.pools.full_pages > 28_000
+    assert p.pools.device_states * p.pools.state_pages <= p.pools.full_pages
+    assert p.max_context == big.context_tokens
+
+
 def automatic(config: Config) -> Config:
     engine = dataclasses.replace(config.engine, max_sequences="auto")
     return dataclasses.replace(config, engine=engine, cache=CacheConfig())
@@ -143,12 +174,13 @@ def test_automatic_capacity_takes_what_a_gpu_has_and_no_context(big, tmp_path, g
     config = configure(tmp_path, ["cuda:0"])
     few = on_gpu(big, cached(config), gib)
     p = on_gpu(big, automatic(config), gib)
-    assert (p.max_context, p.prefill_chunk) == (few.max_context, few.prefill_chunk)
+    assert p.prefill_chunk == few.prefill_chunk
+    assert p.max_context >= 0.95 * few.max_context
     assert p.max_sequences in (8, 16, 32, 64, 128)
     assert p.cache_bytes >= few.cache_bytes
     if gib == 139:
         assert (p.max_sequences, p.prefix_slots) == (128, 512)
-        assert p.cache_bytes > 50 * GIB
+        assert p.cache_bytes > 100 * GIB
         assert p.pools.states > 128 + p.cache_bytes // (2 * STATE_27B)
     state_bytes = sum(device.state_bytes for device in p.devices)
     assert p.cache_bytes <= max(GIB, state_bytes)
