@@ -22,6 +22,9 @@ from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import CloseSequence, CopyPage, OpenSequence, Operation, PageIn, UseState, ZeroState
 
+_MOVE_AGAIN = 16
+"""Steps after which pages are moved if transfers had all of them."""
+
 
 class RunningRequests(Collection[RequestRecord]):
     """Records by sequence number."""
@@ -32,6 +35,7 @@ class RunningRequests(Collection[RequestRecord]):
         self._reuse = reuse
         self.sequence_ids = PageAllocator(limits.max_sequences, "sequences")
         self._records: dict[int, RequestRecord] = {}
+        self._n_waits = 0  # steps until pages may be moved again
 
     def __len__(self) -> int:
         return len(self._records)
@@ -70,7 +74,12 @@ class RunningRequests(Collection[RequestRecord]):
         extents = self._pools.extents
         if extents is None or extents.free or self._pools[Space.FULL].n_free < extents.n_pages:
             return []
-        return self.move_pages(extents)
+        self._n_waits = max(0, self._n_waits - 1)
+        if self._n_waits and self._records:  # who run plan further steps
+            return []
+        operations = self.move_pages(extents)
+        self._n_waits = 0 if operations else _MOVE_AGAIN
+        return operations
 
     def move_pages(self, extents: Extents) -> list[Operation]:
         """Move the pages of the extent with the fewest to others.
@@ -80,9 +89,11 @@ class RunningRequests(Collection[RequestRecord]):
         pools, index = self._pools, self._reuse.index
         lives = [record.live for record in self._records.values() if record.live is not None]
         owners = Counter(page for live in lives for page in live.table.held(Space.FULL))
+        pinned, full = index.pinned_pages(), pools[Space.FULL]
         for extent in extents.by_use():
             used = extents.used_pages(extent)
-            if all(index.movable(page, owners[page]) for page in used):
+            known = all(full.ref_count(page) == owners[page] + index.n_owners(page) for page in used)
+            if known and pinned.isdisjoint(used):
                 break
         else:
             return []

@@ -421,12 +421,13 @@ class PrefixIndex:
                 return
             self._evict(victim)
 
-    def movable(self, page: int, n_others: int) -> bool:
-        """Return whether a page of space full may be copied elsewhere: ``n_others`` owners are known, and of slots none
-        is pinned.
-        """
-        pages, held = self.pools[Space.FULL], self.tree.holds(Space.FULL)[page] > 0
-        return pages.ref_count(page) == n_others + held and not (held and page in self._pinned_pages())
+    def n_owners(self, page: int) -> int:
+        """Return as how many owners of a page of space full slots count."""
+        return int(self.tree.holds(Space.FULL)[page] > 0)
+
+    def pinned_pages(self) -> set[int]:
+        """Return the pages of space full of pinned slots."""
+        return {page for slot in self._slots.values() if slot.pins for page in slot.pages(Space.FULL)}
 
     def move_pages(self, moves: Mapping[int, int]) -> None:
         """Hold other pages of space full with the same content."""
@@ -434,9 +435,6 @@ class PrefixIndex:
         self.version += 1
 
     # ---- inside
-
-    def _pinned_pages(self) -> set[int]:
-        return {page for slot in self._slots.values() if slot.pins for page in slot.pages(Space.FULL)}
 
     def _add(self, tokens: TokenBuffer, source: SlotSource, now: float) -> PrefixSlot | None:
         """Make a slot, the most recently used; None if the tree cannot hold it (``PrefixTree.add``)."""
