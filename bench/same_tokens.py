@@ -1,7 +1,7 @@
 """How many answers change when other things happen meanwhile: table of docs/reliability.md by dtype and sampling.
 
     python bench/same_tokens.py [--device cpu|cuda] [--dtypes float32 bfloat16] [--answers 100] [--tokens 96]
-                                [--devices cuda:0 cuda:0] [--json PATH]
+                                [--devices cuda:0 cuda:0] [--deterministic] [--json PATH]
 
 The demo model over two daemons answers the beginnings of texts that its training never saw: first one request after
 the other, then again, eight at once if not said otherwise
@@ -46,6 +46,7 @@ def configuration(directory, name, options, dtype, *, together=TOGETHER, pages=0
     lines += [f'[placement]\ntarget_devices = ["left:0", "right:0"]\ntarget_layer_split = {list(split)}']
     lines += [f'[engine]\ndtype = "{dtype}"\nmax_context = 1024\nmax_sequences = {together}']
     lines += [f"pages = {pages}"] if pages else []
+    lines += ["deterministic = true"] if options.deterministic else []
     lines += [f"[cache]\nprefix_slots = {slots}", '[recovery]\nrestart_limit = "999/60s"\nspares = 1']
     lines += [f'[draft]\npath = "{DRAFTER}"' if draft else '[draft]\nkind = "off"']
     path = Path(directory) / f"{name}.toml"
@@ -104,6 +105,7 @@ def main():
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--answers", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--deterministic", action="store_true", help="with engine.deterministic")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.devices = options.devices or [f"{options.device}:0"] * 2

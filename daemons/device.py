@@ -55,6 +55,20 @@ def prepare(backend: Backend, threads: int) -> None:
     set_threads(threads)
 
 
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """Operations of a cpu by one thread: torch's sums and vectors depend on how many share them."""
+    n = torch.get_num_threads()
+    if device.type != "cpu" or n == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n)
+
+
 def set_threads(n: int) -> None:
     """Number of cpu threads of one operation; 0 leaves torch's choice."""
     if n > 0:

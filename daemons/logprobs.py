@@ -18,26 +18,41 @@ ROWS = 16
 """Rows whose logits are in memory at once."""
 
 
+def log_probabilities(logits: Tensor, *, by_row: bool = False) -> Tensor:
+    """Logarithms of the softmax of rows [n, V].  ``by_row``: of each alone, so that its bits are always the same."""
+    if not by_row:
+        return torch.log_softmax(logits, dim=-1)
+    # copied: a GPU's sums depend on where a row begins
+    return torch.cat([torch.log_softmax(row.clone(), dim=-1) for row in logits.unsqueeze(1)])
+
+
 def score(
-    slices: Sequence[Slice], logits_of: Callable[[Sequence[int]], Tensor], n_top: Callable[[int], int]
+    slices: Sequence[Slice],
+    logits_of: Callable[[Sequence[int]], Tensor],
+    n_top: Callable[[int], int],
+    *,
+    by_row: bool = False,
 ) -> list[Scored]:
     """Score what the slices of a step ask for.
 
     ``logits_of``: float32 logits [n, V] of rows of the step.  ``n_top``: how many of the best a sequence wants.
+    ``by_row`` as in :func:`log_probabilities`.
     """
     found, first = list[Scored](), 0
     for slice_ in slices:
         if slice_.scored:
-            found.append(_score(slice_, first, logits_of, n_top(slice_.sequence)))
+            found.append(_score(slice_, first, logits_of, n_top(slice_.sequence), by_row=by_row))
         first += len(slice_.tokens)
     return found
 
 
-def _score(slice_: Slice, first: int, logits_of: Callable[[Sequence[int]], Tensor], n_top: int) -> Scored:
+def _score(
+    slice_: Slice, first: int, logits_of: Callable[[Sequence[int]], Tensor], n_top: int, *, by_row: bool
+) -> Scored:
     logprobs, tops = list[float](), list[list[tuple[int, float]]]()
     for at in range(0, len(slice_.scored), ROWS):
         ids = slice_.scored[at : at + ROWS]
-        report = torch.log_softmax(logits_of(range(first + at, first + at + len(ids))), dim=-1)
+        report = log_probabilities(logits_of(range(first + at, first + at + len(ids))), by_row=by_row)
         logprobs += report.gather(1, torch.tensor(ids, device=report.device).unsqueeze(1)).squeeze(1).tolist()
         best = report.topk(max(0, min(n_top, report.shape[-1])))
         tops += [list(zip(i, v, strict=True)) for i, v in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
@@ -53,11 +68,11 @@ class TokenReport:
     ids: Tensor
 
 
-def report_of(logits: Tensor, n_top: int) -> TokenReport | None:
+def report_of(logits: Tensor, n_top: int, *, by_row: bool = False) -> TokenReport | None:
     """The report of rows [n, V], which may then be changed; None unless asked for."""
     if n_top < 0:
         return None
-    logprobs = torch.log_softmax(logits, dim=-1)
+    logprobs = log_probabilities(logits, by_row=by_row)
     return TokenReport(logprobs, *logprobs.topk(min(n_top, logits.shape[-1])))
 
 

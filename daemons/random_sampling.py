@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from daemons.device import one_thread
 from lucevisor.protocol.steps import SamplingParams
 
 CANDIDATES = 1024
@@ -81,10 +82,25 @@ def can_draw_on_device(samplings: Sequence[SamplingParams]) -> bool:
     return all(bounded) or not any(s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 for s in samplings)
 
 
-def draw_on_device(x: Tensor, samplings: Sequence[SamplingParams], keys: Sequence[int]) -> Tensor:
-    """Draw as ``draw`` does from logits ``x`` [n, V] where ``can_draw_on_device``; ids int64 [n] on the device."""
+def draw_by_row(x: Tensor, samplings: Sequence[SamplingParams], keys: Sequence[int]) -> list[int]:
+    """:func:`draw` of each row alone, and on a cpu by one thread, so that its numbers always have the same bits."""
+    with one_thread(x.device):
+        rows = zip(x.unsqueeze(1), samplings, keys, strict=True)
+        return [draw(row.clone(), [s], [key])[0] for row, s, key in rows]
+
+
+def draw_on_device(
+    x: Tensor, samplings: Sequence[SamplingParams], keys: Sequence[int], *, by_row: bool = False
+) -> Tensor:
+    """Draw as ``draw`` does from logits ``x`` [n, V] where ``can_draw_on_device``; ids int64 [n] on the device.
+
+    ``by_row``: as :func:`draw_by_row`.
+    """
     if samplings[0].greedy:
         return x.argmax(dim=-1)
+    if by_row:
+        rows = zip(x.unsqueeze(1), samplings, keys, strict=True)
+        return torch.cat([draw_on_device(row.clone(), [s], [key]) for row, s, key in rows])
     scaled = x / _on(x.device, [[s.temperature] for s in samplings], torch.float32)
     key = _keys(x.device, keys)
     if samplings[0].top_k > 0:

@@ -109,7 +109,7 @@ class ModelRunner:
             uses += stage.usage()
             kernels |= stage.kernels
             if plan.output:
-                runner._sampler = Sampler(runner.spec.vocabulary, stage.device)
+                runner._sampler = Sampler(runner.spec.vocabulary, stage.device, load.deterministic)
         problem = score_problem = ""
         if load.draft is not None:
             runner._draft, problem = try_to_load("drafter", reporter, runner._load_draft, needed=not load.stages)
@@ -395,7 +395,8 @@ class ModelRunner:
             return []
         finish_previous()
         states = self._sampler.states
-        scored = score(step.slices, partial(stage.logits, rows), lambda s: states[s].sampling.n_top_logprobs)
+        logits_of, by_row = partial(stage.logits, rows), self._load.deterministic
+        scored = score(step.slices, logits_of, lambda s: states[s].sampling.n_top_logprobs, by_row=by_row)
         return self._sampler.checked(scored)
 
     def _sample(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,10 +20,21 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from daemons.async_output import AsyncTokens, PlaceholderFill
+from daemons.device import one_thread
 from daemons.errors import StateError
 from daemons.logprobs import TokenReport, report_of, sampled_of
 from daemons.ops.topk import likeliest
-from daemons.random_sampling import can_draw_on_device, draw, draw_index, draw_key, draw_on_device, put, take, uniform
+from daemons.random_sampling import (
+    can_draw_on_device,
+    draw,
+    draw_by_row,
+    draw_index,
+    draw_key,
+    draw_on_device,
+    put,
+    take,
+    uniform,
+)
 from lucevisor.protocol.steps import (
     PENDING,
     CloseSequence,
@@ -234,10 +246,14 @@ class SamplingState:
 
 @dataclass(slots=True)
 class Sampler:
-    """Sampling state of all open sequences of an output stage.  ``vocabulary`` V; ``device``: that of the logits."""
+    """Sampling state of all open sequences of an output stage.  ``vocabulary`` V; ``device``: that of the logits.
+
+    ``by_row``: rows are drawn one by one, so that the bits of one do not depend on others.
+    """
 
     vocabulary: int
     device: torch.device
+    by_row: bool = False
     states: dict[int, SamplingState] = field(default_factory=dict)
     _last: dict[int, int] = field(default_factory=dict)  # the token sampled last, by sequence
     _async_tokens: AsyncTokens | None = None  # newer ones that the host does not have yet
@@ -346,7 +362,7 @@ class Sampler:
         for i, state in enumerate(states):
             adjust(state, logits[i : i + 1])
         keys = [draw_key(s.seed, piece.start + len(piece.tokens)) for s, piece in zip(samplings, slices, strict=True)]
-        tokens = draw_on_device(logits, samplings, keys)
+        tokens = draw_on_device(logits, samplings, keys, by_row=self.by_row)
         self._async_tokens = AsyncTokens.of([s.sequence for s in slices], tokens, valid)
         return self._async_tokens
 
@@ -401,7 +417,7 @@ class Sampler:
         for slice_ in slices:
             state, drafts = self.states[slice_.sequence], slice_.drafts
             block = _block(logits, len(rows), 1 + len(drafts))
-            reports.append(report_of(block, state.sampling.n_top_logprobs))
+            reports.append(report_of(block, state.sampling.n_top_logprobs, by_row=self.by_row))
             adjust(state, block, drafts)
             if slice_.masked:
                 masked += range(len(rows), len(rows) + len(block))
@@ -411,7 +427,7 @@ class Sampler:
             blocks.append(block)
         if masks is not None:
             apply_masks(logits, masks, masked)
-        drawn, at = _draw_rows(logits, rows, positions, meanwhile), 0
+        drawn, at = _draw_rows(logits, rows, positions, meanwhile, by_row=self.by_row), 0
         out: list[Sampled] = []
         spans: list[tuple[int, int, int]] = []
         for slice_, block, report in zip(slices, blocks, reports, strict=True):
@@ -420,7 +436,8 @@ class Sampler:
             spans.append((slice_.sequence, at, end))
             mus: list[float] = []
             if state.sampling.uses_mirostat:
-                tokens, mus = _draw_mirostat(block, state, positions[at:end], drafts)
+                with one_thread(self.device) if self.by_row else nullcontext():
+                    tokens, mus = _draw_mirostat(block, state, positions[at:end], drafts)
             else:
                 tokens = _accepted(drawn[at:end], drafts)
             at = end
@@ -495,7 +512,12 @@ def _counts_at_rows(counts: Tensor, drafts: Sequence[int]) -> Tensor:
 
 
 def _draw_rows(
-    logits: Tensor, rows: Sequence[SamplingParams], positions: Sequence[int], meanwhile: Callable[[Tensor | None], None]
+    logits: Tensor,
+    rows: Sequence[SamplingParams],
+    positions: Sequence[int],
+    meanwhile: Callable[[Tensor | None], None],
+    *,
+    by_row: bool,
 ) -> list[int]:
     """A token for each row of adjusted logits [n, V], greedy or drawn for its position; 0 for those of mirostat."""
     greedy = [i for i, s in enumerate(rows) if s.greedy]
@@ -513,13 +535,15 @@ def _draw_rows(
     for i in sorting:
         s, position = rows[i], positions[i]
         # XTC has a draw key of its own.
-        p, ids = filtered(logits[i] / s.temperature, s, uniform(s.seed, position + (1 << 40)))
-        tokens[i] = int(ids[draw_index(p, ids, draw_key(s.seed, position))])
+        with one_thread(logits.device) if by_row else nullcontext():
+            p, ids = filtered(logits[i] / s.temperature, s, uniform(s.seed, position + (1 << 40)))
+            tokens[i] = int(ids[draw_index(p, ids, draw_key(s.seed, position))])
     if greedy:
         put(tokens, greedy, likeliest(take(logits, greedy)))
     if drawn:
         keys = [draw_key(rows[i].seed, positions[i]) for i in drawn]
-        put(tokens, drawn, draw(take(logits, drawn), [rows[i] for i in drawn], keys))
+        how = draw_by_row if by_row else draw
+        put(tokens, drawn, how(take(logits, drawn), [rows[i] for i in drawn], keys))
     return tokens
 
 

@@ -24,7 +24,6 @@ from daemons.ops.delta_rule import by_token, chunked, convolve, joined_updates, 
 from daemons.ops.gated import gated_product
 from daemons.ops.linear import Linear, Table, WideLinear
 from daemons.ops.operations import (
-    SHORT_SLICE,
     DeltaNetPools,
     GatedDeltaNetParams,
     Norm,
@@ -146,7 +145,8 @@ class Family(ABC):
     def output(self) -> Callable[[Tensor], Tensor]:
         """Rows of the residual stream [n, E] to float32 logits [n, V]."""
         lm_head = "output.weight" if "output.weight" in self.spec.output_tensors else "token_embd.weight"
-        return Output(self.norm("output_norm.weight"), self.w.linear(lm_head), self.softcap, self.logit_divisor)
+        norm, matrix = self.norm("output_norm.weight"), self.w.linear(lm_head)
+        return Output(norm, matrix, self.operations, self.softcap, self.logit_divisor)
 
 
 # ---- layers
@@ -232,8 +232,11 @@ class Output:
     ``cap * tanh(x / cap)``.
     """
 
-    def __init__(self, norm: Norm, lm_head: Linear, softcap: float = 0.0, divisor: float = 1.0) -> None:
-        self.norm, self.lm_head, self.softcap, self.divisor = norm, lm_head, softcap, divisor
+    def __init__(
+        self, norm: Norm, lm_head: Linear, operations: Operations, softcap: float = 0.0, divisor: float = 1.0
+    ) -> None:
+        self.norm, self.lm_head, self.operations = norm, lm_head, operations
+        self.softcap, self.divisor = softcap, divisor
         # rounded to bfloat16, logits about 20 are multiples of 1/8: the best two are often equal
         self._product = lm_head.in_float32 if isinstance(lm_head, WideLinear) else lm_head
 
@@ -241,7 +244,7 @@ class Output:
         logits = self._product(self.norm(h)).float()
         if self.divisor != 1.0:
             logits = logits / self.divisor
-        return logits if self.softcap == 0.0 else torch.tanh(logits / self.softcap) * self.softcap
+        return logits if self.softcap == 0.0 else self.operations.softcap(logits, self.softcap)
 
 
 class GatedMlp:
@@ -350,7 +353,7 @@ class Attention:
         q, k = self.positions(qk, batch).split_with_sizes(self.heads, dim=1)
         if s.temperature[0]:
             steps = batch.positions.div(s.temperature[1], rounding_mode="floor").float()
-            q = (q * (1.0 + s.temperature[0] * steps.log1p()).view(-1, 1, 1)).to(q.dtype)
+            q = (q * (1.0 + s.temperature[0] * self.operations.log1p(steps)).view(-1, 1, 1)).to(q.dtype)
         if s.n_kv_heads:
             v = qk[:, s.n_heads :] if s.key_values else v.view(rows, -1, d)
             slots = batch.slots[s.space]
@@ -363,7 +366,7 @@ class Attention:
             group.ask(self.keys, q, self.shape.scale)
         if self.host_attention is not None and group.layout.reads_host:
             return self.host_attention(group, q)
-        if self.paged_attention is not None and group.n_tokens <= SHORT_SLICE:
+        if self.paged_attention is not None and group.n_tokens <= self.operations.longest_paged_slice:
             found = self.paged_attention(q.flatten(0, 1), self.keys, self.values, group.query(self.shape.space))
             return found.view(q.shape[0], q.shape[1], *found.shape[1:])
         pages, mask = group.keys(self.shape.space, self.shape.window, self.shape.causal)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.kv.batch import Batch
@@ -19,7 +18,7 @@ from daemons.models.loader import WeightLoader
 from daemons.models.moe import build_experts, build_router
 from daemons.ops.linear import Linear
 from daemons.ops.moe import ExpertMlp
-from daemons.ops.operations import Norm
+from daemons.ops.operations import Norm, Operations
 from daemons.ops.router import RouteFn
 from lucevisor.model.families.gemma4 import ID_WIDTH, Gemma4Params
 from lucevisor.model.spec import ModelSpec
@@ -47,10 +46,11 @@ class InputBlock:
     project: Linear
     post: Norm
     at: int
+    operations: Operations
 
     def __call__(self, h: Tensor, batch: Batch) -> Tensor:
         assert batch.layer_inputs is not None
-        return self.post(self.project(F.gelu(self.gate(h), approximate="tanh") * batch.layer_inputs[:, self.at]))
+        return self.post(self.project(self.operations.gelu(self.gate(h)) * batch.layer_inputs[:, self.at]))
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,8 @@ class Gemma4Family(Family):
     def input_block(self, index: int) -> Block:
         b = f"blk.{index}."
         gate, project = self.w.linear(b + "inp_gate.weight"), self.w.linear(b + "proj.weight")
-        return InputBlock(gate, project, self.norm(b + "post_norm.weight"), index - self.pools.layers.start)
+        norm, at = self.norm(b + "post_norm.weight"), index - self.pools.layers.start
+        return InputBlock(gate, project, norm, at, self.operations)
 
     def attention(self, index: int) -> Block:
         p, b, layer = self.p, f"blk.{index}.", self.p.layers[index]

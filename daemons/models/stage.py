@@ -127,7 +127,7 @@ class LoadedStage:
 
     def _graphs_of(self, shard: ShardModel, load: Load) -> StepGraphs[ShardOutput]:
         # of chunks: kernels leave pad rows out of states and of dense pages
-        pads = shard.selector.kernels and load.kv_dtype is not Dtype.Q8_0
+        pads = shard.selector.kernels and load.kv_dtype is not Dtype.Q8_0 and not load.deterministic
         n = min(GRAPH_ROWS, load.max_step_tokens) if pads else 0
         most, shared = shard.max_async_tokens, SharedOutput(n)
         return StepGraphs(shard.device, shard.run, most, lambda text: self.warn(text), n, shared)
@@ -189,7 +189,7 @@ class LoadedStage:
         for config in configs:
             device = config.plan.device
             progress(Progress(plan.stage, device, 0, 0, "kernels"))  # the first load of a version compiles some
-            selector = KernelSelector(torch_device(backend, device), dtype)
+            selector = KernelSelector(torch_device(backend, device), dtype, batch_invariant=load.deterministic)
 
             def report(done: int, total: int, device: int = device) -> None:
                 progress(Progress(plan.stage, device, done, total, "read"))

@@ -5,13 +5,16 @@ Knows no routing; ``selection`` decides which class a tensor gets.  Shapes: X ex
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.ops.expert_pairs import ExpertPairs
-from daemons.ops.linear import BlockLinear, ConcatLinear, DenseLinear, Float32CpuLinear, Linear
+from daemons.ops.linear import BlockLinear, ConcatLinear, DenseLinear, Float32CpuLinear, Linear, Product
 from daemons.weights.dequant import dequantise
 from lucevisor.model.quant_types import GgmlType
 from lucevisor.model.workspace import DEQUANT_ELEMENTS
@@ -54,16 +57,18 @@ def gather_gemm(weights: ExpertWeights, x: Tensor, pairs: ExpertPairs, pairs_per
 
 
 class DenseExperts:
-    """Plain matrices ``[X, N, K]`` of the activations' dtype."""
+    """Plain matrices ``[X, N, K]`` of the activations' dtype.  With a ``product`` only one with each expert's rows."""
 
-    max_async_pairs = MAX_GATHERED_PAIRS
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
+    def __init__(self, weight: Tensor, product: Product | None = None) -> None:
+        self.weight, self.max_async_pairs = weight, 0 if product else MAX_GATHERED_PAIRS
         self.n_experts, self.n_out, n_columns = weight.shape
         self.n_elements, self.n_bytes = self.n_out * n_columns, weight.nbytes
-        form = Float32CpuLinear if weight.device.type == "cpu" and weight.dtype == torch.float32 else DenseLinear
-        self.linears: list[Linear] = [form(matrix) for matrix in weight]
+        form: Callable[[Tensor], Linear] = DenseLinear
+        if product is not None:
+            form = partial(DenseLinear, product=product)
+        elif weight.device.type == "cpu" and weight.dtype == torch.float32:
+            form = Float32CpuLinear
+        self.linears = [form(matrix) for matrix in weight]
 
     def linear(self, expert: int) -> Linear:
         return self.linears[expert]
@@ -76,15 +81,17 @@ class DenseExperts:
 
 
 class BlockExperts:
-    """Quant blocks as in the file, raw ``[X, N, row_bytes]``; only routed experts are dequantised."""
+    """Quant blocks as in the file, raw ``[X, N, row_bytes]``; only routed experts are dequantised.
 
-    max_async_pairs = MAX_GATHERED_PAIRS
+    ``product`` as in :class:`DenseExperts`.
+    """
 
-    def __init__(self, kind: GgmlType, raw: Tensor, n_columns: int) -> None:
+    def __init__(self, kind: GgmlType, raw: Tensor, n_columns: int, product: Product | None = None) -> None:
         self.kind, self.raw, self.n_columns = kind, raw, n_columns
+        self.max_async_pairs = 0 if product else MAX_GATHERED_PAIRS
         self.n_experts, self.n_out = raw.shape[:2]
         self.n_elements, self.n_bytes = self.n_out * n_columns, raw.nbytes
-        self.linears: list[Linear] = [BlockLinear(kind, matrix, n_columns) for matrix in raw]
+        self.linears: list[Linear] = [BlockLinear(kind, matrix, n_columns, product or F.linear) for matrix in raw]
 
     def linear(self, expert: int) -> Linear:
         return self.linears[expert]

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -26,6 +27,10 @@ ROW_MULTIPLE = 256
 def rows_at_a_time(n_columns: int) -> int:
     """Rows of a quantised matrix that are dequantised at a time."""
     return max(ROW_MULTIPLE, DEQUANT_ELEMENTS // n_columns // ROW_MULTIPLE * ROW_MULTIPLE)
+
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""x [T, K] times a matrix [N, K] of its dtype -> [T, N]."""
 
 
 class Linear(Protocol):
@@ -57,12 +62,12 @@ class WideLinear(Protocol):
 class DenseLinear:
     """A plain matrix ``[N, K]`` of the activations' dtype."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
+    def __init__(self, weight: Tensor, product: Product = F.linear) -> None:
+        self.weight, self.product = weight, product
         self.n_out, self.n_bytes = weight.shape[0], weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return self.product(x, self.weight)
 
 
 class Float32CpuLinear:
@@ -103,18 +108,18 @@ class Bfloat16CpuLinear:
 class BlockLinear:
     """Quant blocks as in the file, raw ``[N, row_bytes]`` uint8, dequantised to x's dtype at each call."""
 
-    def __init__(self, kind: GgmlType, raw: Tensor, n_columns: int) -> None:
-        self.kind, self.raw, self.n_columns = kind, raw, n_columns
+    def __init__(self, kind: GgmlType, raw: Tensor, n_columns: int, product: Product = F.linear) -> None:
+        self.kind, self.raw, self.n_columns, self.product = kind, raw, n_columns, product
         self.n_out, self.n_bytes = raw.shape[0], raw.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         step = rows_at_a_time(self.n_columns)
         if step >= self.n_out:
-            return F.linear(x, dequantise(self.kind, self.raw, x.dtype))
+            return self.product(x, dequantise(self.kind, self.raw, x.dtype))
         out = x.new_empty(x.shape[0], self.n_out)
         for at in range(0, self.n_out, step):
             part = dequantise(self.kind, self.raw[at : at + step], x.dtype)
-            out[:, at : at + step] = F.linear(x, part)
+            out[:, at : at + step] = self.product(x, part)
         return out
 
 

@@ -46,7 +46,7 @@ class ExpertMlp:
             return self.per_expert(x, experts)
         if experts.numel() <= min(self.gate_up.max_async_pairs, self.down.max_async_pairs):
             return self.grouped(x, experts)
-        return self.batched(x, experts)
+        return self.per_expert(x, experts) if self.operations.batch_invariant else self.batched(x, experts)
 
     def per_expert(self, x: Tensor, experts: Tensor) -> Tensor:
         """One product per routed expert with its own rows: no matrix is copied, each is read once."""

@@ -144,7 +144,14 @@ class GatedDeltaNetParams:
 
 
 class Operations(Protocol):
-    """One implementation of all operations."""
+    """One implementation of all operations.
+
+    ``batch_invariant``: a row's results have the same bits whatever rows are beside it (``engine.deterministic``).
+    ``longest_paged_slice``: tokens of a slice up to which ``paged_attention`` takes it.
+    """
+
+    batch_invariant: bool
+    longest_paged_slice: int
 
     def norm(self, weight: Tensor | None, width: int, eps: float) -> Norm:
         """``weight`` float32 [D], [H, D], or None for 1."""
@@ -193,7 +200,7 @@ class Operations(Protocol):
     def paged_attention(
         self, *, window: int, scale: float, softcap: float, causal: bool = True, sinks: Tensor | None = None
     ) -> PagedAttention | None:
-        """Attention of slices of up to SHORT_SLICE tokens over pages in place, or None.
+        """Attention of slices of up to ``longest_paged_slice`` tokens over pages in place, or None.
 
         Without ``causal`` the tokens of a slice see each other.  ``sinks``: see
         :func:`daemons.ops.attention.attention`.
@@ -217,6 +224,15 @@ class Operations(Protocol):
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x as numbers of another dtype."""
 
+    def softcap(self, logits: Tensor, cap: float) -> Tensor:
+        """``cap tanh(x / cap)`` of float32 logits [n, V]."""
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """GELU of x [T, F] in its tanh form."""
+
+    def log1p(self, x: Tensor) -> Tensor:
+        """ln(1 + x) of float32 numbers."""
+
     def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :func:`daemons.ops.topk.top_k`; logits of any dtype."""
 
@@ -234,6 +250,9 @@ class Operations(Protocol):
 
 class TorchOperations:
     """Plain torch."""
+
+    batch_invariant = False
+    longest_paged_slice = SHORT_SLICE
 
     def norm(self, weight: Tensor | None, width: int, eps: float) -> Norm:
         return RmsNorm(weight, width, eps)
@@ -301,6 +320,15 @@ class TorchOperations:
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
+
+    def softcap(self, logits: Tensor, cap: float) -> Tensor:
+        return torch.tanh(logits / cap) * cap
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    def log1p(self, x: Tensor) -> Tensor:
+        return x.log1p()
 
     def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return topk.top_k(logits.float(), k)

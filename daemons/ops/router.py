@@ -68,13 +68,19 @@ class Router:
         shared_gate = torch.sigmoid(scores[:, -1]) if self.has_shared_gate else None
         scores = scores[:, : self.n_experts]
         scores = torch.sigmoid(scores) if self.gating == "sigmoid" else torch.softmax(scores, dim=-1)
+        return self.top_experts(scores, shared_gate, lambda weights: weights.sum(dim=-1, keepdim=True))
+
+    def top_experts(
+        self, scores: Tensor, shared_gate: Tensor | None, sum_of: Callable[[Tensor], Tensor]
+    ) -> RoutedExperts:
+        """The top-k experts by probabilities ``scores`` [T, X]; ``sum_of``: [T, k] to [T, 1]."""
         if self.bias is None:
             weights, experts = scores.topk(self.n_used, dim=-1)
         else:
             experts = (scores + self.bias).topk(self.n_used, dim=-1).indices
             weights = scores.gather(1, experts)
         if self.normalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True).clamp_(min=MIN_WEIGHT_SUM)
+            weights = weights / sum_of(weights).clamp_(min=MIN_WEIGHT_SUM)
         if self.scale != 1.0:
             weights = weights * self.scale
         if self.expert_scale is not None:

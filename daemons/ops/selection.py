@@ -11,9 +11,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.device import launching
+from daemons.errors import LoadError
 from daemons.ops.cpu.compiler import CpuCompileError
 from daemons.ops.cpu.library import KINDS, CpuKernels, Tiles, cpu_kernels
 from daemons.ops.cpu.linear import ALL_ROWS, FEW_ROWS, CpuQuantTable, TiledLinear
@@ -28,6 +30,7 @@ from daemons.ops.linear import (
     Int4CpuLinear,
     Int8CpuLinear,
     Linear,
+    Product,
     QuantTable,
     Table,
 )
@@ -38,6 +41,7 @@ from lucevisor.model.quant_types import GgmlType, WeightFormat
 if TYPE_CHECKING:
     from daemons.ops.cuda.gemv import CudaGemv
 
+DETERMINISTIC = "engine.deterministic"
 _NOT_COMPILED: dict[tuple[object, ...], str] = {}
 """Device, dtype, quant type, chunks and dimensions of matrices for which CUDA C++ was not compiled, and why."""
 _GEMV_FAILURES: dict[tuple[str, torch.dtype], str] = {}
@@ -49,13 +53,15 @@ class KernelSelector:
     """Builds the callables of one device and records what it selected, as ``operation -> implementation``.
 
     ``kernels``: whether to use Triton kernels; None: on a GPU for which Triton can compile.  ``limits``: up to how many
-    rows each kernel runs; None: as this kind of device was tuned, else as built in.
+    rows each kernel runs; None: as this kind of device was tuned, else as built in.  ``batch_invariant``: one kernel
+    for any number of rows, whose result for a row has the same bits whatever rows are beside it.
     """
 
     device: torch.device
     dtype: torch.dtype
     kernels: bool | None = None
     limits: KernelThresholds | None = None
+    batch_invariant: bool = False
     selected: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     """What costs speed here and can be fixed."""
@@ -68,6 +74,7 @@ class KernelSelector:
     """(token, expert) pairs up to which none of the experts built here synchronises with the host."""
 
     def __post_init__(self) -> None:
+        """Raises LoadError for what ``batch_invariant`` needs and is not there."""
         if self.kernels is None:
             reason = triton_reject_reason(self.device, self.dtype) if self.device.type != "cpu" else "a cpu"
             self.kernels = not reason
@@ -80,14 +87,32 @@ class KernelSelector:
                 self.warnings.append(
                     f"the cpu computes with torch alone, several times slower than with C++ kernels: {error}"
                 )
+        if self.batch_invariant:
+            self._check_batch_invariant()
         self.thresholds, ignored = self._tuned() if self.limits is None else (self.limits, "")
         self.warnings += [ignored] if ignored else []
-        if self.kernels and self.device.type == "cuda" and torch.version.cuda and self.dtype != torch.float32:
+        uses_cuda = self.device.type == "cuda" and torch.version.cuda and not self.batch_invariant
+        if self.kernels and uses_cuda and self.dtype != torch.float32:
             self._row_gemv, reason = _cuda_gemv(self.device, self.dtype)
             if reason:
                 self.warnings.append(f"{self.device} decodes with Triton kernels, slower than CUDA C++: {reason}")
         self.operations, name = self._layer_operations()
         self._note("layers", name)
+
+    def _check_batch_invariant(self) -> None:
+        if self.kernels:
+            untested = f"{DETERMINISTIC} was tested in Triton's interpreter, not on {self.device}: see docs/numerics.md"
+            self.warnings.append(untested)
+            return
+        if self.device.type != "cpu":
+            why = f"{self.device} has no kernels: {'; '.join(self.warnings)}"
+        elif self.dtype != torch.bfloat16:
+            why = f"a cpu computes {_name(self.dtype)} with torch alone; set engine.dtype to bfloat16, or it to false"
+        elif self.cpu is None:
+            why = "; ".join(self.warnings)
+        else:
+            return
+        raise LoadError(DETERMINISTIC, why, "set it to false", configuration=True)
 
     def _tuned(self) -> tuple[KernelThresholds, str]:
         """What ``bench --tune`` kept for this kind of device, and why a file of it was ignored."""
@@ -101,13 +126,33 @@ class KernelSelector:
 
             operations = CudaOperations(self.device, self.dtype, self._row_gemv.architecture)
             return operations, "triton, gated delta net of short slices cuda c++"
+        if self.kernels and self.batch_invariant:
+            from daemons.ops.triton_batch_invariant import BatchInvariantTritonOperations
+
+            return BatchInvariantTritonOperations(), "triton, batch-invariant"
         if self.kernels:
             return _kernels(), "triton"
+        if self.cpu is not None and self.batch_invariant:
+            from daemons.ops.cpu.batch_invariant import BatchInvariantCpuOperations
+
+            return BatchInvariantCpuOperations(self.cpu), "c++, batch-invariant"
         if self.cpu is not None:
             from daemons.ops.cpu.operations import CpuOperations
 
             return CpuOperations(self.cpu), "c++, attention of long slices torch"
         return TorchOperations(), "torch"
+
+    @property
+    def _product(self) -> Product | None:
+        """The product with plain matrices where one kernel must do for all numbers of rows."""
+        if not self.batch_invariant:
+            return None
+        if self.kernels:
+            from daemons.ops.triton.dense_gemm import dense_gemm
+
+            return dense_gemm
+        assert self.cpu is not None
+        return self.cpu.multiply_dense
 
     @property
     def captures(self) -> bool:
@@ -139,11 +184,16 @@ class KernelSelector:
 
     def packs(self, dtype: torch.dtype) -> bool:
         """Whether a plain matrix of ``dtype`` is packed into other memory than it was read to."""
+        if self.batch_invariant:
+            return False
         return self.device.type == "cpu" and dtype == torch.bfloat16 and has_packed_bfloat16()
 
     def dense(self, kinds: set[str], weight: Tensor, *, indexed: bool = False) -> Linear:
         """A plain matrix.  ``indexed``: it is also a lookup table, so its rows must stay where they are."""
         what = "linear " + ",".join(sorted(kinds))
+        if self.batch_invariant:
+            self._note(what, f"{_name(weight.dtype)} batch-invariant")
+            return DenseLinear(weight, self._product or F.linear)
         if self.device.type == "cpu" and weight.dtype == torch.float32:
             self._note(what, "float32 batched mkl")
             return Float32CpuLinear(weight)
@@ -163,7 +213,7 @@ class KernelSelector:
 
     def _max_tiled_rows(self, tiles: Tiles) -> int:
         assert self.cpu is not None
-        if not self.cpu.many_by_onednn:
+        if not self.cpu.many_by_onednn or self.batch_invariant:
             return ALL_ROWS
         return self.thresholds.limit(tiles.kind.name, "tiled rows", FEW_ROWS)
 
@@ -178,13 +228,15 @@ class KernelSelector:
 
     def blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> Linear:
         self._note(f"linear {kind.name}", f"blocks, dequantised to {_name(self.dtype)} at each call")
-        return BlockLinear(kind, raw, n_columns)
+        return BlockLinear(kind, raw, n_columns, self._product or F.linear)
 
     def packed_linear(self, packed: PackedWeights, n_columns: int) -> Linear:
         """A packed matrix."""
         from daemons.ops.packed_linear import PackedLinear
         from daemons.ops.triton.gemv import MAX_GEMV_ROWS
 
+        if self.batch_invariant:
+            return self._batch_invariant_linear(packed, n_columns)
         kind, (row_gemv, n_rows) = packed.kind.name, self._row_gemv_of(packed)
         n_rows = min(n_rows, self.thresholds.limit(kind, "cuda rows", n_rows))
         gemv_rows = self.thresholds.limit(kind, "triton rows", MAX_GEMV_ROWS)
@@ -192,11 +244,22 @@ class KernelSelector:
         self._note(f"linear {kind}", product.implementation + self.thresholds.note(kind))
         return product
 
+    def _batch_invariant_linear(self, packed: PackedWeights, n_columns: int) -> Linear:
+        from daemons.ops.triton_batch_invariant import BatchInvariantPackedLinear
+
+        self._note(f"linear {packed.kind.name}", BatchInvariantPackedLinear.implementation)
+        return BatchInvariantPackedLinear(packed, n_columns)
+
     def packed_experts(self, packed: PackedWeights, n_columns: int) -> ExpertWeights:
         """Packed matrices of experts."""
         from daemons.ops.packed_linear import MAX_ROW_GEMV_PAIRS, PackedExperts
 
         kind = packed.kind.name
+        if self.batch_invariant:
+            from daemons.ops.triton_batch_invariant import BatchInvariantPackedExperts
+
+            self._note(f"experts {kind}", BatchInvariantPackedExperts.implementation)
+            return self._experts(BatchInvariantPackedExperts(packed, n_columns))
         n_pairs = self.thresholds.limit(kind, "cuda pairs", MAX_ROW_GEMV_PAIRS)
         experts = PackedExperts(packed, n_columns, self._row_gemv_of(packed)[0], n_pairs)
         self._note(f"experts {kind}", experts.implementation + self.thresholds.note(kind))
@@ -227,32 +290,50 @@ class KernelSelector:
     def expert_dense(self, kinds: set[str], weight: Tensor) -> ExpertWeights:
         """Plain matrices of experts ``[X, N, K]``."""
         self._note("experts " + ",".join(sorted(kinds)), f"{_name(weight.dtype)} torch")
-        return self._experts(DenseExperts(weight))
+        return self._experts(DenseExperts(weight, self._product))
 
     def expert_blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> ExpertWeights:
         """Quant blocks of experts ``[X, N, row_bytes]``."""
         self._note(f"experts {kind.name}", f"blocks, dequantised to {_name(self.dtype)} when selected")
-        return self._experts(BlockExperts(kind, raw, n_columns))
+        return self._experts(BlockExperts(kind, raw, n_columns, self._product))
 
     def expert_int4(self, kinds: set[str], packed: Tensor, affine: Tensor) -> ExpertWeights:
         """Packed int4 ``[X, N, K / 2]`` and its affine groups ``[X, K / 32, N, 2]``."""
         self._note("experts " + ",".join(sorted(kinds)), "int4 groups of 32, torch packed")
         pairs = zip(packed, affine, strict=True)
-        return SeparateExperts([Int4CpuLinear(p, a) for p, a in pairs], packed.shape[-1] * 2)
+        return SeparateExperts([self._int4(kinds, p, a) for p, a in pairs], packed.shape[-1] * 2)
 
     def expert_int8(self, kinds: set[str], weight: Tensor, scale: Tensor) -> ExpertWeights:
         """int8 ``[X, N, K]`` with one scale a row ``[X, N]``."""
-        self._note("experts " + ",".join(sorted(kinds)), "int8 rows, torch packed")
+        self._note("experts " + ",".join(sorted(kinds)), f"int8 rows, {self._int8_form}")
         pairs = zip(weight, scale, strict=True)
-        return SeparateExperts([Int8CpuLinear(w, s) for w, s in pairs], weight.shape[-1])
+        return SeparateExperts([self._int8(w, s) for w, s in pairs], weight.shape[-1])
 
     def int4(self, kinds: set[str], packed: Tensor, affine: Tensor) -> Linear:
         self._note("linear " + ",".join(sorted(kinds)), "int4 groups of 32, torch packed")
-        return Int4CpuLinear(packed, affine)
+        return self._int4(kinds, packed, affine)
 
     def int8(self, kinds: set[str], weight: Tensor, scale: Tensor) -> Linear:
-        self._note("linear " + ",".join(sorted(kinds)), "int8 rows, torch packed")
-        return Int8CpuLinear(weight, scale)
+        self._note("linear " + ",".join(sorted(kinds)), f"int8 rows, {self._int8_form}")
+        return self._int8(weight, scale)
+
+    def _int4(self, kinds: set[str], packed: Tensor, affine: Tensor) -> Linear:
+        if self.batch_invariant:
+            why = f"matrices of {', '.join(sorted(kinds))} with so many rows have no kernel on a cpu"
+            raise LoadError(DETERMINISTIC, why, "set it to false, or use another quant", configuration=True)
+        return Int4CpuLinear(packed, affine)
+
+    @property
+    def _int8_form(self) -> str:
+        return "batch-invariant" if self.batch_invariant else "torch packed"
+
+    def _int8(self, weight: Tensor, scale: Tensor) -> Linear:
+        if not self.batch_invariant:
+            return Int8CpuLinear(weight, scale)
+        from daemons.ops.cpu.batch_invariant import BatchInvariantInt8Linear
+
+        assert self.cpu is not None
+        return BatchInvariantInt8Linear(self.cpu, weight, scale)
 
     def table(self, kind: GgmlType, weight: Tensor | PackedWeights, n_columns: int) -> Table:
         """A lookup table: raw blocks are uint8."""

@@ -67,6 +67,7 @@ def check_values(pending: PendingConfig) -> None:
         hint = "name the drafter's file; nearest: draft.kind = auto"
         pending.refuse("draft.path", "", f"is empty, and draft.kind = {kind} needs a drafter", hint)
     _check_pflash(pending)
+    _check_deterministic(pending)
     _resolve_target_devices(pending)
     _check_server(pending)
 
@@ -200,6 +201,18 @@ def _check_pflash(pending: PendingConfig) -> None:
             why = f"has {high[0]} tokens after {low[0]}"
             pending.refuse("pflash.curve", written, why, "order the points by tokens, each once")
             return
+
+
+def _check_deterministic(pending: PendingConfig) -> None:
+    if not pending.values.get("engine.deterministic"):
+        return
+    if pending.values.get("kvflash.pool_tokens") not in (None, 0):
+        why, other = "does not hold with KV Flash, which chooses pages by what ran before", "kvflash.pool_tokens = 0"
+    elif pending.values.get("pflash.mode") not in (None, "off"):
+        why, other = "does not hold with PFlash, whose scoring model has no such mode", "pflash.mode = off"
+    else:
+        return
+    pending.refuse("engine.deterministic", True, why, f"choose one of the two; nearest: {other}")
 
 
 def _check_server(pending: PendingConfig) -> None:

@@ -143,6 +143,9 @@ class EngineConfig:
     devices. On a cpu, `bfloat16` rounds activations to 8 bits for products of quantised matrices."""
     kv_dtype: KvDType = "auto"
     """Type of the KV cache; `q8_0` quantises it. `auto`: as `dtype`."""
+    deterministic: bool = False
+    """Bit for bit the same results for a sequence, whatever runs beside it, on which daemons, drafted, preempted,
+    restored or rebuilt. Slower; see docs/numerics.md."""
     max_context: Annotated[Annotated[int, Meta(ge=1, le=2**30)] | AutoWord, Key(unit="tokens")] = "auto"
     """Longest sequence, prompt and answer together. `auto`: the model's own limit, or what the pages hold."""
     max_sequences: Annotated[Annotated[int, Meta(ge=1, le=4096)] | AutoWord, Key(unit="sequences")] = "auto"

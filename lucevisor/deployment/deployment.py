@@ -125,7 +125,7 @@ def _new_future() -> asyncio.Future[Placement]:
 
 _SHARED = (
     "dtype", "kv_dtype", "max_context", "max_sequences", "prefill_chunk", "max_step_tokens", "pools", "pool_pages",
-    "drafting",
+    "drafting", "deterministic",
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ and bytes, and equal model options.  Splitting into parts and the order of tenso
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
 from lucevisor.model.gguf_files import GgufFiles
@@ -17,16 +17,22 @@ _VERSION = "lucevisor model fingerprint 2"
 _OF_THE_PARTS = "split."  # metadata of a split file: how many parts, which one
 
 
-def fingerprint(spec: ModelSpec, digests: Mapping[str, str], options: Mapping[str, str] | None = None) -> str:
+def fingerprint(
+    spec: ModelSpec,
+    digests: Mapping[str, str],
+    options: Mapping[str, str] | None = None,
+    computed_by: Sequence[str] = (),
+) -> str:
     """64 hex digits: sha256 over one ASCII line per fact.  ``digests``: by tensor name, over all its bytes.
 
     ``options``: the model options of the spec; those that are "default" or do not affect this file are ignored.
+    ``computed_by``: what else the bits of a saved state depend on, where these matter.
     """
     files = spec.files
     assert files is not None
     digest = sha256()
     heeded = sorted((k, v) for k, v in (options or {}).items() if k in spec.options and v != "default")
-    for fact in (_VERSION, spec.architecture, *_metadata(files), *_tensors(files, digests), *heeded):
+    for fact in (_VERSION, spec.architecture, *_metadata(files), *_tensors(files, digests), *heeded, *computed_by):
         # ascii() is stable across Python versions, unlike repr(), and escapes line breaks
         digest.update(ascii(fact).encode("ascii") + b"\n")
     return digest.hexdigest()

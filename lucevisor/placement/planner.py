@@ -122,6 +122,8 @@ def plan(
     targets = target_devices(config, inventory)
     known = _are_known_gpus(targets)
     dtype = choose_dtype(config.engine.dtype, targets)
+    if config.engine.deterministic:
+        _check_deterministic(config, targets, dtype.dtype)
     kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
     draft = place_drafter(config, drafter, targets, inventory)
     scoring = place_scorer(config, scorer, targets, inventory, (dtype.dtype, kv_dtype.dtype))
@@ -156,6 +158,22 @@ def plan(
 def _are_known_gpus(targets: Sequence[TargetDevice]) -> bool:
     """Return whether all devices are GPUs of which the free memory is known."""
     return all(target.info is not None and target.backend is not Backend.CPU for target in targets)
+
+
+def _check_deterministic(config: Config, targets: Sequence[TargetDevice], dtype: Dtype) -> None:
+    """Raise PlacementError where ``engine.deterministic`` cannot hold."""
+    kinds = {(t.backend, "" if t.info is None else t.info.architecture) for t in targets}
+    why = hint = ""
+    if len({backend for backend, _ in kinds}) > 1 or len({kind for _, kind in kinds if kind}) > 1:
+        names = ", ".join(f"{t.device} is {t.backend if t.info is None else t.info.architecture}" for t in targets)
+        why = f"needs devices of one kind, as each kind rounds otherwise: {names}"
+        hint = "name devices of one kind in placement.target_devices"
+    elif dtype is not Dtype.BFLOAT16 and any(target.backend is Backend.CPU for target in targets):
+        why = f"has no kernels for {dtype} on a cpu"
+        hint = "set engine.dtype = bfloat16"
+    if why:
+        hint = f"{hint}; nearest: engine.deterministic = false"
+        raise PlacementError("engine.deterministic", True, why, hint, file=str(config.file))
 
 
 def _with_largest_capacity(
@@ -404,6 +422,7 @@ class _PlanAttempt:
             pool_pages=inputs.pool_pages,
             residency_policy=inputs.residency_policy,
             tau=config.kvflash.tau,
+            deterministic=config.engine.deterministic,
             options=model_options(config),
             reasons=tuple(self.reasons),
             notices=tuple(self.notices),

@@ -188,6 +188,7 @@ class Placement:
     pool_pages: int | None = None
     residency_policy: ResidencyPolicy = "lru"
     tau: int = 64
+    deterministic: bool = False
     options: Mapping[str, str] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()

@@ -128,6 +128,7 @@ def load_message(
         draft=None if draft is None or draft_files is None else _draft_plan(placement, draft, place, draft_files),
         attend_host=placement.pools.host_pages > 0 and placement.residency_policy == "exact",
         rank_pages=placement.pools.host_pages > 0 and placement.residency_policy == "qk",
+        deterministic=placement.deterministic,
         spin_s=spin_s,
         score=None
         if scorer is None

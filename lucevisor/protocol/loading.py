@@ -267,6 +267,7 @@ class Load(msgspec.Struct, frozen=True):
     score: ScorePlan | None = None
     replay: list[StageReplay] = []
     warm_up: bool = True
+    deterministic: bool = False  # a row's bits depend on its sequence alone
     spin_s: float = 0.0  # how long a stage polls the doorbell of a step's rows before it sleeps
 
 

@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import structlog
 
-from lucevisor import suspend_clock
+from lucevisor import __version__, suspend_clock
 from lucevisor.config import CacheConfig
 from lucevisor.engine.shell import Engine
 from lucevisor.errors import ConfigError
@@ -75,11 +75,18 @@ async def open_store(
 ) -> SnapshotStore:
     """Open and scan ``cache.dir``.  ``digests``: of all tensors; ``draft``: of the drafter that is placed.  Raises
     ConfigError."""
-    mark = await asyncio.to_thread(fingerprint, spec, digests, placement.options)
+    mark = await asyncio.to_thread(fingerprint, spec, digests, placement.options, _computed_by(placement))
     model = StateModel(mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers, draft)
     store = SnapshotStore(Path(cache.dir), model, cache.disk)
     await asyncio.to_thread(store.scan)
     return store
+
+
+def _computed_by(placement: Placement) -> list[str]:
+    """What the bits of a sequence's state depend on; nothing unless they are promised."""
+    if not placement.deterministic:
+        return []
+    return ["deterministic", __version__, *sorted({f"{one.backend} {one.name}" for one in placement.devices})]
 
 
 @dataclass(slots=True, eq=False)

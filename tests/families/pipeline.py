@@ -59,6 +59,7 @@ class How:
     rank_pages: bool = False
     pages: int = PAGES
     one_memory: bool = False
+    deterministic: bool = False
 
 
 def load_stages(
@@ -89,6 +90,7 @@ def load_stages(
         **most,
         attend_host=how.host_pages > 0 and not how.rank_pages,
         rank_pages=how.rank_pages,
+        deterministic=how.deterministic,
     )
     last = len(groups) - 1
     plans = [

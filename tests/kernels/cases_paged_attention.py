@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from daemons.ops.triton.paged_attention import (
+    MOST_ROWS,
     DeviceLimits,
     attention_tile,
     paged_attention_kernel,
@@ -24,16 +25,19 @@ def _attention(
     capped: bool = False,
     drafts: bool = False,
     sinks: bool = False,
+    split: int = 0,
     device: DeviceLimits = SMALL,
 ) -> Case:
-    """``n`` tokens a slice; ``kv``: dtype of the pages, or q8_0.  One that merges; a single split writes ``dtype``."""
+    """``n`` tokens a slice; ``kv``: dtype of the pages, or q8_0.  One that merges; a single split writes ``dtype``.
+    ``split``: positions of a split, with a tile for any number of rows; 0: those share what is visible.
+    """
     quantised = kv == "q8_0"
     pages = "*i8" if quantised else f"*{kv}"
     signature = {"q": f"*{dtype}", "keys": pages, "values": pages, "partials": "*fp32", "sums": "*fp32"}
     signature |= {"tables": "*i32", "table_rows": "*i64", "starts": "*i64", "scale": "fp32", "softcap": "fp32"}
     signature |= dict.fromkeys(("window", "n", "n_splits", "n_rows"), "i32")
     signature |= dict.fromkeys(("table_stride", "token_stride", "head_stride"), "i32")
-    tile = attention_tile(group * n, d, SIZES[dtype], device)
+    tile = attention_tile(MOST_ROWS if split else group * n, d, SIZES[dtype], device)
     stored = -(-d // 32) * 32 if quantised else d
     width = 1 << (stored - 1).bit_length()
     constants = {"K": 8, "G": group, "D": d, "DV": d, "DK_STORED": stored, "DV_STORED": stored, "CAPPED": capped}
@@ -46,7 +50,7 @@ def _attention(
         signature["sinks"] = "*fp32"
     else:
         constants["sinks"] = None
-    constants |= {"M": tile.rows, "N": tile.tokens, "WIDTH": width, "VALUE_WIDTH": width}
+    constants |= {"M": tile.rows, "N": tile.tokens, "WIDTH": width, "VALUE_WIDTH": width, "SPLIT": split}
     for scales in ("key_scales", "value_scales"):
         if quantised:
             signature[scales] = "*fp16"
@@ -57,7 +61,8 @@ def _attention(
     options = {"num_warps": tile.n_warps, "num_stages": tile.n_stages}
     return Case(
         f"paged_attention {dtype} over {kv} {d} {group}x{n}"
-        + (" of drafts" if drafts else " with sinks" if sinks else ""),
+        + (" of drafts" if drafts else " with sinks" if sinks else "")
+        + (" split" if split else ""),
         paged_attention_kernel,
         signature,
         constants,
@@ -90,6 +95,7 @@ CASES = [
         _attention("bf16", "bf16", 128, 6, 16, capped=True, device=H200),
         _attention("bf16", "q8_0", 256, 6, 1, device=H200),
         _attention("bf16", "bf16", 512, 8, 5),
+        _attention("bf16", "bf16", 128, 8, 16, split=512, device=H200),
         _attention("fp32", "fp32", 256, 4, 1),
     ),
     _merge("bf16", 256),

@@ -1,4 +1,4 @@
-// The entry points that daemons/ops/cpu/library.py calls, but for those in attention.cpp.
+// The entry points that daemons/ops/cpu/library.py calls, but for those in attention.cpp and dense.cpp.
 #include <vector>
 
 #include "topk.h"

@@ -25,6 +25,10 @@ SIGNATURES: dict[str, list[Any]] = {
     "lookup": [_LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER],
     "multiply": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG],
     "multiplies_many_by_onednn": [],
+    "multiply_dense": [_POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG, _LONG],
+    "gate_rows": [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER],
+    "softcap": [_POINTER, _LONG, _FLOAT, _POINTER],
+    "log1p_of": [_POINTER, _LONG, _POINTER],
     "rms_norm": [
         *(_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG, _FLOAT),
         *(_POINTER, _POINTER, _POINTER, _POINTER),
@@ -174,6 +178,21 @@ class CpuKernels:
         out = x.new_empty(rows, n_out, dtype=dtype)
         address, is_float = ctypes.addressof(matrices), dtype == torch.float32
         self.calls.multiply(address, len(matrices), x.data_ptr(), rows, n_columns, out.data_ptr(), n_out, is_float)
+        return out
+
+    def multiply_dense(self, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """``x`` [n, K] times a matrix [N, K] of its dtype -> [n, N] of ``dtype``, bfloat16 or float32; None: x's.
+
+        No row depends on those beside it.
+        """
+        assert x.dtype == weight.dtype
+        assert weight.is_contiguous()
+        x, dtype = x.contiguous(), dtype or x.dtype
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype)
+        self.calls.multiply_dense(
+            x.data_ptr(), weight.data_ptr(), x.dtype is torch.float32, *x.shape, out.shape[1],
+            out.data_ptr(), dtype is torch.float32, out.shape[1],
+        )  # fmt: skip
         return out
 
     def scratch(self, n_rows: int, n_columns: int) -> Tensor:

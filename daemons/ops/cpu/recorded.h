@@ -1,5 +1,6 @@
 // Calls of entry points as data: a step's calls are recorded once, and replayed by one call.
 #pragma once
+#include <iterator>
 #include <type_traits>
 #include <utility>
 

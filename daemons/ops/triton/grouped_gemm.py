@@ -62,10 +62,10 @@ def _gemm_tile(
     CODEBOOK: tl.constexpr = KIND == "IQ4_NL" or KIND == "IQ4_XS" or KIND == "MXFP4"
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     weight_row = tl.minimum(columns, n_out - 1)
-    first_tile, tile_row = expert * tl.cdiv(n_out, 16) + weight_row // 16, weight_row % 16
+    first_tile, tile_row = expert * tl.cdiv(n_out, 16) + (weight_row // 16).to(tl.int64), weight_row % 16
     places = place + tl.arange(0, BM)
     row_mask = places < stop
-    pair_ids = tl.load(sorted_pairs + places, mask=row_mask, other=0)
+    pair_ids = places.to(tl.int64) if sorted_pairs is None else tl.load(sorted_pairs + places, mask=row_mask, other=0)
     x_at = x + (pair_ids // pairs_per_row)[None, :] * width + tl.arange(0, L)[:, None]
     element = tl.arange(0, L)[None, :]
     word = tl.arange(0, L // 2)[None, :]
@@ -113,6 +113,18 @@ def _gemm_tile(
     tl.store(out + pair_ids[None, :] * n_out + columns[:, None], acc.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["n_rows"])
+def packed_gemm_kernel(
+    x, codes, high, scales, steps, out, n_rows, n_out, n_chunks, width,
+    KIND: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Program (i, s): BN columns of the product of BM rows of x with one matrix."""
+    _gemm_tile(
+        x, codes, high, scales, steps, None, out,
+        n_out, n_chunks, width, 1, 0, tl.program_id(1) * BM, n_rows, KIND, TILE, BM, BN, PADDED,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedGemmConfig:
     """How :func:`packed_grouped_gemm` is launched: tile rows and columns, warps, pipeline stages, and the number of
@@ -152,6 +164,19 @@ def packed_grouped_gemm(
     grouped_gemm_kernel[(triton.cdiv(n_out, config.columns), n_experts, config.programs_per_expert)](
         x, packed.codes, packed.high, packed.scales, packed.steps, sorted_pairs, offsets, out,
         n_out, packed.n_chunks, width, pairs_per_row,
+        KIND=kind, TILE=tile_bytes(kind), BM=config.rows, BN=config.columns, PADDED=width % CHUNK != 0,
+        num_warps=config.n_warps, num_stages=config.n_stages,
+    )  # fmt: skip
+    return out
+
+
+def packed_gemm(packed: PackedWeights, x: Tensor, config: GroupedGemmConfig) -> Tensor:
+    """``x [T, K] W'`` -> [T, N] of x's dtype, for any T; with one ``config`` a row's bits depend on that row alone."""
+    assert x.is_contiguous()
+    kind, n_out, (n_rows, width) = packed.kind.name, packed.n_rows, x.shape
+    out = x.new_empty(n_rows, n_out)
+    packed_gemm_kernel[(triton.cdiv(n_out, config.columns), triton.cdiv(n_rows, config.rows))](
+        x, packed.codes, packed.high, packed.scales, packed.steps, out, n_rows, n_out, packed.n_chunks, width,
         KIND=kind, TILE=tile_bytes(kind), BM=config.rows, BN=config.columns, PADDED=width % CHUNK != 0,
         num_warps=config.n_warps, num_stages=config.n_stages,
     )  # fmt: skip

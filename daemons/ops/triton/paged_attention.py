@@ -33,6 +33,8 @@ LONGEST_SPLIT_TOKENS = 2048
 """Positions above which one long slice would delay all others."""
 TILE_BYTES = 1 << 14
 """Keys per load: wide enough, and three stages with their values fit shared memory."""
+MOST_ROWS = 64
+"""Query rows per program."""
 MAX_ACCUMULATOR = 1 << 14
 """Output numbers per program: 64 registers per thread with 8 warps."""
 HIP_MATRIX = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx12")
@@ -75,9 +77,11 @@ def paged_attention_kernel(
     scale, softcap, window, n, n_splits, n_rows, table_stride, token_stride, head_stride,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DK_STORED: tl.constexpr,
     DV_STORED: tl.constexpr, CAPPED: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PDL: tl.constexpr, SPLIT: tl.constexpr = 0,
 ):  # fmt: skip
     """One kv head of a slice, M query rows (token-major) and one split of its positions, N at a time.
+
+    SPLIT, a multiple of N: a split has so many positions, counted from 0; 0: the n_splits share those that are visible.
 
     Writes the split's output, as a softmax of its own, to ``partials`` [splits, n_rows, K G, DV] and the log2 of the
     sum of its weights to ``sums`` [splits, n_rows, K G].  ``sinks`` float32 [K G]: the logits of one more key a head,
@@ -90,7 +94,11 @@ def paged_attention_kernel(
     low, end = tl.maximum(start - window + 1, 0), start + n
     if lows is not None:
         low = tl.maximum(low, tl.load(lows + b).to(tl.int32))
-    begin, stop = _split_blocks(low, end, split, n_splits, N)
+    if SPLIT > 0:
+        begin = tl.maximum(low // N, split * (SPLIT // N))
+        stop = tl.minimum((end + N - 1) // N, (split + 1) * (SPLIT // N))
+    else:
+        begin, stop = _split_blocks(low, end, split, n_splits, N)
 
     m = tl.program_id(0) * M + tl.arange(0, M)
     token, head = m // G, kv * G + m % G
@@ -205,7 +213,7 @@ def attention_tile(n_query_rows: int, width: int, itemsize: int, device: DeviceL
         # without matrix units, multiply-adds keep whole rows of both factors in registers
         return AttentionTile(16, 16, 4, 2 if device.shared_bytes > 1 << 16 else 1)
     width, budget = triton.next_power_of_2(width), 1 if device.shared_bytes > 1 << 16 else 2
-    most_rows = max(16, min(64, MAX_ACCUMULATOR // budget // width))
+    most_rows = max(16, min(MOST_ROWS, MAX_ACCUMULATOR // budget // width))
     rows = min(max(16, triton.next_power_of_2(n_query_rows)), most_rows)
     tokens = min(64, max(16, TILE_BYTES // budget // (width * itemsize)))
     n_warps = 8 if rows * width > MAX_ACCUMULATOR // 2 else 4
@@ -265,6 +273,7 @@ def paged_attention_splits(
     causal: bool = True,
     lows: Tensor | None = None,
     n_splits: int | None = None,
+    split_tokens: int = 0,
     dtype: torch.dtype = torch.float32,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -280,9 +289,13 @@ def paged_attention_splits(
     assert lows is None or (lows.is_contiguous() and lows.shape == starts.shape)
     _check_layout(q, keys, values, tables, table_rows, starts)
     device = device_limits(q.device)
-    tile = attention_tile(group * n, max(d, dv), q.element_size(), device)
+    # with splits of fixed lengths, tiles are the same for any number of rows, too
+    tile = attention_tile(group * n if not split_tokens else MOST_ROWS, max(d, dv), q.element_size(), device)
     n_row_blocks = -(-group * n // tile.rows)
-    if n_splits is None:
+    if split_tokens:
+        assert split_tokens % tile.tokens == 0
+        n_splits = -(-max_length // split_tokens)
+    elif n_splits is None:
         bound = min(max_length, window + n) if window else max_length
         n_splits = choose_n_splits(n_row_blocks * n_slices * n_kv_heads, bound, device.processors)
     sums = torch.empty(n_splits, n_rows, n_heads, dtype=torch.float32, device=q.device)
@@ -294,7 +307,8 @@ def paged_attention_splits(
         tables.stride(0), q.stride(0), q.stride(1),
         K=n_kv_heads, G=group, D=d, DV=dv, DK_STORED=numbers_of(keys).shape[3], DV_STORED=numbers_of(values).shape[3],
         CAPPED=softcap > 0.0, CAUSAL=causal, M=tile.rows, N=tile.tokens, WIDTH=tile_width(keys),
-        VALUE_WIDTH=tile_width(values), num_warps=tile.n_warps, num_stages=tile.n_stages, **dependent_launch(q.device),
+        VALUE_WIDTH=tile_width(values), SPLIT=split_tokens, num_warps=tile.n_warps, num_stages=tile.n_stages,
+        **dependent_launch(q.device),
     )  # fmt: skip
     return partials, sums
 
@@ -316,6 +330,7 @@ def paged_attention(
     lows: Tensor | None = None,
     n_splits: int | None = None,
     sinks: Tensor | None = None,
+    split_tokens: int = 0,
 ) -> Tensor:
     """Attend ``q`` [B n, H, D], slice after slice, to the pages of their sequences; returns [B n, H, Dv] of q's dtype.
 
@@ -324,12 +339,14 @@ def paged_attention(
     its own, without ``causal`` up to the last one of its slice; with a ``window``, only those less than ``window``
     before it; with ``lows`` [B], only those from ``lows[b]`` on.  Pages before these are never read.  ``softcap`` 0:
     none.  ``sinks`` float32 [H]: the logit of a key of each head whose value is zero.  ``max_length``: an upper bound
-    of the position after any slice's last token, not used with ``n_splits``.  Arithmetic is float32, but factors of
-    the two products have q's dtype.
+    of the position after any slice's last token, not used with ``n_splits``.  ``split_tokens``: positions of each
+    split, from 0 on, a multiple of 64; then a row's bits depend on its position and what it sees alone.  Arithmetic is
+    float32, but factors of the two products have q's dtype.
     """
     partials, sums = paged_attention_splits(
         q, keys, values, tables, table_rows, starts, n, window=window, scale=scale, softcap=softcap,
-        max_length=max_length, causal=causal, lows=lows, n_splits=n_splits, dtype=q.dtype, sinks=sinks,
+        max_length=max_length, causal=causal, lows=lows, n_splits=n_splits, split_tokens=split_tokens, dtype=q.dtype,
+        sinks=sinks,
     )  # fmt: skip
     found, n_rows, n_heads, dv = partials.shape
     if found == 1:
