@@ -23,5 +23,5 @@ echo "cache.host = $host"
 import json, sys
 status = json.load(sys.stdin)
 cache = status["cache"]
-print({key: cache[key] for key in ("tokens", "prefix_slots", "bytes", "memory", "evictions", "host_slots", "host_bytes", "host")})
+print({key: cache[key] for key in ("tokens", "prefix_slots", "used_bytes", "max_bytes", "evictions", "host_slots", "host_bytes", "host_max_bytes")})
 print([use for use in status["host_memory"] if use["owner"] == "prefixes"])'
