@@ -21,7 +21,6 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 4096
-MAX_BREAKERS = 16
 MAX_CHOICES = 128
 """Choices of one request over all its prompts; each is a sequence of its own."""
 MAX_ECHO_CHARS = 4 * 1024 * 1024
@@ -150,7 +149,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
     dry_allowed_length: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    dry_sequence_breakers: Annotated[list[BreakerText], Meta(max_length=MAX_BREAKERS)] | None = None
+    dry_sequence_breakers: Annotated[list[BreakerText], Meta(max_length=16)] | None = None
     mirostat: Literal[0, 1, 2] | None = None
     mirostat_tau: Annotated[float, Meta(ge=0, le=100)] | None = None
     mirostat_eta: Fraction | None = None

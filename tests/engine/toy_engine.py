@@ -241,16 +241,6 @@ class ToyEngine:
             self.engine.receive(*self._mail.pop(at)[1:])
         return True
 
-    def work_without(self, unheard: ToyDaemon) -> None:
-        """Let all daemons work until nothing is left to do without the answers of one, which are lost if it dies."""
-        while busy := [daemon for daemon in self.daemons if daemon.ready]:
-            for one in busy:
-                answer = one.run_one()
-                if one is unheard:
-                    self._mail.append((one, *answer))
-                else:
-                    self.engine.receive(*answer)
-
     async def play(self) -> None:
         """Let the daemons work until nothing is left to do; other tasks run between their steps."""
         for _ in range(100_000):

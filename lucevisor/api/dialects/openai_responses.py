@@ -42,8 +42,6 @@ from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.deltas import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
 from lucevisor.text.template import ChatTemplate
 
-MAX_METADATA: Final = 16
-
 RULES: Final = ParameterRules(
     refused={
         "conversation": "is not supported; use previous_response_id, or send all items",
@@ -108,7 +106,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     include: list[str] | None = None
-    metadata: Annotated[dict[str, str], Meta(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
 
