@@ -50,6 +50,22 @@ def test_every_way_is_the_loop(n_tokens, n_experts, k, joined, monkeypatch):
     assert all(allowed.worst(summed(way), wanted) <= 1 for way in ways)
 
 
+def test_biases_in_every_way():
+    g = torch.Generator().manual_seed(5)
+    gate_up, down = (torch.randn(4, n, 20, generator=g) / 4 for n in (40, 20))
+    biases = torch.randn(4, 40, generator=g), torch.randn(4, 20, generator=g)
+    x, ids = torch.randn(9, 20, generator=g), torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(9)])
+    mlp = ExpertMlp(DenseExperts(gate_up), DenseExperts(down), "swiglu_oai", TorchOperations(), biases)
+    wanted = torch.empty(9, 2, 20, dtype=torch.float64)
+    for t in range(9):
+        for i, e in enumerate(ids[t].tolist()):
+            gate, up = (gate_up[e].double() @ x[t].double() + biases[0][e].double()).chunk(2)
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            wanted[t, i] = down[e].double() @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)) + biases[1][e].double()
+    allowed = bound(lambda x: mlp.per_expert(x, ids), x)
+    assert all(allowed.worst(way(x, ids).double(), wanted) <= 1 for way in (mlp.per_expert, mlp.grouped, mlp.batched))
+
+
 def test_a_row_does_not_depend_on_its_neighbours():
     g = torch.Generator().manual_seed(3)
     mlp = ExpertMlp(

@@ -42,7 +42,9 @@ def router_of(n_experts, width, k, *, gating="softmax", normalise=True, scale=1.
 @pytest.mark.parametrize(("tokens", "width", "n_scores"), [(1, 2048, 257), (3, 2816, 128), (16, 96, 5), (2, 40, 1)])
 def test_router_gemv(dtype, tokens, width, n_scores):
     x, weight = normal(tokens, width, dtype=dtype), normal(n_scores, width, seed=3)
+    bias = normal(n_scores, seed=4)
     assert_near(router_gemv(x, weight), lambda x: x @ weight.t(), x)
+    assert_near(router_gemv(x, weight, bias), lambda x: x @ weight.t() + bias, x)
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
