@@ -52,6 +52,20 @@ def assert_told(error, key: str, why: str, hint: str) -> None:
         ("[pflash]\nmode = 'auto'", "pflash.path", "", "is empty", "Qwen3-0.6B"),
         ("[pflash]\ndevice = 'gone:0'", "pflash.device", "gone:0", "no group is named gone", "left:0, right:0"),
         ("[pflash]\ncurve = ['9:0.5', '9:0.4']", "pflash.curve", None, "has 9 tokens after 9", "order the points"),
+        (
+            "[engine]\ndeterministic = true\n[kvflash]\npool_tokens = 1024",
+            "engine.deterministic",
+            True,
+            "does not hold with KV Flash",
+            "nearest: kvflash.pool_tokens = 0",
+        ),
+        (
+            "[engine]\ndeterministic = true\n[pflash]\nmode = 'auto'\npath = 's.gguf'",
+            "engine.deterministic",
+            True,
+            "does not hold with PFlash",
+            "nearest: pflash.mode = off",
+        ),
         ("log = 5", "log", 5, "is an integer, not a table", "write [log]"),
         ("[[log]]\nlevel = 'info'", "log", [{"level": "info"}], "is a list, not a table", "write [log]"),
         (

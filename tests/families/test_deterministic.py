@@ -15,10 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from daemons.device import CPU
-from daemons.errors import LoadError
 from daemons.models.stage import LoadedStage
-from daemons.ops.selection import KernelSelector
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype
@@ -188,9 +185,3 @@ def test_without_it_they_differ() -> None:
     """Else these tests would show nothing."""
     m = Served(open_spec(DEMO), how(deterministic=False))
     assert rows_that_differ(in_chunks(1)(m), m.logits) > N // 2
-
-
-@pytest.mark.parametrize(("dtype", "kernels", "why"), [(torch.float32, False, "engine.dtype to bfloat16")])
-def test_what_it_does_not_hold_for_is_refused(dtype: torch.dtype, kernels: bool, why: str) -> None:
-    with pytest.raises(LoadError, match=why):
-        KernelSelector(CPU, dtype, kernels, batch_invariant=True)

@@ -68,6 +68,13 @@ def test_what_makes_it_another_model(tmp_path, original, change):
     assert of(tmp_path, **change) != original
 
 
+def test_what_computed_a_state_counts_where_its_bits_matter(tmp_path, original):
+    spec = open_spec(write(tmp_path / "b.gguf"))
+    found = {module.fingerprint(spec, digest_tensors(spec.files), None, by) for by in ((), ["cpu A"], ["cpu B"])}
+    assert len(found) == 3
+    assert original in found
+
+
 def test_an_option_counts_only_where_it_has_an_effect():
     laguna, qwen = (GOLDEN / name / "model.gguf" for name in ("laguna_mscale", "qwen35"))
     spec = open_spec(laguna)

@@ -242,6 +242,20 @@ def test_without_devices_named_all_of_all_groups_are_used(demo, tmp_path):
         devices({**found, "nv": []})
 
 
+def test_deterministic_inference_needs_devices_of_one_kind(demo, tmp_path):
+    two = configure(tmp_path, ["cuda:0", "hip:0"], deterministic=True)
+    mixed = configure(tmp_path, ["cuda:0", "left:0"], deterministic=True)
+    for config, inventory in ((two, box()), (mixed, {"cuda": [gpu()], "left": [cpu()]}), (mixed, None)):
+        error = wrong(demo, config, inventory)
+        assert (error.key, error.value) == ("engine.deterministic", True)
+        assert "needs devices of one kind" in error.why
+    cpus = configure(tmp_path, CPUS, deterministic=True)
+    assert placed(demo, cpus, {"left": [cpu()], "right": [cpu()]}).deterministic
+    error = wrong(demo, configure(tmp_path, CPUS, deterministic=True, dtype="float32"))
+    assert "has no kernels for float32 on a cpu" in error.why
+    assert "engine.dtype = bfloat16" in error.hint
+
+
 def test_pages_that_hold_less_than_the_context(demo, tmp_path):
     error = wrong(demo, configure(tmp_path, CPUS, pages=10, max_context=4096))
     assert (error.key, error.value) == ("engine.pages", 10)
