@@ -305,7 +305,7 @@ def test_host_memory_is_read_in_place(n: int, kv_dtype: Dtype) -> None:
         assert layout.graph_key == (GraphKey(3, n, 1024, 512) if in_place else None)
         [group] = Batch(layout, sequences.tables(CPU), layout.on(CPU)).groups
         pages = pools.paged(0, "k"), pools.paged(0, "v")
-        found.append(HostAttention(*pages, fused if in_place else None, 0.2, 0.0)(group, q))
+        found.append(HostAttention(*pages, fused if in_place else None, 0.2, 0.0, None)(group, q))
     assert float((found[0] - found[1]).abs().max()) <= 1e-5
 
 

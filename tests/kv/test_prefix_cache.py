@@ -34,6 +34,7 @@ from lucevisor.protocol.loading import PoolSizes
 SPACES = {
     "full": frozenset({Space.FULL}),
     "hybrid": frozenset({Space.FULL, Space.RECURRENT}),
+    "one memory": frozenset({Space.FULL, Space.RECURRENT}),
     "window": frozenset({Space.FULL, Space.WINDOW}),
     "all": frozenset(Space),
     "recurrent": frozenset({Space.RECURRENT}),
@@ -64,13 +65,27 @@ class Sequence:
 
 @dataclass
 class Device:
-    """What pages and states hold."""
+    """What pages and states hold; the first ``n_shared`` states have the memory of ``state_pages`` pages each."""
 
+    state_pages: int = 0
+    n_shared: int = 0
     pages: dict[tuple[Space, int], list[int]] = field(default_factory=dict)
     states: dict[int, int] = field(default_factory=dict)
 
     def page(self, space: Space, page: int) -> list[int]:
         return self.pages.setdefault((space, page), [-1] * PAGE_TOKENS)
+
+    def write(self, space: Space, page: int) -> list[int]:
+        """Return a page to write to."""
+        if space is Space.FULL and page < self.n_shared * self.state_pages:
+            self.states.pop(page // self.state_pages, None)
+        return self.page(space, page)
+
+    def set_state(self, state: int, value: int) -> None:
+        self.states[state] = value
+        if state < self.n_shared:
+            for page in range(state * self.state_pages, (state + 1) * self.state_pages):
+                self.pages.pop((Space.FULL, page), None)
 
 
 def check_choice(victim: PrefixSlot, slots: list[PrefixSlot], pools: PagePools, n_prompts: int) -> None:
@@ -138,10 +153,13 @@ class IndexMachine(RuleBasedStateMachine):
         self, which: int, sizes: tuple[int, int, int], window: int, limits: tuple[int, int, int], n_live: int
     ) -> None:
         """``n_live``: states for sequences alone, those of slots lie in host memory; 0: one pool for both."""
-        self.spaces = SPACES[self.kinds[which % len(self.kinds)]]
+        kind = self.kinds[which % len(self.kinds)]
+        self.spaces, state_pages = SPACES[kind], 3 if kind == "one memory" else 0
         self.window = window if Space.WINDOW in self.spaces else None
         n_full, n_window, n_states = sizes
-        self.sizes = PoolSizes(n_full, n_window, n_live + n_states, n_states if n_live else 0, draft_states=3)
+        n_full += state_pages * (n_live or n_states)
+        n_host = n_states if n_live else 0
+        self.sizes = PoolSizes(n_full, n_window, n_live + n_states, n_host, draft_states=3, state_pages=state_pages)
         self.pools = PagePools(self.spaces, self.sizes)
         max_slots, memory_bytes, self.min_tokens = limits
         self.settings = PrefixSettings(
@@ -150,7 +168,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = PrefixIndex(self.pools, self.settings, self.window)
         self.index.hooks.on_evict = self.evicted
         self.recurrent = Space.RECURRENT in self.spaces
-        self.device = Device()
+        self.device = Device(state_pages, n_live or n_states)
         self.sequences: list[Sequence] = []
         self.reservations: list[Reservation] = []
         self.pinned: list[PrefixSlot] = []
@@ -187,17 +205,17 @@ class IndexMachine(RuleBasedStateMachine):
         possible = self.index.can_reclaim(needs, {})
         fits = self.index.reclaim(needs)
         assert possible or not fits
-        assert fits or not possible or self.index.n_evictions or self.pinned
+        assert fits or not possible or self.index.n_evictions or self.pinned or self.pools.fits_elsewhere(needs)
         state = (self.pools[Space.RECURRENT].allocate(1) or [NO_STATE])[0] if fits and self.recurrent else NO_STATE
         growths = table.grow(match.position, match.position) if fits else None
         if growths is not None:
             for growth in growths:
                 source = self.device.page(growth.space, match.tail[growth.space])
-                self.device.page(growth.space, growth.pages[0])[: match.position % PAGE_TOKENS] = source[
+                self.device.write(growth.space, growth.pages[0])[: match.position % PAGE_TOKENS] = source[
                     : match.position % PAGE_TOKENS
                 ]
             if self.recurrent:
-                self.device.states[state] = self.device.states[match.state] if match.position else prefix_hash([])
+                self.device.set_state(state, self.device.states[match.state] if match.position else prefix_hash([]))
             self.sequences.append(Sequence(tokens, table, state, match.position))
         else:
             table.release()
@@ -235,10 +253,10 @@ class IndexMachine(RuleBasedStateMachine):
             for space in PAGED:
                 if space in self.spaces:
                     [page] = one.table.entries(space, position // PAGE_TOKENS, position // PAGE_TOKENS + 1)
-                    self.device.page(space, page)[position % PAGE_TOKENS] = prefix_hash(one.tokens[: position + 1])
+                    self.device.write(space, page)[position % PAGE_TOKENS] = prefix_hash(one.tokens[: position + 1])
         one.n = stop
         if self.recurrent:
-            self.device.states[one.state] = prefix_hash(one.tokens[:stop])
+            self.device.set_state(one.state, prefix_hash(one.tokens[:stop]))
         if publish:
             self.publish(one)
 
@@ -252,7 +270,7 @@ class IndexMachine(RuleBasedStateMachine):
             if taken is None:
                 return
             state = taken
-            self.device.states[state] = self.device.states[one.state]
+            self.device.set_state(state, self.device.states[one.state])
         self.index.publish(one.tokens, SlotSource(one.n, one.table.entries, state, "turn"), 0.0)
 
     @precondition(lambda self: self.sequences)
@@ -314,9 +332,9 @@ class IndexMachine(RuleBasedStateMachine):
             for space in PAGED:
                 at = position // PAGE_TOKENS
                 for page in reservation.entries(space, at, at + 1) if space in self.spaces else ():
-                    self.device.page(space, page)[position % PAGE_TOKENS] = prefix_hash(tokens[: position + 1])
+                    self.device.write(space, page)[position % PAGE_TOKENS] = prefix_hash(tokens[: position + 1])
         if self.recurrent:
-            self.device.states[reservation.state] = prefix_hash(tokens)
+            self.device.set_state(reservation.state, prefix_hash(tokens))
         slot = self.index.adopt(tokens, reservation, 0.0)
         assert slot is not None
         assert slot.alive
@@ -337,7 +355,7 @@ class IndexMachine(RuleBasedStateMachine):
             if self.recurrent:
                 self.pools[Space.RECURRENT].release([one.state])
         self.sequences, self.reservations = [], []
-        self.device = Device()
+        self.device = Device(self.sizes.state_pages, self.sizes.device_states)
         assert self.index.slots == []
         assert all(use.used == 0 for use in self.pools.usage().values())
 
