@@ -140,7 +140,7 @@ class Dflash(Drafter):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [B, n, N] of hidden states [B, n, E] and rows of the output matrix, float32 where they are scaled."""
-        p, logits = self.params, self.vocabulary.lm_head(hidden.flatten(0, 1))
+        p, logits = self.params, self.vocabulary.logits(hidden.flatten(0, 1))
         if p.logit_scale != 1.0 or p.softcap:
             logits = self.operations.cast(logits, torch.float32)
         if p.logit_scale != 1.0:

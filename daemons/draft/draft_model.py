@@ -49,7 +49,7 @@ class DraftModel(Drafter):
 
     def logits(self, h: Tensor) -> Tensor:
         """Logits [B, V] of rows of the residual stream, float32 where they are capped."""
-        return self.output(h) if self.output.softcap else self.output.lm_head(self.output.norm(h))
+        return self.output(h) if self.output.softcap else self.vocabulary.logits(self.output.norm(h))
 
     def draft_tokens(self, newest: int, n: int) -> list[int]:
         return [min(newest, self.last_id)] + [0] * (n - 1)  # the others follow from the drafts

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from daemons.kv.batch import Batch
-from daemons.ops.linear import Linear, Table
+from daemons.ops.linear import Linear, Table, logits_product
 from daemons.ops.operations import Operations
 
 
@@ -25,6 +25,10 @@ class VocabularyWeights(NamedTuple):
     table: Table
     lm_head: Linear
     ids: Tensor | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, N] of hidden states [n, E] and the rows of ``lm_head``."""
+        return logits_product(self.lm_head)(hidden)
 
     def tokens_of(self, rows: Tensor) -> Tensor:
         """The tokens of rows of ``lm_head``, in any shape."""

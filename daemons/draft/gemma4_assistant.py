@@ -100,7 +100,7 @@ class Gemma4Assistant(Drafter):
         for layer in self.layers:
             x = layer(x, batch)
         out = self.norm(x)
-        return self.vocabulary.lm_head(out), self.post(out)
+        return self.vocabulary.logits(out), self.post(out)
 
     def draft(self, hidden: Tensor | None, batch: Batch) -> Drafts:
         assert hidden is not None

@@ -77,7 +77,7 @@ class Mtp(Drafter):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [B, N] of the rows of the output matrix."""
-        return self.vocabulary.lm_head(self.operations.cast(hidden, self.dtype))
+        return self.vocabulary.logits(self.operations.cast(hidden, self.dtype))
 
     def draft(self, hidden: Tensor | None, batch: Batch) -> Drafts:
         assert hidden is not None

@@ -22,7 +22,7 @@ from daemons.ops.attention import Causal, attention
 from daemons.ops.basic import RmsNorm, Rope, l2_scale, rope
 from daemons.ops.delta_rule import by_token, chunked, convolve, joined_updates, step
 from daemons.ops.gated import gated_product
-from daemons.ops.linear import Linear, Table, WideLinear
+from daemons.ops.linear import Linear, Table, logits_product
 from daemons.ops.operations import (
     DeltaNetPools,
     GatedDeltaNetParams,
@@ -237,8 +237,7 @@ class Output:
     ) -> None:
         self.norm, self.lm_head, self.operations = norm, lm_head, operations
         self.softcap, self.divisor = softcap, divisor
-        # rounded to bfloat16, logits about 20 are multiples of 1/8: the best two are often equal
-        self._product = lm_head.in_float32 if isinstance(lm_head, WideLinear) else lm_head
+        self._product = logits_product(lm_head)
 
     def __call__(self, h: Tensor) -> Tensor:
         logits = self._product(self.norm(h)).float()
