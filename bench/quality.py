@@ -349,7 +349,8 @@ def tools(model, own, their, options):
             right = {}
             for name, server in (("ours", own), ("llama.cpp", their)):
                 messages = [{"role": "user", "content": task["question"]}]
-                said = _chat(server, messages, max_tokens=160, tools=asked["tools"], tool_choice=choice)
+                fields = {"tools": asked["tools"], "tool_choice": choice, "parallel_tool_calls": False}
+                said = _chat(server, messages, max_tokens=160, **fields)
                 right[name] = _is_right(said.get("tool_calls") or [], task)
                 counts[name] += right[name]
                 if not right[name]:
