@@ -2,6 +2,13 @@
 
 import textwrap
 
+OF_ALL = ("perplexity", "greedy", "needle", "arms")
+PARTS = {
+    "SmolLM2-135M-Instruct-Q4_1": OF_ALL,
+    "gemma-3-270m-Q4_K_M": OF_ALL,
+    "Qwen2.5-Coder-0.5B-Instruct-Q4_K_M": (*OF_ALL, "code", "tools"),
+    "Qwen2.5-Coder-1.5B-Instruct-Q4_K_M": (*OF_ALL, "code", "tools", "drafts"),
+}
 AIMS = {"perplexity": 0.5, "tasks": 2, "drafts": 1.4}
 INTRODUCTION = """# Quality: real models beside llama.cpp
 
@@ -29,6 +36,10 @@ def page(record):
         table = ["| | Lucevisor | llama.cpp | aim | met |", "|---|---:|---:|---|---|"]
         table += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
         sections.append("\n".join([f"## {name}", "", *table, ""]))
+    known = {name: record["models"].get(name, {}) for name in PARTS}
+    left = {name: [part for part in parts if part not in known[name]] for name, parts in PARTS.items()}
+    if missing := [f"- {name}: {', '.join(parts)}" for name, parts in left.items() if parts]:
+        sections.append("\n".join(["## Not measured yet", "", *missing, ""]))
     about = [part["conditions"] for parts in record["models"].values() for part in parts.values()]
     dates, commits = ([*dict.fromkeys(one[key] for one in about)] for key in ("date", "commit"))
     cores = max(one["cores"] for one in about)
@@ -86,7 +97,7 @@ def _code_rows(f):
 
 
 def _tools_rows(f):
-    for choice in ("auto", "required"):
+    for choice in sorted({"auto", "required"} & f.keys()):
         yield _task_row(f"tools, `{choice}`", f[choice]["ours"], f[choice]["llama.cpp"], f["tasks"])
 
 
