@@ -81,7 +81,7 @@ class Knob:
             n = self.fixed.width if self.drafting.speculation is self.fixed else len(drafted.tokens)
             last = one.record.tokens[-1]
             tokens = [(last + 1 + i + (i >= self.right)) % self.vocabulary for i in range(n)]
-            own.match_length, own.copying = 0, False
+            own.match_length, own.n_copied = 0, 0
             return Drafted(one.live.sequence, tokens)
 
         def noted(step, now, stages_s, upkeep_s, *, cold):

@@ -111,13 +111,15 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None, *, co
         (n for space, n in sizes.items() if n and space is not Space.RECURRENT), default=SPLIT_START // PAGE_TOKENS + 4
     )
     pools = stage.sequences.sizes
-    n_states = 1 + pools.draft_states if pools.device_states else MAX_DECODE_TOKENS
+    n_states = 1 + pools.draft_states if pools.device_states else stage.max_step_tokens
     steps = [WarmStep(start, n) for start, n in _slices(pages * PAGE_TOKENS, stage.max_step_tokens)]
     if stage.ranks_pages and sizes[Space.FULL] > 2:
         steps += [WarmStep(2 * PAGE_TOKENS, n, ranks=True) for n in (1, QUERIES) if n <= stage.max_step_tokens]
     most = min(1 + stage.max_drafts, n_states, MAX_DECODE_TOKENS, stage.max_step_tokens)
     verifies = [WarmStep(0, n, n - 1) for n in range(1, most + 1)] if stage.max_drafts else []
     steps += verifies[1:2]  # states are made of updates, also where nothing is captured
+    if stage.max_drafts < stage.max_lookup < min(n_states, stage.max_step_tokens):
+        verifies.append(WarmStep(0, 1 + stage.max_lookup, stage.max_lookup))
     several = _several(stage, most) if stage.max_drafts else []
     steps += several
 

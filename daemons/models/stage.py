@@ -105,7 +105,7 @@ class LoadedStage:
         self.embedding, self.output = shards[0].embedding is not None, shards[-1].output is not None
         self.first_device, self.device = shards[0].device, shards[-1].device
         self.dtype = torch_dtype(load.dtype)
-        self.max_step_tokens, self.max_drafts = load.max_step_tokens, load.max_drafts
+        self.max_step_tokens, self.max_drafts, self.max_lookup = load.max_step_tokens, load.max_drafts, load.max_lookup
         self.ranks_pages = load.rank_pages
         self.sequences = Sequences(
             [s.pools for s in shards],

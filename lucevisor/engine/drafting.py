@@ -82,7 +82,7 @@ class Drafting:
         self._max_context = limits.max_context
         self._pools = pools
         self._running = running
-        self.speculation = SpecDecodeController(s.max_drafts, s.kind, fixed=s.fixed)
+        self.speculation = SpecDecodeController(s.max_drafts, s.kind, fixed=s.fixed, max_lookup=s.max_lookup)
         self.statistics = DraftStatistics()
         self.suspension = DrafterSuspension()
         self.attached = False
@@ -203,7 +203,7 @@ class Drafting:
         if not any(drafted.tokens for _, drafted in records):
             return [*decodes]
         wanted = agreed or self.speculation.num_verify_tokens(records, self._n_decoding)
-        widths, most = [], self._settings.max_drafts
+        widths, most = [], max(self._settings.max_drafts, *(len(drafted.tokens) for _, drafted in records))
         for slice_ in decodes:
             n_left = slice_.record.max_tokens - slice_.record.n_generated - 1
             widths.append(max(0, min(wanted, most, n_left)))
@@ -407,7 +407,7 @@ class Drafting:
         """Return the drafts that may follow a sequence's tokens, up to the first that its constraint forbids."""
         live = slice_.live
         drafted = self.speculation.candidates(
-            slice_.record.drafts, live.drafted or placeholder_drafts(self.outstanding, live)
+            slice_.record.drafts, live.drafted or placeholder_drafts(self.outstanding, live), self._n_decoding
         )
         constraint = slice_.record.request.constraint
         if constraint is None or not drafted.tokens:

@@ -40,7 +40,7 @@ class EngineLimits:
     def __post_init__(self) -> None:
         if not self.long_prefill_tokens:
             object.__setattr__(self, "long_prefill_tokens", self.prefill_chunk)
-        least = self.prefill_chunk + self.max_sequences * (1 + self.speculation.max_drafts)
+        least = self.prefill_chunk + self.max_sequences + self.speculation.step_drafts(self.max_sequences)
         if self.max_step_tokens < least:
             raise ValueError(
                 f"max_step_tokens is {self.max_step_tokens}; {least} is the least, for a chunk and decodes"

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from lucevisor.config import Config, DeviceRef
 from lucevisor.model.drafters import DraftSpec
+from lucevisor.model.drafters.spec import MAX_DRAFT_TOKENS, MAX_RECURRENT_DRAFTS
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes
@@ -87,25 +88,33 @@ def _same_place(a: TargetDevice, b: TargetDevice) -> bool:
     return a.device == b.device or (a.device.group == b.device.group and a.backend is Backend.CPU)
 
 
-def choose_drafting(config: Config, draft: DrafterSizing | None, max_sequences: int) -> SpeculationSettings:
+def choose_drafting(
+    config: Config, spec: ModelSpec, draft: DrafterSizing | None, max_sequences: int
+) -> SpeculationSettings:
     """Choose what drafts beside ``draft``, and the width.  Raises PlacementError for one beyond the drafter's.
 
-    An automatic width lets all sequences together draft about a chunk, as their steps get that much longer.
+    An automatic width lets all sequences together draft about a chunk, as their steps get that much longer.  One that
+    decodes alone may look up as many drafts as a slice takes, which needs no more memory than drafts of several.
     """
     lookup = config.draft.kind in ("auto", "lookup")
     width, engine = config.draft.width, config.engine
     kind = DraftKind.MTP if draft is None else draft.kind
     if draft is None and not lookup:
         return SpeculationSettings()
-    limit = 8 if draft is None else draft.spec.max_drafts  # repeated text is accepted in long runs
+    recurrent = Space.RECURRENT in spec.spaces()
+    most = MAX_RECURRENT_DRAFTS if recurrent else MAX_DRAFT_TOKENS
+    limit = 8 if draft is None else min(most, draft.spec.max_drafts)
     settings = SpeculationSettings(drafter=draft is not None, lookup=lookup, kind=kind)
     if width == "auto":
         preferred = limit if draft is None else min(limit, 2 * draft.spec.default_drafts)
         n_drafts = min(preferred, max(4, engine.usual_chunk // max_sequences))
-        return structs.replace(settings, max_drafts=n_drafts)
+        return structs.replace(settings, max_drafts=n_drafts, max_lookup=most if lookup else 0)
     if draft is not None and width > limit:
-        why = f"is more than the {limit} tokens that the drafter {draft.spec.model.name} drafts"
+        why = f"is more than the {limit} tokens that the drafter {draft.spec.model.name} drafts for this model"
         raise PlacementError("draft.width", width, why, f"nearest: {limit}", file=str(config.file))
+    if recurrent and width > most:
+        why = f"is more than the {most} drafts that a model with recurrent states verifies"
+        raise PlacementError("draft.width", width, why, f"nearest: {most}", file=str(config.file))
     return structs.replace(settings, max_drafts=width, fixed=True)
 
 

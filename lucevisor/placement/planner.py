@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
-from msgspec import structs
-
 from lucevisor.config import Auto, Config, Ranges, RecoveryConfig
 from lucevisor.config.sections import Goal
 from lucevisor.model.drafters import DraftSpec
@@ -236,7 +234,7 @@ class _PlanAttempt:
             self.notices.extend(choice.notices)
         if DEVICES_KEY not in config.set_keys:
             self.reasons.append(f"devices: all of all groups, as {DEVICES_KEY} names none")
-        drafting = choose_drafting(config, self.draft, Capacity.configured(config, FEW_SLOTS).max_sequences)
+        drafting = choose_drafting(config, self.spec, self.draft, Capacity.configured(config, FEW_SLOTS).max_sequences)
         inputs = self._inputs(drafting)
         ranges, partition = self._split(inputs)
         sizing = _choose_sizes(inputs, ranges, config)
@@ -293,7 +291,7 @@ class _PlanAttempt:
             residency_policy=config.kvflash.policy,
             host_bytes=config.kvflash.host if pool is not None and config.kvflash.policy != "lru" else 0,
             draft=self.draft,
-            max_drafts=drafting.max_drafts,
+            drafting=drafting,
             scorer=self.scorer,
             one_memory=pool is None and _are_known_gpus(self.targets),
         )
@@ -408,7 +406,7 @@ class _PlanAttempt:
                 inputs.dtype,
                 draft,
                 max_sequences=inputs.max_sequences,
-                max_drafts=sizing.max_drafts,
+                max_drafts=sizing.drafting.max_drafts,
             ),
             journal_bytes=_journal_bytes(sizing, config.recovery),
             host_cache_bytes=_host_cache_bytes(config, self.targets),
@@ -416,7 +414,7 @@ class _PlanAttempt:
             cache_bytes=self.capacity.cache_bytes if self.capacity.cache_bytes < ALL_BYTES else n_state_bytes,
             draft=draft,
             draft_device=draft_device,
-            drafting=structs.replace(drafting, max_drafts=sizing.max_drafts),
+            drafting=sizing.drafting,
             scorer=None if scorer is None else scorer.placed,
             scorer_device=scorer_device,
             pool_pages=inputs.pool_pages,
@@ -538,13 +536,14 @@ def _kv_saving(inputs: SizingInputs) -> Iterator[str]:
 
 
 def _drafts(config: Config, sizing: Sizing, drafting: SpeculationSettings) -> Iterator[str]:
-    draft, n = sizing.inputs.draft, sizing.max_drafts
+    draft, n, n_lookup = sizing.inputs.draft, sizing.drafting.max_drafts, sizing.drafting.max_lookup
     if not n:
         return
     width = "as configured" if drafting.fixed else "their number follows what is accepted"
     sources = [] if draft is None else [f"made by {draft.spec.model.name} ({draft.kind}) on {draft.target.device}"]
     sources += ["looked up in the text"] if drafting.lookup else []
-    yield f"drafts: {' or '.join(sources)}, at most {n} of a sequence in a step; {width}"
+    alone = f", {n_lookup} where one copies and decodes alone" if n_lookup > n else ""
+    yield f"drafts: {' or '.join(sources)}, at most {n} of a sequence in a step{alone}; {width}"
     if draft is None:
         return
     why = "as configured" if config.draft.device is not None else "where the last layers are"
@@ -656,9 +655,9 @@ def _reduced(config: Config, sizing: Sizing, drafting: SpeculationSettings) -> I
     chunk, n, pool = config.engine.prefill_chunk, sizing.prefill_chunk, sizing.inputs.pool_pages
     if chunk != "auto" and chunk > n == sizing.max_context:
         yield f"engine.prefill_chunk = {chunk} is cut to max_context = {n}"
-    if config.draft.width != "auto" and drafting.max_drafts > sizing.max_drafts:
+    if config.draft.width != "auto" and drafting.max_drafts > sizing.drafting.max_drafts:
         why = f"a step verifies fewer drafts than engine.prefill_chunk, {n}"
-        yield f"draft.width = {config.draft.width} is cut to {sizing.max_drafts}: {why}"
+        yield f"draft.width = {config.draft.width} is cut to {sizing.drafting.max_drafts}: {why}"
     if pool is None:
         return
     if config.kvflash.pool_tokens not in ("auto", pool * PAGE_TOKENS):

@@ -32,12 +32,13 @@ from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.result import Shard, Shortage
 from lucevisor.placement.split import balanced_ranges
 from lucevisor.placement.stages import shards_of, stages_of
-from lucevisor.protocol.loading import PoolSizes, arena_regions, token_region_bytes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings, arena_regions, token_region_bytes
 
 SPARE_STATES = 1
 """Recurrent states beyond one per sequence, so that a checkpoint can be taken while all sequences run."""
 UNKNOWN_PAGES = 512
 """Limit of automatic pages where a device's free memory is unknown: 32,768 positions."""
+NO_DRAFTS = SpeculationSettings()
 DRAFT_SHARE = 0.25
 """Share of the pages and of the context that verifying drafts of recurrent models may take."""
 MAX_AUTO_POOL_PAGES = 256
@@ -53,8 +54,8 @@ class SizingInputs:
     ``n_slots``: prefix slots to reserve states and window pages for, if that many fit.  ``n_slot_pages``: pages that
     slots may fill beside those of sequences.  ``states_in_host``: slots keep their states in host memory.
     ``pool_pages``: resident pages of a sequence with KV Flash; None: off.  ``host_bytes``: host memory for its other
-    pages.  ``max_drafts``: of a sequence in one step.  ``one_memory``: pages and recurrent states
-    share theirs where the layers of each shard allow it.  ``models`` caches cost models; derived inputs share it.
+    pages.  ``drafting``: limits of drafts.  ``one_memory``: pages and recurrent states share theirs where the layers of
+    each shard allow it.  ``models`` caches cost models; derived inputs share it.
     """
 
     spec: ModelSpec
@@ -72,7 +73,7 @@ class SizingInputs:
     host_bytes: int = 0
     residency_policy: ResidencyPolicy = "lru"
     draft: DrafterSizing | None = None
-    max_drafts: int = 0
+    drafting: SpeculationSettings = NO_DRAFTS
     scorer: ScorerSizing | None = None
     one_memory: bool = False
     models: dict[tuple[str, Dtype, Dtype], CostModel] = field(default_factory=dict, repr=False, compare=False)
@@ -179,15 +180,18 @@ class Sizing:
     def prefill_chunk(self) -> int:
         return min(self.inputs.prefill_chunk, self.max_context)
 
-    @property
-    def max_drafts(self) -> int:
-        """Drafts of one sequence, fewer than a chunk: window pages are counted for slices of a chunk."""
-        return min(self.inputs.max_drafts, self.prefill_chunk - 1)
+    @cached_property
+    def drafting(self) -> SpeculationSettings:
+        """Limits of drafts.  Of one sequence they are less than a chunk: window pages are counted for chunks."""
+        most, settings = self.prefill_chunk - 1, self.inputs.drafting
+        n_lookup = min(most, settings.max_lookup)
+        return structs.replace(settings, max_drafts=min(most, settings.max_drafts), max_lookup=n_lookup)
 
     @property
     def max_step_tokens(self) -> int:
         """Tokens of a step: a prefill chunk beside one token of every sequence with its drafts."""
-        return self.prefill_chunk + self.inputs.max_sequences * (1 + self.max_drafts)
+        n = self.inputs.max_sequences
+        return self.prefill_chunk + n + self.drafting.step_drafts(n)
 
     @cached_property
     def state_pages(self) -> int:
@@ -290,7 +294,7 @@ class Sizing:
             widths += [n * inputs.spec.hidden_size for n in counts.values()]
         region_bytes = sum(self.max_step_tokens * dtype_bytes(inputs.dtype, width) for width in widths)
         if self.n_stages > 1:
-            region_bytes += token_region_bytes(inputs.max_sequences, self.max_drafts)
+            region_bytes += token_region_bytes(inputs.max_sequences, self.drafting.max_drafts)
         return region_bytes * arena_regions(self.n_stages + (draft is not None))
 
     def needed_bytes(self, memory: str) -> int:
@@ -349,7 +353,7 @@ def compute_sizes(inputs: SizingInputs, ranges: Sequence[LayerRange]) -> Sizing:
         n_slots = largest_fitting(wanted - 1, lambda n: _compute(replace(inputs, n_slots=n), ranges).fits)
         inputs = replace(inputs, n_slots=max(0, n_slots))
         sizing = _compute(inputs, ranges)
-    if sizing.fits and inputs.max_drafts and sizing.pools.states:
+    if sizing.fits and inputs.drafting.max_drafts and sizing.pools.states:
         sizing = _with_draft_states(sizing, ranges)
     if inputs.n_slots < wanted:
         why = f"memory is reserved for {inputs.n_slots}; {wanted}, as cache.memory allows, do not fit"
@@ -480,8 +484,9 @@ def _with_draft_states(without: Sizing, ranges: Sequence[LayerRange]) -> Sizing:
         sizing = _compute(inputs, ranges, n)
         return sizing.fits and sizing.pools.full_pages >= min_pages and sizing.max_context >= min_context
 
-    n = max(0, largest_fitting((n_sequences if without.all_known else 1) * without.max_drafts, affordable))
-    wanted, why = n_sequences * without.max_drafts, f"all of {n_sequences} sequences"
+    drafting = without.drafting
+    n = max(0, largest_fitting(drafting.step_drafts(n_sequences if without.all_known else 1), affordable))
+    wanted, why = drafting.step_drafts(n_sequences), f"all of {n_sequences} sequences"
     if n < wanted:
         share = f"{DRAFT_SHARE:.0%} of the pages and of the context"
         why = f"as many as fit within {share}; {n_sequences} sequences would use {wanted}"

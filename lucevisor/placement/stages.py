@@ -124,6 +124,7 @@ def load_message(
         threads=threads,
         options=dict(placement.options),
         max_drafts=placement.drafting.max_drafts,
+        max_lookup=placement.drafting.max_lookup,
         identities=list(files.identities),
         draft=None if draft is None or draft_files is None else _draft_plan(placement, draft, place, draft_files),
         attend_host=placement.pools.host_pages > 0 and placement.residency_policy == "exact",

@@ -80,14 +80,20 @@ class SpeculationSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of speculative decoding.  ``max_drafts``: drafts that a slice may verify; 0: none, it is off.
 
     ``drafter``: a draft stage may be attached, of this ``kind``.  ``lookup``: drafts are also looked up in the
-    sequence's own tokens.  ``fixed``: always ``max_drafts``, whatever that costs.
+    sequence's own tokens.  ``fixed``: always ``max_drafts``, whatever that costs.  ``max_lookup``: looked-up drafts
+    of a sequence that copies and decodes alone; where it is not more than ``max_drafts``, that holds.
     """
 
     max_drafts: int = 0
+    max_lookup: int = 0
     drafter: bool = False
     lookup: bool = False
     kind: DraftKind = DraftKind.MTP
     fixed: bool = False
+
+    def step_drafts(self, n_sequences: int) -> int:
+        """Return the most drafts of a step of so many sequences."""
+        return max(n_sequences * self.max_drafts, self.max_lookup)
 
 
 class CaptureSource(msgspec.Struct, frozen=True):
@@ -244,6 +250,7 @@ class StageReplay(msgspec.Struct, frozen=True):
 
 class Load(msgspec.Struct, frozen=True):
     """Load these layers and run them.  ``max_drafts``: the most that a slice verifies; 0: none, here or anywhere.
+    ``max_lookup``: those of a sequence that copies alone, if they are more.
 
     ``replay``: what stages are to have computed when they are loaded; the descriptor of the file of rows follows those
     of the arenas.  Without ``warm_up`` kernels are compiled, and graphs captured, when steps come to need them.
@@ -262,6 +269,7 @@ class Load(msgspec.Struct, frozen=True):
     identities: list[FileIdentity] = []  # expected of ``files``; [] = not compared
     draft: DraftPlan | None = None
     max_drafts: int = 0
+    max_lookup: int = 0
     attend_host: bool = False  # layers attend to pages in host memory, too
     rank_pages: bool = False  # slices may ask how much they attend to each page
     score: ScorePlan | None = None

@@ -23,6 +23,7 @@ import pytest
 from lucevisor.config import load
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
+from lucevisor.engine.spec_decode.controller import SpecDecodeController
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.protocol.steps import SamplingParams
@@ -215,6 +216,30 @@ async def test_every_draft_of_a_model_for_itself_is_accepted(tmp_path: Path) -> 
         assert service.only.engine is not None
         drafts = service.only.engine.statistics().drafts
         assert drafts.n_accepted == drafts.n_verified > 0, drafts
+
+
+@pytest.mark.parametrize(("model", "longest"), [(GOLDEN / "qwen3" / "model.gguf", 31), (DEMO, 15)])
+async def test_a_copied_text_is_verified_in_long_slices(
+    monkeypatch: pytest.MonkeyPatch, model: Path, longest: int, tmp_path: Path
+) -> None:
+    """As many drafts as a slice takes, without recurrent states and with them; whatever steps take."""
+    monkeypatch.setattr(
+        SpecDecodeController, "num_verify_tokens", lambda _, offers, n: max(len(offer.tokens) for _, offer in offers)
+    )
+    case, n = Case(model, "lookup"), 80
+    for directory in ("plain", "long"):
+        (tmp_path / directory).mkdir()
+    prompts = prompts_of(case, 2)
+    turns = [len(prompt) - 1 for prompt in prompts]
+    answered = await plain(case, tmp_path, prompts, turns, n)
+    prompts = [prompt + answer + prompt for prompt, answer in zip(prompts, answered, strict=True)]
+    wanted = await plain(case, tmp_path, prompts, turns, 2 * n)
+    async with running(config_of(case, tmp_path, 2, "tail"), tmp_path / "long", ["draft.width=auto"]) as service:
+        assert_lossless(case, prompts, await answers(service, prompts, turns, 2 * n, 1), wanted)
+        assert service.only.engine is not None
+        drafts = service.only.engine.statistics().drafts
+        assert len(drafts.verified) == longest
+        assert drafts.accepted[-1] > 0
 
 
 @pytest.mark.parametrize(("name", "place"), [("dflash2", "alone"), ("laguna_mscale-random", "head")])

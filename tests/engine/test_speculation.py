@@ -9,16 +9,19 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from lucevisor.engine import drafting
 from lucevisor.engine.request import FinishedEvent, TokenEvent
-from lucevisor.engine.spec_decode.controller import RequestDrafts, SpecDecodeController
-from lucevisor.engine.spec_decode.ngram import NgramLookup
+from lucevisor.engine.spec_decode.controller import TRIAL_ROUNDS, RequestDrafts, SpecDecodeController
+from lucevisor.engine.spec_decode.ngram import MAX_MATCH, NgramLookup, NgramMatch
 from lucevisor.engine.spec_decode.statistics import DraftStatistics
+from lucevisor.engine.step import ScheduledSequence
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.model.values import Space
 from lucevisor.protocol.loading import DraftKind, PoolSizes, SpeculationSettings
-from lucevisor.protocol.steps import Drafted
+from lucevisor.protocol.steps import Drafted, Sampled
 from tests.combinations import combinations
-from tests.engine.toy_engine import attached, events_of, limits, request
+from tests.engine.toy_engine import HYBRID, ToyEngine, attached, events_of, limits, request, told
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class Simulation:
         requests = [self.requests[i] for i in chosen]
         right = [self._drafts.pop(i, []) for i in chosen]
         offers = [
-            (r, controller.candidates(r, Drafted(0, [1] * len(own)))) for r, own in zip(requests, right, strict=True)
+            (r, controller.candidates(r, Drafted(0, [1] * len(own)), m)) for r, own in zip(requests, right, strict=True)
         ]
         width = controller.num_verify_tokens(offers, m) if any(right) else 0
         asked, *_ = [controller.num_draft_tokens(r, m) for r in requests]
@@ -286,25 +289,52 @@ def looked_up(tokens: Sequence[int] = COPIED) -> RequestDrafts:
 
 def test_the_source_from_which_more_drafts_are_expected_is_used() -> None:
     controller, drafts = SpecDecodeController(3), looked_up()
-    assert controller.candidates(drafts, Drafted(0, [50])).tokens == [7, 8, 9]  # three are more than one
+    assert controller.candidates(drafts, Drafted(0, [50]), 1).tokens == [7, 8, 9]  # three are more than one
     for _ in range(30):
-        controller.candidates(drafts, Drafted(0, []))
+        controller.candidates(drafts, Drafted(0, []), 1)
         controller.record_verdict(drafts, 3, 0)
     drafted = Drafted(0, [50, 51, 52])
-    assert controller.candidates(drafts, drafted) is drafted
+    assert controller.candidates(drafts, drafted, 1) is drafted
 
 
 def test_a_copied_passage_asks_the_drafter_for_nothing() -> None:
     controller, tokens = measured(SpecDecodeController(MAX)), TokenBuffer(COPIED)
     drafts = looked_up(tokens)
-    controller.candidates(drafts, Drafted(0, []))
+    controller.candidates(drafts, Drafted(0, []), 1)
     controller.record_verdict(drafts, 3, 3)
     assert controller.num_draft_tokens(drafts, 1) == 0
     tokens.append(99)  # where the passage ends
     assert drafts.lookup is not None
     drafts.lookup.index()
-    controller.candidates(drafts, Drafted(0, []))
+    controller.candidates(drafts, Drafted(0, []), 1)
     assert controller.num_draft_tokens(drafts, 1) > 0
+
+
+def test_a_sequence_that_copies_alone_looks_up_more_than_the_drafter_drafts() -> None:
+    controller, drafts = SpecDecodeController(3, max_lookup=15), looked_up()
+    lengths = []
+    for n_accepted in (3, 3, 15, 14, 3, 3):
+        n = len(controller.candidates(drafts, Drafted(0, []), 1).tokens)
+        assert len(controller.candidates(drafts, Drafted(0, []), 2).tokens) == 3, "two take turns with their drafts"
+        lengths.append(n)
+        controller.record_verdict(drafts, n, n_accepted)
+    assert lengths == [3, 3, 15, 15, 3, 3]
+    assert len(controller.candidates(drafts, Drafted(0, []), 1).tokens) == 15
+
+
+def test_the_longest_lookup_is_tried_and_stays_where_it_is_the_fastest() -> None:
+    for row_s, wanted in ((0.0001, 15), (0.0015, 3), (0.02, 0)):
+        controller, drafts = SpecDecodeController(3, max_lookup=15), looked_up()
+        for width in range(4):
+            controller.record_round(width, 0.01 + row_s * width**1.5, asked=False)
+        for _ in range(2):
+            controller.candidates(drafts, Drafted(0, []), 1)
+            controller.record_verdict(drafts, 3, 3)
+        offer = controller.candidates(drafts, Drafted(0, []), 1)
+        for _ in range(TRIAL_ROUNDS):
+            assert controller.num_verify_tokens([(drafts, offer)], 1) == 15
+            controller.record_round(15, 0.01 + row_s * 15**1.5, asked=False)
+        assert controller.num_verify_tokens([(drafts, offer)], 1) == wanted
 
 
 # ---- counts of speculation
@@ -322,6 +352,55 @@ def test_acceptance_is_counted_by_position() -> None:
 
 
 # ---- of an engine
+
+
+def widths_of(toy: ToyEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The drafts that each decode verifies from now on."""
+    widths, on_tokens = list[int](), toy.engine.core.scheduler.drafting.on_tokens
+
+    def counted(part: ScheduledSequence, drawn: Sequence[Sampled]) -> None:
+        widths.append(part.slice.n_drafts)
+        on_tokens(part, drawn)
+
+    monkeypatch.setattr(toy.engine.core.scheduler.drafting, "on_tokens", counted)
+    return widths
+
+
+@pytest.mark.parametrize("drafter", [False, True])
+@pytest.mark.parametrize("spaces", [frozenset({Space.FULL}), HYBRID])
+def test_a_copy_is_verified_in_long_slices_with_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, spaces: frozenset[Space], *, drafter: bool
+) -> None:
+    """Twice: where the copy leaves its source, slices are short again until two are whole."""
+    settings = SpeculationSettings(max_drafts=3, max_lookup=15, drafter=drafter, lookup=True)
+    pools = PoolSizes(16, 0, 4 if spaces == HYBRID else 0, draft_states=15 if spaces == HYBRID else 0)
+    toy = attached(limits(speculation=settings, pools=pools, spaces=spaces))
+    one = request("copy", list(range(40)), n=120)
+    text = toy.texts[one.sampling.seed] = [*one.prompt, *toy.alone(one)]
+    source = [*text]
+    source[100] = text[100] + 1  # what differs
+
+    class Copied(NgramLookup):
+        def match(self) -> NgramMatch | None:
+            return NgramMatch(len(self._tokens), MAX_MATCH)
+
+        def continuation(self, match: NgramMatch, n: int) -> list[int]:
+            return source[match.start : match.start + n]
+
+    monkeypatch.setattr(drafting, "NgramLookup", Copied)
+    if drafter:
+        toy.attach_drafter(with_output=True)
+    widths = widths_of(toy, monkeypatch)
+    handle = toy.engine.submit(one)
+    toy.run()
+    assert told(asyncio.run(events_of(handle)))[0] == toy.alone(one)
+    whole = [width for width in widths if width]
+    again = whole.index(3, 3)
+    assert whole[:3] == [3, 3, 15], "after two whole ones"
+    assert whole[again - 1] == 15, "the one that went wrong"
+    assert whole[again : again + 3] == [3, 3, 15]
+    drafts = toy.engine.statistics().drafts
+    assert sum(whole) == drafts.n_verified
 
 
 @pytest.mark.parametrize("with_output", [True, False])

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from daemons.ops.operations import MAX_DECODE_TOKENS
 from daemons.relevance.stage import ScoreStage
 from lucevisor.config import Config, load
 from lucevisor.model.drafters import DraftSpec, draft_paths, open_draft, read_draft_spec
+from lucevisor.model.drafters.spec import MAX_RECURRENT_DRAFTS
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
@@ -176,10 +178,35 @@ def test_a_width_beyond_the_drafters_is_refused(small, dflash, tmp_path):
     assert (caught.value.key, caught.value.value, caught.value.hint) == ("draft.width", 40, "nearest: 7")
 
 
+def test_a_width_beyond_what_recurrent_kernels_keep_is_refused(small, tmp_path):
+    config = configure(tmp_path, CPUS, [1, 1], {"kind": "lookup", "width": 16})
+    with pytest.raises(PlacementError, match="more than the 15 drafts that a model with recurrent states verifies"):
+        plan(small, config, None)
+    assert MAX_DECODE_TOKENS == 1 + MAX_RECURRENT_DRAFTS
+
+
+@pytest.mark.parametrize(
+    ("draft", "expected"),
+    [
+        ({"kind": "lookup"}, (15, 31)),
+        ({"kind": "lookup", "width": 3}, (0, 0)),
+        ({"kind": "off"}, (0, 0)),
+    ],
+)
+def test_a_sequence_alone_looks_up_what_a_slice_takes_in_the_memory_of_several(small, tmp_path, draft, expected):
+    """With recurrent states, and without."""
+    full = open_spec(TARGET.parents[1] / "qwen2" / "model.gguf")
+    for spec, n in zip((small, full), expected, strict=True):
+        p = placed(spec, configure(tmp_path, CPUS, [1, 1], draft))
+        assert p.drafting.max_lookup == n
+        drafts = max(p.max_sequences * p.drafting.max_drafts, n)
+        assert p.max_step_tokens == p.prefill_chunk + p.max_sequences + drafts == 512 + 8 * (1 + p.drafting.max_drafts)
+
+
 def test_a_width_that_no_chunk_holds_is_cut_and_told_of(small, tmp_path):
-    p = placed(small, configure(tmp_path, CPUS, [1, 1], {"kind": "lookup", "width": 20}, prefill_chunk=8))
+    p = placed(small, configure(tmp_path, CPUS, [1, 1], {"kind": "lookup", "width": 12}, prefill_chunk=8))
     assert p.drafting.max_drafts == p.pools.draft_states == 7  # of one sequence, as no memory is known
-    assert any("draft.width = 20 is cut to 7" in notice for notice in p.notices)
+    assert any("draft.width = 12 is cut to 7" in notice for notice in p.notices)
 
 
 def test_verifying_takes_updates_and_windows_beside_the_states(head_27b, tmp_path):

@@ -27,6 +27,8 @@ TRIAL_INTERVAL: Final = 64
 MAX_TRIAL_INTERVAL: Final = 512
 TRIAL_ROUNDS: Final = 2
 """Warm rounds of a trial.  A single sequence gets twice as many, as each round has one verdict."""
+LONG_AFTER: Final = 2
+"""Verify steps in a row with looked-up drafts, all accepted, after which a lookup fills more than a drafter's block."""
 ACTIVE_STEPS: Final = 128
 """Steps without drafts, trials aside, after which the drafter is suspended; also the length of its first suspension."""
 MAX_SUSPEND_STEPS: Final = 8192
@@ -57,12 +59,12 @@ PRIORS: Final[dict[DraftKind, DrafterPrior]] = {
 class RequestDrafts:
     """Drafting state of one request.
 
-    ``match_length``: length of the n-gram match that gave the newest drafts; 0 if the drafter made them.  ``copying``:
-    the last drafts came from lookup, and all of them were accepted.
+    ``match_length``: length of the n-gram match that gave the newest drafts; 0 if the drafter made them.  ``n_copied``:
+    verify steps in a row, up to the last, whose drafts came from lookup and were all accepted.
     """
 
     match_length: int = 0
-    copying: bool = False
+    n_copied: int = 0
     lookup: NgramLookup | None = None  # n-grams of its tokens; None until drafts are looked up
     n_asked: int = 0  # steps after which drafts were considered
     n_verified: int = 0
@@ -177,10 +179,13 @@ class WidthTrial:
 class SpecDecodeController:
     """Chooses the width of a batch: how many tokens to draft and verify.  One per engine."""
 
-    def __init__(self, max_drafts: int, kind: DraftKind = DraftKind.MTP, *, fixed: bool = False) -> None:
-        """``fixed``: always ``max_drafts``."""
+    def __init__(
+        self, max_drafts: int, kind: DraftKind = DraftKind.MTP, *, fixed: bool = False, max_lookup: int = 0
+    ) -> None:
+        """``fixed``: always ``max_drafts``.  ``max_lookup`` as in SpeculationSettings."""
         self.apart = False  # the drafter works beside the output stage
         self.max_drafts, self.fixed, self._prior = max_drafts, fixed, PRIORS[kind]
+        self.max_lookup = max(max_drafts, max_lookup)
         self._drafted = [AcceptanceRate() for _ in range(max_drafts)]  # by position
         self._looked_up = {length: AcceptanceRate() for length in MATCH_CHANCES}
         self._times = RoundTimes(self._prior)
@@ -198,7 +203,7 @@ class SpecDecodeController:
         if self.fixed:
             return self.max_drafts
         self._n_decoding = n_decoding
-        if drafts.copying and n_decoding == 1:
+        if drafts.n_copied and n_decoding == 1:
             return 0  # lookup gives enough drafts
         if not drafts.n_asked:  # a new text, with another acceptance rate
             self._trial_at = min(self._trial_at, self._n_steps + TRIAL_INTERVAL // 2)
@@ -208,18 +213,22 @@ class SpecDecodeController:
         width, self._beside = self._choose(n_decoding)
         return width
 
-    def candidates(self, drafts: RequestDrafts, drafted: Drafted) -> Drafted:
+    def candidates(self, drafts: RequestDrafts, drafted: Drafted, n_decoding: int) -> Drafted:
         """Return the drafts to consider for the next slice: those of the draft stage, if any, or those found in the
         sequence's own tokens where more of them are likely to be accepted.
+
+        A sequence that decodes alone, and has copied whole drafts twice in a row, gets ``max_lookup`` of these.
         """
         lookup, drafts.match_length = drafts.lookup, 0
         match = lookup.match() if lookup is not None and not lookup.n_waiting else None
         if lookup is not None and match is not None:
-            expected = self._tokens(match.length, self.max_drafts)[-1]
+            n = self.max_lookup if drafts.n_copied >= LONG_AFTER and n_decoding == 1 else self.max_drafts
+            expected = self._tokens(match.length, n)[-1]
             if expected > self._tokens(0, len(drafted.tokens))[-1]:
                 drafts.match_length = match.length
-                drafted = Drafted(drafted.sequence, lookup.continuation(match, self.max_drafts), [])
-        drafts.copying = drafts.copying and drafts.looked_up
+                drafted = Drafted(drafted.sequence, lookup.continuation(match, n), [])
+        if not drafts.looked_up:
+            drafts.n_copied = 0
         return drafted
 
     def num_verify_tokens(self, offers: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
@@ -228,20 +237,24 @@ class SpecDecodeController:
         0: a plain decode.
         """
         self._n_decoding = n_decoding
-        counts = [min(self.max_drafts, len(drafted.tokens)) for _, drafted in offers]
+        counts = [len(drafted.tokens) for _, drafted in offers]
         most, asked = max(counts), any(drafted.tokens and not drafts.looked_up for drafts, drafted in offers)
         if self.fixed:
             return most
         if self._trial is not None and self._trial.n_decoding == n_decoding and asked:
             return min(most, self._trial.width)
+        copied = most == self.max_lookup > self.max_drafts
+        if copied and self._times.n_rounds(RoundShape(n_decoding, False, False), most) < TRIAL_ROUNDS:
+            return most
         tokens = [self._tokens(drafts.match_length, n) for (drafts, _), n in zip(offers, counts, strict=True)]
-        rates = []
-        for width in range(most + 1):
+        rates = list[float]()
+        widths: list[int] = sorted({*range(min(most, self.max_drafts) + 1), most})  # each has a graph of its own
+        for width in widths:
             seconds = self._times.seconds(RoundShape(n_decoding, self._beside and asked, asked and width > 0), width)
             if seconds is None:
                 return 0
             rates.append(sum(expected[min(width, len(expected) - 1)] for expected in tokens) / max(seconds, 1e-9))
-        return max(range(most + 1), key=rates.__getitem__)
+        return widths[rates.index(max(rates))]
 
     @property
     def width(self) -> int:
@@ -272,7 +285,7 @@ class SpecDecodeController:
         for position in range(min(n_drafts, n_accepted + 1)):
             chance = self._looked_up[drafts.match_length] if drafts.looked_up else self._drafted[position]
             chance.add(position < n_accepted)
-        drafts.copying = drafts.looked_up and n_accepted == n_drafts
+        drafts.n_copied = drafts.n_copied + 1 if drafts.looked_up and n_accepted == n_drafts else 0
 
     def record_step(self) -> None:
         self._n_steps += 1
