@@ -20,18 +20,13 @@ from typing import Literal
 
 import msgspec
 
-from lucevisor.app.model_files import open_model
 from lucevisor.app.rundir import NAME, log_path
 from lucevisor.config import load
 from lucevisor.config.formats import HUB_PREFIX
 from lucevisor.deployment.cache_files import cache_directory, read_json, write_atomically, write_json
-from lucevisor.deployment.measurements import inventory
 from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.model.gguf_files import part_paths
 from lucevisor.model.gguf_header import GgufError
-from lucevisor.placement.devices import with_target_devices
-from lucevisor.placement.planner import plan
-from lucevisor.placement.result import Infeasible
 
 PROBE_S = 120.0
 """Importing torch from a cold disk takes a minute."""
@@ -195,6 +190,13 @@ def model_fits(model: str, groups: Sequence[Interpreter]) -> bool:
     """
     if 2 * _model_bytes(model) < sum(group.memory_bytes for group in groups):
         return True
+    # Most of the supervisor, which `start --daemon` imports in another process: half a second and more.
+    from lucevisor.app.model_files import open_model
+    from lucevisor.deployment.measurements import inventory
+    from lucevisor.placement.devices import with_target_devices
+    from lucevisor.placement.planner import plan
+    from lucevisor.placement.result import Infeasible
+
     with tempfile.TemporaryDirectory(prefix="lucevisor-init-") as folder:
         path = Path(folder) / "config.toml"
         path.write_text(write_config(model, groups), "utf-8")

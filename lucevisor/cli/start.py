@@ -117,12 +117,15 @@ def _is_model(argument: Path) -> bool:
 
 def _configured(model: str, pythons: Sequence[str], name: str | None) -> tuple[Path, str]:
     from lucevisor.app.discovery import choose_groups, model_name, save_config
-    from lucevisor.app.model_files import find_hub_file
 
     if not model.startswith(HUB_PREFIX) and not Path(model).is_file():
         raise ConfigError("CONFIG", model, "there is no such file", "name a configuration file, or a model's GGUF file")
     name = check_name(name if name is not None else model_name(model))
-    source = find_hub_file(model)
+    source = model
+    if model.startswith(HUB_PREFIX):
+        from lucevisor.app.model_files import find_hub_file  # imports most of the supervisor
+
+        source = find_hub_file(model)
     groups = choose_groups(source, pythons)
     path = save_config(source, groups, name)
     click.echo(f"serving {source} as {name}, on all devices that this machine has", err=True)
