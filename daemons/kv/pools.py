@@ -117,7 +117,7 @@ class Pools:
             hosts = [self._host_pages.add(tensor) for tensor in tensors]
         for at, i in enumerate(indices):
             for first, one in enumerate(shapes):
-                own = [tensor[at, first:] for tensor in tensors]
+                own = [tensor[at, first : n[1] - len(shapes) + 1 + first] for tensor in tensors]  # equally long
                 paged = Q8Pages(own[0], own[1], width) if quantised else DensePages(own[0])
                 if self._host_pages is not None and hosts:
                     paged.host = HostLayer([host[at] for host in hosts], self._host_pages)

@@ -91,6 +91,11 @@ def test_every_number_of_a_state_lies_in_its_own_pages():
     as it was, so no two lie in the same memory but those that should."""
     pools, _, extent = pools_of()
     n_pages = pools.units[Space.FULL]
+    for i in layers_of(Space.FULL):  # as kernels ask
+        keys, values = pools.paged(i, "k").pages, pools.paged(i, "v").pages
+        assert keys.shape == values.shape
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
     for number in range(n_pages):
         for at, part in enumerate(page(pools, number)):
             part.fill_(100 * number + at)
