@@ -150,8 +150,8 @@ def test_it_answers(model, path, tmp_path, measured):
         assert started.returncode == 0, started.stdout + started.stderr
         shown = subprocess.run([*command, "status", "--name", name, "--json"], env=environment, capture_output=True)
         url = json.loads(shown.stdout)["url"]
-        question = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
-        body = question if model.chats else {"prompt": "The capital of France is"}
+        question = {"messages": [{"role": "user", "content": "Who wrote Romeo and Juliet?"}]}
+        body = question if model.chats else {"prompt": "Paris is the capital of France. Rome is the capital of"}
         where = "chat/completions" if model.chats else "completions"
         request = urllib.request.Request(
             f"{url}/v1/{where}",
@@ -164,4 +164,4 @@ def test_it_answers(model, path, tmp_path, measured):
         subprocess.run([*command, "stop", "--name", name], env=environment, capture_output=True, timeout=300)
     answer = choice["message"]["content"] if model.chats else choice["text"]
     measured.append(f"{model.file}: {answer!r}")
-    assert "Paris" in answer
+    assert ("Shakespeare" if model.chats else "Italy") in answer
