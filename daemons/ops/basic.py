@@ -130,8 +130,8 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
     if activation == "gelu_tanh":
         return F.gelu(gate, approximate="tanh").mul_(up)
     if activation == "swiglu_oai":
-        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-        return (up + 1.0) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))
+        gate, up = gate.float().clamp(max=SWIGLU_LIMIT), up.float().clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return ((up + 1.0) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))).to(x.dtype)  # rounded once, as silu is
     raise ValueError(f"activation {activation!r} is neither of {', '.join(ACTIVATIONS)}")
 
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from daemons.ops import choices as torch_forms
+from daemons.ops import topk as torch_forms
 from daemons.ops.topk import Candidates
 from daemons.ops.triton.topk import BLOCK, most_likely, select_path, top_k
 
