@@ -17,7 +17,16 @@ def test_a_feature_has_a_state_and_what_is_here_a_test(row):
     _, feature, state, peers, tests = row
     assert feature
     assert state in STATES
-    assert set(peers.split(", ")) <= {"llama-server", "vLLM", "Ollama", "llama-swap", "LM Studio", "exo", "none"}
+    assert set(peers.split(", ")) <= {
+        "llama-server",
+        "vLLM",
+        "Ollama",
+        "llama-swap",
+        "LM Studio",
+        "exo",
+        "SGLang",
+        "none",
+    }
     named = re.findall(r"tests/[\w/]+\.py(?:::\w+)*", tests)
     assert named or state == "no"
     for one in named:
