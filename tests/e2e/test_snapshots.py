@@ -14,7 +14,6 @@ from lucevisor.model.families import open_spec
 from tests.combinations import slow
 from tests.e2e.service import (
     ANSWER,
-    MIN_TOKENS,
     MODELS,
     PROMPT,
     Place,
@@ -55,9 +54,9 @@ async def four_arms(place: Place, n: int) -> None:
     assert tokens["disk"] > 0
     assert tokens["device"] + tokens["disk"] == sum(again.cached)
     assert again.n_computed == sum(again.prompts) - sum(again.cached) + len(again.answers) * (ANSWER - 1)
-    for n_prompt, n_warm, n_again in zip(again.prompts, warm.cached, again.cached, strict=True):
-        assert n_again > n_warm - MIN_TOKENS  # a file for fewer is not written
-        assert n_again < n_prompt
+    # A file of few tokens more than the devices have is not written, or is slower to read than they are to compute.
+    assert sum(again.cached) > 0.9 * sum(warm.cached)
+    assert all(n_again < n_prompt for n_prompt, n_again in zip(again.prompts, again.cached, strict=True))
 
 
 @pytest.mark.timeout(600)
