@@ -34,10 +34,10 @@ _HEADER: Final = re.compile(
     re.DOTALL,
 )
 _BEGUN: Final = ("<|start|>", "assistant", " to=", "to=", _CHANNEL)
-_MOST_HEADER: Final = 512
+_MAX_HEADER_CHARS: Final = 512
 """Characters after which a header without its end is taken for text."""
 _BETWEEN: Final = "\n\n"
-"""Between two messages of a kind."""
+"""Joins two messages of a kind."""
 _JSON: Final = JsonObject()
 
 
@@ -136,7 +136,7 @@ class HarmonyParser:
             self._text = rest
             self._begin(header)
             return True
-        if self._may_begin(begun) and not message and len(begun) <= _MOST_HEADER:
+        if self._may_begin(begun) and not message and len(begun) <= _MAX_HEADER_CHARS:
             if final:
                 self._text = ""  # a header without a message says nothing
             return False
@@ -149,7 +149,7 @@ class HarmonyParser:
         return True
 
     def _may_begin(self, text: str) -> bool:
-        """Whether more text may make a header of it."""
+        """Return whether more text may make a header of it."""
         if _HEADER.fullmatch(text):
             return True
         text = text.removeprefix(_START).removeprefix("assistant").lstrip()
