@@ -30,9 +30,14 @@ COUNTING_SCALE = 3000
 
 
 def kind_of(model, name, shape):
-    """Type of a tensor in the Q4_K_M mix.  Rows that are no whole blocks of 256 take Q5_0 for Q4_K, Q8_0 for Q6_K."""
-    if len(shape) < 2 or "conv1d" in name or "ffn_gate_inp" in name or name.endswith("_conv_base"):
+    """Type of a tensor in the Q4_K_M mix.  Rows that are no whole blocks of 256 take Q5_0 for Q4_K, Q8_0 for Q6_K.
+
+    gpt-oss comes with MXFP4 experts, as it was trained, and Q8_0 matrices.
+    """
+    if len(shape) < 2 or "conv1d" in name or "ffn_gate_inp" in name or name.endswith((".bias", "_conv_base")):
         return KINDS.F32
+    if model.architecture == "gpt-oss":
+        return KINDS.MXFP4 if "_exps." in name else KINDS.Q8_0
     embedding = name == "token_embd.weight" and (model.counting or "output.weight" not in model.tensors)
     wide = name == "output.weight" or embedding
     if name.startswith("blk."):
@@ -145,6 +150,9 @@ def pool(kind, rng, total, factor=1):
         KINDS.Q8_0: {0: 2.0e-4},
         KINDS.Q5_0: {0: 1.6e-3},
     }
+    if kind == KINDS.MXFP4:
+        blocks[:, 0] = 119  # the exponent of 2**-8
+        return memoryview(blocks.reshape(-1))
     for offset, value in scales[kind].items():
         blocks[:, offset : offset + 2] = np.frombuffer(np.float16(factor * value).tobytes(), np.uint8)
     return memoryview(blocks.reshape(-1))

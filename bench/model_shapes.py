@@ -157,6 +157,37 @@ def gemma3(name, *, n_layers, embedding, width, heads, vocabulary, window, dim=1
     return Model("gemma3", name, metadata, t)
 
 
+def gpt_oss(name, *, n_layers, embedding, heads, vocabulary, experts, window, dim=64):
+    """gpt-oss.  ``heads``: query and kv; ``experts``: count, used, width; every second layer sees the whole context."""
+    e, (h, hk), (n, used, f) = embedding, heads, experts
+    metadata = {
+        "block_count": n_layers,
+        "context_length": 131072,
+        "embedding_length": e,
+        "feed_forward_length": f,
+        "attention.head_count": h,
+        "attention.head_count_kv": hk,
+        "attention.key_length": dim,
+        "attention.value_length": dim,
+        "attention.sliding_window": window,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 150000.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 32.0,
+        "rope.scaling.original_context_length": 4096,
+        "expert_count": n,
+        "expert_used_count": used,
+        "expert_feed_forward_length": f,
+    }
+    t = {"token_embd.weight": (vocabulary, e), "output.weight": (vocabulary, e), "output_norm.weight": (e,)}
+    for i in range(n_layers):
+        b = f"blk.{i}."
+        t |= {b + "attn_norm.weight": (e,), b + "post_attention_norm.weight": (e,), b + "attn_sinks.weight": (h,)}
+        matrices = grouped_heads(b, e, h, hk, dim) | routed(b, e, f, n, merged=False)
+        t |= matrices | {name.replace(".weight", ".bias"): shape[:-1] for name, shape in matrices.items()}
+    return Model("gpt-oss", name, metadata, t)
+
+
 def gemma4(name, *, n_layers, embedding, width, n_heads, kv, experts, vocabulary, window, dims=(256, 512), every=6):
     """Gemma 4 with experts.  ``kv``, ``dims``: of sliding and of full layers; ``experts``: count, used, width."""
     e, h, sliding = embedding, n_heads, [(i + 1) % every != 0 for i in range(n_layers)]
@@ -340,6 +371,10 @@ SHAPES = {
     "gemma-3-27b": lambda: gemma3(
         "Gemma 3 27B shape", n_layers=62, embedding=5376, width=21504, heads=(32, 16), vocabulary=262144, window=1024,
     ),
+    "gpt-oss-20b": lambda: gpt_oss(
+        "gpt-oss 20B shape", n_layers=24, embedding=2880, heads=(64, 8), vocabulary=201088, experts=(32, 4, 2880),
+        window=128,
+    ),
     "gemma4-26b-a4b": lambda: gemma4(
         "Gemma 4 26B A4B shape", n_layers=30, embedding=2816, width=2112, n_heads=16, kv=(8, 2),
         experts=(128, 8, 704), vocabulary=262144, window=1024,
@@ -378,6 +413,9 @@ SHAPES = {
     "tiny-gemma-3-27b": lambda: gemma3(
         "tiny Gemma 3", n_layers=4, embedding=256, width=512, heads=(4, 2), vocabulary=1024, window=128, dim=64,
         every=2,
+    ),
+    "tiny-gpt-oss-20b": lambda: gpt_oss(
+        "tiny gpt-oss", n_layers=4, embedding=288, heads=(4, 2), vocabulary=1024, experts=(8, 2, 288), window=128,
     ),
     "tiny-gemma4-26b-a4b": lambda: gemma4(
         "tiny Gemma 4", n_layers=4, embedding=256, width=288, n_heads=4, kv=(2, 1), experts=(8, 2, 96),

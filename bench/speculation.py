@@ -147,8 +147,12 @@ async def count(service, name, first, n_tokens):
 
 async def rate(service, name, streams, tokens):
     """Tokens/s of all streams while all of them decode: steps of fewer are captured before and behind."""
+    began = time.perf_counter()
     runs = await asyncio.gather(*(count(service, f"{name}-{i}", 300 + 31 * i, tokens) for i in range(streams)))
     first, last = max(times[1] for times in runs), min(times[-2] for times in runs)
+    if last <= first:
+        spans = ", ".join(f"{times[0] - began:.3f} to {times[-1] - began:.3f}" for times in runs)
+        raise RuntimeError(f"{name}: the streams never decode all at once: {spans} s")
     return sum(sum(first < t <= last for t in times) for times in runs) / (last - first)
 
 
