@@ -39,8 +39,9 @@ from lucevisor.protocol.frames import encode
 from lucevisor.protocol.loading import ArenaPlan, Load, PoolSizes, RowsConnection
 from lucevisor.protocol.messages import Role
 from lucevisor.protocol.steps import Slice, Step
-from lucevisor.protocol.tcp_buffer import LOOPBACK, RowsEndpoint
-from lucevisor.protocol.transport import BlockingLink, Link, connect
+from lucevisor.protocol.tcp import LOOPBACK
+from lucevisor.protocol.tcp_buffer import RowsEndpoint
+from lucevisor.protocol.transport import BlockingLink, Link
 
 PEERS = Path(__file__).with_name("hop_peers.py")
 EMPTY = 55  # bytes the raw contenders send for an empty step: about the length of its frame
@@ -79,7 +80,7 @@ class Child:
 
 def tcp_pair():
     with socket.create_server((LOOPBACK, 0)) as server:
-        ours = connect("{}:{}".format(*server.getsockname()))
+        ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
     for sock in (ours, theirs):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
@@ -142,13 +143,17 @@ class RawOneWay:
         self.child.end()
 
 
+KEY = bytes(32)
+
+
 def open_buffers(n_bytes, n_regions, *, tcp, tokens=False):
     """Two boundaries, to the child and back: what opens them here, our ends, and what the child is told."""
     plans = [ArenaPlan(i, n_bytes, n_regions, tokens=tokens) for i in range(2)]
     if not tcp:
         arenas = [Arena.create(plan) for plan in plans]
         return None, arenas, plans
-    endpoint = RowsEndpoint(SimpleNamespace(send=lambda *_, **__: None), LOOPBACK)  # no supervisor wants copies
+    supervisor = SimpleNamespace(send=lambda *_, **__: None)  # who wants no copies
+    endpoint = RowsEndpoint(supervisor, LOOPBACK, KEY)
     buffers = endpoint.open([replace(plan, connection=RowsConnection(1)) for plan in plans], [])
     return endpoint, buffers, [replace(plan, connection=RowsConnection(2, endpoint.address)) for plan in plans]
 

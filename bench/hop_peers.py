@@ -45,7 +45,7 @@ def await_rows(buffer, region, step_id):
 def rows(address, _):
     link = BlockingLink(socket.socket(fileno=int(address)))
     load = greet(link)
-    there, back = RowsEndpoint(link).open(load.message.arenas, load.fds)
+    there, back = RowsEndpoint(link, key=bytes(32)).open(load.message.arenas, load.fds)
     link.send(Loaded([], {}, 0.0))
     step_id = 1
     while True:
@@ -80,7 +80,7 @@ def greet(link):
 def link(address, _):
     link = BlockingLink(socket.socket(fileno=int(address)))
     load = greet(link)
-    arenas = RowsEndpoint(link).open(load.message.arenas, load.fds)
+    arenas = RowsEndpoint(link, key=bytes(32)).open(load.message.arenas, load.fds)
     link.send(Loaded([], {}, 0.0))
     while (frame := link.receive()) is not None:
         match frame.message:

@@ -15,6 +15,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 
@@ -23,11 +24,13 @@ from daemons.errors import describe
 from daemons.heartbeat import Reporter
 from daemons.options import Options, parse
 from lucevisor.protocol import fault_hooks
+from lucevisor.protocol.authentication import AuthenticationError, Purpose, read_key
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError
 from lucevisor.protocol.messages import Failed, StreamKind
 from lucevisor.protocol.process import EXIT_CONFIGURATION, EXIT_FAILED, end_with_parent
+from lucevisor.protocol.tcp import connect
 from lucevisor.protocol.threads import StartedThread
-from lucevisor.protocol.transport import BlockingLink, open_socket
+from lucevisor.protocol.transport import BlockingLink, inherited_socket
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,7 +42,15 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     if options.cores:
         os.sched_setaffinity(0, options.cores)  # before torch counts them and starts threads
-    sockets, heartbeat_socket = [open_socket(link) for link in options.links], open_socket(options.heartbeat)
+    try:
+        key = b"" if options.secret is None else read_key(options.secret)
+        sockets = [_open(link, key, Purpose.LINK) for link in options.links]
+        heartbeat_socket = _open(options.heartbeat, key, Purpose.HEARTBEAT)
+    except (OSError, AuthenticationError) as error:  # it may pass
+        print(f"the supervisor cannot be reached at {options.heartbeat}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    if options.rows and sockets[0].family != socket.AF_UNIX:
+        options = replace(options, rows=sockets[0].getsockname()[0])  # by this address others reach this host
     links = [BlockingLink(sock, name=f"{options.group} link") for sock in sockets]
     heartbeat = BlockingLink(heartbeat_socket, stream=StreamKind.HEARTBEAT, name=f"{options.group} heartbeat")
     reporter = Reporter(heartbeat, on_lost=_terminate_self)
@@ -48,18 +59,27 @@ def main(argv: Sequence[str]) -> int:
     hooks = {"hang": fault_hooks.hold_interpreter, "mute": reporter.mute, "clock": fault_hooks.shift_clock}
     fault_hooks.listen(hooks)
     try:
-        return _serve_all(links, reporter, options)
+        return _serve_all(links, reporter, options, key)
     finally:
         reporter.close()
 
 
-def _serve_all(links: Sequence[BlockingLink], reporter: Reporter, options: Options) -> int:
+def _open(address: str, key: bytes, purpose: Purpose) -> socket.socket:
+    """Return the socket of a link or heartbeat.  Raises OSError, AuthenticationError."""
+    kind, _, place = address.partition(":")
+    if kind == "fd":
+        return inherited_socket(int(place))
+    address, _, channel = place.partition("/")
+    return connect(address, key, purpose, bytes.fromhex(channel))
+
+
+def _serve_all(links: Sequence[BlockingLink], reporter: Reporter, options: Options, key: bytes) -> int:
     """Serve each model on its link, the first in this thread; end all when one ends."""
     lock, codes = ComputeLock(), list[int]()
 
     def run(model: int) -> None:
         try:
-            codes.append(_import_and_serve(links[model], reporter, options, lock, model))
+            codes.append(_import_and_serve(links[model], reporter, options, key, lock, model))
         finally:
             for other in links if len(links) > 1 else ():
                 other.close()
@@ -71,7 +91,9 @@ def _serve_all(links: Sequence[BlockingLink], reporter: Reporter, options: Optio
     return max(codes)
 
 
-def _import_and_serve(link: BlockingLink, reporter: Reporter, options: Options, lock: ComputeLock, model: int) -> int:
+def _import_and_serve(
+    link: BlockingLink, reporter: Reporter, options: Options, key: bytes, lock: ComputeLock, model: int
+) -> int:
     try:
         from daemons.worker import run_worker
     except ImportError as error:
@@ -80,7 +102,7 @@ def _import_and_serve(link: BlockingLink, reporter: Reporter, options: Options, 
         _send(link, Failed("start", options.group, f"import failed: {error}", advice, configuration=True))
         return EXIT_CONFIGURATION
     try:
-        return run_worker(link, reporter, options, lock, model)
+        return run_worker(link, reporter, options, key, lock, model)
     except Exception as error:
         traceback.print_exc()
         advice = "see the daemon's log; report it if the same request fails again"

@@ -17,7 +17,8 @@ class Options:
     """Options from the supervisor.
 
     `links` and `heartbeat` are addresses, with a link for each model.  `threads` 0: torch's choice; `cores` empty: no
-    pinning.  `rows`: the host to listen at for rows of neighbours; empty where all share memory.
+    pinning.  `secret`: a descriptor to read the key of TCP connections from; None without such.  `rows`: the address to
+    listen at for rows of neighbours; empty where all share memory.
     """
 
     group: str
@@ -27,6 +28,7 @@ class Options:
     parent_pid: int
     threads: int
     cores: tuple[int, ...]
+    secret: int | None = None
     rows: str = ""
 
 
@@ -38,13 +40,14 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument("--group", required=True)
     parser.add_argument("--backend", required=True, choices=[backend.value for backend in Backend])
     parser.add_argument(
-        "--link", required=True, action="append", help="fd:NUMBER or tcp:HOST:PORT, once for each model"
+        "--link", required=True, action="append", help="fd:NUMBER or tcp:HOST:PORT/CHANNEL, once for each model"
     )
     parser.add_argument("--heartbeat", required=True, help="as --link")
     parser.add_argument("--parent-pid", required=True, type=int)
     parser.add_argument("--threads", required=True, type=int)
     parser.add_argument("--cores", required=True, help="comma-separated, empty for no pinning")
-    parser.add_argument("--rows", required=True, help="host to listen at for rows, empty for none")
+    parser.add_argument("--secret", required=True, help="descriptor with the key of connections, empty for none")
+    parser.add_argument("--rows", required=True, help="address to listen at for rows, empty for none; over TCP its own")
     given = parser.parse_args(argv)
     return Options(
         group=given.group,
@@ -54,5 +57,6 @@ def parse(argv: Sequence[str]) -> Options:
         parent_pid=given.parent_pid,
         threads=given.threads,
         cores=tuple(int(core) for core in given.cores.split(",") if core),
+        secret=int(given.secret) if given.secret else None,
         rows=given.rows,
     )

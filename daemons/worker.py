@@ -48,12 +48,15 @@ _POLL_S = 5e-5
 while drafts are made: a step behind them comes as they end, and a thread that sleeps is woken late."""
 
 
-def run_worker(link: BlockingLink, reporter: Reporter, options: Options, lock: ComputeLock, model: int) -> int:
+def run_worker(
+    link: BlockingLink, reporter: Reporter, options: Options, key: bytes, lock: ComputeLock, model: int
+) -> int:
     """Serve the supervisor on the link of one model until it sends Shutdown or goes away; return the exit code."""
     with lock:
         reporter.phase("start")
         devices.prepare(options.backend, options.threads)
-        endpoint = RowsEndpoint(link, options.rows)
+        refused = partial(reporter.log, "warning", "connection refused")
+        endpoint = RowsEndpoint(link, options.rows, key, lambda text: refused(reason=text))
         link.send(hello(options, endpoint.address))
         for device in devices.accelerators(options.backend):
             triton_reject_reason(device, torch.bfloat16)  # imports Triton: half a second that the load need not take

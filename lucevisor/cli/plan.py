@@ -131,7 +131,7 @@ def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
     arena = check_arena()
 
     def check(group: str) -> tuple[Check, list[int]]:
-        arenas = [arena] if loaded.groups[group].transport == "shared_memory" else []
+        arenas = [arena] if loaded.groups[group].shares_memory else []
         # One layer's numbers: of the first model that the group is for.
         model = next(m for own, m in zip(configs, models, strict=True) if group in own.groups)
         request = Check([str(f) for f in model.files], layer, dtypes[model.name], [a.plan for a in arenas])

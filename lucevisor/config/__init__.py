@@ -6,6 +6,7 @@
 
 from lucevisor.config.credentials import ApiKey as ApiKey
 from lucevisor.config.credentials import read_api_keys as read_api_keys
+from lucevisor.config.credentials import read_secret as read_secret
 from lucevisor.config.credentials import server_context as server_context
 from lucevisor.config.formats import Auto as Auto
 from lucevisor.config.formats import DeviceRef as DeviceRef
@@ -24,6 +25,7 @@ from lucevisor.config.load import values_in_file as values_in_file
 from lucevisor.config.sections import USUAL_CHUNK as USUAL_CHUNK
 from lucevisor.config.sections import Backend as Backend
 from lucevisor.config.sections import CacheConfig as CacheConfig
+from lucevisor.config.sections import ClusterConfig as ClusterConfig
 from lucevisor.config.sections import Config as Config
 from lucevisor.config.sections import DraftConfig as DraftConfig
 from lucevisor.config.sections import DType as DType

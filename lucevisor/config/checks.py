@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lucevisor.config.credentials import read_api_keys, server_context
+from lucevisor.config.credentials import read_api_keys, read_secret, server_context
 from lucevisor.config.formats import (
     BACKENDS,
     CURVE_POINT,
@@ -70,6 +70,7 @@ def check_values(pending: PendingConfig) -> None:
     _check_deterministic(pending)
     _resolve_target_devices(pending)
     _check_server(pending)
+    _check_cluster(pending)
 
 
 def _check_groups(pending: PendingConfig) -> None:
@@ -83,9 +84,13 @@ def _check_groups(pending: PendingConfig) -> None:
         if visible and variable in (pending.group(name, "env") or {}):
             why = f"sets the same as {GROUPS}.{name}.env.{variable}"
             pending.refuse(f"{GROUPS}.{name}.visible_devices", list(visible), why, "keep one of the two")
-        if pending.group(name, "transport") == "tcp" and pending.values.get("cache.dir"):
+        if pending.values.get("cache.dir"):
             why, hint = "passes no files, and cache.dir needs that", 'leave cache.dir empty, or set "shared_memory"'
-            pending.refuse(f"{GROUPS}.{name}.transport", "tcp", why, hint)
+            if pending.group(name, "transport") == "tcp":
+                pending.refuse(f"{GROUPS}.{name}.transport", "tcp", why, hint)
+            elif host := pending.group(name, "host"):
+                why, hint = "is reached over TCP, which " + why, "leave cache.dir empty"
+                pending.refuse(f"{GROUPS}.{name}.host", host, why, hint)
 
 
 def _check_split(pending: PendingConfig) -> None:
@@ -227,6 +232,29 @@ def _check_server(pending: PendingConfig) -> None:
         pending.refuse("server.host", host, why, hint)
 
 
+def _check_cluster(pending: PendingConfig) -> None:
+    listen, secret = pending.values.get("cluster.listen"), pending.values.get("cluster.secret_file")
+    hosts = {name: host for name in pending.group_names if (host := pending.group(name, "host"))}
+    if listen == "":
+        for name, host in hosts.items():
+            hint = "write [cluster] with listen = an address of this host that the other one reaches, and secret_file"
+            pending.refuse(f"{GROUPS}.{name}.host", host, "is another host, and cluster.listen is empty", hint)
+        return
+    if listen in ("0.0.0.0", "::"):
+        hint = "name one address of this host that the others reach, such as 10.0.0.1"
+        pending.refuse("cluster.listen", listen, "is no address that others can connect to", hint)
+    if secret == "":
+        hint = "`lucevisor cluster secret FILE` writes a file, of which every host needs a copy"
+        pending.refuse("cluster.secret_file", "", "is empty, and daemons authenticate with it", hint)
+    elif secret:
+        try:
+            read_secret(Path(secret))
+        except ConfigError as error:
+            pending.refuse(error.key, error.value, error.why, error.hint)
+    if pending.values.get("cluster.ssh") == ():
+        pending.refuse("cluster.ssh", [], "is empty", 'nearest: ["ssh", "-T", "-o", "BatchMode=yes"]')
+
+
 def _check_tls(pending: PendingConfig) -> None:
     cert_file, key_file = (pending.values.get(f"server.{key}") for key in ("tls_cert_file", "tls_key_file"))
     if cert_file is None or key_file is None or cert_file == key_file == "":
@@ -305,8 +333,13 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
             yield f"cache.{name}", "cache.prefix_slots is 0"
     if not cache.dir:
         yield "cache.disk", "cache.dir is empty"
-    if any(group.transport == "tcp" for group in config.groups.values()):
-        yield "cache.host", "a group's transport is tcp, which passes no files"
+    if not all(group.shares_memory for group in config.groups.values()):
+        yield "cache.host", "a group is reached over TCP, which passes no files"
+    if not config.cluster.listen:
+        for name in ("port", "secret_file", "launcher", "ssh"):
+            yield f"cluster.{name}", "cluster.listen is empty"
+    if all(group.shares_memory for group in config.groups.values()):
+        yield "cluster.listen", f"no group has a host: set {GROUPS}.NAME.host"
     if draft.kind in ("off", "lookup"):
         for name in ("path", "device", "width") if draft.kind == "off" else ("path", "device"):
             yield f"draft.{name}", f"draft.kind is {draft.kind}"

@@ -1,10 +1,12 @@
-"""Files of API keys, one key per line, optionally followed by a name, and the certificate and key of the endpoint.
+"""Files of API keys, one key per line, optionally followed by a name, the certificate and key of the endpoint, and the
+secret of a cluster.
 
 Invariant: no message and no `repr` shows a key.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lucevisor.errors import ConfigError
+from lucevisor.protocol.authentication import read_key
 
 if TYPE_CHECKING:
     import ssl  # 10 ms, which commands without TLS need not spend
@@ -44,6 +47,24 @@ def server_context(cert_file: Path, key_file: Path) -> ssl.SSLContext:
             "server.tls_cert_file", str(cert_file), why, "give the supervisor's user read access"
         ) from None
     return context
+
+
+def read_secret(path: Path) -> bytes:
+    """Return the key in the file with the cluster's secret.  Raises ConfigError."""
+    setting = "cluster.secret_file"
+    try:
+        with path.open("rb") as file:
+            shared = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077
+            key = read_key(os.dup(file.fileno()))
+    except OSError as error:
+        hint = f"`lucevisor cluster secret {path}` writes one"
+        raise ConfigError(setting, str(path), f"cannot be read: {error.strerror}", hint) from None
+    except ValueError as error:
+        hint = f"`lucevisor cluster secret {path}` writes a new one"
+        raise ConfigError(setting, str(path), str(error), hint) from None
+    if shared:
+        raise ConfigError(setting, str(path), "can be used by other users of this machine", f"chmod 600 {path}")
+    return key
 
 
 @dataclass(frozen=True, slots=True)

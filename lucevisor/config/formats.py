@@ -366,7 +366,21 @@ def curve_point(value: object) -> tuple[int, float]:
     return int(match[1]), share
 
 
+_DESTINATION = re.compile(r"(?!-)[A-Za-z0-9@%+=:,./_\[\]-]+", re.ASCII)
+
+
+def destination(value: object) -> str:
+    """Parse what ssh takes as its destination, or an empty text."""
+    text = line(value, "a host")
+    if text and not _DESTINATION.fullmatch(text):
+        raise InvalidValue("is not a host", "such as attic, me@attic or 10.0.0.2")
+    return text
+
+
 LINE = Format("text", line)
+WORD = Format("text", _filled)
+DESTINATION = Format("host, such as `attic` or `me@10.0.0.2`", destination)
+OPTIONAL_HOST = Format("IP address or host name, or empty", lambda value: "" if value == "" else host(value))
 PATH = Format("path", path)
 HUB_PATH = Format("path or `hf:owner/repo/file`", hub_path)
 MODEL_PATH = Format("path or `hf:owner/repo/file`", lambda value: hub_path(_filled(value)))

@@ -16,7 +16,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
-from lucevisor.config.formats import AUTO, DEVICE, PATHS, SPLIT, Format, InvalidValue, absolute, kind_of, wrong_type
+from lucevisor.config.formats import (
+    AUTO,
+    DEVICE,
+    PATHS,
+    SPLIT,
+    WORD,
+    Format,
+    InvalidValue,
+    absolute,
+    kind_of,
+    wrong_type,
+)
 from lucevisor.errors import nearest, suggest
 
 MAX_ITEMS = 1024
@@ -102,7 +113,8 @@ class FieldKey:
             offender = error.value if error.inside else raw
             hint = error.hint or f"write {plain(self.allowed)}"
             raise InvalidValue(error.why, hint, value=offender, inside=error.inside) from None
-        if self.is_list and self.format is not DEVICE:  # devices are compared once their groups are known
+        # Devices are compared once their groups are known; words of a command may be repeated.
+        if self.is_list and self.format not in (DEVICE, WORD):
             _refuse_duplicates(result, value)
         return result
 

@@ -17,6 +17,7 @@ from lucevisor.config.formats import (
     AUTO_SIZE,
     COMMAND,
     CURVE_POINT,
+    DESTINATION,
     DEVICE,
     ENVIRONMENT,
     HOST,
@@ -25,12 +26,14 @@ from lucevisor.config.formats import (
     LINE,
     MODEL_PATH,
     OPTIONAL_DEVICE,
+    OPTIONAL_HOST,
     ORIGIN,
     PATH,
     RESTART_LIMIT,
     SIZE,
     SPLIT,
     VISIBLE_DEVICE,
+    WORD,
     Auto,
     DeviceRef,
     HubFile,
@@ -100,16 +103,45 @@ class GroupConfig:
     Backend cpu."""
     cores: tuple[Annotated[int, Meta(ge=0, le=8191)], ...] = ()
     """Processor cores the daemon is pinned to. Empty: not pinned."""
+    host: Annotated[str, DESTINATION] = ""
+    """Host to start the daemon on, as `cluster.launcher` finds it. Empty: this one. Needs `[cluster]`. `python` is an
+    interpreter there, `python3` if it is empty; `env`, `visible_devices` and `cores` are about that host, and model
+    files are read there, at the same paths. See docs/cluster.md."""
     transport: Transport = "shared_memory"
     """Transport between the daemon, the supervisor and other groups. `tcp`: over connections on the loopback interface,
-    which are not authenticated. No files travel then: there are no snapshots, host tier and `reload`, and a restarted
-    group computes its state again."""
+    or, with `[cluster]`, at its address; always with a `host`. No files travel then: there are no snapshots, host tier
+    and `reload`, and a restarted group computes its state again."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """True if the daemon can be given descriptors."""
+        return not self.host and self.transport == "shared_memory"
 
     def environment(self) -> dict[str, str]:
         """Return what to add to the daemon's environment: `env`, and the variable for `visible_devices`."""
         variable = VISIBLE_DEVICES[self.backend]
         shown = {variable: ",".join(self.visible_devices)} if self.visible_devices and variable else {}
         return {**self.env, **shown}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Daemons on other hosts, for groups with a `host`. See docs/cluster.md."""
+
+    listen: Annotated[str, OPTIONAL_HOST] = ""
+    """Address of this host that the others reach. Daemons connect to it. Empty: no port is open."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port to listen on; 0: any free one."""
+    secret_file: Annotated[str, PATH] = ""
+    """File with the cluster's secret, for its owner only (mode 0600), which `lucevisor cluster secret FILE` writes. The
+    other hosts need a copy at the same path; a path in the home directory is one in that of the user there."""
+    launcher: Literal["ssh"] = "ssh"
+    """How daemons are started on a `host`."""
+    ssh: Annotated[tuple[str, ...], WORD] = (
+        "ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=3",
+        "-o", "ServerAliveCountMax=3",
+    )  # fmt: skip
+    """Command of the launcher `ssh`; the host and what to run there follow. It must not ask for anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,6 +387,7 @@ class Config:
     kvflash: KvFlashConfig = KvFlashConfig()
     pflash: PFlashConfig = PFlashConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    cluster: ClusterConfig = ClusterConfig()
     log: LogConfig = LogConfig()
     models: Mapping[str, Config] = field(default_factory=lambda: MappingProxyType({}))  # of [models.NAME]
     section: str = field(default="", compare=False)  # "models.NAME", of one of several
@@ -393,12 +426,16 @@ class Config:
         return self.pflash.mode != "off" or (self.kvflash.policy == "drafter" and self.kvflash.pool_tokens != 0)
 
     def threads_of(self, group: str, usable_cores: int) -> int:
-        """Return the compute threads of a cpu group on a machine where the supervisor may use `usable_cores`."""
+        """Return the compute threads of a cpu group on a machine where the supervisor may use `usable_cores`; 0: the
+        daemon decides.
+        """
         config = self.groups[group]
         if config.threads != "auto":
             return config.threads
+        if config.host:
+            return len(config.cores)  # 0: torch counts those of that host
         groups = {name: other for model in self.neighbours for name, other in model.config.groups.items()}
-        n_cpu_groups = sum(other.backend == "cpu" for other in {**groups, **self.groups}.values())
+        n_cpu_groups = sum(other.backend == "cpu" and not other.host for other in {**groups, **self.groups}.values())
         return len(config.cores) or max(1, usable_cores // max(1, n_cpu_groups))
 
 
@@ -432,6 +469,7 @@ SECTIONS: Mapping[str, type[Any]] = {
     "kvflash": KvFlashConfig,
     "pflash": PFlashConfig,
     "recovery": RecoveryConfig,
+    "cluster": ClusterConfig,
     "log": LogConfig,
 }
 """Sections by their names in the file, in its order; `[groups.NAME]`, one GroupConfig each, comes after model."""

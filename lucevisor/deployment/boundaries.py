@@ -74,6 +74,7 @@ class Boundaries:
 
     def on_lost(self, group: str) -> None:
         """A daemon is lost."""
+        self._addresses.pop(group, None)
         for key, relay in self._relays.items():
             writer, reader = self._ends[key]
             if group == writer:

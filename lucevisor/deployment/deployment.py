@@ -215,7 +215,7 @@ class Deployment:
         self.scoring: ScoringStage | None = None  # of PFlash, when it is placed
         self.config, self._model, self._weights, self._limits, self._owner = config, model, weights, limits, owner
         self._sizes = sizes
-        self._remote: Final = {name for name, group in config.groups.items() if group.transport != "shared_memory"}
+        self._remote: Final = {name for name, group in config.groups.items() if not group.shares_memory}
         self.needed: Final = target_groups(config)  # the groups with layers, which serving needs
         self._placing = PlacementBarrier(self.needed, self._place, config.groups.keys() - self.needed)
         self.links: dict[str, Channel] = {}  # of READY groups

@@ -43,7 +43,7 @@ async def inventory(config: Config) -> tuple[dict[str, list[DeviceInfo]], dict[s
 
 async def probe_groups(config: Config, check: Callable[[str], tuple[Check, list[int]]] | None) -> dict[str, Probe]:
     """Probe all groups at once; ``check(group)`` returns the Check to run there and its descriptors."""
-    with probe_launcher() as launcher:
+    with probe_launcher(config) as launcher:
 
         async def ask(name: str) -> Probe:
             request = check(name) if check is not None else None
@@ -65,7 +65,7 @@ async def tune(files: Sequence[Path], config: Config) -> list[CheckLine]:
     Raises LucevisorError when a group does not answer, or something could not be measured.
     """
     lines: list[CheckLine] = []
-    with probe_launcher() as launcher:
+    with probe_launcher(config) as launcher:
         for group in target_groups(config):
             on_cpu = config.groups[group].backend == "cpu"
             indices = [0] if on_cpu else group_devices(config, group)  # all indices of a cpu group are one device
@@ -146,7 +146,7 @@ async def measure(request: MeasurementRequest, files: Sequence[Path], config: Co
     """Let a probe of each group time its spans, one group at a time so that they do not disturb each other."""
     devices = config.placement.devices
     timings: list[list[Timing]] = [[] for _ in devices]
-    with probe_launcher() as launcher:
+    with probe_launcher(config) as launcher:
         for group in dict.fromkeys(device.group for device in devices):
             targets = [i for i, device in enumerate(devices) if device.group == group]
             check = _check(request, targets, files, config, group)

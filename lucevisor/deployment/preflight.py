@@ -37,6 +37,8 @@ def _check_plan(config: Config, model: ServedModel) -> Iterator[ConfigError]:
 def _check_cores(config: Config) -> Iterator[ConfigError]:
     usable = usable_cores()
     for name, group in config.groups.items():
+        if group.host:
+            continue  # only its daemon knows
         if wrong := sorted(set(group.cores) - set(usable)):
             near = [min(usable, key=lambda core, of=wanted: abs(core - of)) for wanted in wrong]  # type: ignore[misc]
             why = f"core {wrong[0]} does not exist here or may not be used: usable are {_ranges(usable)}"
@@ -57,6 +59,8 @@ def _ranges(numbers: list[int]) -> str:
 
 def _check_interpreters(config: Config) -> Iterator[ConfigError]:
     for name, group in config.groups.items():
+        if group.host:
+            continue
         try:
             find_python(group.python, {**os.environ, **group.environment()}.get("PATH"))
         except SpawnError as error:

@@ -46,13 +46,13 @@ from lucevisor.model.values import PAGE_TOKENS, Backend
 from lucevisor.placement.result import Placement
 from lucevisor.placement.sizing import slot_unit_bytes
 from lucevisor.protocol.messages import Progress
-from lucevisor.protocol.tcp_buffer import LOOPBACK
 from lucevisor.snapshots.manager import SnapshotManager, open_store
 from lucevisor.snapshots.policy import SavePolicy
 from lucevisor.snapshots.store import SnapshotStore
-from lucevisor.supervision.child import LocalLauncher, stage_packages
+from lucevisor.supervision.child import stage_packages
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
+from lucevisor.supervision.launcher import Launcher, open_listener
 from lucevisor.supervision.machine import SupervisionLimits
 
 
@@ -426,10 +426,11 @@ class Service:
         self.changes = Changes()
         self._stopping: asyncio.Task[None] | None = None
         try:
-            tcp = any(group.transport == "tcp" for group in config.groups.values())
-            self._launcher = LocalLauncher(stage_packages(run_dir), LOOPBACK if tcp else "")
+            staging = stage_packages(run_dir)
         except OSError as error:
             raise unusable(run_dir, error) from error
+        self._listener = open_listener(config)
+        self._launcher = Launcher(staging, self._listener, config.cluster)
         self._limits = limits or SupervisionLimits()
         self._deployments: list[Deployment] = []  # those with processes
         configs = model_configs(config, models)
@@ -507,6 +508,8 @@ class Service:
         await asyncio.gather(*(service.close() for service in self.models.values()))
         for deployment in self._deployments:
             deployment.close()
+        if self._listener is not None:
+            self._listener.close()
         self.on_change()
 
     async def _stop_groups(self, stop_s: float) -> None:

@@ -11,7 +11,6 @@ rows that are still on the way, as it stays outside the regions.
 from __future__ import annotations
 
 import select
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,14 +18,15 @@ from threading import Condition, Lock
 from typing import Any
 
 from lucevisor.protocol.arena import Arena, SharedBuffer, arena_bytes, open_arenas
+from lucevisor.protocol.authentication import AuthenticationError, Purpose
 from lucevisor.protocol.errors import ArenaError, LinkClosed, ProtocolError, RemoteProtocolError
 from lucevisor.protocol.loading import ArenaPlan, RowsConnection
 from lucevisor.protocol.messages import MAX_PAYLOAD_BYTES, Message, StreamKind
 from lucevisor.protocol.steps import Attach, Attached, PlacedRows, Rows, RowsCopy
+from lucevisor.protocol.tcp import Accepted, Acceptor, connect
 from lucevisor.protocol.threads import StartedThread
-from lucevisor.protocol.transport import BlockingLink, Channel, connect
+from lucevisor.protocol.transport import BlockingLink, Channel
 
-LOOPBACK = "127.0.0.1"
 NEVER = 2**64 - 1
 """No step has this id."""
 
@@ -241,20 +241,32 @@ class RelayBuffer(Arena):
                 self._reader.send(rows, payload=[bytes(self.region(region)[:n_bytes])])
 
 
-class RowsEndpoint:
-    """Opens a daemon's boundary memory.  With a ``host``, listens there for neighbours that are loaded later."""
+def _expects_rows(purpose: Purpose, _channel: bytes) -> bool:
+    return purpose is Purpose.ROWS
 
-    def __init__(self, link: BlockingLink, host: str = "") -> None:
+
+class RowsEndpoint:
+    """Opens a daemon's boundary memory.  With a ``host``, listens there for neighbours that are loaded later, and that
+    have the ``key``; ``on_refused`` gets what to report of others, in another thread.
+    """
+
+    def __init__(
+        self,
+        link: BlockingLink,
+        host: str = "",
+        key: bytes = b"",
+        on_refused: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self.address = ""
         self.on_broken: Callable[[ProtocolError], None] = lambda error: None
-        self._link = link
+        self._link, self._key = link, key
         self._buffers: dict[tuple[bool, int], TcpBuffer] = {}
         self._orders: dict[tuple[bool, int], RowsOrder] = {}
         self._opened = Condition()
         if host:
-            self._server = socket.create_server((host, 0))
-            self.address = "{}:{}".format(*self._server.getsockname())
-            StartedThread("rows", self._accept)
+            self._acceptor = Acceptor(host, 0, key, _expects_rows, on_refused)
+            self.address = self._acceptor.address
+            StartedThread("rows", partial(self._acceptor.serve, self._accepted))
 
     def open(self, plans: Sequence[ArenaPlan], fds: Sequence[int]) -> list[SharedBuffer]:
         """Attach the arenas whose descriptors came, and connect the others.  Raises ArenaError."""
@@ -265,14 +277,13 @@ class RowsEndpoint:
         for buffer in self._buffers.values():
             assert buffer.plan.connection is not None
             if buffer.plan.connection.address:
-                _connect(buffer, buffer.plan.connection)
+                self._connect(buffer, buffer.plan.connection)
         return [*buffers]
 
     def close(self) -> None:
         """Listen no more; idempotent."""
         if self.address:
-            with suppress(OSError):
-                self._server.shutdown(socket.SHUT_RDWR)
+            self._acceptor.stop()
 
     def place(self, rows: PlacedRows, payload: memoryview) -> None:
         """Take rows from the supervisor.  Raises RemoteProtocolError."""
@@ -293,11 +304,9 @@ class RowsEndpoint:
         self._orders[plan.key] = RowsOrder(buffer, plan.connection.epoch)
         return buffer
 
-    def _accept(self) -> None:
-        with self._server, suppress(OSError):  # closed
-            while True:
-                sock, _ = self._server.accept()
-                StartedThread("rows", partial(self._serve, BlockingLink(sock, stream=StreamKind.ROWS, name="rows")))
+    def _accepted(self, accepted: Accepted) -> None:
+        link = BlockingLink(accepted.sock, stream=StreamKind.ROWS, name="rows")
+        StartedThread("rows", partial(self._serve, link))
 
     def _serve(self, link: BlockingLink) -> None:
         """Serve one connection; what does not begin as one of a neighbour is closed."""
@@ -315,19 +324,25 @@ class RowsEndpoint:
                 link.send(Attached(accepted=False))
         link.close()
 
+    def _connect(self, buffer: TcpBuffer, plan: RowsConnection) -> None:
+        """Connect to the neighbour that was loaded before.  One that is gone by now connects here when it is replaced.
 
-def _connect(buffer: TcpBuffer, plan: RowsConnection) -> None:
-    """Connect to the neighbour that was loaded before.  One that is gone by now connects here when it is replaced."""
-    try:
-        sock = connect(plan.address)
-    except OSError:
-        return
-    peer = RowsLink(buffer, BlockingLink(sock, stream=StreamKind.ROWS, name="rows"), plan.epoch)
-    with suppress(ProtocolError):
-        peer.link.send(Attach(*buffer.plan.key, plan.epoch))
-        frame = peer.link.receive()
-        accepted = frame is not None and isinstance(frame.message, Attached) and frame.message.accepted
-        if accepted and buffer.attach_peer(peer):
-            StartedThread("rows", peer.run)
+        Raises ArenaError if it cannot be reached.
+        """
+        try:
+            sock = connect(plan.address, self._key, Purpose.ROWS)
+        except ConnectionError:
             return
-    peer.link.close()
+        except (OSError, AuthenticationError) as error:
+            what = f"the daemon of the next or previous layers cannot be reached at {plan.address}: {error}"
+            advice = "let the hosts of all groups connect to each other, at any port"
+            raise ArenaError(what, f"boundary {buffer.plan.boundary}", advice) from error
+        peer = RowsLink(buffer, BlockingLink(sock, stream=StreamKind.ROWS, name="rows"), plan.epoch)
+        with suppress(ProtocolError):
+            peer.link.send(Attach(*buffer.plan.key, plan.epoch))
+            frame = peer.link.receive()
+            accepted = frame is not None and isinstance(frame.message, Attached) and frame.message.accepted
+            if accepted and buffer.attach_peer(peer):
+                StartedThread("rows", peer.run)
+                return
+        peer.link.close()

@@ -1,8 +1,9 @@
 """The two ends of a link or heartbeat, over a Unix socket or TCP: in the supervisor's event loop, blocking in a daemon.
 
-The protocol is in ``connection``.  A peer that dies with unread bytes causes ECONNRESET instead of end of file; the
-kernel delivers earlier bytes first, so frames sent before a death are received.  End of file arrives when the *last*
-copy of the other end is closed: a third process that inherited it would hide the peer's death.
+The protocol is in ``connection``; a connection over TCP is authentic before it comes here (``tcp``).  A peer that dies
+with unread bytes causes ECONNRESET instead of end of file; the kernel delivers earlier bytes first, so frames sent
+before a death are received.  End of file arrives when the *last* copy of the other end is closed: a third process that
+inherited it would hide the peer's death.
 
 Invariants of :class:`Link`: no task or future per frame; ``on_frame`` gets every valid frame that arrived before the
 link died, in order; then ``on_closed`` is called exactly once, from its own loop callback.  A daemon may report a
@@ -17,6 +18,7 @@ become ``LinkClosed``.  Descriptors travel as SCM_RIGHTS and are close-on-exec.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import socket
@@ -44,6 +46,8 @@ DO_NOT_WAIT = int(socket.MSG_DONTWAIT)
 ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
 
 MAX_BUFFERS = 512  # of one sendmsg; the kernel takes at most 1024 (UIO_MAXIOV)
+_CUT_OFF = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
+"""The peer answers no more."""
 _DAEMON_GONE = "the daemon has exited; see its log"
 _PEER_GONE = "the peer has exited or closed the link; a daemon exits now, a supervisor restarts the group"
 
@@ -76,8 +80,19 @@ class Channel(Protocol):
         """Close the connection and drop what is queued; idempotent."""
 
 
+class AwaitedConnection:
+    """A connection over TCP that a daemon is going to open: ``take`` gets its socket, once.
+
+    ``forget``: it is not wanted any more.
+    """
+
+    def __init__(self, forget: Callable[[], object]) -> None:
+        self.forget = forget
+        self.take: Callable[[socket.socket], None] = lambda sock: sock.close()
+
+
 class Link:
-    """Frames over ``sock``, which this object owns, or over the first connection to it if it listens.
+    """Frames over ``sock``, which this object owns, or over the connection that is awaited.
 
     Create it inside the running loop.
 
@@ -87,7 +102,7 @@ class Link:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: socket.socket | AwaitedConnection,
         on_frame: Callable[[Frame], None],
         on_closed: Callable[[ProtocolError], None],
         *,
@@ -97,11 +112,8 @@ class Link:
         max_queued_bytes: int = 16 << 20,  # thousands of step plans: a daemon so far behind has stopped reading
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        _prepare(sock, blocking=False)
-        self._sock = sock
-        self._listens = bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        self._awaited = sock if isinstance(sock, AwaitedConnection) else None
         self._poll = select.epoll()
-        self._poll.register(sock.fileno(), select.EPOLLIN)
         self._connection = Connection(role, stream, name)
         self._name = name
         self._on_frame = on_frame
@@ -111,17 +123,17 @@ class Link:
         self.queued_bytes = 0
         self._write_error: LinkClosed | None = None
         self._closed: ProtocolError | None = None
-        self._loop.add_reader(self._poll.fileno(), self._ready)
+        if isinstance(sock, AwaitedConnection):
+            self.passes_handles = False
+            sock.take = self._connected
+        else:
+            self.passes_handles = True
+            self._connected(sock)
 
     @property
     def closed(self) -> bool:
         """True if nothing more can be sent or received."""
         return self._closed is not None
-
-    @property
-    def passes_handles(self) -> bool:
-        """True if descriptors may travel with a frame."""
-        return self._sock.family == socket.AF_UNIX
 
     @property
     def state(self) -> LinkState:
@@ -147,7 +159,7 @@ class Link:
             buffers: list[bytes | memoryview] = [message]
         else:
             buffers = self._connection.send(message, request_id, payload=payload)
-        if self._queue or self._listens:
+        if self._queue or self._awaited is not None:
             self._enqueue(buffers, fds)
             return
         try:
@@ -160,7 +172,9 @@ class Link:
                 fds = ()
         except BlockingIOError:
             n_sent = 0
-        except ConnectionError as error:
+        except OSError as error:
+            if not _is_lost(error):
+                raise
             raise self._write_failed(error) from error
         rest = after(buffers, n_sent)
         if rest:
@@ -192,7 +206,9 @@ class Link:
                 n_sent = self._sock.sendmsg(buffers[:MAX_BUFFERS], pack(fds))
             except BlockingIOError:
                 return
-            except ConnectionError as error:
+            except OSError as error:
+                if not _is_lost(error):
+                    raise
                 self._write_failed(error)
                 return
             close_all(fds)
@@ -204,7 +220,7 @@ class Link:
                 self._queue.popleft()
         self._poll.modify(self._sock.fileno(), select.EPOLLIN)
 
-    def _write_failed(self, error: ConnectionError) -> LinkClosed:
+    def _write_failed(self, error: OSError) -> LinkClosed:
         """Stop writing; the reader closes the link after the last bytes that arrived."""
         self._write_error = LinkClosed(f"the daemon is gone: {error}", self._name, _DAEMON_GONE)
         self._drop_queue()
@@ -216,16 +232,14 @@ class Link:
             close_all(fds)
         if self._queue:
             self._queue.clear()
-            self._poll.modify(self._sock.fileno(), select.EPOLLIN)
+            if self._awaited is None:
+                self._poll.modify(self._sock.fileno(), select.EPOLLIN)
         self.queued_bytes = 0
 
     # ---- in
 
     def _ready(self) -> None:
         """The socket is readable or writable: try both."""
-        if self._listens:
-            self._accept()
-            return
         if self._queue:
             self._flush()
         budget = 4 << 20  # bytes per callback: a long payload must not starve the other links
@@ -236,17 +250,12 @@ class Link:
                 return
             budget -= n
 
-    def _accept(self) -> None:
-        """Take the first connection, and no other."""
-        try:
-            sock, _ = self._sock.accept()
-        except (BlockingIOError, ConnectionError):  # it went away again
-            return
-        self._poll.unregister(self._sock.fileno())
-        self._sock.close()
-        self._sock, self._listens = sock, False
+    def _connected(self, sock: socket.socket) -> None:
+        self._awaited = None
         _prepare(sock, blocking=False)
+        self._sock = sock
         self._poll.register(sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if self._queue else 0))
+        self._loop.add_reader(self._poll.fileno(), self._ready)
 
     def _read_rest(self) -> None:
         while self._closed is None:
@@ -260,7 +269,9 @@ class Link:
             n = self._sock.recv_into(room)
         except BlockingIOError:
             return 0
-        except ConnectionError as error:
+        except OSError as error:
+            if not _is_lost(error):
+                raise
             self._finish(self._gone(f"the daemon is gone: {error}"))
             return 0
         if n == 0:
@@ -294,10 +305,13 @@ class Link:
         if self._closed is not None:
             return
         self._closed = reason
-        self._loop.remove_reader(self._poll.fileno())
         self._drop_queue()
+        if self._awaited is None:
+            self._loop.remove_reader(self._poll.fileno())
+            self._sock.close()
+        else:
+            self._awaited.forget()
         self._poll.close()
-        self._sock.close()
         self._loop.call_soon(self._on_closed, reason)
 
 
@@ -395,10 +409,11 @@ class BlockingLink:
                 buffers = self._connection.send(message, request_id, payload=payload)
             try:
                 self._write(buffers, fds)
-            except ConnectionError as error:
-                self._send_broken = LinkClosed(f"the peer is gone: {error}", self._name, _PEER_GONE)
-                raise self._send_broken from error
-            except BaseException as error:  # a signal handler raised: the frame may be truncated, so none may follow
+            except BaseException as error:
+                if isinstance(error, OSError) and _is_lost(error):
+                    self._send_broken = LinkClosed(f"the peer is gone: {error}", self._name, _PEER_GONE)
+                    raise self._send_broken from error
+                # A signal handler raised: the frame may be truncated, so none may follow.
                 what = f"sending was interrupted by {error!r}"
                 self._send_broken = LinkClosed(what, self._name, _PEER_GONE, local=True)
                 raise
@@ -436,13 +451,12 @@ class BlockingLink:
             n, ancillary, flags, _ = self._sock.recvmsg_into([buffer], ANCILLARY_BYTES, wanted)
         except BlockingIOError:
             return False
-        except ConnectionError as error:
-            self._dead(f"the peer is gone: {error}")
-            return True
-        except OSError:
-            if self.closed_because is None:
+        except OSError as error:
+            if _is_lost(error):
+                self._dead(f"the peer is gone: {error}")
+            elif self.closed_because is None:
                 raise
-            return True  # close() in another thread
+            return True  # else: close() in another thread
         if n == 0:
             self._dead("end of file")
             return True
@@ -464,38 +478,20 @@ class BlockingLink:
 # ---- sockets, descriptors and buffers
 
 
-def open_channel(*, tcp: bool) -> tuple[socket.socket, str, socket.socket | None]:
-    """Return the supervisor's socket of a new channel, the address for a daemon, and what the daemon inherits.
-
-    Over TCP the first one listens, on a free port of the loopback interface, for one connection.
-    """
-    if tcp:
-        server = socket.create_server(("127.0.0.1", 0), backlog=1)
-        return server, "tcp:{}:{}".format(*server.getsockname()), None
-    ours, theirs = socket.socketpair()
-    return ours, f"fd:{theirs.fileno()}", theirs
+def _is_lost(error: OSError) -> bool:
+    """Return whether the peer has gone, or the way to it."""
+    return isinstance(error, ConnectionError) or error.errno in _CUT_OFF
 
 
-def open_socket(address: str) -> socket.socket:
-    """Return a daemon's socket for an address of ``open_channel``.  Raises OSError."""
-    kind, _, place = address.partition(":")
-    if kind == "tcp":
-        return connect(place)
-    os.set_inheritable(int(place), False)
-    return socket.socket(fileno=int(place))
-
-
-def connect(address: str) -> socket.socket:
-    """Connect to HOST:PORT.  Raises OSError."""
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)))
+def inherited_socket(number: int) -> socket.socket:
+    """Return a socket that this process inherited."""
+    os.set_inheritable(number, False)
+    return socket.socket(fileno=number)
 
 
 def _prepare(sock: socket.socket, *, blocking: bool) -> None:
     sock.setblocking(blocking)
     sock.set_inheritable(False)
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
 
 
 def pack(fds: Sequence[int]) -> list[tuple[int, int, Buffer]]:

@@ -26,6 +26,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +37,10 @@ from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import SHARED_PACKAGES, source_hash
 from lucevisor.protocol.messages import StreamKind
-from lucevisor.protocol.transport import Link, open_channel
+from lucevisor.protocol.transport import AwaitedConnection, Link
 from lucevisor.source_tree import locate
 from lucevisor.supervision.events import ProcessSignal
+from lucevisor.supervision.listener import Listener
 
 _OF_PYTHON = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONEXECUTABLE", "PYTHONSAFEPATH", "PYTHONOPTIMIZE")
 _OF_VENV = ("VIRTUAL_ENV", "VIRTUAL_ENV_PROMPT", "__PYVENV_LAUNCHER__", "CONDA_PREFIX", "CONDA_DEFAULT_ENV")
@@ -49,42 +51,56 @@ _HIP_VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _NO_DEVICE = "-1"
 
 
-def environment(group: GroupConfig, threads: int, staging: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the group's daemon.
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What a daemon's environment has besides what is inherited: `defaults` where that lacks them, without `unset`."""
 
-    `inherited` is the supervisor's environment; `threads` is 0 for the library's choice. `groups.NAME.env` overrides
-    everything but the import path. Visibility variables of other backends are cleared, because ROCm reads CUDA's too.
+    unset: frozenset[str]
+    defaults: Mapping[str, str]
+    values: Mapping[str, str]
+
+    def added_to(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        kept = {key: value for key, value in inherited.items() if key not in self.unset}
+        return {**self.defaults, **kept, **self.values}
+
+
+def environment(group: GroupConfig, threads: int, staging: Path | None = None) -> Environment:
+    """Return the environment of the group's daemon; `threads` is 0 for the library's choice, `staging` its import path.
+
+    `groups.NAME.env` overrides everything but the import path. Visibility variables of other backends are cleared,
+    because ROCm reads CUDA's too.
     """
-    env = {key: value for key, value in inherited.items() if key not in _OWN}
+    unset, defaults, values = set(_OWN), dict[str, str](), dict[str, str]()
     if group.backend == "cpu":
-        env |= {_CUDA_VISIBLE: _NO_DEVICE, _HIP_VISIBLE[0]: _NO_DEVICE}
-        env.pop(_HIP_VISIBLE[1], None)
+        values |= {_CUDA_VISIBLE: _NO_DEVICE, _HIP_VISIBLE[0]: _NO_DEVICE}
+        unset.add(_HIP_VISIBLE[1])
         if threads > 0:
-            env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+            values |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     elif group.backend == "hip":
-        env.pop(_CUDA_VISIBLE, None)
+        unset.add(_CUDA_VISIBLE)
     else:
-        env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of nvidia-smi
-        for name in _HIP_VISIBLE:
-            env.pop(name, None)
-    env |= group.environment()
-    env |= {
-        "PYTHONPATH": str(staging),
+        defaults["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi
+        unset.update(_HIP_VISIBLE)
+    values |= group.environment()
+    values |= {
         "PYTHONSAFEPATH": "1",  # nothing of the working directory is imported, from Python 3.11 on
         "PYTHONUNBUFFERED": "1",
         "PYTHONIOENCODING": "utf-8:backslashreplace",
     }
-    return env
+    if staging is not None:
+        values["PYTHONPATH"] = str(staging)
+    return Environment(frozenset(unset), defaults, values)
 
 
-def daemon_command(group: GroupConfig, threads: int, python: str) -> list[str]:
-    """Return how `python`, an absolute path, starts the group's daemon; `spawn` adds the descriptors.
+def daemon_arguments(group: GroupConfig, threads: int, rows_host: str = "") -> list[str]:
+    """Return with which arguments an interpreter is the group's daemon; `spawn` adds the descriptors. `rows_host`:
+    where it listens for rows of neighbours, if some share no memory.
 
     Bytecode caches stay on and beside the sources: PYTHONPYCACHEPREFIX would make every start compile torch.
     """
     cores = ",".join(map(str, group.cores))
     options = [f"--group={group.name}", f"--backend={group.backend}", f"--threads={threads}", f"--cores={cores}"]
-    return [python, "-u", "-X", "faulthandler", "-m", "daemons", *options]
+    return ["-u", "-X", "faulthandler", "-m", "daemons", *options, f"--rows={rows_host}"]
 
 
 N_KEPT_LINES = 400
@@ -258,8 +274,8 @@ class Child:
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        link_sockets: Sequence[socket.socket],
-        heartbeat_socket: socket.socket,
+        link_sockets: Sequence[socket.socket | AwaitedConnection],
+        heartbeat_socket: socket.socket | AwaitedConnection,
         on_line: Callable[[str, str], None],
         on_exit: Callable[[ProcessEnd], None],
     ) -> None:
@@ -354,12 +370,16 @@ class Child:
             while left > 0 and (taken := self._read(stream)):
                 left -= taken
             self._close_pipe(stream)
-        self._on_exit(ProcessEnd(code, number, self._hint(code, number)))
+        self._on_exit(self._end(code, number))
 
-    def _hint(self, code: int | None, number: int | None) -> str:
+    def _end(self, code: int | None, number: int | None) -> ProcessEnd:
+        """Describe the end by code or signal."""
+        hint = ""
         if number == signal.SIGKILL and not self._killed:
-            return explain_kill(self._oom_kills, oom_kills())
-        return failure_cause(self.lines["stderr"].kept) if code or number in _CRASHES else ""
+            hint = explain_kill(self._oom_kills, oom_kills())
+        elif code or number in _CRASHES:
+            hint = failure_cause(self.lines["stderr"].kept)
+        return ProcessEnd(code, number, hint)
 
 
 def _limit_files(pid: int) -> None:
@@ -393,61 +413,91 @@ def spawn(
     on_exit: Callable[[ProcessEnd], None],
     *,
     n_links: int = 1,
+    listener: Listener | None = None,
     tcp: bool = False,
 ) -> Child:
     """Start a process with ``n_links`` links and a heartbeat, named in its arguments, its own session and no other
-    descriptor.
+    descriptor, but with a ``listener`` for its key.
 
-    The sockets are inherited, or with ``tcp`` on the loopback interface.
+    The sockets are inherited, or with ``tcp`` connections to the listener.
 
     Its own session keeps a terminal's Ctrl-C and hang-up with the supervisor. Raises SpawnError; call it in the main
     thread.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("a daemon is killed when the thread that spawned it ends: spawn in the main thread")
-    sockets: list[socket.socket] = []
-    inherited: list[socket.socket] = []
-    addresses = []
-    try:
-        for _ in range(n_links + 1):
-            ours, address, theirs = open_channel(tcp=tcp)
-            sockets.append(ours)
-            addresses.append(address)
-            inherited += [] if theirs is None else [theirs]
-        *links, heartbeat = sockets
+    require_main_thread()
+    # Open here, inherited ends would hide that the child has closed its own.
+    with ExitStack() as inherited, starting_process() as on_failure:
+        ours, addresses, fds = _open_channels(n_links, inherited, on_failure, listener if tcp else None)
+        key_fd: int | str = ""
+        if listener is not None:
+            key_fd = listener.key_descriptor()
+            inherited.callback(os.close, key_fd)
+            fds.append(key_fd)
         process = subprocess.Popen(
-            [
-                *command,
-                *(f"--link={address}" for address in addresses[:-1]),
-                f"--heartbeat={addresses[-1]}",
-                f"--parent-pid={os.getpid()}",
-            ],
+            [*command, *channel_options(addresses), f"--secret={key_fd}", f"--parent-pid={os.getpid()}"],
             env=env,
             cwd=directory,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            pass_fds=[sock.fileno() for sock in inherited],
+            pass_fds=fds,
             start_new_session=True,
         )
+        on_failure.push(lambda *_: kill(process))
         _limit_files(process.pid)
-        for sock in inherited:
-            sock.close()  # or end of file would never come
+        return Child(process, ours[:-1], ours[-1], on_line, on_exit)
+
+
+def require_main_thread() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("a daemon is killed when the thread that spawned it ends: spawn in the main thread")
+
+
+def channel_options(addresses: Sequence[str]) -> list[str]:
+    """Return a daemon's options for the addresses of its links and, the last one, its heartbeat."""
+    return [*(f"--link={address}" for address in addresses[:-1]), f"--heartbeat={addresses[-1]}"]
+
+
+@contextlib.contextmanager
+def starting_process() -> Iterator[ExitStack]:
+    """Undo what the stack has when a process cannot be started; raises SpawnError then."""
+    with ExitStack() as on_failure:
         try:
-            return Child(process, links, heartbeat, on_line, on_exit)
-        except OSError:
-            with process:  # closes the pipes and reaps
-                process.kill()
-            raise
-    except OSError as error:
-        for sock in sockets + inherited:
-            sock.close()
-        what = f"{error.filename!r}: " if error.filename is not None else ""
-        reason = f"cannot start a daemon: {what}{error.strerror}"
-        if error.errno in _SHORTAGES:
-            reason += f": {_SHORTAGES[error.errno]}; tried again until it works"
-        raise SpawnError(reason, configuration=error.errno not in _SHORTAGES) from error
+            yield on_failure
+        except OSError as error:
+            what = f"{error.filename!r}: " if error.filename is not None else ""
+            reason = f"cannot start a daemon: {what}{error.strerror}"
+            if error.errno in _SHORTAGES:
+                reason += f": {_SHORTAGES[error.errno]}; tried again until it works"
+            raise SpawnError(reason, configuration=error.errno not in _SHORTAGES) from error
+        on_failure.pop_all()
+
+
+def _open_channels(
+    n_links: int, inherited: ExitStack, on_failure: ExitStack, listener: Listener | None
+) -> tuple[list[socket.socket | AwaitedConnection], list[str], list[int]]:
+    """Return the ends of links and of the heartbeat, the last one; their addresses, and descriptors to inherit."""
+    if listener is not None:
+        awaited, addresses = listener.expect(n_links)
+        for connection in awaited:
+            on_failure.callback(connection.forget)
+        return [*awaited], [*addresses], []
+    sockets: list[socket.socket | AwaitedConnection] = []
+    addresses, fds = [], []
+    for _ in range(n_links + 1):
+        ours, theirs = socket.socketpair()
+        on_failure.enter_context(ours)
+        inherited.enter_context(theirs)
+        sockets.append(ours)
+        addresses.append(f"fd:{theirs.fileno()}")
+        fds.append(theirs.fileno())
+    return sockets, addresses, fds
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    with process:  # closes the pipes and reaps
+        process.kill()
 
 
 _NAME = "staging"
@@ -506,36 +556,3 @@ def stage_packages(run_dir: Path) -> StagedPackages:
     for name in SHARED_PACKAGES:
         (staging / "lucevisor" / name).symlink_to(package / name)
     return StagedPackages(staging, source_hash(package, daemons))
-
-
-class LocalLauncher:
-    """Starts daemons that run the supervisor's own sources; use it in the main thread.
-
-    `source_hash`: what a daemon must report in its hello. `rows_host`: where daemons listen for rows of neighbours, if
-    some share no memory.
-    """
-
-    def __init__(self, staging: StagedPackages, rows_host: str = "") -> None:
-        self.source_hash = staging.source_hash
-        self._staging, self._rows_host = staging, rows_host
-
-    def launch(
-        self,
-        config: GroupConfig,
-        threads: int,
-        on_line: Callable[[str, str], None],
-        on_exit: Callable[[ProcessEnd], None],
-        n_links: int = 1,
-    ) -> Child:
-        """Look up the group's interpreter and spawn it, with a link for each model. Raises SpawnError."""
-        env = {**os.environ, **config.environment()}
-        python = find_python(config.python, env.get("PATH"))
-        try:
-            self._staging.renew()
-        except LucevisorError as error:
-            raise SpawnError(str(error), configuration=True) from error
-        directory = self._staging.directory
-        daemon_env = environment(config, threads, directory, os.environ)
-        command = [*daemon_command(config, threads, python), f"--rows={self._rows_host}"]
-        tcp = config.transport == "tcp"
-        return spawn(command, daemon_env, directory, on_line, on_exit, n_links=n_links, tcp=tcp)

@@ -23,9 +23,10 @@ from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import Heartbeat
 from lucevisor.protocol.transport import Channel
 from lucevisor.supervision import events as ev
-from lucevisor.supervision.child import LocalLauncher, SpawnError
+from lucevisor.supervision.child import SpawnError
 from lucevisor.supervision.daemon import Callbacks, Daemon
 from lucevisor.supervision.events import State
+from lucevisor.supervision.launcher import Launcher
 from lucevisor.supervision.machine import Machine, SupervisionLimits
 from lucevisor.supervision.spares import Spares, SpareStatus
 
@@ -48,7 +49,7 @@ class GroupSupervisor:
         self,
         config: GroupConfig,
         threads: int,
-        launcher: LocalLauncher,
+        launcher: Launcher,
         callbacks: Sequence[Callbacks],
         *,
         devices: Sequence[int] = (0,),

@@ -12,15 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lucevisor.config import GroupConfig
+from lucevisor.config import Config, GroupConfig
 from lucevisor.model.values import Backend
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
 from lucevisor.protocol.loading import Hello
 from lucevisor.protocol.messages import Check, Checked, Failed, Shutdown
-from lucevisor.supervision.child import LocalLauncher, ProcessEnd, SpawnError, stage_packages
+from lucevisor.supervision.child import ProcessEnd, SpawnError, stage_packages
 from lucevisor.supervision.events import ProcessSignal
+from lucevisor.supervision.launcher import Launcher, open_listener
 
 HELLO_S, EXIT_S = 60.0, 3.0
 
@@ -73,14 +74,20 @@ class _Session:
 
 
 @contextlib.contextmanager
-def probe_launcher() -> Iterator[LocalLauncher]:
-    with tempfile.TemporaryDirectory(prefix="lucevisor-probe-") as directory:
-        yield LocalLauncher(stage_packages(Path(directory)))
+def probe_launcher(config: Config) -> Iterator[Launcher]:
+    """Use it in a running event loop.  Raises ConfigError."""
+    listener = open_listener(config)
+    try:
+        with tempfile.TemporaryDirectory(prefix="lucevisor-probe-") as directory:
+            yield Launcher(stage_packages(Path(directory)), listener, config.cluster)
+    finally:
+        if listener is not None:
+            listener.close()
 
 
 async def probe(
     group: GroupConfig,
-    launcher: LocalLauncher,
+    launcher: Launcher,
     devices: Sequence[int],
     check: tuple[Check, Sequence[int]] | None,
     check_s: float,

@@ -6,7 +6,6 @@ Oracle: transformers in float32 (tests/data/golden/README.md).  All cuts in one 
 from __future__ import annotations
 
 import asyncio
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,24 +16,10 @@ import torch
 
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenScore
-from lucevisor.model.families import open_spec
-from lucevisor.model.spec import ModelSpec
 from lucevisor.protocol.steps import SamplingParams
 from tests.combinations import slow
+from tests.e2e.golden import ENGINE, FACTOR, assert_golden_numbers, model_of
 from tests.e2e.service import GOLDEN, TRANSPORTS, generate, running, write_config
-from tests.families.rounding import Bounds, assert_same_tokens, bounds
-
-FACTOR = {"laguna": ["model.yarn_attn_factor=file"]}
-ENGINE = '[engine]\ndtype = "float32"\nprefill_chunk = {}\n'
-
-
-@cache
-def model_of(name: str) -> tuple[ModelSpec, Bounds]:
-    """A golden model, and how far two float32 runs of its golden tokens may be from each other."""
-    options = dict(item.removeprefix("model.").split("=") for item in FACTOR.get(name, []))
-    spec = open_spec(GOLDEN / name / "model.gguf", options)
-    with np.load(GOLDEN / name / "golden.npz") as golden:
-        return spec, bounds(spec, golden["input_ids"].tolist())
 
 
 @pytest.mark.parametrize(
@@ -67,33 +52,17 @@ def model_of(name: str) -> tuple[ModelSpec, Bounds]:
 async def test_every_split_gives_the_golden_numbers(
     transport: str, name: str, groups: dict[str, int], cuts: list[int], tmp_path: Path
 ) -> None:
-    spec, bound = model_of(name)
-    golden = np.load(GOLDEN / name / "golden.npz")
-    ids = golden["input_ids"].tolist()
-    prompt = ids[: int(golden["prompt_len"])]
-    ends = [0, *cuts, spec.n_layers]
+    ends = [0, *cuts, model_of(name)[0].n_layers]
     ranges = [f"{start}-{stop}" for start, stop in pairwise(ends)]
     config = write_config(tmp_path, GOLDEN / name / "model.gguf", groups, ranges, ENGINE.format(32), transport)
     async with running(config, tmp_path, FACTOR.get(name, [])) as service:
-        assert service.only.engine is not None
         inet = [
             connection
             for group in service.groups.values()
             for connection in psutil.Process(group.pid).net_connections("inet")
         ]
         assert {connection.laddr.ip for connection in inet} == ({"127.0.0.1"} if transport == "tcp" else set())
-        rows = await service.only.engine.run_ids(ids, want_hidden=True, rows_per_step=32)
-        assert rows.hidden is not None
-        bound.assert_layers(torch.from_numpy(rows.hidden), torch.from_numpy(golden["hidden"]))
-        bound.assert_logits(torch.from_numpy(rows.logits), torch.from_numpy(golden["logits"]))
-        assert_same_tokens(spec, prompt, await generate(service, prompt, 32), golden["greedy"].tolist())
-        prompts = [ids[i : i + 7 * (i + 1)] for i in range(8)]
-        alone = [await generate(service, p, 24) for p in prompts]
-        together = await asyncio.gather(*(generate(service, p, 24) for p in prompts))
-        for p, found, wanted in zip(prompts, together, alone, strict=True):
-            assert_same_tokens(spec, p, found, wanted)
-        pages = service.only.engine.statistics().pages
-        assert {space: use.used for space, use in pages.items()} == dict.fromkeys(pages, 0)
+        await assert_golden_numbers(service, name)
 
 
 async def test_prompts_have_the_golden_log_probabilities(tmp_path: Path) -> None:

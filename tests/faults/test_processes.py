@@ -15,9 +15,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from lucevisor.protocol.steps import Step
-from lucevisor.supervision.child import Child, LocalLauncher
+from lucevisor.supervision.child import Child
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import RefusedError
+from lucevisor.supervision.launcher import Launcher
 from tests.supervision.real_groups import (
     brisk,
     exists,
@@ -168,7 +169,7 @@ async def test_a_daemon_that_never_ends_is_quarantined_and_no_second_one_is_star
     """SIGKILL cannot end a process that sleeps inside a driver: here its signals are lost on the way."""
     made: list[Child] = []
 
-    class Unkillable(LocalLauncher):
+    class Unkillable(Launcher):
         def launch(self, *arguments) -> Child:
             child = super().launch(*arguments)
             child.send = lambda _signal: None

@@ -13,7 +13,7 @@ from lucevisor.protocol.loading import ArenaPlan
 from lucevisor.protocol.messages import Check, Shutdown
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
-from lucevisor.protocol.transport import BlockingLink, Link, open_channel, open_socket
+from lucevisor.protocol.transport import AwaitedConnection, BlockingLink, Link
 
 RESULT = StepResult(7, 1, [Sampled(3, 5)], segments=[("logits", [4])])
 RESULT_BYTES = encode(RESULT, 7, payload_bytes=16) + b"0123456789abcdef"
@@ -148,21 +148,21 @@ def test_a_stalled_reader_overflows_the_link(run):
     run(main())
 
 
-def test_over_tcp_the_first_connection_is_the_daemon_and_no_file_travels(run):
+def test_a_link_queues_until_its_connection_is_there_and_no_file_travels(run):
     async def main():
-        sock, address, inherited = open_channel(tcp=True)
-        assert inherited is None
+        forgotten = []
+        awaited = AwaitedConnection(lambda: forgotten.append(True))
         seen = Seen()
-        link = Link(sock, seen.on_frame, seen.on_closed)
+        link = Link(awaited, seen.on_frame, seen.on_closed)
         link._connection.state = LinkState.READY
         link.send(STEP)
         assert link.queued_bytes > 0
-        daemon = BlockingLink(open_socket(address))
+        ours, theirs = socket.socketpair()
+        awaited.take(ours)
+        daemon = BlockingLink(theirs)
         daemon._connection.state = LinkState.READY
         frame = await asyncio.to_thread(daemon.receive)
         assert frame.message == STEP
-        with pytest.raises(ConnectionRefusedError):
-            open_socket(address)
         assert not link.passes_handles
         with pytest.raises(LocalProtocolError, match="does not travel over TCP"):
             link.send(Check([], 0, Dtype.FLOAT32, [ArenaPlan(0, 64, 1)]), fds=[0])
@@ -171,6 +171,12 @@ def test_over_tcp_the_first_connection_is_the_daemon_and_no_file_travels(run):
         assert (seen.frames[0].message, bytes(seen.frames[0].payload)) == (RESULT, b"0123456789abcdef")
         daemon.close()
         assert isinstance(await seen.closed(), LinkClosed)
+        assert not forgotten
+        seen = Seen()
+        never = Link(AwaitedConnection(lambda: forgotten.append(True)), seen.on_frame, seen.on_closed)
+        never.close("the daemon ended before it connected")
+        assert isinstance(await seen.closed(), LinkClosed)
+        assert forgotten == [True]
 
     run(main())
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.authentication import CHALLENGE_BYTES, Purpose
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from lucevisor.protocol.frames import encode
@@ -21,10 +22,12 @@ from lucevisor.protocol.loading import ArenaPlan, RowsConnection
 from lucevisor.protocol.messages import Message, Role, StreamKind
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Attach, Attached, PlacedRows, Rows, RowsCopy, StepResult
-from lucevisor.protocol.tcp_buffer import LOOPBACK, RelayBuffer, RowsEndpoint, RowsLink, RowsOrder, TcpBuffer
-from lucevisor.protocol.transport import BlockingLink, Channel, connect
+from lucevisor.protocol.tcp import LOOPBACK, connect
+from lucevisor.protocol.tcp_buffer import RelayBuffer, RowsEndpoint, RowsLink, RowsOrder, TcpBuffer
+from lucevisor.protocol.transport import BlockingLink, Channel
 from tests.waiting import wait_until
 
+KEY = bytes(range(32))
 N_REGIONS, REGION_BYTES, EPOCH = 3, 100_000, 7
 PLAN = ArenaPlan(1, REGION_BYTES, N_REGIONS)
 WAIT_S = 60.0
@@ -126,7 +129,8 @@ class Daemon:
         self.supervisor, self.link = BlockingLink(ours, role=Role.SUPERVISOR), BlockingLink(theirs)
         for link in (self.supervisor, self.link):
             link._connection.state = LinkState.READY
-        self.endpoint = RowsEndpoint(self.link, LOOPBACK)
+        self.refused: list[str] = []
+        self.endpoint = RowsEndpoint(self.link, LOOPBACK, KEY, self.refused.append)
         self.broken: list[ProtocolError] = []
         self.is_broken = threading.Event()
         self.endpoint.on_broken = self.on_broken
@@ -222,7 +226,7 @@ def test_a_connection_of_an_earlier_epoch_is_refused() -> None:
     with daemons(2) as (writer, reader):
         reader.open(1)
         writer.open(5, reader)
-        link = BlockingLink(connect(reader.endpoint.address), stream=StreamKind.ROWS)
+        link = BlockingLink(connect(reader.endpoint.address, KEY, Purpose.ROWS), stream=StreamKind.ROWS)
         link.send(Attach(*PLAN.key, 4))
         answer = link.receive()
         assert answer is not None
@@ -251,12 +255,16 @@ def test_a_neighbour_that_is_gone_stops_nobody() -> None:
 def test_foreign_bytes_reach_no_buffer_and_false_rows_break_the_daemon() -> None:
     with daemons(1) as (reader,):
         reader.open(1)
-        noise = connect(reader.endpoint.address)
-        noise.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
-        assert noise.recv(100) == b""
-        noise.close()
+        host, _, port = reader.endpoint.address.partition(":")
+        with socket.create_connection((host, int(port))) as noise:
+            assert len(noise.recv(100)) == CHALLENGE_BYTES
+            noise.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+            with suppress(ConnectionResetError):
+                assert noise.recv(100) == b""
         assert not reader.broken
-        link = BlockingLink(connect(reader.endpoint.address), stream=StreamKind.ROWS)
+        wait_until(lambda: reader.refused)
+        assert "it speaks something else: b'GET / HTTP" in reader.refused[0]
+        link = BlockingLink(connect(reader.endpoint.address, KEY, Purpose.ROWS), stream=StreamKind.ROWS)
         link.send(Attach(*PLAN.key, 9))
         link.receive()
         link.send(Rows(*PLAN.key, 0, 1, 9, 1), payload=[b"rows"])

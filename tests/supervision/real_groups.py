@@ -13,10 +13,11 @@ from lucevisor.config import GroupConfig
 from lucevisor.model.values import Dtype, LayerRange
 from lucevisor.protocol.handshake import source_hash
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
-from lucevisor.supervision.child import LocalLauncher, StagedPackages, stage_packages
+from lucevisor.supervision.child import StagedPackages, stage_packages
 from lucevisor.supervision.daemon import Callbacks, LoadOrder
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
+from lucevisor.supervision.launcher import Launcher
 from lucevisor.supervision.machine import SupervisionLimits
 from tests.waiting import until
 
@@ -101,7 +102,7 @@ class Owner:
 
 @asynccontextmanager
 async def tiny_group(
-    run_dir, how="", *, limits=FAST, owner=None, launcher=LocalLauncher, name="left", draining=None, n_spares=0, **env
+    run_dir, how="", *, limits=FAST, owner=None, launcher=Launcher, name="left", draining=None, n_spares=0, **env
 ):
     """A stopped group whose daemon behaves as `how` says; killed at the end, whatever the test did."""
     owner = owner or Owner()

@@ -18,9 +18,10 @@ from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.steps import Reset, ResetDone, Step, StepResult
-from lucevisor.supervision.child import LocalLauncher, stage_packages
+from lucevisor.supervision.child import stage_packages
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
+from lucevisor.supervision.launcher import Launcher
 from tests.supervision.real_groups import (
     FAST,
     Owner,
@@ -105,7 +106,7 @@ async def test_code_that_changes_between_two_starts_is_refused(tmp_path):
 )
 async def test_a_wrong_interpreter_is_a_configuration_error(tmp_path, python, why):
     config = GroupConfig(name="left", backend="cpu", python=python)
-    group = GroupSupervisor(config, 1, LocalLauncher(stage_tiny(tmp_path)), [Owner().callbacks()], limits=FAST)
+    group = GroupSupervisor(config, 1, Launcher(stage_tiny(tmp_path)), [Owner().callbacks()], limits=FAST)
     await group.start()
     assert group.state is State.FAILED
     assert group.reason == f"groups.left: python = {python!r} {why}; give the path of the group's interpreter"
@@ -142,7 +143,7 @@ async def test_the_daemon_has_its_own_session_its_cores_and_no_foreign_descripto
     os.set_inheritable(leaked, True)
     try:
         config = GroupConfig(name="left", backend="cpu", cores=(0,))
-        group = GroupSupervisor(config, 1, LocalLauncher(stage_tiny(tmp_path)), [Owner().callbacks()], limits=FAST)
+        group = GroupSupervisor(config, 1, Launcher(stage_tiny(tmp_path)), [Owner().callbacks()], limits=FAST)
         await group.start()
         await ready(group)
         assert os.getsid(group.pid) == group.pid != os.getsid(0)  # Ctrl-C does not reach it
@@ -284,7 +285,7 @@ async def test_the_real_daemon_says_hello_and_what_it_cannot_load_is_told(tmp_pa
     owner.load_error = LucevisorError("this test loads nothing")
     config = GroupConfig(name="left", backend="cpu")
     group = GroupSupervisor(
-        config, 1, LocalLauncher(stage_packages(tmp_path)), [owner.callbacks()], limits=brisk(hello_s=60.0)
+        config, 1, Launcher(stage_packages(tmp_path)), [owner.callbacks()], limits=brisk(hello_s=60.0)
     )
     await group.start()
     await group.wait(State.FAILED, timeout_s=100)
@@ -303,7 +304,7 @@ def bare_python(tmp_path):
 async def test_an_interpreter_that_lacks_packages_is_refused_with_what_to_install(tmp_path, bare_python):
     config = GroupConfig(name="left", backend="cpu", python=bare_python)
     group = GroupSupervisor(
-        config, 1, LocalLauncher(stage_packages(tmp_path)), [Owner().callbacks()], limits=brisk(hello_s=60.0)
+        config, 1, Launcher(stage_packages(tmp_path)), [Owner().callbacks()], limits=brisk(hello_s=60.0)
     )
     await group.start()
     await group.wait(State.FAILED, timeout_s=100)

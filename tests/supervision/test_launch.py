@@ -36,7 +36,7 @@ INHERITED = {
 
 
 def env_of(tmp_path, threads=0, **group):
-    return environment(GroupConfig(name="g", **group), threads, tmp_path, INHERITED)
+    return environment(GroupConfig(name="g", **group), threads, tmp_path).added_to(INHERITED)
 
 
 def test_the_supervisors_python_settings_do_not_travel(tmp_path):

@@ -9,9 +9,9 @@ import pytest
 
 from lucevisor.config import GroupConfig
 from lucevisor.protocol.steps import Reset, Step
-from lucevisor.supervision.child import LocalLauncher
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
+from lucevisor.supervision.launcher import Launcher
 from tests.supervision.real_groups import FAST, Owner, ready, stage_tiny, until
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -22,7 +22,7 @@ async def test_each_model_has_its_own_link_and_all_share_the_life_of_the_process
     drained: list[int] = []
     callbacks = [one.callbacks(lambda _, child, i=i: drained.append((i, child))) for i, one in enumerate(owners)]
     config = GroupConfig(name="left", backend="cpu")
-    group = GroupSupervisor(config, 1, LocalLauncher(stage_tiny(tmp_path)), callbacks, limits=FAST)
+    group = GroupSupervisor(config, 1, Launcher(stage_tiny(tmp_path)), callbacks, limits=FAST)
     owners[1].may_load.clear()
     await group.start()
     try:

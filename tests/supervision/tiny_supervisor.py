@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from lucevisor.config import GroupConfig
-from lucevisor.supervision.child import LocalLauncher
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
+from lucevisor.supervision.launcher import Launcher
 from tests.supervision.real_groups import FAST, Owner, stage_tiny
 
 
@@ -23,7 +23,7 @@ async def main(run_dir: str, *behaviours: str) -> None:
     groups = []
     for i, how in enumerate(behaviours):
         config = GroupConfig(name=f"g{i}", backend="cpu", env={"TINY": how})
-        groups.append(GroupSupervisor(config, 1, LocalLauncher(staging), [Owner().callbacks()], limits=FAST))
+        groups.append(GroupSupervisor(config, 1, Launcher(staging), [Owner().callbacks()], limits=FAST))
     for group, how in zip(groups, behaviours, strict=True):
         await group.start()
         slow = "sleep at load" in how

@@ -1,0 +1,285 @@
+"""Connections over TCP: listening, connecting, and how the loss of a peer is noticed.  All are authenticated first.
+
+A peer whose process ends closes its connections, also at ``kill -9``.  A peer behind a cut cable does not: the kernel
+asks it (keepalive), which works also where its process is busy, or stopped, and is answered within LOST_AFTER_S.  That
+asks on connections that wait for nothing; a heartbeat connection is always such at the supervisor's end, and never at
+the daemon's, which has a limit for what is not acknowledged.  Other connections have a longer one, as a process that
+is busy, and reads nothing, is not lost.
+Invariants of :class:`Acceptor`: nobody who has not proved to have the secret costs more than a descriptor and some
+hundred bytes, for a limited time; there are at most MAX_PENDING of them; what is reported of them is limited, too.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from lucevisor.protocol.authentication import (
+    CHALLENGE_BYTES,
+    MAC_BYTES,
+    NO_CHANNEL,
+    RESPONSE_BYTES,
+    AuthenticationError,
+    ClientHandshake,
+    Purpose,
+    ServerHandshake,
+)
+
+LOOPBACK: Final = "127.0.0.1"
+CONNECT_S: Final = 10.0
+"""Time to connect and to authenticate."""
+AUTHENTICATE_S: Final = 5.0
+"""Time that an accepted connection has to authenticate."""
+MAX_PENDING: Final = 128
+MAX_PENDING_OF_ADDRESS: Final = 16
+LOST_AFTER_S: Final = 8
+"""Time after which a peer that answers nothing is lost."""
+BLOCKED_S: Final = 30
+"""Time after which a peer that takes no rows is lost: as long as a busy daemon may be silent."""
+
+_KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 3, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: LOST_AFTER_S - 3}
+_REPORT_EVERY_S: Final = 60.0
+_MAX_REPORTS: Final = 10  # in that time
+_MAX_ADDRESSES: Final = 256
+
+
+def watch_peer(sock: socket.socket, purpose: Purpose) -> None:
+    """Have the kernel end a connection whose peer is lost."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
+    for option, value in _KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    limit_s = {Purpose.HEARTBEAT: LOST_AFTER_S, Purpose.ROWS: BLOCKED_S}.get(purpose)
+    if limit_s is not None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * limit_s)
+
+
+def connect(address: str, key: bytes, purpose: Purpose, channel: bytes = NO_CHANNEL) -> socket.socket:
+    """Connect to HOST:PORT, and authenticate each other.  Raises OSError, AuthenticationError."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + CONNECT_S
+    while True:
+        sock = socket.create_connection((host, int(port)), max(0.1, deadline - time.monotonic()))
+        try:
+            challenge = _receive(sock, CHALLENGE_BYTES)
+            if challenge or time.monotonic() > deadline:
+                _authenticate(sock, challenge, ClientHandshake(key, purpose, channel))
+                sock.settimeout(None)
+                watch_peer(sock, purpose)
+                return sock
+        except BaseException:
+            sock.close()
+            raise
+        sock.close()  # too many are waiting there
+        time.sleep(0.1)
+
+
+def _authenticate(sock: socket.socket, challenge: bytes, handshake: ClientHandshake) -> None:
+    if len(challenge) < CHALLENGE_BYTES:
+        raise ConnectionAbortedError("it closed the connection before a challenge")
+    sock.sendall(handshake.respond(challenge))
+    confirmation = _receive(sock, MAC_BYTES)
+    if len(confirmation) < MAC_BYTES:
+        raise AuthenticationError("it refused this end; its log says why")
+    handshake.check(confirmation)
+
+
+def _receive(sock: socket.socket, n_bytes: int) -> bytes:
+    """Receive so many bytes; fewer at the end of the stream."""
+    data = b""
+    with suppress(ConnectionError):
+        while len(data) < n_bytes and (more := sock.recv(n_bytes - len(data))):
+            data += more
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """An authentic connection, not blocking."""
+
+    sock: socket.socket
+    purpose: Purpose
+    channel: bytes
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A connection that has not authenticated yet."""
+
+    sock: socket.socket
+    host: str
+    handshake: ServerHandshake
+    deadline: float
+    response: bytes = b""
+
+
+@dataclass(slots=True)
+class Refusals:
+    """Counts refused peers; decides what is worth a report: an address once, then once in a while with the number."""
+
+    n_refused: int = 0
+    _next: OrderedDict[str, float] = field(default_factory=OrderedDict)  # by address: when it is reported again
+    _n_silent: int = 0  # since the last report
+    _reports: list[float] = field(default_factory=list)  # times of the last ones
+
+    def report(self, host: str, reason: str, now: float) -> str:
+        """Count a refused peer; return what to report, or ""."""
+        self.n_refused += 1
+        self._reports = [at for at in self._reports if at > now - _REPORT_EVERY_S]
+        if now < self._next.get(host, now) or len(self._reports) >= _MAX_REPORTS:
+            self._n_silent += 1
+            return ""
+        self._reports.append(now)
+        self._next[host] = now + _REPORT_EVERY_S
+        self._next.move_to_end(host)
+        if len(self._next) > _MAX_ADDRESSES:
+            self._next.popitem(last=False)
+        others, self._n_silent = self._n_silent, 0
+        return f"{host}: {reason}" + (f"; {others} more were refused before" if others else "")
+
+
+class Acceptor:
+    """Listens at an address and authenticates who connects; nothing here blocks but ``serve``.
+
+    ``expects``: whether an authentic connection is wanted; ``on_refused`` gets what to report of refused ones.
+    Raises OSError.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        key: bytes,
+        expects: Callable[[Purpose, bytes], bool],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        self._key, self._expects, self._on_refused = key, expects, on_refused
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._server = socket.create_server((host, port), family=family, backlog=MAX_PENDING)
+        self._server.setblocking(False)
+        self.address = "{}:{}".format(*self._server.getsockname()[:2])
+        self.refusals = Refusals()
+        self._pending: dict[int, _Pending] = {}
+        self._paused_until: float | None = None
+        self._stopped = False
+        self._epoll = select.epoll()
+        self._epoll.register(self._server.fileno(), select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when ``process`` has something to do."""
+        return self._epoll.fileno()
+
+    @property
+    def wait_s(self) -> float | None:
+        """Time after which ``process`` is due without anything to read; None if never."""
+        times = [pending.deadline for pending in self._pending.values()]
+        times += [] if self._paused_until is None else [self._paused_until]
+        return max(0.0, min(times) - time.monotonic()) + 0.01 if times else None
+
+    def process(self) -> Iterator[Accepted]:
+        """Accept and authenticate; yield the connections that are authentic, and expected when they are yielded."""
+        yield from self._process(self._epoll.poll(0))
+
+    def serve(self, on_accepted: Callable[[Accepted], None]) -> None:
+        """Accept and authenticate until ``stop``, in this thread."""
+        while not self._stopped:
+            wait_s = self.wait_s
+            for accepted in self._process(self._epoll.poll(-1 if wait_s is None else wait_s)):
+                on_accepted(accepted)
+        self.close()
+
+    def stop(self) -> None:
+        """End ``serve`` in another thread; nobody can connect from now on."""
+        self._stopped = True
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # which epoll reports
+
+    @property
+    def closed(self) -> bool:
+        return self._epoll.closed
+
+    def close(self) -> None:
+        """Close all; idempotent."""
+        self._stopped = True
+        for pending in self._pending.values():
+            pending.sock.close()
+        self._pending.clear()
+        self._server.close()
+        self._epoll.close()
+
+    def _process(self, events: list[tuple[int, int]]) -> Iterator[Accepted]:
+        now = time.monotonic()
+        for fd, _ in events:
+            if fd in self._pending:
+                yield from self._advance(self._pending[fd], now)
+            elif fd == self._server.fileno() and not self._stopped:
+                self._accept(now)
+        if self._paused_until is not None and now >= self._paused_until:
+            self._paused_until = None
+            self._epoll.modify(self._server.fileno(), select.EPOLLIN)
+        for pending in [pending for pending in self._pending.values() if now >= pending.deadline]:
+            self._refuse(pending, f"it has not authenticated within {AUTHENTICATE_S:g} s", now)
+
+    def _accept(self, now: float) -> None:
+        for _ in range(MAX_PENDING):
+            try:
+                sock, address = self._server.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError:  # no descriptors or memory: the kernel keeps who is waiting
+                self._paused_until = now + 1.0
+                self._epoll.modify(self._server.fileno(), 0)
+                return
+            sock.setblocking(False)
+            pending = _Pending(sock, address[0], ServerHandshake(self._key), now + AUTHENTICATE_S)
+            n_of_address = sum(other.host == pending.host for other in self._pending.values())
+            if len(self._pending) >= MAX_PENDING or n_of_address >= MAX_PENDING_OF_ADDRESS:
+                self._refuse(pending, "too many of its connections have not authenticated", now)
+                continue
+            try:
+                sock.send(pending.handshake.challenge)
+            except OSError:  # it is gone
+                sock.close()
+                continue
+            self._pending[sock.fileno()] = pending
+            self._epoll.register(sock.fileno(), select.EPOLLIN)
+
+    def _advance(self, pending: _Pending, now: float) -> Iterator[Accepted]:
+        try:
+            data = pending.sock.recv(RESPONSE_BYTES - len(pending.response))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        pending.response += data
+        try:
+            if not data:
+                raise AuthenticationError("it went away without a response")
+            pending.handshake.check_start(pending.response)
+            if len(pending.response) < RESPONSE_BYTES:
+                return
+            purpose, channel = pending.handshake.request(pending.response)
+            if not self._expects(purpose, channel):
+                raise AuthenticationError(f"nothing expects its connection for {purpose.name.lower()} (any more)")
+            pending.sock.send(pending.handshake.confirm(pending.response))
+            watch_peer(pending.sock, purpose)
+        except AuthenticationError as error:
+            self._refuse(pending, error.what, now)
+        except OSError as error:
+            self._refuse(pending, f"it went away: {error}", now)
+        else:
+            del self._pending[pending.sock.fileno()]
+            self._epoll.unregister(pending.sock.fileno())
+            yield Accepted(pending.sock, purpose, channel)
+
+    def _refuse(self, pending: _Pending, reason: str, now: float) -> None:
+        self._pending.pop(pending.sock.fileno(), None)
+        pending.sock.close()  # epoll forgets it
+        if text := self.refusals.report(pending.host, reason, now):
+            self._on_refused(text)

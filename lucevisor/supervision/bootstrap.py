@@ -1,0 +1,110 @@
+"""Starts a daemon on another host, by the standard library alone, and passes on what the supervisor orders.
+
+The supervisor sends this file to an interpreter there, on its standard input; then a line of JSON (``Order`` of
+``remote``), an archive of the daemon's source, and a byte for each order.  The daemon is this process's child and dies
+with it; its output is this process's.  At the end of standard input it gets SIGTERM, then SIGKILL.  Exits as the daemon
+did, with 128 + N for signal N.
+"""
+
+import io
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from pathlib import Path
+
+EXIT_CONFIGURATION = 78  # as in lucevisor/protocol/process.py, which is not here yet
+TERMINATE_S = 3.0
+KEPT_S = 30 * 86400.0
+"""Source that no daemon has been started from for so long is removed."""
+SIGNALS = {b"s": signal.SIGUSR1, b"t": signal.SIGTERM, b"k": signal.SIGKILL}
+"""Signals by order: stacks, terminate, kill."""
+
+
+def refuse(reason: str) -> None:
+    """End as what would fail again."""
+    print(reason, file=sys.stderr, flush=True)
+    os._exit(EXIT_CONFIGURATION)
+
+
+def install(archive: bytes, code_hash: str) -> Path:
+    """Return a directory with the files of an archive; those that are there and the same stay."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lucevisor" / "code"
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for other in cache.iterdir():
+        if other.name != code_hash and time.time() - other.stat().st_mtime > KEPT_S:
+            subprocess.run(["rm", "-rf", str(other)], check=False)
+    directory = cache / code_hash
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        for member in files:
+            path, file = directory / member.name, files.extractfile(member)
+            content = b"" if file is None else file.read()
+            if path.is_file() and path.read_bytes() == content:
+                continue
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new = path.with_name(f"{path.name}.{os.getpid()}")
+            new.write_bytes(content)
+            new.replace(path)
+    os.utime(directory)
+    return directory
+
+
+def open_secret(name: str) -> int:
+    """Return a descriptor of the file with the cluster's secret."""
+    path = os.path.expanduser(name)
+    here = os.uname().nodename
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        refuse(f"{path} on {here} cannot be read: {error.strerror}; copy the supervisor's cluster.secret_file there")
+        raise
+    if os.fstat(fd).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        refuse(f"{path} on {here} can be used by other users: chmod 600 {path}")
+    return fd
+
+
+def n_oom_kills() -> int:
+    """Return how many processes the kernel has ended here for lack of memory."""
+    with open("/proc/vmstat", encoding="ascii") as lines:
+        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+def follow_orders(process: "subprocess.Popen[bytes]", orders: io.BufferedReader) -> None:
+    """Signal the daemon as ordered, and end it when no more orders can come."""
+    while order := orders.read(1):
+        process.send_signal(SIGNALS[order])
+    process.terminate()
+    time.sleep(TERMINATE_S)
+    process.kill()
+
+
+def main(stdin: io.BufferedReader) -> None:
+    order = json.loads(stdin.readline())
+    archive = stdin.read(order["archive_bytes"])
+    if len(archive) < order["archive_bytes"]:
+        sys.exit("the supervisor ended the connection")
+    code, secret = install(archive, order["hash"]), open_secret(order["secret_file"])
+    env = {**order["defaults"], **{key: text for key, text in os.environ.items() if key not in order["unset"]}}
+    env.update(order["env"])
+    env["PYTHONPATH"] = str(code)
+    os.set_inheritable(secret, True)
+    command = [sys.executable, *order["arguments"], f"--secret={secret}", f"--parent-pid={os.getpid()}"]
+    killed = n_oom_kills()
+    # As if it were started on the supervisor's host: in its own session, without standard input.
+    process = subprocess.Popen(
+        command, env=env, cwd=code, stdin=subprocess.DEVNULL, pass_fds=[secret], start_new_session=True
+    )
+    os.close(secret)
+    threading.Thread(target=follow_orders, args=(process, stdin), daemon=True).start()
+    code_or_signal = process.wait()
+    if code_or_signal == -signal.SIGKILL and n_oom_kills() > killed:
+        print("the kernel was out of memory and killed it", file=sys.stderr, flush=True)
+    os._exit(code_or_signal if code_or_signal >= 0 else 128 - code_or_signal)  # the thread still reads
+
+
+main(stdin)  # type: ignore[name-defined]  # noqa: F821 - what started this gave it

@@ -1,0 +1,134 @@
+"""Starts daemons, here or on the host of their group, with the supervisor's own sources; use it in the main thread."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+import structlog
+
+from lucevisor.config import ClusterConfig, Config, GroupConfig, read_secret
+from lucevisor.errors import ConfigError, LucevisorError
+from lucevisor.supervision.child import (
+    Child,
+    ProcessEnd,
+    SpawnError,
+    StagedPackages,
+    channel_options,
+    daemon_arguments,
+    environment,
+    find_python,
+    kill,
+    require_main_thread,
+    spawn,
+    starting_process,
+)
+from lucevisor.supervision.listener import Listener
+from lucevisor.supervision.remote import RemoteChild, launch_command, pack, portable_path, stdin_of
+
+
+def open_listener(config: Config) -> Listener | None:
+    """Listen where daemons of a configuration connect; None where all have socketpairs.  Raises ConfigError.
+
+    A port that another supervisor has, such as the one that this one takes over from, is replaced by a free one.
+    """
+    cluster = config.cluster
+    if all(group.shares_memory for group in config.groups.values()):
+        return None
+    if not cluster.listen:
+        return Listener()
+    key = read_secret(Path(cluster.secret_file))
+    try:
+        try:
+            return Listener(cluster.listen, cluster.port, key)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or cluster.port == 0:
+                raise
+            listener = Listener(cluster.listen, 0, key)
+            _log.warning("the port is in use", port=cluster.port, instead=listener.address)
+            return listener
+    except OSError as error:
+        why, hint = f"cannot be listened on: {error.strerror or error}", "name an address of this host"
+        raise ConfigError("cluster.listen", cluster.listen, why, hint, file=str(config.file)) from None
+
+
+_log = structlog.get_logger("lucevisor.supervision")
+
+
+class Launcher:
+    """`source_hash`: what a daemon must report in its hello. `listener`: where daemons connect that have no socketpair;
+    with it all listen for rows of neighbours, as some share no memory.
+    """
+
+    def __init__(
+        self, staging: StagedPackages, listener: Listener | None = None, cluster: ClusterConfig | None = None
+    ) -> None:
+        self.source_hash = staging.source_hash
+        self.listener = listener
+        self._staging, self._cluster = staging, cluster or ClusterConfig()
+
+    def launch(
+        self,
+        config: GroupConfig,
+        threads: int,
+        on_line: Callable[[str, str], None],
+        on_exit: Callable[[ProcessEnd], None],
+        n_links: int = 1,
+    ) -> Child:
+        """Start the group's daemon with a link for each model. Raises SpawnError."""
+        try:
+            self._staging.renew()
+        except LucevisorError as error:
+            raise SpawnError(str(error), configuration=True) from error
+        rows_host = self.listener.host if self.listener is not None else ""
+        arguments = daemon_arguments(config, threads, rows_host)
+        if config.host:
+            return self._launch_remote(config, threads, arguments, on_line, on_exit, n_links)
+        python = find_python(config.python, {**os.environ, **config.environment()}.get("PATH"))
+        directory = self._staging.directory
+        env = environment(config, threads, directory).added_to(os.environ)
+        tcp = not config.shares_memory
+        return spawn(
+            [python, *arguments], env, directory, on_line, on_exit, n_links=n_links, listener=self.listener, tcp=tcp
+        )
+
+    def _launch_remote(
+        self,
+        config: GroupConfig,
+        threads: int,
+        arguments: list[str],
+        on_line: Callable[[str, str], None],
+        on_exit: Callable[[ProcessEnd], None],
+        n_links: int,
+    ) -> Child:
+        require_main_thread()
+        assert self.listener is not None  # a host needs [cluster]
+        env = environment(config, threads)
+        with starting_process() as on_failure:
+            awaited, addresses = self.listener.expect(n_links)
+            for connection in awaited:
+                on_failure.callback(connection.forget)
+            order = {
+                "hash": self.source_hash,
+                "arguments": [*arguments, *channel_options(addresses)],
+                "unset": sorted(env.unset),
+                "defaults": dict(env.defaults),
+                "env": dict(env.values),
+                "secret_file": portable_path(self._cluster.secret_file),
+            }
+            stdin = stdin_of(order, self._archive)
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(
+                launch_command(self._cluster, config),
+                cwd="/", stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True,
+            )  # fmt: skip
+            on_failure.push(lambda *_: kill(process))
+            return RemoteChild(process, awaited[:-1], awaited[-1], on_line, on_exit, stdin)
+
+    @cached_property
+    def _archive(self) -> bytes:
+        return pack(self._staging)

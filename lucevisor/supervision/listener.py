@@ -1,0 +1,89 @@
+"""The supervisor's TCP port: every link and heartbeat that is no socketpair is a connection to it, and authentic.
+
+Invariants: a connection reaches nothing but the link that awaits it; the port is closed with the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Sequence
+from functools import partial
+
+import structlog
+
+from lucevisor.protocol.authentication import CHANNEL_BYTES, Purpose
+from lucevisor.protocol.tcp import LOOPBACK, Acceptor
+from lucevisor.protocol.transport import AwaitedConnection
+
+_log = structlog.get_logger("lucevisor.supervision")
+
+
+class Listener:
+    """Listens at ``host`` with the ``key`` of all daemons.  Make it in a running event loop.  Raises OSError.
+
+    Without arguments: for daemons of this host, with a key made for this start.
+    """
+
+    def __init__(self, host: str = LOOPBACK, port: int = 0, key: bytes = b"") -> None:
+        self.host = host
+        self.key = key or secrets.token_bytes(32)
+        self._loop = asyncio.get_running_loop()
+        self._awaited: dict[bytes, tuple[Purpose, AwaitedConnection]] = {}  # by channel
+        self._acceptor = Acceptor(host, port, self.key, self._expects, self._on_refused)
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop.add_reader(self._acceptor.fileno(), self._process)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT."""
+        return self._acceptor.address
+
+    @property
+    def n_refused(self) -> int:
+        """Connections that were refused since the start."""
+        return self._acceptor.refusals.n_refused
+
+    def expect(self, n_links: int) -> tuple[Sequence[AwaitedConnection], Sequence[str]]:
+        """Await so many links and a heartbeat of a daemon; return them, the heartbeat last, and their addresses."""
+        awaited, addresses = [], []
+        for purpose in (*[Purpose.LINK] * n_links, Purpose.HEARTBEAT):
+            channel = os.urandom(CHANNEL_BYTES)
+            connection = AwaitedConnection(partial(self._awaited.pop, channel, None))
+            self._awaited[channel] = purpose, connection
+            awaited.append(connection)
+            addresses.append(f"tcp:{self.address}/{channel.hex()}")
+        return awaited, addresses
+
+    def close(self) -> None:
+        """Close the port; idempotent.  Connections that were taken stay."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._acceptor.closed:
+            self._loop.remove_reader(self._acceptor.fileno())
+            self._acceptor.close()
+
+    def key_descriptor(self) -> int:
+        """Return a pipe from which a child reads the key."""
+        reading, writing = os.pipe()
+        try:
+            os.write(writing, self.key)
+        finally:
+            os.close(writing)
+        return reading
+
+    def _expects(self, purpose: Purpose, channel: bytes) -> bool:
+        return channel in self._awaited and self._awaited[channel][0] is purpose
+
+    def _process(self) -> None:
+        for accepted in self._acceptor.process():
+            _, connection = self._awaited.pop(accepted.channel)
+            connection.take(accepted.sock)
+        if self._timer is not None:
+            self._timer.cancel()
+        wait_s = self._acceptor.wait_s
+        self._timer = None if wait_s is None else self._loop.call_later(wait_s, self._process)
+
+    def _on_refused(self, text: str) -> None:
+        _log.warning("connection refused", address=self.address, reason=text)

@@ -1,0 +1,12 @@
+"""Fixtures of the tests with several hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.conftest import quiet_log as quiet_log
+
+
+@pytest.fixture(autouse=True)
+def _every_test(quiet_log: None) -> None:
+    """What all tests here use."""

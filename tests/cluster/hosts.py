@@ -1,0 +1,104 @@
+"""Hosts for tests: network namespaces of this machine with addresses of their own, on one bridge.
+
+They share files and processes with the supervisor, and no network but the bridge.  `ssh` is a script that runs its
+command in a namespace, behind a process of its own that relays nothing but the exit code, as a killed ssh would end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+needs_namespaces = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
+)
+
+SSH = """#!/bin/sh
+host=$1
+shift
+exec 3<&0
+ip netns exec {prefix}-$host sh -c "$*" <&3 3<&- &
+exec 3<&- </dev/null
+trap 'kill $!' TERM
+wait $!
+"""
+
+
+def ip(*arguments: str, check: bool = True) -> None:
+    subprocess.run(["ip", *arguments], check=check, capture_output=not check)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """``names``, and the address of the supervisor's host, on the bridge."""
+
+    prefix: str
+    names: Sequence[str]
+    folder: Path
+    subnet: str
+
+    @property
+    def listen(self) -> str:
+        return f"{self.subnet}.1"
+
+    def address(self, name: str) -> str:
+        return f"{self.subnet}.{2 + list(self.names).index(name)}"
+
+    def cut(self, name: str, *, cut: bool = True) -> None:
+        """Cut the host's cable, or mend it: packets are lost, nobody is notified."""
+        ip("link", "set", f"{self.prefix}-{name}", "down" if cut else "up")
+
+    @property
+    def secret(self) -> Path:
+        return self.folder / "secret"
+
+    def config(self, groups: Sequence[str], python: str = sys.executable) -> str:
+        """The sections of a cluster, and of one cpu group of each name, on the host of that name if there is one."""
+        self.secret.write_text("0123456789abcdef" * 4)
+        self.secret.chmod(0o600)
+        ssh = self.folder / "ssh"
+        ssh.write_text(SSH.format(prefix=self.prefix))
+        ssh.chmod(0o700)
+        text = f'[cluster]\nlisten = "{self.listen}"\nsecret_file = "{self.secret}"\nssh = ["{ssh}"]\n'
+        for group in groups:
+            text += f'[groups.{group}]\nbackend = "cpu"\nthreads = 1\n'
+            text += f'host = "{group}"\npython = "{python}"\n' if group in self.names else ""
+        return text
+
+
+@contextmanager
+def hosts(*names: str, folder: Path, prefix: str = "net", subnet: str = "10.211.7") -> Iterator[Hosts]:
+    """Make a namespace for each name; all are removed at the end."""
+    made = Hosts(prefix, names, folder, subnet)
+    bridge = f"{prefix}-bridge"
+    try:
+        _remove(made, bridge)
+        ip("link", "add", bridge, "type", "bridge")
+        ip("addr", "add", f"{made.listen}/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for name in names:
+            space, port = f"{prefix}-{name}", f"{prefix}-{name}"
+            ip("netns", "add", space)
+            ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+            ip("link", "set", port, "master", bridge, "up")
+            ip("-n", space, "addr", "add", f"{made.address(name)}/24", "dev", "eth0")
+            ip("-n", space, "link", "set", "eth0", "up")
+            ip("-n", space, "link", "set", "lo", "up")
+        yield made
+    finally:
+        _remove(made, bridge)
+
+
+def _remove(made: Hosts, bridge: str) -> None:
+    for name in made.names:
+        ip("netns", "del", f"{made.prefix}-{name}", check=False)
+        ip("link", "del", f"{made.prefix}-{name}", check=False)
+    ip("link", "del", bridge, check=False)

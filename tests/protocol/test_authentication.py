@@ -1,0 +1,288 @@
+"""Mutual authentication: who has no secret learns nothing, gets nothing, and costs little."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lucevisor.protocol import tcp
+from lucevisor.protocol.authentication import (
+    CHALLENGE_BYTES,
+    MAC_BYTES,
+    NO_CHANNEL,
+    RESPONSE_BYTES,
+    AuthenticationError,
+    ClientHandshake,
+    Purpose,
+    ServerHandshake,
+    key_of,
+)
+from lucevisor.protocol.tcp import (
+    LOOPBACK,
+    MAX_PENDING_OF_ADDRESS,
+    Accepted,
+    Acceptor,
+    Refusals,
+    connect,
+)
+from tests.combinations import slow
+from tests.waiting import wait_until
+
+KEY, OTHER = bytes(range(32)), bytes(32)
+CHANNEL = b"c" * 16
+
+
+class Listening:
+    """An acceptor that serves in a thread."""
+
+    def __init__(self, wanted: set[bytes]) -> None:
+        self.accepted: list[Accepted] = []
+        self.refused: list[str] = []
+        self.wanted = wanted
+        self.acceptor = Acceptor(LOOPBACK, 0, KEY, lambda _, channel: channel in self.wanted, self.refused.append)
+        self.thread = threading.Thread(target=self.acceptor.serve, args=(self.accepted.append,))
+        self.thread.start()
+
+    @property
+    def address(self) -> str:
+        return self.acceptor.address
+
+    def raw(self) -> socket.socket:
+        host, _, port = self.address.partition(":")
+        sock = socket.create_connection((host, int(port)))
+        sock.settimeout(20)
+        return sock
+
+
+@contextmanager
+def listening(*wanted: bytes) -> Iterator[Listening]:
+    one = Listening(set(wanted))
+    try:
+        yield one
+    finally:
+        one.acceptor.stop()
+        one.thread.join(20)
+        assert not one.thread.is_alive()
+        for accepted in one.accepted:
+            accepted.sock.close()
+
+
+def ended(sock: socket.socket) -> bool:
+    """Whether the other end sends nothing more but the end."""
+    with suppress(ConnectionError):
+        return sock.recv(1) == b""
+    return True
+
+
+def receive(sock: socket.socket, n_bytes: int) -> bytes:
+    return sock.recv(n_bytes, socket.MSG_WAITALL)
+
+
+def test_both_ends_get_a_connection_for_one_purpose() -> None:
+    with listening(CHANNEL) as server:
+        client = connect(server.address, KEY, Purpose.HEARTBEAT, CHANNEL)
+        wait_until(lambda: server.accepted)
+        [accepted] = server.accepted
+        assert (accepted.purpose, accepted.channel) == (Purpose.HEARTBEAT, CHANNEL)
+        client.sendall(b"frames")
+        wait_until(lambda: accepted.sock.recv(10, socket.MSG_PEEK) == b"frames")
+        assert not server.refused
+        for sock in (client, accepted.sock):
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 8000
+        client.close()
+
+
+def test_a_wrong_secret_is_refused_by_the_server_and_an_impostor_by_the_client() -> None:
+    with listening(NO_CHANNEL) as server:
+        with pytest.raises(AuthenticationError, match="refused this end"):
+            connect(server.address, OTHER, Purpose.ROWS)
+        wait_until(lambda: server.refused)
+        assert "127.0.0.1: it does not have the same secret" in server.refused[0]
+        assert not server.accepted
+    client = ClientHandshake(KEY, Purpose.LINK)
+    impostor = ServerHandshake(OTHER)
+    response = client.respond(impostor.challenge)
+    with pytest.raises(AuthenticationError, match="same secret"):
+        client.check(impostor.confirm(response))
+
+
+def test_a_recorded_exchange_is_no_answer_to_another_challenge() -> None:
+    with listening(CHANNEL) as server:
+        with server.raw() as sock:
+            client = ClientHandshake(KEY, Purpose.LINK, CHANNEL)
+            response = client.respond(receive(sock, CHALLENGE_BYTES))
+            sock.sendall(response)
+            confirmation = receive(sock, MAC_BYTES)
+            client.check(confirmation)
+        with server.raw() as sock:
+            receive(sock, CHALLENGE_BYTES)
+            sock.sendall(response)
+            assert ended(sock)
+        assert len(server.accepted) == 1
+        later = ClientHandshake(KEY, Purpose.LINK, CHANNEL)
+        later.respond(ServerHandshake(KEY).challenge)
+        with pytest.raises(AuthenticationError):
+            later.check(confirmation)
+
+
+def test_a_reflected_challenge_is_no_answer() -> None:
+    """Neither what the server sent, nor what a client with the secret makes of it for another purpose or end."""
+    with listening(CHANNEL) as server:
+        with server.raw() as sock:
+            challenge = receive(sock, CHALLENGE_BYTES)
+            sock.sendall(challenge + challenge + challenge[: RESPONSE_BYTES - 2 * CHALLENGE_BYTES])
+            assert ended(sock)
+        with server.raw() as first, server.raw() as second:
+            theirs = receive(first, CHALLENGE_BYTES)
+            receive(second, CHALLENGE_BYTES)
+            second.sendall(ClientHandshake(KEY, Purpose.LINK, CHANNEL).respond(theirs))  # answers the first
+            assert ended(second)
+        assert not server.accepted
+    handshake = ServerHandshake(KEY)
+    response = ClientHandshake(KEY, Purpose.LINK, CHANNEL).respond(handshake.challenge)
+    for at in range(RESPONSE_BYTES):  # every byte counts, the purpose and the channel among them
+        changed = bytearray(response)
+        changed[at] ^= 1
+        with pytest.raises(AuthenticationError):
+            handshake.request(bytes(changed))
+    assert handshake.confirm(response) != response[-MAC_BYTES:]  # a MAC is for one role
+    with pytest.raises(AuthenticationError):
+        ServerHandshake(KEY, binding=b"another certificate").request(response)
+
+
+def test_another_version_is_refused_by_both_ends_with_its_number() -> None:
+    with listening(CHANNEL) as server:
+        with server.raw() as sock:
+            receive(sock, CHALLENGE_BYTES)
+            sock.sendall(b"LVAU" + struct.pack("<H", 7))
+            assert ended(sock)
+        wait_until(lambda: server.refused)
+        assert "version 7 of this authentication, not 1" in server.refused[0]
+    with pytest.raises(AuthenticationError, match="version 9"):
+        ClientHandshake(KEY, Purpose.LINK).respond(b"LVAU" + struct.pack("<H", 9) + bytes(34))
+
+
+def test_an_authentic_connection_that_nothing_awaits_is_refused() -> None:
+    with listening(CHANNEL) as server:
+        with pytest.raises(AuthenticationError, match="refused this end"):
+            connect(server.address, KEY, Purpose.LINK, b"x" * 16)
+        wait_until(lambda: server.refused)
+        assert "nothing expects its connection for link" in server.refused[0]
+
+
+def test_who_only_waits_is_closed_and_others_get_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent connections of one address are limited, and end after some time; a client tries again meanwhile."""
+    monkeypatch.setattr(tcp, "AUTHENTICATE_S", 0.5)
+    with listening(CHANNEL) as server:
+        silent = [server.raw() for _ in range(MAX_PENDING_OF_ADDRESS)]
+        wait_until(lambda: all(len(sock.recv(100, socket.MSG_PEEK)) == CHALLENGE_BYTES for sock in silent))
+        with server.raw() as one_more:
+            assert ended(one_more)
+        client = connect(server.address, KEY, Purpose.LINK, CHANNEL)  # as soon as there is room
+        for sock in silent:
+            receive(sock, CHALLENGE_BYTES)
+            assert ended(sock)
+            sock.close()
+        client.close()
+        assert server.refused == ["127.0.0.1: too many of its connections have not authenticated"]
+        assert server.acceptor.refusals.n_refused > MAX_PENDING_OF_ADDRESS
+
+
+def test_without_descriptors_the_acceptor_waits_and_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    acceptor = Acceptor(LOOPBACK, 0, KEY, lambda *_: True, lambda _: None)
+    host, _, port = acceptor.address.partition(":")
+    with socket.create_connection((host, int(port))) as client:
+        real = acceptor._server
+
+        class Short:
+            def __getattr__(self, name: str) -> object:
+                return getattr(real, name)
+
+            def accept(self) -> None:
+                raise OSError(24, "too many open files")
+
+        acceptor._server = Short()  # type: ignore[assignment]
+        assert [*acceptor.process()] == []
+        wait_s = acceptor.wait_s
+        assert wait_s is not None
+        assert 0.5 < wait_s < 1.1
+        assert acceptor._epoll.poll(0) == []  # though somebody waits
+        acceptor._server = real
+        acceptor._paused_until = 0.0
+        assert [*acceptor.process()] == []
+        wait_until(lambda: [*acceptor.process()] or len(client.recv(100, socket.MSG_PEEK)) == CHALLENGE_BYTES)
+    acceptor.close()
+    acceptor.close()
+
+
+def test_reports_of_refused_peers_are_few_and_cost_no_memory() -> None:
+    refusals, now = Refusals(), 0.0
+    texts = [text for _ in range(1000) if (text := refusals.report("10.0.0.9", "no secret", now))]
+    assert texts == ["10.0.0.9: no secret"]
+    assert refusals.report("10.0.0.9", "no secret", 61.0) == "10.0.0.9: no secret; 999 more were refused before"
+    lines = 0
+    for i in range(100_000):
+        now = 100.0 + i / 1000
+        lines += bool(refusals.report(f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}", "no secret", now))
+    assert lines <= 30  # ten a minute, of 100 s
+    assert refusals.n_refused == 101_001
+    assert len(refusals._next) <= 256
+    assert len(refusals._reports) <= 10
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_are_a_response_or_a_challenge(noise: bytes) -> None:
+    handshake = ServerHandshake(KEY)
+    with pytest.raises(AuthenticationError):
+        handshake.request(noise)
+    client = ClientHandshake(KEY, Purpose.LINK)
+    with pytest.raises(AuthenticationError):
+        client.respond(noise.ljust(CHALLENGE_BYTES, b"\0"))
+
+
+def test_keys_have_a_least_length_and_white_space_around_them_is_none() -> None:
+    assert key_of(b" " + KEY.hex().encode() + b"\n") == KEY.hex().encode()
+    with pytest.raises(ValueError, match="holds 31 bytes, not 32 to 4096"):
+        key_of(b"x" * 31 + b"\n")
+    with pytest.raises(ValueError, match="holds 4097"):
+        key_of(b"x" * 4097)
+
+
+@pytest.mark.parametrize("n_connections", [2_000, slow(100_000)], ids=str)
+def test_noise_on_the_port_is_refused_in_flat_memory(n_connections: int) -> None:
+    rng = random.Random(5)
+    before = 0
+    with listening(CHANNEL) as server:
+        for i in range(n_connections):
+            if i == n_connections // 4:
+                before = psutil.Process().memory_info().rss
+            noise = rng.randbytes(rng.randrange(200))
+            if i % 3 == 0:  # frames that begin as they should
+                noise = b"LVAU\1\0"[: rng.randrange(7)] + noise
+            elif i % 3 == 1:
+                noise = b"LVSR\1\0" + noise
+            with server.raw() as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # no TIME_WAIT
+                with suppress(OSError):  # it was closed before the end
+                    sock.sendall(noise)
+                    sock.shutdown(socket.SHUT_WR)
+                    while sock.recv(4096):
+                        pass
+        wait_until(lambda: server.acceptor.refusals.n_refused >= n_connections * 0.99)
+        client = connect(server.address, KEY, Purpose.LINK, CHANNEL)
+        client.close()
+        wait_until(lambda: len(server.accepted) == 1)
+        assert psutil.Process().memory_info().rss - before < 8 << 20
+        assert len(server.refused) < 20
+        assert len(os.listdir("/proc/self/fd")) < 200
