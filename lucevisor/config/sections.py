@@ -113,6 +113,11 @@ class GroupConfig:
     and `reload`, and a restarted group computes its state again."""
 
     @property
+    def host_name(self) -> str:
+        """The host without a user's name; empty for the supervisor's own."""
+        return self.host.rpartition("@")[2]
+
+    @property
     def shares_memory(self) -> bool:
         """True if the daemon can be given descriptors."""
         return not self.host and self.transport == "shared_memory"

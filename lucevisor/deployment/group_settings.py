@@ -38,7 +38,8 @@ def group_threads(config: Config, name: str) -> int:
 
 
 def spin_s(config: Config) -> float:
-    """Return how long daemons poll for rows: 0 unless every compute thread and the supervisor have a core."""
+    """Return how long daemons poll for rows: 0 unless every compute thread and the supervisor have a core here."""
     n_cores = len(usable_cores())
-    n_busy = 1 + sum(max(1, group_threads(config, name)) for name in config.groups)
+    here = [name for name, group in config.groups.items() if not group.host]
+    n_busy = 1 + sum(max(1, group_threads(config, name)) for name in here)
     return 0.02 if n_busy <= n_cores else 0.0  # most stages decode in less

@@ -1,6 +1,7 @@
 """The configured devices, matched with the inventory, the memories they allocate from, and the dtypes they compute in.
 
-Invariant: all cpu devices of all groups share one memory, ``host``; every other device has its own.
+Invariant: all cpu devices of all groups of a host share one memory, that of the supervisor's own host is ``host``;
+every other device has its own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SPARE_HOST_BYTES = 300 << 20
 class TargetDevice:
     """One device of ``target_devices``; ``info`` is None if its group was not queried.  ``n_spares``: of its group.
 
-    ``share``: of its usable memory, which other models may use, too.
+    ``share``: of its usable memory, which other models may use, too.  ``host``: where it is; empty for this one.
     """
 
     device: DeviceRef
@@ -39,10 +40,13 @@ class TargetDevice:
     info: DeviceInfo | None
     n_spares: int = 0
     share: float = 1.0
+    host: str = ""
 
     @property
     def memory(self) -> str:
-        return HOST if self.backend is Backend.CPU else str(self.device)
+        if self.backend is not Backend.CPU:
+            return str(self.device)
+        return f"{HOST} {self.host}" if self.host else HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,8 @@ def target_devices(config: Config, inventory: Inventory | None) -> tuple[TargetD
         taken = {other.index for other in config.placement.devices if other.group == device.group}
         info = find_device(config, f"placement.target_devices[{i}]", device, backend, inventory, taken)
         share = memory_share(config, device, backend)
-        targets.append(TargetDevice(device, backend, info, config.recovery.spares, share))
+        host = config.groups[device.group].host_name
+        targets.append(TargetDevice(device, backend, info, config.recovery.spares, share, host))
     return tuple(targets)
 
 
@@ -144,7 +149,8 @@ def memory_share(config: Config, device: DeviceRef, backend: Backend) -> float:
 
     Raises PlacementError if the configured shares leave nothing for others.
     """
-    users = [other for other in config.neighbours if _uses(other.config, device, backend)]
+    host = config.groups[device.group].host_name
+    users = [other for other in config.neighbours if _uses(other.config, device, backend, host)]
     if len(users) < 2:
         return 1.0
     shares = {user.config.section: user.config.model.memory_share for user in users}
@@ -160,10 +166,10 @@ def memory_share(config: Config, device: DeviceRef, backend: Backend) -> float:
     return left * (automatic[config.section] / max(1, sum(automatic.values())))
 
 
-def _uses(config: Config, device: DeviceRef, backend: Backend) -> bool:
-    """Return whether a model uses the memory of a device; ``config.groups`` are those that it uses."""
+def _uses(config: Config, device: DeviceRef, backend: Backend, host: str) -> bool:
+    """Return whether a model uses the memory of a device on ``host``; ``config.groups`` are those that it uses."""
     if backend is Backend.CPU:
-        return any(Backend(group.backend) is Backend.CPU for group in config.groups.values())
+        return any(group.backend == "cpu" and group.host_name == host for group in config.groups.values())
     named = {*config.placement.devices, config.draft.device, config.pflash.device}
     return device.group in config.groups and (device in named or not config.placement.devices)
 
@@ -175,10 +181,11 @@ def _reserve(target: TargetDevice, free_bytes: int) -> int:
 
 
 def _spare_bytes(target: TargetDevice, targets: Sequence[TargetDevice]) -> int:
-    """Return the bytes of spares in a memory: on a GPU those of its group, in the host those of all cpu groups."""
+    """Return the bytes of spares in a memory: on a GPU those of its group, in a host those of all cpu groups there."""
     if target.backend is not Backend.CPU:
         return target.n_spares * SPARE_DEVICE_BYTES
-    return target.n_spares * SPARE_HOST_BYTES * len({other.device.group for other in targets if other.memory == HOST})
+    groups = {other.device.group for other in targets if other.memory == target.memory}
+    return target.n_spares * SPARE_HOST_BYTES * len(groups)
 
 
 _AUTO = "auto"

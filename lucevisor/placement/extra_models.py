@@ -80,7 +80,7 @@ def _target(config: Config, key: str, device: DeviceRef | None, inventory: Inven
         return None
     backend = Backend(config.groups[device.group].backend)
     info, share = find_device(config, key, device, backend, inventory), memory_share(config, device, backend)
-    return TargetDevice(device, backend, info, share=share)
+    return TargetDevice(device, backend, info, share=share, host=config.groups[device.group].host_name)
 
 
 def _same_place(a: TargetDevice, b: TargetDevice) -> bool:

@@ -430,12 +430,17 @@ def _with_pages(sizing: Sizing) -> Sizing:
             n_fitting = largest_fitting(n, lambda n, memory=memory: chosen(n).fits_in(memory))  # type: ignore[misc]
             if n_fitting < n:
                 n, why = n_fitting, f"as many as fit in {memory.name}; {what} would use {enough}"
-        host = sizing.memories.get(HOST)
-        if host is not None and host.usable_bytes is not None:
-            limit = _host_state_bytes(chosen(0)) + HOST_PAGES * host.usable_bytes
-            n_moderate = max(fewest, largest_fitting(n, lambda n: _host_state_bytes(chosen(n)) <= limit))
+        for host in (sizing.memories[name] for name in _host_memories(sizing)):
+            if host.usable_bytes is None:
+                continue
+            limit = _host_state_bytes(chosen(0), host.name) + HOST_PAGES * host.usable_bytes
+
+            def is_moderate(n: int, name: str = host.name, limit: float = limit) -> bool:
+                return _host_state_bytes(chosen(n), name) <= limit
+
+            n_moderate = max(fewest, largest_fitting(n, is_moderate))
             if n_moderate < n:
-                share = f"{HOST_PAGES:.0%} of the host's usable memory or one sequence"
+                share = f"{HOST_PAGES:.0%} of the {host.name}'s usable memory or one sequence"
                 n, why = n_moderate, f"as many as fit in {share}; {what} would use {enough}, and engine.pages sets more"
         n = max(n, fewest)
     if sizing.state_pages:
@@ -443,11 +448,17 @@ def _with_pages(sizing: Sizing) -> Sizing:
     return replace(sizing, n_pages=n, reasons=(*sizing.reasons, f"pages {n}: {why}"))
 
 
-def _host_state_bytes(sizing: Sizing) -> int:
-    """Return the state of the devices that are the host."""
+def _host_memories(sizing: Sizing) -> list[str]:
+    """Return the names of the memories of cpus, which other programs use, too."""
+    targets = [target for target in sizing.inputs.targets if target.backend is Backend.CPU]
+    return [name for name in dict.fromkeys(target.memory for target in targets) if name in sizing.memories]
+
+
+def _host_state_bytes(sizing: Sizing, memory: str) -> int:
+    """Return the state of the devices with the memory of a host."""
     inputs, draft = sizing.inputs, sizing.draft_use
-    n_bytes = sum(u.state_bytes for t, u in zip(inputs.targets, sizing.uses, strict=True) if t.memory == HOST)
-    on_host = draft is not None and inputs.draft is not None and inputs.draft.target.memory == HOST
+    n_bytes = sum(u.state_bytes for t, u in zip(inputs.targets, sizing.uses, strict=True) if t.memory == memory)
+    on_host = draft is not None and inputs.draft is not None and inputs.draft.target.memory == memory
     return n_bytes + draft.state_bytes if draft is not None and on_host else n_bytes
 
 

@@ -480,3 +480,14 @@ def test_weights_and_pools_take_what_was_planned(demo, tmp_path, devices, states
 
 
 # ---- temporaries of a step
+
+
+def test_cpus_of_two_hosts_have_memories_of_their_own(demo: ModelSpec, tmp_path: Path) -> None:
+    config = configure(tmp_path, CPUS)
+    hosts = {"left": "", "right": "me@attic"}
+    apart = replace(config, groups={name: replace(group, host=hosts[name]) for name, group in config.groups.items()})
+    inventory = {"left": [cpu(16)], "right": [cpu(64)]}
+    assert [device.free_bytes for device in placed(demo, config, inventory).devices] == [16 * GIB, 16 * GIB]
+    assert [device.free_bytes for device in placed(demo, apart, inventory).devices] == [16 * GIB, 64 * GIB]
+    short = {"left": [cpu(16)], "right": [cpu(1e-3)]}
+    assert "host attic" in refused(demo, apart, short).message
