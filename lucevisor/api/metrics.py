@@ -83,6 +83,7 @@ class StateCollector(Collector):
         ctx = self._models.first
         status = ctx.status()
         yield from _groups(status["groups"])
+        yield from _cluster(status["cluster"])
         yield from _joined(family for model in status["models"] for family in _host_memory(model))
         drops = [([sink], n) for sink, n in ctx.log_drops().items()]
         text = "Log records that were not written, by sink."
@@ -122,6 +123,16 @@ def _groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     yield out.gauges("device_memory_bytes", "Memory of a device by use.", ["device", "use"], memory.items())
     resident = [([g["name"]], g["rss_bytes"]) for g in groups]
     yield out.gauges("daemon_memory_bytes", "Resident host memory of a group's daemon.", ["group"], resident)
+    hosts = [([g["name"], g["backend"], g["host"]], 1) for g in groups]
+    yield out.gauges("group_info", "Backend and host of a group; 1.", ["group", "backend", "host"], hosts)
+    trips = [([g["name"]], g["path"]["round_trip_s"]) for g in groups if g["path"] is not None]
+    yield out.gauges("path_round_trip_seconds", "Round trip to the daemon of a group over TCP.", ["group"], trips)
+
+
+def _cluster(cluster: Mapping[str, Any] | None) -> Iterator[Metric]:
+    refused: list[tuple[list[str], float]] = [] if cluster is None else [([], cluster["refused"])]
+    text = "Connections to the port for daemons that were refused."
+    yield _Families().counters("daemon_connections_refused", text, [], refused)
 
 
 def _host_memory(model: Mapping[str, Any]) -> Iterator[Metric]:

@@ -53,10 +53,17 @@ def status(
         "reason": service.reason(),
         "retry_in_s": service.retry_in_s(),
         "groups": [_group(service, g, progress) for g in service.groups.values()],
+        "cluster": _cluster(service),
         "requests": requests,
         **first,
         "models": models,
     }
+
+
+def _cluster(service: Service) -> dict[str, Any] | None:
+    """Where daemons connect that have no socketpair; None if all have one."""
+    listener = service.listener
+    return None if listener is None else {"listen": listener.address, "refused": listener.n_refused}
 
 
 def _model(service: ModelService, compressor: Compressor | None) -> dict[str, Any]:
@@ -169,8 +176,10 @@ def _cache(service: ModelService, now: CacheStatistics) -> dict[str, Any]:
 def _group(service: Service, group: GroupSupervisor, progress: LoadProgress) -> dict[str, Any]:
     """One group.  ``state_s``: seconds in the present state; ``loading``: phase and bytes while it loads.
 
-    ``stages`` are those of the first model that the group holds.
+    ``stages`` are those of the first model that the group holds.  ``pid``: of the daemon, or of the launcher that
+    stands for one on another ``host``; ``daemon_pid``: there; ``path``: what the kernel measured of the way there.
     """
+    path = group.path
     models = [model for model in service.models.values() if group.name in model.groups]
     placement = models[0].placement
     stages = placement.stages_of(group.name) if placement is not None else ()
@@ -178,7 +187,10 @@ def _group(service: Service, group: GroupSupervisor, progress: LoadProgress) -> 
     return {
         "name": group.name,
         "backend": group.config.backend,
+        "host": group.config.host,
         "pid": group.pid,
+        "daemon_pid": group.hello.pid if group.hello is not None else None,
+        "path": None if path is None else {"round_trip_s": path.round_trip_s, "bytes_per_s": path.bytes_per_s},
         "state": group.state.name.lower(),
         "state_s": round(progress.state_s(group.name), 3),
         "reason": group.reason,

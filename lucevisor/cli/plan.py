@@ -160,7 +160,8 @@ def _line(ok: bool, subject: str, detail: str) -> bool:
 
 def _report(config: Config, name: str, answer: Probe) -> bool:
     group = config.groups[name]
-    click.echo(f"group {name} ({group.backend}), {group.python or 'the interpreter of the supervisor'}")
+    python = group.python or ("python3" if group.host else "the interpreter of the supervisor")
+    click.echo(f"group {name} ({group.backend}){f' on {group.host}' if group.host else ''}, {python}")
     good = True
     if answer.hello is not None:
         h = answer.hello

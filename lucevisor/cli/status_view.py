@@ -28,7 +28,7 @@ def styled_state(state: str) -> Text:
 def status_view(status: Status, *, folds: bool = True, verbose: bool = False) -> RenderableType:
     """Return everything that `lucevisor status` prints; ``folds``: long lines are folded, not left whole."""
     lines = [line for model in models_of(status) for line in model_lines(model, verbose=verbose)]
-    lines += override_lines(status["overrides"])
+    lines += [*cluster_lines(status), *override_lines(status["overrides"])]
     texts = map(indented if folds else Text, filter(None, lines))
     return Group(*headline(status), shard_table(status), *problem_lines(status), *warning_lines(status), *texts)
 
@@ -80,15 +80,16 @@ def shard_table(status: Status) -> Table:
         table.add_column("model", overflow="fold")
     for group in status["groups"]:
         for device in group["devices"] or [None]:
-            process = (str(group["pid"] or "-"), str(group["restarts"]))
+            pid = group["daemon_pid"] if group["host"] else group["pid"]
+            process, where = (str(pid or "-"), str(group["restarts"])), f" on {group['host']}" if group["host"] else ""
             if device is None:
-                table.add_row(Text(group["name"]), "-", styled_state(group["state"]), *process, "-", "-", "-")
+                table.add_row(Text(group["name"] + where), "-", styled_state(group["state"]), *process, "-", "-", "-")
                 continue
             start, stop = device["layers"]
             sizes = (format_bytes(device[key]) for key in ("weight_bytes", "state_bytes", "free_bytes"))
             state = styled_state(group["state"])
             model = [Text(device["model"])] if several else []
-            table.add_row(Text(device["device"]), Text(f"[{start},{stop})"), state, *process, *sizes, *model)
+            table.add_row(Text(device["device"] + where), Text(f"[{start},{stop})"), state, *process, *sizes, *model)
     return table
 
 
@@ -118,6 +119,16 @@ def problem_lines(status: Status) -> Iterator[Text]:
         yield Text(status["reason"], CHANGING)
 
 
+def cluster_lines(status: Status) -> Iterator[str]:
+    """Yield a line for each group on another host, and one for connections that were refused."""
+    for group in status["groups"]:
+        if group["host"] and (path := group["path"]) is not None:
+            rate = f", at least {format_bytes(path['bytes_per_s'])}/s" if path["bytes_per_s"] else ""
+            yield f"group {group['name']} on {group['host']}: round trip {format_seconds(path['round_trip_s'])}{rate}"
+    if status["cluster"] is not None and (refused := status["cluster"]["refused"]):
+        yield f"{refused} connections to {status['cluster']['listen']} were refused: see `lucevisor logs`"
+
+
 def warning_lines(status: Status) -> Iterator[Text]:
     for group in status["groups"]:
         for warning in group["warnings"]:
@@ -131,7 +142,10 @@ def group_lines(groups: Sequence[Status]) -> Iterator[Text]:
             continue
         age, why = format_seconds(group["state_s"]), f": {group['reason']}" if group["reason"] else ""
         retry = f"; tries again in {format_seconds(group['retry_in_s'])}" if group.get("retry_in_s") else ""
-        yield Text.assemble(f"group {group['name']} is ", styled_state(group["state"]), f" for {age}{why}{retry}")
+        where = f" on {group['host']}" if group["host"] else ""
+        yield Text.assemble(
+            f"group {group['name']}{where} is ", styled_state(group["state"]), f" for {age}{why}{retry}"
+        )
         loading = group["loading"]
         if loading is not None and not loading["total_bytes"]:
             yield Text(f"  {loading['phase']}")

@@ -429,8 +429,8 @@ class Service:
             staging = stage_packages(run_dir)
         except OSError as error:
             raise unusable(run_dir, error) from error
-        self._listener = open_listener(config)
-        self._launcher = Launcher(staging, self._listener, config.cluster)
+        self.listener: Final = open_listener(config)  # of daemons without socketpairs
+        self._launcher = Launcher(staging, self.listener, config.cluster)
         self._limits = limits or SupervisionLimits()
         self._deployments: list[Deployment] = []  # those with processes
         configs = model_configs(config, models)
@@ -508,8 +508,8 @@ class Service:
         await asyncio.gather(*(service.close() for service in self.models.values()))
         for deployment in self._deployments:
             deployment.close()
-        if self._listener is not None:
-            self._listener.close()
+        if self.listener is not None:
+            self.listener.close()
         self.on_change()
 
     async def _stop_groups(self, stop_s: float) -> None:

@@ -454,6 +454,7 @@ def _device_plan(sizing: Sizing, target: TargetDevice, layers: LayerRange, use: 
         reserve_bytes=memory.reserve_bytes,
         short_bytes=next((s.short_bytes for s in sizing.shortages if s.memory == target.memory), 0),
         host_state_bytes=use.host_state_bytes,
+        host=target.host,
     )
 
 

@@ -43,7 +43,7 @@ def plan_rows(result: Result) -> list[TableRow]:
     verdicts = {None: "unknown", True: "fits"}
     return [
         TableRow(
-            group=d.device.group,
+            group=d.device.group + (f" on {d.host}" if d.host else ""),
             device=f"{d.device} {d.name}".strip(),
             layers=layers,
             weights=format_bytes(d.weight_bytes),

@@ -82,6 +82,7 @@ class PlacedScorer:
 class DevicePlan:
     """One shard and the memory it needs.
 
+    ``host`` is where it is; empty for the supervisor's own.
     ``memory`` names the memory that the device allocates from: all cpu devices share ``host``.  ``free_bytes`` were
     free in it when it was queried (None: unknown), ``reserve_bytes`` of them are kept free, ``short_bytes`` are missing
     for all shards in that memory.  ``host_state_bytes``: state in host memory instead of on the device.  ``decode_s``
@@ -103,6 +104,7 @@ class DevicePlan:
     host_state_bytes: int = 0
     decode_s: float | None = None
     prefill_s: float | None = None
+    host: str = ""
 
     @property
     def needed_bytes(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ BLOCKED_S: Final = 30
 """Time after which a peer that takes no rows is lost: as long as a busy daemon may be silent."""
 
 _KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 3, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: LOST_AFTER_S - 3}
+_TCP_INFO_BYTES: Final = 168  # of struct tcp_info, to the end of tcpi_delivery_rate
 _REPORT_EVERY_S: Final = 60.0
 _MAX_REPORTS: Final = 10  # in that time
 _MAX_ADDRESSES: Final = 256
@@ -97,6 +99,26 @@ def _receive(sock: socket.socket, n_bytes: int) -> bytes:
         while len(data) < n_bytes and (more := sock.recv(n_bytes - len(data))):
             data += more
     return data
+
+
+@dataclass(frozen=True, slots=True)
+class TcpPath:
+    """What the kernel has measured of the way to a peer: round trips, and the rate at which it took what was sent.
+
+    The rate is at most what was sent: it is that of the way only once more was sent than that takes.
+    """
+
+    round_trip_s: float
+    bytes_per_s: int
+
+
+def measured_path(sock: socket.socket) -> TcpPath:
+    """Raises OSError."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    round_trip_us, rate = struct.unpack_from("<I", info, 68)[0], 0
+    if len(info) >= _TCP_INFO_BYTES:  # else an old kernel
+        (rate,) = struct.unpack_from("<Q", info, 160)
+    return TcpPath(round_trip_us / 1e6, rate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from lucevisor.protocol.errors import LinkClosed, LinkOverflow, LocalProtocolErr
 from lucevisor.protocol.frames import MAX_DESCRIPTORS, Frame
 from lucevisor.protocol.messages import Message, Role, StreamKind
 from lucevisor.protocol.states import LinkState
+from lucevisor.protocol.tcp import TcpPath, measured_path
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -75,6 +76,10 @@ class Channel(Protocol):
         are not copied: they must not change until the daemon has answered.  Raises ProtocolError, LocalProtocolError if
         this message is not allowed.
         """
+
+    @property
+    def path(self) -> TcpPath | None:
+        """What is known of the way to the daemon; None where it is on this host, or not connected."""
 
     def close(self, reason: str = ...) -> None:
         """Close the connection and drop what is queued; idempotent."""
@@ -138,6 +143,15 @@ class Link:
     @property
     def state(self) -> LinkState:
         return self._connection.state
+
+    @property
+    def path(self) -> TcpPath | None:
+        """What is known of the way to the daemon; None where there is none, or not yet."""
+        if self.passes_handles or self._awaited is not None or self._closed is not None:
+            return None
+        with suppress(OSError):
+            return measured_path(self._sock)
+        return None
 
     def send(
         self, message: Message | bytes, *, request_id: int = 0, payload: Sequence[Buffer] = (), fds: Sequence[int] = ()

@@ -21,6 +21,7 @@ from lucevisor.model.values import Backend
 from lucevisor.protocol.handshake import Expected
 from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import Heartbeat
+from lucevisor.protocol.tcp import TcpPath
 from lucevisor.protocol.transport import Channel
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.child import SpawnError
@@ -136,6 +137,12 @@ class GroupSupervisor:
         """The last lines on stdout and stderr of the present process, or of the last one."""
         lines = self._daemon.child.lines if self._daemon else {}
         return {stream: tuple(of.kept) for stream, of in lines.items()}
+
+    @property
+    def path(self) -> TcpPath | None:
+        """The way to the present process on another host, as the kernel has measured it."""
+        links = self._live_daemon.links if self._live_daemon else []
+        return links[0].channel.path if links else None
 
     @property
     def link(self) -> Channel | None:

@@ -173,7 +173,8 @@ class ScriptedStage:
 def group_status(name: str, state: str, *devices: dict[str, object], **restarts: int) -> dict[str, object]:
     """A group as in the status, with its restarts by reason."""
     figures = {"restart_reasons": restarts, "devices": devices, "spares": [], "rss_bytes": 0}
-    return {"name": name, "state": state, **figures}
+    where = {"backend": "cpu", "host": "", "path": {"round_trip_s": 2e-4, "bytes_per_s": 0}}
+    return {"name": name, "state": state, **where, **figures}
 
 
 class Rig:
@@ -207,6 +208,7 @@ class Rig:
             "not_ready": lambda: self.waiting_for,
             "status": lambda: {
                 "groups": [group_status("left", "ready", exited=2), group_status("right", "loading")],
+                "cluster": None,
                 "models": [],
             },
             "engine": self.engine,

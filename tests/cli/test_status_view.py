@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import re
 import shlex
 from collections import deque
 
@@ -27,7 +28,8 @@ def group(name, stage, start, stop, **more):
     }  # fmt: skip
     return {
         "name": name, "pid": 4_194_304, "state": "ready", "state_s": 5.0, "reason": "", "loading": None,
-        "restarts": 12, "retry_in_s": None, "stages": [stage], "devices": [device], "warnings": [],
+        "restarts": 12, "host": "", "daemon_pid": 7, "path": None, "retry_in_s": None,
+        "stages": [stage], "devices": [device], "warnings": [],
     } | more  # fmt: skip
 
 
@@ -65,7 +67,7 @@ def status(**more):
             "pages": {"out": 0, "spaces": {"full": use, "recurrent": use}}, "stages": [dict(STAGE), dict(STAGE)],
         },
         "requests": [request("req-0123456789abcdef01234567", None, 0), request("x" * 128, 0.5, 100_000)],
-        "draft": draft, "pflash": pflash, "cache": cache, "overrides": [], "models": [],
+        "draft": draft, "pflash": pflash, "cache": cache, "overrides": [], "models": [], "cluster": None,
         "host_memory": [
             {"owner": "boundaries", "limit_bytes": 1 << 20, "key": "", "bytes": 1 << 20},
             {"owner": "journal", "limit_bytes": 2 << 30, "key": "recovery.journal", "bytes": 512 << 20},
@@ -103,6 +105,19 @@ def test_status_fits_80_columns():
         ["left:0", "[0,32)", "ready"],
         ["right:0", "[32,64)", "ready"],
     ]
+
+
+def test_groups_on_other_hosts_are_named_with_the_way_there():
+    path = {"round_trip_s": 2.3e-4, "bytes_per_s": 110 << 20}
+    remote = group("right", 1, 32, 64, host="attic", path=path)
+    cluster = {"listen": "10.0.0.1:7000", "refused": 12}
+    text = printed(status_view(status(groups=[group("left", 0, 0, 32), remote], cluster=cluster)), 100)
+    assert re.search(r"right:0 on attic +\[32,64\) +ready +7 +12 ", text)
+    assert "group right on attic: round trip 230 us, at least 110.0 MiB/s" in text
+    assert "12 connections to 10.0.0.1:7000 were refused" in text
+    away = group("right", 1, 32, 64, host="attic", state="backoff", reason="no route to host", daemon_pid=None)
+    text = printed(status_view(status(groups=[away], cluster=cluster)), 100)
+    assert "group right on attic is backoff for 5.00 s: no route to host" in text
 
 
 def test_a_group_that_is_away_says_why_and_how_far_it_is():

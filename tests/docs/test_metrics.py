@@ -55,6 +55,7 @@ async def registry() -> CollectorRegistry:
     memory = [{"owner": "prefixes", "limit_bytes": 2, "key": "cache.host", "bytes": 1}]
     rig.context.status = lambda: {
         "groups": [group_status("left", "ready", device, exited=1)],
+        "cluster": {"listen": "10.0.0.1:7000", "refused": 0},
         "models": [{"name": rig.context.model.name, "host_memory": memory}],
     }  # fmt: skip
     stage = ScoringStage(PlacedScorer(DeviceRef("left", 0), Backend.CPU, "scorer", 1024, 512))

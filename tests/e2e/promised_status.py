@@ -25,7 +25,9 @@ class Device(msgspec.Struct):
 class Group(msgspec.Struct):
     name: str
     backend: Literal["cpu", "cuda", "hip"]
+    host: str
     pid: int | None
+    daemon_pid: int | None
     state: str
     restarts: int
     stages: list[int]

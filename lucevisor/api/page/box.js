@@ -168,7 +168,8 @@ function shardCard(group, device, colours, admin) {
   if (group.loading) card.append(loadingLine(group));
   const warm = (group.spares ?? []).filter((spare) => spare.warm).length;
   const spares = group.spares?.length ? ` · spares ${warm} of ${group.spares.length} warm` : "";
-  const facts = `${group.backend} · pid ${group.pid ?? "–"} · restarts ${group.restarts}${spares}`;
+  const host = group.host ? ` · host ${group.host}` : "";
+  const facts = `${group.backend}${host} · pid ${(group.host ? group.daemon_pid : group.pid) ?? "–"} · restarts ${group.restarts}${spares}`;
   const last = make("div", "row", make("span", "small", facts));
   if (admin) last.append(restartButton(group));
   card.append(last);
