@@ -167,6 +167,12 @@ class EngineCore:
                 self._events += self.scheduler.cancel(request_id, self._now, error)
             case ev.Resume(request_id):
                 self.scheduler.resume(request_id)
+            case ev.Release(running):
+                running = running and self.state is EngineState.FROZEN
+                self._out.append(ev.Released(self.scheduler.release(running=running)))
+            case ev.Adopt(record):
+                self._check_serving()
+                self.scheduler.adopt(record)
             case ev.MasksMade(step_id, made):
                 if self.pipeline is not None and any(
                     entry.step.step_id == step_id for entry in self.pipeline.in_flight
@@ -427,12 +433,15 @@ class EngineCore:
 
     def check_taking(self, request: GenerationRequest) -> None:
         """Raise NotReady or QueueFull if a request is refused now."""
-        if self.refusal_reason or not (self.ready or self.recovery.holding):
-            raise NotReady(self.refusal_reason or self.unavailable_reason)
+        self._check_serving()
         client, max_queue = request.client_id, self._settings.max_queue
         if not self.scheduler.accepts(request, max_queue):
             queue, retry_s = self.scheduler.queue, self.scheduler.retry_after_s(client)
             raise QueueFull(queue.n_waiting(client), queue.n_clients(client), max_queue, retry_s)
+
+    def _check_serving(self) -> None:
+        if self.refusal_reason or not (self.ready or self.recovery.holding):
+            raise NotReady(self.refusal_reason or self.unavailable_reason)
 
     def _proceed(self) -> None:
         """Plan every step that is possible."""

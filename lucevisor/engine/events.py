@@ -13,7 +13,7 @@ from lucevisor.engine.constraint import MadeMasks, MaskJob
 from lucevisor.engine.journal import RowInstruction
 from lucevisor.engine.pipeline import NO_PAYLOAD, PipelineResult, Sends, StageFailure
 from lucevisor.engine.request import ErrorCode, Event, GenerationRequest, RequestError
-from lucevisor.engine.sequence import WantedRows
+from lucevisor.engine.sequence import RequestRecord, WantedRows
 from lucevisor.protocol.steps import PendingCancelled, StepResult
 
 
@@ -98,6 +98,21 @@ class Cancel:
 
     request_id: str
     error: RequestError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give requests away to another engine: those that wait, with all that was drawn of them; ``running``: all, if
+    every daemon has done what was decided.  Released has them."""
+
+    running: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """A request that another engine released.  Refusals are raised as SubmitError."""
+
+    record: RequestRecord
 
 
 class StageAnswer(msgspec.Struct, frozen=True, gc=False):
@@ -272,6 +287,8 @@ CoreEvent = (
     Submit
     | Resume
     | Cancel
+    | Release
+    | Adopt
     | StageAnswer
     | DrafterReady
     | DrafterLost
@@ -319,6 +336,12 @@ class Deliver(msgspec.Struct, frozen=True, gc=False):
     events: Sequence[tuple[str, Event]]
 
 
+class Released(msgspec.Struct, frozen=True, gc=False):
+    """Requests that are not this engine's any more."""
+
+    records: Sequence[RequestRecord]
+
+
 class StepFinished(msgspec.Struct, frozen=True, gc=False):
     """A step that all stages have answered.  ``request_id``: who wants its payloads, if anybody does."""
 
@@ -350,6 +373,7 @@ Instruction = (
     | MakeMasks
     | RankPages
     | Deliver
+    | Released
     | StepFinished
     | ReportPipelineFailure
     | ReportDrafterFailure

@@ -246,6 +246,10 @@ class RequestHandle:
         if (reader := self._reader) is not None and not reader.done():
             reader.set_result(None)
 
+    def move_to(self, cancel: Callable[[str], None]) -> None:
+        """Let ``cancel`` cancel it from now on: another engine has its request."""
+        self._cancel = cancel
+
     def cancel(self) -> None:
         """Cancel the request (vLLM: abort) and free its pages; a FinishedEvent follows the events already queued.
 

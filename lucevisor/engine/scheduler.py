@@ -22,6 +22,7 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.policy import FairShare, PolicyFactory, SchedulingPolicy
 from lucevisor.engine.prefix_reuse import NO_MATCH, PrefixReuse
 from lucevisor.engine.request import (
+    ContextOverflow,
     Event,
     GenerationRequest,
     InvalidRequest,
@@ -276,17 +277,22 @@ class Scheduler:
         wanted: WantedRows | None = None,
     ) -> None:
         """Queue a request.  Raises InvalidRequest or ContextOverflow if it can never be served."""
+        self._check_id(request)
+        if wanted is not None and wanted.rows < 1:
+            raise InvalidRequest("rows", f"is {wanted.rows}; a step needs at least 1")
+        self._add(RequestRecord(request, self._n_arrivals, self.limits.max_answer_tokens(request), now, wanted))
+
+    def _check_id(self, request: GenerationRequest) -> None:
         if request.request_id in self._records:
             raise InvalidRequest(
                 "request_id", f"{request.request_id!r} is in use by an unfinished request; choose another"
             )
-        if wanted is not None and wanted.rows < 1:
-            raise InvalidRequest("rows", f"is {wanted.rows}; a step needs at least 1")
-        record = RequestRecord(request, self._n_arrivals, self.limits.max_answer_tokens(request), now, wanted)
+
+    def _add(self, record: RequestRecord) -> None:
         self._n_arrivals += 1
         self.reuse.on_submitted(record)
-        self._records[request.request_id] = record
-        self._policy.on_submitted(request.client_id)
+        self._records[record.request.request_id] = record
+        self._policy.on_submitted(record.request.client_id)
         self.queue.add(record)
 
     def accepts(self, request: GenerationRequest, max_queue: int) -> bool:
@@ -306,6 +312,31 @@ class Scheduler:
         """End a request, as failed if there is an ``error``, and free its ids.  Does nothing if it is over already."""
         record = self._records.get(request_id)
         return [] if record is None else [self._finish(record, "error" if error else "cancelled", now, error=error)]
+
+    def release(self, *, running: bool = False) -> list[RequestRecord]:
+        """Give up the requests that wait, in their order, for another scheduler to adopt; ``running``: all, as no step
+        is in flight.  Those whose rows are wanted stay, as do those of which a token is on its way."""
+        for record in [record for record in self.running if running and record.wanted is None]:
+            self._operations += self.preemption.requeue(record)
+        released = sorted(self.queue, key=lambda record: (not record.has_priority, record.arrival))
+        released = [record for record in released if record.wanted is None and not record.n_in_flight]
+        for record in released:
+            self.queue.remove(record)
+            self._policy.on_finished(record.request.client_id)
+            del self._records[record.request.request_id]
+        return released
+
+    def adopt(self, record: RequestRecord) -> None:
+        """Queue a request that another scheduler has released: it goes on behind its last token.
+
+        Raises InvalidRequest or ContextOverflow, changing nothing, if it can never be served here.
+        """
+        self._check_id(record.request)
+        max_tokens = min(record.max_tokens, self.limits.max_answer_tokens(record.request))
+        if max_tokens <= record.n_generated:
+            raise ContextOverflow(len(record.tokens), self.limits.max_context, self.limits.max_paged_tokens)
+        record.move_to(self._n_arrivals, max_tokens)
+        self._add(record)
 
     def lose_all(self, error: RequestError, now: float, keep: Callable[[RequestRecord], bool]) -> Events:
         """Requeue the running requests to ``keep``, as the shards lost all sequences; end the others with ``error``."""
@@ -691,6 +722,12 @@ class Scheduler:
     def n_in_flight(self) -> int:
         """Steps planned whose result was not applied yet."""
         return len(self.in_flight)
+
+    @property
+    def n_tokens_due(self) -> int:
+        """Tokens that are known and not computed yet, of all requests."""
+        n_running = sum(record.n_tokens - record.live.n_scheduled for record in self.running if record.live is not None)
+        return max(0, n_running) + sum(record.n_to_prefill for record in self.queue)
 
     @property
     def unfinished(self) -> Collection[str]:

@@ -210,6 +210,14 @@ class RequestRecord:
         self.n_tokens += 1
         self.mu = sampled.mu
 
+    def move_to(self, arrival: int, max_tokens: int) -> None:
+        """Forget what the engine that released it knew of it, as another one adopts it."""
+        self.arrival, self.max_tokens = arrival, max_tokens
+        self.max_total_tokens = len(self.request.prompt) + max_tokens
+        self.prefix = PrefixUse(cached=self.prefix.cached, tier=self.prefix.tier)
+        self.has_priority = self.started_at is not None  # it has waited before
+        self.n_overtaken_tokens = self.last_loss = 0
+
     def move(self, state: RequestState) -> None:
         """Change the state.  Raises InvalidTransition if TRANSITIONS does not allow it."""
         if state not in TRANSITIONS[self.state]:

@@ -43,8 +43,9 @@ from lucevisor.engine.request import (
     GenerationRequest,
     RequestError,
     RequestHandle,
+    RequestState,
 )
-from lucevisor.engine.sequence import WantedRows
+from lucevisor.engine.sequence import RequestRecord, WantedRows
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.errors import LucevisorError
 from lucevisor.kv.page_table import PagedOut
@@ -169,6 +170,9 @@ class Engine:
         self._numbers: dict[int, tuple[int, StageLink]] = {}  # of daemons, by the id of their links
         self._on_dead_link: Callable[[int, str], None] = lambda _, __: None
         self._on_rebuilt: Callable[[bool], None] = lambda _: None
+        self._on_released: Callable[[RequestHandle, RequestRecord], None] = lambda _, __: None
+        self.on_state: Callable[[], None] = lambda: None  # called after each change of the core's state
+        self._state = self.core.state
         self._instructions: deque[ev.Instruction] = deque()
         self._dead: dict[int, str] = {}  # stages that a frame could not be sent to, and why
         self._executing = False
@@ -187,6 +191,44 @@ class Engine:
         """
         self.core.check_taking(request)
         return self._submit(request, None)
+
+    def release(self, take: Callable[[RequestHandle, RequestRecord], None], *, running: bool = False) -> None:
+        """Give requests away: ``take`` gets those that hold nothing in the shards, with ``running`` after a freeze all.
+
+        The caller must have each adopted by another engine, or end its handle.
+        """
+        self._on_released = take
+        self.handle(ev.Release(running))
+
+    def adopt(self, handle: RequestHandle, record: RequestRecord) -> None:
+        """Go on with a request that another engine has released; its reader notices nothing.  Raises what submit
+        raises, but QueueFull."""
+        known = self._handles.setdefault(handle.request_id, handle)
+        try:
+            self.handle(ev.Adopt(record))
+        except BaseException:
+            if known is handle:
+                del self._handles[handle.request_id]
+            raise
+        handle.move_to(self._cancel)
+
+    def end(self, handle: RequestHandle, record: RequestRecord, error: RequestError) -> None:
+        """End a request that was released and that no engine adopts."""
+        record.move(RequestState.FAILED)
+        handle.push(record.finished_event("error", self._clock(), error, None))
+
+    @property
+    def replicas(self) -> Mapping[str, Engine]:
+        """The engine itself, under no name: the interface of a :class:`ReplicatedEngine`."""
+        return {"": self}
+
+    def n_cached(self, tokens: TokenBuffer) -> int:
+        """Return how many tokens of a prompt need not be computed; those that lower tiers have count three quarters, as
+        they are read first."""
+        if not self.prefixes.enabled:
+            return 0
+        n_here = self.prefixes.match(tokens).position
+        return n_here + max(0, self.prefixes.hooks.find(tokens, n_here) - n_here) * 3 // 4
 
     def resume(self, request_id: str) -> None:
         """Let a request start that ``PrefixHooks.fetch`` held, whether or not a prefix was restored for it."""
@@ -462,6 +504,9 @@ class Engine:
                     self._report_dead_link(stage, self._dead.pop(stage))
         finally:
             self._executing = False
+        if self.core.state is not self._state:
+            self._state = self.core.state
+            self.on_state()
         self.changes.notify()
 
     # ---- effects of instructions
@@ -480,6 +525,10 @@ class Engine:
             handles[request_id].push(event)
             if type(event) is FinishedEvent:
                 del handles[request_id]
+
+    def _released(self, instruction: ev.Released) -> None:
+        for record in instruction.records:
+            self._on_released(self._handles.pop(record.request.request_id), record)
 
     @property
     def _rows(self) -> RowStore:
@@ -503,6 +552,7 @@ class Engine:
         PlaceRows: lambda self, it: self._rows.place(it.boundary, it.step, it.copies),
         CopyRows: lambda self, it: self._rows.copy(it.source, it.target, it.n_rows),
         ev.Deliver: _deliver,
+        ev.Released: _released,
         ev.StepFinished: _step_finished,
         ev.MakeMasks: lambda self, it: self._masks.make_masks(it.step_id, it.jobs),
         ev.RankPages: lambda self, it: self.relevance.rank(it.step_id, it.sequence, it.tokens),

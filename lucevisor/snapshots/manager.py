@@ -125,7 +125,8 @@ class SnapshotManager:
     def start(self) -> None:
         """Install the engine hooks and start copying slots to host memory."""
         hooks = self._engine.prefixes.hooks
-        hooks.on_slot, hooks.on_evict, hooks.fetch = self._on_slot, self._on_evict, self._fetch
+        hooks.on_slot, hooks.on_evict = self._on_slot, self._on_evict
+        hooks.fetch, hooks.find = self._fetch, self._find
         if self.host is not None:
             self.host.on_evict, hooks.on_invalid = self._on_host_evict, self.host.forget
             self._spawn(self._copy_slots(self.host), "copy slots to host memory")
@@ -172,7 +173,7 @@ class SnapshotManager:
         """End all tasks and wait for the disk.  Call after the last daemon is gone, when every transfer has ended."""
         hooks, nothing = self._engine.prefixes.hooks, PrefixHooks()
         hooks.on_slot, hooks.on_evict, hooks.on_invalid = nothing.on_slot, nothing.on_evict, nothing.on_invalid
-        hooks.fetch = nothing.fetch
+        hooks.fetch, hooks.find = nothing.fetch, nothing.find
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -205,6 +206,10 @@ class SnapshotManager:
         if not under_way.resumed:
             under_way.waiting.append(request_id)
         return not under_way.resumed
+
+    def _find(self, tokens: TokenBuffer, n_cached: int) -> int:
+        match = self._better(tokens, n_cached)
+        return n_cached if match is None else match.n_tokens
 
     def _better(self, tokens: TokenBuffer, n_cached: int) -> SnapshotMatch | None:
         """Return what to restore for a request: of all tiers below the devices, or of host memory where that is too
