@@ -82,7 +82,7 @@ async def measure(options, folder):
     rng, rows = random.Random(1), []
     async with running(make_config(folder, options), folder) as service:
         tokenizer = Tokenizer.from_gguf(service.only.model.spec.files.metadata)
-        compressor = make_compressor(service.only, tokenizer)
+        compressor = make_compressor([service.only], tokenizer)
 
         def text(n):  # bytes that are a token each, for both models
             return [rng.randrange(65, 91) for _ in range(n)]

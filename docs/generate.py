@@ -19,7 +19,7 @@ from typing import Any
 
 from lucevisor.config.formats import SIZE, SIZE_UNITS
 from lucevisor.config.schema import FieldKey, keys_of
-from lucevisor.config.sections import GROUPS, PER_MODEL, SECTIONS, GroupConfig
+from lucevisor.config.sections import GROUPS, PER_MODEL, REPLICAS, SECTIONS, GroupConfig, ReplicaConfig
 from lucevisor.engine import events
 from lucevisor.errors import show
 from lucevisor.protocol.frames import MAX_FLAGS, WITH_DESCRIPTORS
@@ -82,6 +82,7 @@ def _lines() -> Iterator[str]:
         if name == "model":
             yield _MODELS.format(sections=", ".join(f"`{part}`" for part in PER_MODEL))
             yield from _section(f"{GROUPS}.NAME", GroupConfig)
+            yield from _section(f"{REPLICAS}.NAME", ReplicaConfig)
 
 
 def _section(name: str, section: type[Any]) -> Iterator[str]:

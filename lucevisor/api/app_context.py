@@ -15,7 +15,7 @@ from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.sse import EventStream
 from lucevisor.compression.compressor import Compressor
-from lucevisor.engine.request import RequestHandle
+from lucevisor.engine.request import GenerationRequest, RequestHandle
 from lucevisor.engine.shell import Engine
 from lucevisor.errors import LucevisorError, show
 from lucevisor.snapshots.store import SnapshotStore
@@ -80,6 +80,17 @@ class Preprocessing(Protocol):
     async def parse(self, parser: BodyParser, body: Sequence[bytes], models: ServedModels, /) -> ParsedBody: ...
 
     async def close(self) -> None: ...
+
+
+class ServingEngine(Protocol):
+    """The engine of a model, or the router of its replicas."""
+
+    def submit(self, request: GenerationRequest, /) -> RequestHandle:
+        """See :meth:`lucevisor.engine.shell.Engine.submit`."""
+
+    @property
+    def replicas(self) -> Mapping[str, Engine]:
+        """Its engines, by replica; the name of a lone one is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +214,7 @@ class AppContext:
     trace: Callable[[RequestContext], str] = lambda _: ""  # record a request that has ended; return its trace id
     log_drops: Callable[[], Mapping[str, int]] = dict  # log records that were not written, by sink
     banned: tuple[int, ...] = ()  # ids never sampled: unused rows of the vocabulary
-    engine: Engine | None = None
+    engine: ServingEngine | None = None
     compressor: Compressor | None = None  # of PFlash; None while it is off
     max_context: int = 0  # tokens; 0: not known yet
     max_sequences: int = 0

@@ -71,9 +71,9 @@ async def slots(request: web.Request) -> web.Response:
     first, as they have no fixed places."""
     ctx = request.app[MODELS].find(request.query.get("model"))
     busy = 0
-    if ctx.engine is not None:
-        now = ctx.engine.statistics()
-        busy = now.running + now.queued
+    for engine in ctx.engine.replicas.values() if ctx.engine is not None else ():
+        now = engine.statistics()
+        busy += now.running + now.queued
     if "fail_on_no_slot" in request.query and busy >= ctx.max_sequences:
         raise unavailable("no slot is available; try again later", ctx.retry_after_s(), "no_slot")
     return json_response(
@@ -126,7 +126,14 @@ def _model(ctx: AppContext) -> dict[str, object]:
         "max_input_tokens": context,
         "max_tokens": context,
         "capabilities": {name: {"supported": here} for name, here in abilities(ctx).items()},
+        **_replicas(ctx),
     }
+
+
+def _replicas(ctx: AppContext) -> dict[str, object]:
+    """Return the replicas of a model that has some, and whether each takes requests."""
+    engines = {name: engine for name, engine in (ctx.engine.replicas if ctx.engine else {}).items() if name}
+    return {"replicas": {name: {"ready": engine.ready} for name, engine in engines.items()}} if engines else {}
 
 
 _FILES: Final = Path(__file__).with_name("page")

@@ -15,6 +15,8 @@ from prometheus_client.registry import Collector
 from lucevisor.api.app_context import AppContext, RequestContext, ServedModels
 from lucevisor.compression.compressor import CompressionStatistics
 from lucevisor.engine.recovery import RecoveryStatistics
+from lucevisor.engine.replicas import ReplicatedEngine
+from lucevisor.engine.router import Health, Router
 from lucevisor.engine.spec_decode.statistics import DraftStatistics
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.model.values import Space
@@ -93,8 +95,11 @@ class StateCollector(Collector):
 
 def _model(ctx: AppContext) -> Iterator[Metric]:
     out = _Families(model=ctx.model.name)
-    if ctx.engine is not None:
-        yield from _engine(out, ctx.engine.statistics(), ctx.boundary_row_bytes)
+    for replica, engine in ctx.engine.replicas.items() if ctx.engine is not None else ():
+        own = _Families(model=ctx.model.name, replica=replica) if replica else out
+        yield from _engine(own, engine.statistics(), ctx.boundary_row_bytes)
+    if isinstance(ctx.engine, ReplicatedEngine):
+        yield from _routing(out, ctx.engine.router)
     if ctx.compressor is not None:
         yield from _compression(out, ctx.compressor.statistics)
     snapshots = ctx.snapshots()
@@ -136,7 +141,8 @@ def _cluster(cluster: Mapping[str, Any] | None) -> Iterator[Metric]:
 
 
 def _host_memory(model: Mapping[str, Any]) -> Iterator[Metric]:
-    out, uses = _Families(model=model["name"]), model["host_memory"]
+    replica = {"replica": model["replica"]} if model.get("replica") else {}
+    out, uses = _Families(model=model["name"], **replica), model["host_memory"]
     used = [([use["owner"]], use["bytes"]) for use in uses]
     yield out.gauges("host_memory_bytes", "Host memory of state and activations by owner.", ["owner"], used)
     limits = [([use["owner"]], use["limit_bytes"]) for use in uses if use["limit_bytes"] is not None]
@@ -177,6 +183,18 @@ def _engine(out: _Families, now: EngineStatistics, row_bytes: int) -> Iterator[M
     yield out.counter("prefix_lookups", "Prompts whose prefix was looked up.", now.cache.n_prompts)
     yield out.counter("prefix_hits", "Prompts that started with a cached prefix.", now.cache.n_hits)
     yield out.counter("prefix_evictions", "Slots evicted for others.", now.cache.n_evictions)
+
+
+def _routing(out: _Families, router: Router) -> Iterator[Metric]:
+    serving = [([name], float(health is Health.SERVING)) for name, health in router.health.items()]
+    yield out.gauges("replica_serving", "1 for a replica that takes requests.", ["replica"], serving)
+    routed = [([name], n) for name, n in router.n_routed.items()]
+    yield out.counters(
+        "routed_requests", "Requests that a replica took, those that moved included.", ["replica"], routed
+    )
+    moved = [([name], n) for name, n in router.n_moved.items()]
+    text = "Requests that a replica went on with when another one was lost or drained."
+    yield out.counters("moved_requests", text, ["replica"], moved)
 
 
 def _drafts(out: _Families, now: DraftStatistics) -> Iterator[Metric]:

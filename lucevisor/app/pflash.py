@@ -18,10 +18,11 @@ _SAME = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", 
 
 
 class CurrentScorer:
-    """The scoring stage of the deployment that serves: a reload makes another one."""
+    """The scoring stage of the deployment that serves: a reload makes another one.  Of several replicas, any that has
+    one."""
 
-    def __init__(self, service: ModelService) -> None:
-        self._service = service
+    def __init__(self, services: Sequence[ModelService]) -> None:
+        self._services = services
 
     @property
     def window_tokens(self) -> int:
@@ -33,15 +34,16 @@ class CurrentScorer:
         return await self._scoring().score(tokens, n_query)
 
     def _scoring(self) -> ScoringStage:
-        scoring = self._service.deployment.scoring
-        if scoring is None:
+        placed = [service.deployment.scoring for service in self._services]
+        scoring = [stage for stage in placed if stage is not None]
+        if not scoring:
             raise ScoringError("the model is being placed")
-        return scoring
+        return next((stage for stage in scoring if stage.attached), scoring[0])
 
 
-def make_compressor(service: ModelService, tokenizer: Tokenizer) -> Compressor | None:
-    """Return the compressor of a model that is placed; None while PFlash is off."""
-    pflash, windows = service.config.pflash, _windows(service, tokenizer)
+def make_compressor(services: Sequence[ModelService], tokenizer: Tokenizer) -> Compressor | None:
+    """Return the compressor of a model, or its replicas, one of which is placed; None while PFlash is off."""
+    pflash, windows = services[0].config.pflash, _windows(services, tokenizer)
     if pflash.mode == "off" or windows is None:
         return None
     settings = CompressionSettings(
@@ -52,18 +54,18 @@ def make_compressor(service: ModelService, tokenizer: Tokenizer) -> Compressor |
 
 def make_page_scorer(service: ModelService, tokenizer: Tokenizer) -> PageScorer | None:
     """Return what ranks pages under KV Flash's policy ``drafter``; None under others."""
-    windows = _windows(service, tokenizer) if service.config.kvflash.policy == "drafter" else None
+    windows = _windows([service], tokenizer) if service.config.kvflash.policy == "drafter" else None
     return windows.page_scores if windows is not None else None
 
 
-def _windows(service: ModelService, tokenizer: Tokenizer) -> Windows | None:
-    model = service.model
+def _windows(services: Sequence[ModelService], tokenizer: Tokenizer) -> Windows | None:
+    model = services[0].model
     if model.scorer is None or model.scorer.files is None:
         return None
     assert model.spec.files is not None
     own_metadata, scorer_metadata = model.spec.files.metadata, model.scorer.files.metadata
     same = all(own_metadata.get(key) == scorer_metadata.get(key) for key in _SAME)
-    return Windows(tokenizer, CurrentScorer(service), None if same else Tokenizer.from_gguf(scorer_metadata))
+    return Windows(tokenizer, CurrentScorer(services), None if same else Tokenizer.from_gguf(scorer_metadata))
 
 
 def pflash_status(service: ModelService, compressor: Compressor | None) -> dict[str, Any]:

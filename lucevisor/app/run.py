@@ -310,8 +310,8 @@ class Supervisor:
         self._wait_forever = options.wait_forever
         self.service = Service(config, models, run_dir.own, display, self._on_engine, options.limits)
         self._admin_operations = AdminOperations(self.service)
-        for name, context in self._contexts.items():
-            self._connect_service(context, self.service.models[name])
+        for context in self._contexts.values():
+            self._connect_service(context, self._pipelines_of(context))
         self._app = create_app(*self._contexts.values())
         self._endpoint = Endpoint(self._app, self, run_dir.socket, self._tls)
         self._report = SystemdReport(self._status_line)
@@ -480,8 +480,7 @@ class Supervisor:
                 self._reload_live_keys()
 
     async def restart(self, groups: list[str], *, now: bool) -> None:
-        for group in groups or list(self.service.groups):
-            await self._admin_operations.restart(group, now=now)
+        await self._admin_operations.restart_all(groups or list(self.service.groups), now=now)
 
     async def reload(self, overrides: list[str]) -> dict[str, object]:
         task = self._spawn(self._reload(overrides), "reload")
@@ -506,35 +505,44 @@ class Supervisor:
 
     async def _restart_one(self, group: str, now: bool) -> None:
         try:
-            await self._admin_operations.restart(group, now=now)
+            await self._admin_operations.restart_all([group], now=now)
         except LucevisorError as error:
             log.warning("not restarted", group=group, reason=str(error))
 
     # ---- for clients
 
-    def _connect_service(self, context: AppContext, model: ModelService) -> None:
+    def _pipelines_of(self, context: AppContext) -> list[ModelService]:
+        """The services of a model: one, or one for each replica."""
+        return [model for model in self.service.models.values() if model.name == context.model.name]
+
+    def _connect_service(self, context: AppContext, models: Sequence[ModelService]) -> None:
         """Connect the API of a model to the service's state."""
-        context.retry_in_s = model.retry_in_s
+        context.retry_in_s = lambda: min(filter(None, (model.retry_in_s() for model in models)), default=None)
         context.status = self.status
         context.restart = self._begin_restart
-        context.snapshots = lambda: model.snapshot_store
+        context.snapshots = lambda: next(filter(None, (model.snapshot_store for model in models)), None)
         if self._traces is not None:
             context.trace = self._traces
 
     def _on_engine(self, model: ModelService, engine: Engine) -> None:
-        placement, context = model.placement, self._contexts[model.name]
-        context.engine = engine
-        if placement is not None:
-            context.max_context = placement.max_context
-            context.max_sequences = placement.max_sequences
-            context.boundary_row_bytes = dtype_bytes(placement.dtype, model.model.spec.boundary_width)
-        context.compressor = make_compressor(model, context.tokenizer)
+        context = self._contexts[model.name]
+        models = self._pipelines_of(context)
+        placements = [one.placement for one in models if one.placement is not None]
+        context.engine = self.service.replicated or engine
+        context.max_context = min(placement.max_context for placement in placements)  # so that any may go on with it
+        context.max_sequences = sum(placement.max_sequences for placement in placements)
+        width = model.model.spec.boundary_width
+        context.boundary_row_bytes = dtype_bytes(placements[0].dtype, width)
+        context.compressor = context.compressor or make_compressor(models, context.tokenizer)
         engine.relevance.score = make_page_scorer(model, context.tokenizer)
 
     def _not_ready(self) -> list[NotReadyPart]:
         if self.service.state == "ready":
-            engines = [model.engine for model in self.service.models.values() if model.engine is not None]
-            return [NotReadyPart("pipeline", "invalid logits", one.invalid) for one in engines if one.invalid]
+            models = [model for model in self.service.models.values() if model.engine is not None]
+            invalid = [model.engine.invalid for model in models if model.engine is not None and model.engine.invalid]
+            if self.service.replicated is not None and len(invalid) < len(models):
+                return []
+            return [NotReadyPart("pipeline", "invalid logits", reason) for reason in invalid]
         parts = [
             NotReadyPart(f"group {name}", g.state.name.lower(), g.reason)
             for name, g in self.service.groups.items()

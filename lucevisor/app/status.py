@@ -38,10 +38,11 @@ def status(
 ) -> dict[str, Any]:
     """Return the whole status; never blocks.  ``compressors``: of PFlash, by model.
 
-    ``models`` has all models; the first one is beside the fields of the service, too.
+    ``models`` has all models, and each replica; the first one is beside the fields of the service, too.
     """
     models = [_model(model, compressors.get(model.name)) for model in service.models.values()]
-    first = {key: value for key, value in models[0].items() if key not in ("name", "state", "reason")}
+    own = ("name", "replica", "groups", "state", "reason")
+    first = {key: value for key, value in models[0].items() if key not in own}
     return {
         "name": name,
         "pid": os.getpid(),
@@ -71,6 +72,8 @@ def _model(service: ModelService, compressor: Compressor | None) -> dict[str, An
     statistics = service.engine.statistics() if service.engine is not None else None
     return {
         "name": service.name,
+        "replica": service.replica,
+        "groups": [*service.groups],
         "state": service.state,
         "reason": service.reason(),
         "model": {

@@ -110,16 +110,27 @@ def reload(overrides: tuple[str, ...], name: str | None, socket: Path | None) ->
 def _change(target: RunningSupervisor, what: str, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Have a supervisor carry out an order; return its status, and how long it and the requests took."""
     client = AdminClient(target.socket)
-    before, began = client.call("GET", "/status")["engine"]["recovery"], time.monotonic()
+    before, began = client.call("GET", "/status"), time.monotonic()
     answer = call_and_watch(client, what, f"/{what}", body, timeout_s=3600.0)
     summary = f"{target.name} is {answer['state']} after {time.monotonic() - began:.1f} s"
-    return answer, f"{summary}\n{_recovered(before, answer['engine']['recovery'])}"
+    return answer, f"{summary}\n{_recovered(_recovery(before), _recovery(answer))}"
 
 
-def _recovered(before: dict[str, Any], now: dict[str, Any]) -> str:
-    paused_s = sum(now["pause_s"].values()) - sum(before["pause_s"].values())
+def _recovery(status: dict[str, Any]) -> list[float]:
+    """Return the seconds of pauses, and counts of what continued: of the first model, or of all replicas."""
+    engines = [part["engine"] for part in status["models"] if part["replica"]] or [status["engine"]]
+    parts = [engine["recovery"] for engine in engines]
     names = ("sequences", "kept_tokens", "rebuilt_tokens", "recomputed_tokens")
-    sequences, kept, rebuilt, recomputed = (now[name] - before[name] for name in names)
+    return [
+        sum(sum(part["pause_s"].values()) for part in parts),
+        *(sum(part[name] for part in parts) for name in names),
+    ]
+
+
+def _recovered(before: list[float], now: list[float]) -> str:
+    paused_s, sequences, kept, rebuilt, recomputed = (
+        later - earlier for earlier, later in zip(before, now, strict=True)
+    )
     if not sequences:
         return f"no request was running; new ones waited {paused_s:.1f} s"
     done = f"{kept} tokens kept, {rebuilt} computed again by the restarted groups alone, {recomputed} by all"

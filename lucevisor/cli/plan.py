@@ -34,7 +34,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     from lucevisor.app.model_files import open_models
     from lucevisor.deployment.measurements import inventory
     from lucevisor.deployment.preflight import check_before_start
-    from lucevisor.deployment.served_model import model_configs
+    from lucevisor.deployment.served_model import pipelines
     from lucevisor.placement.report import plan_json, plan_text
     from lucevisor.placement.result import Infeasible
 
@@ -51,16 +51,16 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
         raise ConfigErrors(
             [ConfigError(f"groups.{name}", NO_VALUE, why, hint, file=str(config)) for name, why in problems.items()]
         )
-    configs = model_configs(loaded, models)
     results = {
-        model.name: _plan(own, model, found, measure=measure) for own, model in zip(configs, models, strict=True)
+        own.replica or model.name: _plan(own, model, found, measure=measure) for own, model in pipelines(loaded, models)
     }
+    kind = "replicas" if loaded.replicas else "models" if loaded.models else ""
     if as_json:
         shown = {name: plan_json(result) for name, result in results.items()}
-        click.echo(json.dumps({"models": shown} if loaded.models else shown[models[0].name], indent=2))
+        click.echo(json.dumps({kind: shown} if kind else shown[models[0].name], indent=2))
     else:
-        texts = {name: plan_text(result) for name, result in results.items()}
-        click.echo("\n\n".join(f"{name}\n{text}" if loaded.models else text for name, text in texts.items()))
+        texts = {f"replica {name}" if loaded.replicas else name: plan_text(result) for name, result in results.items()}
+        click.echo("\n\n".join(f"{name}\n{text}" if kind else text for name, text in texts.items()))
     for notice in loaded.notices:
         click.echo(f"notice: {notice}", err=True)
     fits = not any(isinstance(result, Infeasible) for result in results.values())
@@ -108,21 +108,21 @@ def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
     will run; then whether the model fits into the memory that is free."""
     from lucevisor.app.model_files import open_models
     from lucevisor.deployment.measurements import check_arena, inventory, probe_groups
-    from lucevisor.deployment.served_model import model_configs
+    from lucevisor.deployment.served_model import pipelines
     from lucevisor.placement.devices import with_target_devices
     from lucevisor.placement.planner import plan
     from lucevisor.placement.result import Infeasible
 
     loaded = load(config, overrides)
     models = open_models(loaded, lambda what: click.echo(f"fetching {what}", err=True))
-    configs = model_configs(loaded, models)
     for model in models:
         if not 0 <= layer < model.spec.n_layers:
             raise click.UsageError(f"--layer {layer}: {model.name} has layers 0 to {model.spec.n_layers - 1}")
     devices, _ = asyncio.run(inventory(loaded))
+    served = {own.replica or model.name: (own, model) for own, model in pipelines(loaded, models)}
     plans = {
-        model.name: plan(model.spec, with_target_devices(own, devices), devices, None, model.draft_spec, model.scorer)
-        for own, model in zip(configs, models, strict=True)
+        name: plan(model.spec, with_target_devices(own, devices), devices, None, model.draft_spec, model.scorer)
+        for name, (own, model) in served.items()
     }
     dtypes = {
         name: placed.placement.dtype if isinstance(placed, Infeasible) else placed.dtype
@@ -133,8 +133,8 @@ def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
     def check(group: str) -> tuple[Check, list[int]]:
         arenas = [arena] if loaded.groups[group].shares_memory else []
         # One layer's numbers: of the first model that the group is for.
-        model = next(m for own, m in zip(configs, models, strict=True) if group in own.groups)
-        request = Check([str(f) for f in model.files], layer, dtypes[model.name], [a.plan for a in arenas])
+        name, model = next((name, model) for name, (own, model) in served.items() if group in own.groups)
+        request = Check([str(f) for f in model.files], layer, dtypes[name], [a.plan for a in arenas])
         return request, [a.fd for a in arenas]
 
     try:
@@ -143,10 +143,11 @@ def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
         arena.close()
     healthy = [_report(loaded, name, answer) for name, answer in answers.items()]
     for name, placed in plans.items():
+        name = f"replica {name}" if loaded.replicas else name
         if isinstance(placed, Infeasible):
             healthy.append(_line(False, "plan", placed.message.replace("\n", "; ")))
         elif all(healthy):
-            _line(True, "plan", f"{name} fits, in {dtypes[name]}: `lucevisor plan` shows how")
+            _line(True, "plan", f"{name} fits, in {placed.dtype}: `lucevisor plan` shows how")
     slow = any(answer.checked is not None and answer.checked.warnings for answer in answers.values())
     fit = "all groups can run" + (", but slower than they could be: see the lines marked slow" if slow else "")
     click.echo(fit if all(healthy) else "something is wrong: see the lines marked FAIL")

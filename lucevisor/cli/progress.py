@@ -94,7 +94,7 @@ class StartDisplay(LoadProgress):
             self._announced = True
             for model in service.models.values():
                 self._ready_model(model, seconds)
-            name = next(iter(service.models)) if len(service.models) > 1 else ""
+            name = next(iter(service.models)) if len(service.models) > 1 and service.replicated is None else ""
             for warning in self._warnings(service):
                 self._echo(warning)
             for line in first_request(self._url, keys=bool(self._config.server.api_keys_file), model=name):
@@ -102,7 +102,9 @@ class StartDisplay(LoadProgress):
         self._away = False
 
     def _ready_model(self, service: ModelService, seconds: float) -> None:
-        assert service.placement is not None
+        if service.placement is None or service.state != "ready":
+            self._echo(f"replica {service.replica} follows: {service.reason()}")
+            return
         devices = ", ".join(f"{d.device} layers {d.layers}" for d in service.placement.devices)
         if self._console is None:
             log.info("ready", model=service.name, url=self._url, devices=devices, seconds=round(seconds, 3))

@@ -34,16 +34,24 @@ def status_view(status: Status, *, folds: bool = True, verbose: bool = False) ->
 
 
 def models_of(status: Status) -> Sequence[Status]:
-    """Return the part of each model: the status itself where it has one."""
+    """Return the part of each model or replica: the status itself where it has one."""
     models: Sequence[Status] = status["models"]
-    return models if len(models) > 1 else [{**status, "title": ""}]
+    if len(models) <= 1:
+        return [{**status, "title": "", "replica": ""}]
+    return [{**model, "title": _title(model), "replica": model.get("replica", "")} for model in models]
+
+
+def _title(model: Status) -> str:
+    name = f"replica {model['replica']}" if model.get("replica") else model["name"]
+    why = f": {model['reason']}" if model.get("replica") and model["reason"] else ""
+    return f"{name} {model['state']}{why}"
 
 
 def model_lines(status: Status, *, verbose: bool = False) -> list[str]:
     engine = status["engine"]
     work = f"running {engine['running']}, queued {engine['queued']}, held {engine['held']}; "
     return [
-        status.get("title", f"{status['name']} {status['state']}"),
+        status["title"],
         f"{work}{engine['tokens_per_s']} tokens/s",
         page_line(engine["pages"]),
         *draft_lines(status["draft"], verbose=verbose),
@@ -63,9 +71,11 @@ def headline(status: Status) -> Iterator[Text]:
     yield Text.assemble(
         (status["name"], "bold"), " ", styled_state(status["state"]), f"  {status['url']}  pid {status['pid']}"
     )
-    for part in models_of(status):
+    replicas = [part["replica"] for part in models_of(status) if part["replica"]]
+    for part in models_of(status)[: 1 if replicas else None]:
         model = part["model"]
-        yield Text(f"{model['name']} ({model['architecture']}, {model['layers']} layers, {model['quant']})")
+        name = f"{model['name']} ({model['architecture']}, {model['layers']} layers, {model['quant']})"
+        yield Text(f"{name}, {len(replicas)} replicas" if replicas else name)
 
 
 def shard_table(status: Status) -> Table:
@@ -76,8 +86,9 @@ def shard_table(status: Status) -> Table:
     for title in ("pid", "restarts", "weights", "state", "free"):
         table.add_column(title, justify="right", no_wrap=True)
     several = len(models_of(status)) > 1
+    replicas = {name: part["replica"] for part in models_of(status) if part["replica"] for name in part["groups"]}
     if several:
-        table.add_column("model", overflow="fold")
+        table.add_column("replica" if replicas else "model", overflow="fold")
     for group in status["groups"]:
         for device in group["devices"] or [None]:
             pid = group["daemon_pid"] if group["host"] else group["pid"]
@@ -88,7 +99,7 @@ def shard_table(status: Status) -> Table:
             start, stop = device["layers"]
             sizes = (format_bytes(device[key]) for key in ("weight_bytes", "state_bytes", "free_bytes"))
             state = styled_state(group["state"])
-            model = [Text(device["model"])] if several else []
+            model = [Text(replicas.get(group["name"], device["model"]))] if several else []
             table.add_row(Text(device["device"] + where), Text(f"[{start},{stop})"), state, *process, *sizes, *model)
     return table
 
@@ -107,14 +118,14 @@ def kernel_table(status: Status) -> Table:
 def problem_lines(status: Status) -> Iterator[Text]:
     """Yield what keeps the endpoint from serving, group by group, and how loading goes."""
     yield from group_lines(status["groups"])
-    engine = status["engine"]
-    if engine["held"]:
-        held_s = format_seconds(engine["recovery"]["held_s"])
-        yield Text(f"{engine['held']} requests are held for {held_s}", CHANGING)
-    rebuilding = engine["recovery"]["rebuilding_tokens"]
-    if rebuilding["of"]:
-        share, counts = rebuilding["done"] / rebuilding["of"], f"{rebuilding['done']} of {rebuilding['of']}"
-        yield Text.assemble("  ", bar((share, "cyan"), width=30), f" rebuilt {counts} tokens")
+    for engine in (part["engine"] for part in models_of(status)):
+        if engine["held"]:
+            held_s = format_seconds(engine["recovery"]["held_s"])
+            yield Text(f"{engine['held']} requests are held for {held_s}", CHANGING)
+        rebuilding = engine["recovery"]["rebuilding_tokens"]
+        if rebuilding["of"]:
+            share, counts = rebuilding["done"] / rebuilding["of"], f"{rebuilding['done']} of {rebuilding['of']}"
+            yield Text.assemble("  ", bar((share, "cyan"), width=30), f" rebuilt {counts} tokens")
     if status["reason"] and all(group["state"] == "ready" for group in status["groups"]):
         yield Text(status["reason"], CHANGING)
 

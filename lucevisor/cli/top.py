@@ -23,6 +23,7 @@ from lucevisor.cli.status_view import (
     draft_lines,
     headline,
     indented,
+    models_of,
     page_line,
     problem_lines,
     styled_state,
@@ -72,7 +73,7 @@ def top(name: str | None, socket: Path | None, every_s: float) -> int:
             while True:
                 time.sleep(every_s)
                 now, at = client.call("GET", "/status"), time.monotonic()
-                speeds.append(now["engine"]["tokens_per_s"])
+                speeds.append(total(now, "tokens_per_s"))
                 live.update(screen(before, now, at - began, speeds, console.width), refresh=True)
                 before, began = now, at
     except KeyboardInterrupt:
@@ -81,7 +82,28 @@ def top(name: str | None, socket: Path | None, every_s: float) -> int:
 
 
 def stage_loads(before: Status, now: Status, seconds: float) -> list[StageLoad]:
-    """Return the load of each stage over ``seconds``: the stages of a pipeline wait for the one before them."""
+    """Return the load of each stage over ``seconds``: the stages of a pipeline wait for the one before them.
+
+    Of several models those of the first, of replicas all.
+    """
+    replicas = [_alone(now, part) for part in models_of(now) if part["replica"]] or [now]
+    earlier = [_alone(before, part) for part in models_of(before) if part["replica"]] or [before]
+    return [load for one, other in zip(earlier, replicas, strict=True) for load in _stage_loads(one, other, seconds)]
+
+
+def _alone(status: Status, part: Status) -> Status:
+    """Return the status with one replica's engine and groups."""
+    groups = [group for group in status["groups"] if group["name"] in part["groups"]]
+    return {**status, "engine": part["engine"], "groups": groups}
+
+
+def total(status: Status, key: str) -> float:
+    """Return a number of the engine: of replicas together, else of the first model."""
+    replicas = [part["engine"][key] for part in models_of(status) if part["replica"]]
+    return float(sum(replicas)) if replicas else float(status["engine"][key])
+
+
+def _stage_loads(before: Status, now: Status, seconds: float) -> list[StageLoad]:
     names = {index: group["name"] for group in now["groups"] for index in group["stages"]}
     loads = []
     for index, stage in enumerate(now["engine"]["stages"]):
@@ -106,18 +128,26 @@ def stage_loads(before: Status, now: Status, seconds: float) -> list[StageLoad]:
 def screen(before: Status, now: Status, seconds: float, speeds: deque[float], width: int = 80) -> RenderableType:
     """Return all of it for one pair of answers, ``width`` columns wide at most."""
     bar_width = min(_BAR[1], max(_BAR[0], width - 56))
-    engine = now["engine"]
-    counts = f"  running {engine['running']}  queued {engine['queued']}  held {engine['held']}"
-    speed = Text.assemble((f"{engine['tokens_per_s']:8.1f}", "bold"), " tokens/s ", (_spark(speeds), "cyan"), counts)
+    replicated = any(part["replica"] for part in models_of(now))
+    counts = "".join(f"  {key} {total(now, key):.0f}" for key in ("running", "queued", "held"))
+    speed = Text.assemble(
+        (f"{total(now, 'tokens_per_s'):8.1f}", "bold"), " tokens/s ", (_spark(speeds), "cyan"), counts
+    )
     parts: list[RenderableType] = [
         *headline(now), speed, *problem_lines(now), Text(),
         _stages(stage_loads(before, now, seconds), bar_width), Text(),
         _memory(now, bar_width), Text(),
-        Text(page_line(engine["pages"])),
-        *map(indented, draft_lines(now["draft"])), Text(),
+        *(line for part in models_of(now)[: None if replicated else 1] for line in _state_lines(part)), Text(),
         _requests(now["requests"]),
     ]  # fmt: skip
     return Group(*parts)
+
+
+def _state_lines(part: Status) -> Iterator[RenderableType]:
+    if part["replica"]:
+        yield Text(part["title"])
+    yield Text(page_line(part["engine"]["pages"]))
+    yield from map(indented, draft_lines(part["draft"]))
 
 
 def _spark(speeds: deque[float]) -> str:

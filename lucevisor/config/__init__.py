@@ -39,4 +39,5 @@ from lucevisor.config.sections import Notice as Notice
 from lucevisor.config.sections import PFlashConfig as PFlashConfig
 from lucevisor.config.sections import PlacementConfig as PlacementConfig
 from lucevisor.config.sections import RecoveryConfig as RecoveryConfig
+from lucevisor.config.sections import ReplicaConfig as ReplicaConfig
 from lucevisor.config.sections import ServerConfig as ServerConfig

@@ -6,6 +6,7 @@ Of the machine only the files of keys and of TLS are read.
 from __future__ import annotations
 
 import stat
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,7 +27,16 @@ from lucevisor.config.formats import (
     write_split,
 )
 from lucevisor.config.schema import keys_of
-from lucevisor.config.sections import GROUPS, MODELS, SECTIONS, VISIBLE_DEVICES, Config, GroupConfig, Notice
+from lucevisor.config.sections import (
+    GROUPS,
+    MODELS,
+    REPLICAS,
+    SECTIONS,
+    VISIBLE_DEVICES,
+    Config,
+    GroupConfig,
+    Notice,
+)
 from lucevisor.errors import NO_VALUE, ConfigError, suggest
 
 OVERRIDE = "--set"
@@ -43,6 +53,7 @@ class PendingConfig:
     one_of_several: bool = False  # models: groups may be for others
     values: dict[str, Any] = field(default_factory=dict)
     group_names: list[str] = field(default_factory=list)
+    replica_names: list[str] = field(default_factory=list)
     set_keys: set[str] = field(default_factory=set)
     overridden: set[str] = field(default_factory=set)
     errors: list[ConfigError] = field(default_factory=list)
@@ -69,6 +80,7 @@ def check_values(pending: PendingConfig) -> None:
     _check_pflash(pending)
     _check_deterministic(pending)
     _resolve_target_devices(pending)
+    _check_replicas(pending)
     _check_server(pending)
     _check_cluster(pending)
 
@@ -98,6 +110,8 @@ def _check_split(pending: PendingConfig) -> None:
     split: Split | None = pending.values.get("placement.target_layer_split")
     if devices is None or not isinstance(split, WeightedSplit | Ranges) or len(split.values) == len(devices):
         return
+    if pending.replica_names and devices:
+        return  # checked when the devices of each are known
     noun = "weights" if isinstance(split, WeightedSplit) else "ranges"
     why = f"has {len(split.values)} {noun} for {len(devices)} devices"
     hint = f'write one for each of {", ".join(map(str, devices))}, or "auto"'
@@ -105,6 +119,49 @@ def _check_split(pending: PendingConfig) -> None:
         why = f"has {noun} for devices that are not named"
         hint = 'list them in placement.target_devices, or write "auto"'
     pending.refuse("placement.target_layer_split", write_split(split), why, hint)
+
+
+def _check_replicas(pending: PendingConfig) -> None:
+    """Check that each group is in one replica, and that no key names the device of one of them."""
+    owners: dict[str, str] = {}
+    for name in pending.replica_names:
+        key = f"{REPLICAS}.{name}.groups"
+        groups: tuple[str, ...] | None = pending.values.get(key)
+        if groups == ():
+            pending.refuse(key, [], "is empty", "name the groups of the replica")
+        for index, group in enumerate(groups or ()):
+            if group not in pending.group_names:
+                hint = suggest(group, pending.group_names, "groups")
+                pending.refuse(key, group, "is not a group", hint, inside=f"[{index}]")
+            elif (other := owners.setdefault(group, name)) != name:
+                why, hint = f"is in {REPLICAS}.{other}, too", "give each replica groups of its own"
+                pending.refuse(key, group, why, hint, inside=f"[{index}]")
+    if not pending.replica_names or pending.errors:
+        return
+    _check_split_of_replicas(pending, owners)
+    for group in pending.group_names:
+        if group not in owners:
+            why = "is in no replica: its daemon would have nothing to do"
+            pending.refuse(f"{GROUPS}.{group}", NO_VALUE, why, f"add it to groups of a [{REPLICAS}.NAME], or remove it")
+    for key in ("draft.device", "pflash.device"):
+        if (device := pending.values.get(key)) is not None:
+            why = "is a device of one replica"
+            pending.refuse(key, str(device), why, "leave it empty: in each replica it is that of the last layers")
+
+
+def _check_split_of_replicas(pending: PendingConfig, owners: Mapping[str, str]) -> None:
+    """Check that a split is of each replica, or weights of all devices."""
+    devices: tuple[DeviceRef, ...] = pending.values["placement.target_devices"]
+    split: Split = pending.values["placement.target_layer_split"]
+    counts = Counter(owners.get(device.group) for device in devices)
+    if isinstance(split, Auto) or (isinstance(split, WeightedSplit) and len(split.values) == len(devices)):
+        return
+    if any(counts[name] != len(split.values) for name in pending.replica_names):
+        noun = "weights" if isinstance(split, WeightedSplit) else "ranges"
+        have = ", ".join(f"{name} {counts[name]}" for name in pending.replica_names)
+        why = f"has {len(split.values)} {noun}, and replicas have {have} devices"
+        hint = 'list the devices of every replica in placement.target_devices, as many for each, or write "auto"'
+        pending.refuse("placement.target_layer_split", write_split(split), why, hint)
 
 
 def _resolve_target_devices(pending: PendingConfig) -> None:
@@ -316,7 +373,8 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
     placement, cache, draft, kvflash, pflash = (
         config.placement, config.cache, config.draft, config.kvflash, config.pflash,
     )  # fmt: skip
-    one_device, server = len(placement.devices) == 1, config.server
+    one_device = bool(placement.devices) and all(len(own.placement.devices) == 1 for own in config.each_replica)
+    server = config.server
     if not config.section:
         yield "model.memory_share", "there is one model"
     for group in config.groups.values():

@@ -15,7 +15,17 @@ from typing import Any, Final
 from lucevisor.config.checks import OVERRIDE, PendingConfig, check_values, unused_settings, used_groups
 from lucevisor.config.formats import GROUP_NAME, InvalidValue, kind_of
 from lucevisor.config.schema import FieldKey, Text, keys_of, plain
-from lucevisor.config.sections import GROUPS, MODELS, PER_MODEL, SECTIONS, Config, GroupConfig, file_key
+from lucevisor.config.sections import (
+    GROUPS,
+    MODELS,
+    PER_MODEL,
+    REPLICAS,
+    SECTIONS,
+    Config,
+    GroupConfig,
+    ReplicaConfig,
+    file_key,
+)
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors, nearest, suggest
 
 MAX_FILE_BYTES: Final = 64 * 1024
@@ -64,12 +74,13 @@ def from_tree(tree: Mapping[str, object], file: Path, overrides: Sequence[str] =
 def _read(pending: PendingConfig, sections: Mapping[str, object], file: Path) -> Config | None:
     """Return the configuration of one model; None after adding errors."""
     for name in sections:
-        if name not in SECTIONS and name != GROUPS:
+        if name not in SECTIONS and name not in (GROUPS, REPLICAS):
             pending.refuse(name, sections[name], "is not a section", _nearest_section(name))
     for name, section in SECTIONS.items():
         _read_section(pending, name, section, sections.get(name, {}), file.parent)
         if name == "model":
             _read_groups(pending, sections.get(GROUPS, {}), file.parent)
+            _read_replicas(pending, sections.get(REPLICAS, {}), file.parent)
     check_values(pending)
     return None if pending.errors else _build(pending, file)
 
@@ -79,6 +90,9 @@ def _read_models(pending: PendingConfig, sections: Mapping[str, object], file: P
     file as its defaults; None after adding errors.
     """
     models = sections[MODELS]
+    if REPLICAS in sections:
+        hint = f"remove [{REPLICAS}], or serve each model with a supervisor of its own"
+        pending.refuse(REPLICAS, NO_VALUE, f"is beside [{MODELS}.NAME], and replicas are of one model", hint)
     if "model" in sections:
         hint = f"write [{MODELS}.NAME] for this one, too, or remove [{MODELS}]"
         pending.refuse("model", NO_VALUE, f"is beside [{MODELS}.NAME]", hint)
@@ -86,7 +100,7 @@ def _read_models(pending: PendingConfig, sections: Mapping[str, object], file: P
         why = "has no models" if models == {} else f"is {kind_of(models)}, not a table"
         pending.refuse(MODELS, models, why, f"write [{MODELS}.NAME] and path = below it")
         return None
-    common = {name: table for name, table in sections.items() if name not in (MODELS, "model")}
+    common = {name: table for name, table in sections.items() if name not in (MODELS, REPLICAS, "model")}
     configs: dict[str, Config] = {}
     for name, own in models.items():
         section = f"{MODELS}.{name}"
@@ -167,7 +181,11 @@ def renamed_errors(error: ConfigError, config: Config) -> list[ConfigError]:
 
 
 def single_model(config: Config, command: str) -> Config:
-    """Return ``config``; raises ConfigError if it has several models, of which a command runs one."""
+    """Return ``config``; raises ConfigError if it has several models or replicas, of which a command runs one."""
+    if config.replicas:
+        hint = f"write a file without [{REPLICAS}], with the groups of the one that is meant"
+        why = f"are replicas, and `lucevisor {command}` runs one"
+        raise ConfigError(REPLICAS, list(config.replicas), why, hint, file=str(config.file))
     if config.models:
         hint = "write a file with [model] for the one that is meant"
         why = f"are several models, and `lucevisor {command}` runs one"
@@ -193,6 +211,7 @@ def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
 def _flat(config: Config) -> Mapping[str, Any]:
     sections: dict[str, Any] = config.as_dict()
     groups = {f"{GROUPS}.{name}": keys for name, keys in sections.pop(GROUPS).items()}
+    groups |= {f"{REPLICAS}.{name}": keys for name, keys in sections.pop(REPLICAS, {}).items()}
     for name, keys in sections.pop(MODELS, {}).items():
         sections |= {f"{MODELS}.{name}.{part}": keys.pop(part) for part in PER_MODEL}
         sections[f"{MODELS}.{name}"] = keys
@@ -242,7 +261,7 @@ def _overridden(tree: Mapping[str, object], overrides: Sequence[str], pending: P
             pending.errors.append(ConfigError(OVERRIDE, override, "is not KEY=VALUE", "such as --set server.port=8081"))
             continue
         why, hint = "", ""
-        if parts[0] not in SECTIONS and parts[0] not in (GROUPS, MODELS) and len(parts) > 1:
+        if parts[0] not in SECTIONS and parts[0] not in (GROUPS, MODELS, REPLICAS) and len(parts) > 1:
             why, hint = f"is not a key: there is no section {parts[0]}", _nearest_section(parts[0])
         elif not _is_key(parts):
             hint = suggest(key, _all_keys()) or f"such as server.port, or {GROUPS}.NAME.threads"
@@ -261,6 +280,8 @@ def _is_key(parts: Sequence[str]) -> bool:
     """Return whether dotted parts could be a key; whether the key exists is checked with all others."""
     if parts[0] == GROUPS:
         return len(parts) == 3 or (len(parts) == 4 and parts[2] == "env")
+    if parts[0] == REPLICAS:
+        return len(parts) == 3
     if parts[0] == MODELS:
         return len(parts) == 3 or (len(parts) == 4 and parts[2] in PER_MODEL)
     return len(parts) == 2
@@ -288,14 +309,31 @@ def _read_groups(pending: PendingConfig, groups: object, folder: Path) -> None:
     if not groups:
         hint = f"add [{GROUPS}.NAME] with backend = cpu, cuda or hip for each interpreter"
         pending.refuse(GROUPS, NO_VALUE, "is missing", hint)
-    for name, group in groups.items():
+    pending.group_names += _read_named(pending, GROUPS, "group", GroupConfig, groups, folder)
+
+
+def _read_replicas(pending: PendingConfig, replicas: object, folder: Path) -> None:
+    if not isinstance(replicas, dict):
+        hint = f"write [{REPLICAS}.NAME] and groups = below it"
+        pending.refuse(REPLICAS, replicas, f"is {kind_of(replicas)}, not a table", hint)
+        return
+    pending.replica_names += _read_named(pending, REPLICAS, "replica", ReplicaConfig, replicas, folder)
+
+
+def _read_named(
+    pending: PendingConfig, prefix: str, noun: str, section: type[Any], tables: Mapping[str, object], folder: Path
+) -> list[str]:
+    """Read sections whose names are the user's; return the names that may be."""
+    names = []
+    for name, table in tables.items():
         if GROUP_NAME.fullmatch(name):
-            pending.group_names.append(name)
-            _read_section(pending, f"{GROUPS}.{name}", GroupConfig, group, folder)
+            names.append(name)
+            _read_section(pending, f"{prefix}.{name}", section, table, folder)
             continue
         near = "".join(letter for letter in name.lower()[:32] if GROUP_NAME.fullmatch(letter))
         hint = f"nearest: {near}" if near else "such as left"
-        pending.refuse(f"{GROUPS}.{name}", NO_VALUE, "is not a group name: use 1 to 32 of a-z 0-9 _ -", hint)
+        pending.refuse(f"{prefix}.{name}", NO_VALUE, f"is not a {noun} name: use 1 to 32 of a-z 0-9 _ -", hint)
+    return names
 
 
 def _read_section(pending: PendingConfig, name: str, section: type[Any], table: object, folder: Path) -> None:
@@ -335,9 +373,11 @@ def _build(pending: PendingConfig, file: Path) -> Config:
         return section(**more, **{keys[key].field: pending.values[f"{name}.{key}"] for key in keys})
 
     groups = {name: make(f"{GROUPS}.{name}", GroupConfig, name=name) for name in pending.group_names}
+    replicas = {name: make(f"{REPLICAS}.{name}", ReplicaConfig, name=name) for name in pending.replica_names}
     config = Config(
         file=file,
         groups=MappingProxyType(groups),
+        replicas=MappingProxyType(replicas),
         set_keys=frozenset(pending.set_keys),
         **{name: make(name, section) for name, section in SECTIONS.items()},
     )
@@ -345,14 +385,14 @@ def _build(pending: PendingConfig, file: Path) -> Config:
 
 
 def _all_keys() -> list[str]:
-    sections = {**SECTIONS, f"{GROUPS}.NAME": GroupConfig}
+    sections = {**SECTIONS, f"{GROUPS}.NAME": GroupConfig, f"{REPLICAS}.NAME": ReplicaConfig}
     return [f"{name}.{key}" for name, section in sections.items() for key in keys_of(section)]
 
 
 def _nearest_section(name: str) -> str:
     """Return the hint for an unknown section: a key of that name, else similar sections."""
     key = next((dotted for dotted in _all_keys() if dotted.endswith(f".{name}")), "")
-    return f"nearest: {key}" if key else suggest(name, [*SECTIONS, MODELS, GROUPS], "sections")
+    return f"nearest: {key}" if key else suggest(name, [*SECTIONS, MODELS, GROUPS, REPLICAS], "sections")
 
 
 def _nearest_in_section(key: str, keys: list[str]) -> str:

@@ -6,7 +6,7 @@ A field is a key of the file with the same name, or `Key.name`; the text below i
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
@@ -20,6 +20,7 @@ from lucevisor.config.formats import (
     DESTINATION,
     DEVICE,
     ENVIRONMENT,
+    GROUP,
     HOST,
     HUB_PATH,
     HUB_PREFIX,
@@ -39,6 +40,7 @@ from lucevisor.config.formats import (
     HubFile,
     RestartLimit,
     Split,
+    WeightedSplit,
     hub_file,
     write_split,
 )
@@ -150,6 +152,16 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaConfig:
+    """A replica: the groups of one pipeline with all layers of the model. With replicas every group is in one of them;
+    they serve the same endpoint. See docs/replicas.md. `NAME` is yours, as those of groups."""
+
+    name: str = field(metadata={"in_file": False})
+    groups: Annotated[tuple[str, ...], GROUP]
+    """Groups of the replica. Its devices are those of `placement.target_devices` in these groups, or all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
     """Devices and the layers that each of them holds."""
 
@@ -159,8 +171,8 @@ class PlacementConfig:
     file."""
     split: Annotated[Split, SPLIT, Key(name="target_layer_split")] = field(default=Auto())
     """Split of the layers over `target_devices`. Weights are shares and need not add up to 1; ranges name
-    the layers: `["0-4", "4-8"]` is layers 0 to 3, then 4 to 7. `"auto"`: the planner chooses, by free memory and the
-    speed of each device, which the first start with a model measures."""
+    the layers: `["0-4", "4-8"]` is layers 0 to 3, then 4 to 7. With replicas it is the split of each. `"auto"`: the
+    planner chooses, by free memory and the speed of each device, which the first start with a model measures."""
     goal: Goal = "latency"
     """Objective of `target_layer_split = "auto"`: `latency` minimises the time of one request through all devices,
     `throughput` the time of the slowest stage, which limits the throughput of many requests."""
@@ -394,6 +406,8 @@ class Config:
     recovery: RecoveryConfig = RecoveryConfig()
     cluster: ClusterConfig = ClusterConfig()
     log: LogConfig = LogConfig()
+    replicas: Mapping[str, ReplicaConfig] = field(default_factory=lambda: MappingProxyType({}))
+    replica: str = field(default="", compare=False)  # the name of one of them, whose groups these are
     models: Mapping[str, Config] = field(default_factory=lambda: MappingProxyType({}))  # of [models.NAME]
     section: str = field(default="", compare=False)  # "models.NAME", of one of several
     own_keys: frozenset[str] = field(default=frozenset(), compare=False)  # those in that section, as of a lone model
@@ -412,6 +426,8 @@ class Config:
                 if self.models:
                     sections[MODELS] = {name: config._as_model() for name, config in self.models.items()}
                 sections[GROUPS] = {group.name: _written(group) for group in self.groups.values()}
+                if self.replicas:
+                    sections[REPLICAS] = {name: _written(replica) for name, replica in self.replicas.items()}
         return sections
 
     def _as_model(self) -> dict[str, object]:
@@ -421,6 +437,24 @@ class Config:
     def each_model(self) -> Sequence[Config]:
         """The configuration of each model, as if it were the only one."""
         return [*self.models.values()] or [self]
+
+    @property
+    def each_replica(self) -> Sequence[Config]:
+        """The configuration of each replica, as if its groups were the only ones."""
+        return [self._of_replica(replica) for replica in self.replicas.values()] or [self]
+
+    def _of_replica(self, replica: ReplicaConfig) -> Config:
+        placement, split = self.placement, self.placement.split
+        kept = [index for index, device in enumerate(placement.devices) if device.group in replica.groups]
+        if isinstance(split, WeightedSplit) and len(split.values) > len(kept):
+            split = WeightedSplit(tuple(split.values[index] for index in kept))
+        return replace(
+            self,
+            groups=MappingProxyType({name: group for name, group in self.groups.items() if name in replica.groups}),
+            placement=replace(placement, devices=tuple(placement.devices[index] for index in kept), split=split),
+            replicas=MappingProxyType({}),
+            replica=replica.name,
+        )
 
     def key(self, key: str) -> str:
         """Return the name in the file of a key that is named as of a lone model."""
@@ -461,6 +495,7 @@ class Neighbour:
 
 
 GROUPS = "groups"
+REPLICAS = "replicas"
 MODELS = "models"
 PER_MODEL: Final = ("placement", "engine", "cache", "draft", "kvflash", "pflash")
 """Sections that `[models.NAME]` may contain, as `[models.NAME.engine]`; those of the file itself are for all models."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any, Final
 
 import structlog
@@ -35,7 +35,7 @@ LATE_KEYS: Final = frozenset({"server.drain_s"})
 
 def changed_values(before: Config, after: Config, at_once: Collection[str]) -> dict[str, object]:
     """Return the keys that differ, with their values in ``after`` (None: not there any more).  ``at_once``: those that
-    need no other daemons, the only ones that may change while there are several models.
+    need no other daemons, the only ones that may change while there are several models or replicas.
 
     Raises ConfigErrors naming those that can only change with another start.
     """
@@ -43,8 +43,9 @@ def changed_values(before: Config, after: Config, at_once: Collection[str]) -> d
     values = {key: _value(after.as_dict(), key) for key in changed}
     why, hint = "cannot change while the supervisor runs", "leave it as it was, or `lucevisor stop`, then `start`"
     movable = DEPLOYMENT_KEYS
-    if before.models:
-        why, movable = "cannot change while the supervisor serves several models", ()
+    if before.models or before.replicas:
+        what = "several models" if before.models else "replicas"
+        why, movable = f"cannot change while the supervisor serves {what}", ()
     fixed = [key for key in changed if key not in at_once and not key.startswith(movable)]
     if fixed:
         given = {override.partition("=")[0] for override in after.overrides}
@@ -109,6 +110,36 @@ class AdminOperations:
         if group not in groups:
             hint = f"nearest: {nearest(group, groups, 0.0)}"
             raise AdminError(f"there is no group {show(group)}: the groups are {', '.join(groups)}; {hint}")
+
+    async def restart_all(self, groups: Collection[str], *, now: bool) -> None:
+        """Restart groups one by one, those of a replica together while others serve its requests; returns when all are
+        back.
+
+        Raises LucevisorError naming group and reason, and goes no further then.
+        """
+        for group in groups:
+            self.check_group(group)
+        replicas = [[*service.groups] for service in self._service.models.values() if service.replica]
+        for names in replicas or [[*groups]]:
+            chosen = [group for group in groups if group in names]
+            async with self._drained(chosen[0] if chosen and not now else ""):
+                for group in chosen:
+                    await self.restart(group, now=now)
+
+    @contextlib.asynccontextmanager
+    async def _drained(self, group: str) -> AsyncIterator[None]:
+        """Have other replicas serve the requests of the one with ``group``, if there are others that can."""
+        service = self._service
+        name = next((model.replica for model in service.models.values() if group in model.groups), "")
+        if service.replicated is None or not name:
+            yield
+            return
+        drained = await service.replicated.drain(name, service.config.server.drain_s, RESTART_S / 2)
+        log.info("replica drained" if drained else "replica not drained: no other one serves", replica=name)
+        try:
+            yield
+        finally:
+            service.replicated.end_drain(name)
 
     async def restart(self, group: str, *, now: bool) -> None:
         """Restart one group's daemon; returns when requests are served again or another group has FAILED.

@@ -402,7 +402,8 @@ class Deployment:
         if group == self.draft_group:
             draft_files = await self._draft_files(alone=not placement.stages_of(group))
         threads = group_threads(self.config, group)
-        polls_s = 0.0 if self.config.neighbours else spin_s(self.config)  # other models wait for the compute thread
+        alone = not self.config.neighbours or self.config.replica  # else other models wait for the compute thread
+        polls_s = spin_s(self.config) if alone else 0.0
         load = load_message(placement, group, files, threads, draft_files, score_files, spin_s=polls_s)
         replays = group not in self._remote  # the rows come as a file
         order = await self._replacements.load_order(group, load, self._assembly, replays=replays)

@@ -6,6 +6,7 @@ Pure, but for the cores of this process.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from lucevisor.config import Config, DeviceRef
 
@@ -40,6 +41,8 @@ def group_threads(config: Config, name: str) -> int:
 def spin_s(config: Config) -> float:
     """Return how long daemons poll for rows: 0 unless every compute thread and the supervisor have a core here."""
     n_cores = len(usable_cores())
-    here = [name for name, group in config.groups.items() if not group.host]
-    n_busy = 1 + sum(max(1, group_threads(config, name)) for name in here)
+    groups = {name: group for other in config.neighbours for name, group in other.config.groups.items()}
+    everywhere = replace(config, groups={**groups, **config.groups})  # other replicas are busy, too
+    here = [name for name, group in everywhere.groups.items() if not group.host]
+    n_busy = 1 + sum(max(1, group_threads(everywhere, name)) for name in here)
     return 0.02 if n_busy <= n_cores else 0.0  # most stages decode in less

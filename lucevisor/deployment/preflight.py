@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from lucevisor.config import Config, renamed_errors
 from lucevisor.deployment.group_settings import usable_cores
-from lucevisor.deployment.served_model import ServedModel, model_configs
+from lucevisor.deployment.served_model import ServedModel, pipelines
 from lucevisor.errors import ConfigError, ConfigErrors
 from lucevisor.placement.devices import with_target_devices
 from lucevisor.placement.planner import plan
@@ -20,7 +20,7 @@ from lucevisor.supervision.child import SpawnError, find_python
 def check_before_start(config: Config, models: Sequence[ServedModel]) -> None:
     """Raise ConfigErrors naming every key whose value cannot work on this machine, with these models."""
     errors = [*_check_cores(config), *_check_interpreters(config)]
-    for own, model in zip(reversed(model_configs(config, models)), reversed(models), strict=True):
+    for own, model in reversed(pipelines(config, models)):
         errors = [*_check_plan(own, model), *errors]
     if errors:
         raise ConfigErrors(errors)

@@ -62,3 +62,14 @@ def model_configs(config: Config, models: Sequence[ServedModel]) -> list[Config]
     recovery = replace(config.recovery, journal=config.recovery.journal // len(each))
     neighbours = tuple(Neighbour(own, model.n_bytes) for own, model in zip(each, models, strict=True))
     return [replace(own, recovery=recovery, neighbours=neighbours) for own in each]
+
+
+def pipelines(config: Config, models: Sequence[ServedModel]) -> list[tuple[Config, ServedModel]]:
+    """Return what each pipeline runs, and with which groups: that of each model, or of each replica of the only one."""
+    if not config.replicas:
+        return list(zip(model_configs(config, models), models, strict=True))
+    [model] = models
+    each = config.each_replica
+    recovery = replace(config.recovery, journal=config.recovery.journal // len(each))
+    neighbours = tuple(Neighbour(own, model.n_bytes) for own in each)
+    return [(replace(own, recovery=recovery, neighbours=neighbours), model) for own in each]

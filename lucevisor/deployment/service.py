@@ -1,5 +1,7 @@
 """One running supervisor: its groups and its models, each with its engine, weights, snapshots and deployment.
 
+Replicas are models of one name behind one router, with groups of their own.
+
 Requests for a model are served while every group with its layers is READY; a group with the drafter alone may be
 missing.
 
@@ -17,6 +19,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -29,10 +32,11 @@ from lucevisor.deployment.boundaries import journal_rows
 from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.group_settings import group_devices, group_threads
-from lucevisor.deployment.served_model import ServedModel, model_configs
+from lucevisor.deployment.served_model import ServedModel, pipelines
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import MAX_LOSSES, FrozenState
 from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.replicas import ReplicatedEngine
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.shell import Changes, Engine, EngineSettings
 from lucevisor.engine.validation import enabled
@@ -46,6 +50,7 @@ from lucevisor.model.values import PAGE_TOKENS, Backend
 from lucevisor.placement.result import Placement
 from lucevisor.placement.sizing import slot_unit_bytes
 from lucevisor.protocol.messages import Progress
+from lucevisor.snapshots.file_format import DraftModel
 from lucevisor.snapshots.manager import SnapshotManager, open_store
 from lucevisor.snapshots.policy import SavePolicy
 from lucevisor.snapshots.store import SnapshotStore
@@ -56,8 +61,8 @@ from lucevisor.supervision.launcher import Launcher, open_listener
 from lucevisor.supervision.machine import SupervisionLimits
 
 
-async def watch_holds(engine: Engine, hold_s: float) -> None:
-    """End the requests of ``engine`` that wait for a lost daemon longer than ``hold_s``; runs until cancelled."""
+async def watch_holds(engine: Engine, hold_s: float, give_up: Callable[[RequestError], None]) -> None:
+    """Give up the requests of ``engine`` that wait for a lost daemon longer than ``hold_s``; runs until cancelled."""
     recovery = engine.core.recovery
     while True:
         await engine.changes.wait_for(lambda: recovery.since is not None)
@@ -65,7 +70,7 @@ async def watch_holds(engine: Engine, hold_s: float) -> None:
         if not await engine.changes.holds_within(lambda: recovery.since != since, hold_s):  # noqa: B023
             unavailable = engine.statistics().reason
             text = f"{unavailable}; the request was held for {hold_s:g} s (recovery.hold_s); send it again later"
-            engine.detach(RequestError("shard_lost", text), permanent=True)
+            give_up(RequestError("shard_lost", text))
 
 
 def engine_limits(
@@ -144,14 +149,16 @@ class Observer:
 
 
 class ModelService:
-    """One model of a service: placement, engine, weights, snapshots, and the deployment that serves it."""
+    """One model of a service, or a replica of it: placement, engine, weights, snapshots, and the deployment that serves
+    it.
+    """
 
-    def __init__(self, config: Config, model: ServedModel, owner: Service) -> None:
+    def __init__(self, config: Config, model: ServedModel, owner: Service, weights: ServedWeights) -> None:
         self.config, self.model = config, model
         self.engine: Engine | None = None
         self.snapshots: SnapshotManager | None = None
         self.deployment: Deployment  # set by the owner
-        self.weights = ServedWeights(model, cache_directory())
+        self.weights = weights
         self.host_memory: Final = HostMemory()
         self._owner = owner
         self._opening: asyncio.Task[None] | None = None  # while snapshots are wanted and not open yet
@@ -170,6 +177,11 @@ class ModelService:
     def name(self) -> str:
         """The model's id in /v1/models."""
         return self.model.name
+
+    @property
+    def replica(self) -> str:
+        """The name of the replica; empty for a model without any."""
+        return self.config.replica
 
     @property
     def groups(self) -> Mapping[str, GroupSupervisor]:
@@ -210,7 +222,7 @@ class ModelService:
         self.end_requests()  # before their groups go: the reason is the stop, not a lost shard
 
     async def close(self) -> None:
-        """Close files, when the groups have stopped."""
+        """Close files, when the groups have stopped; the owner closes the store of snapshots."""
         await self.weights.close()
         if self._opening is not None:  # it ends by itself, unless the disk hangs
             self._loaded.set()
@@ -343,10 +355,17 @@ class ModelService:
             self.snapshots.start()
         deployment.attach(self.engine)
         if settings.hold_s > 0:
-            self._holding = asyncio.create_task(watch_holds(self.engine, settings.hold_s), name="watch holds")
+            hold = watch_holds(self.engine, settings.hold_s, partial(self._give_up, self.engine))
+            self._holding = asyncio.create_task(hold, name="watch holds")
         if self.snapshots is not None and cache.dir and cache.prefix_slots:
             self._opening = asyncio.create_task(self._open_snapshots(self.snapshots, deployment), name="open snapshots")
-        self._owner.on_engine(self, self.engine)
+        self._owner.on_engine_made(self, self.engine)
+
+    def _give_up(self, engine: Engine, error: RequestError) -> None:
+        """End the requests that wait for daemons, after others had the chance to go on with them."""
+        if self.replica:
+            engine.detach(error)
+        engine.detach(error, permanent=True)
 
     def on_state(self, deployment: Deployment, group: str, state: State, reason: str) -> None:
         """Report a group's change of state to owner and engine, if it belongs to the present deployment."""
@@ -356,7 +375,7 @@ class ModelService:
         if self.engine is not None and not self.deployment.complete and group in self.deployment.needed:
             away = RequestError("shard_lost", f"{self.reason()}; send the request again later")
             if state is State.FAILED:
-                self.engine.detach(away, permanent=True)
+                self._give_up(self.engine, away)
             else:
                 self.engine.set_unavailable(away)
         self._owner.on_state(self, group, state, reason)
@@ -395,7 +414,7 @@ class ModelService:
             placement = deployment.placement
             assert placement is not None
             draft = await self.weights.draft_model() if placement.draft is not None else None
-            snapshots.use(await open_store(self.config.cache, self.model.spec, digests, placement, draft))
+            snapshots.use(await self._owner.open_store(self, digests, placement, draft))
         except LucevisorError as error:
             if not self._owner.stopping:
                 log.error("snapshots are off until the next start", reason=str(error))
@@ -405,10 +424,10 @@ class ModelService:
 
 
 class Service:
-    """The models of a configuration, by name, and the groups that hold their shards.
+    """The models of a configuration, by name (replicas: NAME/REPLICA), and the groups that hold their shards.
 
-    Create it in a running loop.  ``on_engine`` is called once for each model, when it is placed.  ``limits``: deadlines
-    of supervision; the configuration limits restarts.
+    Create it in a running loop.  ``on_engine`` is called once for each of them, when it is placed.  ``limits``:
+    deadlines of supervision; the configuration limits restarts.
     """
 
     def __init__(
@@ -433,9 +452,14 @@ class Service:
         self._launcher = Launcher(staging, self.listener, config.cluster)
         self._limits = limits or SupervisionLimits()
         self._deployments: list[Deployment] = []  # those with processes
-        configs = model_configs(config, models)
-        services = [ModelService(own, model, self) for own, model in zip(configs, models, strict=True)]
-        self.models: Mapping[str, ModelService] = {service.name: service for service in services}
+        self.replicated = ReplicatedEngine([*config.replicas]) if config.replicas else None
+        self._stores: list[SnapshotStore] = []
+        self._opening_store = asyncio.Lock()
+        weights = {model.name: ServedWeights(model, cache_directory()) for model in models}  # hashed once
+        services = [ModelService(own, model, self, weights[model.name]) for own, model in pipelines(config, models)]
+        self.models: Mapping[str, ModelService] = {
+            f"{service.name}/{service.replica}" if service.replica else service.name: service for service in services
+        }
         for service in services:
             service.deployment = service.make_deployment(service.config, self._restart_limits(config), None)
         self._start_groups(config, [service.deployment for service in services])
@@ -506,6 +530,7 @@ class Service:
         await asyncio.gather(*(service.drain(drain_s) for service in self.models.values()))
         await self._stop_groups(stop_s)
         await asyncio.gather(*(service.close() for service in self.models.values()))
+        await asyncio.gather(*(asyncio.to_thread(store.close) for store in self._stores))
         for deployment in self._deployments:
             deployment.close()
         if self.listener is not None:
@@ -544,18 +569,22 @@ class Service:
 
     @property
     def state(self) -> ServiceState:
-        """The state of the models: the first of failed, starting, degraded that one of them has."""
+        """The state of the models: the first of failed, starting, degraded that one of them has.  Of replicas the best
+        counts: one that serves is enough.
+        """
         states = {service.state for service in self.models.values()}
         order: tuple[ServiceState, ...] = ("draining", "failed", "starting", "degraded", "ready")
-        return next(state for state in order if state in states)
+        return next(state for state in (reversed(order) if self.replicated is not None else order) if state in states)
 
     def reason(self) -> str:
         """Return why requests are not served now, each reason once; empty when they are."""
-        return self._reasons({service.name: service.reason() for service in self.models.values()})
+        if self.state == "ready":
+            return ""
+        return self._reasons({key: service.reason() for key, service in self.models.items()})
 
     def failure(self) -> str:
         """Return why groups that requests need are given up; empty while none is."""
-        return self._reasons({service.name: service.failure() for service in self.models.values()})
+        return self._reasons({key: service.failure() for key, service in self.models.items()})
 
     def _reasons(self, by_model: Mapping[str, str]) -> str:
         """Return the reasons, each once, with the models that have it unless all have."""
@@ -574,6 +603,22 @@ class Service:
         return max((seconds for seconds in retries if seconds is not None), default=None)
 
     # ---- the owner of models
+
+    def on_engine_made(self, service: ModelService, engine: Engine) -> None:
+        """Let the router know the engine of a replica, and the API each engine."""
+        if self.replicated is not None:
+            self.replicated.add(service.replica, engine)
+        self.on_engine(service, engine)
+
+    async def open_store(
+        self, service: ModelService, digests: Mapping[str, str], placement: Placement, draft: DraftModel | None
+    ) -> SnapshotStore:
+        """Return the snapshots of a model in its ``cache.dir``, which replicas with the same state share."""
+        async with self._opening_store:
+            store = await open_store(service.config.cache, service.model.spec, digests, placement, draft, self._stores)
+            if store not in self._stores:
+                self._stores.append(store)
+            return store
 
     def on_state(self, service: ModelService, group: str, state: State, reason: str) -> None:
         """Report a group's change of state to the observer, once for all models that it holds."""

@@ -8,6 +8,7 @@ pipeline    pipeline
 prefixes    prefix_reuse
 drafts      drafting: the scheduler's part; spec_decode/: controller, ngram, statistics
 losses      recovery, journal
+replicas    router: which replica gets a request (pure); replicas: several engines as one
 masks       constraint
 KV Flash    page_ranking
 """

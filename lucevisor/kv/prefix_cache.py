@@ -115,8 +115,8 @@ class PrefixHooks:
     """``on_slot``: a slot was made.  ``on_evict``: one is about to be evicted; a pin taken here delays that until it is
     removed.  Neither is called when ``clear`` drops all slots.  ``on_invalid``: what slots hold of these tokens is
     wrong.  ``fetch``: a request (its id, its tokens, how many are cached) is about to start; True: it waits until
-    ``Engine.resume``, because a lower tier has more of it.  ``find``: how many tokens would be cached then, asked at any
-    time.  They run while a step is being planned: they may pin, but must not call the engine.
+    ``Engine.resume``, because a lower tier has more of it.  ``find``: how many tokens would be cached then; asked at
+    any time.  They run while a step is being planned: they may pin, but must not call the engine.
     """
 
     on_slot: Callable[[PrefixSlot], None] = lambda _: None

@@ -153,6 +153,8 @@ def memory_share(config: Config, device: DeviceRef, backend: Backend) -> float:
     users = [other for other in config.neighbours if _uses(other.config, device, backend, host)]
     if len(users) < 2:
         return 1.0
+    if config.replica:
+        return 1.0 / len(users)
     shares = {user.config.section: user.config.model.memory_share for user in users}
     given = {name: share for name, share in shares.items() if not isinstance(share, str)}
     left = 1.0 - sum(given.values())

@@ -611,7 +611,7 @@ def _memories(sizing: Sizing) -> Iterator[str]:
             shared = "" if users == [memory.name] else f" for {', '.join(users)}{' together' if len(users) > 1 else ''}"
             spares = ", also for spares" if any(target.n_spares for target in targets) else ""
             share = next(target.share for target in targets if target.memory == memory.name)
-            others = "" if share == 1.0 else f" or are for other models: this one may use {share:.0%}"
+            others = "" if share == 1.0 else f" or are for other models or replicas: this one may use {share:.0%}"
             kept = f"{format_bytes(memory.reserve_bytes)} of that are kept free{spares}{others}"
             yield f"{memory.name}: {format_bytes(memory.free_bytes)} are free{shared}; {kept}"
     unknown = [memory.name for memory in memories if memory.free_bytes is None]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,11 +72,15 @@ async def open_store(
     digests: Mapping[str, str],
     placement: Placement,
     draft: DraftModel | None = None,
+    known: Sequence[SnapshotStore] = (),
 ) -> SnapshotStore:
-    """Open and scan ``cache.dir``.  ``digests``: of all tensors; ``draft``: of the drafter that is placed.  Raises
-    ConfigError."""
+    """Open and scan ``cache.dir``, unless one of the ``known`` stores is for the same.  ``digests``: of all tensors;
+    ``draft``: of the drafter that is placed.  Raises ConfigError."""
     mark = await asyncio.to_thread(fingerprint, spec, digests, placement.options, _computed_by(placement))
     model = StateModel(mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers, draft)
+    for store in known:
+        if (store.directory, store.model) == (Path(cache.dir), model):
+            return store
     store = SnapshotStore(Path(cache.dir), model, cache.disk)
     await asyncio.to_thread(store.scan)
     return store
@@ -170,7 +174,9 @@ class SnapshotManager:
         return n_saved
 
     async def close(self) -> None:
-        """End all tasks and wait for the disk.  Call after the last daemon is gone, when every transfer has ended."""
+        """End all tasks and wait for the disk; the store stays open.  Call after the last daemon is gone, when every
+        transfer has ended.
+        """
         hooks, nothing = self._engine.prefixes.hooks, PrefixHooks()
         hooks.on_slot, hooks.on_evict, hooks.on_invalid = nothing.on_slot, nothing.on_evict, nothing.on_invalid
         hooks.fetch, hooks.find = nothing.fetch, nothing.find
@@ -179,8 +185,6 @@ class SnapshotManager:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # _done has logged what failed
         await asyncio.to_thread(self._disk.shutdown)  # as long as the disk takes
-        if self.store is not None:
-            await asyncio.to_thread(self.store.close)
         if self.host is not None:
             self.host.close()
 

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
 
 from lucevisor.api.app_context import ServedModels
-from lucevisor.api.metrics import Metrics
+from lucevisor.api.metrics import Metrics, _Families, _routing
 from lucevisor.compression.compressor import CompressionSettings, Compressor
 from lucevisor.compression.windows import Windows
 from lucevisor.config import DeviceRef
 from lucevisor.deployment.scoring import ScoringStage
+from lucevisor.engine.router import Router
 from lucevisor.model.values import Backend
 from lucevisor.placement.result import PlacedScorer
 from lucevisor.snapshots.policy import StoreStatistics
@@ -86,8 +88,17 @@ def documented() -> set[Family]:
     }
 
 
+class Routing:
+    """What a model with replicas has besides."""
+
+    def collect(self) -> Iterator[Metric]:
+        return _routing(_Families(model="demo"), Router("ab"))
+
+
 async def test_every_metric_is_documented_and_no_other(registry: CollectorRegistry) -> None:
-    assert documented() == families(registry)
+    routing = CollectorRegistry()
+    routing.register(Routing())  # type: ignore[arg-type]
+    assert documented() == families(registry) | families(routing)
 
 
 def queries(panels: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
