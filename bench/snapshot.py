@@ -34,6 +34,7 @@ from daemons.snapshots.transfers import TransferExecutor
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, attention_state
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.protocol.files import LocalFile
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Restore, Save, SlotPlace, TransferFailed
 from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step
@@ -96,7 +97,7 @@ class Bench:
 
     def transfer(self, order, fd):
         self.came.clear()
-        self.transfers.submit(order, os.dup(fd))
+        self.transfers.submit(order, LocalFile(os.dup(fd)))
         self.came.wait()
         answer = self.answers[-1]
         if isinstance(answer, TransferFailed):

@@ -26,6 +26,7 @@ from daemons.options import Options, parse
 from lucevisor.protocol import fault_hooks
 from lucevisor.protocol.authentication import AuthenticationError, Purpose, read_key
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError
+from lucevisor.protocol.files import FileClient
 from lucevisor.protocol.messages import Failed, StreamKind
 from lucevisor.protocol.process import EXIT_CONFIGURATION, EXIT_FAILED, end_with_parent
 from lucevisor.protocol.tcp import connect
@@ -46,12 +47,14 @@ def main(argv: Sequence[str]) -> int:
         key = b"" if options.secret is None else read_key(options.secret)
         sockets = [_open(link, key, Purpose.LINK) for link in options.links]
         heartbeat_socket = _open(options.heartbeat, key, Purpose.HEARTBEAT)
+        file_sockets = [_open(address, key, Purpose.FILES) for address in options.files]
     except (OSError, AuthenticationError) as error:  # it may pass
         print(f"the supervisor cannot be reached at {options.heartbeat}: {error}", file=sys.stderr)
         return EXIT_FAILED
     if options.rows and sockets[0].family != socket.AF_UNIX:
         options = replace(options, rows=sockets[0].getsockname()[0])  # by this address others reach this host
     links = [BlockingLink(sock, name=f"{options.group} link") for sock in sockets]
+    files = [BlockingLink(sock, stream=StreamKind.FILES, name=f"{options.group} files") for sock in file_sockets]
     heartbeat = BlockingLink(heartbeat_socket, stream=StreamKind.HEARTBEAT, name=f"{options.group} heartbeat")
     reporter = Reporter(heartbeat, on_lost=_terminate_self)
     _exit_in_order_on_sigterm(sockets, reporter)
@@ -59,13 +62,13 @@ def main(argv: Sequence[str]) -> int:
     hooks = {"hang": fault_hooks.hold_interpreter, "mute": reporter.mute, "clock": fault_hooks.shift_clock}
     fault_hooks.listen(hooks)
     try:
-        return _serve_all(links, reporter, options, key)
+        return _serve_all(links, files, reporter, options, key)
     finally:
         reporter.close()
 
 
 def _open(address: str, key: bytes, purpose: Purpose) -> socket.socket:
-    """Return the socket of a link or heartbeat.  Raises OSError, AuthenticationError."""
+    """Return the socket of a link, of a heartbeat or for files.  Raises OSError, AuthenticationError."""
     kind, _, place = address.partition(":")
     if kind == "fd":
         return inherited_socket(int(place))
@@ -73,13 +76,16 @@ def _open(address: str, key: bytes, purpose: Purpose) -> socket.socket:
     return connect(address, key, purpose, bytes.fromhex(channel))
 
 
-def _serve_all(links: Sequence[BlockingLink], reporter: Reporter, options: Options, key: bytes) -> int:
+def _serve_all(
+    links: Sequence[BlockingLink], files: Sequence[BlockingLink], reporter: Reporter, options: Options, key: bytes
+) -> int:
     """Serve each model on its link, the first in this thread; end all when one ends."""
     lock, codes = ComputeLock(), list[int]()
 
     def run(model: int) -> None:
         try:
-            codes.append(_import_and_serve(links[model], reporter, options, key, lock, model))
+            client = FileClient(files[model]) if files else None
+            codes.append(_import_and_serve(links[model], client, reporter, options, key, lock, model))
         finally:
             for other in links if len(links) > 1 else ():
                 other.close()
@@ -92,7 +98,13 @@ def _serve_all(links: Sequence[BlockingLink], reporter: Reporter, options: Optio
 
 
 def _import_and_serve(
-    link: BlockingLink, reporter: Reporter, options: Options, key: bytes, lock: ComputeLock, model: int
+    link: BlockingLink,
+    files: FileClient | None,
+    reporter: Reporter,
+    options: Options,
+    key: bytes,
+    lock: ComputeLock,
+    model: int,
 ) -> int:
     try:
         from daemons.worker import run_worker
@@ -102,7 +114,7 @@ def _import_and_serve(
         _send(link, Failed("start", options.group, f"import failed: {error}", advice, configuration=True))
         return EXIT_CONFIGURATION
     try:
-        return run_worker(link, reporter, options, key, lock, model)
+        return run_worker(link, files, reporter, options, key, lock, model)
     except Exception as error:
         traceback.print_exc()
         advice = "see the daemon's log; report it if the same request fails again"

@@ -1,6 +1,7 @@
 """The command line of a daemon, as the supervisor's launcher writes it.
 
-Knows no torch and opens nothing.  Invariant: every option is required, so a daemon started by hand fails with usage.
+Knows no torch and opens nothing.  Invariant: what every daemon needs is required, so one started by hand fails with
+usage.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class Options:
 
     `links` and `heartbeat` are addresses, with a link for each model.  `threads` 0: torch's choice; `cores` empty: no
     pinning.  `secret`: a descriptor to read the key of TCP connections from; None without such.  `rows`: the address to
-    listen at for rows of neighbours; empty where all share memory.
+    listen at for rows of neighbours; empty where all share memory.  `files`: addresses for files, one for each link
+    over TCP.
     """
 
     group: str
@@ -30,6 +32,7 @@ class Options:
     cores: tuple[int, ...]
     secret: int | None = None
     rows: str = ""
+    files: tuple[str, ...] = ()
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -48,6 +51,7 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument("--cores", required=True, help="comma-separated, empty for no pinning")
     parser.add_argument("--secret", required=True, help="descriptor with the key of connections, empty for none")
     parser.add_argument("--rows", required=True, help="address to listen at for rows, empty for none; over TCP its own")
+    parser.add_argument("--files", action="append", default=[], help="as --link, once for each link over TCP")
     given = parser.parse_args(argv)
     return Options(
         group=given.group,
@@ -59,4 +63,5 @@ def parse(argv: Sequence[str]) -> Options:
         cores=tuple(int(core) for core in given.cores.split(",") if core),
         secret=int(given.secret) if given.secret else None,
         rows=given.rows,
+        files=tuple(given.files),
     )

@@ -38,6 +38,7 @@ from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import SharedBuffer, open_arenas
+from lucevisor.protocol.files import ByteFile
 from lucevisor.protocol.loading import ArenaPlan, DeviceUse, Load, Loaded, StagePlan
 from lucevisor.protocol.steps import DraftStep, PageScores, Sampled, Scored, Slice, Step, StepResult
 
@@ -90,15 +91,17 @@ class ModelRunner:
         fds: Sequence[int],
         reporter: Reporter,
         open_buffers: Callable[[Sequence[ArenaPlan], Sequence[int]], Sequence[SharedBuffer]] = open_arenas,
+        rows: ByteFile | None = None,
     ) -> tuple[ModelRunner, Loaded]:
         """Open the boundary memory, load and warm up every stage, and load the draft stage and the scoring stage.
+
+        ``fds``: of the boundary memory; ``rows``: the file of those to replay.
 
         Raises GgufError, ArenaError, LoadError or DeviceError.
         """
         started = time.monotonic()
-        n_own = len(fds) - bool(load.replay)
-        runner = cls(load, backend, open_buffers(load.arenas, fds[:n_own]), open_files(load))
-        replays = layerwise_replays(load, runner.spec, fds[-1] if load.replay else -1)
+        runner = cls(load, backend, open_buffers(load.arenas, fds), open_files(load))
+        replays = {} if rows is None else layerwise_replays(load, runner.spec, rows)
         uses, kernels = list[DeviceUse](), dict[str, str]()
         for plan in load.stages:
             replay = replays.get(plan.stage)

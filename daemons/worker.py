@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 import daemons
 import lucevisor
@@ -34,6 +35,7 @@ from daemons.step_output import StepOutput
 from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.errors import LinkClosed, ProtocolError
+from lucevisor.protocol.files import ByteFile, FileClient, LocalFile
 from lucevisor.protocol.frames import POSTED, Frame
 from lucevisor.protocol.handshake import source_hash
 from lucevisor.protocol.loading import Hello, Load
@@ -49,9 +51,18 @@ while drafts are made: a step behind them comes as they end, and a thread that s
 
 
 def run_worker(
-    link: BlockingLink, reporter: Reporter, options: Options, key: bytes, lock: ComputeLock, model: int
+    link: BlockingLink,
+    files: FileClient | None,
+    reporter: Reporter,
+    options: Options,
+    key: bytes,
+    lock: ComputeLock,
+    model: int,
 ) -> int:
-    """Serve the supervisor on the link of one model until it sends Shutdown or goes away; return the exit code."""
+    """Serve the supervisor on the link of one model until it sends Shutdown or goes away; return the exit code.
+
+    ``files``: where those of frames are, if the link passes no descriptors.
+    """
     with lock:
         reporter.phase("start")
         devices.prepare(options.backend, options.threads)
@@ -62,7 +73,7 @@ def run_worker(
             triton_reject_reason(device, torch.bfloat16)  # imports Triton: half a second that the load need not take
         reporter.phase("idle")
         try:
-            return _MessageLoop(link, reporter, options, endpoint, lock, model).run()
+            return _MessageLoop(link, reporter, options, endpoint, lock, model, files).run()
         except LinkClosed:
             return 0  # the supervisor is gone
 
@@ -124,8 +135,12 @@ class _MessageLoop:
         endpoint: RowsEndpoint | None = None,
         lock: ComputeLock | None = None,
         model: int = 0,
+        files: FileClient | None = None,
     ) -> None:
         self._link, self._reporter, self._options = link, reporter, options
+        self._files = files
+        if files is not None:
+            files.on_broken = self._on_files_broken
         self._model = model  # the number of the link
         self._endpoint = endpoint or RowsEndpoint(link)
         self._endpoint.on_broken = self._on_rows_broken
@@ -241,10 +256,10 @@ class _MessageLoop:
             case ScoreWindow() as score:
                 return self._score(score)
             case Load() as load:
-                return self._load(load, frame.fds)
+                return self._load(load, frame)
             case Save() | Restore() as order if self._transfers is not None and self._runtime is not None:
                 self._runtime.flush()
-                self._transfers.submit(order, *frame.fds)
+                self._transfers.submit(order, *self._files_of(frame))
                 return None
             case Reset(token) if self._runtime is not None:
                 self._end_transfers("the supervisor dropped every sequence")
@@ -372,12 +387,21 @@ class _MessageLoop:
         self._link.send(answer, payload=[] if scores is None else [scores.contiguous().numpy().data])
         return None
 
-    def _load(self, load: Load, fds: tuple[int, ...]) -> int | None:
+    def _files_of(self, frame: Frame) -> list[ByteFile]:
+        """Return the files that came with a frame, which the caller closes."""
+        if self._files is not None:
+            return [self._files.file(number) for number in frame.files]
+        return [LocalFile(fd) for fd in frame.fds]
+
+    def _load(self, load: Load, frame: Frame) -> int | None:
         self._reporter.phase("load")
         self._reporter.model = self._model
         try:
+            n_arenas = len(frame.fds) - bool(load.replay) if self._files is None else 0
+            own = replace(frame, fds=frame.fds[n_arenas:])
+            rows = self._files_of(own)[-1] if load.replay else None
             self._runtime, loaded = ModelRunner.load(
-                load, self._options.backend, fds, self._reporter, self._endpoint.open
+                load, self._options.backend, frame.fds[:n_arenas], self._reporter, self._endpoint.open, rows
             )
             self._transfers = TransferExecutor(
                 self._runtime.state_map(),
@@ -403,6 +427,11 @@ class _MessageLoop:
 
     def _on_rows_broken(self, error: ProtocolError) -> None:
         self._reporter.log("error", "connection for rows broken", reason=str(error))
+        self._break()
+
+    def _on_files_broken(self, problem: str) -> None:
+        if self._link.closed_because is None:
+            self._reporter.log("error", "connection for files broken", reason=problem)
         self._break()
 
     def _break(self) -> None:

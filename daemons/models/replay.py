@@ -7,8 +7,6 @@ Invariant: pages, states and tables are as if the steps had run one after the ot
 
 from __future__ import annotations
 
-import fcntl
-import os
 import sys
 import time
 import weakref
@@ -37,6 +35,7 @@ from daemons.weights.packed import TILES, empty_packed
 from lucevisor.model.quant_types import TILE_ROWS
 from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import LayerRange, Space
+from lucevisor.protocol.files import ByteFile, FileError
 from lucevisor.protocol.loading import Load, StagePlan, StageReplay
 from lucevisor.protocol.steps import CopyPage, CopyState, Operation, Slice, Step
 from lucevisor.protocol.threads import ThreadExecutor
@@ -123,15 +122,12 @@ SLOT_BYTES = 32 << 20
 
 
 class RowFile:
-    """Boundary rows ``[n, width]`` in a memfd.
+    """Boundary rows ``[n, width]`` in a file.  They may still be being written."""
 
-    They may still be being written: the file is complete once it is sealed against growth.
-    """
-
-    def __init__(self, fd: int, width: int, dtype: torch.dtype) -> None:
-        """``fd`` is closed with this object."""
-        self._fd, self._width, self._dtype = fd, width, dtype
-        weakref.finalize(self, os.close, fd)
+    def __init__(self, file: ByteFile, width: int, dtype: torch.dtype) -> None:
+        """``file`` is closed with this object."""
+        self._file, self._width, self._dtype = file, width, dtype
+        weakref.finalize(self, file.close)
 
     def read(self, first: int, n: int, device: torch.device) -> Tensor:
         """Return rows ``[n, width]`` on a device, waiting until they are written; the copies run on the current stream.
@@ -173,18 +169,20 @@ class RowFile:
             done.result()
 
     def _read(self, view: memoryview, at: int) -> None:
-        while view:
-            n_read = os.preadv(self._fd, [view], at)
-            if not n_read:
-                raise OSError("the file of rows was cut off")
-            view, at = view[n_read:], at + n_read
+        try:
+            self._file.read([view], at)
+        except FileError as error:
+            raise OSError(f"the file of rows cannot be read: {error.reason}") from error
 
     def _is_written(self, n_bytes: int) -> bool:
         """Return whether the file has so many bytes yet.  Raises OSError if it never will."""
-        seals = fcntl.fcntl(self._fd, fcntl.F_GET_SEALS)
-        if os.fstat(self._fd).st_size >= n_bytes:
+        try:
+            size, complete = self._file.status()
+        except FileError as error:
+            raise OSError(f"the file of rows cannot be read: {error.reason}") from error
+        if size >= n_bytes:
             return True
-        if seals & (fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL):
+        if complete:
             raise OSError(f"the file of rows ends before row {n_bytes // (self._width * self._dtype.itemsize)}")
         return False
 
@@ -474,11 +472,12 @@ def _copy(shard: ShardModel, operation: Operation, layer: int) -> None:
             shard.pools.copy_state(source, target, layer)
 
 
-def layerwise_replays(load: Load, spec: ModelSpec, fd: int) -> dict[int, LayerwiseReplay]:
-    """Return the replays of a load by stage.  ``fd``: the file of rows, closed with the last of them."""
-    if not load.replay:
-        return {}
-    rows, plans = RowFile(fd, spec.boundary_width, torch_dtype(load.dtype)), {plan.stage: plan for plan in load.stages}
+def layerwise_replays(load: Load, spec: ModelSpec, file: ByteFile) -> dict[int, LayerwiseReplay]:
+    """Return the replays of a load by stage.  ``file``: of the rows, closed with the last of them."""
+    rows, plans = (
+        RowFile(file, spec.boundary_width, torch_dtype(load.dtype)),
+        {plan.stage: plan for plan in load.stages},
+    )
     return {one.stage: LayerwiseReplay(one, plans[one.stage], load, spec, rows) for one in load.replay}
 
 

@@ -1,6 +1,6 @@
 """Copy streams: move segments of state between a snapshot file and the memory of a device.
 
-A cpu pool is read and written in place by preadv and pwritev.  A GPU's bytes go through two pinned buffers on a CUDA
+A cpu pool is read and written in place.  A GPU's bytes go through two pinned buffers on a CUDA
 stream of their own: one fills while the other is written out, so memory does not grow with the slot.  A copy stream
 belongs to one thread.  Invariants: equal number formats are copied bit for bit; an error names file, errno and tensor,
 and leaves the copy stream and the daemon usable.
@@ -8,10 +8,8 @@ and leaves the copy stream and the daemon usable.
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,8 +18,9 @@ import torch
 from torch import Tensor
 
 from daemons.errors import DaemonError
-from daemons.snapshots.state_map import MAX_RANGES, SEGMENT_BYTES, TORCH, Conversion, RowRange, StateSegment
+from daemons.snapshots.state_map import SEGMENT_BYTES, TORCH, Conversion, RowRange, StateSegment
 from lucevisor.model.values import Q8_GROUP, SCALE
+from lucevisor.protocol.files import ByteFile, FileError, os_reason
 
 
 class SnapshotIOError(DaemonError):
@@ -29,58 +28,36 @@ class SnapshotIOError(DaemonError):
 
 
 class SnapshotIO:
-    """A snapshot file's descriptor.  ``before_io(tensor)`` runs before each system call and may raise to cancel."""
+    """A file of state.  ``before_io(tensor)`` runs before each access and may raise to cancel."""
 
-    def __init__(self, fd: int, name: str, before_io: Callable[[str], None] = lambda _: None) -> None:
-        self.fd, self.name, self.before_io = fd, name, before_io
+    def __init__(self, file: ByteFile, name: str, before_io: Callable[[str], None] = lambda _: None) -> None:
+        self.file, self.name, self.before_io = file, name, before_io
 
     def write(self, tensor: str, views: Sequence[memoryview], offset: int) -> None:
-        """Write the views consecutively.  Raises SnapshotIOError."""
-        self._move(tensor, os.pwritev, "written", views, offset)
-        _start_writing(self.fd, offset, sum(map(len, views)))
+        """Write the views consecutively, no later than the next ``flush``.  Raises SnapshotIOError."""
+        self.before_io(tensor)
+        with self._reporting(f"tensor {tensor} of {self.name}", "written"):
+            self.file.write(views, offset)
 
     def read(self, tensor: str, views: Sequence[memoryview], offset: int) -> None:
         """Fill the views consecutively.  Raises SnapshotIOError, also when the file is too short."""
-        self._move(tensor, os.preadv, "read", views, offset)
+        self.before_io(tensor)
+        with self._reporting(f"tensor {tensor} of {self.name}", "read"):
+            self.file.read(views, offset)
 
-    def _move(self, tensor: str, call: Callable[..., int], word: str, views: Sequence[memoryview], offset: int) -> None:
-        rest = [v for v in views if len(v)]
-        while rest:
-            self.before_io(tensor)
-            try:
-                n = call(self.fd, rest[:MAX_RANGES], offset)
-            except OSError as error:
-                number = f"errno {error.errno} {errno.errorcode.get(error.errno or 0, '')}"
-                raise self._error(tensor, f"cannot be {word} at byte {offset}: {number}: {error.strerror}") from error
-            if n == 0:
-                raise self._error(tensor, f"cannot be {word}: the file ends at byte {offset}")
-            offset += n
-            rest = _skip(rest, n)
+    def flush(self) -> None:
+        """Wait until all is written.  Raises SnapshotIOError."""
+        with self._reporting(self.name, "written"):
+            self.file.flush()
 
-    def _error(self, tensor: str, reason: str) -> SnapshotIOError:
-        advice = "check the disk of cache.dir (space, health); serving goes on without this snapshot"
-        return SnapshotIOError(f"tensor {tensor} of {self.name}", reason, advice)
-
-
-_libc = ctypes.CDLL(None)
-_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-
-
-def _start_writing(fd: int, offset: int, n_bytes: int) -> None:
-    """Start writeback of these bytes, so that the supervisor's fsync has little left to do.
-
-    A hint: its result does not matter, since that fsync reports any error.
-    """
-    _libc.sync_file_range(fd, offset, n_bytes, 2)  # SYNC_FILE_RANGE_WRITE
-
-
-def _skip(views: list[memoryview], n_bytes: int) -> list[memoryview]:
-    """The views without their first ``n_bytes``."""
-    for i, view in enumerate(views):
-        if n_bytes < len(view):
-            return [view[n_bytes:], *views[i + 1 :]]
-        n_bytes -= len(view)
-    return []
+    @contextmanager
+    def _reporting(self, where: str, word: str) -> Iterator[None]:
+        try:
+            yield
+        except FileError as error:
+            reason = f"cannot be {word} at byte {error.offset}: {os_reason(error)}"
+            advice = "check the disk of cache.dir (space, health); serving goes on without this snapshot"
+            raise SnapshotIOError(where, reason, advice) from error
 
 
 class CopyStream(Protocol):

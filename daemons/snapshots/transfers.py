@@ -2,7 +2,7 @@
 
 The compute thread only submits transfers.  Knows no sequences and decides nothing: the supervisor guarantees that no
 step writes what is being saved or uses what is being restored.  Invariants: every transfer is answered once, after its
-last byte or its first error, with its descriptor closed; once :meth:`TransferExecutor.cancel` returns, no page is
+last byte or its first error, with its file closed; once :meth:`TransferExecutor.cancel` returns, no page is
 written any more, and a cancelled transfer is never answered as done.
 """
 
@@ -22,11 +22,12 @@ from daemons.errors import DaemonError
 from daemons.snapshots.state_map import Conversion, StateMap, StateSegment
 from daemons.snapshots.streams import CopyStream, SnapshotIO, copy_stream_for
 from lucevisor.protocol.errors import LinkClosed
+from lucevisor.protocol.files import ByteFile
 from lucevisor.protocol.messages import Failed, Restore, Restored, Save, Saved, TransferFailed
 from lucevisor.protocol.threads import StartedThread
 
 MAX_PENDING = 64
-"""Pending transfers; each holds a descriptor."""
+"""Pending transfers; each holds a file."""
 
 Answer = Saved | Restored | TransferFailed | Failed
 Work = StateSegment | Conversion
@@ -41,7 +42,7 @@ class _Job:
     """One transfer.  ``events``: recorded on each device's stream when the transfer was submitted."""
 
     order: Save | Restore
-    fd: int
+    file: ByteFile
     events: dict[torch.device, torch.cuda.Event]
     started_s: float = field(default_factory=time.monotonic)
     cancelled: str = ""
@@ -83,12 +84,12 @@ class TransferExecutor:
         self._saving = _Threads("save", max(1, min(2, n_cores // 4)), 10, on_broken)
         self._restoring = _Threads("restore", max(1, min(4, n_cores // 4)), 0, on_broken)
 
-    def submit(self, order: Save | Restore, fd: int) -> None:
-        """Queue a transfer; takes ownership of the descriptor."""
+    def submit(self, order: Save | Restore, file: ByteFile) -> None:
+        """Queue a transfer; takes ownership of the file."""
         self._states.wait_for_page_outs()
         if isinstance(order, Restore):
             self._states.take(order.place)
-        job = _Job(order, fd, self._events())
+        job = _Job(order, file, self._events())
         with self._changed:
             full = len(self._jobs) >= MAX_PENDING
             if not full:
@@ -150,7 +151,7 @@ class TransferExecutor:
             self._before_io(tensor)
 
         try:
-            file = SnapshotIO(job.fd, job.order.file, before_io)
+            file = SnapshotIO(job.file, job.order.file, before_io)
             used: dict[torch.device, CopyStream] = {}
             for work in part:
                 stream = used.get(work.device)
@@ -167,6 +168,7 @@ class TransferExecutor:
                 n_bytes += work.n_bytes
             for stream in used.values():
                 stream.finish(file)
+            file.flush()
         except Exception as error:
             self._fail(job, error)
             try:
@@ -196,7 +198,7 @@ class TransferExecutor:
                 job.error, job.details = error, traceback.format_exc()
 
     def _finish_job(self, job: _Job) -> None:
-        os.close(job.fd)
+        job.file.close()
         if job.cancelled and job.error is None:  # cancelled during its last segment: the pages may be reused by now
             job.error = self._cancelled(job)
         seconds = time.monotonic() - job.started_s

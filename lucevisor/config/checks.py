@@ -96,13 +96,6 @@ def _check_groups(pending: PendingConfig) -> None:
         if visible and variable in (pending.group(name, "env") or {}):
             why = f"sets the same as {GROUPS}.{name}.env.{variable}"
             pending.refuse(f"{GROUPS}.{name}.visible_devices", list(visible), why, "keep one of the two")
-        if pending.values.get("cache.dir"):
-            why, hint = "passes no files, and cache.dir needs that", 'leave cache.dir empty, or set "shared_memory"'
-            if pending.group(name, "transport") == "tcp":
-                pending.refuse(f"{GROUPS}.{name}.transport", "tcp", why, hint)
-            elif host := pending.group(name, "host"):
-                why, hint = "is reached over TCP, which " + why, "leave cache.dir empty"
-                pending.refuse(f"{GROUPS}.{name}.host", host, why, hint)
 
 
 def _check_split(pending: PendingConfig) -> None:
@@ -391,8 +384,6 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
             yield f"cache.{name}", "cache.prefix_slots is 0"
     if not cache.dir:
         yield "cache.disk", "cache.dir is empty"
-    if not all(group.shares_memory for group in config.groups.values()):
-        yield "cache.host", "a group is reached over TCP, which passes no files"
     if not config.cluster.listen:
         for name in ("port", "secret_file", "launcher", "ssh"):
             yield f"cluster.{name}", "cluster.listen is empty"

@@ -111,8 +111,7 @@ class GroupConfig:
     files are read there, at the same paths. See docs/cluster.md."""
     transport: Transport = "shared_memory"
     """Transport between the daemon, the supervisor and other groups. `tcp`: over connections on the loopback interface,
-    or, with `[cluster]`, at its address; always with a `host`. No files travel then: there are no snapshots, host tier
-    and `reload`, and a restarted group computes its state again."""
+    or, with `[cluster]`, at its address; always with a `host`."""
 
     @property
     def host_name(self) -> str:

@@ -413,16 +413,14 @@ class SuccessorState:
         self._exported: dict[str, ExportedState] = {}
         self._rows: dict[str, FileIO] = {}  # the files that loads carry
 
-    async def load_order(
-        self, group: str, load: Load, assembly: PipelineAssembly | None, *, replays: bool = True
-    ) -> LoadOrder:
-        """Return a load, without its boundary memory.  It carries the steps that its daemon is to replay meanwhile, if
-        it ``replays``, and skips the warm-up, whose kernels are in caches, where requests wait for it.
+    async def load_order(self, group: str, load: Load, assembly: PipelineAssembly | None) -> LoadOrder:
+        """Return a load, without its boundary memory.  It carries the steps that its daemon is to replay meanwhile, and
+        skips the warm-up, whose kernels are in caches, where requests wait for it.
         """
         self._close_rows(group)
         if assembly is None or assembly.complete:
             return LoadOrder(load)
-        replay = None if group in self._exported or not replays else await assembly.replay(group, 1.0)
+        replay = None if group in self._exported else await assembly.replay(group, 1.0)
         if replay is None:
             return LoadOrder(replace(load, warm_up=not assembly.holding))
         self._rows[group] = replay.file

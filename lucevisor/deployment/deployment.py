@@ -405,8 +405,7 @@ class Deployment:
         alone = not self.config.neighbours or self.config.replica  # else other models wait for the compute thread
         polls_s = spin_s(self.config) if alone else 0.0
         load = load_message(placement, group, files, threads, draft_files, score_files, spin_s=polls_s)
-        replays = group not in self._remote  # the rows come as a file
-        order = await self._replacements.load_order(group, load, self._assembly, replays=replays)
+        order = await self._replacements.load_order(group, load, self._assembly)
         assert self._boundaries is not None
         arenas, fds = self._boundaries.open(group, load.arenas, hello.rows_address)
         load = msgspec.structs.replace(order.load, arenas=arenas)

@@ -431,8 +431,7 @@ class _PlanAttempt:
 
 def _host_cache_bytes(config: Config, targets: Iterable[TargetDevice]) -> int | None:
     """Return the host memory of prefix slots; None: half of what is free."""
-    passes_files = all(group.shares_memory for group in config.groups.values())
-    if not config.cache.prefix_slots or not passes_files:
+    if not config.cache.prefix_slots:
         return 0
     if config.cache.host != "auto":
         return config.cache.host

@@ -43,6 +43,7 @@ class Purpose(IntEnum):
     LINK = 1
     HEARTBEAT = 2
     ROWS = 3
+    FILES = 4
 
 
 class AuthenticationError(ProtocolError):

@@ -62,6 +62,9 @@ class Connection:
         self._message: Message | None = None  # its metadata, while the payload is incomplete
         self._frames: list[Frame] = []
         self._fds: deque[int] = deque()
+        self._n_files = 0
+        self.numbers_files = False
+        """Descriptors stay with the sender, and count as files that it has offered."""
         self.payload_memory: Callable[[Message, int], memoryview] = _new_memory
         """Returns where so many bytes of payload go; may raise RemoteProtocolError."""
 
@@ -250,7 +253,11 @@ class Connection:
         assert header is not None
         assert message is not None
         fds: tuple[int, ...] = ()
-        if header.kind in WITH_DESCRIPTORS:
+        files: tuple[int, ...] = ()
+        if header.kind in WITH_DESCRIPTORS and self.numbers_files:
+            first, self._n_files = self._n_files, self._n_files + n_descriptors(message)
+            files = tuple(range(first, self._n_files))
+        elif header.kind in WITH_DESCRIPTORS:
             n = n_descriptors(message)
             if len(self._fds) < n:
                 raise RemoteProtocolError(
@@ -264,7 +271,7 @@ class Connection:
         following = self._may_receive[header.kind]
         if following is not self._state:
             self.state = following
-        self._frames.append(Frame(header.kind, header.request_id, header.flags, message, payload, fds))
+        self._frames.append(Frame(header.kind, header.request_id, header.flags, message, payload, fds, files))
 
     def _move_to_front(self) -> None:
         n = self._end - self._start

@@ -77,7 +77,8 @@ class Frame(msgspec.Struct, frozen=True):
 
     ``payload`` is a writable view of memory owned by the frame.  ``fds`` arrived with the frame: one per arena of the
     message, in that order, then of a Load what wakes their readers, or the snapshot file.  They are close-on-exec, and
-    the receiver must close them.
+    the receiver must close them.  ``files``: numbers of those that came over TCP, where descriptors stay with the
+    supervisor (files.py).
     """
 
     kind: MessageKind
@@ -86,6 +87,7 @@ class Frame(msgspec.Struct, frozen=True):
     message: Message
     payload: memoryview
     fds: tuple[int, ...] = ()
+    files: tuple[int, ...] = ()
 
 
 class Header(msgspec.Struct, frozen=True):

@@ -45,11 +45,12 @@ class Role(StrEnum):
 
 
 class StreamKind(StrEnum):
-    """The two sockets of a daemon, and those for rows between daemons that share no memory."""
+    """The two sockets of a daemon, those for rows between daemons that share no memory, and one for its files."""
 
     LINK = "link"
     HEARTBEAT = "heartbeat"
     ROWS = "rows"
+    FILES = "files"
 
 
 class MessageKind(IntEnum):
@@ -85,6 +86,8 @@ class MessageKind(IntEnum):
     ATTACH = 48
     ATTACHED = 49
     ROWS = 50
+    FILE_REQUEST = 64
+    FILE_ANSWER = 65
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -313,6 +316,50 @@ class TransferFailed(msgspec.Struct, frozen=True):
     details: str = ""  # traceback
 
 
+# ---- files of the supervisor, over TCP
+
+
+class FileOperation(IntEnum):
+    """What a daemon asks of a file.  Numbers are never reused."""
+
+    READ = 1
+    WRITE = 2
+    CHECKSUM = 3
+    STATUS = 4
+    CLOSE = 5
+
+
+class FileRequest(msgspec.Struct, frozen=True, array_like=True):
+    """One operation on ``n_bytes`` from ``offset`` on of a file that came with a frame of the link.
+
+    ``number``: of the request on its connection, from 0 on; ``file``: of the descriptor among those that came with
+    frames, from 0 on.  A WRITE has the bytes as payload, and their CRC-32 in ``checksum``.
+    """
+
+    number: int
+    operation: FileOperation
+    file: int
+    offset: int = 0
+    n_bytes: int = 0
+    checksum: int = 0
+
+
+class FileAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Answer to the FileRequest of this ``number``; answers come in the order of the requests.
+
+    A READ is answered by the bytes as payload.  ``checksum``: CRC-32 of those, or of what CHECKSUM named.
+    ``n_bytes``: of the whole file, for STATUS; ``complete``: it will not grow.  ``problem``: why nothing was done, with
+    ``errno`` if the system said so.
+    """
+
+    number: int
+    checksum: int = 0
+    n_bytes: int = 0
+    complete: bool = False
+    problem: str = ""
+    errno: int = 0
+
+
 # ---- the table
 
 
@@ -329,10 +376,22 @@ Command = (
     | Save
     | Restore
     | Shutdown
+    | FileAnswer
 )
 Answer = Hello | Loaded | StepResult | WindowScores | PendingCancelled | ResetDone | Checked | Saved | Restored
 Message = (
-    Command | Answer | TransferFailed | Failed | RowsCopy | Attach | Attached | Rows | Heartbeat | Progress | LogLine
+    Command
+    | Answer
+    | TransferFailed
+    | Failed
+    | RowsCopy
+    | Attach
+    | Attached
+    | Rows
+    | FileRequest
+    | Heartbeat
+    | Progress
+    | LogLine
 )
 
 
@@ -356,6 +415,7 @@ _RESULT_LIMITS = (
 )
 _LOAD_LIMITS = "paths of a split file, at most 4 KiB each; 5 bytes for each of 131,072 tokens to replay"
 _SAVE_LIMITS = "at most 200 bytes per tensor, 1,024 layers of 4; 5 bytes per page, 16,384 for 1 Mi tokens"
+_FILE_LIMITS = "six numbers and a problem; payload: one chunk"
 _ROWS_LIMITS = "six numbers; payload: 8,192 rows of 8,192 float32"
 
 _UP, _DOWN = Role.DAEMON, Role.SUPERVISOR
@@ -398,5 +458,7 @@ MESSAGES: dict[MessageKind, MessageType] = {
     MessageKind.ATTACH: MessageType(Attach, _UP, 4 * KIB, 0, "three numbers", StreamKind.ROWS),
     MessageKind.ATTACHED: MessageType(Attached, _UP, 4 * KIB, 0, "one truth value", StreamKind.ROWS),
     MessageKind.ROWS: MessageType(Rows, _UP, 4 * KIB, MAX_PAYLOAD_BYTES, _ROWS_LIMITS, StreamKind.ROWS),
+    MessageKind.FILE_REQUEST: MessageType(FileRequest, _UP, 4 * KIB, 1 * MIB, _FILE_LIMITS, StreamKind.FILES),
+    MessageKind.FILE_ANSWER: MessageType(FileAnswer, _DOWN, 4 * KIB, 1 * MIB, _FILE_LIMITS, StreamKind.FILES),
 }
 KIND_OF: dict[type[Message], MessageKind] = {message.record: kind for kind, message in MESSAGES.items()}

@@ -13,7 +13,7 @@ from lucevisor.protocol.messages import MESSAGES, MessageKind, Role, StreamKind
 
 
 class LinkState(Enum):
-    """State of a link.  A heartbeat, and a connection for rows, is always READY."""
+    """State of a link.  A heartbeat, and a connection for rows or files, is always READY."""
 
     GREETING = "greeting"  # no Hello yet
     IDLE = "idle"  # interpreter and torch are up, no weights: a spare stays here
@@ -26,6 +26,7 @@ INITIAL: dict[StreamKind, LinkState] = {
     StreamKind.LINK: LinkState.GREETING,
     StreamKind.HEARTBEAT: LinkState.READY,
     StreamKind.ROWS: LinkState.READY,
+    StreamKind.FILES: LinkState.READY,
 }
 
 _BEFORE_READY = {MessageKind.HELLO, MessageKind.LOAD, MessageKind.LOADED}

@@ -61,7 +61,7 @@ class Channel(Protocol):
 
     @property
     def passes_handles(self) -> bool:
-        """True if descriptors may travel with a frame."""
+        """True if files may come with a frame."""
 
     @property
     def closed(self) -> bool:
@@ -96,10 +96,23 @@ class AwaitedConnection:
         self.take: Callable[[socket.socket], None] = lambda sock: sock.close()
 
 
+class Files(Protocol):
+    """Offers files over TCP, where no descriptor travels with a frame; a :class:`FileServer`."""
+
+    def start(self, on_broken: Callable[[ProtocolError], None]) -> None:
+        """Begin to serve.  ``on_broken`` is called from another thread when the connection cannot be used."""
+
+    def offer(self, message: Message, fds: Sequence[int]) -> None:
+        """Serve what a message comes with; the caller keeps the descriptors.  Raises LocalProtocolError, OSError."""
+
+    def close(self) -> None:
+        """Serve nothing more; idempotent."""
+
+
 class Link:
     """Frames over ``sock``, which this object owns, or over the connection that is awaited.
 
-    Create it inside the running loop.
+    Create it inside the running loop.  ``files``: offers the files of frames, for a socket that passes no descriptors.
 
     ``on_frame(frame)`` runs in the reader callback; if it raises, the link is closed and the exception goes to the
     loop's exception handler.  ``on_closed(reason)`` gets a LinkClosed, RemoteProtocolError or LinkOverflow.
@@ -115,6 +128,7 @@ class Link:
         stream: StreamKind = StreamKind.LINK,
         name: str = "link",
         max_queued_bytes: int = 16 << 20,  # thousands of step plans: a daemon so far behind has stopped reading
+        files: Files | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._awaited = sock if isinstance(sock, AwaitedConnection) else None
@@ -128,11 +142,13 @@ class Link:
         self.queued_bytes = 0
         self._write_error: LinkClosed | None = None
         self._closed: ProtocolError | None = None
+        self._files = files
+        if files is not None:
+            files.start(self._files_broken)
+        self.passes_handles = files is not None or not isinstance(sock, AwaitedConnection)
         if isinstance(sock, AwaitedConnection):
-            self.passes_handles = False
             sock.take = self._connected
         else:
-            self.passes_handles = True
             self._connected(sock)
 
     @property
@@ -166,13 +182,16 @@ class Link:
         if dead is not None:
             raise LinkClosed(f"the link is closed: {dead.what}", self._name, dead.advice)
         if fds and not self.passes_handles:
-            what = f"{type(message).__name__} comes with a file, which does not travel over TCP"
-            raise LocalProtocolError(what, self._name, 'set transport = "shared_memory" for the group')
+            what = f"{type(message).__name__} comes with a file, and nothing offers files on this connection"
+            raise LocalProtocolError(what, self._name, "report it")
         if isinstance(message, bytes):
             self._connection.send_encoded(message)
             buffers: list[bytes | memoryview] = [message]
         else:
             buffers = self._connection.send(message, request_id, payload=payload)
+            if fds and self._files is not None:
+                self._files.offer(message, fds)
+                fds = ()
         if self._queue or self._awaited is not None:
             self._enqueue(buffers, fds)
             return
@@ -312,6 +331,11 @@ class Link:
             self._finish(LinkClosed(f"on_frame raised {error!r}", self._name, "report it", local=True))
             raise
 
+    def _files_broken(self, error: ProtocolError) -> None:
+        """Called from the thread that serves files."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._finish, error)
+
     def _gone(self, what: str) -> LinkClosed:
         return LinkClosed(f"{what} {self._connection.unfinished}".strip(), self._name, _DAEMON_GONE)
 
@@ -326,6 +350,8 @@ class Link:
         else:
             self._awaited.forget()
         self._poll.close()
+        if self._files is not None:
+            self._files.close()
         self._loop.call_soon(self._on_closed, reason)
 
 
@@ -347,6 +373,7 @@ class BlockingLink:
         self.closed_because: LinkClosed | None = None
         self._sock = sock
         self._connection = Connection(role, stream, name)
+        self._connection.numbers_files = sock.family != socket.AF_UNIX
         self._name = name
         self._frames: deque[Frame] = deque()
         self._send_lock = Lock()

@@ -34,6 +34,7 @@ import lucevisor
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.errors import ProtocolError
+from lucevisor.protocol.files import FileServer
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import SHARED_PACKAGES, source_hash
 from lucevisor.protocol.messages import StreamKind
@@ -278,11 +279,13 @@ class Child:
         heartbeat_socket: socket.socket | AwaitedConnection,
         on_line: Callable[[str, str], None],
         on_exit: Callable[[ProcessEnd], None],
+        file_connections: Sequence[socket.socket | AwaitedConnection] = (),
     ) -> None:
         self._pidfd = os.pidfd_open(process.pid)  # the pid cannot be reused before it is reaped below
         self.pid = process.pid
         self.link_sockets = link_sockets
         self.heartbeat_socket = heartbeat_socket
+        self.file_connections = file_connections  # one for each link over TCP
         self.lines = {"stdout": OutputLines(), "stderr": OutputLines()}
         self._killed = False  # by this supervisor
         self._oom_kills = oom_kills()
@@ -307,7 +310,8 @@ class Child:
         self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None], model: int = 0
     ) -> Link:
         """Open the link of the model with this number."""
-        return Link(self.link_sockets[model], on_frame, on_closed, name=name)
+        files = FileServer(self.file_connections[model], f"{name} files") if self.file_connections else None
+        return Link(self.link_sockets[model], on_frame, on_closed, name=name, files=files)
 
     def open_heartbeat(
         self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None]
@@ -419,7 +423,7 @@ def spawn(
     """Start a process with ``n_links`` links and a heartbeat, named in its arguments, its own session and no other
     descriptor, but with a ``listener`` for its key.
 
-    The sockets are inherited, or with ``tcp`` connections to the listener.
+    The sockets are inherited, or with ``tcp`` connections to the listener, where each link has another one for files.
 
     Its own session keeps a terminal's Ctrl-C and hang-up with the supervisor. Raises SpawnError; call it in the main
     thread.
@@ -434,7 +438,7 @@ def spawn(
             inherited.callback(os.close, key_fd)
             fds.append(key_fd)
         process = subprocess.Popen(
-            [*command, *channel_options(addresses), f"--secret={key_fd}", f"--parent-pid={os.getpid()}"],
+            [*command, *channel_options(addresses, n_links), f"--secret={key_fd}", f"--parent-pid={os.getpid()}"],
             env=env,
             cwd=directory,
             stdin=subprocess.DEVNULL,
@@ -446,7 +450,7 @@ def spawn(
         )
         on_failure.push(lambda *_: kill(process))
         _limit_files(process.pid)
-        return Child(process, ours[:-1], ours[-1], on_line, on_exit)
+        return Child(process, ours[:n_links], ours[n_links], on_line, on_exit, ours[n_links + 1 :])
 
 
 def require_main_thread() -> None:
@@ -454,9 +458,14 @@ def require_main_thread() -> None:
         raise RuntimeError("a daemon is killed when the thread that spawned it ends: spawn in the main thread")
 
 
-def channel_options(addresses: Sequence[str]) -> list[str]:
-    """Return a daemon's options for the addresses of its links and, the last one, its heartbeat."""
-    return [*(f"--link={address}" for address in addresses[:-1]), f"--heartbeat={addresses[-1]}"]
+def channel_options(addresses: Sequence[str], n_links: int) -> list[str]:
+    """Return a daemon's options for the addresses of its links, its heartbeat, and the files of links over TCP."""
+    links, files = addresses[:n_links], addresses[n_links + 1 :]
+    return [
+        *(f"--link={address}" for address in links),
+        f"--heartbeat={addresses[n_links]}",
+        *(f"--files={address}" for address in files),
+    ]
 
 
 @contextlib.contextmanager
@@ -477,7 +486,7 @@ def starting_process() -> Iterator[ExitStack]:
 def _open_channels(
     n_links: int, inherited: ExitStack, on_failure: ExitStack, listener: Listener | None
 ) -> tuple[list[socket.socket | AwaitedConnection], list[str], list[int]]:
-    """Return the ends of links and of the heartbeat, the last one; their addresses, and descriptors to inherit."""
+    """Return the ends of links, heartbeat and, over TCP, files; their addresses, and descriptors to inherit."""
     if listener is not None:
         awaited, addresses = listener.expect(n_links)
         for connection in awaited:

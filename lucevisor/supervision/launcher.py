@@ -114,7 +114,7 @@ class Launcher:
                 on_failure.callback(connection.forget)
             order = {
                 "hash": self.source_hash,
-                "arguments": [*arguments, *channel_options(addresses)],
+                "arguments": [*arguments, *channel_options(addresses, n_links)],
                 "unset": sorted(env.unset),
                 "defaults": dict(env.defaults),
                 "env": dict(env.values),
@@ -127,7 +127,9 @@ class Launcher:
                 cwd="/", stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True,
             )  # fmt: skip
             on_failure.push(lambda *_: kill(process))
-            return RemoteChild(process, awaited[:-1], awaited[-1], on_line, on_exit, stdin)
+            return RemoteChild(
+                process, awaited[:n_links], awaited[n_links], on_line, on_exit, awaited[n_links + 1 :], stdin
+            )
 
     @cached_property
     def _archive(self) -> bytes:

@@ -46,9 +46,11 @@ class Listener:
         return self._acceptor.refusals.n_refused
 
     def expect(self, n_links: int) -> tuple[Sequence[AwaitedConnection], Sequence[str]]:
-        """Await so many links and a heartbeat of a daemon; return them, the heartbeat last, and their addresses."""
+        """Await so many links of a daemon, a heartbeat, and a connection for the files of each link; return them in
+        this order, and their addresses.
+        """
         awaited, addresses = [], []
-        for purpose in (*[Purpose.LINK] * n_links, Purpose.HEARTBEAT):
+        for purpose in (*[Purpose.LINK] * n_links, Purpose.HEARTBEAT, *[Purpose.FILES] * n_links):
             channel = os.urandom(CHANNEL_BYTES)
             connection = AwaitedConnection(partial(self._awaited.pop, channel, None))
             self._awaited[channel] = purpose, connection

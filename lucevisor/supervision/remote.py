@@ -74,9 +74,10 @@ class RemoteChild(Child):
         heartbeat: AwaitedConnection,
         on_line: Callable[[str, str], None],
         on_exit: Callable[[ProcessEnd], None],
+        files: Sequence[AwaitedConnection],
         stdin: bytes,
     ) -> None:
-        super().__init__(process, links, heartbeat, on_line, on_exit)
+        super().__init__(process, links, heartbeat, on_line, on_exit, files)
         assert process.stdin is not None
         self._stdin, self._unsent = process.stdin, bytearray(stdin)
         os.set_blocking(self._stdin.fileno(), False)

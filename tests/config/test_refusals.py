@@ -152,14 +152,6 @@ def test_a_group_that_is_named_after_another_backend(file):
     assert error.value == "cuda"
 
 
-def test_snapshots_need_a_transport_that_passes_files(file):
-    text = TWO_VENDORS.replace('backend = "hip"', 'backend = "hip"\ntransport = "tcp"')
-    assert load(file(text)).groups["nv"].transport == "shared_memory"
-    error = error_of(file(text + '[cache]\ndir = "slots"\n'))
-    assert (error.key, error.value) == ("groups.amd.transport", "tcp")
-    assert "cache.dir" in error.why
-
-
 def test_visible_devices_bound_the_index_and_stand_once(file):
     text = TWO_VENDORS.replace('backend = "hip"', 'backend = "hip"\nvisible_devices = [3]')
     error = error_of(file(text))

@@ -19,6 +19,7 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.pages import first_visible_page
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.protocol.files import LocalFile
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Restore, Save, SlotPlace, TransferFailed
 from lucevisor.protocol.steps import CopyState, OpenSequence, SamplingParams, SetPages, Slice, Step, ZeroState
@@ -184,7 +185,7 @@ class SlotPipeline:
         parts += [[] for _ in self.transfers[len(parts) :]]
         parts[-1] += file.draft_tensors()
         for tensors, transfers in zip(parts, self.transfers, strict=True):
-            transfers.submit(kind(7, file.file, place, tensors), os.dup(file.fd))
+            transfers.submit(kind(7, file.file, place, tensors), LocalFile(os.dup(file.fd)))
         with self._came:
             assert self._came.wait_for(lambda: len(self.answers) == len(parts), 30)
         return self.answers

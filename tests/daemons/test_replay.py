@@ -18,6 +18,7 @@ from daemons.models.replay import LayerwiseReplay, RowFile, layerwise_replays
 from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.protocol.files import LocalFile
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan, StageReplay
 from lucevisor.protocol.steps import (
     CopyPage,
@@ -93,10 +94,10 @@ def bits(stage: LoadedStage) -> list[torch.Tensor]:
     return [t for _, tensors in pools._stacks for t in tensors] + pools._host_stacks
 
 
-def file_of(rows: torch.Tensor, n_before: int) -> int:
+def file_of(rows: torch.Tensor, n_before: int) -> LocalFile:
     fd = os.memfd_create("rows")
     os.pwrite(fd, torch.cat([torch.full((n_before, rows.shape[1]), 7.0), rows]).numpy().tobytes(), 0)
-    return fd
+    return LocalFile(fd)
 
 
 @pytest.mark.parametrize("architecture", ["qwen35", "qwen3"])
@@ -140,7 +141,7 @@ def test_sliding_layers_are_not_replayed():
 def test_rows_that_are_being_written_are_waited_for():
     rows = torch.arange(40.0).view(10, 4)
     fd = os.memfd_create("rows", os.MFD_ALLOW_SEALING)
-    file, written = RowFile(os.dup(fd), 4, torch.float32), rows.numpy().tobytes()
+    file, written = RowFile(LocalFile(os.dup(fd)), 4, torch.float32), rows.numpy().tobytes()
 
     def write():
         for at in range(0, len(written) - 16, 24):  # one and a half rows; the last row never comes
@@ -205,7 +206,7 @@ def test_a_verify_slice_on_its_way_leaves_what_its_tokens_do_to_a_state(dtype: D
     for step in steps:
         right.apply(step.operations)
         right.forward(step, None)
-    [replay] = layerwise_replays(load, spec, os.memfd_create("rows")).values()
+    [replay] = layerwise_replays(load, spec, LocalFile(os.memfd_create("rows"))).values()
     found = loaded(spec, plan, load, replay)
     assert found.replayed(replay), replay.problem
     after = Step(3, 0, [UseState(0, 6)], [Slice(0, 11, [12], sample=False)])

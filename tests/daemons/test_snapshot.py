@@ -13,10 +13,11 @@ from safetensors import safe_open
 
 from daemons.errors import StateError
 from daemons.ops.paged import Pages
-from daemons.snapshots import streams
 from daemons.snapshots.state_map import StateMap
 from daemons.snapshots.transfers import TransferExecutor
 from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.protocol import files
+from lucevisor.protocol.files import LocalFile
 from lucevisor.protocol.messages import Restore, Restored, Save, Saved, SlotPlace, TransferFailed
 from lucevisor.snapshots.file_format import SlotRecord
 from lucevisor.snapshots.store import SnapshotStore
@@ -174,11 +175,11 @@ def test_short_writes_and_reads_go_on_where_they_stopped(spec, tmp_path, monkeyp
 
         return call
 
-    monkeypatch.setattr(streams.os, "pwritev", part(os.pwritev))
+    monkeypatch.setattr(files.os, "pwritev", part(os.pwritev))
     assert pipeline.save(store, ids_of(spec, N), place).snapshot.checksums == first.snapshot.checksums
     monkeypatch.undo()
     real = os.preadv
-    monkeypatch.setattr(streams, "os", SimpleNamespace(pwritev=os.pwritev, preadv=part(real)))
+    monkeypatch.setattr(files, "os", SimpleNamespace(pwritev=os.pwritev, preadv=part(real), close=os.close))
     fresh = pipeline.fresh_place(N, 3)
     assert all(isinstance(a, Restored) for a in pipeline.restore(store, first, fresh))
     monkeypatch.undo()
@@ -275,7 +276,9 @@ def test_a_thread_that_cannot_go_on_ends_the_daemon(spec, tmp_path, capfd):
     states = StateMap(spec, [k.pools for k in pipeline.stages[0].shards])
     transfers = TransferExecutor(states, answer, on_broken=on_broken)
     writing = store.begin(made_slot(spec))
-    transfers.submit(Save(1, writing.file, place, writing.tensors(LayerRange(0, spec.n_layers))), os.dup(writing.fd))
+    transfers.submit(
+        Save(1, writing.file, place, writing.tensors(LayerRange(0, spec.n_layers))), LocalFile(os.dup(writing.fd))
+    )
     assert lost.wait(20)
     assert "MemoryError" in said[0], "the process may end now"
     store.abort(writing, "the daemon is lost")
@@ -293,7 +296,7 @@ def test_steps_go_on_while_a_slot_is_saved(spec, tmp_path):
     writing = store.begin(made_slot(spec))
     order = Save(1, writing.file, place, writing.tensors(LayerRange(0, spec.n_layers)))
     began = time.monotonic()
-    transfers.submit(order, os.dup(writing.fd))
+    transfers.submit(order, LocalFile(os.dup(writing.fd)))
     assert time.monotonic() - began < 20  # the gate opens after 30 s by itself, with an error
     assert gate.reached.wait(20)
     assert pipeline.greedy(0, [3], 40) == wanted
@@ -321,7 +324,7 @@ def test_cancel_returns_when_no_page_is_touched_any_more(spec, tmp_path):
     reading = store.open_for_restore(entry)
     order = Restore(9, reading.file, SlotPlace(N, place.full, state=3), reading.tensors(LayerRange(0, spec.n_layers)))
     for _ in range(3):
-        transfers.submit(order, os.dup(reading.fd))
+        transfers.submit(order, LocalFile(os.dup(reading.fd)))
     assert gate.reached.wait(20)
     threading.Timer(0.1, gate.open.set).start()
     transfers.cancel("the supervisor dropped every sequence")

@@ -178,15 +178,15 @@ PROMPT = [random.Random(3).randrange(5, 500) for _ in range(300)]
 class Place:
     """Where a test's snapshots are, and how its services are configured."""
 
-    def __init__(self, model: Path, directory: Path, states: str = "device") -> None:
-        self.model, self.directory, self.states = model, directory, states
+    def __init__(self, model: Path, directory: Path, states: str = "device", transport: str = "shared_memory") -> None:
+        self.model, self.directory, self.states, self.transport = model, directory, states, transport
         self.snapshots = directory / "snapshots"
 
     def config(self, n_groups: int = 2, *, slots: int = 2000, pages: int = 1200, on: bool = True) -> Path:
         groups = dict.fromkeys("abc"[:n_groups], 1)
         where = self.snapshots if on else ""
         extra = CONFIG.format(slots=slots, pages=pages, directory=where, min_tokens=MIN_TOKENS, states=self.states)
-        path = write_config(self.directory, self.model, groups, ["0-1"] * n_groups, extra)
+        path = write_config(self.directory, self.model, groups, ["0-1"] * n_groups, extra, self.transport)
         text = path.read_text().replace(str(["0-1"] * n_groups).replace("'", '"'), f"[{SPLITS[n_groups]}]")
         path.write_text(text)
         return path

@@ -16,7 +16,7 @@ from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
 from lucevisor.placement.result import HostOwner
 from tests.combinations import slow
-from tests.e2e.service import DEMO, MODELS, Told, ask, running, write_config
+from tests.e2e.service import DEMO, MODELS, TRANSPORTS, Told, ask, running, write_config
 from tests.model.drafter_files import UPSTREAM
 from tests.waiting import until
 
@@ -88,23 +88,25 @@ async def test_every_tier_gives_the_same_tokens_and_host_memory_nearly_all_of_th
     ranges = [f"0-{spec.n_layers // 2}", f"{spec.n_layers // 2}-{spec.n_layers}"]
     draft = 'kind = "off"' if drafter is None else f'path = "{drafter}"'
 
-    def config(slots: int, host: str = "0") -> Path:
+    def config(slots: int, host: str = "0", transport: str = "shared_memory") -> Path:
         extra = CONFIG.format(slots=slots, host=host, draft=draft)
-        return write_config(tmp_path, MODELS[name], {"a": 1, "b": 1}, ranges, extra)
+        return write_config(tmp_path, MODELS[name], {"a": 1, "b": 1}, ranges, extra, transport)
 
     async with running(config(2000), tmp_path) as service:
         device = await in_turn(service, spec.vocabulary)
     async with running(config(N_SLOTS), tmp_path) as service:
         evicted = await in_turn(service, spec.vocabulary)
-    async with running(config(N_SLOTS, "64MiB"), tmp_path) as service:
-        restore_always(service)
-        host = await in_turn(service, spec.vocabulary)
-        found = tokens_by_tier(service)
-        assert found["host"] > found["device"] > 0
-        assert found["device"] + found["host"] == sum(host.cached)
-        assert 0 < service.only.host_memory.used(HostOwner.PREFIXES) <= 64 << 20
-    assert device.answers == evicted.answers == host.answers
-    assert sum(host.cached) >= 0.95 * sum(device.cached) > 1.5 * sum(evicted.cached)
+    assert device.answers == evicted.answers
+    for transport in TRANSPORTS:
+        async with running(config(N_SLOTS, "64MiB", transport), tmp_path) as service:
+            restore_always(service)
+            host = await in_turn(service, spec.vocabulary)
+            found = tokens_by_tier(service)
+            assert found["host"] > found["device"] > 0
+            assert found["device"] + found["host"] == sum(host.cached)
+            assert 0 < service.only.host_memory.used(HostOwner.PREFIXES) <= 64 << 20
+        assert host.answers == device.answers
+        assert sum(host.cached) >= 0.95 * sum(device.cached) > 1.5 * sum(evicted.cached)
 
 
 async def test_what_is_in_host_memory_outlives_a_daemon_and_stays_within_its_limit(tmp_path: Path) -> None:

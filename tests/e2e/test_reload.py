@@ -22,18 +22,20 @@ from lucevisor.errors import ConfigErrors, LucevisorError
 from lucevisor.kv_transfer.exports import ExportedState
 from lucevisor.placement.result import Infeasible, Placement
 from tests.combinations import slow
+from tests.e2e.service import TRANSPORTS
 from tests.e2e.test_recovery import PLAIN, Streams, serving
 from tests.e2e.test_speculation import CASES, Case, prompts_of
 
 GEMMA = Case(CASES["gemma4_e2b-random"].model, "off")
-GROUP = '[groups.{}]\nbackend = "cpu"\nthreads = 1\n'
+GROUP = '[groups.{}]\nbackend = "cpu"\nthreads = 1\ntransport = "{}"\n'
 
 
 def changed(service: Service, devices: Sequence[str], split: Sequence[float]) -> Config:
     """The running configuration with the layers, and the groups, on other devices."""
     file = service.config.file
     text = re.sub(r"\[groups\.[a-z]\]\n([a-z]+ = .*\n)*", "", file.read_text())
-    groups = "".join(GROUP.format(name) for name in dict.fromkeys(d.partition(":")[0] for d in devices))
+    transport = next(iter(service.config.groups.values())).transport
+    groups = "".join(GROUP.format(name, transport) for name in dict.fromkeys(d.partition(":")[0] for d in devices))
     file.write_text(f"{text}\n{groups}")
     shares = ",".join(map(str, split))
     overrides = ["recovery.restart_limit=9999/60s", f"recovery.spares={service.config.recovery.spares}"]
@@ -55,9 +57,10 @@ SPLITS = (
 )
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("case", [pytest.param(CASES["mtp"], id="mtp"), slow(GEMMA, id="sliding")])
-async def test_moves_change_no_token(tmp_path: Path, case: Case) -> None:
-    async with serving(case, tmp_path, 2) as service:
+async def test_moves_change_no_token(tmp_path: Path, case: Case, transport: str) -> None:
+    async with serving(case, tmp_path, 2, transport=transport) as service:
         streams = Streams(service, prompts_of(case, 9))
         await streams.learn()
         async with streams.running():

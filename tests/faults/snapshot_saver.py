@@ -20,6 +20,7 @@ import structlog
 from daemons.snapshots import state_map
 from daemons.snapshots.transfers import TransferExecutor
 from lucevisor.model.values import LayerRange
+from lucevisor.protocol.files import LocalFile
 from lucevisor.protocol.messages import Save, Saved
 from lucevisor.snapshots.file_format import SlotRecord
 from lucevisor.snapshots.store import SnapshotStore
@@ -55,7 +56,7 @@ def save_and_die(directory, pipeline, place, point):
     )
     writing = store.begin(SlotRecord(ids_of(spec, N, seed=NEW), 100.0))
     order = Save(1, writing.file, place, writing.tensors(LayerRange(0, spec.n_layers)))
-    transfers.submit(order, os.dup(writing.fd))
+    transfers.submit(order, LocalFile(os.dup(writing.fd)))
     came.wait(30)
     assert isinstance(answers[0], Saved), answers
     store.finish(writing, answers[0].n_bytes)

@@ -318,8 +318,6 @@ def test_host_memory_of_prefix_slots_is_for_what_other_devices_evict(
     said = {None: "half of what is free  cache.host", 0: "", 1 << 30: "1.00 GiB  cache.host"}[n_bytes]
     assert said in plan_text(found)
     assert ("cache.host" in plan_text(found)) == (n_bytes != 0)
-    none = {name: replace(group, transport="tcp") for name, group in slots.groups.items()}
-    assert placed(demo, replace(slots, groups=none)).host_cache_bytes == 0
     assert placed(demo, replace(config, cache=replace(config.cache, host=host))).host_cache_bytes == 0
 
 

@@ -148,7 +148,7 @@ def test_a_stalled_reader_overflows_the_link(run):
     run(main())
 
 
-def test_a_link_queues_until_its_connection_is_there_and_no_file_travels(run):
+def test_a_link_queues_until_its_connection_is_there_and_no_descriptor_travels(run):
     async def main():
         forgotten = []
         awaited = AwaitedConnection(lambda: forgotten.append(True))
@@ -164,7 +164,7 @@ def test_a_link_queues_until_its_connection_is_there_and_no_file_travels(run):
         frame = await asyncio.to_thread(daemon.receive)
         assert frame.message == STEP
         assert not link.passes_handles
-        with pytest.raises(LocalProtocolError, match="does not travel over TCP"):
+        with pytest.raises(LocalProtocolError, match="nothing offers files"):
             link.send(Check([], 0, Dtype.FLOAT32, [ArenaPlan(0, 64, 1)]), fds=[0])
         daemon.send(RESULT, request_id=7, payload=[b"0123456789abcdef"])
         await seen.until(lambda: seen.frames)

@@ -28,7 +28,7 @@ LIBC = ctypes.CDLL(None)
 LIBC_WITH_GIL = ctypes.PyDLL(None)  # calls keep the interpreter lock
 
 
-def run_worker(link, reporter, options, key, lock, model):
+def run_worker(link, files, reporter, options, key, lock, model):
     how = os.environ.get("TINY", "")
     once = os.environ.get("TINY_ONCE", "")
     if once and Path(once).exists():
