@@ -28,7 +28,7 @@ class Listener:
 
     def __init__(self, host: str = LOOPBACK, port: int = 0, key: bytes = b"") -> None:
         self.host = host
-        self.key = key or secrets.token_bytes(32)
+        self.key = key or secrets.token_hex(32).encode()  # text, as white space at either end is no part of a key
         self._loop = asyncio.get_running_loop()
         self._awaited: dict[bytes, tuple[Purpose, AwaitedConnection]] = {}  # by channel
         self._acceptor = Acceptor(host, port, self.key, self._expects, self._on_refused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import stat
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
+from lucevisor.protocol.authentication import read_key
 from lucevisor.supervision.child import (
     LONGEST_LINE,
     N_KEPT_LINES,
@@ -21,6 +23,7 @@ from lucevisor.supervision.child import (
     environment,
     stage_packages,
 )
+from lucevisor.supervision.listener import Listener
 
 INHERITED = {
     "PATH": "/bin",
@@ -125,3 +128,15 @@ def test_output_is_bounded_in_length_and_count():
     assert len(of.feed(b"line\n" * 2000)) == 2000
     assert len(of.kept) == N_KEPT_LINES
     assert N_KEPT_LINES < 1000
+
+
+def test_a_key_that_is_made_for_a_start_reaches_the_daemon_whole():
+    """Also one that would begin or end with white space, which is no part of a key in a file."""
+
+    async def main():
+        for _ in range(200):
+            listener = Listener()
+            assert read_key(listener.key_descriptor()) == listener.key
+            listener.close()
+
+    asyncio.run(main())
