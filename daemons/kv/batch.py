@@ -299,7 +299,7 @@ class Group:
         end = self.layout.common_end(space) if causal and not window else 0
         if end and is_flash_device(self.starts.device):
             index = self.tables[space][:, : pages_of(end)].index_select(0, self.table_rows)
-            return Pages(index.reshape(-1), self.n_slices, 0, end), Causal.CAUSAL
+            return Pages(index.reshape(-1), self.n_slices, 0, end), Causal()
         return (self._padded if self.n_slices > 1 else self._single)(space, window, causal)
 
     def _lows(self, space: Space, window: int) -> list[int]:
@@ -309,7 +309,7 @@ class Group:
             return lows
         return [max(low, first_visible(s, window)) for s, low in zip(self.layout.starts_in(space), lows, strict=True)]
 
-    def _single(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor | None]:
+    def _single(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor | Causal | None]:
         """One slice: exactly the positions it sees, so a decode row needs no mask."""
         [start], [low] = self.layout.starts_in(space), self._lows(space, window)
         end = start + self.n_tokens
@@ -324,6 +324,8 @@ class Group:
         if self.n_tokens == 1 or not (causal or window):
             return pages, None
         device = self.starts.device
+        if causal and window and is_flash_device(device):
+            return pages, Causal(window)
         queries = torch.arange(start, end, device=device)
         return pages, visible(queries[None], torch.arange(low, end, device=device)[None], window, causal)
 

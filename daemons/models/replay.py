@@ -112,7 +112,7 @@ def _attention(layers: tuple[LayerSpec, ...], selector: KernelSelector) -> None:
     if paged is not None:
         heads, dim = paged.state[0].shape[-2:]
         x = torch.zeros(1, SHORT_SLICE, heads, dim, dtype=selector.dtype, device=selector.device)
-        attention(x, x, x, Causal.CAUSAL, scale=1.0)
+        attention(x, x, x, Causal(), scale=1.0)
 
 
 MAX_ROW_READERS = 4

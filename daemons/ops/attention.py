@@ -10,7 +10,7 @@ values.  Query head h reads kv head h // (H / K).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from enum import Enum, auto
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -22,10 +22,11 @@ from lucevisor.model.workspace import SCORE_ELEMENTS
 MAX_FLASH_DIM = 256
 
 
-class Causal(Enum):
-    """In place of a mask: the last query sees all keys, each one before it one less."""
+@dataclass(frozen=True, slots=True)
+class Causal:
+    """In place of a mask: the last query sees the last ``window`` keys (0: all), each one before it one earlier."""
 
-    CAUSAL = auto()
+    window: int = 0
 
 
 def visible(queries: Tensor, keys: Tensor, window: int, causal: bool = True, lows: Tensor | None = None) -> Tensor:
@@ -58,13 +59,9 @@ def attention(
     """
     if isinstance(mask, Causal):
         if softcap == 0.0 and _takes_flash(q, v):
-            parts = (x.transpose(1, 2) for x in (q, k, v))
-            found, sums = torch.ops.aten._scaled_dot_product_flash_attention(*parts, 0.0, True, scale=scale)[:2]
-            if sinks is not None:  # what the keys' weights are of all
-                found = (found * torch.sigmoid(sums - sinks.view(-1, 1)).unsqueeze(-1)).to(q.dtype)
-            return found.transpose(1, 2)  # type: ignore[no-any-return]
+            return _flash(q, k, v, mask.window, scale, sinks)
         positions = torch.arange(k.shape[1], device=q.device)[None]
-        mask = visible(positions[:, -q.shape[1] :], positions, 0)
+        mask = visible(positions[:, -q.shape[1] :], positions, mask.window)
     if softcap > 0.0 or sinks is not None or (q.dtype == torch.float32 and q.device.type != "cpu"):
         return reference(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)  # GPUs' kernels may use TF32
     n, group = q.shape[1], q.shape[2] // k.shape[2]
@@ -76,6 +73,17 @@ def attention(
         folded, keys, values = folded.float(), keys.float(), values.float()
     out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
     return _unfold(out.to(dtype), n)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, sinks: Tensor | None) -> Tensor:
+    lengths, limits = (q.shape[1], k.shape[1]), (window - 1, 0) if window else (None, None)
+    found, sums = torch.ops.aten._flash_attention_forward(
+        *(q, k, v, None, None, *lengths, 0.0, True, False),
+        scale=scale, window_size_left=limits[0], window_size_right=limits[1],
+    )[:2]  # fmt: skip
+    if sinks is not None:  # what the keys' weights are of all
+        found = (found * torch.sigmoid(sums - sinks.view(-1, 1)).transpose(1, 2).unsqueeze(-1)).to(q.dtype)
+    return found  # type: ignore[no-any-return]
 
 
 def is_flash_device(device: torch.device) -> bool:

@@ -69,9 +69,9 @@ class ExpertMlp:
         if self.biases is None:
             inner = gated_experts(self.gate_up, x, pairs, k, self.activation, self.operations)
             return self.down.grouped_gemm(inner, pairs, 1).view(-1, k, self.down.n_out)
-        gate_up, down = (bias.index_select(0, pairs.experts) for bias in self.biases)
-        inner = self._act_and_mul(self.gate_up.grouped_gemm(x, pairs, k) + gate_up)
-        return (self.down.grouped_gemm(inner, pairs, 1) + down).view(-1, k, self.down.n_out)
+        add_bias, (gate_up, down) = self.operations.add_bias, self.biases
+        inner = self._act_and_mul(add_bias(self.gate_up.grouped_gemm(x, pairs, k), gate_up, pairs.experts))
+        return add_bias(self.down.grouped_gemm(inner, pairs, 1), down, pairs.experts).view(-1, k, self.down.n_out)
 
     def batched(self, x: Tensor, experts: Tensor) -> Tensor:
         """Batched gemm over dequantised experts, those with most rows first, so that batches need little padding.

@@ -174,6 +174,9 @@ class Operations(Protocol):
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """The sum of two tensors of one shape, rounded to their dtype."""
 
+    def add_bias(self, x: Tensor, bias: Tensor, ids: Tensor | None = None) -> Tensor:
+        """x [T, N] plus ``bias`` [N], or plus rows ``ids`` int64 [T] of ``bias`` [X, N], rounded to their dtype."""
+
     def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
         """Matrices of as many rows each, side by side."""
 
@@ -277,6 +280,9 @@ class TorchOperations:
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
+
+    def add_bias(self, x: Tensor, bias: Tensor, ids: Tensor | None = None) -> Tensor:
+        return x + (bias if ids is None else bias.index_select(0, ids))
 
     def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat([*parts], dim=-1)

@@ -20,12 +20,11 @@ from daemons.ops.triton.grouped_gemm import packed_grouped_gemm
 from daemons.weights.packed import PackedWeights, empty_packed
 from lucevisor.model.quant_types import BY_NAME, CHUNK, TILE_ROWS
 
-MAX_GEMV_PAIRS = 320
-"""(token, expert) pairs up to which each is a gemv of its own; above, a grouped gemm."""
-
-
+MAX_GEMV_PAIRS_PER_EXPERT = 1.25
+"""(token, expert) pairs, on average, up to which each is a gemv of its own; above, a grouped gemm."""
 MAX_ROW_GEMV_PAIRS = 64
-"""Pairs up to which ``row_gemv`` multiplies each: with more it is faster to read an expert's matrix once."""
+"""Pairs up to which ``row_gemv`` multiplies each, and at most one an expert on average: with more it is faster to read
+an expert's matrix once."""
 
 
 class RowGemv(Protocol):
@@ -145,8 +144,9 @@ class PackedExperts:
         row_gemv: RowGemv | None = None,
         max_pairs: int = MAX_ROW_GEMV_PAIRS,
     ) -> None:
-        self.packed, self.row_gemv, self.max_pairs = packed, row_gemv, max_pairs
+        self.packed, self.row_gemv = packed, row_gemv
         self.n_experts, self.n_out = packed.tiles.shape[0], packed.n_rows
+        self.max_pairs = min(max_pairs, self.n_experts)
         self.n_columns, self.n_elements, self.n_bytes = n_columns, self.n_out * n_columns, packed.nbytes
 
     @property
@@ -178,12 +178,12 @@ class PackedExperts:
             return self.row_gemv(self.packed, x, pairs.experts, pairs_per_row)
         if self.row_gemv is not None and self.row_gemv.groups(self.packed, len(pairs)):
             return self.row_gemv.grouped(self.packed, x, pairs, pairs_per_row)
-        if len(pairs) <= MAX_GEMV_PAIRS:
+        if len(pairs) <= MAX_GEMV_PAIRS_PER_EXPERT * self.n_experts:
             return packed_gemv(self.packed, x.contiguous(), pairs.experts, pairs_per_row)
         return packed_grouped_gemm(self.packed, x.contiguous(), pairs, pairs_per_row)
 
 
-def probe(device: torch.device, dtype: torch.dtype) -> None:
+def smoke_test(device: torch.device, dtype: torch.dtype) -> None:
     """Multiply a small matrix; raises whatever Triton raises where it cannot compile or run."""
     packed = empty_packed(BY_NAME["Q4_K"], 32, CHUNK, device)
     packed.tiles.zero_()

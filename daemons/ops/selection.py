@@ -101,8 +101,10 @@ class KernelSelector:
 
     def _check_batch_invariant(self) -> None:
         if self.kernels:
-            untested = f"{DETERMINISTIC} was tested in Triton's interpreter, not on {self.device}: see docs/numerics.md"
-            self.warnings.append(untested)
+            if torch.version.hip:
+                self.warnings.append(
+                    f"{DETERMINISTIC} was tested on NVIDIA GPUs, not on {self.device}: docs/numerics.md"
+                )
             return
         if self.device.type != "cpu":
             why = f"{self.device} has no kernels: {'; '.join(self.warnings)}"
@@ -361,10 +363,10 @@ def triton_reject_reason(device: torch.device, dtype: torch.dtype) -> str:
     if find_spec("triton") is None:
         return "Triton is not installed in its environment; install the one that belongs to this torch"
     try:
-        from daemons.ops.packed_linear import probe
+        from daemons.ops.packed_linear import smoke_test
 
         with launching(device):
-            probe(device, dtype)
+            smoke_test(device, dtype)
     except Exception as error:  # no C compiler, unknown GPU, wrong library: all alike
         first = _first_line(error)
         return f"Triton cannot compile for it ({type(error).__name__}: {first}); it needs a C compiler and a driver"

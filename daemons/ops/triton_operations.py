@@ -107,6 +107,9 @@ class TritonOperations(TorchOperations):
     def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
         return basic.act_and_mul(x, activation)
 
+    def add_bias(self, x: Tensor, bias: Tensor, ids: Tensor | None = None) -> Tensor:
+        return basic.add_bias(x, bias, ids)
+
     def output_gate(self, x: Tensor, gate: Tensor, softplus: bool) -> Tensor:
         return basic.output_gate(x, gate, "softplus" if softplus else "sigmoid")
 

@@ -93,6 +93,12 @@ def test_queries_and_keys_are_normed_and_rotated(cpu, heads, width, n_rotary):
     assert_rounded(found, exact.double())
 
 
+def test_add_bias(cpu):
+    x, biases = torch.randn(3, 40).bfloat16(), torch.randn(4, 40).bfloat16()
+    for bias, ids in ((biases[0], None), (biases, torch.tensor([2, 0, 2]))):
+        assert_rounded(cpu.add_bias(x, bias, ids), TorchOperations().add_bias(x.double(), bias.double(), ids))
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(cpu, activation):
     x = torch.randn(3, 2 * 56).mul(4).bfloat16()

@@ -40,16 +40,17 @@ def _same_numbers_each_time():
 # ---- basic
 
 
+@pytest.mark.parametrize("window", [0, 4])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_causal_attention_is_that_of_its_mask(softcap):
+def test_causal_attention_is_that_of_its_mask(softcap, window):
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, n, heads, 16, generator=generator) for n, heads in ((5, 4), (9, 2), (9, 2)))
     positions = torch.arange(9)[None]
-    mask = visible(positions[:, 4:], positions, 0)
-    found, wanted = (attention(q, k, v, m, scale=0.25, softcap=softcap) for m in (Causal.CAUSAL, mask))
+    mask = visible(positions[:, 4:], positions, window)
+    found, wanted = (attention(q, k, v, m, scale=0.25, softcap=softcap) for m in (Causal(window), mask))
     assert torch.equal(found, wanted)
     assert not mask[0, 0, 0, 5]
-    assert mask[0, 0, -1].all()
+    assert mask[0, 0, -1].sum() == (window or 9)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.gpu
     ("slices", "n", "length", "heads", "kv_heads", "dim"),
     [(1, 40, 40, 24, 4, 256), (3, 33, 200, 16, 2, 256), (2, 64, 1000, 32, 8, 128), (1, 129, 4097, 8, 8, 64)],
 )
-def test_the_last_query_sees_all_keys(slices, n, length, heads, kv_heads, dim, dtype):
+@pytest.mark.parametrize("window", [0, 1, 37, 128])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_the_last_query_sees_the_last_keys(slices, n, length, heads, kv_heads, dim, dtype, window, has_sinks):
     generator = torch.Generator("cuda").manual_seed(n)
 
     def normal(*shape):
@@ -27,9 +29,10 @@ def test_the_last_query_sees_all_keys(slices, n, length, heads, kv_heads, dim, d
         normal(slices, length, kv_heads, dim),
     )
     assert is_flash_device(q.device)
-    found = attention(q, k, v, Causal.CAUSAL, scale=dim**-0.5)
+    sinks = torch.randn(heads, generator=generator, device="cuda") * 3 if has_sinks else None
+    found = attention(q, k, v, Causal(window), scale=dim**-0.5, sinks=sinks)
     positions = torch.arange(length, device="cuda")[None]
-    mask = visible(positions[:, length - n :], positions, 0)
-    wanted = reference(q.float(), k.float(), v.float(), mask, scale=dim**-0.5)
+    mask = visible(positions[:, length - n :], positions, window)
+    wanted = reference(q.float(), k.float(), v.float(), mask, scale=dim**-0.5, sinks=sinks)
     assert found.dtype == dtype
     assert float((found.float() - wanted).norm() / wanted.norm()) < 4e-3

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 from daemons.ops.cuda.gemv import KINDS, CudaGemv, cuda_gemv  # noqa: E402
-from daemons.ops.cuda.limits import DTYPES, SharedMemory  # noqa: E402
+from daemons.ops.cuda.limits import DTYPES, DeviceLimits  # noqa: E402
 from daemons.ops.cuda.slabs import SlabGemv, fitting_shape  # noqa: E402
 from daemons.ops.expert_pairs import ExpertPairs  # noqa: E402
 from daemons.ops.linear import ConcatLinear  # noqa: E402
@@ -87,7 +87,7 @@ def test_several_rows(kind, dtype, n_rows):
 @of_kinds
 def test_products_in_slabs(kind, dtype, n_rows):
     """Also where others are faster: few chunks, many splits; with a gate as by two kernels."""
-    gemv, limits = SlabGemv(torch.device("cuda", 0), dtype), SharedMemory.of(torch.device("cuda", 0))
+    gemv, limits = SlabGemv(torch.device("cuda", 0), dtype), DeviceLimits.of(torch.device("cuda", 0))
     if not limits.wide_products:
         pytest.skip("this GPU's matrix units read no factor from shared memory")
     for n, k in ((31, 256), (1024, 3072), (16480, 5120), (5120, 17408), (2048, 4096)):

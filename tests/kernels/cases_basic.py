@@ -49,6 +49,13 @@ def _act_and_mul(dtype: str, activation: str) -> Case:
     return Case(name, kernel, signature, constants, tuple(signature), {"num_warps": 4})
 
 
+def _add_bias(dtype: str) -> Case:
+    signature = {"x": f"*{dtype}", "bias": f"*{dtype}", "ids": "*i64", "out": f"*{dtype}"}
+    signature |= {"n_columns": "i32", "row_stride": "i32"}
+    name, constants = f"add_bias {dtype}", {"BLOCK": basic.TILE}
+    return Case(name, basic.add_bias_kernel, signature, constants, tuple(signature), {"num_warps": 4})
+
+
 def _write_pages(dtype: str, pages: str) -> Case:
     signature = {"k": f"*{dtype}", "v": f"*{dtype}", "slots": "*i64", "keys": f"*{pages}", "values": f"*{pages}"}
     signature |= dict.fromkeys(("n_columns", "k_stride", "v_stride"), "i32")
@@ -72,6 +79,7 @@ CASES = [
     _qk_norm_rope("qk_norm_rope bf16, a part rotated", "bf16", 256, 32),
     _act_and_mul("bf16", "gelu_tanh"),
     _act_and_mul("bf16", "swiglu_oai"),
+    _add_bias("bf16"),
     _write_pages("bf16", "fp16"),
     _output_gate("output_gate bf16, softplus a head", "bf16", 128, per_head=True, softplus=True),
 ]

@@ -168,6 +168,16 @@ def test_act_and_mul(dtype, activation, t, f):
     assert_each(torch_act_and_mul(x, activation), exact, error, roundings=2, factor=up)
 
 
+@pytest.mark.parametrize(("t", "n"), [(1, 5760), (5, 100)])
+def test_add_bias(dtype, t, n):
+    x, biases, ids = cut(t, n, dtype=dtype), normal(3, n, dtype=dtype), (torch.arange(t) * 2 % 3).to(DEVICE)
+    for bias, chosen in ((biases, ids), (biases[0], None)):
+        found = basic.add_bias(x, bias, chosen)
+        assert found.dtype == dtype
+        exact = x.double() + (bias if chosen is None else bias[chosen]).double()
+        assert_each(found, exact, UNIT * exact.abs())
+
+
 def exact_act_and_mul(x, activation):
     """The result and its error in float32: of gelu's argument seven roundings, of the gate, of two products."""
     gate, up = x.double().chunk(2, dim=-1)

@@ -25,7 +25,7 @@ from daemons.ops.cuda.gemv import (
     rows_shape,
     shape_of_rows,
 )
-from daemons.ops.cuda.limits import DTYPES, SharedMemory, eight_rows_bytes
+from daemons.ops.cuda.limits import DTYPES, DeviceLimits, eight_rows_bytes
 from daemons.ops.cuda.slabs import WARPS, SlabShape, compile_slabs, fitting_shape
 from daemons.ops.cuda.streamed import MAX_STREAMED_ROWS, StreamedShape, compile_streamed, shapes, streamed_shape
 from daemons.weights.packed import tile_bytes
@@ -33,9 +33,9 @@ from tests.kernels.delta_layers import Layer
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 CLUSTERS = ("sm_90", "sm_100")
-H200 = SharedMemory(132, 233472, 232448, clusters=True)
+H200 = DeviceLimits(132, 233472, 232448, clusters=True)
 HOPPER = replace(H200, wide_products=True, fast_memory=True)
-ADA = SharedMemory(128, 102400, 101376, clusters=False)
+ADA = DeviceLimits(128, 102400, 101376, clusters=False)
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +138,7 @@ def test_each_number_of_rows_has_the_kernel_that_is_fastest():
     of which blocks get few.
     """
 
-    def chosen(kind: str, n: int, k: int, n_rows: int, limits: SharedMemory = HOPPER) -> type:
+    def chosen(kind: str, n: int, k: int, n_rows: int, limits: DeviceLimits = HOPPER) -> type:
         return type(shape_of_rows(kind, k // 256, n // 16, n_rows, limits))
 
     assert chosen("Q4_K", 34816, 5120, 8) is RowsShape

@@ -19,7 +19,7 @@ from daemons.ops.expert_pairs import ExpertPairs
 from daemons.ops.experts import UNLIMITED_PAIRS
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import TorchOperations
-from daemons.ops.packed_linear import MAX_GEMV_PAIRS, PackedExperts
+from daemons.ops.packed_linear import MAX_GEMV_PAIRS_PER_EXPERT, PackedExperts
 from daemons.ops.triton.grouped_gemm import GroupedGemmConfig, grouped_gemm_config, packed_grouped_gemm
 from tests.kernels.limits import assert_near
 from tests.kernels.matrices import DEVICE, DTYPES, KINDS, SHORT, Matrix, ignore_numpy_overflow, normal, on_gpu
@@ -109,7 +109,10 @@ def test_pairs_are_sorted_by_expert():
     assert pairs.sorted_by_expert is pairs.sorted_by_expert
 
 
-@pytest.mark.parametrize("n_rows", [MAX_GEMV_PAIRS // 2, MAX_GEMV_PAIRS // 2 + 1])
+FEW_ROWS = int(3 * MAX_GEMV_PAIRS_PER_EXPERT / 2)
+
+
+@pytest.mark.parametrize("n_rows", [FEW_ROWS, FEW_ROWS + 1])
 def test_an_mlp_by_gemv_and_by_grouped_gemm(n_rows):
     up, down = experts_of("Q4_0", 3, 64, 256), experts_of("Q8_0", 3, 24, 32)
     mlp = ExpertMlp(up.packed, down.packed, "silu", TorchOperations())

@@ -244,6 +244,11 @@ class CpuOperations(TorchOperations):
         self.kernels.calls.add(x.data_ptr(), y.data_ptr(), x.numel(), out.data_ptr())
         return out
 
+    def add_bias(self, x: Tensor, bias: Tensor, ids: Tensor | None = None) -> Tensor:
+        if ids is not None:
+            return super().add_bias(x, bias, ids)
+        return self.add(x, self.concatenate([bias.expand(x.shape[0], -1)]))  # the kernel adds tensors of one shape
+
     def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
         n, dtype = parts[0].shape[0], parts[0].dtype
         if any(x.dim() != 2 or x.stride(1) != 1 or x.dtype is not dtype for x in parts):

@@ -11,7 +11,7 @@ from torch import Tensor
 from daemons.ops.basic import l2_scale
 from daemons.ops.cuda.compiler import compile_kernel, compile_together
 from daemons.ops.cuda.driver import Kernel, load_kernel
-from daemons.ops.cuda.limits import DTYPES, SharedMemory
+from daemons.ops.cuda.limits import DTYPES, DeviceLimits
 from daemons.ops.operations import MAX_DECODE_TOKENS, DeltaNetPools, GatedDeltaNetParams
 from daemons.ops.triton.recurrent_delta_rule import L2_EPS
 from lucevisor.model.spec import update_width
@@ -101,7 +101,7 @@ class CudaDeltaNet:
         )
         # Of one slice: where each block has a multiprocessor to itself, none waits for another's arithmetic.
         self.kernel_of_one = alone if alone.max_clusters(32 * WARPS, most) >= params.n_key else self.kernel
-        self.limits = SharedMemory.of(device)
+        self.limits = DeviceLimits.of(device)
         self.batch_kernel: Kernel | None = None
         free = self.limits.block_shared_bytes - batch_bytes(params, 0)
         n_pairs = free // (batch_bytes(params, 1) - batch_bytes(params, 0))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from daemons.ops.cuda.compiler import compile_kernel
 from daemons.ops.cuda.driver import Kernel, load_kernel
-from daemons.ops.cuda.limits import DTYPES, SharedMemory, eight_rows_bytes
+from daemons.ops.cuda.limits import DTYPES, DeviceLimits, eight_rows_bytes
 from daemons.weights.packed import PackedWeights, tile_bytes
 from lucevisor.model.quant_types import TILE_ROWS, padded_rows
 
@@ -54,7 +54,7 @@ class ExpertsShape:
 
 @cache
 def experts_shape(
-    kind: str, n_chunks: int, n_tiles: int, rows_per_expert: float, limits: SharedMemory
+    kind: str, n_chunks: int, n_tiles: int, rows_per_expert: float, limits: DeviceLimits
 ) -> ExpertsShape | None:
     """As measured on an H200: eights for nearly all experts, two blocks on a multiprocessor for one.
 
@@ -82,7 +82,7 @@ class CudaExperts:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, architecture: str, *defines: str) -> None:
         self.device, self.dtype, self.architecture, self.defines = device, dtype, architecture, defines
-        self.limits = SharedMemory.of(device)
+        self.limits = DeviceLimits.of(device)
         self._kernels: dict[tuple[str, ...], tuple[Kernel, Kernel]] = {}
 
     def shape(self, packed: PackedWeights, n_pairs: int) -> ExpertsShape | None:

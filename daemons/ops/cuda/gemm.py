@@ -10,7 +10,7 @@ from torch import Tensor
 
 from daemons.ops.cuda.compiler import compile_kernel
 from daemons.ops.cuda.driver import Kernel, load_kernel
-from daemons.ops.cuda.limits import DTYPES, WIDE_ARCHITECTURE, SharedMemory, eight_rows_bytes
+from daemons.ops.cuda.limits import DTYPES, WIDE_ARCHITECTURE, DeviceLimits, eight_rows_bytes
 from daemons.weights.packed import PackedWeights, tile_bytes
 from lucevisor.model.quant_types import TILE_ROWS, padded_rows
 
@@ -56,7 +56,7 @@ class GemmShape:
 
 
 @cache
-def gemm_shape(kind: str, n_rows: int, n_chunks: int, n_tiles: int, limits: SharedMemory) -> GemmShape | None:
+def gemm_shape(kind: str, n_rows: int, n_chunks: int, n_tiles: int, limits: DeviceLimits) -> GemmShape | None:
     """Blocks of 128 rows where registers allow and blocks get many chunks; None: no block fits, or the device has no
     such matrix units.
     """
@@ -68,7 +68,7 @@ def gemm_shape(kind: str, n_rows: int, n_chunks: int, n_tiles: int, limits: Shar
 
 
 def fitting_shape(
-    kind: str, eights: int, n_rows: int, n_chunks: int, n_tiles: int, limits: SharedMemory
+    kind: str, eights: int, n_rows: int, n_chunks: int, n_tiles: int, limits: DeviceLimits
 ) -> GemmShape | None:
     """The deepest rings that fit."""
     n_row_blocks = -(-n_rows // (8 * eights))
@@ -89,7 +89,7 @@ class Gemm:
     """The kernels for one device and dtype.  ``defines``: for tests, what else they are compiled with."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *defines: str) -> None:
-        self.device, self.dtype, self.defines, self.limits = device, dtype, defines, SharedMemory.of(device)
+        self.device, self.dtype, self.defines, self.limits = device, dtype, defines, DeviceLimits.of(device)
         self._kernels: dict[tuple[str, ...], tuple[Kernel, Kernel, Kernel]] = {}
 
     def kernels(self, kind: str, shape: GemmShape) -> tuple[Kernel, Kernel, Kernel]:

@@ -16,7 +16,7 @@ from daemons.ops.cuda.compiler import compile_kernel, compile_together
 from daemons.ops.cuda.driver import Kernel, load_kernel
 from daemons.ops.cuda.experts import CudaExperts
 from daemons.ops.cuda.gemm import MAX_GEMM_ROWS, Gemm, GemmShape, compile_gemm, gemm_shape
-from daemons.ops.cuda.limits import DTYPES, SharedMemory, eight_rows_bytes
+from daemons.ops.cuda.limits import DTYPES, DeviceLimits, eight_rows_bytes
 from daemons.ops.cuda.slabs import SlabGemv, SlabShape, compile_slabs, slab_shape
 from daemons.ops.cuda.streamed import MAX_STREAMED_ROWS, StreamedShape, compile_streamed, streamed_shape
 from daemons.ops.expert_pairs import ExpertPairs
@@ -24,7 +24,7 @@ from daemons.ops.triton.split_k import reduce_splits, split_buffer
 from daemons.weights.packed import PackedWeights, empty_packed, tile_bytes
 from lucevisor.model.quant_types import BY_NAME, CHUNK, TILE_ROWS, padded_rows
 
-KINDS = frozenset({"Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q5_0"})
+KINDS = frozenset({"Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q5_0", "MXFP4"})
 """Quant types that the kernels multiply."""
 MAX_ROWS = 16
 MIN_CAPABILITY = (8, 0)
@@ -51,7 +51,7 @@ class GemvShape:
 
 
 @cache
-def gemv_shape(kind: str, n_chunks: int, limits: SharedMemory) -> GemvShape | None:
+def gemv_shape(kind: str, n_chunks: int, limits: DeviceLimits) -> GemvShape | None:
     """Two blocks on a multiprocessor rather than one, then as many tiles in flight as fit; None: no block fits."""
     row = -(-n_chunks // 4) * 16 + n_chunks * (512 + (32 if kind in ("Q4_K", "Q5_K") else 0))
     n_round = 4 if n_chunks >= 10 else 8 if n_chunks >= 5 else 16
@@ -79,7 +79,7 @@ ShapeOfRows = SlabShape | StreamedShape | RowsShape | GemmShape
 
 
 @cache
-def rows_shape(kind: str, n_chunks: int, n_rows: int, limits: SharedMemory) -> RowsShape | None:
+def rows_shape(kind: str, n_chunks: int, n_rows: int, limits: DeviceLimits) -> RowsShape | None:
     """As few splits as keep the rows in shared memory, then as many tiles in flight as fit; None: too many splits."""
     tiles = -(-n_rows // 8)
     chunk = tiles * eight_rows_bytes(kind)
@@ -92,7 +92,7 @@ def rows_shape(kind: str, n_chunks: int, n_rows: int, limits: SharedMemory) -> R
     return None
 
 
-def shape_of_rows(kind: str, n_chunks: int, n_tiles: int, n_rows: int, limits: SharedMemory) -> ShapeOfRows | None:
+def shape_of_rows(kind: str, n_chunks: int, n_tiles: int, n_rows: int, limits: DeviceLimits) -> ShapeOfRows | None:
     """How 2 to 256 rows are multiplied, by what was faster; the same for 1 to 8 of them, 9 to 16, and so on."""
     if n_rows > MAX_STREAMED_ROWS:
         return gemm_shape(kind, n_rows, n_chunks, n_tiles, limits)
@@ -129,7 +129,7 @@ class CudaGemv:
     """The kernels for one device and dtype.  ``defines``: for tests, what else it is compiled with."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *defines: str) -> None:
-        self.device, self.dtype, self.defines, self.limits = device, dtype, defines, SharedMemory.of(device)
+        self.device, self.dtype, self.defines, self.limits = device, dtype, defines, DeviceLimits.of(device)
         major, minor = torch.cuda.get_device_capability(device)
         self.architecture = f"sm_{major}{minor}"
         self._kernels: dict[tuple[str, ...], Kernel] = {}

@@ -19,7 +19,7 @@ FAST_MEMORY = 4e12
 
 
 @dataclass(frozen=True, slots=True)
-class SharedMemory:
+class DeviceLimits:
     """A device's multiprocessors, and bytes of shared memory of each and of one block."""
 
     n_processors: int
@@ -33,7 +33,7 @@ class SharedMemory:
     """Whether the device's memory delivers FAST_MEMORY and more."""
 
     @classmethod
-    def of(cls, device: torch.device) -> SharedMemory:
+    def of(cls, device: torch.device) -> DeviceLimits:
         found = torch.cuda.get_device_properties(device)
         block = int(found.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # missing in torch's stub
         clusters, wide = found.major in CLUSTER_CAPABILITIES, (found.major, found.minor) == WIDE_CAPABILITY

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from daemons.ops.cuda.compiler import compile_kernel
 from daemons.ops.cuda.driver import Kernel, load_kernel
-from daemons.ops.cuda.limits import DTYPES, WIDE_ARCHITECTURE, SharedMemory, eight_rows_bytes
+from daemons.ops.cuda.limits import DTYPES, WIDE_ARCHITECTURE, DeviceLimits, eight_rows_bytes
 from daemons.weights.packed import PackedWeights, tile_bytes
 from lucevisor.model.quant_types import TILE_ROWS, padded_rows
 
@@ -66,7 +66,7 @@ def n_slabs(n_tiles: int) -> int:
 
 
 @cache
-def slab_shape(kind: str, n_rows: int, n_chunks: int, n_tiles: int, limits: SharedMemory) -> SlabShape | None:
+def slab_shape(kind: str, n_rows: int, n_chunks: int, n_tiles: int, limits: DeviceLimits) -> SlabShape | None:
     """None: there is no such kernel, or others are faster: blocks would have few chunks each, or leave many parts."""
     if not (limits.wide_products and limits.fast_memory) or not 1 < n_rows <= MAX_SLAB_ROWS:
         return None
@@ -78,7 +78,7 @@ def slab_shape(kind: str, n_rows: int, n_chunks: int, n_tiles: int, limits: Shar
 
 
 @cache
-def fitting_shape(kind: str, n_rows: int, n_chunks: int, n_tiles: int, limits: SharedMemory) -> SlabShape | None:
+def fitting_shape(kind: str, n_rows: int, n_chunks: int, n_tiles: int, limits: DeviceLimits) -> SlabShape | None:
     """As few splits as keep a block's chunks of the rows in shared memory beside its rings; None: no block fits."""
     eights, slabs = -(-n_rows // 8), n_slabs(n_tiles)
     for n_splits in range(1, min(n_chunks, limits.n_processors) + 1):
@@ -101,7 +101,7 @@ class SlabGemv:
     """The kernels for one device and dtype.  ``defines``: for tests, what else they are compiled with."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *defines: str) -> None:
-        self.device, self.dtype, self.defines, self.limits = device, dtype, defines, SharedMemory.of(device)
+        self.device, self.dtype, self.defines, self.limits = device, dtype, defines, DeviceLimits.of(device)
         self._kernels: dict[tuple[str, ...], tuple[Kernel, Kernel]] = {}
 
     def kernels(self, kind: str, shape: SlabShape) -> tuple[Kernel, Kernel]:

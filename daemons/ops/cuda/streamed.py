@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from daemons.ops.cuda.compiler import compile_kernel
-from daemons.ops.cuda.limits import DTYPES, SharedMemory, eight_rows_bytes
+from daemons.ops.cuda.limits import DTYPES, DeviceLimits, eight_rows_bytes
 from daemons.weights.packed import tile_bytes
 
 MAX_STREAMED_ROWS = 32
@@ -58,7 +58,7 @@ class StreamedShape:
 
 
 def with_memory(
-    kind: str, eights: int, side: int, teams: int, cluster: int, n_tiles: int, limits: SharedMemory
+    kind: str, eights: int, side: int, teams: int, cluster: int, n_tiles: int, limits: DeviceLimits
 ) -> StreamedShape | None:
     """The shape with the deepest rings that fit."""
     pieces = side * eights
@@ -72,7 +72,7 @@ def with_memory(
     return None
 
 
-def shapes(kind: str, n_rows: int, n_chunks: int, n_tiles: int, limits: SharedMemory) -> list[StreamedShape]:
+def shapes(kind: str, n_rows: int, n_chunks: int, n_tiles: int, limits: DeviceLimits) -> list[StreamedShape]:
     """Shapes that fit, those first that should take least time."""
     found: list[tuple[float, int, StreamedShape]] = []
     for cluster, teams in itertools.product(CLUSTERS, range(1, MAX_TEAMS + 1)):
@@ -86,7 +86,7 @@ def shapes(kind: str, n_rows: int, n_chunks: int, n_tiles: int, limits: SharedMe
     return [f[-1] for f in found]
 
 
-def _cost(kind: str, shape: StreamedShape, n_chunks: int, limits: SharedMemory) -> float:
+def _cost(kind: str, shape: StreamedShape, n_chunks: int, limits: DeviceLimits) -> float:
     """Bytes that a multiprocessor reads, where those from a cache count less, and what else takes as long; more where
     few warps or shallow rings wait for them.
     """
@@ -99,7 +99,7 @@ def _cost(kind: str, shape: StreamedShape, n_chunks: int, limits: SharedMemory) 
 
 
 @cache
-def streamed_shape(kind: str, n_rows: int, n_chunks: int, n_tiles: int, limits: SharedMemory) -> StreamedShape | None:
+def streamed_shape(kind: str, n_rows: int, n_chunks: int, n_tiles: int, limits: DeviceLimits) -> StreamedShape | None:
     """None: no block fits, or the rows are faster beside the rings (gemv_rows.cu)."""
     if not limits.clusters or not 8 < n_rows <= MAX_STREAMED_ROWS:
         return None

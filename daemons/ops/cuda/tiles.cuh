@@ -286,6 +286,40 @@ template <bool FIFTH> struct Signed4 : FloatScales<Signed4<FIFTH>> {
   }
 };
 
+// ---- MXFP4: a power of two for each group of 32.  A code, sign | two bits of exponent | one of mantissa, is a float16 number
+// with those bits: value / 2^14, exactly, subnormal ones included.
+
+struct MXFP4 : GroupScales<MXFP4, 8> {
+  static constexpr int STEPS = 2048, BYTES = STEPS + 128, MAX_SUMS = 8;
+  Codes<false> codes[2];
+  uint2 exponents[2];
+
+  DEVICE void load(u32 at, int lane) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      int row = lane / 4 + 8 * r;
+      codes[r].load(at, 0, lane, row);
+      exponents[r] = load_shared8(at + STEPS + row * 8);
+    }
+  }
+
+  DEVICE u32 loaded() const { return codes[0].loaded() ^ codes[1].loaded() ^ exponents[0].x ^ exponents[1].x; }
+
+  // 2^(e - 127); zero in place of the subnormal 2^-127
+  template <int J> DEVICE float scale(int r, u32) const {
+    u32 four = J / 4 == 0 ? exponents[r].x : exponents[r].y;
+    return __uint_as_float(shift_left<23 - 8 * (J % 4)>(four) & 0x7F800000u);
+  }
+
+  DEVICE float step(int) const { return 16384.f; }
+
+  template <int J, int Q> DEVICE u32 number(int r, u32) const {
+    const uint4& half = codes[r].words[J / 4];
+    u32 word = Q == 0 ? half.x : Q == 1 ? half.y : Q == 2 ? half.z : half.w;
+    return (shift_left<9 - 4 * (J % 4)>(word) & 0x0E000E00u) | (shift_left<12 - 4 * (J % 4)>(word) & 0x80008000u);
+  }
+};
+
 struct Q8_0 : FloatScales<Q8_0> {
   static constexpr int STEPS = 4096, BYTES = STEPS + 256;
   uint2 codes[2][8];

@@ -313,6 +313,28 @@ def act_and_mul_kernel(
 
 
 @triton.jit
+def add_bias_kernel(
+    x,  # [T, N]
+    bias,  # [N], or [X, N] when there are ids
+    ids,  # int64 [T] or None
+    out,  # [T, N] contiguous
+    n_columns,  # N
+    row_stride,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < n_columns
+    wait_for_inputs(PDL)
+    if ids is not None:
+        bias += tl.load(ids + row) * n_columns
+    number = tl.load(x + row * row_stride + column, mask=mask, other=0.0).to(tl.float32)
+    number += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * n_columns + column, number.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def output_gate_kernel(
     x,  # [T, H, D]
     gate,  # [T, H D], or [T, H] when PER_HEAD
@@ -360,6 +382,19 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
         BLOCK=TILE,
         num_warps=4,
         **dependent_launch(x.device),
+    )
+    return out
+
+
+def add_bias(x: Tensor, bias: Tensor, ids: Tensor | None) -> Tensor:
+    """x ``[T, N]`` plus ``bias`` ``[N]``, or plus rows ``ids`` int64 ``[T]`` of ``bias`` ``[X, N]``."""
+    tokens, n = x.shape
+    assert x.stride(1) == 1
+    assert bias.is_contiguous()
+    assert bias.shape[-1] == n
+    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    add_bias_kernel[(tokens, triton.cdiv(n, TILE))](
+        *(x, bias, ids, out, n, x.stride(0)), BLOCK=TILE, num_warps=4, **dependent_launch(x.device)
     )
     return out
 
