@@ -159,7 +159,7 @@ def main():
         if options.drafter == "dflash2":
             draft = file_of(f"{options.shape}-dflash2", files, counting=False)
         n_tokens = options.document + BEGINNING + options.tokens + 64
-        settings = [f"engine.max_context={n_tokens}", f"engine.pages={4 * (n_tokens // 64 + 1)}", *options.set]
+        settings = [f"engine.max_context={n_tokens}", *options.set]
         settings.append(f"draft.kind={'lookup' if options.drafter == 'none' else 'auto'}")
         settings += [f"draft.path={draft}"] if draft is not None else []
         config = write_config(directory / "copying.toml", target, options.devices, settings)

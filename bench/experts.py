@@ -44,12 +44,12 @@ def matrices(kind_name, n_experts, n, k, device):
 
 
 def limits(arm):
-    """What MAX_GEMV_PAIRS is while an arm runs."""
-    return {"each pair": 1 << 30, "grouped": 0}.get(arm, packed_linear.MAX_GEMV_PAIRS)
+    """What MAX_GEMV_PAIRS_PER_EXPERT is while an arm runs."""
+    return {"each pair": 1 << 30, "grouped": 0}.get(arm, packed_linear.MAX_GEMV_PAIRS_PER_EXPERT)
 
 
 def seconds(arm, mlp, x, chosen):
-    with mock.patch.object(packed_linear, "MAX_GEMV_PAIRS", limits(arm)):
+    with mock.patch.object(packed_linear, "MAX_GEMV_PAIRS_PER_EXPERT", limits(arm)):
         torch.cuda.synchronize()
         began = time.perf_counter()
         out = mlp(x, chosen)

@@ -109,7 +109,7 @@ def write_config(path, file, devices, settings):
         lines += ["threads = 1"] if backend == "cpu" else [f'visible_devices = ["{index}"]']
     names = [f"g{i}:0" for i in range(len(devices))]
     lines += ["[placement]", f"target_devices = {json.dumps(names)}", f"target_layer_split = {[1.0] * len(names)}"]
-    lines += ["[engine]", "max_context = 4096", "max_sequences = 8", "pages = 512"]
+    lines += ["[engine]", "max_context = 4096", "max_sequences = 8"]
     path.write_text("\n".join(lines) + "\n")
     return load(path, settings)
 

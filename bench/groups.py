@@ -42,7 +42,7 @@ def configured(path, options, devices):
         f"engine.max_sequences={n_sequences}",
         f"engine.prefill_chunk={options.chunk}",
     ]
-    settings += [f"engine.pages={context // 64 + 16 * n_sequences}", "cache.prefix_slots=0", "draft.kind=off"]
+    settings += ["cache.prefix_slots=0", "draft.kind=off"]
     on_cpu = [i for i, device in enumerate(devices) if device.startswith("cpu")]
     settings += [f"groups.g{i}.threads={options.threads}" for i in on_cpu]
     return write_config(path, options.file, devices, settings)
