@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -146,9 +147,9 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None, *, co
         of_max_batch = [one for one in several if one.sequences == several[-1].sequences][: len(VERIFYING) - 1]
         of_max_batch[:0] = [WarmStep(0, 1, sequences=of_max_batch[0].sequences)] if of_max_batch else []
         captured = [_captured(verifies, pages * PAGE_TOKENS), _captured(of_max_batch, pages * PAGE_TOKENS), chunks]
-        _run_all(steps, captured, stage.device, run, report)
+        _run_all(steps, captured, stage.device, run, report, stage.shortened())
     else:  # graphs of a cpu are for any length
-        _run_all([], [verifies], stage.device, run, report, RECORD_SECONDS)
+        _run_all([], [verifies], stage.device, run, report, seconds=RECORD_SECONDS)
     stage.reset()
     for shard in stage.shards:
         devices.synchronize(shard.device)
@@ -207,7 +208,7 @@ def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None, 
         captured = [_captured(alike, n_positions, room=most + 1) for alike in (verifies, of_max_batch)]
         _run_all(steps, captured, stage.device, run, report)
     else:
-        _run_all([], [verifies], stage.device, run, report, RECORD_SECONDS)
+        _run_all([], [verifies], stage.device, run, report, seconds=RECORD_SECONDS)
     stage.reset()
     devices.synchronize(stage.device)
 
@@ -218,19 +219,22 @@ def _run_all(
     device: torch.device,
     run: Callable[[int, WarmStep], None],
     report: Report,
+    shortened: AbstractContextManager[None] | None = None,
     seconds: float | None = None,
 ) -> None:
-    """Run ``steps`` once, and as many of ``captured`` as ``seconds`` (None: GRAPH_SECONDS) and memory allow until their
-    graphs are captured: each list has an equal share of the time, and what those before it left.
+    """Run ``steps`` once, within ``shortened``, and as many of ``captured`` as ``seconds`` (None: GRAPH_SECONDS) and
+    memory allow until their graphs are captured: each list has an equal share of the time, and what those before it
+    left.
 
     The report before each is often enough for the load's deadline, however slow the compiler is.
     """
     captured = [one for one in captured if one]
     total, done = len(steps) + sum(map(len, captured)), len(steps)
-    for number, one in enumerate(steps):
-        report(number, total)
-        run(number, one)
-    devices.synchronize(device)
+    with shortened or nullcontext():
+        for number, one in enumerate(steps):
+            report(number, total)
+            run(number, one)
+        devices.synchronize(device)
     started, seconds = time.monotonic(), GRAPH_SECONDS if seconds is None else seconds
     for share, alike in enumerate(captured, 1):
         ends_at = started + seconds * share / len(captured)

@@ -6,7 +6,8 @@ or between shards changes no number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,7 +86,7 @@ class ShardModel:
         bytes of weights are missing.
         """
         spec, layers = config.spec, config.plan.layers
-        self.device, self.plan, self.selector = selector.device, config.plan, selector
+        self.device, self.plan, self.selector, self.spec = selector.device, config.plan, selector, spec
         self.page_sums = selector.operations.page_sums()
         self.pools = Pools(
             spec,
@@ -128,6 +129,26 @@ class ShardModel:
         if not self.pools.page_locked:
             what = f"{self.pools.host_nbytes} bytes of checkpoints and pages in host memory"
             self.warnings.append(f"{what} cannot be page-locked: they are slower to use on {self.device}")
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        """Run one layer of each kind alone: layers of a kind have tensors of the same shapes and types."""
+        layers, captured = self.layers, self.captured
+        kinds: dict[object, int] = {}
+        for i in range(len(layers)):
+            kinds.setdefault(self._kind(self.plan.layers.start + i), i)
+        self.layers, self.captured = [layers[i] for i in kinds.values()], [captured[i] for i in kinds.values()]
+        self.captured[-1] |= any(captured)
+        try:
+            yield
+        finally:
+            self.layers, self.captured = layers, captured
+
+    def _kind(self, i: int) -> object:
+        layer, files = self.spec.layers[i], _files(self.spec)
+        tensors = ((name.removeprefix(f"blk.{i}."), files.tensors[name]) for name in sorted(layer.tensors))
+        shapes = tuple((name, tensor.kind, tensor.shape) for name, tensor in tensors)
+        return layer.space, layer.window, layer.state, layer.shares_with is not None, shapes
 
     def run(self, rows: Tensor | None, batch: Batch, hidden: list[Tensor] | None = None) -> ShardOutput:
         """Boundary rows [T, boundary width] through the layers.

@@ -5,7 +5,8 @@ Invariants: steps run in the order given; no step synchronises with a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -119,11 +120,15 @@ class LoadedStage:
             self.kernels |= shard.selector.selected
         self.warnings = [w for shard in shards for w in shard.warnings]
         self.warn: Callable[[str], None] = self.warnings.append
-        self.graphs = [self._graphs_of(s, load) if s.selector.captures else None for s in shards]
+        self._load = load
+        self.graphs = self._new_graphs()
         for shard in shards:
             shard.pools.updates.launches.warn = lambda text: self.warn(text)
         if self.device.type == "cpu" and any(self.graphs):
             self.kernels["cpu decodes"] = self._decode_capture(load)
+
+    def _new_graphs(self) -> list[StepGraphs[ShardOutput] | None]:
+        return [self._graphs_of(shard, self._load) if shard.selector.captures else None for shard in self.shards]
 
     def _graphs_of(self, shard: ShardModel, load: Load) -> StepGraphs[ShardOutput]:
         # of chunks: kernels leave pad rows out of states and of dense pages
@@ -131,6 +136,18 @@ class LoadedStage:
         n = min(GRAPH_ROWS, load.max_step_tokens) if pads else 0
         most, shared = shard.max_async_tokens, SharedOutput(n)
         return StepGraphs(shard.device, shard.run, most, lambda text: self.warn(text), n, shared)
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        """Run one layer of each kind alone, which compiles every kernel, with graphs that are dropped afterwards."""
+        graphs, self.graphs = self.graphs, self._new_graphs()
+        try:
+            with ExitStack() as stack:
+                for shard in self.shards:
+                    stack.enter_context(shard.shortened())
+                yield
+        finally:
+            self.graphs = graphs
 
     @torch.inference_mode()
     def _decode_capture(self, load: Load) -> str:

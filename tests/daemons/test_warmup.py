@@ -10,7 +10,6 @@ from daemons.models.stage import LoadedStage
 from daemons.ops.page_sums import TorchPageSums
 from daemons.warmup import STEP_TOKENS, warm_up, warm_up_draft
 from lucevisor.model.families import open_spec
-from lucevisor.model.values import Space
 from lucevisor.protocol.loading import DraftKind
 from tests.drafters.drafted import DraftedPipeline, golden, load_draft, wanted_trace
 from tests.families.golden import KINDS, opened
@@ -40,6 +39,18 @@ def test_a_warm_chain_is_golden(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     golden.assert_logits(c.run((0, golden.ids)))
 
 
+@pytest.mark.parametrize(("name", "wanted"), [("qwen35", [0, 3]), ("gemma3", [0, 5]), ("llama", [0])])
+def test_layers_of_a_kind_are_run_once(name: str, wanted: list[int]) -> None:
+    [stage] = load_stages(opened(name).spec)
+    [shard], graphs = stage.shards, stage.graphs
+    layers = shard.layers
+    with stage.shortened():
+        assert [layers.index(layer) for layer in shard.layers] == wanted
+        assert stage.graphs is not graphs
+    assert shard.layers is layers
+    assert stage.graphs is graphs
+
+
 def test_pages_are_scored_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """For KV Flash, policy qk: one page on the device and one in host memory, for a decode and the end of a prompt."""
     fixture, seen = opened(KINDS[0]), []
@@ -56,8 +67,7 @@ def test_pages_are_scored_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("daemons.ops.operations.TorchPageSums", Watched)
     [stage] = load_stages(fixture.spec, how=How(host_pages=4, rank_pages=True))
     warm_up(stage)
-    n_layers = sum(layer.space is Space.FULL for layer in fixture.spec.layers)
-    assert seen == [("device", 1), ("host", 1)] * 2 * n_layers
+    assert seen == [("device", 1), ("host", 1)] * 2
     assert not stage.sequences.by_id
 
 
