@@ -301,7 +301,7 @@ class Pools:
         return [t for (s, tensors), layers in stacks if s is space for t in _part(tensors, layers, layer)]
 
     def _host_of(self, layer: int | None) -> list[Tensor]:
-        """The same of the states in host memory."""
+        """Stacks of the states in host memory, or a layer's part of them."""
         stacks = zip(self._stacks, self._stack_layers, strict=True)
         own = [layers for (space, _), layers in stacks if space is Space.RECURRENT]
         return [t for host, layers in zip(self._host_stacks, own, strict=True) for t in _part([host], layers, layer)]

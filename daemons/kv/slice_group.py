@@ -91,7 +91,7 @@ class SliceGroup:
 
     @property
     def max_host_length(self) -> int:
-        """The same bound for what lies in host memory; 0: nothing."""
+        """Upper bound of the positions of a slice's sequence in host memory, as of its length; 0: nothing is there."""
         if not self.reads_host:
             return 0
         return max(MIN_GRAPH_LENGTH, 1 << (max(self.host_lengths) - 1).bit_length())

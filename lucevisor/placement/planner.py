@@ -74,7 +74,7 @@ MIN_CHUNK = 64  # the smallest prefill chunk that advice names
 FEW_SEQUENCES, FEW_SLOTS, FEW_BYTES = 8, 32, 1 << 30
 """Automatic sequences, prefix slots and their memory on a cpu, and where free memory is unknown."""
 MANY_SEQUENCES, MANY_SLOTS = (128, 64, 32, 16), 512
-"""The same on GPUs, as memory allows."""
+"""Automatic sequences, the most that memory allows, and prefix slots on GPUs."""
 ALL_BYTES = 1 << 62
 """Automatic memory of prefix slots on GPUs where pages and recurrent states share it: what running requests leave."""
 LEFT = 0.95

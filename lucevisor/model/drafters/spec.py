@@ -16,7 +16,7 @@ from lucevisor.model.weight_layout import ROW_INDEXED, TensorLayout, shard_layou
 MAX_DRAFT_TOKENS = 31
 """Drafts of one slice: with the token they follow no more than a step can have without being split."""
 MAX_RECURRENT_DRAFTS = 15
-"""The same of a model with recurrent states: kernels keep what up to 16 tokens do to a state."""
+"""Drafts of one slice of a model with recurrent states: kernels keep what up to 16 tokens do to a state."""
 EMBEDDING = "token_embd.weight"
 LM_HEAD = "output.weight"
 
