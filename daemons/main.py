@@ -33,6 +33,9 @@ from lucevisor.protocol.tcp import connect
 from lucevisor.protocol.threads import StartedThread
 from lucevisor.protocol.transport import BlockingLink, inherited_socket
 
+_CONNECT_S = 30.0
+"""Time to reach the supervisor, whose host may be away for a moment."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Run a daemon and return its exit code."""
@@ -49,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
         heartbeat_socket = _open(options.heartbeat, key, Purpose.HEARTBEAT)
         file_sockets = [_open(address, key, Purpose.FILES) for address in options.files]
     except (OSError, AuthenticationError) as error:  # it may pass
-        print(f"the supervisor cannot be reached at {options.heartbeat}: {error}", file=sys.stderr)
+        address = options.heartbeat.partition("/")[0]
+        print(f"the supervisor cannot be reached at {address}: {error}", file=sys.stderr)
         return EXIT_FAILED
     if options.rows and sockets[0].family != socket.AF_UNIX:
         options = replace(options, rows=sockets[0].getsockname()[0])  # by this address others reach this host
@@ -73,7 +77,7 @@ def _open(address: str, key: bytes, purpose: Purpose) -> socket.socket:
     if kind == "fd":
         return inherited_socket(int(place))
     address, _, channel = place.partition("/")
-    return connect(address, key, purpose, bytes.fromhex(channel))
+    return connect(address, key, purpose, bytes.fromhex(channel), retry_s=_CONNECT_S)
 
 
 def _serve_all(

@@ -144,8 +144,8 @@ class ClusterConfig:
     launcher: Literal["ssh"] = "ssh"
     """How daemons are started on a `host`."""
     ssh: Annotated[tuple[str, ...], WORD] = (
-        "ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=3",
-        "-o", "ServerAliveCountMax=3",
+        "ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ConnectionAttempts=5",
+        "-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3",
     )  # fmt: skip
     """Command of the launcher `ssh`; the host and what to run there follow. It must not ask for anything."""
 

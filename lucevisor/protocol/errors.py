@@ -32,11 +32,14 @@ class LocalProtocolError(ProtocolError):
 
 
 class LinkClosed(ProtocolError):
-    """The link is dead: end of file, EPIPE, ECONNRESET, or closed by this side (``local``)."""
+    """The link is dead: end of file, EPIPE, ECONNRESET, closed by this side (``local``), or the peer's host answers no
+    more (``cut``).
+    """
 
-    def __init__(self, what: str, where: str, advice: str, *, local: bool = False) -> None:
+    def __init__(self, what: str, where: str, advice: str, *, local: bool = False, cut: bool = False) -> None:
         super().__init__(what, where, advice)
         self.local = local
+        self.cut = cut
 
 
 class LinkOverflow(ProtocolError):

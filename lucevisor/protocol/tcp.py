@@ -62,8 +62,24 @@ def watch_peer(sock: socket.socket, purpose: Purpose) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * limit_s)
 
 
-def connect(address: str, key: bytes, purpose: Purpose, channel: bytes = NO_CHANNEL) -> socket.socket:
-    """Connect to HOST:PORT, and authenticate each other.  Raises OSError, AuthenticationError."""
+def connect(
+    address: str, key: bytes, purpose: Purpose, channel: bytes = NO_CHANNEL, *, retry_s: float = 0.0
+) -> socket.socket:
+    """Connect to HOST:PORT, and authenticate each other.  ``retry_s``: how long to try again while it is not reached.
+
+    Raises OSError, AuthenticationError.
+    """
+    give_up_at = time.monotonic() + retry_s
+    while True:
+        try:
+            return _connect(address, key, purpose, channel)
+        except OSError:
+            if time.monotonic() > give_up_at:
+                raise
+            time.sleep(0.5)
+
+
+def _connect(address: str, key: bytes, purpose: Purpose, channel: bytes) -> socket.socket:
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + CONNECT_S
     while True:

@@ -50,6 +50,7 @@ MAX_BUFFERS = 512  # of one sendmsg; the kernel takes at most 1024 (UIO_MAXIOV)
 _CUT_OFF = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
 """The peer answers no more."""
 _DAEMON_GONE = "the daemon has exited; see its log"
+_HOST_GONE = "check that host, and the network"
 _PEER_GONE = "the peer has exited or closed the link; a daemon exits now, a supervisor restarts the group"
 
 
@@ -255,7 +256,7 @@ class Link:
 
     def _write_failed(self, error: OSError) -> LinkClosed:
         """Stop writing; the reader closes the link after the last bytes that arrived."""
-        self._write_error = LinkClosed(f"the daemon is gone: {error}", self._name, _DAEMON_GONE)
+        self._write_error = self._lost(error)
         self._drop_queue()
         self._loop.call_soon(self._read_rest)
         return self._write_error
@@ -305,7 +306,7 @@ class Link:
         except OSError as error:
             if not _is_lost(error):
                 raise
-            self._finish(self._gone(f"the daemon is gone: {error}"))
+            self._finish(self._lost(error))
             return 0
         if n == 0:
             self._finish(self._gone("end of file"))
@@ -335,6 +336,11 @@ class Link:
         """Called from the thread that serves files."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._finish, error)
+
+    def _lost(self, error: OSError) -> LinkClosed:
+        if error.errno in _CUT_OFF:
+            return LinkClosed(f"its host answers no more: {error.strerror}", self._name, _HOST_GONE, cut=True)
+        return self._gone(f"the daemon is gone: {error}")
 
     def _gone(self, what: str) -> LinkClosed:
         return LinkClosed(f"{what} {self._connection.unfinished}".strip(), self._name, _DAEMON_GONE)

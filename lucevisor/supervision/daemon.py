@@ -298,6 +298,8 @@ class Daemon:
         self._emit(ev.Failure(self.number, reason, failed.configuration, exiting=True))
 
     def _on_link_closed(self, error: ProtocolError) -> None:
+        if self._report_cut(error):
+            return
         if len(self.links) > 1:  # one of the others may have the reason
             self._lose_later(str(error))
             return
@@ -333,7 +335,16 @@ class Daemon:
 
     def _on_heartbeat_closed(self, error: ProtocolError) -> None:
         """Report a lost heartbeat, but after the link: a daemon that exits closes both, and its link has the reason."""
-        self._lose_later(f"heartbeat: {error}")
+        if not self._report_cut(error):
+            self._lose_later(f"heartbeat: {error}")
+
+    def _report_cut(self, error: ProtocolError) -> bool:
+        """Report a host that answers no more; its daemon ends by itself, in an order that explains nothing."""
+        if not (isinstance(error, LinkClosed) and error.cut):
+            return False
+        self._emit(ev.Failure(self.number, error.what))
+        self._finish_when_read()
+        return True
 
     def _lose_later(self, reason: str) -> None:
         self._finish_when_read()

@@ -60,18 +60,21 @@ class Hosts:
     def secret(self) -> Path:
         return self.folder / "secret"
 
-    def config(self, groups: Sequence[str], python: str = sys.executable) -> str:
+    def config(self, groups: Sequence[str]) -> str:
         """The sections of a cluster, and of one cpu group of each name, on the host of that name if there is one."""
+        return self.spread("".join(f'[groups.{group}]\nbackend = "cpu"\nthreads = 1\n' for group in groups))
+
+    def spread(self, config: str) -> str:
+        """Put each group of a configuration on the host of its name, if there is one, and add the cluster."""
         self.secret.write_text("0123456789abcdef" * 4)
         self.secret.chmod(0o600)
         ssh = self.folder / "ssh"
         ssh.write_text(SSH.format(prefix=self.prefix))
         ssh.chmod(0o700)
-        text = f'[cluster]\nlisten = "{self.listen}"\nsecret_file = "{self.secret}"\nssh = ["{ssh}"]\n'
-        for group in groups:
-            text += f'[groups.{group}]\nbackend = "cpu"\nthreads = 1\n'
-            text += f'host = "{group}"\npython = "{python}"\n' if group in self.names else ""
-        return text
+        for name in self.names:
+            head = f"[groups.{name}]\n"
+            config = config.replace(head, f'{head}host = "{name}"\npython = "{sys.executable}"\n')
+        return f'{config}\n[cluster]\nlisten = "{self.listen}"\nsecret_file = "{self.secret}"\nssh = ["{ssh}"]\n'
 
 
 @contextmanager
