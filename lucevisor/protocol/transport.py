@@ -164,7 +164,7 @@ class Link:
     @property
     def path(self) -> TcpPath | None:
         """What is known of the way to the daemon; None where there is none, or not yet."""
-        if self.passes_handles or self._awaited is not None or self._closed is not None:
+        if self._awaited is not None or self._closed is not None or self._sock.family == socket.AF_UNIX:
             return None
         with suppress(OSError):
             return measured_path(self._sock)
