@@ -99,7 +99,7 @@ def shard_table(status: Status) -> Table:
             start, stop = device["layers"]
             sizes = (format_bytes(device[key]) for key in ("weight_bytes", "state_bytes", "free_bytes"))
             state = styled_state(group["state"])
-            model = [Text(replicas.get(group["name"], device["model"]))] if several else []
+            model = [Text(replicas.get(group["name"]) or device["model"])] if several else []
             table.add_row(Text(device["device"] + where), Text(f"[{start},{stop})"), state, *process, *sizes, *model)
     return table
 

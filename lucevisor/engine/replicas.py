@@ -62,8 +62,8 @@ class ReplicatedEngine:
     def add(self, name: str, engine: Engine) -> None:
         """Route requests to the engine of a replica, too."""
         self._engines[name] = engine
-        engine.on_state = lambda: self._on_state(name)
-        self._on_state(name)
+        engine.on_state = self._move
+        self._move()
 
     @property
     def replicas(self) -> Mapping[str, Engine]:
@@ -94,11 +94,13 @@ class ReplicatedEngine:
         raise refusal or NotReady("the model is being loaded")
 
     def _order(self, tokens: TokenBuffer) -> list[str]:
-        health = self.router.health
-        for name, engine in self._engines.items():
-            health[name] = _health(engine)
+        self._update_health()
         candidates = {name: _candidate(engine, tokens) for name, engine in self._engines.items()}
         return self.router.order(len(tokens), candidates)
+
+    def _update_health(self) -> None:
+        for name, engine in self._engines.items():
+            self.router.health[name] = _health(engine)
 
     # ---- moves
 
@@ -107,6 +109,7 @@ class ReplicatedEngine:
 
         Returns False, having done nothing, if no other replica serves.  Call ``end_drain`` afterwards.
         """
+        self._update_health()
         if not self.router.begin_drain(name):
             return False
         self._move()
@@ -125,12 +128,9 @@ class ReplicatedEngine:
         self.router.end_drain(name)
         self._move()
 
-    def _on_state(self, name: str) -> None:
-        self.router.health[name] = _health(self._engines[name])
-        self._move()
-
     def _move(self) -> None:
-        """Move what waits at replicas that do not serve to others that do."""
+        """Move what waits at replicas that do not serve to others that do; called after each change of a state."""
+        self._update_health()
         for name in self.router.sources():
             if name in self._engines:
                 self._release(name)

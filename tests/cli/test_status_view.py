@@ -164,6 +164,41 @@ def test_requests_that_are_held_and_a_rebuild():
     assert "━" * 15 + "─" * 15 + " rebuilt 100 of 200 tokens" in text
 
 
+def with_replicas():
+    told = status()
+    parts = [copy.deepcopy(told), copy.deepcopy(told)]
+    parts[0] |= {"replica": "a", "groups": ["left"], "state": "ready", "reason": ""}
+    parts[1] |= {"replica": "b", "groups": ["right"], "state": "degraded", "reason": "group right is BACKOFF"}
+    for part in parts:
+        part["engine"] |= {"running": 3, "tokens_per_s": 20.0, "stages": [dict(STAGE)]}
+    told["groups"][1] |= {"state": "backoff", "stages": [0]}
+    return told | {"models": parts}
+
+
+def test_replicas_have_a_part_each_and_their_state():
+    text = printed(status_view(with_replicas()), width=200)
+    assert "qwen3.6-27b (qwen35, 64 layers, Q4_K), 2 replicas" in text
+    assert text.count("qwen3.6-27b") == 1
+    lines = [line.strip() for line in text.splitlines()]
+    assert "replica a ready" in lines
+    assert "replica b degraded: group right is BACKOFF" in lines
+    assert [line.split()[-1] for line in lines if line.startswith(("left:0", "right:0"))] == ["a", "b"]
+
+
+def test_top_adds_replicas_up_and_shows_the_stages_of_each():
+    before, now = with_replicas(), with_replicas()
+    now["models"][1]["engine"]["stages"][0] = {"steps": 1100, "compute_s": 2.5, "wait_s": 1.25}
+    assert [(load.name, load.n_steps, load.compute) for load in stage_loads(before, now, 1.0)] == [
+        ("0 left", 0, 0.0),
+        ("0 right", 100, 0.5),
+    ]
+    text = printed(screen(before, now, 1.0, deque()))
+    assert "40.0 tokens/s" in text
+    assert "running 6" in text
+    assert "replica a ready" in text
+    assert "replica b degraded" in text
+
+
 def test_names_are_text():
     odd = "[red]x[/red]"
     told = status(name=odd, reason="[/]", state="degraded")

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,16 +21,19 @@ import pytest
 
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import ModelService, Service
-from lucevisor.protocol.steps import SamplingParams
+from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams
 from lucevisor.supervision.machine import SupervisionLimits
 from tests.e2e.process import Cli, post
 from tests.e2e.service import DEMO, generate_all, running
 from tests.waiting import until, wait_until
 
 N_TOKENS = 40
+N_KILLS = 6
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.8, top_p=0.95, seed=11, presence_penalty=0.5),
+    SamplingParams(temperature=0.0, dry=Dry(1.0, breakers=((10,),))),
+    SamplingParams(temperature=0.9, seed=12, mirostat=Mirostat(2, 3.0, 0.2), frequency_penalty=0.2),
 )
 GROUPS = ("a0", "a1", "b0", "b1")
 CONFIG = f"""
@@ -73,7 +78,7 @@ async def ask(service: Service, prompt: list[int], sampling: SamplingParams, n: 
 
 @pytest.fixture(scope="module")
 def asked() -> list[tuple[list[int], SamplingParams]]:
-    return [(prompt, SAMPLINGS[i % 2]) for i, prompt in enumerate(prompts(32))]
+    return [(prompt, SAMPLINGS[i % 4]) for i, prompt in enumerate(prompts(32))]
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +125,32 @@ async def test_every_daemon_of_a_replica_is_killed_under_streams_and_no_token_ch
             await until(lambda: all(model.state == "ready" for model in service.models.values()))
         assert all(n > 0 for n in router.n_moved.values())
         assert await all_at_once(service, asked) == expected
+
+
+async def test_daemons_killed_at_random_change_no_token(tmp_path, asked, expected):
+    """Half a replica, which is rebuilt, or all of it, while the other one is whole or not."""
+    rng = random.Random(4)
+    async with replicated(tmp_path) as service:
+        ended, n_answers = False, 0
+
+        async def stream(number: int) -> None:
+            nonlocal n_answers
+            while not ended:
+                prompt, how = asked[number]
+                assert (await ask(service, prompt, how))[0] == expected[number]
+                n_answers, number = n_answers + 1, (number + 9) % 32
+
+        async with asyncio.TaskGroup() as streams:
+            for number in range(8):
+                streams.create_task(stream(number))
+            for _ in range(N_KILLS):
+                n_before = n_answers
+                for group in rng.sample([*service.groups.values()], rng.choice((1, 1, 2, 3))):
+                    if group.pid is not None:
+                        os.kill(group.pid, signal.SIGKILL)
+                await asyncio.sleep(rng.random())
+                await until(lambda: n_answers > n_before)  # noqa: B023
+            ended = True
 
 
 async def converse(service: Service, n_conversations: int, n_turns: int) -> int:
@@ -219,6 +250,14 @@ def test_two_replicas_are_operated_like_one_model(cli: Cli, tmp_path: Path) -> N
     assert "replica a ready" in shown
     assert "replica b ready" in shown
     assert "replica" in cli.run("top").stdout
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as reply:
+        assert json.load(reply)["data"][0]["replicas"] == {"a": {"ready": True}, "b": {"ready": True}}
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
+        lines = reply.read().decode().splitlines()
+    for name in ("a", "b"):
+        assert sum(f'replica="{name}"' in line and line.startswith("lucevisor_steps_total{") for line in lines) == 1
+        assert sum(f'lucevisor_replica_serving{{model="{status["models"][0]["name"]}",replica="{name}"}} 1.0' == line
+                   for line in lines) == 1  # fmt: skip
     cli.run("restart", "--rolling")
     assert answer() == first
     refused = cli.run("reload", "--set", "replicas.a.groups=a0", check=False)

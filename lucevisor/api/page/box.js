@@ -55,9 +55,9 @@ function draw(now, at) {
   setState(now.state, now.state);
   if (!last) showSampling(now.model.name);
   setText("model", `${now.model.name} · ${now.model.architecture} · ${now.model.layers} layers · ${now.model.quant}`);
-  document.title = `${now.models.map((model) => model.name).join(", ")} – Lucevisor`;
+  document.title = `${[...new Set(now.models.map((model) => model.name))].join(", ")} – Lucevisor`;
   const colours = stageColours(now);
-  drawFigures(now.engine);
+  drawFigures(totals(now));
   drawRecovery(now);
   drawPauses(now.engine.recovery);
   drawLayers(now, colours);
@@ -68,6 +68,18 @@ function draw(now, at) {
   drawDrafts(now.draft);
   drawScoring(now.pflash);
   last = { now, at };
+}
+
+// The parts of the status that have pipelines of the model: its replicas, or the whole status.
+function pipelines(now) {
+  const replicas = now.models.filter((model) => model.replica);
+  if (!replicas.length) return [now];
+  return replicas.map((part) => ({ ...part, groups: now.groups.filter((group) => part.groups.includes(group.name)) }));
+}
+
+function totals(now) {
+  const sum = (name) => pipelines(now).reduce((total, part) => total + (part.engine[name] ?? 0), 0);
+  return Object.fromEntries(["tokens_per_s", "running", "queued", "held", "generated_tokens"].map((name) => [name, sum(name)]));
 }
 
 function drawFigures(engine) {
@@ -223,10 +235,16 @@ function stageNames(now) {
 }
 
 function drawWaits(now, at) {
-  const names = stageNames(now);
   const seconds = last ? at - last.at : 0;
+  const before = last ? pipelines(last.now) : [];
+  const lines = pipelines(now).flatMap((part, i) => waitLines(part, before[i], seconds));
+  fill(byId("waits"), ...(lines.length ? lines : [make("div", "small", "Nothing has run yet.")]));
+}
+
+function waitLines(now, earlier, seconds) {
+  const names = stageNames(now);
   const lines = now.engine.stages.map((stage, i) => {
-    const before = last?.now.engine.stages[i];
+    const before = earlier?.engine.stages[i];
     const steps = before ? stage.steps - before.steps : 0;
     const name = names[i] ?? `stage ${i} (drafter)`;
     if (steps <= 0) return waitLine(name, "idle", []);
@@ -241,7 +259,7 @@ function drawWaits(now, at) {
     const mean = boundary.hops ? duration(boundary.seconds / boundary.hops) : "–";
     return make("div", "small", `hand-over ${i} to ${i + 1}: ${mean} on average`);
   });
-  fill(byId("waits"), ...(lines.length ? lines : [make("div", "small", "Nothing has run yet.")]), ...hops);
+  return [...lines, ...hops];
 }
 
 function waitLine(name, text, parts) {
