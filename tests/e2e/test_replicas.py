@@ -27,8 +27,10 @@ from tests.e2e.process import Cli, post
 from tests.e2e.service import DEMO, generate_all, running
 from tests.waiting import until, wait_until
 
-N_TOKENS = 40
-N_KILLS = 6
+pytestmark = pytest.mark.timeout(300)
+
+N_TOKENS = 24
+N_KILLS = 5
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.8, top_p=0.95, seed=11, presence_penalty=0.5),
@@ -45,6 +47,9 @@ max_sequences = 8
 pages = 400
 [cache]
 min_tokens = 32
+[placement]
+target_devices = ["a0:0", "a1:0", "b0:0", "b1:0"]
+target_layer_split = ["0-4", "4-8"]
 [replicas.a]
 groups = ["a0", "a1"]
 [replicas.b]
@@ -52,13 +57,14 @@ groups = ["b0", "b1"]
 [recovery]
 restart_limit = "9999/60s"
 """ + "".join(f'[groups.{name}]\nbackend = "cpu"\nthreads = 1\n' for name in GROUPS)
-ALONE = CONFIG[: CONFIG.index("[replicas.b]")] + CONFIG[CONFIG.index("[recovery]") : CONFIG.index("[groups.b0]")]
+ALONE = CONFIG.replace(', "b0:0", "b1:0"', "")
+ALONE = ALONE[: ALONE.index("[replicas.b]")] + ALONE[ALONE.index("[recovery]") : ALONE.index("[groups.b0]")]
 BRISK = SupervisionLimits(backoff_min_s=0.02, backoff_max_s=0.02, spare_delay_s=0.02)
 
 
 def prompts(n: int, seed: int = 1) -> list[list[int]]:
     rng = random.Random(seed)
-    return [[rng.randrange(5, 4000) for _ in range(rng.randrange(40, 200))] for _ in range(n)]
+    return [[rng.randrange(5, 4000) for _ in range(rng.randrange(40, 140))] for _ in range(n)]
 
 
 @contextlib.asynccontextmanager
