@@ -48,6 +48,10 @@ def main(argv: Sequence[str]) -> int:
         os.sched_setaffinity(0, options.cores)  # before torch counts them and starts threads
     try:
         key = b"" if options.secret is None else read_key(options.secret)
+    except ValueError as error:
+        print(f"the cluster's secret {error}", file=sys.stderr)
+        return EXIT_CONFIGURATION
+    try:
         sockets = [_open(link, key, Purpose.LINK) for link in options.links]
         heartbeat_socket = _open(options.heartbeat, key, Purpose.HEARTBEAT)
         file_sockets = [_open(address, key, Purpose.FILES) for address in options.files]

@@ -66,8 +66,8 @@ def run_worker(
     with lock:
         reporter.phase("start")
         devices.prepare(options.backend, options.threads)
-        refused = partial(reporter.log, "warning", "connection refused")
-        endpoint = RowsEndpoint(link, options.rows, key, lambda text: refused(reason=text))
+        report = partial(reporter.log, "warning", "connection for rows")
+        endpoint = RowsEndpoint(link, options.rows, key, lambda text: report(reason=text))
         link.send(hello(options, endpoint.address))
         for device in devices.accelerators(options.backend):
             triton_reject_reason(device, torch.bfloat16)  # imports Triton: half a second that the load need not take

@@ -42,9 +42,10 @@ MAX_PENDING_OF_ADDRESS: Final = 16
 LOST_AFTER_S: Final = 8
 """Time after which a peer that answers nothing is lost."""
 BLOCKED_S: Final = 30
-"""Time after which a peer that takes no rows is lost: as long as a busy daemon may be silent."""
+"""Time after which a peer that takes no rows is lost: as long as a busy daemon may be silent, and longer than what ends
+links, as only the loss of a daemon brings another connection for rows."""
 
-_KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 3, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: LOST_AFTER_S - 3}
+_KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 3, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: LOST_AFTER_S}
 _TCP_INFO_BYTES: Final = 168  # of struct tcp_info, to the end of tcpi_delivery_rate
 _REPORT_EVERY_S: Final = 60.0
 _MAX_REPORTS: Final = 10  # in that time

@@ -93,7 +93,9 @@ class RowsLink:
             except ProtocolError as error:
                 self._buffer.on_broken(error)
                 self.link.close()
-            if self.link.closed_because is not None:
+            if (closed := self.link.closed_because) is not None:
+                if closed.cut:
+                    self._buffer.on_cut(closed)
                 self.link.close()
 
     def close(self) -> None:
@@ -116,6 +118,7 @@ class TcpBuffer(Arena):
         super().__init__(*memory)
         self.send_copy: Callable[[RowsCopy, memoryview], None] = lambda rows, memory: None
         self.on_broken: Callable[[ProtocolError], None] = lambda error: None
+        self.on_cut: Callable[[ProtocolError], None] = lambda error: None
         self._lock = Lock()
         self._epoch = -1  # of the last connection
         self._peer: RowsLink | None = None
@@ -247,7 +250,7 @@ def _expects_rows(purpose: Purpose, _channel: bytes) -> bool:
 
 class RowsEndpoint:
     """Opens a daemon's boundary memory.  With a ``host``, listens there for neighbours that are loaded later, and that
-    have the ``key``; ``on_refused`` gets what to report of others, in another thread.
+    have the ``key``; ``report`` gets what to log, in another thread: who was refused, or answers no more.
     """
 
     def __init__(
@@ -255,16 +258,16 @@ class RowsEndpoint:
         link: BlockingLink,
         host: str = "",
         key: bytes = b"",
-        on_refused: Callable[[str], None] = lambda text: None,
+        report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.address = ""
         self.on_broken: Callable[[ProtocolError], None] = lambda error: None
-        self._link, self._key = link, key
+        self._link, self._key, self._report = link, key, report
         self._buffers: dict[tuple[bool, int], TcpBuffer] = {}
         self._orders: dict[tuple[bool, int], RowsOrder] = {}
         self._opened = Condition()
         if host:
-            self._acceptor = Acceptor(host, 0, key, _expects_rows, on_refused)
+            self._acceptor = Acceptor(host, 0, key, _expects_rows, report)
             self.address = self._acceptor.address
             StartedThread("rows", partial(self._acceptor.serve, self._accepted))
 
@@ -301,6 +304,7 @@ class RowsEndpoint:
         buffer = self._buffers[plan.key] = TcpBuffer.create(plan)
         buffer.send_copy = lambda rows, memory: self._link.send(rows, payload=[memory])
         buffer.on_broken = lambda error: self.on_broken(error)
+        buffer.on_cut = lambda error: self._report(f"neighbour at boundary {plan.boundary}: {error.what}")
         self._orders[plan.key] = RowsOrder(buffer, plan.connection.epoch)
         return buffer
 

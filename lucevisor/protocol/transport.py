@@ -500,7 +500,7 @@ class BlockingLink:
             return False
         except OSError as error:
             if _is_lost(error):
-                self._dead(f"the peer is gone: {error}")
+                self._dead(f"the peer is gone: {error}", cut=error.errno in _CUT_OFF)
             elif self.closed_because is None:
                 raise
             return True  # else: close() in another thread
@@ -516,9 +516,9 @@ class BlockingLink:
         self._connection.received(n, unpack(ancillary) if ancillary else ())
         return True
 
-    def _dead(self, what: str) -> None:
-        place = self._connection.unfinished
-        self.closed_because = self.closed_because or LinkClosed(f"{what} {place}".strip(), self._name, _PEER_GONE)
+    def _dead(self, what: str, *, cut: bool = False) -> None:
+        closed = LinkClosed(f"{what} {self._connection.unfinished}".strip(), self._name, _PEER_GONE, cut=cut)
+        self.closed_because = self.closed_because or closed
         close_all(self._connection.take_descriptors())
 
 

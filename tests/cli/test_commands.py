@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from lucevisor.app.rundir import boot_id, default_name, start_ticks
 from lucevisor.cli import COMMANDS, EXAMPLES, EXIT_CODES, cli
 from lucevisor.cli.admin_client import AdminClient
+from lucevisor.config import read_secret
 from lucevisor.errors import ConfigError, ExitCode, NotRunningError
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
@@ -143,3 +144,14 @@ def test_status_and_stop_import_neither_the_supervisor_nor_its_libraries():
     code = "import sys, lucevisor.cli.operate; print({'aiohttp', 'msgspec', 'numpy', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_a_secret_is_written_once_for_its_owner_only(tmp_path):
+    file = tmp_path / "secret"
+    done = CliRunner().invoke(cli, ["cluster", "secret", str(file)])
+    assert done.exit_code == ExitCode.DONE, done.output
+    assert (file.stat().st_mode & 0o777, len(read_secret(file))) == (0o600, 64)
+    written = file.read_bytes()
+    with pytest.raises(ConfigError, match="exists, and is not overwritten"):
+        CliRunner().invoke(cli, ["cluster", "secret", str(file)], catch_exceptions=False)
+    assert file.read_bytes() == written

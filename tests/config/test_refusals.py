@@ -316,3 +316,45 @@ def test_allow_open_beside_keys(file, tmp_path):
     (tmp_path / "keys").chmod(0o600)
     overrides = ["server.host=0.0.0.0", "server.allow_open=true", "server.api_keys_file=keys"]
     assert [notice.key for notice in load(file(GPU_AND_CPU), overrides).notices] == ["server.allow_open"]
+
+
+CLUSTER = SMALLEST.replace('[groups.right]\nbackend = "cpu"', '[groups.right]\nbackend = "cpu"\nhost = "attic"')
+
+
+def test_a_host_needs_a_cluster_with_an_address_and_a_secret_of_its_owner(file, tmp_path):
+    error = error_of(file(CLUSTER))
+    assert (error.key, error.value) == ("groups.right.host", "attic")
+    assert "[cluster]" in error.hint
+    listen = CLUSTER + '[cluster]\nlisten = "10.0.0.1"\n'
+    assert error_of(file(listen)).key == "cluster.secret_file"
+    named, secret = listen + 'secret_file = "secret"\n', tmp_path / "secret"
+    assert "No such file" in error_of(file(named)).why
+    secret.write_text("x" * 31 + "\n")
+    secret.chmod(0o600)
+    assert "holds 31 bytes, not 32 to 4096" in error_of(file(named)).why
+    secret.write_text("x" * 32)
+    secret.chmod(0o640)
+    assert (error_of(file(named)).why, error_of(file(named)).hint[:9]) == (
+        "can be used by other users of this machine", "chmod 600"
+    )  # fmt: skip
+    secret.chmod(0o600)
+    config = load(file(named))
+    assert config.groups["right"].host == "attic"
+    assert not config.groups["right"].shares_memory
+    assert config.cluster.secret_file == str(secret)
+    everywhere = named.replace("10.0.0.1", "0.0.0.0")
+    assert "no address that others can connect to" in error_of(file(everywhere)).why
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=x", "at tic", "a;b", "$(x)", "`x`", "a'b"])
+def test_a_host_is_no_option_and_no_shell_text(file, host):
+    assert error_of(file(CLUSTER.replace('"attic"', f'"""{host}"""'))).key == "groups.right.host"
+
+
+def test_words_of_the_ssh_command_may_be_repeated(file, tmp_path):
+    (tmp_path / "secret").write_text("x" * 32)
+    (tmp_path / "secret").chmod(0o600)
+    text = CLUSTER + '[cluster]\nlisten = "10.0.0.1"\nsecret_file = "secret"\nssh = ["ssh", "-o", "a=b", "-o", "c=d"]\n'
+    assert load(file(text)).cluster.ssh == ("ssh", "-o", "a=b", "-o", "c=d")
+    error = error_of(file(text.replace('["ssh", "-o", "a=b", "-o", "c=d"]', "[]")))
+    assert (error.key, error.why) == ("cluster.ssh", "is empty")

@@ -1,0 +1,167 @@
+"""Daemons behind a launcher: what ssh does, on this host, with the tiny daemon behind the real bootstrap."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from lucevisor.config import ClusterConfig, GroupConfig
+from lucevisor.supervision import events as ev
+from lucevisor.supervision.events import State
+from lucevisor.supervision.group import GroupSupervisor
+from lucevisor.supervision.launcher import Launcher
+from lucevisor.supervision.listener import Listener
+from lucevisor.supervision.remote import portable_path
+from tests.supervision.real_groups import FAST, Owner, brisk, environment_of, ready, runs, stage_tiny
+from tests.waiting import until
+
+KEY = b"k" * 32
+SSH = """#!/bin/sh
+shift
+exec 3<&0
+sh -c "$*" <&3 3<&- &
+exec 3<&- </dev/null
+trap 'kill $!' TERM
+wait $!
+"""
+
+
+@asynccontextmanager
+async def remote_group(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str = "",
+    *,
+    ssh: str = SSH,
+    secret: bytes = KEY,
+    mode: int = 0o600,
+    python: str = sys.executable,
+    limits: object = FAST,
+    **env: str,
+) -> AsyncIterator[GroupSupervisor]:
+    """A stopped group on a host that is this one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    file, script = tmp_path / "secret", tmp_path / "ssh"
+    if secret:
+        file.write_bytes(secret)
+        file.chmod(mode)
+    if ssh:
+        script.write_text(ssh)
+        script.chmod(0o700)
+    listener = Listener(key=KEY)
+    cluster = ClusterConfig(listen="127.0.0.1", secret_file=str(file), ssh=(str(script),))
+    launcher = Launcher(stage_tiny(tmp_path), listener, cluster)
+    config = GroupConfig(name="left", backend="cpu", host="attic", python=python, env={"TINY": how, **env})
+    group = GroupSupervisor(config, 1, launcher, [Owner().callbacks()], limits=limits)  # type: ignore[arg-type]
+    try:
+        yield group
+    finally:
+        await group.stop(deadline_s=0.0)
+        listener.close()
+
+
+def pid_there(group: GroupSupervisor) -> int:
+    assert group.hello is not None
+    return group.hello.pid
+
+
+async def test_a_daemon_there_gets_what_a_daemon_here_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with remote_group(tmp_path, monkeypatch, "flood", OMP_NUM_THREADS="3") as group:
+        await group.start()
+        await ready(group)
+        pid = pid_there(group)
+        assert pid != group.pid
+        environment = environment_of(pid)
+        assert b"OMP_NUM_THREADS=3" in environment
+        assert b"CUDA_VISIBLE_DEVICES=-1" in environment
+        assert group.path is not None
+        assert group.path.round_trip_s > 0
+        assert len(group.output["stdout"]) == 400  # of a mebibyte
+        assert await group.stop() is State.STOPPED
+        assert not runs(pid)
+
+
+async def test_stacks_and_exits_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with remote_group(tmp_path, monkeypatch, "hang at step", limits=brisk(step_s=1.0)) as group:
+        await group.start()
+        await ready(group)
+        assert group._daemon is not None
+        group._daemon.child.send(ev.ProcessSignal.STACKS)
+        await until(lambda: any("most recent call first" in line for line in group.output["stderr"]), 20)
+        os.kill(pid_there(group), signal.SIGSEGV)
+        await until(lambda: group.restarts == 1)
+        assert "signal 11 (SIGSEGV)" in group.reason
+        assert "Segmentation fault" in group.reason
+        await ready(group)
+        os.kill(pid_there(group), signal.SIGKILL)
+        await until(lambda: group.restarts == 2)
+        assert "signal 9 (SIGKILL)" in group.reason
+        await ready(group)
+        launcher, daemon = group.pid, pid_there(group)
+        assert launcher is not None
+        os.kill(launcher, signal.SIGKILL)
+        await until(lambda: group.restarts == 3)
+        await until(lambda: not runs(daemon), 20)
+
+
+async def test_a_deaf_daemon_is_killed_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with remote_group(tmp_path, monkeypatch, "deaf") as group:
+        await group.start()
+        await ready(group)
+        pid = pid_there(group)
+        assert await group.stop(deadline_s=0.5) is State.STOPPED
+        assert not runs(pid)
+
+
+async def test_source_is_kept_and_heals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = tmp_path / "cache" / "lucevisor" / "code" / "0123"
+    old.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    async with remote_group(tmp_path, monkeypatch) as group:
+        for _ in range(2):
+            await group.start()
+            await ready(group)
+            assert group.hello is not None
+            code = old.parent / group.hello.source_hash
+            assert not old.exists()  # nothing was started from it for long
+            kept = (code / "daemons" / "main.py").stat()
+            assert await group.stop() is State.STOPPED
+            (code / "daemons" / "heartbeat.py").write_text("raise SystemExit('damaged')")
+        assert (code / "daemons" / "main.py").stat().st_ino == kept.st_ino
+        assert [path.name for path in old.parent.iterdir()] == [code.name]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ({"secret": b""}, "cannot be read: No such file or directory; copy the supervisor's cluster.secret_file there"),
+        ({"mode": 0o640}, "can be used by other users: chmod 600"),
+        ({"secret": b"other" * 10}, "cannot be reached at tcp:127.0.0.1:"),
+        ({"secret": b"short"}, "holds 5 bytes, not 32 to 4096"),
+        ({"ssh": ""}, "ssh': No such file or directory"),
+        ({"ssh": "#!/bin/sh\necho 'attic: Permission denied (publickey).' >&2; exit 255\n"}, "denied (publickey)."),
+        ({"python": "/nowhere/python"}, "/nowhere/python"),
+    ],
+    ids=["no secret", "readable secret", "wrong secret", "short secret", "no ssh", "ssh refused", "no python"],
+)
+async def test_what_is_wrong_there_is_said_here(
+    case: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with remote_group(tmp_path, monkeypatch, limits=brisk(n_restarts=0), **case) as group:  # type: ignore[arg-type]
+        await group.start()
+        await group.wait(State.FAILED, timeout_s=40)
+        assert words in group.reason
+        if "other" in str(case.get("secret")):
+            assert "it refused this end" in group.reason
+
+
+def test_a_path_at_home_is_one_at_the_home_there() -> None:
+    assert portable_path(str(Path.home() / "x" / "secret")) == "~/x/secret"
+    assert portable_path("/etc/lucevisor/secret") == "/etc/lucevisor/secret"
