@@ -30,7 +30,7 @@ def test_the_reject_reason(monkeypatch):
     def fails(device: torch.device, dtype: torch.dtype) -> None:
         raise RuntimeError("Failed to find C compiler.\nmore")
 
-    monkeypatch.setattr(packed_linear, "probe", fails)
+    monkeypatch.setattr(packed_linear, "smoke_test", fails)
     assert "Failed to find C compiler.)" in triton_reject_reason(CPU, torch.float16)
     monkeypatch.setattr(selection, "find_spec", lambda name: None)
     assert "not installed" in triton_reject_reason(CPU, torch.float16)
