@@ -1,6 +1,6 @@
 """What a hop costs: supervisor to a daemon process and back, beside raw sockets, ZeroMQ and gRPC in the same run.
 
-    python bench/hop.py [--rounds 20] [--cores free|same|apart] [--service] [--save | --json PATH]
+    python bench/hop.py [--rounds 20] [--cores free|same|apart] [--veth] [--service] [--save | --json PATH]
 
 Every contender has its own child process; rounds of all contenders alternate, so that drift of the machine hits all
 alike.  Times are per round trip, after one warm-up round that is not counted.  --cores: where the kernel may run them:
@@ -8,7 +8,8 @@ anywhere, all on core 0, or this process on core 0 and the children on core 1.  
 links and rows over the loopback interface, with a copy of the rows for the supervisor on the way back.  One way, rows
 are sent ahead of their answers; those over TCP lie in their regions already, as a device leaves them there.  --save
 writes bench/results/hop-CORES.json.  --service: milliseconds a token of the demo over two groups by each transport, in
-turns, instead.  ZeroMQ and gRPC are left out where they are not installed.
+turns, instead.  --veth: TCP goes from one network namespace to another, over a virtual cable with frames of 1,500
+bytes, as between hosts; needs root.  ZeroMQ and gRPC are left out where they are not installed.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import namespaces
 import uvloop
 from msgspec.structs import replace
 from records import machine, save, write_json
@@ -49,6 +51,13 @@ SIZES = {"10 KiB": 10 * 1024, "5 MiB": 5 * 1024 * 1024}
 N_ROWS, IN_FLIGHT = 512, 4  # of 5,120 bfloat16 in 5 MiB; regions of a boundary
 ONE_WAY = f"5 MiB rows, one way, {IN_FLIGHT} in flight"
 TARGET_RATIO, TARGET_EXTRA_US = 1.5, 30.0
+OURS, THEIRS = "sca-hop0", "sca-hop1"
+
+
+class Host:
+    """Where TCP connections of this process and its children begin."""
+
+    address, children = LOOPBACK, ""  # a namespace; "": this one
 
 
 class Child:
@@ -64,10 +73,17 @@ class Child:
             [sys.executable, str(PEERS), kind, path, str(n_bytes)],
             pass_fds=fds,
             stdin=subprocess.PIPE,
-            preexec_fn=None if cpu is None else lambda: os.sched_setaffinity(0, {cpu}),
+            preexec_fn=lambda: self._prepare(cpu),
         )
         if fds:
             theirs.close()
+
+    @staticmethod
+    def _prepare(cpu):
+        if cpu is not None:
+            os.sched_setaffinity(0, {cpu})
+        if Host.children:
+            namespaces.enter(Host.children)
 
     def end(self):
         self.process.stdin.close()
@@ -79,9 +95,10 @@ class Child:
 
 
 def tcp_pair():
-    with socket.create_server((LOOPBACK, 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        theirs, _ = server.accept()
+    with socket.create_server((Host.address, 0)) as server:
+        with namespaces.inside(Host.children) if Host.children else contextlib.nullcontext():
+            theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
     for sock in (ours, theirs):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
     return ours, theirs
@@ -153,7 +170,7 @@ def open_buffers(n_bytes, n_regions, *, tcp, tokens=False):
         arenas = [Arena.create(plan) for plan in plans]
         return None, arenas, plans
     supervisor = SimpleNamespace(send=lambda *_, **__: None)  # who wants no copies
-    endpoint = RowsEndpoint(supervisor, LOOPBACK, KEY)
+    endpoint = RowsEndpoint(supervisor, Host.address, KEY)
     buffers = endpoint.open([replace(plan, connection=RowsConnection(1)) for plan in plans], [])
     return endpoint, buffers, [replace(plan, connection=RowsConnection(2, endpoint.address)) for plan in plans]
 
@@ -509,6 +526,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--cores", choices=["free", "same", "apart"], default="free")
+    parser.add_argument("--veth", action="store_true", help="TCP between two network namespaces")
     parser.add_argument("--service", action="store_true", help="the demo over each transport instead")
     parser.add_argument("--save", action="store_true", help="write bench/results/hop-CORES.json")
     parser.add_argument("--json", type=Path, help="write to this file")
@@ -525,7 +543,13 @@ def main():
         if options.json is not None:
             write_json(options.json, {"conditions": where, "rounds": options.rounds, "ms_a_token": times})
         return
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with contextlib.ExitStack() as stack:
+        if options.veth:
+            Host.address, _ = stack.enter_context(namespaces.cable(OURS, THEIRS))
+            Host.children = THEIRS
+            stack.enter_context(namespaces.inside(OURS))
+            where |= {"TCP": "veth between two namespaces, MTU 1500"}
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         times = runner.run(measure(options.rounds, cpu))
     rows = summarise(times)
     print(", ".join(f"{name} {value}" for name, value in where.items()))
