@@ -2,7 +2,9 @@
 
     PACED_STEP_S=0.01 PACED_IDS=300,301 python bench/paced_daemon.py --group=... (the arguments of `python -m daemons`)
 
-Started by bench/streams.py as a group's interpreter.  Protocol, arenas and state operations are a real daemon's.
+With PACED_STAGE_S and PACED_ROW_S each step takes so long from when its rows are there, and so long more for each row.
+Started by bench/streams.py and bench/scale.py as a group's interpreter.  Protocol, boundary memory and state operations
+are a real daemon's.
 """
 
 import os
@@ -19,7 +21,8 @@ from daemons.step_output import StepOutput  # noqa: E402
 from daemons.token_ring import RunAheadStep  # noqa: E402
 from lucevisor.protocol.steps import Sampled, StepResult  # noqa: E402
 
-STEP_S = float(os.environ["PACED_STEP_S"])
+STEP_S = float(os.environ.get("PACED_STEP_S", 0.0))
+STAGE_S, ROW_S = (float(os.environ.get(name, 0.0)) for name in ("PACED_STAGE_S", "PACED_ROW_S"))
 IDS = [int(number) for number in os.environ["PACED_IDS"].split(",")]
 _due_s = 0.0
 
@@ -42,21 +45,24 @@ def run_step(
     _due_s = max(_due_s + STEP_S, started)
     finish_previous()
     self.stages[stage_index].apply(step.operations)
-    sampled, plan = [], self._plans[stage_index]
+    sampled, plan, hop_s = [], self._plans[stage_index], 0.0
     if step.n_tokens:
         if step.depends_on_step and plan.embedding:
             following = RunAheadStep(self._ring, step, await_rows)
             following(torch.zeros(step.n_tokens, dtype=torch.int64))
             sampled = following.tokens
         elif plan.source is not None and await_rows is not None:
-            await_rows(self._boundaries[plan.source].buffer, step.region, step.step_id, posted)
+            hop_s = await_rows(self._boundaries[plan.source].buffer, step.region, step.step_id, posted)
+        if STAGE_S:
+            started = time.monotonic()
+            _due_s = started + STAGE_S + ROW_S * step.n_tokens
         time.sleep(max(0.0, _due_s - time.monotonic()))
         if plan.target is not None:
             self._boundaries[plan.target].ring(step)
         else:
             ends = [(piece.sequence, piece.start + len(piece.tokens)) for piece in step.slices if piece.sample]
             sampled = [Sampled(sequence, IDS[end % len(IDS)]) for sequence, end in ends]
-    result = StepResult(step.step_id, stage_index, sampled, time.monotonic() - started, wait_s)
+    result = StepResult(step.step_id, stage_index, sampled, time.monotonic() - started, wait_s, hop_s=hop_s)
     return StepOutput(result, [], step=step)
 
 
