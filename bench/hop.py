@@ -176,9 +176,11 @@ def open_buffers(n_bytes, n_regions, *, tcp, tokens=False):
 
 
 def await_rows(buffer, region, step_id):
+    buffer.awaited(True)
     while not buffer.rung(region, step_id):
         select.select(buffer.wake_fds, [], [])
         buffer.drain()
+    buffer.awaited(False)
 
 
 class OurRows:

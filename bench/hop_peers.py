@@ -37,9 +37,11 @@ def sink(address, n_bytes):
 
 
 def await_rows(buffer, region, step_id):
+    buffer.awaited(True)
     while not buffer.rung(region, step_id):
         select.select(buffer.wake_fds, [], [])
         buffer.drain()
+    buffer.awaited(False)
 
 
 def rows(address, _):
@@ -49,10 +51,12 @@ def rows(address, _):
     link.send(Loaded([], {}, 0.0))
     step_id = 1
     while True:
+        there.awaited(True)
         while not there.rung(step_id % 2, step_id):
             if link.fileno() in select.select([*there.wake_fds, link.fileno()], [], [])[0]:
                 return
             there.drain()
+        there.awaited(False)
         back.region(step_id % 2)[:] = there.region(step_id % 2)
         back.ring(step_id % 2, step_id, back.plan.region_bytes)
         step_id += 1

@@ -77,10 +77,14 @@ class MessageQueue:
 
     def await_captures(self, rows: SharedBuffer, step: Step) -> None:
         """Wait for the captures of a step, which are written or on the way.  Raises StepCancelled."""
-        while not (rows.rung(step.region, step.step_id) or rows.placed(step.region, step.step_id) is not None):
-            if self.is_resetting:
-                raise StepCancelled(f"step {step.step_id}")
-            self._check_link(rows, None)
+        rows.awaited(True)
+        try:
+            while not (rows.rung(step.region, step.step_id) or rows.placed(step.region, step.step_id) is not None):
+                if self.is_resetting:
+                    raise StepCancelled(f"step {step.step_id}")
+                self._check_link(rows, None)
+        finally:
+            rows.awaited(False)
 
     def await_rows(
         self, rows: SharedBuffer, region: int, step_id: int, posted: bool, computing: Callable[[], bool] = lambda: False
@@ -92,13 +96,17 @@ class MessageQueue:
         """
         began = time.monotonic()
         until = began + self.spin_s
-        while not (rows.rung(region, step_id) or (not posted and rows.placed(region, step_id) is not None)):
-            if self.is_cancelling:
-                raise StepCancelled(f"step {step_id}")
-            spins = computing() or time.monotonic() < until
-            if spins and any(rows.rung(region, step_id) for _ in range(20)):
-                break
-            self._check_link(rows, None if not spins else 0)
+        rows.awaited(True)
+        try:
+            while not (rows.rung(region, step_id) or (not posted and rows.placed(region, step_id) is not None)):
+                if self.is_cancelling:
+                    raise StepCancelled(f"step {step_id}")
+                spins = computing() or time.monotonic() < until
+                if spins and any(rows.rung(region, step_id) for _ in range(20)):
+                    break
+                self._check_link(rows, None if not spins else 0)
+        finally:
+            rows.awaited(False)
         return min(rows.since_s(region), time.monotonic() - began)
 
     def _check_link(self, rows: SharedBuffer, timeout_ms: int | None) -> None:

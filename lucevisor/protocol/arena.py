@@ -76,6 +76,9 @@ class SharedBuffer(Protocol):
         Call ``rung`` after this.
         """
 
+    def awaited(self, here: bool) -> None:
+        """The calling thread sleeps on ``wake_fds`` from now on, so no other one is woken for what arrives; or not."""
+
     def close(self) -> None:
         """Release the memory; idempotent.  What a tensor uses stays mapped until the tensor is gone."""
 
@@ -198,6 +201,9 @@ class Arena:
     def drain(self) -> None:
         with suppress(BlockingIOError):  # nobody rang
             os.eventfd_read(self.wake_fd)
+
+    def awaited(self, here: bool) -> None:
+        pass  # nobody else is woken
 
     def close(self) -> None:
         """Release the mapping; idempotent.  Memory used by a view or tensor stays mapped until the last is gone."""

@@ -10,6 +10,7 @@ rows that are still on the way, as it stays outside the regions.
 
 from __future__ import annotations
 
+import os
 import select
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -65,6 +66,7 @@ class RowsLink:
         self.link, self.epoch = link, epoch
         self._buffer, self._order, self._n_sent = buffer, RowsOrder(buffer, epoch), 0
         self._receiving = Lock()
+        self._poll: tuple[select.epoll, int] | None = None  # what ``run`` sleeps on
         link.payload_memory = self._memory
 
     def send(self, region: int, step_id: int, rows: memoryview) -> None:
@@ -76,11 +78,25 @@ class RowsLink:
 
     def run(self) -> None:
         """Receive rows until the other end is gone or ``close`` is called."""
-        poll = select.poll()
-        while (fd := self.link.fileno()) >= 0:
-            poll.register(fd, select.POLLIN)
-            poll.poll()
-            self.receive_arrived()
+        try:
+            fd = os.dup(self.link.fileno())  # in the set until this ends: ``close`` wakes it
+        except OSError:
+            return  # closed
+        with select.epoll() as poll:
+            poll.register(fd, select.EPOLLIN)
+            self._poll = poll, fd
+            while self.link.fileno() >= 0:
+                poll.poll()
+                self.receive_arrived()
+            self._poll = None
+        os.close(fd)
+
+    def awaited(self, here: bool) -> None:
+        """Let ``run`` sleep while another thread waits for rows: two would contend for the interpreter's lock."""
+        if (polled := self._poll) is not None:
+            poll, fd = polled
+            with suppress(ValueError, OSError):  # it has ended
+                poll.modify(fd, 0 if here else select.EPOLLIN)
 
     def receive_arrived(self) -> None:
         """Receive the rows that have arrived.  Closes the connection when the other end is gone."""
@@ -166,9 +182,13 @@ class TcpBuffer(Arena):
         return (self.wake_fd,) if fd < 0 else (self.wake_fd, fd)
 
     def drain(self) -> None:
-        super().drain()
         if (peer := self._peer) is not None:
             peer.receive_arrived()
+        super().drain()  # after what that rings
+
+    def awaited(self, here: bool) -> None:
+        if (peer := self._peer) is not None:
+            peer.awaited(here)
 
     def placed(self, region: int, step_id: int) -> memoryview | None:
         placed_step, payload = self._placed.get(region, (NEVER, None))

@@ -208,6 +208,36 @@ def test_who_waits_for_rows_needs_no_other_thread(monkeypatch: pytest.MonkeyPatc
         assert not reader.broken
 
 
+def test_no_other_thread_is_woken_for_rows_that_one_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    receivers, receive_arrived = [], RowsLink.receive_arrived
+
+    def note(link: RowsLink) -> None:
+        receivers.append(threading.current_thread())
+        receive_arrived(link)
+
+    monkeypatch.setattr(RowsLink, "receive_arrived", note)
+    before = set(threading.enumerate())
+    with daemons(2) as (writer, reader):
+        reader.open(1)
+        writer.open(2, reader)
+        write(writer.buffer, 0, 1, b"rows")  # nobody waits: a thread takes them, which is asleep afterwards
+        assert await_rows(reader.buffer, 0, 1) == b"rows"
+        assert threading.current_thread() not in receivers
+        reader.buffer.awaited(True)
+        receivers.clear()
+        for step in range(2, 30):
+            write(writer.buffer, step % N_REGIONS, step, bytes([step]) * 5_000)
+            while not reader.buffer.rung(step % N_REGIONS, step):
+                assert select.select(reader.buffer.wake_fds, [], [], WAIT_S)[0]
+                reader.buffer.drain()
+        assert set(receivers) == {threading.current_thread()}
+        reader.buffer.awaited(False)
+        write(writer.buffer, 0, 30, b"rows")
+        assert await_rows(reader.buffer, 0, 30) == b"rows"
+        reader.buffer.awaited(True)
+    wait_until(lambda: set(threading.enumerate()) <= before)  # also a thread that sleeps ends with its connection
+
+
 def test_a_replaced_neighbour_connects_anew_and_bells_of_the_lost_one_count_no_more() -> None:
     with daemons(3) as (writer, reader, next_writer):
         reader.open(1)
