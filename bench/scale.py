@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -40,6 +40,7 @@ from lucevisor.engine.journal import CopyRows, FileRows
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import SendFrame
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
+from lucevisor.engine.router import Candidate, Health, Router
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import PAGE_TOKENS, Space
@@ -385,6 +386,7 @@ class Replica:
             0.0,
         )
         self.n_running = self.n_tokens = self.n_accepted = 0
+        self._n_submitted_tokens = 0  # of requests that the supervisor has not got to yet
         self._random, self._chance = random.Random(seed), chance
         self._readers: dict[str, Callable[[TokenEvent | FinishedEvent], None]] = {}
         self._decoded: dict[int, Step] = {}
@@ -394,12 +396,21 @@ class Replica:
 
     # ---- the supervisor
 
-    def submit(
-        self, request: GenerationRequest, reader: Callable[[TokenEvent | FinishedEvent], None], extra_s: float = 0.0
-    ) -> None:
+    def candidate(self, tokens: TokenBuffer, *, by_load: bool) -> Candidate:
+        """What a router sees of this replica; ``by_load``: without prefixes."""
+        scheduler = self.core.scheduler
+        n_cached = 0 if by_load or not scheduler.reuse.index.enabled else scheduler.reuse.index.match(tokens).position
+        return Candidate(n_cached, scheduler.n_tokens_due + self._n_submitted_tokens, self.n_running)
+
+    def submit(self, request: GenerationRequest, reader: Callable[[TokenEvent | FinishedEvent], None]) -> None:
         self._readers[request.request_id] = reader
         self.n_running += 1
-        self.process.take(lambda: extra_s + self._handle(lambda: ev.Submit(request), n_frames=0))
+        self._n_submitted_tokens += len(request.prompt)
+        self.process.take(lambda: self._submit(request))
+
+    def _submit(self, request: GenerationRequest) -> float:
+        self._n_submitted_tokens -= len(request.prompt)
+        return self._handle(lambda: ev.Submit(request), n_frames=0)
 
     def answer(self, stage: int, result: StepResult) -> None:
         """Send a stage's answer to the supervisor."""
@@ -490,38 +501,6 @@ class Replica:
         drafts = [DRAFT] * part.n_drafts if part.drafts_pend else part.drafts
         n = next((i for i in range(len(drafts)) if self._random.random() >= self._chance), len(drafts))
         return [Sampled(part.sequence, draft) for draft in drafts[:n]] + [Sampled(part.sequence, TOKEN)]
-
-
-class Router:
-    """A stand-in for a router of replicas: the one with the longest prefix, then the one with the fewest requests.
-
-    ``slack``: requests that a replica may have more than the least busy one before its prefix counts no more.
-    """
-
-    def __init__(self, n: int, slack: int = 16, n_pages: int = 1 << 20, *, by_load: bool = False) -> None:
-        self._by_load = by_load
-        self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(n)]
-        self._slack, self._n_pages = slack, n_pages
-        self.matched = self.seen = 0
-
-    def choose(self, prompt: Sequence[int], n_running: Sequence[int]) -> int:
-        keys, key = [], 0
-        for start in range(0, len(prompt) - PAGE_TOKENS + 1, PAGE_TOKENS):
-            key = hash((key, tuple(prompt[start : start + PAGE_TOKENS])))
-            keys.append(key)
-        lengths = [next((i for i, key in enumerate(keys) if key not in known), len(keys)) for known in self._known]
-        least = min(n_running)
-        may = [i for i, n in enumerate(n_running) if n - least <= self._slack]
-        chosen = max(may, key=lambda i: (0 if self._by_load else lengths[i], -n_running[i]))
-        known = self._known[chosen]
-        for key in keys:
-            known[key] = None
-            known.move_to_end(key)
-        while len(known) > self._n_pages:
-            known.popitem(last=False)
-        self.matched += lengths[chosen] * PAGE_TOKENS
-        self.seen += len(prompt)
-        return chosen
 
 
 @dataclass
@@ -617,8 +596,7 @@ class Client:
             sampling=SamplingParams(temperature=0.0),
         )
         self._sent_at, self._waits = run.simulation.now, True
-        at = run.router.choose(self._tokens, [one.n_running for one in run.replicas])
-        run.replicas[at].submit(request, self._on_event)
+        run.replicas[run.choose(request.prompt)].submit(request, self._on_event)
 
     def _on_event(self, event: TokenEvent | FinishedEvent) -> None:
         run, now = self.run, self.run.simulation.now
@@ -658,7 +636,9 @@ class Run:
             )
             for i in range(setup.n_replicas)
         ]
-        self.router = Router(setup.n_replicas, by_load=setup.by_load)
+        self._router = Router([str(i) for i in range(setup.n_replicas)])
+        for name in self._router.health:
+            self._router.health[name] = Health.SERVING
         some = random.Random(f"systems {setup.seed}")
         self.systems = [
             [some.randrange(1, 1 << 16) for _ in range(setup.load.system)] for _ in range(setup.load.n_systems)
@@ -668,6 +648,16 @@ class Run:
         self.gaps: list[float] = []
         self.first_tokens: list[float] = []
         self.n_started = self.n_finished = self.n_generated = self.n_cached = self.n_prompt = 0
+
+    def choose(self, prompt: TokenBuffer) -> int:
+        """Return where a request goes, as the router of replicas decides."""
+        if len(self.replicas) == 1:
+            return 0
+        by_load = self.setup.by_load
+        candidates = {str(i): replica.candidate(prompt, by_load=by_load) for i, replica in enumerate(self.replicas)}
+        chosen = self._router.order(len(prompt), candidates)[0]
+        self._router.on_routed(chosen)
+        return int(chosen)
 
     def first_token(self, seconds: float) -> None:
         self.n_started += 1
@@ -763,8 +753,12 @@ def run_cell(model: Path, cell: dict, latency_s: float | None) -> dict:
     return json.loads(text.splitlines()[-1])
 
 
-def median_of(lists: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.median(column) for column in zip(*lists, strict=True)]
+def best_round(found: dict, name: str) -> int:
+    """The round that other work on this machine disturbed least."""
+    if name == "prompt":
+        per_round = len(found["prompt_s"]) // len(found["stage_s"][name])
+        return found["prompt_s"].index(min(found["prompt_s"])) // per_round
+    return found["decode"][name].index(max(found["decode"][name]))
 
 
 def compare(found: dict, cell: dict, hop_s: float, wake_s: float) -> list[dict]:
@@ -782,19 +776,19 @@ def compare(found: dict, cell: dict, hop_s: float, wake_s: float) -> list[dict]:
     )
     rows = []
     for name, lists in found["stage_s"].items():
-        stages = median_of(lists)
+        stages = lists[best_round(found, name)]
         model = Model(
             first_s=sum(stages), row_s=0.0, chunk_s=math.inf, stage_s=0.0, shares=tuple(s / sum(stages) for s in stages)
         )
         setup = Setup(model=model, cluster=cluster, load=Load(streams=1), chunk=cell["chunk"])
         if name == "prompt":
             n_tokens = cell["chunk"] * cell["chunks"]
-            measured = 1 / statistics.median(found["prompt_s"])
+            measured = 1 / min(found["prompt_s"])
             simulated = 1 / simulate_prompt(setup, n_tokens)
             formula = 1 / predict_prompt(model, cluster, n_tokens, cell["chunk"]).round_s
         else:
             streams = int(name)
-            measured = statistics.median(found["decode"][name])
+            measured = max(found["decode"][name])
             setup = replace(setup, load=Load(streams=streams))
             simulated = simulate_decode(setup).tokens_per_s
             formula = predict_decode(model, cluster, streams).tokens_per_s
@@ -814,8 +808,8 @@ def measure(options: argparse.Namespace) -> dict:
                 cell = cell | {"transport": transport}
                 found = run_cell(model, cell, latency_s)
                 if transport == "shared_memory":  # what a hop takes here: a message, and a thread that wakes up
-                    stages = sum(median_of(found["stage_s"]["1"]))
-                    hop_s = (1 / statistics.median(found["decode"]["1"]) - stages) / cell["hosts"]
+                    stages = sum(found["stage_s"]["1"][best_round(found, "1")])
+                    hop_s = (1 / max(found["decode"]["1"]) - stages) / cell["hosts"]
                     wake_s = found["round_trip_s"]
                 rows = compare(found, cell, hop_s, wake_s)
                 link = transport if latency_s is None else f"tcp, {latency_s * 1e3:g} ms"

@@ -46,6 +46,7 @@ class Boundaries:
         self._lease = memory.lease(HostOwner.BOUNDARIES, placement.arena_bytes)
         self._addresses: dict[str, str] = {}  # by group that was told what to load
         self._epochs: dict[str, int] = {}
+        self._copies = placement.journal_bytes > 0  # else a lost stage is never rebuilt from rows
 
     def open(self, group: str, plans: Sequence[ArenaPlan], address: str) -> tuple[list[ArenaPlan], list[int]]:
         """Return what a daemon opens, and the descriptors for it; ``address``: where it listens.
@@ -58,7 +59,8 @@ class Boundaries:
         for plan in plans:
             if not self.buffers[plan.key].shared_memory:
                 [other] = {*self._ends[plan.key]} - {group}
-                plan = replace(plan, connection=RowsConnection(epoch, self._addresses.get(other, "")))
+                connection = RowsConnection(epoch, self._addresses.get(other, ""), self._copies)
+                plan = replace(plan, connection=connection)
             opened.append(plan)
         self._addresses[group] = address
         return opened, descriptors([self._arenas[plan.key] for plan in plans if plan.key in self._arenas])

@@ -145,11 +145,12 @@ class RowsConnection(msgspec.Struct, frozen=True):
     """Connection between the two ends of boundary memory that they do not share.
 
     ``epoch``: of this load; that of a later one is greater.  ``address``: HOST:PORT of the other end; empty: that
-    connects to this daemon.
+    connects to this daemon.  ``copies``: the supervisor wants the rows, too, for its journal.
     """
 
     epoch: int
     address: str = ""
+    copies: bool = True
 
 
 class ArenaPlan(msgspec.Struct, frozen=True):

@@ -157,10 +157,10 @@ class TcpBuffer(Arena):
         return True
 
     def ring(self, region: int, step_id: int, n_bytes: int) -> None:
-        """Send a copy of rows to the supervisor, then the rows to the reader: what is read is filed."""
+        """Send a copy of rows to a supervisor with a journal, then the rows to the reader: what is read is filed."""
         rows = self.region(region)[:n_bytes]
-        if not self.plan.tokens:  # tokens come with the answer itself
-            assert self.plan.connection is not None
+        assert self.plan.connection is not None
+        if self.plan.connection.copies and not self.plan.tokens:  # tokens come with the answer itself
             self.send_copy(RowsCopy(*self.plan.key, region, step_id, self.plan.connection.epoch, self._n_copies), rows)
             self._n_copies += 1
         with self._lock:  # a reader that has its answer is the peer

@@ -14,7 +14,6 @@ from scale import (
     Costs,
     Load,
     Model,
-    Router,
     Run,
     Setup,
     accepted_tokens,
@@ -152,10 +151,9 @@ def test_one_supervisor_saturates_and_two_serve_twice_as_much() -> None:
     assert double.tokens_per_s == pytest.approx(2000, rel=0.05)
 
 
-def test_the_router_follows_prefixes_until_a_replica_has_too_much() -> None:
-    router = Router(3, slack=2)
-    prompt = [*range(200)]
-    first = router.choose(prompt, [1, 0, 1])
-    assert first == 1
-    assert router.choose(prompt, [0, 2, 0]) == 1
-    assert router.choose(prompt, [0, 3, 1]) == 0
+def test_conversations_stay_where_their_prefix_is() -> None:
+    load = Load(streams=16, prompt=1000, answer=8, turns=6, think_s=1.0)
+    by_prefix = Setup(cluster=Cluster(n_hosts=1), load=load, costs=FREE, n_replicas=4, n_supervisors=4, slots=64)
+    cached = [Run(each).measure(n_requests=60).cached for each in (by_prefix, replace(by_prefix, by_load=True))]
+    assert cached[0] > 0.6
+    assert cached[1] < 0.7 * cached[0]

@@ -17,7 +17,7 @@ from lucevisor.protocol.transport import Channel
 
 PLANS = [ArenaPlan(0, 4096, 4), ArenaPlan(1, 4096, 4), ArenaPlan(2, 4096, 4, tokens=True)]
 STAGES = [SimpleNamespace(group=name) for name in "abc"]
-PLACEMENT = cast(Placement, SimpleNamespace(arenas=PLANS, stages=STAGES, arena_bytes=1, draft=None))
+PLACEMENT = cast(Placement, SimpleNamespace(arenas=PLANS, stages=STAGES, arena_bytes=1, draft=None, journal_bytes=1))
 
 
 class Sent:
@@ -48,6 +48,14 @@ def test_only_boundaries_of_remote_groups_are_connected_and_the_later_one_connec
     assert fds == []
     opened, _ = boundaries.open("b", PLANS[:2], "b:2")  # its next daemon
     assert opened[1].connection == RowsConnection(4, "c:1")
+
+
+def test_without_a_journal_no_daemon_sends_copies() -> None:
+    placement = SimpleNamespace(arenas=PLANS, stages=STAGES, arena_bytes=1, draft=None, journal_bytes=0)
+    made = Boundaries(cast(Placement, placement), {"c"}, HostMemory())
+    opened, _ = made.open("c", PLANS[1:], "c:1")
+    assert [plan.connection for plan in opened] == [RowsConnection(1, "", copies=False)] * 2
+    made.close()
 
 
 def test_rows_are_taken_of_the_writer_alone_and_handed_on_when_it_is_lost(boundaries: Boundaries) -> None:

@@ -50,11 +50,12 @@ async def serving(
     transport: str = "shared_memory",
     spares: int | None = None,
     recordings: list[Recording] | None = None,
+    settings: Sequence[str] = (),
     **limits: float,
 ) -> AsyncIterator[Service]:
     """A service whose groups are restarted at once, as often as it takes."""
     n_spares = int(case is PLAIN) if spares is None else spares
-    overrides = ["recovery.restart_limit=9999/60s", f"recovery.spares={n_spares}"]
+    overrides = ["recovery.restart_limit=9999/60s", f"recovery.spares={n_spares}", *settings]
     path = config_of(case, tmp_path, n_groups, place)
     overrides += [f"groups.{name}.transport={transport}" for name in load(path, overrides).groups]
     brisk = SupervisionLimits(backoff_min_s=0.02, backoff_max_s=0.02, spare_delay_s=0.02, **limits)  # type: ignore[arg-type]
@@ -158,6 +159,21 @@ async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, 
         assert now.recovery.n_rebuilt > now.recovery.n_recomputed  # nearly always by the lost stages alone
         assert now.running == now.queued == 0
         replay(recordings[0], recordings[0].new_core())
+
+
+@pytest.mark.slow
+async def test_kills_without_a_journal_compute_all_again_and_no_rows_go_to_the_supervisor(tmp_path: Path) -> None:
+    async with serving(PLAIN, tmp_path, 2, transport="tcp", settings=["recovery.journal=0"]) as service:
+        streams = Streams(service, prompts_of(PLAIN, 9))
+        await streams.learn()
+        async with streams.running():
+            await kills(streams, random.Random(2))
+        assert streams.wrong == []
+        assert service.only.engine is not None
+        now = service.only.engine.statistics()
+        assert now.recovery.n_recomputed > 0 == now.recovery.n_rebuilt
+        regions = [(relay, relay.region(i)) for relay in service.only.deployment.buffers.values() for i in (0, 1)]
+        assert not any(any(region) for relay, region in regions if not relay.plan.tokens)
 
 
 GEMMA = Case(CASES["gemma4_e2b-random"].model, "off")

@@ -139,9 +139,11 @@ class Daemon:
         self.broken.append(error)
         self.is_broken.set()
 
-    def open(self, epoch: int, neighbour: Daemon | None = None, plan: ArenaPlan = PLAN) -> TcpBuffer:
+    def open(
+        self, epoch: int, neighbour: Daemon | None = None, plan: ArenaPlan = PLAN, *, copies: bool = True
+    ) -> TcpBuffer:
         address = "" if neighbour is None else neighbour.endpoint.address
-        [self.buffer] = self.endpoint.open([replace(plan, connection=RowsConnection(epoch, address))], [])
+        [self.buffer] = self.endpoint.open([replace(plan, connection=RowsConnection(epoch, address, copies))], [])
         assert isinstance(self.buffer, TcpBuffer)
         return self.buffer
 
@@ -187,6 +189,18 @@ def test_rows_reach_the_reader_and_a_copy_the_supervisor(writer_first: bool) -> 
             assert copied.message == RowsCopy(False, 1, region, step, 1 if writer_first else 2, step - 1)
             assert bytes(copied.payload) == rows
             assert answer.message == StepResult(step, 0)
+
+
+def test_a_supervisor_without_a_journal_gets_no_copy() -> None:
+    with daemons(2) as (writer, reader):
+        reader.open(1)
+        writer.open(2, reader, copies=False)
+        write(writer.buffer, 1, 1, b"rows")
+        assert await_rows(reader.buffer, 1, 1) == b"rows"
+        writer.link.send(StepResult(1, 0))
+        answer = writer.supervisor.receive()
+        assert answer is not None
+        assert answer.message == StepResult(1, 0)
 
 
 def test_who_waits_for_rows_needs_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
