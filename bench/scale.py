@@ -731,7 +731,7 @@ def simulate_prompt(setup: Setup, n_tokens: int) -> float:
 # ---- measured beside simulated
 
 CELL = {
-    "hosts": 2, "stage_s": 4e-3, "row_s": 1e-4, "streams": [1, 4, 8], "answer": 100, "rounds": 3, "chunk": 512,
+    "hosts": 2, "stage_s": 8e-3, "row_s": 1e-4, "streams": [1, 4, 8], "answer": 80, "rounds": 4, "chunk": 512,
     "chunks": 8,
 }  # fmt: skip
 LINKS = (("shared_memory", None), ("tcp", None), ("tcp", 0.1e-3), ("tcp", 1e-3), ("tcp", 10e-3))
