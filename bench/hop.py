@@ -41,7 +41,7 @@ from lucevisor.protocol.frames import encode
 from lucevisor.protocol.loading import ArenaPlan, Load, PoolSizes, RowsConnection
 from lucevisor.protocol.messages import Role
 from lucevisor.protocol.steps import Slice, Step
-from lucevisor.protocol.tcp import LOOPBACK
+from lucevisor.protocol.tcp import LOOPBACK, Credentials
 from lucevisor.protocol.tcp_buffer import RowsEndpoint
 from lucevisor.protocol.transport import BlockingLink, Link
 
@@ -160,7 +160,7 @@ class RawOneWay:
         self.child.end()
 
 
-KEY = bytes(32)
+CREDENTIALS = Credentials(bytes(32))
 
 
 def open_buffers(n_bytes, n_regions, *, tcp, tokens=False):
@@ -170,7 +170,7 @@ def open_buffers(n_bytes, n_regions, *, tcp, tokens=False):
         arenas = [Arena.create(plan) for plan in plans]
         return None, arenas, plans
     supervisor = SimpleNamespace(send=lambda *_, **__: None)  # who wants no copies
-    endpoint = RowsEndpoint(supervisor, Host.address, KEY)
+    endpoint = RowsEndpoint(supervisor, Host.address, CREDENTIALS)
     buffers = endpoint.open([replace(plan, connection=RowsConnection(1)) for plan in plans], [])
     return endpoint, buffers, [replace(plan, connection=RowsConnection(2, endpoint.address)) for plan in plans]
 

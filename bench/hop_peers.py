@@ -15,6 +15,7 @@ from lucevisor.model.values import Backend
 from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Shutdown
 from lucevisor.protocol.steps import Sampled, Step, StepResult
+from lucevisor.protocol.tcp import Credentials
 from lucevisor.protocol.tcp_buffer import RowsEndpoint
 from lucevisor.protocol.transport import BlockingLink
 
@@ -47,7 +48,7 @@ def await_rows(buffer, region, step_id):
 def rows(address, _):
     link = BlockingLink(socket.socket(fileno=int(address)))
     load = greet(link)
-    there, back = RowsEndpoint(link, key=bytes(32)).open(load.message.arenas, load.fds)
+    there, back = RowsEndpoint(link, credentials=Credentials(bytes(32))).open(load.message.arenas, load.fds)
     link.send(Loaded([], {}, 0.0))
     step_id = 1
     while True:
@@ -84,7 +85,7 @@ def greet(link):
 def link(address, _):
     link = BlockingLink(socket.socket(fileno=int(address)))
     load = greet(link)
-    arenas = RowsEndpoint(link, key=bytes(32)).open(load.message.arenas, load.fds)
+    arenas = RowsEndpoint(link, credentials=Credentials(bytes(32))).open(load.message.arenas, load.fds)
     link.send(Loaded([], {}, 0.0))
     while (frame := link.receive()) is not None:
         match frame.message:

@@ -29,7 +29,7 @@ from lucevisor.protocol.errors import LinkClosed, LocalProtocolError
 from lucevisor.protocol.files import FileClient
 from lucevisor.protocol.messages import Failed, StreamKind
 from lucevisor.protocol.process import EXIT_CONFIGURATION, EXIT_FAILED, end_with_parent
-from lucevisor.protocol.tcp import connect
+from lucevisor.protocol.tcp import Credentials, connect, local_address
 from lucevisor.protocol.threads import StartedThread
 from lucevisor.protocol.transport import BlockingLink, inherited_socket
 
@@ -48,19 +48,24 @@ def main(argv: Sequence[str]) -> int:
         os.sched_setaffinity(0, options.cores)  # before torch counts them and starts threads
     try:
         key = b"" if options.secret is None else read_key(options.secret)
+        credentials = Credentials.of(key, *options.tls)
     except ValueError as error:
         print(f"the cluster's secret {error}", file=sys.stderr)
         return EXIT_CONFIGURATION
+    except OSError as error:
+        print(f"the secret, or {' and '.join(options.tls)} for TLS, cannot be used: {error}", file=sys.stderr)
+        return EXIT_CONFIGURATION
     try:
-        sockets = [_open(link, key, Purpose.LINK) for link in options.links]
-        heartbeat_socket = _open(options.heartbeat, key, Purpose.HEARTBEAT)
-        file_sockets = [_open(address, key, Purpose.FILES) for address in options.files]
+        sockets = [_open(link, credentials, Purpose.LINK) for link in options.links]
+        heartbeat_socket = _open(options.heartbeat, credentials, Purpose.HEARTBEAT)
+        file_sockets = [_open(address, credentials, Purpose.FILES) for address in options.files]
+        kind, _, place = options.heartbeat.partition(":")
+        if options.rows and kind == "tcp":
+            options = replace(options, rows=local_address(place.partition("/")[0]))  # others reach it there, too
     except (OSError, AuthenticationError) as error:  # it may pass
         address = options.heartbeat.partition("/")[0]
         print(f"the supervisor cannot be reached at {address}: {error}", file=sys.stderr)
         return EXIT_FAILED
-    if options.rows and sockets[0].family != socket.AF_UNIX:
-        options = replace(options, rows=sockets[0].getsockname()[0])  # by this address others reach this host
     links = [BlockingLink(sock, name=f"{options.group} link") for sock in sockets]
     files = [BlockingLink(sock, stream=StreamKind.FILES, name=f"{options.group} files") for sock in file_sockets]
     heartbeat = BlockingLink(heartbeat_socket, stream=StreamKind.HEARTBEAT, name=f"{options.group} heartbeat")
@@ -70,22 +75,26 @@ def main(argv: Sequence[str]) -> int:
     hooks = {"hang": fault_hooks.hold_interpreter, "mute": reporter.mute, "clock": fault_hooks.shift_clock}
     fault_hooks.listen(hooks)
     try:
-        return _serve_all(links, files, reporter, options, key)
+        return _serve_all(links, files, reporter, options, credentials)
     finally:
         reporter.close()
 
 
-def _open(address: str, key: bytes, purpose: Purpose) -> socket.socket:
+def _open(address: str, credentials: Credentials, purpose: Purpose) -> socket.socket:
     """Return the socket of a link, of a heartbeat or for files.  Raises OSError, AuthenticationError."""
     kind, _, place = address.partition(":")
     if kind == "fd":
         return inherited_socket(int(place))
     address, _, channel = place.partition("/")
-    return connect(address, key, purpose, bytes.fromhex(channel), retry_s=_CONNECT_S)
+    return connect(address, credentials, purpose, bytes.fromhex(channel), retry_s=_CONNECT_S)
 
 
 def _serve_all(
-    links: Sequence[BlockingLink], files: Sequence[BlockingLink], reporter: Reporter, options: Options, key: bytes
+    links: Sequence[BlockingLink],
+    files: Sequence[BlockingLink],
+    reporter: Reporter,
+    options: Options,
+    credentials: Credentials,
 ) -> int:
     """Serve each model on its link, the first in this thread; end all when one ends."""
     lock, codes = ComputeLock(), list[int]()
@@ -93,7 +102,7 @@ def _serve_all(
     def run(model: int) -> None:
         try:
             client = FileClient(files[model]) if files else None
-            codes.append(_import_and_serve(links[model], client, reporter, options, key, lock, model))
+            codes.append(_import_and_serve(links[model], client, reporter, options, credentials, lock, model))
         finally:
             for other in links if len(links) > 1 else ():
                 other.close()
@@ -110,7 +119,7 @@ def _import_and_serve(
     files: FileClient | None,
     reporter: Reporter,
     options: Options,
-    key: bytes,
+    credentials: Credentials,
     lock: ComputeLock,
     model: int,
 ) -> int:
@@ -122,7 +131,7 @@ def _import_and_serve(
         _send(link, Failed("start", options.group, f"import failed: {error}", advice, configuration=True))
         return EXIT_CONFIGURATION
     try:
-        return run_worker(link, files, reporter, options, key, lock, model)
+        return run_worker(link, files, reporter, options, credentials, lock, model)
     except Exception as error:
         traceback.print_exc()
         advice = "see the daemon's log; report it if the same request fails again"

@@ -20,7 +20,7 @@ class Options:
     `links` and `heartbeat` are addresses, with a link for each model.  `threads` 0: torch's choice; `cores` empty: no
     pinning.  `secret`: a descriptor to read the key of TCP connections from; None without such.  `rows`: the address to
     listen at for rows of neighbours; empty where all share memory.  `files`: addresses for files, one for each link
-    over TCP.
+    over TCP.  `tls`: files of a certificate and its key, if connections are encrypted.
     """
 
     group: str
@@ -33,6 +33,7 @@ class Options:
     secret: int | None = None
     rows: str = ""
     files: tuple[str, ...] = ()
+    tls: tuple[str, ...] = ()
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -52,6 +53,7 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument("--secret", required=True, help="descriptor with the key of connections, empty for none")
     parser.add_argument("--rows", required=True, help="address to listen at for rows, empty for none; over TCP its own")
     parser.add_argument("--files", action="append", default=[], help="as --link, once for each link over TCP")
+    parser.add_argument("--tls", action="append", default=[], help="a certificate's file, then its key's")
     given = parser.parse_args(argv)
     return Options(
         group=given.group,
@@ -64,4 +66,5 @@ def parse(argv: Sequence[str]) -> Options:
         secret=int(given.secret) if given.secret else None,
         rows=given.rows,
         files=tuple(given.files),
+        tls=tuple(given.tls),
     )

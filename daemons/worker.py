@@ -42,6 +42,7 @@ from lucevisor.protocol.loading import Hello, Load
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Check, Restore, Save, ScoreWindow, Shutdown, WindowScores
 from lucevisor.protocol.process import EXIT_CONFIGURATION, EXIT_FAILED
 from lucevisor.protocol.steps import CancelPending, DraftStep, PendingCancelled, Reset, ResetDone, Step
+from lucevisor.protocol.tcp import Credentials
 from lucevisor.protocol.tcp_buffer import RowsEndpoint
 from lucevisor.protocol.transport import BlockingLink
 
@@ -55,7 +56,7 @@ def run_worker(
     files: FileClient | None,
     reporter: Reporter,
     options: Options,
-    key: bytes,
+    credentials: Credentials,
     lock: ComputeLock,
     model: int,
 ) -> int:
@@ -67,7 +68,7 @@ def run_worker(
         reporter.phase("start")
         devices.prepare(options.backend, options.threads)
         report = partial(reporter.log, "warning", "connection for rows")
-        endpoint = RowsEndpoint(link, options.rows, key, lambda text: report(reason=text))
+        endpoint = RowsEndpoint(link, options.rows, credentials, lambda text: report(reason=text))
         link.send(hello(options, endpoint.address))
         for device in devices.accelerators(options.backend):
             triton_reject_reason(device, torch.bfloat16)  # imports Triton: half a second that the load need not take

@@ -6,6 +6,7 @@
 
 from lucevisor.config.credentials import ApiKey as ApiKey
 from lucevisor.config.credentials import read_api_keys as read_api_keys
+from lucevisor.config.credentials import read_credentials as read_credentials
 from lucevisor.config.credentials import read_secret as read_secret
 from lucevisor.config.credentials import server_context as server_context
 from lucevisor.config.formats import Auto as Auto

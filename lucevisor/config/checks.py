@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lucevisor.config.credentials import read_api_keys, read_secret, server_context
+from lucevisor.config.credentials import read_api_keys, read_credentials, server_context
 from lucevisor.config.formats import (
     BACKENDS,
     CURVE_POINT,
@@ -33,6 +33,7 @@ from lucevisor.config.sections import (
     REPLICAS,
     SECTIONS,
     VISIBLE_DEVICES,
+    ClusterConfig,
     Config,
     GroupConfig,
     Notice,
@@ -297,12 +298,22 @@ def _check_cluster(pending: PendingConfig) -> None:
         hint = "`lucevisor cluster secret FILE` writes a file, of which every host needs a copy"
         pending.refuse("cluster.secret_file", "", "is empty, and daemons authenticate with it", hint)
     elif secret:
-        try:
-            read_secret(Path(secret))
-        except ConfigError as error:
-            pending.refuse(error.key, error.value, error.why, error.hint)
+        _check_credentials(pending, secret)
     if pending.values.get("cluster.ssh") == ():
         pending.refuse("cluster.ssh", [], "is empty", 'nearest: ["ssh", "-T", "-o", "BatchMode=yes"]')
+
+
+def _check_credentials(pending: PendingConfig, secret: str) -> None:
+    cert, key = (pending.values.get(f"cluster.{name}", "") for name in ("tls_cert_file", "tls_key_file"))
+    if bool(cert) != bool(key):
+        empty, other = ("tls_key_file", "tls_cert_file") if cert else ("tls_cert_file", "tls_key_file")
+        hint = "set both, or none without encryption"
+        pending.refuse(f"cluster.{empty}", "", f"is empty, and cluster.{other} is set", hint)
+        return
+    try:
+        read_credentials(ClusterConfig(secret_file=secret, tls_cert_file=cert, tls_key_file=key))
+    except ConfigError as error:
+        pending.refuse(error.key, error.value, error.why, error.hint)
 
 
 def _check_tls(pending: PendingConfig) -> None:
@@ -385,7 +396,7 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
     if not cache.dir:
         yield "cache.disk", "cache.dir is empty"
     if not config.cluster.listen:
-        for name in ("port", "secret_file", "launcher", "ssh"):
+        for name in ("port", "secret_file", "tls_cert_file", "tls_key_file", "launcher", "ssh"):
             yield f"cluster.{name}", "cluster.listen is empty"
     if all(group.shares_memory for group in config.groups.values()):
         yield "cluster.listen", f"no group has a host: set {GROUPS}.NAME.host"

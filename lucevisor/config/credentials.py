@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from lucevisor.config.sections import ClusterConfig
 from lucevisor.errors import ConfigError
 from lucevisor.protocol.authentication import read_key
+from lucevisor.protocol.tcp import Credentials
 
 if TYPE_CHECKING:
     import ssl  # 10 ms, which commands without TLS need not spend
@@ -65,6 +67,18 @@ def read_secret(path: Path) -> bytes:
     if shared:
         raise ConfigError(setting, str(path), "can be used by other users of this machine", f"chmod 600 {path}")
     return key
+
+
+def read_credentials(cluster: ClusterConfig) -> Credentials:
+    """Return what connections of a cluster are authenticated and encrypted with.  Raises ConfigError."""
+    key = read_secret(Path(cluster.secret_file))
+    try:
+        return Credentials.of(key, cluster.tls_cert_file, cluster.tls_key_file)
+    except (OSError, ValueError) as error:
+        why = f"is no certificate in PEM, or {cluster.tls_key_file} is not its key without a password: {error}"
+        raise ConfigError(
+            "cluster.tls_cert_file", cluster.tls_cert_file, why, "name a certificate and its key"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

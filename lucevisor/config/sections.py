@@ -141,6 +141,11 @@ class ClusterConfig:
     secret_file: Annotated[str, PATH] = ""
     """File with the cluster's secret, for its owner only (mode 0600), which `lucevisor cluster secret FILE` writes. The
     other hosts need a copy at the same path; a path in the home directory is one in that of the user there."""
+    tls_cert_file: Annotated[str, PATH] = ""
+    """Certificate in PEM, of any issuer and for any name: encrypts all connections. The other hosts need copies of it
+    and its key, as of `secret_file`. Empty: they are authenticated, but not encrypted."""
+    tls_key_file: Annotated[str, PATH] = ""
+    """Private key of `tls_cert_file` in PEM, without a password."""
     launcher: Literal["ssh"] = "ssh"
     """How daemons are started on a `host`."""
     ssh: Annotated[tuple[str, ...], WORD] = (

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from lucevisor.protocol.authentication import (
     CHALLENGE_BYTES,
@@ -31,6 +31,9 @@ from lucevisor.protocol.authentication import (
     Purpose,
     ServerHandshake,
 )
+
+if TYPE_CHECKING:
+    from lucevisor.protocol.tls import Tls, TlsStream  # which needs 10 ms
 
 LOOPBACK: Final = "127.0.0.1"
 CONNECT_S: Final = 10.0
@@ -63,8 +66,34 @@ def watch_peer(sock: socket.socket, purpose: Purpose) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * limit_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What both ends of a connection have: the secret, and TLS if that is configured."""
+
+    key: bytes = field(repr=False)
+    tls: Tls | None = None
+
+    @classmethod
+    def of(cls, key: bytes, cert_file: str = "", key_file: str = "") -> Credentials:
+        """Raises OSError, ValueError."""
+        if not cert_file:
+            return cls(key)
+        from lucevisor.protocol.tls import Tls
+
+        return cls(key, Tls(cert_file, key_file))
+
+
+def local_address(address: str) -> str:
+    """Return the own address by which HOST:PORT is reached.  Raises OSError."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, int(port)))  # sends nothing
+        return str(sock.getsockname()[0])
+
+
 def connect(
-    address: str, key: bytes, purpose: Purpose, channel: bytes = NO_CHANNEL, *, retry_s: float = 0.0
+    address: str, credentials: Credentials, purpose: Purpose, channel: bytes = NO_CHANNEL, *, retry_s: float = 0.0
 ) -> socket.socket:
     """Connect to HOST:PORT, and authenticate each other.  ``retry_s``: how long to try again while it is not reached.
 
@@ -73,25 +102,27 @@ def connect(
     give_up_at = time.monotonic() + retry_s
     while True:
         try:
-            return _connect(address, key, purpose, channel)
+            return _connect(address, credentials, purpose, channel)
         except OSError:
             if time.monotonic() > give_up_at:
                 raise
             time.sleep(0.5)
 
 
-def _connect(address: str, key: bytes, purpose: Purpose, channel: bytes) -> socket.socket:
+def _connect(address: str, credentials: Credentials, purpose: Purpose, channel: bytes) -> socket.socket:
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + CONNECT_S
     while True:
         sock = socket.create_connection((host, int(port)), max(0.1, deadline - time.monotonic()))
         try:
-            challenge = _receive(sock, CHALLENGE_BYTES)
+            stream = sock if credentials.tls is None else credentials.tls.connect(sock)
+            challenge = _receive(stream, CHALLENGE_BYTES)
             if challenge or time.monotonic() > deadline:
-                _authenticate(sock, challenge, ClientHandshake(key, purpose, channel))
+                binding = b"" if isinstance(stream, socket.socket) else stream.peer_binding
+                _authenticate(stream, challenge, ClientHandshake(credentials.key, purpose, channel, binding))
                 sock.settimeout(None)
                 watch_peer(sock, purpose)
-                return sock
+                return _for_frames(stream)
         except BaseException:
             sock.close()
             raise
@@ -99,7 +130,15 @@ def _connect(address: str, key: bytes, purpose: Purpose, channel: bytes) -> sock
         time.sleep(0.1)
 
 
-def _authenticate(sock: socket.socket, challenge: bytes, handshake: ClientHandshake) -> None:
+def _for_frames(stream: socket.socket | TlsStream) -> socket.socket:
+    if isinstance(stream, socket.socket):
+        return stream
+    from lucevisor.protocol.tls import relay
+
+    return relay(stream)
+
+
+def _authenticate(sock: socket.socket | TlsStream, challenge: bytes, handshake: ClientHandshake) -> None:
     if len(challenge) < CHALLENGE_BYTES:
         raise ConnectionAbortedError("it closed the connection before a challenge")
     sock.sendall(handshake.respond(challenge))
@@ -109,7 +148,7 @@ def _authenticate(sock: socket.socket, challenge: bytes, handshake: ClientHandsh
     handshake.check(confirmation)
 
 
-def _receive(sock: socket.socket, n_bytes: int) -> bytes:
+def _receive(sock: socket.socket | TlsStream, n_bytes: int) -> bytes:
     """Receive so many bytes; fewer at the end of the stream."""
     data = b""
     with suppress(ConnectionError):
@@ -140,9 +179,10 @@ def measured_path(sock: socket.socket) -> TcpPath:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """An authentic connection, not blocking."""
+    """An authentic connection.  ``tcp`` is what is behind ``sock`` with TLS, else the same."""
 
     sock: socket.socket
+    tcp: socket.socket
     purpose: Purpose
     channel: bytes
 
@@ -152,10 +192,19 @@ class _Pending:
     """A connection that has not authenticated yet."""
 
     sock: socket.socket
+    stream: socket.socket | TlsStream
     host: str
     handshake: ServerHandshake
     deadline: float
     response: bytes = b""
+    is_open: bool = False  # the challenge is sent
+
+    def open(self) -> None:
+        """Send the challenge, with TLS after its handshake.  Raises OSError, BlockingIOError if it is not done yet."""
+        if not isinstance(self.stream, socket.socket):
+            self.stream.handshake()
+        self.stream.send(self.handshake.challenge)
+        self.is_open = True
 
 
 @dataclass(slots=True)
@@ -194,11 +243,11 @@ class Acceptor:
         self,
         host: str,
         port: int,
-        key: bytes,
+        credentials: Credentials,
         expects: Callable[[Purpose, bytes], bool],
         on_refused: Callable[[str], None],
     ) -> None:
-        self._key, self._expects, self._on_refused = key, expects, on_refused
+        self._credentials, self._expects, self._on_refused = credentials, expects, on_refused
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, port), family=family, backlog=MAX_PENDING)
         self._server.setblocking(False)
@@ -276,13 +325,17 @@ class Acceptor:
                 self._epoll.modify(self._server.fileno(), 0)
                 return
             sock.setblocking(False)
-            pending = _Pending(sock, address[0], ServerHandshake(self._key), now + AUTHENTICATE_S)
+            tls = self._credentials.tls
+            handshake = ServerHandshake(self._credentials.key, b"" if tls is None else tls.binding)
+            stream = sock if tls is None else tls.accept(sock)
+            pending = _Pending(sock, stream, address[0], handshake, now + AUTHENTICATE_S)
             n_of_address = sum(other.host == pending.host for other in self._pending.values())
             if len(self._pending) >= MAX_PENDING or n_of_address >= MAX_PENDING_OF_ADDRESS:
                 self._refuse(pending, "too many of its connections have not authenticated", now)
                 continue
             try:
-                sock.send(pending.handshake.challenge)
+                if tls is None:
+                    pending.open()
             except OSError:  # it is gone
                 sock.close()
                 continue
@@ -291,23 +344,21 @@ class Acceptor:
 
     def _advance(self, pending: _Pending, now: float) -> Iterator[Accepted]:
         try:
-            data = pending.sock.recv(RESPONSE_BYTES - len(pending.response))
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        pending.response += data
-        try:
-            if not data:
-                raise AuthenticationError("it went away without a response")
-            pending.handshake.check_start(pending.response)
-            if len(pending.response) < RESPONSE_BYTES:
-                return
+            if not pending.is_open:
+                pending.open()
+            while len(pending.response) < RESPONSE_BYTES:
+                data = pending.stream.recv(RESPONSE_BYTES - len(pending.response))
+                if not data:
+                    raise AuthenticationError("it went away without a response")
+                pending.response += data
+                pending.handshake.check_start(pending.response)
             purpose, channel = pending.handshake.request(pending.response)
             if not self._expects(purpose, channel):
                 raise AuthenticationError(f"nothing expects its connection for {purpose.name.lower()} (any more)")
-            pending.sock.send(pending.handshake.confirm(pending.response))
+            pending.stream.send(pending.handshake.confirm(pending.response))
             watch_peer(pending.sock, purpose)
+        except BlockingIOError:
+            return
         except AuthenticationError as error:
             self._refuse(pending, error.what, now)
         except OSError as error:
@@ -315,7 +366,7 @@ class Acceptor:
         else:
             del self._pending[pending.sock.fileno()]
             self._epoll.unregister(pending.sock.fileno())
-            yield Accepted(pending.sock, purpose, channel)
+            yield Accepted(_for_frames(pending.stream), pending.sock, purpose, channel)
 
     def _refuse(self, pending: _Pending, reason: str, now: float) -> None:
         self._pending.pop(pending.sock.fileno(), None)

@@ -24,7 +24,7 @@ from lucevisor.protocol.errors import ArenaError, LinkClosed, ProtocolError, Rem
 from lucevisor.protocol.loading import ArenaPlan, RowsConnection
 from lucevisor.protocol.messages import MAX_PAYLOAD_BYTES, Message, StreamKind
 from lucevisor.protocol.steps import Attach, Attached, PlacedRows, Rows, RowsCopy
-from lucevisor.protocol.tcp import Accepted, Acceptor, connect
+from lucevisor.protocol.tcp import Accepted, Acceptor, Credentials, connect
 from lucevisor.protocol.threads import StartedThread
 from lucevisor.protocol.transport import BlockingLink, Channel
 
@@ -270,24 +270,25 @@ def _expects_rows(purpose: Purpose, _channel: bytes) -> bool:
 
 class RowsEndpoint:
     """Opens a daemon's boundary memory.  With a ``host``, listens there for neighbours that are loaded later, and that
-    have the ``key``; ``report`` gets what to log, in another thread: who was refused, or answers no more.
+    have the ``credentials``; ``report`` gets what to log, in another thread: who was refused, or answers no more.
     """
 
     def __init__(
         self,
         link: BlockingLink,
         host: str = "",
-        key: bytes = b"",
+        credentials: Credentials | None = None,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.address = ""
         self.on_broken: Callable[[ProtocolError], None] = lambda error: None
-        self._link, self._key, self._report = link, key, report
+        self._link, self._report = link, report
+        self._credentials = credentials or Credentials(b"")
         self._buffers: dict[tuple[bool, int], TcpBuffer] = {}
         self._orders: dict[tuple[bool, int], RowsOrder] = {}
         self._opened = Condition()
         if host:
-            self._acceptor = Acceptor(host, 0, key, _expects_rows, report)
+            self._acceptor = Acceptor(host, 0, self._credentials, _expects_rows, report)
             self.address = self._acceptor.address
             StartedThread("rows", partial(self._acceptor.serve, self._accepted))
 
@@ -354,7 +355,7 @@ class RowsEndpoint:
         Raises ArenaError if it cannot be reached.
         """
         try:
-            sock = connect(plan.address, self._key, Purpose.ROWS)
+            sock = connect(plan.address, self._credentials, Purpose.ROWS)
         except ConnectionError:
             return
         except (OSError, AuthenticationError) as error:

@@ -94,6 +94,7 @@ class AwaitedConnection:
 
     def __init__(self, forget: Callable[[], object]) -> None:
         self.forget = forget
+        self.tcp: socket.socket | None = None  # what is below the socket, when it is there
         self.take: Callable[[socket.socket], None] = lambda sock: sock.close()
 
 
@@ -133,6 +134,7 @@ class Link:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._awaited = sock if isinstance(sock, AwaitedConnection) else None
+        self._tcp: socket.socket | None = None
         self._poll = select.epoll()
         self._connection = Connection(role, stream, name)
         self._name = name
@@ -164,10 +166,10 @@ class Link:
     @property
     def path(self) -> TcpPath | None:
         """What is known of the way to the daemon; None where there is none, or not yet."""
-        if self._awaited is not None or self._closed is not None or self._sock.family == socket.AF_UNIX:
+        if self._tcp is None or self._closed is not None:
             return None
-        with suppress(OSError):
-            return measured_path(self._sock)
+        with suppress(OSError):  # it has ended
+            return measured_path(self._tcp)
         return None
 
     def send(
@@ -285,6 +287,7 @@ class Link:
             budget -= n
 
     def _connected(self, sock: socket.socket) -> None:
+        self._tcp = None if self._awaited is None else self._awaited.tcp
         self._awaited = None
         _prepare(sock, blocking=False)
         self._sock = sock

@@ -93,7 +93,12 @@ def main(stdin: io.BufferedReader) -> None:
     env.update(order["env"])
     env["PYTHONPATH"] = str(code)
     os.set_inheritable(secret, True)
-    command = [sys.executable, *order["arguments"], f"--secret={secret}", f"--parent-pid={os.getpid()}"]
+    command = [
+        sys.executable,
+        *order["arguments"],
+        *(f"--tls={os.path.expanduser(file)}" for file in order["tls_files"]),
+    ]
+    command += [f"--secret={secret}", f"--parent-pid={os.getpid()}"]
     killed = n_oom_kills()
     # As if it were started on the supervisor's host: in its own session, without standard input.
     process = subprocess.Popen(

@@ -7,11 +7,10 @@ import os
 import subprocess
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 
 import structlog
 
-from lucevisor.config import ClusterConfig, Config, GroupConfig, read_secret
+from lucevisor.config import ClusterConfig, Config, GroupConfig, read_credentials
 from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.supervision.child import (
     Child,
@@ -41,14 +40,14 @@ def open_listener(config: Config) -> Listener | None:
         return None
     if not cluster.listen:
         return Listener()
-    key = read_secret(Path(cluster.secret_file))
+    credentials = read_credentials(cluster)
     try:
         try:
-            return Listener(cluster.listen, cluster.port, key)
+            return Listener(cluster.listen, cluster.port, credentials)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or cluster.port == 0:
                 raise
-            listener = Listener(cluster.listen, 0, key)
+            listener = Listener(cluster.listen, 0, credentials)
             _log.warning("the port is in use", port=cluster.port, instead=listener.address)
             return listener
     except OSError as error:
@@ -88,6 +87,8 @@ class Launcher:
         arguments = daemon_arguments(config, threads, rows_host)
         if config.host:
             return self._launch_remote(config, threads, arguments, on_line, on_exit, n_links)
+        if self.listener is not None:
+            arguments += [f"--tls={file}" for file in self._tls_files]
         python = find_python(config.python, {**os.environ, **config.environment()}.get("PATH"))
         directory = self._staging.directory
         env = environment(config, threads, directory).added_to(os.environ)
@@ -119,6 +120,7 @@ class Launcher:
                 "defaults": dict(env.defaults),
                 "env": dict(env.values),
                 "secret_file": portable_path(self._cluster.secret_file),
+                "tls_files": [portable_path(file) for file in self._tls_files],
             }
             stdin = stdin_of(order, self._archive)
             pipe = subprocess.PIPE
@@ -130,6 +132,10 @@ class Launcher:
             return RemoteChild(
                 process, awaited[:n_links], awaited[n_links], on_line, on_exit, awaited[n_links + 1 :], stdin
             )
+
+    @property
+    def _tls_files(self) -> list[str]:
+        return [self._cluster.tls_cert_file, self._cluster.tls_key_file] if self._cluster.tls_cert_file else []
 
     @cached_property
     def _archive(self) -> bytes:

@@ -14,24 +14,25 @@ from functools import partial
 import structlog
 
 from lucevisor.protocol.authentication import CHANNEL_BYTES, Purpose
-from lucevisor.protocol.tcp import LOOPBACK, Acceptor
+from lucevisor.protocol.tcp import LOOPBACK, Acceptor, Credentials
 from lucevisor.protocol.transport import AwaitedConnection
 
 _log = structlog.get_logger("lucevisor.supervision")
 
 
 class Listener:
-    """Listens at ``host`` with the ``key`` of all daemons.  Make it in a running event loop.  Raises OSError.
+    """Listens at ``host`` with the ``credentials`` of all daemons.  Make it in a running event loop.  Raises OSError.
 
     Without arguments: for daemons of this host, with a key made for this start.
     """
 
-    def __init__(self, host: str = LOOPBACK, port: int = 0, key: bytes = b"") -> None:
+    def __init__(self, host: str = LOOPBACK, port: int = 0, credentials: Credentials | None = None) -> None:
         self.host = host
-        self.key = key or secrets.token_hex(32).encode()  # text, as white space at either end is no part of a key
+        # Text, as white space at either end is no part of a key.
+        self.credentials = credentials or Credentials(secrets.token_hex(32).encode())
         self._loop = asyncio.get_running_loop()
         self._awaited: dict[bytes, tuple[Purpose, AwaitedConnection]] = {}  # by channel
-        self._acceptor = Acceptor(host, port, self.key, self._expects, self._on_refused)
+        self._acceptor = Acceptor(host, port, self.credentials, self._expects, self._on_refused)
         self._timer: asyncio.TimerHandle | None = None
         self._loop.add_reader(self._acceptor.fileno(), self._process)
 
@@ -70,7 +71,7 @@ class Listener:
         """Return a pipe from which a child reads the key."""
         reading, writing = os.pipe()
         try:
-            os.write(writing, self.key)
+            os.write(writing, self.credentials.key)
         finally:
             os.close(writing)
         return reading
@@ -81,6 +82,7 @@ class Listener:
     def _process(self) -> None:
         for accepted in self._acceptor.process():
             _, connection = self._awaited.pop(accepted.channel)
+            connection.tcp = accepted.tcp
             connection.take(accepted.sock)
         if self._timer is not None:
             self._timer.cancel()

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.certificates import make_certificate
+
 needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
 )
@@ -60,11 +62,12 @@ class Hosts:
     def secret(self) -> Path:
         return self.folder / "secret"
 
-    def config(self, groups: Sequence[str]) -> str:
+    def config(self, groups: Sequence[str], *, tls: bool = False) -> str:
         """The sections of a cluster, and of one cpu group of each name, on the host of that name if there is one."""
-        return self.spread("".join(f'[groups.{group}]\nbackend = "cpu"\nthreads = 1\n' for group in groups))
+        text = "".join(f'[groups.{group}]\nbackend = "cpu"\nthreads = 1\n' for group in groups)
+        return self.spread(text, tls=tls)
 
-    def spread(self, config: str) -> str:
+    def spread(self, config: str, *, tls: bool = False) -> str:
         """Put each group of a configuration on the host of its name, if there is one, and add the cluster."""
         self.secret.write_text("0123456789abcdef" * 4)
         self.secret.chmod(0o600)
@@ -74,7 +77,11 @@ class Hosts:
         for name in self.names:
             head = f"[groups.{name}]\n"
             config = config.replace(head, f'{head}host = "{name}"\npython = "{sys.executable}"\n')
-        return f'{config}\n[cluster]\nlisten = "{self.listen}"\nsecret_file = "{self.secret}"\nssh = ["{ssh}"]\n'
+        config += f'\n[cluster]\nlisten = "{self.listen}"\nsecret_file = "{self.secret}"\nssh = ["{ssh}"]\n'
+        if tls:
+            cert, key = make_certificate(self.folder)
+            config += f'tls_cert_file = "{cert}"\ntls_key_file = "{key}"\n'
+        return config
 
 
 @contextmanager

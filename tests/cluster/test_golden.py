@@ -21,25 +21,26 @@ def network_of(pid: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "groups", "cuts"),
+    ("name", "groups", "cuts", "tls"),
     [
-        ("llama", ["here", "attic"], [2]),
-        ("qwen35", ["attic", "here", "cellar"], [2, 6]),
-        ("gemma3", ["attic", "cellar"], [3]),
-        slow("gpt_oss", ["attic", "here", "cellar"], [1, 2]),
-        slow("qwen3next", ["here", "attic"], [2]),
-        slow("gemma4_e2b", ["attic", "cellar"], [3]),
-        slow("qwen3moe", ["here", "attic"], [2]),
+        ("llama", ["here", "attic"], [2], False),
+        ("qwen35", ["attic", "here", "cellar"], [2, 6], True),
+        slow("qwen35", ["attic", "here", "cellar"], [2, 6], False),
+        slow("gemma3", ["attic", "cellar"], [3], False),
+        slow("gpt_oss", ["attic", "here", "cellar"], [1, 2], False),
+        slow("qwen3next", ["here", "attic"], [2], False),
+        slow("gemma4_e2b", ["attic", "cellar"], [3], True),
+        slow("qwen3moe", ["here", "attic"], [2], False),
     ],
     ids=str,
 )
 async def test_daemons_on_other_hosts_give_the_golden_numbers(
-    name: str, groups: list[str], cuts: list[int], tmp_path: Path
+    name: str, groups: list[str], cuts: list[int], tls: bool, tmp_path: Path
 ) -> None:
     """Some daemons are here, beside others that share no memory with them; some are neighbours on two other hosts."""
     ranges = [f"{start}-{stop}" for start, stop in pairwise([0, *cuts, model_of(name)[0].n_layers])]
     with hosts("attic", "cellar", folder=tmp_path) as made:
-        text = f'[model]\npath = "{GOLDEN / name / "model.gguf"}"\n{made.config(groups)}'
+        text = f'[model]\npath = "{GOLDEN / name / "model.gguf"}"\n{made.config(groups, tls=tls)}'
         devices = [f"{group}:0" for group in groups]
         text += f"[placement]\ntarget_devices = {devices}\ntarget_layer_split = {ranges}\n{ENGINE.format(32)}"
         config = tmp_path / "box.toml"

@@ -9,6 +9,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -32,24 +33,29 @@ from lucevisor.protocol.tcp import (
     MAX_PENDING_OF_ADDRESS,
     Accepted,
     Acceptor,
+    Credentials,
     Refusals,
     connect,
 )
+from tests.certificates import make_certificate
 from tests.combinations import slow
 from tests.waiting import wait_until
 
 KEY, OTHER = bytes(range(32)), bytes(32)
+OURS, THEIRS = Credentials(KEY), Credentials(OTHER)
 CHANNEL = b"c" * 16
 
 
 class Listening:
     """An acceptor that serves in a thread."""
 
-    def __init__(self, wanted: set[bytes]) -> None:
+    def __init__(self, wanted: set[bytes], credentials: Credentials = OURS) -> None:
         self.accepted: list[Accepted] = []
         self.refused: list[str] = []
         self.wanted = wanted
-        self.acceptor = Acceptor(LOOPBACK, 0, KEY, lambda _, channel: channel in self.wanted, self.refused.append)
+        self.acceptor = Acceptor(
+            LOOPBACK, 0, credentials, lambda _, channel: channel in self.wanted, self.refused.append
+        )
         self.thread = threading.Thread(target=self.acceptor.serve, args=(self.accepted.append,))
         self.thread.start()
 
@@ -65,8 +71,8 @@ class Listening:
 
 
 @contextmanager
-def listening(*wanted: bytes) -> Iterator[Listening]:
-    one = Listening(set(wanted))
+def listening(*wanted: bytes, credentials: Credentials = OURS) -> Iterator[Listening]:
+    one = Listening(set(wanted), credentials)
     try:
         yield one
     finally:
@@ -90,7 +96,7 @@ def receive(sock: socket.socket, n_bytes: int) -> bytes:
 
 def test_both_ends_get_a_connection_for_one_purpose() -> None:
     with listening(CHANNEL) as server:
-        client = connect(server.address, KEY, Purpose.HEARTBEAT, CHANNEL)
+        client = connect(server.address, OURS, Purpose.HEARTBEAT, CHANNEL)
         wait_until(lambda: server.accepted)
         [accepted] = server.accepted
         assert (accepted.purpose, accepted.channel) == (Purpose.HEARTBEAT, CHANNEL)
@@ -106,7 +112,7 @@ def test_both_ends_get_a_connection_for_one_purpose() -> None:
 def test_a_wrong_secret_is_refused_by_the_server_and_an_impostor_by_the_client() -> None:
     with listening(NO_CHANNEL) as server:
         with pytest.raises(AuthenticationError, match="refused this end"):
-            connect(server.address, OTHER, Purpose.ROWS)
+            connect(server.address, THEIRS, Purpose.ROWS)
         wait_until(lambda: server.refused)
         assert "127.0.0.1: it does not have the same secret" in server.refused[0]
         assert not server.accepted
@@ -176,7 +182,7 @@ def test_another_version_is_refused_by_both_ends_with_its_number() -> None:
 def test_an_authentic_connection_that_nothing_awaits_is_refused() -> None:
     with listening(CHANNEL) as server:
         with pytest.raises(AuthenticationError, match="refused this end"):
-            connect(server.address, KEY, Purpose.LINK, b"x" * 16)
+            connect(server.address, OURS, Purpose.LINK, b"x" * 16)
         wait_until(lambda: server.refused)
         assert "nothing expects its connection for link" in server.refused[0]
 
@@ -189,7 +195,7 @@ def test_who_only_waits_is_closed_and_others_get_through(monkeypatch: pytest.Mon
         wait_until(lambda: all(len(sock.recv(100, socket.MSG_PEEK)) == CHALLENGE_BYTES for sock in silent))
         with server.raw() as one_more:
             assert ended(one_more)
-        client = connect(server.address, KEY, Purpose.LINK, CHANNEL)  # as soon as there is room
+        client = connect(server.address, OURS, Purpose.LINK, CHANNEL)  # as soon as there is room
         for sock in silent:
             receive(sock, CHALLENGE_BYTES)
             assert ended(sock)
@@ -200,7 +206,7 @@ def test_who_only_waits_is_closed_and_others_get_through(monkeypatch: pytest.Mon
 
 
 def test_without_descriptors_the_acceptor_waits_and_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    acceptor = Acceptor(LOOPBACK, 0, KEY, lambda *_: True, lambda _: None)
+    acceptor = Acceptor(LOOPBACK, 0, OURS, lambda *_: True, lambda _: None)
     host, _, port = acceptor.address.partition(":")
     with socket.create_connection((host, int(port))) as client:
         real = acceptor._server
@@ -280,9 +286,64 @@ def test_noise_on_the_port_is_refused_in_flat_memory(n_connections: int) -> None
                     while sock.recv(4096):
                         pass
         wait_until(lambda: server.acceptor.refusals.n_refused >= n_connections * 0.99)
-        client = connect(server.address, KEY, Purpose.LINK, CHANNEL)
+        client = connect(server.address, OURS, Purpose.LINK, CHANNEL)
         client.close()
         wait_until(lambda: len(server.accepted) == 1)
         assert psutil.Process().memory_info().rss - before < 8 << 20
         assert len(server.refused) < 20
         assert len(os.listdir("/proc/self/fd")) < 200
+
+
+# ---- TLS
+
+
+@pytest.fixture(scope="module")
+def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
+    return Credentials.of(KEY, *map(str, make_certificate(tmp_path_factory.mktemp("tls"))))
+
+
+def test_over_tls_frames_pass_in_both_directions_and_ends_are_seen(encrypted: Credentials) -> None:
+    data = random.Random(1).randbytes(3 << 20)
+    with listening(CHANNEL, credentials=encrypted) as server:
+        client = connect(server.address, encrypted, Purpose.LINK, CHANNEL)
+        wait_until(lambda: server.accepted)
+        [accepted] = server.accepted
+        assert accepted.tcp.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        for one, other in ((client, accepted.sock), (accepted.sock, client)):
+            sender = threading.Thread(target=one.sendall, args=(data,))
+            sender.start()
+            assert receive(other, len(data)) == data
+            sender.join()
+        client.shutdown(socket.SHUT_RD)  # as a daemon that ends in order: what it still writes arrives
+        accepted.sock.sendall(b"too late")
+        client.sendall(b"last words")
+        assert receive(accepted.sock, 10) == b"last words"
+        client.close()
+        assert ended(accepted.sock)
+        assert not server.refused
+
+
+def test_plain_and_encrypted_ends_refuse_each_other_and_so_does_another_certificate(
+    encrypted: Credentials, tmp_path: Path
+) -> None:
+    with listening(CHANNEL, credentials=encrypted) as server:
+        with server.raw() as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            while not ended(sock):
+                pass
+        wait_until(lambda: server.refused)
+        assert "it went away: [SSL" in server.refused[0]
+    with listening(CHANNEL) as plain, pytest.raises(OSError, match="SSL"):
+        connect(plain.address, encrypted, Purpose.LINK, CHANNEL)
+    # Who relays between two ends shows each a certificate of his own, or none that he can use.
+    impostor = Credentials.of(OTHER, *map(str, make_certificate(tmp_path)))
+    with listening(CHANNEL, credentials=impostor) as relay, pytest.raises(AuthenticationError):
+        connect(relay.address, encrypted, Purpose.LINK, CHANNEL)
+    assert impostor.tls is not None
+    assert encrypted.tls is not None
+    assert impostor.tls.binding != encrypted.tls.binding
+    handshake = ServerHandshake(KEY, encrypted.tls.binding)
+    with pytest.raises(AuthenticationError):
+        handshake.request(
+            ClientHandshake(KEY, Purpose.LINK, CHANNEL, impostor.tls.binding).respond(handshake.challenge)
+        )

@@ -22,12 +22,12 @@ from lucevisor.protocol.loading import ArenaPlan, RowsConnection
 from lucevisor.protocol.messages import Message, Role, StreamKind
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Attach, Attached, PlacedRows, Rows, RowsCopy, StepResult
-from lucevisor.protocol.tcp import LOOPBACK, connect
+from lucevisor.protocol.tcp import LOOPBACK, Credentials, connect
 from lucevisor.protocol.tcp_buffer import RelayBuffer, RowsEndpoint, RowsLink, RowsOrder, TcpBuffer
 from lucevisor.protocol.transport import BlockingLink, Channel
 from tests.waiting import wait_until
 
-KEY = bytes(range(32))
+CREDENTIALS = Credentials(bytes(range(32)))
 N_REGIONS, REGION_BYTES, EPOCH = 3, 100_000, 7
 PLAN = ArenaPlan(1, REGION_BYTES, N_REGIONS)
 WAIT_S = 60.0
@@ -130,7 +130,7 @@ class Daemon:
         for link in (self.supervisor, self.link):
             link._connection.state = LinkState.READY
         self.refused: list[str] = []
-        self.endpoint = RowsEndpoint(self.link, LOOPBACK, KEY, self.refused.append)
+        self.endpoint = RowsEndpoint(self.link, LOOPBACK, CREDENTIALS, self.refused.append)
         self.broken: list[ProtocolError] = []
         self.is_broken = threading.Event()
         self.endpoint.on_broken = self.on_broken
@@ -270,7 +270,7 @@ def test_a_connection_of_an_earlier_epoch_is_refused() -> None:
     with daemons(2) as (writer, reader):
         reader.open(1)
         writer.open(5, reader)
-        link = BlockingLink(connect(reader.endpoint.address, KEY, Purpose.ROWS), stream=StreamKind.ROWS)
+        link = BlockingLink(connect(reader.endpoint.address, CREDENTIALS, Purpose.ROWS), stream=StreamKind.ROWS)
         link.send(Attach(*PLAN.key, 4))
         answer = link.receive()
         assert answer is not None
@@ -308,7 +308,7 @@ def test_foreign_bytes_reach_no_buffer_and_false_rows_break_the_daemon() -> None
         assert not reader.broken
         wait_until(lambda: reader.refused)
         assert "it speaks something else: b'GET / HTTP" in reader.refused[0]
-        link = BlockingLink(connect(reader.endpoint.address, KEY, Purpose.ROWS), stream=StreamKind.ROWS)
+        link = BlockingLink(connect(reader.endpoint.address, CREDENTIALS, Purpose.ROWS), stream=StreamKind.ROWS)
         link.send(Attach(*PLAN.key, 9))
         link.receive()
         link.send(Rows(*PLAN.key, 0, 1, 9, 1), payload=[b"rows"])

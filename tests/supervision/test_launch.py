@@ -136,7 +136,7 @@ def test_a_key_that_is_made_for_a_start_reaches_the_daemon_whole():
     async def main():
         for _ in range(200):
             listener = Listener()
-            assert read_key(listener.key_descriptor()) == listener.key
+            assert read_key(listener.key_descriptor()) == listener.credentials.key
             listener.close()
 
     asyncio.run(main())

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lucevisor.config import ClusterConfig, GroupConfig
+from lucevisor.protocol.tcp import Credentials
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
@@ -55,7 +56,7 @@ async def remote_group(
     if ssh:
         script.write_text(ssh)
         script.chmod(0o700)
-    listener = Listener(key=KEY)
+    listener = Listener(credentials=Credentials(KEY))
     cluster = ClusterConfig(listen="127.0.0.1", secret_file=str(file), ssh=(str(script),))
     launcher = Launcher(stage_tiny(tmp_path), listener, cluster)
     config = GroupConfig(name="left", backend="cpu", host="attic", python=python, env={"TINY": how, **env})
