@@ -29,6 +29,7 @@ COMMANDS = {
     "logits": ("lucevisor.cli.logits", "Run token ids through the pipeline and save logits and hidden states."),
     "bench": ("lucevisor.cli.bench", "Measure prompts and answers a second, also beside llama.cpp."),
     "cluster": ("lucevisor.cli.cluster", "Prepare daemons on other hosts."),
+    "serve-config": ("lucevisor.cli.serve_config", "Write a Ray Serve application of whole services."),
     "cache": ("lucevisor.cli.cache", "List, verify, prune and remove snapshots on disk."),
     "chat": ("lucevisor.cli.chat", "Talk to a running supervisor."),
     "chaos": ("lucevisor.chaos.run", "Inject random faults beside real traffic, and check every answer."),
@@ -58,6 +59,7 @@ EXAMPLES = {
         "lucevisor bench box.toml -p 512,4096 -d 0,16384 -s 1,8 --against llama-bench --against-args '-ngl 99'",
     ),
     "cluster": ("lucevisor cluster secret ~/.config/lucevisor/secret",),
+    "serve-config": ("lucevisor serve-config box.toml --services 1 4 --gpus 2",),
     "cache": ("lucevisor cache ls", "lucevisor cache prune --to 10GiB"),
     "chat": ("lucevisor chat --system 'Answer in one sentence.'",),
     "chaos": ("lucevisor chaos --minutes 20", "lucevisor chaos box.toml --seed 7"),
@@ -75,7 +77,7 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
+        command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command)
         command.epilog = "\n".join(["\b", "Examples:", *(f"  {line}" for line in EXAMPLES[cmd_name])])
         return command
