@@ -158,7 +158,7 @@ class ReplicatedEngine:
 
 
 def _health(engine: Engine) -> Health:
-    if engine.ready:
+    if engine.ready and not engine.invalid:
         return Health.SERVING
     holds = engine.core.recovery.holding and not engine.core.refusal_reason
     return Health.HOLDING if holds and engine.core.state is not EngineState.CLOSED else Health.AWAY

@@ -27,7 +27,7 @@ class Health(StrEnum):
 
     SERVING = auto()  # it computes
     HOLDING = auto()  # requests wait there for a daemon
-    AWAY = auto()  # it refuses requests
+    AWAY = auto()  # it refuses requests, or computes no numbers
 
 
 @dataclass(frozen=True, slots=True)

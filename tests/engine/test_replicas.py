@@ -8,6 +8,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from lucevisor.engine.events import EngineState
 from lucevisor.engine.replicas import ReplicatedEngine
@@ -164,6 +165,21 @@ async def test_a_request_that_no_other_replica_can_take_waits_where_it_is():
     one.attach()
     one.run()
     await check_answers(one, [long], {"long": handle})
+
+
+async def test_a_replica_that_computes_no_numbers_gets_no_request_for_a_while():
+    one, other, engine = pair()
+    handle = engine.submit(request("w", n=5))
+    [daemon] = one.daemons
+    result, payload = daemon.run_one()
+    one.engine.receive(structs.replace(result, invalid=[0]), payload)
+    assert told(await events_of(handle))[1].error.code == "invalid_logits"  # type: ignore[union-attr]
+    for name in "xy":
+        engine.submit(request(name))
+    assert (len(one.engine.core.scheduler.unfinished), len(other.engine.core.scheduler.unfinished)) == (0, 2)
+    one.now = other.now = 11.0
+    engine.submit(request("z"))
+    assert one.engine.core.scheduler.unfinished
 
 
 def test_a_full_replica_is_not_the_end_and_the_first_refusal_is_told():
