@@ -21,7 +21,7 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
+HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "trailer", "transfer-encoding", "upgrade"}
 
 
 def end_with_parent() -> None:
