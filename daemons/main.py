@@ -66,7 +66,8 @@ def main(argv: Sequence[str]) -> int:
         address = options.heartbeat.partition("/")[0]
         print(f"the supervisor cannot be reached at {address}: {error}", file=sys.stderr)
         return EXIT_FAILED
-    links = [BlockingLink(sock, name=f"{options.group} link") for sock in sockets]
+    link_name, numbers_files = f"{options.group} link", bool(options.files)
+    links = [BlockingLink(sock, name=link_name, numbers_files=numbers_files) for sock in sockets]
     files = [BlockingLink(sock, stream=StreamKind.FILES, name=f"{options.group} files") for sock in file_sockets]
     heartbeat = BlockingLink(heartbeat_socket, stream=StreamKind.HEARTBEAT, name=f"{options.group} heartbeat")
     reporter = Reporter(heartbeat, on_lost=_terminate_self)

@@ -20,7 +20,8 @@ class Options:
     `links` and `heartbeat` are addresses, with a link for each model.  `threads` 0: torch's choice; `cores` empty: no
     pinning.  `secret`: a descriptor to read the key of TCP connections from; None without such.  `rows`: the address to
     listen at for rows of neighbours; empty where all share memory.  `files`: addresses for files, one for each link
-    over TCP.  `tls`: files of a certificate and its key, if connections are encrypted.
+    over TCP.  `tls`: files of a certificate and its key, if connections are encrypted.  `cache_dir`: where copies of
+    model files are kept; empty: in the user's cache directory.
     """
 
     group: str
@@ -34,6 +35,7 @@ class Options:
     rows: str = ""
     files: tuple[str, ...] = ()
     tls: tuple[str, ...] = ()
+    cache_dir: str = ""
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -54,6 +56,7 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument("--rows", required=True, help="address to listen at for rows, empty for none; over TCP its own")
     parser.add_argument("--files", action="append", default=[], help="as --link, once for each link over TCP")
     parser.add_argument("--tls", action="append", default=[], help="a certificate's file, then its key's")
+    parser.add_argument("--cache-dir", default="", help="directory for copies of model files")
     given = parser.parse_args(argv)
     return Options(
         group=given.group,
@@ -67,4 +70,5 @@ def parse(argv: Sequence[str]) -> Options:
         rows=given.rows,
         files=tuple(given.files),
         tls=tuple(given.tls),
+        cache_dir=given.cache_dir,
     )

@@ -11,6 +11,7 @@ import platform
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,6 +33,7 @@ from daemons.options import Options
 from daemons.runner import ModelRunner
 from daemons.snapshots.transfers import TransferExecutor
 from daemons.step_output import StepOutput
+from daemons.weights.copies import LocatedLoad, copies_directory, locate
 from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.errors import LinkClosed, ProtocolError
@@ -39,7 +41,16 @@ from lucevisor.protocol.files import ByteFile, FileClient, LocalFile
 from lucevisor.protocol.frames import POSTED, Frame
 from lucevisor.protocol.handshake import source_hash
 from lucevisor.protocol.loading import Hello, Load
-from lucevisor.protocol.messages import PROTOCOL_VERSION, Check, Restore, Save, ScoreWindow, Shutdown, WindowScores
+from lucevisor.protocol.messages import (
+    PROTOCOL_VERSION,
+    Check,
+    Progress,
+    Restore,
+    Save,
+    ScoreWindow,
+    Shutdown,
+    WindowScores,
+)
 from lucevisor.protocol.process import EXIT_CONFIGURATION, EXIT_FAILED
 from lucevisor.protocol.steps import CancelPending, DraftStep, PendingCancelled, Reset, ResetDone, Step
 from lucevisor.protocol.tcp import Credentials
@@ -398,12 +409,20 @@ class _MessageLoop:
         self._reporter.phase("load")
         self._reporter.model = self._model
         try:
-            n_arenas = len(frame.fds) - bool(load.replay) if self._files is None else 0
-            own = replace(frame, fds=frame.fds[n_arenas:])
-            rows = self._files_of(own)[-1] if load.replay else None
-            self._runtime, loaded = ModelRunner.load(
-                load, self._options.backend, frame.fds[:n_arenas], self._reporter, self._endpoint.open, rows
-            )
+            n_files = bool(load.replay) + len(load.offered)
+            n_arenas = len(frame.fds) - n_files if self._files is None else 0
+            sources = self._files_of(replace(frame, fds=frame.fds[n_arenas:]))
+            rows = sources.pop(0) if load.replay else None
+            # First, as a neighbour waits for it that may have what this daemon waits for: the copy of the model.
+            buffers = self._endpoint.open(load.arenas, frame.fds[:n_arenas])
+            located = self._locate(load, sources)
+            try:
+                self._runtime, loaded = ModelRunner.load(
+                    located.load, self._options.backend, (), self._reporter, lambda *_: buffers, rows
+                )
+            finally:
+                located.close()
+            loaded = replace(loaded, identities=located.as_asked(loaded.identities))
             self._transfers = TransferExecutor(
                 self._runtime.state_map(),
                 lambda answer, request_id: self._link.send(answer, request_id=request_id),
@@ -421,6 +440,20 @@ class _MessageLoop:
         self._reporter.memory(self._runtime.free_bytes())
         self._link.send(loaded)
         return None
+
+    def _locate(self, load: Load, sources: Sequence[ByteFile]) -> LocatedLoad:
+        """Find the model's files on this host, or get what is needed of them."""
+        device = next((shard.device for plan in load.stages for shard in plan.shards), 0)
+        stage = load.stages[0].stage if load.stages else -1
+
+        def report(done: int, total: int) -> None:
+            self._reporter.progress(Progress(stage, device, done, total, "receive"))
+
+        def log(event: str, reason: str) -> None:
+            self._reporter.log("warning", event, reason=reason)
+
+        cache = copies_directory(self._options.cache_dir) if load.offered else Path()
+        return locate(load, sources, self._options.backend, cache, report, log)
 
     def _end_transfers(self, reason: str) -> None:
         if self._transfers is not None:

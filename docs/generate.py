@@ -208,7 +208,7 @@ def _descriptors(kind: MessageKind) -> str:
     if kind in (MessageKind.SAVE, MessageKind.RESTORE):
         return "the file's descriptor"
     if kind is MessageKind.LOAD:
-        return "two descriptors per arena, then that of the rows to replay"
+        return "two descriptors per arena, then that of the rows to replay, then those of files"
     return "one descriptor per arena"
 
 

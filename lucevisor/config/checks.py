@@ -400,6 +400,7 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
             yield f"cluster.{name}", "cluster.listen is empty"
     if all(group.shares_memory for group in config.groups.values()):
         yield "cluster.listen", f"no group has a host: set {GROUPS}.NAME.host"
+        yield "cluster.cache_dir", f"no group has a host: set {GROUPS}.NAME.host"
     if draft.kind in ("off", "lookup"):
         for name in ("path", "device", "width") if draft.kind == "off" else ("path", "device"):
             yield f"draft.{name}", f"draft.kind is {draft.kind}"

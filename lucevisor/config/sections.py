@@ -146,6 +146,9 @@ class ClusterConfig:
     and its key, as of `secret_file`. Empty: they are authenticated, but not encrypted."""
     tls_key_file: Annotated[str, PATH] = ""
     """Private key of `tls_cert_file` in PEM, without a password."""
+    cache_dir: Annotated[str, PATH] = ""
+    """Directory on the other hosts for copies of model files that they do not have, as far as their layers need them. A
+    path in the home directory is one in that of the user there. Empty: `~/.cache/lucevisor/models`."""
     launcher: Literal["ssh"] = "ssh"
     """How daemons are started on a `host`."""
     ssh: Annotated[tuple[str, ...], WORD] = (

@@ -28,7 +28,7 @@ from lucevisor.deployment.group_settings import group_threads, spin_s, target_gr
 from lucevisor.deployment.measurements import speeds_for
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.weights import ServedWeights
+from lucevisor.deployment.weights import ServedWeights, open_offered
 from lucevisor.engine.core import FrozenState
 from lucevisor.engine.pipeline import StageFailure
 from lucevisor.engine.request import RequestError
@@ -37,6 +37,7 @@ from lucevisor.errors import LucevisorError
 from lucevisor.kv_transfer.exports import ExportedState
 from lucevisor.kv_transfer.host_memory import HostMemory
 from lucevisor.kv_transfer.transfers import KvTransfer
+from lucevisor.model.gguf_files import OpenFile
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import Dtype
 from lucevisor.placement.devices import with_target_devices
@@ -216,6 +217,7 @@ class Deployment:
         self.config, self._model, self._weights, self._limits, self._owner = config, model, weights, limits, owner
         self._sizes = sizes
         self._remote: Final = {name for name, group in config.groups.items() if not group.shares_memory}
+        self._offered: dict[str, list[OpenFile]] = {}  # by remote group, to be open until its Load is sent
         self.needed: Final = target_groups(config)  # the groups with layers, which serving needs
         self._placing = PlacementBarrier(self.needed, self._place, config.groups.keys() - self.needed)
         self.links: dict[str, Channel] = {}  # of READY groups
@@ -409,7 +411,11 @@ class Deployment:
         assert self._boundaries is not None
         arenas, fds = self._boundaries.open(group, load.arenas, hello.rows_address)
         load = msgspec.structs.replace(order.load, arenas=arenas)
-        return LoadOrder(load, [*fds, *order.fds], self._model.spec.vocabulary)
+        if group in self._remote:
+            offered, self._offered[group] = await asyncio.to_thread(open_offered, load)
+            load = msgspec.structs.replace(load, offered=offered)
+        sources = [file.fileno() for file in self._offered.get(group, ())]
+        return LoadOrder(load, [*fds, *order.fds, *sources], self._model.spec.vocabulary)
 
     async def _draft_files(self, *, alone: bool) -> LoadFiles | None:
         """Return the drafter's files; None when they cannot be used and the daemon has layers to serve."""

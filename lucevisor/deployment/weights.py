@@ -35,10 +35,11 @@ from lucevisor.deployment.served_model import ServedModel
 from lucevisor.errors import LucevisorError
 from lucevisor.model.drafters import open_draft
 from lucevisor.model.fingerprint import fingerprint
-from lucevisor.model.gguf_files import GgufFiles, identity_of, open_model
+from lucevisor.model.gguf_files import GgufFiles, OpenFile, identity_of, open_model
 from lucevisor.model.gguf_header import GgufError, TensorInfo
 from lucevisor.model.values import FileIdentity
 from lucevisor.placement.stages import LoadFiles
+from lucevisor.protocol.loading import Load, OfferedFile
 from lucevisor.snapshots.file_format import DraftModel
 
 BLOCK_BYTES = 64 << 20
@@ -382,6 +383,27 @@ async def _wait_until_stable(files: GgufFiles) -> None:
 
 def _shapes(files: GgufFiles) -> object:
     return {name: (t.kind, t.shape) for name, t in files.tensors.items()}
+
+
+def open_offered(load: Load) -> tuple[list[OfferedFile], list[OpenFile]]:
+    """Open all files that a load names, for a daemon that may not have them.  Raises LucevisorError."""
+    models: list[tuple[Callable[[Sequence[Path]], GgufFiles], Sequence[str], Sequence[FileIdentity]]] = []
+    models.append((open_model, load.files, load.identities))
+    if load.draft is not None:
+        models.append((open_draft, load.draft.files, load.draft.identities))
+    if load.score is not None:
+        models.append((open_model, load.score.files, ()))
+    opened: dict[str, OpenFile] = {}
+    try:
+        for open_files, paths, identities in models:
+            if new := [Path(path) for path in paths if path not in opened]:
+                opened |= {str(part.path): part for part in open_files(new).parts}
+            for path, identity in zip(paths, identities, strict=False):
+                if opened[path].identity != identity:
+                    raise WeightsChangedError(f"{path} was changed a moment ago; {_RELOAD}")
+    except (GgufError, OSError) as error:
+        raise LucevisorError(f"the model's files cannot be read any more: {error}") from error
+    return [OfferedFile(path, part.header_bytes, part.identity) for path, part in opened.items()], [*opened.values()]
 
 
 class ServedWeights:

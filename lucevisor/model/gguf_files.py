@@ -54,6 +54,11 @@ class OpenFile:
         return self._fd
 
     @property
+    def header_bytes(self) -> int:
+        """Bytes of the parsed header, from the file's start."""
+        return self._header_bytes
+
+    @property
     def identity(self) -> FileIdentity:
         """Identity when the file was opened, before its header was read."""
         return identity_of(self._opened, self._header)

@@ -24,6 +24,8 @@ from threading import Condition, Lock
 from typing import Final, NamedTuple, Protocol
 from zlib import crc32
 
+from lucevisor.model.gguf_files import identity_of
+from lucevisor.model.values import FileIdentity
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError, ProtocolError, RemoteProtocolError
 from lucevisor.protocol.loading import Load
 from lucevisor.protocol.messages import (
@@ -46,7 +48,7 @@ WINDOW_BYTES: Final = 16 * MIB
 """Bytes that a daemon has asked for, or sent, without an answer."""
 MAX_CHECKSUM_BYTES: Final = 64 * MIB
 """Bytes of one CHECKSUM."""
-MAX_OPEN: Final = 128
+MAX_OPEN: Final = 192
 """Files that a daemon may have open at once: the parts of a split model, and those of transfers."""
 MAX_VIEWS: Final = 256
 """Of one system call; the kernel takes 1024."""
@@ -151,6 +153,19 @@ class LocalFile:
             rest = _skip(rest, n)
 
 
+class SourceFile(LocalFile):
+    """A file that is not to change while it is read."""
+
+    def __init__(self, fd: int, identity: FileIdentity) -> None:
+        super().__init__(fd)
+        self._identity = identity
+
+    def read(self, views: Sequence[memoryview], offset: int) -> None:
+        super().read(views, offset)
+        if identity_of(os.fstat(self._fd), self._identity.header) != self._identity:
+            raise FileError(offset, "it was changed while it was sent")
+
+
 def _skip(views: list[memoryview], n_bytes: int) -> list[memoryview]:
     """The views without their first ``n_bytes``."""
     for i, view in enumerate(views):
@@ -191,17 +206,21 @@ class Access(NamedTuple):
     writes: Extents = NOTHING
 
 
-def access_of(message: Message) -> Access:
-    """Return what the receiver of a message may do with each file that comes with it."""
+def offered_files(message: Message, fds: Sequence[int]) -> list[tuple[ByteFile, Access]]:
+    """Return the files that come with a message, which own the descriptors, and what its receiver may do with them."""
     match message:
         case Save(tensors=tensors):
-            return Access(writes=Extents((one.offset, one.offset + one.n_bytes) for one in tensors))
+            access = Access(writes=Extents((one.offset, one.offset + one.n_bytes) for one in tensors))
         case Restore(tensors=tensors):
-            return Access(reads=Extents((one.offset, one.offset + one.n_bytes) for one in tensors))
-        case Load():
-            return Access(reads=EVERYTHING)
+            access = Access(reads=Extents((one.offset, one.offset + one.n_bytes) for one in tensors))
+        case Load(offered=offered):
+            n = len(fds) - len(offered)
+            sources = [SourceFile(fd, one.identity) for fd, one in zip(fds[n:], offered, strict=True)]
+            whole = [Access(reads=Extents([(0, one.identity.n_bytes)])) for one in offered]
+            return [*((LocalFile(fd), Access(reads=EVERYTHING)) for fd in fds[:n]), *zip(sources, whole, strict=True)]
         case _:
-            return Access()
+            access = Access()
+    return [(LocalFile(fd), access) for fd in fds]
 
 
 class OpenFiles:
@@ -292,9 +311,8 @@ class FileServer:
                 for fd in copies:
                     os.close(fd)
                 raise
-            access = access_of(message)
-            for fd in copies:
-                self._files.add(LocalFile(fd), access)
+            for file, access in offered_files(message, copies):
+                self._files.add(file, access)
             if self._closed:  # by the daemon's end, which the link will say
                 self._drop_files()
 
@@ -341,7 +359,7 @@ class FileServer:
                     file = self._files.take(frame.message, len(frame.payload), checksum)
                 answer, payload = self._answer(file, frame.message, frame.payload)
                 link.send(answer, payload=payload)
-        except LinkClosed:
+        except (LinkClosed, OSError):  # closed, maybe in another thread while this one sends
             pass
         except ProtocolError as error:
             self._on_broken(error)
@@ -481,7 +499,7 @@ class FileClient:
                 if self._broken:
                     self._requests.fail(self._broken)
                     return asked
-            with suppress(ProtocolError):  # the receiving thread sees the end, too
+            with suppress(ProtocolError, OSError):  # the receiving thread sees the end, too
                 self._link.send(asked.request, payload=payload)
         return asked
 

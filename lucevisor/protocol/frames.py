@@ -56,7 +56,8 @@ HEADER_BYTES = 32
 CHECKED_BYTES = 28  # covered by the header checksum
 KIND_OFFSET = 6
 
-MAX_DESCRIPTORS = 64  # of one frame; the kernel passes at most 253 at once; a pipeline has one arena per boundary
+MAX_DESCRIPTORS = 128
+"""Of one frame; the kernel passes at most 253 at once.  A pipeline has one arena per boundary, a model some parts."""
 
 _DIFFER = "supervisor and daemon differ: restart the group after an upgrade"
 
@@ -221,16 +222,17 @@ def decode(header: Header, metadata: memoryview) -> Message:
         raise RemoteProtocolError("a frame of rows without rows", header.kind.name, "restart the group")
     elif header.kind in WITH_DESCRIPTORS and n_descriptors(message) > MAX_DESCRIPTORS:
         raise RemoteProtocolError(
-            f"its arenas take {n_descriptors(message)}; a frame carries at most {MAX_DESCRIPTORS} descriptors",
-            f"{header.kind.name}.arenas",
-            "use fewer stages",
+            f"it comes with {n_descriptors(message)} descriptors; a frame carries at most {MAX_DESCRIPTORS}",
+            header.kind.name,
+            "use fewer stages, or a model file in fewer parts",
         )
     return message
 
 
 def n_descriptors(message: Message) -> int:
     if isinstance(message, Load):
-        return 2 * sum(arena.connection is None for arena in message.arenas) + bool(message.replay)
+        n_arenas = sum(arena.connection is None for arena in message.arenas)
+        return 2 * n_arenas + bool(message.replay) + len(message.offered)
     if isinstance(message, Check):
         return len(message.arenas)
     return 1 if isinstance(message, Save | Restore) else 0

@@ -249,12 +249,21 @@ class StageReplay(msgspec.Struct, frozen=True):
     first_row: int = 0
 
 
+class OfferedFile(msgspec.Struct, frozen=True):
+    """A file of a model at the supervisor, whose first ``header_bytes`` are its header."""
+
+    path: str
+    header_bytes: int
+    identity: FileIdentity
+
+
 class Load(msgspec.Struct, frozen=True):
     """Load these layers and run them.  ``max_drafts``: the most that a slice verifies; 0: none, here or anywhere.
     ``max_lookup``: those of a sequence that copies alone, if they are more.
 
     ``replay``: what stages are to have computed when they are loaded; the descriptor of the file of rows follows those
-    of the arenas.  Without ``warm_up`` kernels are compiled, and graphs captured, when steps come to need them.
+    of the arenas.  ``offered``: all files that are named here, for a daemon that may not have them; their descriptors
+    come last.  Without ``warm_up`` kernels are compiled, and graphs captured, when steps come to need them.
     """
 
     files: list[str]  # absolute paths of the GGUF parts, in order
@@ -278,6 +287,7 @@ class Load(msgspec.Struct, frozen=True):
     warm_up: bool = True
     deterministic: bool = False  # a row's bits depend on its sequence alone
     spin_s: float = 0.0  # how long a stage polls the doorbell of a step's rows before it sleeps
+    offered: list[OfferedFile] = []
 
 
 class DeviceUse(msgspec.Struct, frozen=True):

@@ -367,7 +367,8 @@ class Link:
 class BlockingLink:
     """Frames over ``sock``, which this object owns.
 
-    One thread at a time receives; any thread may send, a lock keeps frames whole.
+    One thread at a time receives; any thread may send, a lock keeps frames whole.  ``numbers_files``: no descriptor
+    travels; the other end offers those of a frame as files.
     """
 
     def __init__(
@@ -377,12 +378,13 @@ class BlockingLink:
         role: Role = Role.DAEMON,
         stream: StreamKind = StreamKind.LINK,
         name: str = "link",
+        numbers_files: bool = False,
     ) -> None:
         _prepare(sock, blocking=True)
         self.closed_because: LinkClosed | None = None
         self._sock = sock
         self._connection = Connection(role, stream, name)
-        self._connection.numbers_files = sock.family != socket.AF_UNIX
+        self._connection.numbers_files = numbers_files
         self._name = name
         self._frames: deque[Frame] = deque()
         self._send_lock = Lock()

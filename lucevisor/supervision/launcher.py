@@ -85,6 +85,7 @@ class Launcher:
             raise SpawnError(str(error), configuration=True) from error
         rows_host = self.listener.host if self.listener is not None else ""
         arguments = daemon_arguments(config, threads, rows_host)
+        arguments.append(f"--cache-dir={portable_path(self._cluster.cache_dir)}")
         if config.host:
             return self._launch_remote(config, threads, arguments, on_line, on_exit, n_links)
         if self.listener is not None:

@@ -16,6 +16,7 @@ from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
 from lucevisor.protocol import files
+from tests.certificates import make_certificate
 from tests.combinations import slow
 from tests.e2e.service import MODELS, PROMPT, Place, ask, converse, running, snapshots_of, told_of
 from tests.waiting import until
@@ -44,10 +45,19 @@ async def test_state_goes_to_disk_and_back_over_any_transport(name: str, tmp_pat
         assert told.n_computed < sum(told.prompts) / 2
 
 
-async def test_a_restarted_group_has_its_state_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tls", [False, True])
+async def test_a_restarted_group_has_its_state_again(tls: bool, tmp_path: Path) -> None:
     """In an orderly restart, as one that shares memory: nothing is computed again, and no slot is lost."""
     config = Place(MODELS["qwen35"], tmp_path, transport="tcp").config(on=False)
-    async with running(config, tmp_path) as service:
+    overrides = []
+    if tls:
+        secret = tmp_path / "secret"
+        secret.write_text("0123456789abcdef" * 4)
+        secret.chmod(0o600)
+        cert, key = make_certificate(tmp_path)
+        overrides += ["cluster.listen=127.0.0.1", f"cluster.secret_file={secret}"]
+        overrides += [f"cluster.tls_cert_file={cert}", f"cluster.tls_key_file={key}"]
+    async with running(config, tmp_path, overrides) as service:
         assert service.only.engine is not None
         expected, _ = await ask(service, PROMPT, [])
         for group in ("a", "b"):

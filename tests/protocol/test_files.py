@@ -20,7 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from lucevisor.model.values import Dtype
+from lucevisor.model.gguf_files import identity_of
+from lucevisor.model.values import Dtype, FileIdentity
 from lucevisor.protocol import files
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
@@ -38,10 +39,10 @@ from lucevisor.protocol.files import (
     OpenFiles,
     RemoteFile,
     Requests,
-    access_of,
+    offered_files,
 )
 from lucevisor.protocol.frames import encode
-from lucevisor.protocol.loading import Load, PoolSizes
+from lucevisor.protocol.loading import Load, OfferedFile, PoolSizes
 from lucevisor.protocol.messages import (
     FileAnswer,
     FileOperation,
@@ -153,11 +154,18 @@ def test_extents_contain_what_their_bytes_are(ranges: list[tuple[int, int]], off
 
 
 def test_a_daemon_may_do_what_it_was_asked_for() -> None:
+    def access_of(message: Message) -> Access:
+        [(_, access)] = offered_files(message, [-1])
+        return access
+
     save, restore = access_of(save_of((10, 5), (15, 5))), access_of(restore_of((0, 8)))
     assert (save.reads.ranges, save.writes.ranges) == ([], [(10, 20)])
     assert (restore.reads.ranges, restore.writes.ranges) == ([(0, 8)], [])
-    assert access_of(LOAD).reads.contain(2**50, 1)
-    assert not access_of(LOAD).writes.ranges
+    load = replace(LOAD, offered=[OfferedFile("model", 8, FileIdentity(0, 0, 10, 0, 0, ""))])
+    [(_, rows), (_, model)] = offered_files(load, [-1, -1])
+    assert rows.reads.contain(2**50, 1)
+    assert model.reads.ranges == [(0, 10)]
+    assert not rows.writes.ranges + model.writes.ranges
 
 
 ALLOWED = Access(Extents([(0, 100), (200, 300)]), Extents([(0, 50)]))
@@ -362,7 +370,7 @@ def test_a_remote_file_is_as_a_local_one_up_to_where_it_is_cut(
     whole = Access(Extents([(0, N_BYTES)]), Extents([(0, N_BYTES)]))
     with pytest.MonkeyPatch.context() as patch, pair(cut_up, cut_down) as both:
         patch.setattr(files, "CHUNK_BYTES", chunk)
-        patch.setattr(files, "access_of", lambda message: whole)
+        patch.setattr(files, "offered_files", lambda message, fds: [(LocalFile(fd), whole) for fd in fds])
         model = bytearray(content)
         file = both.file(LOAD, fd)
         ended = run_steps(file, model, steps)
@@ -488,4 +496,19 @@ def test_a_chunk_that_is_damaged_on_the_way_breaks_the_connection() -> None:
     assert os.pread(fd, 10, 0) == b"1" * 10
     below.close()
     server.close()
+    os.close(fd)
+
+
+def test_a_source_that_is_written_to_meanwhile_is_not_sent_on() -> None:
+    fd = memfd(b"0123456789")
+    identity = identity_of(os.fstat(fd), "")
+    load = replace(LOAD, offered=[OfferedFile("model", 8, identity)])
+    with pair() as both:
+        file = both.file(load, fd)
+        assert file.checksum(2, 3) == crc32(b"234")
+        wait_until(lambda: os.pwrite(fd, b"x", 0) and identity_of(os.fstat(fd), "") != identity)
+        with pytest.raises(FileError, match="it was changed while it was sent"):
+            file.read([memoryview(bytearray(4))], 3)
+        with pytest.raises(FileError, match="it was changed while it was sent"):
+            file.checksum(2, 3)
     os.close(fd)
