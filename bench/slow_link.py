@@ -23,7 +23,7 @@ from typing import IO
 
 from namespaces import LIBC, delete, inside, ip
 
-NAMESPACE, DEVICE, TABLE = "sca-slow", "slow0", "100"
+NAMESPACE, DEVICE, TABLE = f"sca-slow-{os.getpid()}", "slow0", "100"
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6 = 1, 2, 4
@@ -91,7 +91,6 @@ def relay(tun: int, latency_s: float, bytes_per_s: float, done: int) -> int:
 
 def run(command: Sequence[str], latency_s: float, bytes_per_s: float = 0.0, stdout: IO[str] | None = None) -> int:
     """Run a command behind the link; return its exit status."""
-    delete(NAMESPACE)  # of one that was killed
     try:
         tun = make_link()
         child = subprocess.Popen(["ip", "netns", "exec", NAMESPACE, *command], stdout=stdout)
