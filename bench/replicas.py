@@ -130,8 +130,8 @@ async def measured(status, options, n_replicas, seed):
             if len(replicas) == n_replicas and all(each["ready"] for each in replicas.values()):
                 break
             await asyncio.sleep(0.1)
-        if options.backend != "cpu":  # graphs are captured
-            await tokens_per_s(session, url, options, seed + 500, options.streams * n_replicas)
+        for n_streams in {options.streams, options.streams * n_replicas} if options.backend != "cpu" else ():
+            await tokens_per_s(session, url, options, seed + 500, n_streams)  # graphs are captured
         found = {"tokens/s": await tokens_per_s(session, url, options, seed, options.streams)}
         if n_replicas > 1:
             n_streams = options.streams * n_replicas
