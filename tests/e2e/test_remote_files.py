@@ -4,8 +4,10 @@ and another transport, and nothing wrong when either side is killed on the way.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -124,3 +126,28 @@ async def test_a_daemon_killed_while_it_restores_costs_the_prefix_only(
         assert set(before) <= set(place.files())
         answer, _ = await ask(service, [*PROMPT, *expected, 7], [])
         assert answer
+
+
+@pytest.mark.parametrize(("what", "n"), [("write", 5), ("read", 5)])
+async def test_a_supervisor_killed_while_its_daemons_save_or_restore_leaves_nothing_wrong(
+    what: str, n: int, tmp_path: Path
+) -> None:
+    place = Place(MODELS["qwen35"], tmp_path, transport="tcp")
+    expected: list[int] = []
+    if what == "read":
+        async with running(place.config(), tmp_path) as service:
+            expected, _ = await ask(service, PROMPT, [])
+            await snapshots_of(service).save_all(60.0)
+    before = place.files()
+    arguments = [str(place.config()), str(tmp_path), what, str(n)]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.e2e.killed_supervisor", *arguments)
+    assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGKILL
+    assert place.files() == before
+    assert len(list(place.snapshots.glob("*.partial"))) == (what == "write")
+    async with running(place.config(), tmp_path) as service:
+        await until(lambda: snapshots_of(service).store is not None)
+        assert not list(place.snapshots.glob("*.partial"))
+        answer, finished = await ask(service, PROMPT, [])
+        assert (finished.usage.cached_tokens > 200) == (what == "read")
+        assert answer == (expected or answer)
+        assert (await ask(service, PROMPT, []))[0] == answer
