@@ -58,6 +58,7 @@ from lucevisor.supervision.child import stage_packages
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.launcher import Launcher, open_listener
+from lucevisor.supervision.listener import Listener
 from lucevisor.supervision.machine import SupervisionLimits
 
 
@@ -448,8 +449,7 @@ class Service:
             staging = stage_packages(run_dir)
         except OSError as error:
             raise unusable(run_dir, error) from error
-        self.listener: Final = open_listener(config)  # of daemons without socketpairs
-        self._launcher = Launcher(staging, self.listener, config.cluster)
+        self._launcher = Launcher(staging, open_listener(config), config.cluster)
         self._limits = limits or SupervisionLimits()
         self._deployments: list[Deployment] = []  # those with processes
         self.replicated = ReplicatedEngine([*config.replicas]) if config.replicas else None
@@ -487,6 +487,11 @@ class Service:
         self._deployments += deployments
 
     # ---- the models together
+
+    @property
+    def listener(self) -> Listener | None:
+        """Where daemons connect that have no socketpair; None while all have one."""
+        return self._launcher.listener
 
     @property
     def only(self) -> ModelService:
@@ -548,6 +553,7 @@ class Service:
 
     def deploy(self, service: ModelService, config: Config) -> Deployment:
         """Make a deployment to succeed that of a model, with groups of its own; it does not serve yet."""
+        self._launcher.listener = self._launcher.listener or open_listener(config)
         deployment = service.make_deployment(config, self._restart_limits(config), service.deployment)
         for name in config.groups:
             self.restart_reasons.setdefault(name, Counter())

@@ -429,6 +429,7 @@ def spawn(
     thread.
     """
     require_main_thread()
+    assert listener is not None or not tcp
     # Open here, inherited ends would hide that the child has closed its own.
     with ExitStack() as inherited, starting_process() as on_failure:
         ours, addresses, fds = _open_channels(n_links, inherited, on_failure, listener if tcp else None)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
-from lucevisor.config import ClusterConfig, GroupConfig
-from lucevisor.protocol.tcp import Credentials
+from lucevisor.config import ClusterConfig, GroupConfig, load
+from lucevisor.errors import ConfigError
+from lucevisor.protocol.authentication import AuthenticationError, Purpose
+from lucevisor.protocol.tcp import Credentials, connect
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.launcher import Launcher
+from lucevisor.supervision.launcher import Launcher, open_listener
 from lucevisor.supervision.listener import Listener
 from lucevisor.supervision.remote import portable_path
 from tests.supervision.real_groups import FAST, Owner, brisk, environment_of, ready, runs, stage_tiny
@@ -166,3 +171,57 @@ async def test_what_is_wrong_there_is_said_here(
 def test_a_path_at_home_is_one_at_the_home_there() -> None:
     assert portable_path(str(Path.home() / "x" / "secret")) == "~/x/secret"
     assert portable_path("/etc/lucevisor/secret") == "/etc/lucevisor/secret"
+
+
+async def test_attacks_on_the_port_disturb_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise, a wrong secret, silence, and a stranger who has the secret but no channel."""
+    async with remote_group(tmp_path, monkeypatch) as group:
+        await group.start()
+        await ready(group)
+        listener = group._launcher.listener
+        assert listener is not None
+        host, _, port = listener.address.partition(":")
+        silent = [socket.create_connection((host, int(port))) for _ in range(5)]
+        with capture_logs() as logs:
+            for i in range(200):
+                with socket.create_connection((host, int(port))) as noise, suppress(OSError):
+                    noise.sendall(os.urandom(i))
+                await asyncio.sleep(0)
+            for credentials in (Credentials(b"other" * 10), Credentials(KEY)):
+                with pytest.raises(AuthenticationError):
+                    await asyncio.to_thread(connect, listener.address, credentials, Purpose.LINK)
+            await until(lambda: listener.n_refused >= 195)
+        refused = [entry for entry in logs if entry["event"] == "connection refused"]
+        assert len(refused) == 1
+        assert "127.0.0.1" in refused[0]["reason"]
+        for sock in silent:
+            sock.close()
+        assert (group.state, group.restarts) == (State.READY, 0)
+        os.kill(pid_there(group), signal.SIGKILL)  # its successor gets in
+        await until(lambda: group.restarts == 1)
+        await ready(group)
+
+
+async def test_a_port_that_is_in_use_is_replaced_and_an_address_of_no_interface_refused(tmp_path: Path) -> None:
+    """The supervisor that is taken over from still has the port; without a cluster there is none."""
+    secret, file = tmp_path / "secret", tmp_path / "box.toml"
+    secret.write_bytes(KEY)
+    secret.chmod(0o600)
+    box = "[model]\npath = 'm.gguf'\n[groups.left]\nbackend = 'cpu'\n"
+    file.write_text(box)
+    assert open_listener(load(file)) is None
+    cluster = f"[cluster]\nlisten = '127.0.0.1'\nsecret_file = '{secret}'\n"
+    file.write_text(f"{box}host = 'attic'\n{cluster}")
+    first = open_listener(load(file))
+    assert first is not None
+    port = first.address.rpartition(":")[2]
+    with capture_logs() as logs:
+        second = open_listener(load(file, [f"cluster.port={port}"]))
+    assert second is not None
+    assert second.address != first.address
+    assert [entry["event"] for entry in logs] == ["the port is in use"]
+    for listener in (first, second):
+        listener.close()
+        listener.close()
+    with pytest.raises(ConfigError, match="cannot be listened on"):
+        open_listener(load(file, ["cluster.listen=192.0.2.1"]))
