@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,30 @@ async def test_a_supervisor_killed_while_its_daemons_save_or_restore_leaves_noth
         assert (finished.usage.cached_tokens > 200) == (what == "read")
         assert answer == (expected or answer)
         assert (await ask(service, PROMPT, []))[0] == answer
+
+
+@pytest.mark.parametrize("what", ["write", "read"])
+async def test_steps_go_on_while_a_disk_hangs(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(MODELS["qwen35"], tmp_path, transport="tcp")
+    real, begun, held = getattr(files.LocalFile, what), threading.Event(), threading.Event()
+
+    def call(self: files.LocalFile, views: Sequence[memoryview], offset: int) -> None:
+        begun.set()
+        assert held.wait(60)
+        real(self, views, offset)
+
+    if what == "read":
+        async with running(place.config(), tmp_path) as service:
+            await ask(service, PROMPT, [])
+            await snapshots_of(service).save_all(60.0)
+    async with running(place.config(), tmp_path) as service:
+        await until(lambda: snapshots_of(service).store is not None)
+        monkeypatch.setattr(files.LocalFile, what, call)
+        asking = asyncio.create_task(ask(service, PROMPT, []))
+        await until(begun.is_set)
+        answer, _ = await asyncio.wait_for(ask(service, [9, 8, 7], [], 30), 30)
+        assert len(answer) == 30
+        held.set()
+        _, finished = await asking
+        await until(lambda: told_of(service)["saved" if what == "write" else "restored"] > 0)
+        assert (finished.usage.cached_tokens > 200) == (what == "read")
