@@ -38,6 +38,11 @@ class ComputeLock:
             else:
                 self._taken = False
 
+    @property
+    def taken(self) -> bool:
+        """True if a thread has it."""
+        return self._taken
+
     def __enter__(self) -> None:
         self.acquire()
 

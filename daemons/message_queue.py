@@ -41,7 +41,8 @@ class MessageQueue:
         lock: ComputeLock | None = None,
     ) -> None:
         self._link, self._place = link, place
-        self._released = (lock or ComputeLock()).released
+        self._lock = lock or ComputeLock()
+        self._released = self._lock.released
         self._waiting: deque[Frame] = deque()  # received while a step waited for something
         self._masks: dict[int, tuple[Masks, memoryview]] = {}  # by step id
         self.spin_s = 0.0
@@ -118,8 +119,10 @@ class MessageQueue:
                 poll.register(fd, select.POLLIN)
             with self._released:
                 ready = {fd for fd, _ in poll.poll(timeout_ms)}
-            if ready - {link}:
-                rows.drain()
+                if ready - {link}:
+                    rows.drain()
+                if self._lock.taken:  # by another model's step: the rest is received while this thread waits for it
+                    rows.awaited(False)
             if link not in ready:
                 return
         frame = self._link.receive()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from daemons.compute_lock import ComputeLock
 from daemons.errors import StateError
 from daemons.message_queue import MessageQueue, StepCancelled
 from lucevisor.protocol.arena import Arena
@@ -17,6 +18,7 @@ from lucevisor.protocol.messages import Message, Role, Shutdown
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import CancelPending, DraftStep, Masks, Reset, Slice, Step
 from lucevisor.protocol.transport import BlockingLink
+from tests.waiting import wait_until
 
 MASKED = [Slice(0, 9, [1], True, masked=True), Slice(1, 4, [1, 2, 3], True, n_drafts=2, masked=True)]
 
@@ -64,6 +66,34 @@ def test_bells_of_other_steps_and_regions_do_not(ends: Ends) -> None:
     timer = ends.later(ends.before.ring, 1, 7, 0)
     ends.await_rows(1, 7)
     timer.join()
+
+
+def test_rows_are_taken_while_another_model_computes(ends: Ends) -> None:
+    lock, received = ComputeLock(), list[str]()
+
+    class Rows(Arena):
+        def drain(self) -> None:
+            received.append("rows")
+            super().drain()
+
+        def awaited(self, here: bool) -> None:
+            received.append("here" if here else "elsewhere")
+
+    rows = Rows.attach(os.dup(ends.before.fd), ends.before.plan, os.dup(ends.before.wake_fd))
+    queue = MessageQueue(ends.daemon, lock=lock)
+
+    def wait() -> None:
+        with lock:
+            queue.await_rows(rows, 0, 7, posted=True)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    wait_until(lambda: received == ["here"] and not lock.taken)
+    with lock:
+        ends.before.ring(0, 7, 0)
+        wait_until(lambda: received == ["here", "rows", "elsewhere"])
+    waiting.join()
+    rows.close()
 
 
 def test_frames_that_come_meanwhile_keep_their_order_and_masks_are_set_aside(ends: Ends) -> None:
