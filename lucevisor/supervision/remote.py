@@ -22,13 +22,15 @@ from typing import Any, Final
 
 from lucevisor.config import ClusterConfig, GroupConfig
 from lucevisor.protocol.transport import AwaitedConnection
-from lucevisor.supervision.child import Child, ProcessEnd, StagedPackages, failure_cause
+from lucevisor.supervision.child import Child, ProcessEnd, StagedPackages, explain_kill, failure_cause
 from lucevisor.supervision.events import ProcessSignal
 
 BOOTSTRAP: Final = "import sys; stdin = sys.stdin.buffer; exec(stdin.read(int(stdin.readline())))"
 RELAY_S: Final = 2.0
 """Time that an order to kill has to reach the daemon, before its launcher is killed."""
 
+OUT_OF_MEMORY: Final = "the kernel was out of memory and killed it"
+"""Printed by the bootstrap."""
 _ORDERS: Final = {ProcessSignal.STACKS: b"s", ProcessSignal.TERMINATE: b"t", ProcessSignal.KILL: b"k"}
 
 
@@ -120,5 +122,9 @@ class RemoteChild(Child):
         """The bootstrap exits with 128 + N where the daemon ended by signal N."""
         if code is not None and 128 < code < 128 + signal.NSIG:
             number, code = code - 128, None
-        hint = "" if self._killed or code == 0 else failure_cause(self.lines["stderr"].kept)
-        return ProcessEnd(code, number, hint)
+        if self._killed or code == 0:
+            return ProcessEnd(code, number, "")
+        lines = self.lines["stderr"].kept
+        if number == signal.SIGKILL:  # of which the daemon had no time to say anything
+            return ProcessEnd(code, number, OUT_OF_MEMORY if OUT_OF_MEMORY in lines else explain_kill(None, None))
+        return ProcessEnd(code, number, failure_cause(lines))

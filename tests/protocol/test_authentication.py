@@ -36,6 +36,7 @@ from lucevisor.protocol.tcp import (
     Credentials,
     Refusals,
     connect,
+    local_address,
 )
 from tests.certificates import make_certificate
 from tests.combinations import slow
@@ -107,6 +108,22 @@ def test_both_ends_get_a_connection_for_one_purpose() -> None:
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 8000
         client.close()
+
+
+def test_addresses_of_ipv6() -> None:
+    accepted: list[Accepted] = []
+    try:
+        acceptor = Acceptor("::1", 0, OURS, lambda *_: True, lambda _: None)
+    except OSError as error:
+        pytest.skip(f"no loopback interface with IPv6: {error}")
+    thread = threading.Thread(target=acceptor.serve, args=(accepted.append,))
+    thread.start()
+    assert local_address(acceptor.address) == "::1"
+    connect(acceptor.address, OURS, Purpose.ROWS).close()
+    wait_until(lambda: accepted)
+    accepted[0].sock.close()
+    acceptor.stop()
+    thread.join(20)
 
 
 def test_a_wrong_secret_is_refused_by_the_server_and_an_impostor_by_the_client() -> None:

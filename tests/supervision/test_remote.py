@@ -71,6 +71,7 @@ async def remote_group(
     finally:
         await group.stop(deadline_s=0.0)
         listener.close()
+        assert not listener._awaited
 
 
 def pid_there(group: GroupSupervisor) -> int:
@@ -108,7 +109,7 @@ async def test_stacks_and_exits_come_back(tmp_path: Path, monkeypatch: pytest.Mo
         await ready(group)
         os.kill(pid_there(group), signal.SIGKILL)
         await until(lambda: group.restarts == 2)
-        assert "signal 9 (SIGKILL)" in group.reason
+        assert "signal 9 (SIGKILL): the supervisor did not send it" in group.reason
         await ready(group)
         launcher, daemon = group.pid, pid_there(group)
         assert launcher is not None
