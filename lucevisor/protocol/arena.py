@@ -92,11 +92,12 @@ def arena_bytes(plan: ArenaPlan) -> int:
     """Size of the shared memory of ``plan``.  ArenaError for an invalid plan."""
     n_bytes = stride_bytes(plan) * plan.n_regions + PAGE_BYTES
     if plan.region_bytes < 1 or not 1 <= plan.n_regions <= MAX_REGIONS or n_bytes > MAX_ARENA_BYTES:
+        fewer = f"use fewer groups: a pipeline has {MAX_REGIONS // 2} stages at most"
         raise ArenaError(
             f"{plan.n_regions} regions of {plan.region_bytes} bytes: not 1 to {MAX_REGIONS} regions, "
             f"or not 1 to {MAX_ARENA_BYTES} bytes in total",
             _where(plan),
-            "lower engine.prefill_chunk",
+            fewer if plan.n_regions > MAX_REGIONS else "lower engine.prefill_chunk",
         )
     return n_bytes
 

@@ -11,7 +11,7 @@ import pytest
 
 from lucevisor.protocol.arena import PAGE_BYTES, SEALS, Arena, arena_bytes
 from lucevisor.protocol.errors import ArenaError
-from lucevisor.protocol.loading import ArenaPlan
+from lucevisor.protocol.loading import ArenaPlan, arena_regions
 
 PLAN = ArenaPlan(boundary=1, region_bytes=5000, n_regions=3)
 
@@ -38,6 +38,13 @@ def test_invalid_plans_are_rejected(plan):
     fd = memfd(4096)
     with pytest.raises(ArenaError, match="bytes in total"):
         Arena.attach(fd, plan)
+
+
+def test_a_pipeline_has_32_stages_at_most() -> None:
+    assert arena_bytes(ArenaPlan(0, 4096, arena_regions(32))) > 0
+    with pytest.raises(ArenaError, match="66 regions") as caught:
+        arena_bytes(ArenaPlan(0, 4096, arena_regions(33)))
+    assert caught.value.advice == "use fewer groups: a pipeline has 32 stages at most"
 
 
 @pytest.mark.parametrize("missing", [SEALS, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL])
