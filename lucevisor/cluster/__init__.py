@@ -1,0 +1,1 @@
+"""Groups on other hosts."""

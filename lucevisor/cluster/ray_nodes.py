@@ -1,0 +1,212 @@
+"""Connection to a Ray cluster, its nodes, and the choice of one for a command.
+
+A place is written as `ADDRESS`, as resources that a node must have free (`GPU=1,amd=1`), or as both
+(`ADDRESS,GPU=1`). Resources are reserved in a placement group of one bundle until the command ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NAMESPACE = "lucevisor"
+"""Namespace of the actors, where `lucevisor cluster status` finds them."""
+
+INSTALL = "install it beside lucevisor: `pip install 'lucevisor[ray]'`"
+_CONNECTED_S = 2.0
+_DESCRIBED_S = 5.0
+_OF_NODE = 0.001  # of the resource `node:ADDRESS`, of which every node has 1
+
+
+class RayError(Exception):
+    """What failed, in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a command is to run: a node, by address or name, resources, or both."""
+
+    host: str
+    resources: Mapping[str, float]
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """Read `ADDRESS`, `NAME=AMOUNT,...`, or both. Raises RayError."""
+        hosts, resources = [], {}
+        for part in text.split(","):
+            name, equals, amount = part.strip().partition("=")
+            if not equals:
+                hosts.append(name)
+                continue
+            try:
+                resources[name] = float(amount)
+            except ValueError:
+                resources[name] = -1.0
+            if not name or not resources[name] > 0:
+                raise RayError(f"host {text!r}: {part.strip()!r} is no resource; write NAME=AMOUNT, as in GPU=1")
+        if len(hosts) > 1 or "" in hosts:
+            raise RayError(f"host {text!r} names no single node; write an address, resources (GPU=1,amd=1) or both")
+        return cls(hosts[0] if hosts else "", resources)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node that Ray counts as alive."""
+
+    id: str
+    address: str
+    port: int
+    names: tuple[str, ...]
+    resources: Mapping[str, float]
+
+    @property
+    def raylet(self) -> str:
+        return f"{self.address}:{self.port}"
+
+
+def import_ray() -> Any:
+    """Return the package ray. Raises RayError."""
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # or Ray would send the working directory to the nodes
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or it warns
+    try:
+        import ray
+    except ImportError as error:
+        raise RayError(f"the package ray is not installed ({error}); {INSTALL}") from error
+    return ray
+
+
+def connect(address: str) -> Any:
+    """Return the package ray, connected as a driver to the node of this host. Raises RayError.
+
+    With "auto" it takes minutes to fail where a cluster that Ray remembers is gone.
+    """
+    ray = import_ray()
+    if address.startswith("ray://"):
+        raise RayError(f"{address!r} is Ray's client protocol; join this host to the cluster, and name HEAD:PORT")
+    if address != "auto" and not accepts_connections(address):
+        raise RayError(f"no Ray cluster answers at {address!r}; `lucevisor cluster start` starts one")
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            configure_logging=False,
+            logging_level="CRITICAL",
+        )
+    except Exception as error:
+        raise RayError(f"cannot connect to the Ray cluster at {address!r}: {one_line(error)}") from error
+    return ray
+
+
+def accepts_connections(address: str) -> bool:
+    """True if a part of Ray answers at HOST:PORT. Ray itself counts one as alive for up to a minute after its end."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECTED_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def alive_nodes(ray: Any) -> list[Node]:
+    """Return the nodes that Ray counts as alive, ordered by address."""
+    nodes = [
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["NodeManagerPort"],
+            (node["NodeManagerHostname"], node["NodeName"]),
+            node["Resources"],
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: (node.address, node.id))
+
+
+def running_commands(ray: Any) -> dict[str, list[tuple[str, int]]]:
+    """Return name and process id of the commands that run, by the id of their node; those that do not answer are left
+    out.
+    """
+    from ray.util import list_named_actors
+
+    names = [one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
+    found: dict[str, list[tuple[str, int]]] = {}
+    for name in sorted(names):
+        with contextlib.suppress(Exception):  # it has just ended, or its node hangs
+            node, pid = ray.get(ray.get_actor(name).describe.remote(), timeout=_DESCRIBED_S)
+            found.setdefault(node, []).append((name.rpartition(" ")[0], pid))
+    return found
+
+
+def find_node(nodes: Sequence[Node], host: str) -> Node:
+    """Return the node with this address, name or id. Raises RayError."""
+    candidates = [node for node in nodes if host in (node.address, node.id)]
+    candidates = candidates or [node for node in nodes if host in node.names]
+    if not candidates:
+        candidates = _resolved(nodes, host)
+    if not candidates:
+        known = ", ".join(f"{node.address} ({node.names[0]})" for node in nodes)
+        raise RayError(f"no node of the Ray cluster is {host!r}; it has {known}; start Ray there: `ray start`")
+    if len({node.address for node in candidates}) > 1:
+        raise RayError(
+            f"{host!r} names {len(candidates)} nodes of the Ray cluster: name one by its address: "
+            + ", ".join(node.address for node in candidates)
+        )
+    # After a restart, the former node of the same address is in the list until Ray misses it.
+    found = next((node for node in candidates if accepts_connections(node.raylet)), None)
+    if found is None:
+        raise RayError(f"Ray's node {host} does not answer at {candidates[0].raylet}")
+    return found
+
+
+def _resolved(nodes: Sequence[Node], host: str) -> list[Node]:
+    try:
+        addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    except OSError:
+        return []
+    return [node for node in nodes if node.address in addresses]
+
+
+def actor_options(ray: Any, place: Place, timeout_s: float) -> dict[str, Any]:
+    """Return Ray's options that put an actor on the place; resources are reserved before. Raises RayError."""
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+    nodes = alive_nodes(ray)
+    node = find_node(nodes, place.host) if place.host else None
+    if not place.resources:
+        assert node is not None
+        return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)}
+    bundle = dict(place.resources)
+    if node is not None:
+        bundle[f"node:{node.address}"] = _OF_NODE
+    group = placement_group([bundle], strategy="STRICT_PACK")
+    if not group.wait(timeout_s):
+        wanted = ", ".join(f"{name}={amount:g}" for name, amount in place.resources.items())
+        have = "; ".join(f"{node.address}: {describe_resources(node)}" for node in nodes)
+        where = f"node {place.host}" if place.host else "no node of the Ray cluster"
+        verb = "has not" if place.host else "has"
+        raise RayError(f"{where} {verb} {wanted} free within {timeout_s:g} s; nodes have in all: {have}")
+    options: dict[str, Any] = {"num_cpus": bundle.pop("CPU", 0), "num_gpus": bundle.pop("GPU", 0)}
+    if "memory" in bundle:
+        options["memory"] = bundle.pop("memory")
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    return options | {"resources": bundle, "scheduling_strategy": strategy}
+
+
+def describe_resources(node: Node) -> str:
+    """Return what groups may ask of a node, as they write it."""
+    own = {name: amount for name, amount in node.resources.items() if not name.startswith("node:")}
+    for name in ("memory", "object_store_memory"):
+        own.pop(name, None)
+    return ",".join(f"{name}={amount:g}" for name, amount in sorted(own.items())) or "nothing"
+
+
+def one_line(error: BaseException) -> str:
+    """Return the first line of Ray's message, which may be followed by many."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
