@@ -58,7 +58,12 @@ EXAMPLES = {
         "lucevisor bench etc/demo.toml",
         "lucevisor bench box.toml -p 512,4096 -d 0,16384 -s 1,8 --against llama-bench --against-args '-ngl 99'",
     ),
-    "cluster": ("lucevisor cluster secret ~/.config/lucevisor/secret",),
+    "cluster": (
+        "lucevisor cluster secret ~/.config/lucevisor/secret",
+        "lucevisor cluster start --address 10.0.0.1",
+        "lucevisor cluster join 10.0.0.1:6379 --address 10.0.0.2 --resource amd=1",
+        "lucevisor cluster status",
+    ),
     "serve-config": ("lucevisor serve-config box.toml --services 1 4 --gpus 2",),
     "cache": ("lucevisor cache ls", "lucevisor cache prune --to 10GiB"),
     "chat": ("lucevisor chat --system 'Answer in one sentence.'",),

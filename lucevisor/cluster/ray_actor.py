@@ -1,9 +1,9 @@
 """Process that a Ray actor runs on its node. The class travels there by value, where Ray's environment need not have
 lucevisor: nothing of the project is imported.
 
-Invariants: the child never outlives this process (PR_SET_PDEATHSIG); it ends soon after the caller stops calling
-`beat`, after `write` was told that input ends, or by itself; its output waits in a bounded buffer for `read`, and a
-full buffer stops the child's own writes. Methods block, each in a thread of the actor.
+Invariants: the child never outlives this process (PR_SET_PDEATHSIG); it ends by itself, soon after the caller stops
+calling `beat`, or when it writes nothing after its input has ended; its output waits in a bounded buffer for `read`,
+and a full buffer stops the child's own writes. Methods block, each in a thread of the actor.
 """
 
 from __future__ import annotations
@@ -20,21 +20,28 @@ from collections.abc import Sequence
 
 _BUFFERED_BYTES = 256 * 1024  # of each stream
 _MOST_READ_BYTES = 48 * 1024  # of each stream: Ray carries 100 kB in an answer, and more through its object store
-_INPUT_END_S = 10.0  # from the end of its input until the child is asked to end
+_INPUT_END_S = 10.0  # without output after the end of its input, until the child is asked to end
 _TERMINATED_S = 5.0  # from SIGTERM to SIGKILL
 _HELD_PIPE_S = 1.0  # a grandchild may hold a pipe of a child that has ended
 
-# Exec in the child itself: it is tied to this process, and the signals that Ray blocks in its threads come again.
+# In the child, before its exec: it is tied to this process, and gets back what Ray takes from its workers, signals that
+# are blocked in their threads and the priority of the node.
 _GUARD = """
 import ctypes, os, signal, sys
+parent, nice, *command = sys.argv[1:]
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]):
+if os.getppid() != int(parent):
     os._exit(1)
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
 try:
-    os.execvp(sys.argv[2], sys.argv[2:])
+    os.setpriority(os.PRIO_PROCESS, 0, int(nice))
+except OSError:
+    text = "runs at nice %d, as Ray's workers do: start this node with RAY_worker_niceness=0, or as root"
+    print(text % os.getpriority(os.PRIO_PROCESS, 0), file=sys.stderr, flush=True)
+try:
+    os.execvp(command[0], command)
 except OSError as error:
-    print(f"{sys.argv[2]}: {error.strerror}", file=sys.stderr, flush=True)
+    print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
     os._exit(127)
 """
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -58,12 +65,19 @@ def node_environment(assigned_devices: bool) -> dict[str, str]:
     return env | {name: worker[name] for name in kept if name in worker}
 
 
+def node_niceness() -> int:
+    """Return the niceness of Ray's node, which its workers do not have."""
+    with contextlib.suppress(OSError, KeyError):
+        return os.getpriority(os.PRIO_PROCESS, int(os.environ["RAY_RAYLET_PID"]))
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
 class RemoteProcess:
     """A command with its pipes. The actor ends when `beat` was not called for `silence_s`."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
-        self._seen_s = time.monotonic()
+        self._seen_s = self._moved_s = time.monotonic()
         self._changed = threading.Condition()
         self._output = (bytearray(), bytearray())
         self._n_open = 2
@@ -95,7 +109,7 @@ class RemoteProcess:
             return False
         if last:
             self._process.stdin.close()
-            threading.Thread(target=self._end, args=(_INPUT_END_S,), daemon=True).start()
+            threading.Thread(target=self._end_idle, daemon=True).start()
         return True
 
     def read(self) -> tuple[bytes, bytes, int | None]:
@@ -105,6 +119,7 @@ class RemoteProcess:
             out, err = (bytes(part[:_MOST_READ_BYTES]) for part in self._output)
             for part, taken in zip(self._output, (out, err), strict=True):
                 del part[: len(taken)]
+            self._moved_s = time.monotonic()
             self._changed.notify_all()
             more = any(self._output) or self._n_open
             return out, err, None if more else self._status
@@ -122,7 +137,7 @@ class RemoteProcess:
 
     def _run(self, command: list[str], assigned_devices: bool) -> None:
         """Spawn and reap the child: it is killed when the thread that spawned it ends."""
-        guarded = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *command]
+        guarded = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), str(node_niceness()), *command]
         home = os.path.expanduser("~")
         try:
             process = subprocess.Popen(
@@ -178,10 +193,17 @@ class RemoteProcess:
             self._n_open -= 1
             self._changed.notify_all()
 
-    def _end(self, patience_s: float) -> None:
-        """End the child: SIGTERM after `patience_s`, then SIGKILL."""
+    def _end_idle(self) -> None:
+        self._moved_s = time.monotonic()
+        while (left_s := self._moved_s + _INPUT_END_S - time.monotonic()) > 0:
+            if self._wait_end(left_s):
+                return
+        self._end()
+
+    def _end(self) -> None:
+        """End the child, by SIGTERM, then by SIGKILL."""
         process = self._process
-        if process is not None and not self._wait_end(patience_s):
+        if process is not None and not self._wait_end(0.0):
             process.send_signal(signal.SIGTERM)
             if not self._wait_end(_TERMINATED_S):
                 process.kill()
@@ -194,5 +216,5 @@ class RemoteProcess:
     def _watch(self) -> None:
         while (left_s := self._seen_s + self._silence_s - time.monotonic()) > 0:
             time.sleep(left_s)
-        self._end(0.0)
+        self._end()
         os._exit(1)

@@ -12,18 +12,25 @@ import signal
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lucevisor.cluster import ray_actor
-from lucevisor.cluster.ray_nodes import Place, RayError, accepts_connections, actor_options, connect, one_line
+from lucevisor.cluster.ray_nodes import (
+    Place,
+    RayError,
+    accepts_connections,
+    actor_options,
+    command_name,
+    connect,
+    one_line,
+)
 
 BROKEN = 255
 """Exit code when the command did not start or contact with it was lost, as ssh has it."""
 
 _BEAT_S = 1.0
-_SILENCE_S = 10.0  # without the other side, both give up
+_SILENCE_S = 20.0  # without the other side, both give up; the daemon's own connections notice a cut sooner
 _HEAD_S = 50.0  # without Ray's head; after 60 s Ray ends this process and the actor's without a word
 _JOINED_S = 30.0  # until Ray has connected this process
 _PLACED_S = 30.0  # until a node has the resources free, such as those of the daemon before
@@ -56,7 +63,7 @@ class _Relay:
             options = actor_options(ray, place, _PLACED_S)
             actor = (
                 ray.remote(ray_actor.RemoteProcess)
-                .options(name=f"{name} {uuid.uuid4().hex[:8]}", max_concurrency=_N_METHODS, **options)
+                .options(name=command_name(name), max_concurrency=_N_METHODS, **options)
                 .remote(_SILENCE_S)
             )
             failure = ray.get(actor.start.remote(list(command), place.resources.get("GPU", 0) > 0), timeout=_STARTED_S)
@@ -157,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         place = Place.parse(options.host)
     except RayError as error:
-        parser.error(str(error))
+        parser.error(f"--host {options.host!r} {error}")
     signal.pthread_sigmask(signal.SIG_BLOCK, _RELAYED)  # before Ray starts threads, which inherit it
     relay = _Relay(options.host, os.dup(1), os.dup(2))
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -7,8 +7,11 @@ A place is written as `ADDRESS`, as resources that a node must have free (`GPU=1
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
+import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +19,18 @@ from typing import Any
 NAMESPACE = "lucevisor"
 """Namespace of the actors, where `lucevisor cluster status` finds them."""
 
-INSTALL = "install it beside lucevisor: `pip install 'lucevisor[ray]'`"
+INSTALL = f"{sys.executable} -m pip install 'lucevisor[ray]'"
 _CONNECTED_S = 2.0
 _DESCRIBED_S = 5.0
 _OF_NODE = 0.001  # of the resource `node:ADDRESS`, of which every node has 1
 
 
 class RayError(Exception):
-    """What failed, in one sentence."""
+    """What failed, and what to do."""
+
+    def __init__(self, why: str, hint: str = "") -> None:
+        super().__init__(f"{why}; {hint}" if hint else why)
+        self.why, self.hint = why, hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +53,12 @@ class Place:
                 resources[name] = float(amount)
             except ValueError:
                 resources[name] = -1.0
-            if not name or not resources[name] > 0:
-                raise RayError(f"host {text!r}: {part.strip()!r} is no resource; write NAME=AMOUNT, as in GPU=1")
+            if not name or not 0 < resources[name] < math.inf:
+                raise RayError(f"has {part.strip()!r}, which is no resource", "write NAME=AMOUNT, such as GPU=1")
         if len(hosts) > 1 or "" in hosts:
-            raise RayError(f"host {text!r} names no single node; write an address, resources (GPU=1,amd=1) or both")
+            raise RayError(
+                "names no single node", "write an address, resources (GPU=1,amd=1), or both (10.0.0.2,GPU=1)"
+            )
         return cls(hosts[0] if hosts else "", resources)
 
 
@@ -67,15 +76,33 @@ class Node:
     def raylet(self) -> str:
         return f"{self.address}:{self.port}"
 
+    @property
+    def asked_for(self) -> dict[str, float]:
+        """Resources that groups may ask for."""
+        own = {name: amount for name, amount in sorted(self.resources.items()) if not name.startswith("node:")}
+        return {name: amount for name, amount in own.items() if name not in ("memory", "object_store_memory")}
+
+
+def ray_environment() -> dict[str, str]:
+    """Return what Ray's processes are to have in their environment, unless it is there already.
+
+    Ray itself uses a token that it finds for some of its commands only, and then others are refused.
+    """
+    token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    has_token = bool(token) or os.path.exists(os.path.expanduser("~/.ray/auth_token"))
+    wanted = {"RAY_worker_niceness": "0"} | ({"RAY_AUTH_MODE": "token"} if has_token else {})  # or daemons get nice 15
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
 
 def import_ray() -> Any:
     """Return the package ray. Raises RayError."""
+    os.environ.update(ray_environment())
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # or Ray would send the working directory to the nodes
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or it warns
     try:
         import ray
     except ImportError as error:
-        raise RayError(f"the package ray is not installed ({error}); {INSTALL}") from error
+        raise RayError(f"the package ray cannot be imported ({error})", INSTALL) from error
     return ray
 
 
@@ -86,9 +113,10 @@ def connect(address: str) -> Any:
     """
     ray = import_ray()
     if address.startswith("ray://"):
-        raise RayError(f"{address!r} is Ray's client protocol; join this host to the cluster, and name HEAD:PORT")
+        hint = "join this host to the cluster, and name HEAD:PORT"
+        raise RayError(f"{address!r} is Ray's client protocol, which ends no commands", hint)
     if address != "auto" and not accepts_connections(address):
-        raise RayError(f"no Ray cluster answers at {address!r}; `lucevisor cluster start` starts one")
+        raise RayError(f"no Ray cluster answers at {address!r}", "`lucevisor cluster start` starts one")
     try:
         ray.init(
             address=address,
@@ -98,7 +126,8 @@ def connect(address: str) -> Any:
             logging_level="CRITICAL",
         )
     except Exception as error:
-        raise RayError(f"cannot connect to the Ray cluster at {address!r}: {one_line(error)}") from error
+        hint = "if it has a token, this host needs ~/.ray/auth_token of its head, too"
+        raise RayError(f"cannot connect to the Ray cluster at {address!r}: {one_line(error)}", hint) from error
     return ray
 
 
@@ -128,18 +157,32 @@ def alive_nodes(ray: Any) -> list[Node]:
     return sorted(nodes, key=lambda node: (node.address, node.id))
 
 
-def running_commands(ray: Any) -> dict[str, list[tuple[str, int]]]:
-    """Return name and process id of the commands that run, by the id of their node; those that do not answer are left
-    out.
-    """
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command that runs on a node: its process there, and the one that started it, on its host."""
+
+    name: str
+    pid: int
+    started_by_host: str
+    started_by_pid: int
+
+
+def command_name(name: str) -> str:
+    """Return the name of the actor of a command that this process is to run for its parent."""
+    return f"{name}/{socket.gethostname()}/{os.getppid()}/{uuid.uuid4().hex[:8]}"
+
+
+def running_commands(ray: Any) -> dict[str, list[Command]]:
+    """Return the commands by the ids of their nodes, but those that do not answer."""
     from ray.util import list_named_actors
 
-    names = [one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
-    found: dict[str, list[tuple[str, int]]] = {}
-    for name in sorted(names):
+    actors = [one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
+    found: dict[str, list[Command]] = {}
+    for actor in sorted(actors):
+        name, host, starter, _ = actor.rsplit("/", 3)
         with contextlib.suppress(Exception):  # it has just ended, or its node hangs
-            node, pid = ray.get(ray.get_actor(name).describe.remote(), timeout=_DESCRIBED_S)
-            found.setdefault(node, []).append((name.rpartition(" ")[0], pid))
+            node, pid = ray.get(ray.get_actor(actor).describe.remote(), timeout=_DESCRIBED_S)
+            found.setdefault(node, []).append(Command(name, pid, host, int(starter)))
     return found
 
 
@@ -151,12 +194,11 @@ def find_node(nodes: Sequence[Node], host: str) -> Node:
         candidates = _resolved(nodes, host)
     if not candidates:
         known = ", ".join(f"{node.address} ({node.names[0]})" for node in nodes)
-        raise RayError(f"no node of the Ray cluster is {host!r}; it has {known}; start Ray there: `ray start`")
+        hint = "`lucevisor cluster join` there adds it"
+        raise RayError(f"no node of the Ray cluster is {host!r}: it has {known}", hint)
     if len({node.address for node in candidates}) > 1:
-        raise RayError(
-            f"{host!r} names {len(candidates)} nodes of the Ray cluster: name one by its address: "
-            + ", ".join(node.address for node in candidates)
-        )
+        addresses = ", ".join(node.address for node in candidates)
+        raise RayError(f"{host!r} names {len(candidates)} nodes of the Ray cluster", f"name one address of {addresses}")
     # After a restart, the former node of the same address is in the list until Ray misses it.
     found = next((node for node in candidates if accepts_connections(node.raylet)), None)
     if found is None:
@@ -187,11 +229,11 @@ def actor_options(ray: Any, place: Place, timeout_s: float) -> dict[str, Any]:
         bundle[f"node:{node.address}"] = _OF_NODE
     group = placement_group([bundle], strategy="STRICT_PACK")
     if not group.wait(timeout_s):
-        wanted = ", ".join(f"{name}={amount:g}" for name, amount in place.resources.items())
-        have = "; ".join(f"{node.address}: {describe_resources(node)}" for node in nodes)
+        wanted = describe_resources(place.resources)
+        have = "; ".join(f"{node.address}: {describe_resources(node.asked_for)}" for node in nodes)
         where = f"node {place.host}" if place.host else "no node of the Ray cluster"
         verb = "has not" if place.host else "has"
-        raise RayError(f"{where} {verb} {wanted} free within {timeout_s:g} s; nodes have in all: {have}")
+        raise RayError(f"{where} {verb} {wanted} free within {timeout_s:g} s", f"nodes have in all: {have}")
     options: dict[str, Any] = {"num_cpus": bundle.pop("CPU", 0), "num_gpus": bundle.pop("GPU", 0)}
     if "memory" in bundle:
         options["memory"] = bundle.pop("memory")
@@ -199,12 +241,9 @@ def actor_options(ray: Any, place: Place, timeout_s: float) -> dict[str, Any]:
     return options | {"resources": bundle, "scheduling_strategy": strategy}
 
 
-def describe_resources(node: Node) -> str:
-    """Return what groups may ask of a node, as they write it."""
-    own = {name: amount for name, amount in node.resources.items() if not name.startswith("node:")}
-    for name in ("memory", "object_store_memory"):
-        own.pop(name, None)
-    return ",".join(f"{name}={amount:g}" for name, amount in sorted(own.items())) or "nothing"
+def describe_resources(resources: Mapping[str, float]) -> str:
+    """Return resources as groups ask for them."""
+    return ",".join(f"{name}={amount:g}" for name, amount in resources.items()) or "no resources"
 
 
 def one_line(error: BaseException) -> str:

@@ -6,9 +6,11 @@ Of the machine only the files of keys and of TLS are read.
 from __future__ import annotations
 
 import stat
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -301,6 +303,21 @@ def _check_cluster(pending: PendingConfig) -> None:
         _check_credentials(pending, secret)
     if pending.values.get("cluster.ssh") == ():
         pending.refuse("cluster.ssh", [], "is empty", 'nearest: ["ssh", "-T", "-o", "BatchMode=yes"]')
+    if pending.values.get("cluster.launcher") == "ray":
+        _check_ray(pending, hosts)
+
+
+def _check_ray(pending: PendingConfig, hosts: Mapping[str, str]) -> None:
+    from lucevisor.cluster.ray_nodes import Place, RayError  # one box does not need it
+
+    if find_spec("ray") is None:
+        hint = f"{sys.executable} -m pip install 'lucevisor[ray]'"
+        pending.refuse("cluster.launcher", "ray", "needs the package ray, which is not installed here", hint)
+    for name, host in hosts.items():
+        try:
+            Place.parse(host)
+        except RayError as error:
+            pending.refuse(f"{GROUPS}.{name}.host", host, error.why, error.hint)
 
 
 def _check_credentials(pending: PendingConfig, secret: str) -> None:
@@ -396,8 +413,11 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
     if not cache.dir:
         yield "cache.disk", "cache.dir is empty"
     if not config.cluster.listen:
-        for name in ("port", "secret_file", "tls_cert_file", "tls_key_file", "launcher", "ssh"):
+        for name in ("port", "secret_file", "tls_cert_file", "tls_key_file", "launcher", "ssh", "ray_address"):
             yield f"cluster.{name}", "cluster.listen is empty"
+    else:
+        other = "ssh" if config.cluster.launcher == "ray" else "ray_address"
+        yield f"cluster.{other}", f"cluster.launcher is {config.cluster.launcher}"
     if all(group.shares_memory for group in config.groups.values()):
         yield "cluster.listen", f"no group has a host: set {GROUPS}.NAME.host"
         yield "cluster.cache_dir", f"no group has a host: set {GROUPS}.NAME.host"

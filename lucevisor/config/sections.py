@@ -149,13 +149,16 @@ class ClusterConfig:
     cache_dir: Annotated[str, PATH] = ""
     """Directory on the other hosts for copies of model files that they do not have, as far as their layers need them. A
     path in the home directory is one in that of the user there. Empty: `~/.cache/lucevisor/models`."""
-    launcher: Literal["ssh"] = "ssh"
-    """How daemons are started on a `host`."""
+    launcher: Literal["ssh", "ray"] = "ssh"
+    """How daemons are started on a `host`: by ssh, or as actors of a Ray cluster. For `ray`, `host` is the address or
+    name of a node, resources (`GPU=1,amd=1`) that are reserved on one, or both (`10.0.0.2,GPU=1`)."""
     ssh: Annotated[tuple[str, ...], WORD] = (
         "ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ConnectionAttempts=5",
         "-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3",
     )  # fmt: skip
     """Command of the launcher `ssh`; the host and what to run there follow. It must not ask for anything."""
+    ray_address: Annotated[str, WORD] = "auto"
+    """`HOST:PORT` of the head for the launcher `ray`. `auto`: the cluster of which this host is a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,6 +38,9 @@ _ORDERS: Final = {ProcessSignal.STACKS: b"s", ProcessSignal.TERMINATE: b"t", Pro
 def launch_command(cluster: ClusterConfig, group: GroupConfig) -> list[str]:
     """Return the command that runs the bootstrap on the group's host."""
     command = [group.python or "python3", "-I", "-c", BOOTSTRAP]
+    if cluster.launcher == "ray":
+        options = [f"--address={cluster.ray_address}", f"--host={group.host}", f"--name={group.name}"]
+        return [sys.executable, "-m", "lucevisor.cluster.ray_exec", *options, "--", *command]
     return [*cluster.ssh, group.host, shlex.join(command)]  # a shell there splits it again
 
 

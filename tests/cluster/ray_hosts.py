@@ -1,7 +1,4 @@
-"""A Ray cluster of network namespaces, for tests: its head beside the supervisor, and a node on each host.
-
-`LUCEVISOR_RAY_PYTHON` is an interpreter that has Ray and lucevisor's own dependencies (`make ray`).
-"""
+"""A Ray cluster of network namespaces, for tests: its head beside the supervisor, and a node on each host."""
 
 from __future__ import annotations
 
@@ -9,10 +6,12 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,6 @@ import pytest
 from tests.cluster.hosts import Hosts, hosts, needs_namespaces
 from tests.waiting import wait_until
 
-PYTHON = os.environ.get("LUCEVISOR_RAY_PYTHON", "")
 HEAD = ""
 """The name of the supervisor's own host."""
 
@@ -29,11 +27,10 @@ needs_ray = [
     pytest.mark.ray,
     pytest.mark.timeout(300),
     needs_namespaces,
-    pytest.mark.skipif(not PYTHON, reason="LUCEVISOR_RAY_PYTHON names no interpreter that has Ray: `make ray`"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: `make ray`"),
 ]
 
-SMALL = ("--num-cpus=1", "--object-store-memory=100000000", "--include-log-monitor=false")
-PATH = f"{Path(PYTHON).parent}:{os.environ['PATH']}"
+_SMALL = ("--num-cpus=1", "--include-log-monitor=false")
 
 
 @dataclass
@@ -42,29 +39,43 @@ class RayCluster:
 
     hosts: Hosts
     folder: Path
-    resources: dict[str, str] = field(default_factory=dict)
-    env: dict[str, str] = field(default_factory=lambda: {**os.environ, "PATH": PATH})
+    resources: dict[str, Sequence[str]]
+    auth: dict[str, str]
+    port: int = 0
 
-    def __post_init__(self) -> None:
-        with socket.create_server((self.hosts.listen, 0)) as free:
-            self.port = free.getsockname()[1]
+    @property
+    def env(self) -> dict[str, str]:
+        return os.environ | self.auth | {"RAY_raylet_start_wait_time_s": "240"}
 
     @property
     def address(self) -> str:
         return f"{self.hosts.listen}:{self.port}"
 
+    def spread(self, config: str, places: Mapping[str, str] | None = None) -> str:
+        """Put groups of a configuration at their places, those of hosts' names at their addresses; add the cluster."""
+        self.hosts.secret.write_text("0123456789abcdef" * 4)
+        self.hosts.secret.chmod(0o600)
+        for group, place in (places or {name: self.hosts.address(name) for name in self.hosts.names}).items():
+            head = f"[groups.{group}]\n"
+            config = config.replace(head, f'{head}host = "{place}"\npython = "{sys.executable}"\n')
+        return (
+            f'{config}\n[cluster]\nlisten = "{self.hosts.listen}"\nsecret_file = "{self.hosts.secret}"\n'
+            f'launcher = "ray"\nray_address = "{self.address}"\n'
+        )
+
     def start(self, name: str) -> None:
         """Start a host's node, unless it runs."""
         if self.processes(name):
             return
-        address = self.hosts.address(name) if name else self.hosts.listen
-        options = ["start", "--head", f"--port={self.port}", "--include-dashboard=false"]
-        if name:
-            options = ["start", f"--address={self.address}"]
-        options += [f"--node-ip-address={address}", "--disable-usage-stats", f"--temp-dir={self._folder(name)}"]
-        options += [f"--resources={self.resources[name]}"] if name in self.resources else []
-        ray = [str(Path(PYTHON).with_name("ray")), *options, *SMALL]
-        done = subprocess.run(self.inside(name, ray), env=self.env, capture_output=True, text=True, check=False)
+        if not name:
+            with socket.create_server((self.hosts.listen, 0)) as free:
+                self.port = free.getsockname()[1]
+        command = [sys.executable, "-m", "lucevisor", "cluster"]
+        command += ["join", self.address] if name else ["start", f"--port={self.port}"]
+        command += [f"--address={self.hosts.address(name) if name else self.hosts.listen}"]
+        command += [f"--resource={resource}" for resource in self.resources.get(name, ())]
+        command += ["--", f"--temp-dir={self._folder(name)}", *_SMALL]
+        done = subprocess.run(self.inside(name, command), env=self.env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def inside(self, name: str, command: Sequence[str]) -> list[str]:
@@ -93,13 +104,16 @@ class RayCluster:
             with suppress(psutil.Error):
                 process.kill()
 
-    def restart(self, name: str) -> None:
-        """Start a host's node again, after all of the former have ended."""
-        for process in self.processes(name):
-            with suppress(psutil.Error):
-                process.kill()
-        wait_until(lambda: not self.processes(name), 20.0, f"Ray's processes of {name!r} end")
-        self.start(name)
+    def restart(self, *names: str) -> None:
+        """Start nodes again, after all of the former have ended."""
+        for name in names:
+            for process in self.processes(name):
+                with suppress(psutil.Error):
+                    process.kill()
+        for name in names:
+            wait_until(lambda name=name: not self.processes(name), 20.0, f"Ray's processes of {name!r} end")
+        for name in names:
+            self.start(name)
 
     def close(self) -> None:
         for name in (HEAD, *self.hosts.names):
@@ -112,11 +126,13 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster(*names: str, folder: Path, resources: dict[str, str] | None = None) -> Iterator[RayCluster]:
-    """A head and a node on each host; ``resources`` as Ray takes them."""
+def ray_cluster(*names: str, folder: Path, resources: dict[str, Sequence[str]], **auth: str) -> Iterator[RayCluster]:
+    """A head and a node on each host; ``resources`` as `--resource` takes them, ``auth`` as Ray's variables say it."""
     with hosts(*names, folder=folder, prefix="ray", subnet="10.211.8") as made:
         # Ray's sockets are in there, and the path of a socket has 107 bytes at most.
-        cluster = RayCluster(made, Path(tempfile.mkdtemp(prefix="ray-")), resources or {})
+        cluster = RayCluster(
+            made, Path(tempfile.mkdtemp(prefix="ray-")), resources, auth or {"RAY_AUTH_MODE": "disabled"}
+        )
         try:
             for name in (HEAD, *names):
                 cluster.start(name)

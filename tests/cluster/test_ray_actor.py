@@ -105,6 +105,12 @@ def test_the_end_of_input_ends_the_command():
     assert read_all(process) == (b"asked\n", b"", 3)
 
 
+def test_a_command_that_still_writes_is_not_ended():
+    process = started("sh", "-c", "for i in 1 2 3 4 5 6 7 8; do sleep 0.1; echo; done; exit 6")
+    process.write(b"", True)
+    assert read_all(process) == (b"\n" * 8, b"", 6)
+
+
 def test_a_command_that_ignores_sigterm_is_killed():
     process = started("sh", "-c", "trap '' TERM; while :; do sleep 0.05; done")
     process.write(b"", True)
@@ -145,6 +151,52 @@ def test_no_orphan(end):
     finally:
         worker.kill()
         worker.stdout.close()
+
+
+def nice_of(process: RemoteProcess) -> tuple[int, bytes]:
+    out, err, status = read_all(process)
+    assert status == 0
+    return int(out), err
+
+
+def test_the_priority_is_that_of_the_node(monkeypatch):
+    here = os.nice(0)
+    assert nice_of(started("nice")) == (here, b"")
+    raylet = subprocess.Popen(["nice", "-n", "2", "sleep", "100"])
+    try:
+        monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
+        wait_until(lambda: os.getpriority(os.PRIO_PROCESS, raylet.pid) == here + 2, 5.0)
+        assert nice_of(started("nice")) == (here + 2, b"")
+    finally:
+        raylet.kill()
+        raylet.wait()
+
+
+# As who may not raise priorities; root may no more once CAP_SYS_NICE is out of its bounding set, from the next exec on.
+UNPRIVILEGED = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(24, 23)
+os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
+"""
+DENIED = """
+import os
+from lucevisor.cluster import ray_actor
+nice = os.nice(1)
+ray_actor.node_niceness = lambda: nice - 1
+process = ray_actor.RemoteProcess(100.0)
+process.start(["nice"], False)
+out, err, status = process.read()
+while status is None:
+    more_out, more_err, status = process.read()
+    out, err = out + more_out, err + more_err
+print(int(out) == nice, err.decode())
+"""
+
+
+def test_a_priority_that_cannot_be_had_is_told():
+    done = subprocess.run([sys.executable, "-c", UNPRIVILEGED, DENIED], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("True runs at nice ")
+    assert "start this node with RAY_worker_niceness=0" in done.stdout
 
 
 def test_the_environment_is_that_of_the_node(monkeypatch):

@@ -6,13 +6,14 @@ import hashlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from tests.cluster.ray_hosts import HEAD, PYTHON, RayCluster, needs_ray, ray_cluster
+from tests.cluster.ray_hosts import HEAD, RayCluster, needs_ray, ray_cluster
 from tests.waiting import wait_until
 
 pytestmark = needs_ray
@@ -23,7 +24,7 @@ FOREVER = ("sh", "-c", "echo started; exec sleep 100000")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[RayCluster]:
-    resources = {"attic": '{"amd": 1}', "cellar": '{"amd": 2, "disk": 1}'}
+    resources = {"attic": ["amd=1"], "cellar": ["amd=2", "disk=1"]}
     with ray_cluster("attic", "cellar", folder=tmp_path_factory.mktemp("ray"), resources=resources) as made:
         yield made
 
@@ -31,7 +32,7 @@ def cluster(tmp_path_factory) -> Iterator[RayCluster]:
 def ray_exec(cluster: RayCluster, host: str, *command: str) -> list[str]:
     host = cluster.hosts.address(host) if host in cluster.hosts.names else host
     options = ["--address", cluster.address, "--host", host, "--name", "box/group"]
-    return [PYTHON, "-m", "lucevisor.cluster.ray_exec", *options, "--", *command]
+    return [sys.executable, "-m", "lucevisor.cluster.ray_exec", *options, "--", *command]
 
 
 def run(
@@ -129,14 +130,17 @@ def test_resources_are_reserved_until_the_command_ends(cluster):
 
 def test_refusals_name_what_there_is(cluster):
     refused = run(cluster, "10.9.9.9", "true", expected=255).stderr.decode()
-    assert refused.startswith("lucevisor: no node of the Ray cluster is '10.9.9.9'; it has 10.211.8.1 (")
+    assert refused.startswith("lucevisor: no node of the Ray cluster is '10.9.9.9': it has 10.211.8.1 (")
 
 
 @pytest.mark.parametrize(
     ("address", "said"),
     [
         ("10.211.8.1:1", "no Ray cluster answers at '10.211.8.1:1'; `lucevisor cluster start` starts one"),
-        ("ray://10.211.8.1:10001", "is Ray's client protocol; join this host to the cluster, and name HEAD:PORT"),
+        (
+            "ray://10.211.8.1:10001",
+            "is Ray's client protocol, which ends no commands; join this host",
+        ),
         ("auto", "cannot connect to the Ray cluster at 'auto' within 30 s; does `ray status` here?"),
     ],
 )
@@ -150,12 +154,9 @@ def test_clusters_that_are_not_there(cluster, address, said):
 
 
 def test_without_ray(cluster):
-    command = [
-        PYTHON,
-        "-c",
-        "import sys; sys.modules['ray'] = None; from lucevisor.cluster import ray_exec as r; r.main()",
-    ]
-    done = subprocess.run([*command, "--host=a", "true"], capture_output=True, text=True, env=cluster.env, check=False)
+    script = "import sys; sys.modules['ray'] = None; from lucevisor.cluster import ray_exec; ray_exec.main()"
+    command = [sys.executable, "-c", script, "--host=a", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, env=cluster.env, check=False)
     assert done.returncode == 255
     assert "pip install 'lucevisor[ray]'" in done.stderr
 
@@ -171,7 +172,7 @@ process = ray.cloudpickle.loads(data)(100.0)
 process.start(["echo", "works"], False)
 print(process.read()[0].decode())
 """
-    done = subprocess.run([PYTHON, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "works", done.stderr
 
 
@@ -234,14 +235,14 @@ def test_the_link_is_cut(cluster, also_local):
         try:
             if also_local:
                 process.kill()
-            code, said = ended(cluster, process, 20.0)
+            code, said = ended(cluster, process, 40.0)
         finally:
             cluster.hosts.cut("attic", cut=False)
     if also_local:
         assert code == -signal.SIGKILL
     else:
         assert (code, said.count("\n")) == (255, 1)
-        assert "no answer for 10 s: the network is cut, or the host hangs" in said
+        assert "no answer for 20 s: the network is cut, or the host hangs" in said
     assert run(cluster, "attic", "echo", "again").stdout == b"again\n"
 
 
@@ -251,8 +252,8 @@ def test_a_slow_reader_and_a_stopped_one_lose_nothing(cluster):
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=cluster.env
     )
-    time.sleep(15.0)
-    out, err = process.communicate(timeout=30.0)
+    time.sleep(25.0)
+    out, err = process.communicate(timeout=60.0)
     assert (len(out), err, process.returncode) == (3_000_000, b"end\n", 0)
 
 
@@ -265,8 +266,7 @@ def test_the_local_node_is_killed(cluster):
         code, said = ended(cluster, process, 30.0)
     assert (code, said.count("\n")) == (255, 1)
     assert said.startswith("lucevisor: 10.211.8.2 is lost: Ray's node on this host has died")
-    for host in (HEAD, *cluster.hosts.names):
-        cluster.restart(host)
+    cluster.restart(HEAD, *cluster.hosts.names)
 
 
 def test_the_head_is_killed(cluster):
@@ -275,5 +275,4 @@ def test_the_head_is_killed(cluster):
         code, said = ended(cluster, process, 90.0)
     assert (code, said.count("\n")) == (255, 1)
     assert "Ray's head at 10.211.8.1:" in said
-    for host in (HEAD, *cluster.hosts.names):
-        cluster.restart(host)
+    cluster.restart(HEAD, *cluster.hosts.names)

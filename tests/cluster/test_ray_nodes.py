@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 
 import pytest
@@ -22,9 +21,9 @@ def test_places(text, place):
     assert Place.parse(text) == place
 
 
-@pytest.mark.parametrize("text", ["", "attic,cellar", "GPU=", "GPU=x", "GPU=0", "GPU=nan", "=1", "attic,"])
+@pytest.mark.parametrize("text", ["", "attic,cellar", "GPU=", "GPU=x", "GPU=0", "GPU=nan", "GPU=inf", "=1", "attic,"])
 def test_what_is_no_place_is_refused(text):
-    with pytest.raises(RayError, match=f"^host {re.escape(repr(text))}"):
+    with pytest.raises(RayError, match=r"^(names no single node|has '.*', which is no resource); write "):
         Place.parse(text)
 
 
@@ -50,9 +49,12 @@ def test_after_a_restart_the_node_that_answers_is_taken(port):
 
 def test_refusals():
     nodes = [node("127.0.0.1", 1), node("127.0.0.2", 1)]
-    with pytest.raises(RayError, match=r"'10.0.0.3'; it has 127.0.0.1 \(name1\), 127.0.0.2 \(name1\); start Ray there"):
+    with pytest.raises(
+        RayError,
+        match=r"'10.0.0.3': it has 127.0.0.1 \(name1\), 127.0.0.2 \(name1\); `lucevisor cluster join` there adds it",
+    ):
         find_node(nodes, "10.0.0.3")
-    with pytest.raises(RayError, match=r"names 2 nodes .* 127.0.0.1, 127.0.0.2$"):
+    with pytest.raises(RayError, match=r"names 2 nodes of the Ray cluster; name one address of 127.0.0.1, 127.0.0.2$"):
         find_node(nodes, "name1")
     with pytest.raises(RayError, match=r"127.0.0.2 does not answer at 127.0.0.2:1$"):
         find_node(nodes, "127.0.0.2")
@@ -60,4 +62,4 @@ def test_refusals():
 
 def test_resources_are_shown_as_groups_ask_for_them():
     some = {"CPU": 8.0, "GPU": 1.0, "amd": 0.5, "memory": 1e9, "node:10.0.0.2": 1.0, "object_store_memory": 1e8}
-    assert describe_resources(node("10.0.0.2", **some)) == "CPU=8,GPU=1,amd=0.5"
+    assert describe_resources(node("10.0.0.2", **some).asked_for) == "CPU=8,GPU=1,amd=0.5"
