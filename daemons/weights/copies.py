@@ -26,9 +26,9 @@ from msgspec.structs import replace
 from daemons.errors import LoadError
 from lucevisor.model.drafters import open_draft, read_draft_spec
 from lucevisor.model.families import read_spec
-from lucevisor.model.gguf_files import GgufFiles, identity_of, open_model
+from lucevisor.model.gguf_files import GgufFiles, open_model
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend, FileIdentity, LayerRange
+from lucevisor.model.values import Backend, FileIdentity, LayerRange, identity_of
 from lucevisor.model.weight_layout import shard_layouts
 from lucevisor.protocol.files import ByteFile, FileError, LocalFile
 from lucevisor.protocol.loading import Load, OfferedFile

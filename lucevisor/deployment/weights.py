@@ -35,9 +35,9 @@ from lucevisor.deployment.served_model import ServedModel
 from lucevisor.errors import LucevisorError
 from lucevisor.model.drafters import open_draft
 from lucevisor.model.fingerprint import fingerprint
-from lucevisor.model.gguf_files import GgufFiles, OpenFile, identity_of, open_model
+from lucevisor.model.gguf_files import GgufFiles, OpenFile, open_model
 from lucevisor.model.gguf_header import GgufError, TensorInfo
-from lucevisor.model.values import FileIdentity
+from lucevisor.model.values import FileIdentity, identity_of
 from lucevisor.placement.stages import LoadFiles
 from lucevisor.protocol.loading import Load, OfferedFile
 from lucevisor.snapshots.file_format import DraftModel

@@ -25,16 +25,11 @@ from lucevisor.model.gguf_header import (
     Value,
     parse,
 )
-from lucevisor.model.values import FileIdentity
+from lucevisor.model.values import FileIdentity, identity_of
 
 _PART = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.(?P<suffix>gguf|safetensors)$")
 _HEADER_READS = (1 << 20, 16 << 20, MAX_HEADER_BYTES)
 _CUT = "unexpected end of file: it was truncated after it was opened; download it again"
-
-
-def identity_of(s: os.stat_result, header: str) -> FileIdentity:
-    """Identity of a file from its status and the sha256 of its header."""
-    return FileIdentity(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns, header)
 
 
 class OpenFile:

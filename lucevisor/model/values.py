@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 
 import msgspec
@@ -74,6 +75,11 @@ class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
     mtime_ns: int
     ctime_ns: int
     header: str
+
+
+def identity_of(s: os.stat_result, header: str) -> FileIdentity:
+    """Identity of a file from its status and the sha256 of its header."""
+    return FileIdentity(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns, header)
 
 
 Q8_GROUP = 32

@@ -24,8 +24,7 @@ from threading import Condition, Lock
 from typing import Final, NamedTuple, Protocol
 from zlib import crc32
 
-from lucevisor.model.gguf_files import identity_of
-from lucevisor.model.values import FileIdentity
+from lucevisor.model.values import FileIdentity, identity_of
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError, ProtocolError, RemoteProtocolError
 from lucevisor.protocol.loading import Load
 from lucevisor.protocol.messages import (

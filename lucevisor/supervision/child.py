@@ -34,7 +34,6 @@ import lucevisor
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.errors import ProtocolError
-from lucevisor.protocol.files import FileServer
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import SHARED_PACKAGES, source_hash
 from lucevisor.protocol.messages import StreamKind
@@ -310,7 +309,11 @@ class Child:
         self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None], model: int = 0
     ) -> Link:
         """Open the link of the model with this number."""
-        files = FileServer(self.file_connections[model], f"{name} files") if self.file_connections else None
+        files = None
+        if self.file_connections:
+            from lucevisor.protocol.files import FileServer  # not needed where all share memory
+
+            files = FileServer(self.file_connections[model], f"{name} files")
         return Link(self.link_sockets[model], on_frame, on_closed, name=name, files=files)
 
     def open_heartbeat(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from daemons.errors import LoadError
 from daemons.weights import copies
 from daemons.weights.copies import Journal, ModelFiles
-from lucevisor.model.gguf_files import identity_of
+from lucevisor.model.values import identity_of
 from lucevisor.protocol.files import FileError, LocalFile
 from lucevisor.protocol.loading import OfferedFile
 

@@ -26,8 +26,9 @@ from daemons.worker import _MessageLoop
 from lucevisor.model.families import open_spec
 from lucevisor.model.quant_types import BY_NAME
 from lucevisor.model.values import Backend, Dtype, LayerRange
-from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
-from lucevisor.protocol.messages import Check
+from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.loading import Load, Loaded, PoolSizes, ShardPlan, StagePlan
+from lucevisor.protocol.messages import Check, MessageKind
 from lucevisor.protocol.process import EXIT_CONFIGURATION, EXIT_FAILED
 from tests.families.pipeline import pools_of
 
@@ -95,11 +96,12 @@ def test_the_advice_names_what_is_short(error, advice):
 
 @pytest.mark.usefixtures("no_thread_begins")
 def test_a_load_whose_threads_find_no_memory_to_begin_fails_with_their_name(monkeypatch):
-    runner = SimpleNamespace(load=lambda *_: (SimpleNamespace(state_map=lambda: None), None))
+    runner = SimpleNamespace(load=lambda *_: (SimpleNamespace(state_map=lambda: None), Loaded([], {}, 0.0)))
     monkeypatch.setattr(worker_module, "ModelRunner", runner)
     link, reporter = Sent(), SimpleNamespace(phase=lambda *_: None)
     loop = _MessageLoop(link, reporter, Options("left", Backend.CPU, 0, 0, 0, 1, ()))
-    assert loop._load(SimpleNamespace(stages=[], draft=None, score=None, spin_s=0.0), ()) == EXIT_FAILED
+    load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], PoolSizes(0, 0, 0), 1, 1)
+    assert loop._load(load, Frame(MessageKind.LOAD, 0, 0, load, memoryview(b""))) == EXIT_FAILED
     [message] = link.messages
     assert (message.what, message.configuration) == ("load", False)
     assert "the thread 'save_0' did not begin" in message.reason

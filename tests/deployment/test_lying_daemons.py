@@ -249,7 +249,7 @@ def test_a_daemon_that_lies_is_replaced_and_honest_ones_stay(n_cases: int) -> No
 FROM_DAEMONS = [
     message.record
     for message in MESSAGES.values()
-    if message.sender is Role.DAEMON and message.stream is not StreamKind.ROWS
+    if message.sender is Role.DAEMON and message.stream in (StreamKind.LINK, StreamKind.HEARTBEAT)
 ]
 
 

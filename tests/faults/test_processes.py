@@ -99,7 +99,7 @@ def test_no_daemon_outlives_a_killed_supervisor(tmp_path):
 def test_a_daemon_whose_parent_is_another_ends_at_once(tmp_path):
     staging = stage_tiny(tmp_path).directory
     command = [sys.executable, "-m", "daemons", "--group=g", "--backend=cpu", "--link=fd:0", "--heartbeat=fd:0"]
-    command += ["--parent-pid=1", "--threads=0", "--cores=", "--rows="]
+    command += ["--parent-pid=1", "--threads=0", "--cores=", "--rows=", "--secret="]
     ended = subprocess.run(command, cwd=staging, env={"PYTHONPATH": str(staging)}, capture_output=True, text=True)
     assert ended.returncode == 78
     assert "is not the parent of this daemon" in ended.stderr

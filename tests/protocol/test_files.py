@@ -20,8 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from lucevisor.model.gguf_files import identity_of
-from lucevisor.model.values import Dtype, FileIdentity
+from lucevisor.model.values import Dtype, FileIdentity, identity_of
 from lucevisor.protocol import files
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
