@@ -45,7 +45,8 @@ def _with_directory(function: Callable[..., Any]) -> Callable[..., Any]:
                 raise click.UsageError(f"{what}: give one of them")
             folder, disk_bytes = _of_supervisor(name, socket)
         elif config is not None:
-            cache = single_model(load(config, ()), "cache --config").cache
+            loaded = load(config, ())  # replicas have one directory
+            cache = (loaded if loaded.replicas else single_model(loaded, "cache --config")).cache
             disk_bytes = cache.disk
             if folder is None and not cache.dir:
                 raise click.UsageError(f"{config} sets no cache.dir: set it, or give --dir")
@@ -60,13 +61,14 @@ def _with_directory(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of_supervisor(name: str | None, socket: Path | None) -> tuple[Path, int]:
     status = AdminClient(find_supervisor(name, socket).socket).call("GET", "/status")
-    if len(status["models"]) > 1:
-        names = ", ".join(model["name"] for model in status["models"])
-        what = f"this supervisor serves several models ({names})"
+    names = dict.fromkeys(model["name"] for model in status["models"])
+    if len(names) > 1:
+        what = f"this supervisor serves several models ({', '.join(names)})"
         raise AdminError(f"{what}: use --dir DIR, a directory for each model")
-    if not status["cache"]["dir"]:
+    cache = next((part["cache"] for part in status["models"] if part["cache"]["dir"]), None)  # of any replica
+    if cache is None:
         raise LucevisorError("snapshots are off, or not open yet: set cache.dir, or ask again when the model is ready")
-    return Path(status["cache"]["dir"]), status["cache"]["disk_max_bytes"]
+    return Path(cache["dir"]), cache["disk_max_bytes"]
 
 
 @click.group()

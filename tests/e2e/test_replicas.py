@@ -239,7 +239,7 @@ async def test_snapshots_of_one_replica_are_restored_by_the_other(tmp_path, aske
 
 def test_two_replicas_are_operated_like_one_model(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "box.toml"
-    file.write_text(CONFIG)
+    file.write_text(CONFIG.replace("[cache]\n", f'[cache]\ndir = "{tmp_path / "slots"}"\n'))
     status = cli.start(file)
     url = status["url"]
     wait_until(lambda: all(model["state"] == "ready" for model in cli.status()["models"]), what="both serve")
@@ -266,6 +266,7 @@ def test_two_replicas_are_operated_like_one_model(cli: Cli, tmp_path: Path) -> N
                    for line in lines) == 1  # fmt: skip
     cli.run("restart", "--rolling")
     assert answer() == first
+    assert cli.run("cache", "ls").stdout == cli.run("cache", "ls", "--config", str(file)).stdout
     refused = cli.run("reload", "--set", "replicas.a.groups=a0", check=False)
     assert refused.returncode == 2
     cli.stop()

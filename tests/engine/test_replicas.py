@@ -14,6 +14,7 @@ from lucevisor.engine.events import EngineState
 from lucevisor.engine.replicas import ReplicatedEngine
 from lucevisor.engine.request import NotReady, QueueFull
 from lucevisor.kv.prefix_cache import PrefixSettings
+from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from tests.engine.toy_engine import LOST, ToyEngine, attached, check_answers, events_of, limits, request, told
@@ -49,6 +50,19 @@ async def test_a_prompt_goes_to_the_replica_that_has_its_prefix():
         cached.append(told(await events_of(handle))[1].usage.cached_tokens)
     assert engine.router.n_routed == {"a": 3, "b": 4}
     assert all(n >= 128 for n in cached)
+
+
+def test_tokens_of_lower_tiers_count_three_quarters():
+    toy = attached(limits(prefix=CACHE, pools=PoolSizes(64, 0, 24)))
+    prompt = [3 + i for i in range(150)]
+    toy.engine.submit(request("first", prompt))
+    toy.run()
+    tokens = TokenBuffer([*prompt, 7, 8, 9])
+    n_here = toy.engine.n_cached(tokens)
+    assert n_here >= 128
+    toy.engine.prefixes.hooks.find = lambda _, n_cached: n_cached + 100
+    assert toy.engine.n_cached(tokens) == n_here + 75
+    assert attached(limits()).engine.n_cached(tokens) == 0  # no slots
 
 
 async def test_a_replica_that_lost_all_its_state_gives_its_requests_away_at_once():
