@@ -166,4 +166,5 @@ def _health(engine: Engine) -> Health:
 
 def _candidate(engine: Engine, tokens: TokenBuffer) -> Candidate:
     scheduler = engine.core.scheduler
-    return Candidate(engine.n_cached(tokens), scheduler.n_tokens_due, len(scheduler.unfinished))
+    n_requests, most = len(scheduler.unfinished), scheduler.limits.max_sequences
+    return Candidate(engine.n_cached(tokens), scheduler.n_tokens_due, n_requests, most)

@@ -18,8 +18,10 @@ from typing import Final
 
 PREFIX_WEIGHT: Final = 2
 """Tokens of others that a replica computes first, in the place of one that it would have to compute again."""
-ANSWER_TOKENS: Final = 256
-"""The load of a request beside the tokens of its prompt: its answer, whose length is not known."""
+RUNNING_TOKENS: Final = 128
+"""The load of a request beside the tokens of its prompt: it shares the steps with others."""
+WAITING_TOKENS: Final = 512
+"""The further load of each request that a replica has no sequence for: it waits for the end of another one."""
 
 
 class Health(StrEnum):
@@ -33,15 +35,18 @@ class Health(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A replica, for one request.  ``n_cached``: tokens of the prompt that it has; ``n_due``: those that it has to
-    compute for others; ``n_requests``: others that run or wait there."""
+    compute for others; ``n_requests``: others that run or wait there; ``max_sequences``: those that may run.
+    """
 
     n_cached: int = 0
     n_due: int = 0
     n_requests: int = 0
+    max_sequences: int = 1 << 30
 
     @property
     def load(self) -> int:
-        return self.n_due + ANSWER_TOKENS * self.n_requests
+        n_waiting = max(0, self.n_requests + 1 - self.max_sequences)
+        return self.n_due + RUNNING_TOKENS * self.n_requests + WAITING_TOKENS * n_waiting
 
 
 class Router:

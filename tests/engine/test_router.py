@@ -5,11 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.engine.router import ANSWER_TOKENS, Candidate, Health, Router
+from lucevisor.engine.router import RUNNING_TOKENS, WAITING_TOKENS, Candidate, Health, Router
 
 NAMES = ("a", "b", "c")
 CANDIDATES = st.fixed_dictionaries(
-    {name: st.builds(Candidate, st.integers(0, 4000), st.integers(0, 4000), st.integers(0, 20)) for name in NAMES}
+    {
+        name: st.builds(Candidate, st.integers(0, 4000), st.integers(0, 4000), st.integers(0, 20), st.integers(1, 20))
+        for name in NAMES
+    }
 )
 HEALTH = st.fixed_dictionaries({name: st.sampled_from(Health) for name in NAMES})
 
@@ -84,7 +87,16 @@ def test_new_prompts_spread_by_their_tokens(sizes):
         before = candidates[name]
         candidates[name] = Candidate(0, before.n_due + n_tokens, before.n_requests + 1)
     loads = [candidate.load for candidate in candidates.values()]
-    assert max(loads) - min(loads) <= max(sizes) + ANSWER_TOKENS
+    assert max(loads) - min(loads) <= max(sizes) + RUNNING_TOKENS
+
+
+def test_requests_that_would_wait_for_a_sequence_weigh_more():
+    """A conversation of 1,000 tokens stays beside others that run, and leaves when some wait."""
+    for n_requests, expected in ((8, "a"), (15, "a"), (11, "b")):
+        slots = 8 if expected == "b" else 16
+        candidates = {"a": Candidate(1000, 0, n_requests, slots), "b": Candidate(0, 0, 0, slots)}
+        assert serving().order(1100, candidates)[0] == expected
+    assert Candidate(0, 5, 10, 8).load == 5 + 10 * RUNNING_TOKENS + 3 * WAITING_TOKENS
 
 
 def test_only_the_last_replica_that_serves_cannot_be_drained():
