@@ -117,8 +117,12 @@ def _ray_start(options: list[str], address: str | None, resources: tuple[str, ..
     options += [f"--object-store-memory={_OBJECT_STORE_BYTES}", "--disable-usage-stats"]
     if address is not None:
         options.append(f"--node-ip-address={address}")
-    if resources:
-        options.append(f"--resources={json.dumps(_amounts(resources))}")
+    amounts = _amounts(resources)
+    for name, option in (("CPU", "--num-cpus"), ("GPU", "--num-gpus")):  # Ray refuses these among the others
+        if name in amounts:
+            options.append(f"{option}={amounts.pop(name):g}")
+    if amounts:
+        options.append(f"--resources={json.dumps(amounts)}")
     command = [str(Path(sys.executable).with_name("ray")), "start", *options, *more]
     env = ray_environment()
     click.echo(shlex.join([*(f"{name}={value}" for name, value in env.items()), *command]))
@@ -129,6 +133,8 @@ def _ray_start(options: list[str], address: str | None, resources: tuple[str, ..
 def _amounts(resources: tuple[str, ...]) -> dict[str, float]:
     from lucevisor.cluster.ray_nodes import Place, RayError
 
+    if not resources:
+        return {}
     text = ",".join(resources)
     try:
         place = Place.parse(text)

@@ -24,7 +24,7 @@ FOREVER = ("sh", "-c", "echo started; exec sleep 100000")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[RayCluster]:
-    resources = {"attic": ["amd=1"], "cellar": ["amd=2", "disk=1"]}
+    resources = {"attic": ["amd=1"], "cellar": ["amd=2", "disk=1", "GPU=2"]}
     with ray_cluster("attic", "cellar", folder=tmp_path_factory.mktemp("ray"), resources=resources) as made:
         yield made
 
@@ -126,6 +126,21 @@ def test_resources_are_reserved_until_the_command_ends(cluster):
         assert refused.count("\n") == 1
         assert "has not amd=1 free within 30 s" in refused
     run(cluster, place, "true")
+
+
+def test_gpus_that_ray_assigned_are_the_visible_ones(cluster):
+    """Ray believes what it is told of GPUs; there need not be any."""
+    show = ("sh", "-c", "echo ${CUDA_VISIBLE_DEVICES-all}; read wait")
+    pipe = subprocess.PIPE
+    both = [
+        subprocess.Popen(ray_exec(cluster, "GPU=1", *show), stdin=pipe, stdout=pipe, env=cluster.env, bufsize=0)
+        for _ in range(2)
+    ]
+    assert sorted(one.stdout.readline() for one in both) == [b"0\n", b"1\n"]
+    assert run(cluster, "cellar", *show, stdin=b"end\n").stdout == b"all\n"  # as the node itself
+    for one in both:
+        one.communicate(b"end\n", timeout=30.0)
+        assert one.returncode == 0
 
 
 def test_refusals_name_what_there_is(cluster):

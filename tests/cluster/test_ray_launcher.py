@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from lucevisor.cli import cli, cluster
 from lucevisor.config import checks, load
+from lucevisor.errors import ExitCode
 from lucevisor.supervision.remote import launch_command
 from tests.config.boxes import SMALLEST, error_of
 
@@ -46,6 +49,21 @@ def test_a_host_that_is_no_place_of_a_ray_cluster(box, host):
 def test_options_of_the_other_launcher_are_unused(box):
     notices = {notice.key: notice.why for notice in load(box("10.0.0.2", more='ssh = ["ssh"]')).notices}
     assert "cluster.launcher is ray" in notices["cluster.ssh"]
+
+
+@pytest.mark.parametrize("resource", ["amd", "amd=0", "amd=x", "10.0.0.2"])
+def test_a_resource_without_an_amount_is_refused(resource, monkeypatch):
+    monkeypatch.setattr(cluster, "find_spec", lambda _: object())
+    done = CliRunner().invoke(cli, ["cluster", "join", "10.0.0.1", "--resource", resource])
+    assert done.exit_code == ExitCode.USAGE
+    assert f"--resource {resource}: " in done.output
+    assert "write NAME=AMOUNT, such as " in done.output
+
+
+def test_nodes_are_started_by_ray_only(monkeypatch):
+    monkeypatch.setattr(cluster, "find_spec", lambda _: None)
+    done = CliRunner().invoke(cli, ["cluster", "start"])
+    assert "pip install 'lucevisor[ray]'" in str(done.exception)
 
 
 def test_a_daemon_is_started_by_ray(box):
