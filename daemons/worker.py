@@ -34,6 +34,7 @@ from daemons.runner import ModelRunner
 from daemons.snapshots.transfers import TransferExecutor
 from daemons.step_output import StepOutput
 from daemons.weights.copies import LocatedLoad, copies_directory, locate
+from daemons.weights.reading import REPORT_S
 from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.errors import LinkClosed, ProtocolError
@@ -444,10 +445,13 @@ class _MessageLoop:
     def _locate(self, load: Load, sources: Sequence[ByteFile]) -> LocatedLoad:
         """Find the model's files on this host, or get what is needed of them."""
         device = next((shard.device for plan in load.stages for shard in plan.shards), 0)
-        stage = load.stages[0].stage if load.stages else -1
+        stage, reported_at = load.stages[0].stage if load.stages else -1, 0.0
 
         def report(done: int, total: int) -> None:
-            self._reporter.progress(Progress(stage, device, done, total, "receive"))
+            nonlocal reported_at
+            if (now := time.monotonic()) - reported_at >= REPORT_S or done >= total:
+                reported_at = now
+                self._reporter.progress(Progress(stage, device, done, total, "receive"))
 
         def log(event: str, reason: str) -> None:
             self._reporter.log("warning", event, reason=reason)

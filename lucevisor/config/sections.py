@@ -107,8 +107,8 @@ class GroupConfig:
     """Processor cores the daemon is pinned to. Empty: not pinned."""
     host: Annotated[str, DESTINATION] = ""
     """Host to start the daemon on, as `cluster.launcher` finds it. Empty: this one. Needs `[cluster]`. `python` is an
-    interpreter there, `python3` if it is empty; `env`, `visible_devices` and `cores` are about that host, and model
-    files are read there, at the same paths. See docs/cluster.md."""
+    interpreter there, `python3` if it is empty; `env`, `visible_devices` and `cores` are about that host. What is
+    needed of model files that are not at the same paths there comes from this host. See docs/cluster.md."""
     transport: Transport = "shared_memory"
     """Transport between the daemon, the supervisor and other groups. `tcp`: over connections on the loopback interface,
     or, with `[cluster]`, at its address; always with a `host`."""
