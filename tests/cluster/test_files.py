@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sys
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
+from lucevisor.protocol import files
 from tests.cluster.hosts import hosts, needs_namespaces
 from tests.e2e.service import MODELS, PROMPT, ask, running, snapshots_of, told_of, write_config
+from tests.waiting import until
 
 pytestmark = needs_namespaces
 
 EXTRA = '[engine]\ndtype = "float32"\nprefill_chunk = 64\npages = 60\n[draft]\nkind = "off"\n'
 CACHE = '[cache]\nmin_tokens = 8\nprefix_slots = 20\nstates = "device"\ndir = "{}"\n'
+
+
+@pytest.mark.slow
+async def test_a_cable_that_is_cut_while_state_is_restored_costs_the_prefix_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hosts("attic", folder=tmp_path, prefix="fil", subnet="10.211.9") as made:
+        text = f'[model]\npath = "{MODELS["demo"]}"\n{made.config(["here", "attic"])}'
+        text += '[placement]\ntarget_devices = ["here:0", "attic:0"]\ntarget_layer_split = ["0-4", "4-8"]\n'
+        config = tmp_path / "box.toml"
+        config.write_text(text + EXTRA + CACHE.format(tmp_path / "snapshots"))
+        async with running(config, tmp_path) as service:
+            expected, _ = await ask(service, PROMPT, [])
+            await snapshots_of(service).save_all(60.0)
+        begun, read = threading.Event(), files.LocalFile.read
+
+        def slow_read(file: files.LocalFile, views: Sequence[memoryview], offset: int) -> None:
+            begun.set()
+            time.sleep(0.5)
+            read(file, views, offset)
+
+        async with running(config, tmp_path) as service:
+            await until(lambda: snapshots_of(service).store is not None)
+            monkeypatch.setattr(files.LocalFile, "read", slow_read)
+            asking = asyncio.create_task(ask(service, PROMPT, []))
+            await until(begun.is_set)
+            made.cut("attic")
+            await until(lambda: service.state != "ready")
+            monkeypatch.setattr(files.LocalFile, "read", read)
+            made.cut("attic", cut=False)
+            answer, finished = await asking
+            assert (answer, finished.usage.cached_tokens) == (expected, 0)
 
 
 async def test_a_host_without_the_model_gets_its_part_and_its_state_outlives_it(tmp_path: Path) -> None:
