@@ -65,7 +65,8 @@ def _of_supervisor(name: str | None, socket: Path | None) -> tuple[Path, int]:
     if len(names) > 1:
         what = f"this supervisor serves several models ({', '.join(names)})"
         raise AdminError(f"{what}: use --dir DIR, a directory for each model")
-    cache = next((part["cache"] for part in status["models"] if part["cache"]["dir"]), None)  # of any replica
+    caches = [part["cache"] for part in (status, *status["models"]) if "cache" in part]
+    cache = next((each for each in caches if each["dir"]), None)  # of any replica
     if cache is None:
         raise LucevisorError("snapshots are off, or not open yet: set cache.dir, or ask again when the model is ready")
     return Path(cache["dir"]), cache["disk_max_bytes"]
