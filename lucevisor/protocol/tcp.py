@@ -6,16 +6,19 @@ asks on connections that wait for nothing; a heartbeat connection is always such
 the daemon's, which has a limit for what is not acknowledged.  Other connections have a longer one, as a process that
 is busy, and reads nothing, is not lost.
 Invariants of :class:`Acceptor`: nobody who has not proved to have the secret costs more than a descriptor and some
-hundred bytes, for a limited time; there are at most MAX_PENDING of them; what is reported of them is limited, too.
+hundred bytes (with TLS some 100 KiB), for a limited time; there are at most MAX_PENDING of them; what is reported of
+them is limited, too.  Where they are too many, one of the address that has most of them makes room for the next, by
+lot: who holds all places does not keep them, and who needs one for a moment keeps it with a good chance.
 """
 
 from __future__ import annotations
 
+import random
 import select
 import socket
 import struct
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,7 +44,8 @@ CONNECT_S: Final = 10.0
 AUTHENTICATE_S: Final = 5.0
 """Time that an accepted connection has to authenticate."""
 MAX_PENDING: Final = 128
-MAX_PENDING_OF_ADDRESS: Final = 16
+MAX_PENDING_OF_ADDRESS: Final = 32
+_TRIES: Final = 4  # of a client whose connection is closed during its authentication: maybe by lot
 LOST_AFTER_S: Final = 8
 """Time after which a peer that answers nothing is lost."""
 BLOCKED_S: Final = 30
@@ -111,7 +115,7 @@ def connect(
 
 def _connect(address: str, credentials: Credentials, purpose: Purpose, channel: bytes) -> socket.socket:
     host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + CONNECT_S
+    deadline, n_tries = time.monotonic() + CONNECT_S, 0
     while True:
         sock = socket.create_connection((host, int(port)), max(0.1, deadline - time.monotonic()))
         try:
@@ -119,10 +123,14 @@ def _connect(address: str, credentials: Credentials, purpose: Purpose, channel: 
             challenge = _receive(stream, CHALLENGE_BYTES)
             if challenge or time.monotonic() > deadline:
                 binding = b"" if isinstance(stream, socket.socket) else stream.peer_binding
-                _authenticate(stream, challenge, ClientHandshake(credentials.key, purpose, channel, binding))
-                sock.settimeout(None)
-                watch_peer(sock, purpose)
-                return _for_frames(stream)
+                n_tries += 1
+                handshake = ClientHandshake(credentials.key, purpose, channel, binding)
+                if _authenticate(stream, challenge, handshake):
+                    sock.settimeout(None)
+                    watch_peer(sock, purpose)
+                    return _for_frames(stream)
+                if n_tries == _TRIES:
+                    raise AuthenticationError("it refused this end; its log says why")
         except BaseException:
             sock.close()
             raise
@@ -138,14 +146,18 @@ def _for_frames(stream: socket.socket | TlsStream) -> socket.socket:
     return relay(stream)
 
 
-def _authenticate(sock: socket.socket | TlsStream, challenge: bytes, handshake: ClientHandshake) -> None:
+def _authenticate(sock: socket.socket | TlsStream, challenge: bytes, handshake: ClientHandshake) -> bool:
+    """Return False where the server closes the connection."""
     if len(challenge) < CHALLENGE_BYTES:
         raise ConnectionAbortedError("it closed the connection before a challenge")
-    sock.sendall(handshake.respond(challenge))
+    response = handshake.respond(challenge)
+    with suppress(ConnectionError):
+        sock.sendall(response)
     confirmation = _receive(sock, MAC_BYTES)
     if len(confirmation) < MAC_BYTES:
-        raise AuthenticationError("it refused this end; its log says why")
+        return False
     handshake.check(confirmation)
+    return True
 
 
 def _receive(sock: socket.socket | TlsStream, n_bytes: int) -> bytes:
@@ -329,10 +341,7 @@ class Acceptor:
             handshake = ServerHandshake(self._credentials.key, b"" if tls is None else tls.binding)
             stream = sock if tls is None else tls.accept(sock)
             pending = _Pending(sock, stream, address[0], handshake, now + AUTHENTICATE_S)
-            n_of_address = sum(other.host == pending.host for other in self._pending.values())
-            if len(self._pending) >= MAX_PENDING or n_of_address >= MAX_PENDING_OF_ADDRESS:
-                self._refuse(pending, "too many of its connections have not authenticated", now)
-                continue
+            self._make_room(pending.host, now)
             try:
                 if tls is None:
                     pending.open()
@@ -341,6 +350,16 @@ class Acceptor:
                 continue
             self._pending[sock.fileno()] = pending
             self._epoll.register(sock.fileno(), select.EPOLLIN)
+
+    def _make_room(self, host: str, now: float) -> None:
+        """Close a connection of the address, or of the one that has most, where too many are pending."""
+        hosts = Counter(pending.host for pending in self._pending.values())
+        if hosts[host] < MAX_PENDING_OF_ADDRESS:
+            if len(self._pending) < MAX_PENDING:
+                return
+            [(host, _)] = hosts.most_common(1)
+        crowd = [pending for pending in self._pending.values() if pending.host == host]
+        self._refuse(random.choice(crowd), "too many of its connections have not authenticated", now)
 
     def _advance(self, pending: _Pending, now: float) -> Iterator[Accepted]:
         try:

@@ -21,6 +21,8 @@ from lucevisor.protocol.threads import StartedThread
 
 _CHUNK_BYTES: Final = 64 * 1024
 _QUEUE_BYTES: Final = 4 * _CHUNK_BYTES  # in each direction, before the sender has to wait
+_LINGER_S: Final = 8.0
+"""Time that a peer has to take the last bytes."""
 
 
 class Tls:
@@ -86,7 +88,8 @@ class TlsStream:
 
     def send(self, data: bytes) -> int:
         """Take all of the bytes, and send what the socket takes now."""
-        self._tls.write(data)
+        if data:
+            self._tls.write(data)
         self.flush()
         return len(data)
 
@@ -110,6 +113,11 @@ class TlsStream:
             except BlockingIOError:
                 return
 
+    def drop(self) -> None:
+        """Forget what is not sent yet."""
+        self._unsent = b""
+        self._out.read()
+
     def _receive(self) -> None:
         self.flush()
         if data := self.sock.recv(_CHUNK_BYTES):
@@ -129,30 +137,52 @@ def relay(stream: TlsStream) -> socket.socket:
 
 def _relay(stream: TlsStream, inner: socket.socket) -> None:
     received, ended = bytearray(), False
-    poll = select.poll()
     with suppress(OSError), stream.sock, inner:  # the end of either is that of the other
         while not ended or received:
             outer_events = select.POLLIN if len(received) < _QUEUE_BYTES and not ended else 0
             inner_events = select.POLLIN if not stream.is_full else 0
-            poll.register(stream.sock, outer_events | (select.POLLOUT if stream.has_unsent else 0))
-            poll.register(inner, inner_events | (select.POLLOUT if received else 0))
-            ready = dict(poll.poll())
+            ready = _wait(
+                (stream.sock, outer_events | (select.POLLOUT if stream.has_unsent else 0)),
+                (inner, inner_events | (select.POLLOUT if received else 0)),
+            )
+            data = b""
             if ready.get(inner.fileno(), 0) & (select.POLLIN | select.POLLHUP) and inner_events:
                 data = inner.recv(_CHUNK_BYTES)
                 if not data:
-                    stream.sock.setblocking(True)
+                    stream.sock.settimeout(_LINGER_S)
                     stream.flush()
                     return
+            try:
                 stream.send(data)
-            stream.flush()
+            except OSError:  # it is gone; what it sent before comes first
+                stream.drop()
             with suppress(BlockingIOError):
                 while len(received) < _QUEUE_BYTES and not ended:
-                    data = stream.recv(_CHUNK_BYTES)
+                    data = _receive(stream)
                     received += data
                     ended = not data
             with suppress(BlockingIOError):
                 if received:
                     del received[: _send(inner, received)]
+
+
+def _wait(*wanted: tuple[socket.socket, int]) -> dict[int, int]:
+    """Wait for events of sockets; one of which nothing is wanted, not even its end, would wake at once."""
+    poll = select.poll()
+    for sock, events in wanted:
+        if events:
+            poll.register(sock, events)
+    return dict(poll.poll())
+
+
+def _receive(stream: TlsStream) -> bytes:
+    """Receive; an error is the end.  Raises BlockingIOError."""
+    try:
+        return stream.recv(_CHUNK_BYTES)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return b""
 
 
 def _send(inner: socket.socket, data: bytearray) -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import socket
 import struct
+import sys
+import termios
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -29,6 +33,7 @@ from lucevisor.protocol.authentication import (
     key_of,
 )
 from lucevisor.protocol.tcp import (
+    AUTHENTICATE_S,
     LOOPBACK,
     MAX_PENDING_OF_ADDRESS,
     Accepted,
@@ -38,6 +43,7 @@ from lucevisor.protocol.tcp import (
     connect,
     local_address,
 )
+from lucevisor.protocol.tls import TlsStream, relay
 from tests.certificates import make_certificate
 from tests.combinations import slow
 from tests.waiting import wait_until
@@ -204,22 +210,57 @@ def test_an_authentic_connection_that_nothing_awaits_is_refused() -> None:
         assert "nothing expects its connection for link" in server.refused[0]
 
 
-def test_who_only_waits_is_closed_and_others_get_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silent connections of one address are limited, and end after some time; a client tries again meanwhile."""
+def test_who_only_waits_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "AUTHENTICATE_S", 0.5)
+    with listening(CHANNEL) as server, server.raw() as silent:
+        receive(silent, CHALLENGE_BYTES)
+        assert ended(silent)
+        assert server.refused == ["127.0.0.1: it has not authenticated within 0.5 s"]
+
+
+def test_who_holds_all_places_keeps_nobody_out() -> None:
+    """Silent connections of the daemon's own address, and always another one for each that is closed."""
     with listening(CHANNEL) as server:
         silent = [server.raw() for _ in range(MAX_PENDING_OF_ADDRESS)]
         wait_until(lambda: all(len(sock.recv(100, socket.MSG_PEEK)) == CHALLENGE_BYTES for sock in silent))
-        with server.raw() as one_more:
-            assert ended(one_more)
-        client = connect(server.address, OURS, Purpose.LINK, CHANNEL)  # as soon as there is room
-        for sock in silent:
-            receive(sock, CHALLENGE_BYTES)
-            assert ended(sock)
-            sock.close()
-        client.close()
+        stopping = threading.Event()
+
+        def hold() -> None:
+            while not stopping.is_set():
+                for i, sock in enumerate(silent):
+                    sock.setblocking(False)
+                    with suppress(BlockingIOError, ConnectionError):
+                        while sock.recv(100):
+                            pass
+                        sock.close()
+                        silent[i] = server.raw()
+                stopping.wait(0.01)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        started_at = time.monotonic()
+        try:
+            connect(server.address, OURS, Purpose.LINK, CHANNEL).close()
+            assert time.monotonic() - started_at < AUTHENTICATE_S / 2
+        finally:
+            stopping.set()
+            holder.join()
+            for sock in silent:
+                sock.close()
         assert server.refused == ["127.0.0.1: too many of its connections have not authenticated"]
-        assert server.acceptor.refusals.n_refused > MAX_PENDING_OF_ADDRESS
+
+
+def test_where_all_places_are_held_the_address_that_has_most_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "MAX_PENDING", 4)
+    acceptor = Acceptor(LOOPBACK, 0, OURS, lambda *_: True, lambda _: None)
+    host, _, port = acceptor.address.partition(":")
+    sources = ["127.0.0.2", "127.0.0.3", "127.0.0.3", "127.0.0.4", "127.0.0.5"]
+    with ExitStack() as stack:
+        stack.callback(acceptor.close)
+        for source in sources:
+            stack.enter_context(socket.create_connection((host, int(port)), source_address=(source, 0)))
+            list(acceptor.process())
+        assert sorted(pending.host for pending in acceptor._pending.values()) == sorted({*sources})
 
 
 def test_without_descriptors_the_acceptor_waits_and_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,6 +379,60 @@ def test_over_tls_frames_pass_in_both_directions_and_ends_are_seen(encrypted: Cr
         client.close()
         assert ended(accepted.sock)
         assert not server.refused
+
+
+def test_over_tls_all_arrives_that_a_peer_sent_before_it_was_lost(encrypted: Credentials) -> None:
+    """Also what was not read by then, and without a loop that waits for nothing."""
+    data = random.Random(2).randbytes(500_000)
+    with relayed(encrypted) as (peer, inner):
+        peer.sock.setblocking(False)
+        peer.send(data)
+        wait_until(lambda: peer.flush() or (not peer.has_unsent and not unacknowledged(peer.sock)))
+        peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.sock.close()  # a reset
+        assert cpu_share(0.3) < 0.3
+        inner.sendall(b"to nobody")
+        assert receive(inner, len(data)) == data
+        assert ended(inner)
+
+
+def test_over_tls_the_end_of_a_connection_whose_peer_reads_nothing_costs_nothing(encrypted: Credentials) -> None:
+    with relayed(encrypted) as (_, inner):
+        inner.setblocking(False)
+        sent_at = time.monotonic()
+        while time.monotonic() - sent_at < 0.5:
+            with suppress(BlockingIOError):
+                inner.send(bytes(1 << 16))
+                sent_at = time.monotonic()
+            time.sleep(0.001)
+        inner.close()
+        assert cpu_share(0.3) < 0.3
+
+
+@contextmanager
+def relayed(credentials: Credentials) -> Iterator[tuple[TlsStream, socket.socket]]:
+    """A peer, and the inner socket of the connection to it."""
+    tls = credentials.tls
+    assert tls is not None
+    with socket.create_server((LOOPBACK, 0)) as server, socket.create_connection(server.getsockname()) as sock:
+        peer, accepted = tls.connect(sock), tls.accept(server.accept()[0])
+        greeting = threading.Thread(target=lambda: peer.send(b"x") if peer.handshake() is None else None)
+        greeting.start()
+        assert accepted.recv(1) == b"x"
+        greeting.join()
+        with relay(accepted) as inner:
+            yield peer, inner
+
+
+def unacknowledged(sock: socket.socket) -> int:
+    return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+
+def cpu_share(seconds: float) -> float:
+    """Processor time of this process, of this thread none, in the next seconds."""
+    before = time.process_time()
+    time.sleep(seconds)
+    return (time.process_time() - before) / seconds
 
 
 def test_plain_and_encrypted_ends_refuse_each_other_and_so_does_another_certificate(
