@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -97,6 +98,7 @@ class ModelFiles:
         )
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_owner()
             self._hold(fcntl.LOCK_SH)
             self._read_journal()
             if any(piece not in self._pieces[i] for i, piece in needed):
@@ -177,6 +179,14 @@ class ModelFiles:
         if os.fstat(fd).st_size != self._offered[i].identity.n_bytes:
             os.ftruncate(fd, self._offered[i].identity.n_bytes)
         return fd
+
+    def _check_owner(self) -> None:
+        """Refuse what another user made: the name follows from the model, and a journal there would be believed."""
+        found = self._directory.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise LoadError(
+                str(self._directory), "other users can change what is kept there", "remove it, or set cluster.cache_dir"
+            )
 
     def _check_space(self, n_bytes: int) -> None:
         found = os.statvfs(self._directory)

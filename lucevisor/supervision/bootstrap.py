@@ -36,8 +36,13 @@ def install(archive: bytes, code_hash: str) -> Path:
     """Return a directory with the files of an archive; those that are there and the same stay."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lucevisor" / "code"
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = cache.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        refuse(
+            f"{cache} on {os.uname().nodename} can be changed by other users: remove it, or set XDG_CACHE_HOME there"
+        )
     for other in cache.iterdir():
-        if other.name != code_hash and time.time() - other.stat().st_mtime > KEPT_S:
+        if other.name != code_hash and time.time() - other.lstat().st_mtime > KEPT_S:
             subprocess.run(["rm", "-rf", str(other)], check=False)
     directory = cache / code_hash
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:

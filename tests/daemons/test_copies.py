@@ -20,6 +20,7 @@ from daemons.weights.copies import Journal, ModelFiles
 from lucevisor.model.values import identity_of
 from lucevisor.protocol.files import FileError, LocalFile
 from lucevisor.protocol.loading import OfferedFile
+from tests.another_user import NOBODY, needs_root
 
 PIECE = 1000
 SIZES = (12_345, 7_000)
@@ -162,4 +163,17 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     model = Model(tmp_path)
     model.cache.write_text("a file")
     with model.files(Plan()) as files, pytest.raises(LoadError, match=r"the model cannot be kept there: .*cache_dir"):
+        files.require([(str(model.paths[0]), 0, 10)])
+
+
+@pytest.mark.parametrize(("mode", "uid"), [(0o770, None), pytest.param(0o700, NOBODY, marks=needs_root)])
+def test_a_folder_of_other_users_is_not_believed(mode: int, uid: int | None, tmp_path: Path) -> None:
+    model = Model(tmp_path)
+    with model.files(Plan()) as files:
+        files.require([(str(model.paths[0]), 0, 10)])
+    [folder] = model.cache.iterdir()
+    folder.chmod(mode)
+    if uid is not None:
+        os.chown(folder, uid, -1)
+    with model.files(Plan()) as files, pytest.raises(LoadError, match=f"{folder}.*other users can change"):
         files.require([(str(model.paths[0]), 0, 10)])

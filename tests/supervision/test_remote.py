@@ -145,6 +145,17 @@ async def test_source_is_kept_and_heals(tmp_path: Path, monkeypatch: pytest.Monk
         assert [path.name for path in old.parent.iterdir()] == [code.name]
 
 
+async def test_source_that_other_users_can_change_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = tmp_path / "cache" / "lucevisor" / "code"
+    code.mkdir(parents=True)
+    code.chmod(0o777)
+    async with remote_group(tmp_path, monkeypatch) as group:
+        await group.start()
+        await until(lambda: group.state is State.FAILED, 20)
+        assert "code on" in group.reason
+        assert "can be changed by other users" in group.reason
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
