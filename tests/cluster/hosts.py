@@ -85,8 +85,13 @@ class Hosts:
 
 
 @contextmanager
-def hosts(*names: str, folder: Path, prefix: str = "net", subnet: str = "10.211.7") -> Iterator[Hosts]:
-    """Make a namespace for each name; all are removed at the end."""
+def hosts(*names: str, folder: Path, prefix: str = "", subnet: str = "") -> Iterator[Hosts]:
+    """Make a namespace for each name; all are removed at the end.
+
+    Without ``prefix`` and ``subnet``, names and addresses are those of this process, as other tests may run beside it.
+    """
+    pid = os.getpid()
+    prefix, subnet = prefix or f"net{pid % 4096:x}", subnet or f"10.{212 + pid % 40}.{pid // 40 % 250}"
     made = Hosts(prefix, names, folder, subnet)
     bridge = f"{prefix}-bridge"
     try:

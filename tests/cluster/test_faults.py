@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -32,10 +33,10 @@ def box(tmp_path: Path) -> Iterator[Hosts]:
 
 
 @contextlib.asynccontextmanager
-async def streaming(box: Hosts, n_groups: int = 2) -> AsyncIterator[Service]:
+async def streaming(box: Hosts, n_groups: int = 2, *, tls: bool = False) -> AsyncIterator[Service]:
     """A service over group a here, and b and maybe c on hosts; eight streams, which get the tokens of before."""
     path = config_of(PLAIN, box.folder, n_groups, "tail")
-    path.write_text(box.spread(path.read_text()))
+    path.write_text(box.spread(path.read_text(), tls=tls))
     async with running(path, box.folder, ["recovery.restart_limit=100/60s"]) as service:
         streams = Streams(service, prompts_of(PLAIN, 9))
         await streams.learn()
@@ -96,6 +97,33 @@ async def test_a_cable_that_is_out_for_five_seconds_delays_tokens(box: Hosts) ->
         box.cut("b", cut=False)
         await asyncio.sleep(5.0)
         assert [group.restarts for group in service.groups.values()] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tls", [False, True])
+async def test_faults_at_random_moments_change_no_token(box: Hosts, tls: bool) -> None:
+    """Killed daemons and launchers, and cables that are out for shorter and longer than it takes to notice."""
+    rng = random.Random(3 + tls)
+    async with streaming(box, 3, tls=tls) as service:
+        for i in range(12):
+            group = service.groups["bc"[i % 2]]
+            await asyncio.sleep(rng.uniform(0.0, 0.5))
+            fault, n_restarts = rng.choice(("daemon", "launcher", "cable")), group.restarts
+            if fault == "cable":
+                box.cut(group.name)
+                await asyncio.sleep(rng.uniform(0.5, 14.0))
+                box.cut(group.name, cut=False)
+            else:
+                pid = daemon_of(service, group.name) if fault == "daemon" else group.pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                await until(lambda group=group, n=n_restarts: group.restarts > n)
+            await until(lambda: service.state == "ready")
+        print({name: group.restarts for name, group in service.groups.items()})
+        assert service.groups["a"].restarts == 0
+        assert service.listener is not None
+        assert service.listener.n_refused == 0
 
 
 @pytest.mark.slow
