@@ -191,12 +191,20 @@ def measured_path(sock: socket.socket) -> TcpPath:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """An authentic connection.  ``tcp`` is what is behind ``sock`` with TLS, else the same."""
+    """An authentic connection: ``sock`` for frames, and the ``stream`` below it, which is the same without TLS."""
 
     sock: socket.socket
-    tcp: socket.socket
+    stream: socket.socket | TlsStream
     purpose: Purpose
     channel: bytes
+
+    @property
+    def tcp(self) -> socket.socket:
+        return self.stream if isinstance(self.stream, socket.socket) else self.stream.sock
+
+    def error(self) -> OSError | None:
+        """What ended the connection, where ``sock`` shows an end only."""
+        return None if isinstance(self.stream, socket.socket) else self.stream.error
 
 
 @dataclass(slots=True)
@@ -385,7 +393,7 @@ class Acceptor:
         else:
             del self._pending[pending.sock.fileno()]
             self._epoll.unregister(pending.sock.fileno())
-            yield Accepted(_for_frames(pending.stream), pending.sock, purpose, channel)
+            yield Accepted(_for_frames(pending.stream), pending.stream, purpose, channel)
 
     def _refuse(self, pending: _Pending, reason: str, now: float) -> None:
         self._pending.pop(pending.sock.fileno(), None)

@@ -59,6 +59,7 @@ class TlsStream:
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=server_side)
         self._unsent = b""
+        self.error: OSError | None = None  # which ended the connection, once it has
 
     def handshake(self) -> None:
         """Do the handshake; call it again after a BlockingIOError, when ``sock`` is readable."""
@@ -154,7 +155,8 @@ def _relay(stream: TlsStream, inner: socket.socket) -> None:
                     return
             try:
                 stream.send(data)
-            except OSError:  # it is gone; what it sent before comes first
+            except OSError as error:  # it is gone; what it sent before comes first
+                stream.error = error
                 stream.drop()
             with suppress(BlockingIOError):
                 while len(received) < _QUEUE_BYTES and not ended:
@@ -176,12 +178,13 @@ def _wait(*wanted: tuple[socket.socket, int]) -> dict[int, int]:
 
 
 def _receive(stream: TlsStream) -> bytes:
-    """Receive; an error is the end.  Raises BlockingIOError."""
+    """Receive; an error is the end, and kept.  Raises BlockingIOError."""
     try:
         return stream.recv(_CHUNK_BYTES)
     except BlockingIOError:
         raise
-    except OSError:
+    except OSError as error:
+        stream.error = stream.error or error
         return b""
 
 

@@ -95,6 +95,7 @@ class AwaitedConnection:
     def __init__(self, forget: Callable[[], object]) -> None:
         self.forget = forget
         self.tcp: socket.socket | None = None  # what is below the socket, when it is there
+        self.error: Callable[[], OSError | None] = lambda: None  # what ended it, where the socket shows an end only
         self.take: Callable[[socket.socket], None] = lambda sock: sock.close()
 
 
@@ -135,6 +136,7 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._awaited = sock if isinstance(sock, AwaitedConnection) else None
         self._tcp: socket.socket | None = None
+        self._error: Callable[[], OSError | None] = lambda: None
         self._poll = select.epoll()
         self._connection = Connection(role, stream, name)
         self._name = name
@@ -287,7 +289,8 @@ class Link:
             budget -= n
 
     def _connected(self, sock: socket.socket) -> None:
-        self._tcp = None if self._awaited is None else self._awaited.tcp
+        if self._awaited is not None:
+            self._tcp, self._error = self._awaited.tcp, self._awaited.error
         self._awaited = None
         _prepare(sock, blocking=False)
         self._sock = sock
@@ -312,7 +315,8 @@ class Link:
             self._finish(self._lost(error))
             return 0
         if n == 0:
-            self._finish(self._gone("end of file"))
+            below = self._error()
+            self._finish(self._gone("end of file") if below is None else self._lost(below))
             return 0
         self._connection.received(n)
         try:

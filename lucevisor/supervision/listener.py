@@ -82,7 +82,7 @@ class Listener:
     def _process(self) -> None:
         for accepted in self._acceptor.process():
             _, connection = self._awaited.pop(accepted.channel)
-            connection.tcp = accepted.tcp
+            connection.tcp, connection.error = accepted.tcp, accepted.error
             connection.take(accepted.sock)
         if self._timer is not None:
             self._timer.cancel()

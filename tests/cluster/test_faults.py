@@ -154,3 +154,13 @@ async def test_a_cable_that_is_out_for_a_minute_is_a_lost_daemon(box: Hosts) -> 
         print(f"served again {loop.time() - mended_at:.1f} s after the cable was in")
         assert service.groups["a"].restarts == 0
         assert service.groups["b"].state is State.READY
+
+
+@pytest.mark.slow
+async def test_a_lost_host_is_named_through_tls_too(box: Hosts) -> None:
+    async with streaming(box, tls=True) as service:
+        box.cut("b")
+        await until(lambda: service.state != "ready", 15)
+        assert "its host answers no more: Connection timed out" in service.reason()
+        box.cut("b", cut=False)
+        await until(lambda: service.state == "ready", 60)
