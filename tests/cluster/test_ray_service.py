@@ -205,16 +205,24 @@ def test_the_demo_on_two_nodes_survives_what_kills_its_parts(cluster, cli, tmp_p
         "actor": lambda: cluster.kill("b", ACTOR),
         "raylet": lambda: (cluster.kill("c", RAYLET), cluster.restart("c")),
     }
+
+    def n_restarts() -> int:
+        return sum(group["restarts"] for group in cli.status()["groups"])
+
     for name, inject in faults.items():
-        at, restarts = threading.Event(), sum(group["restarts"] for group in cli.status()["groups"])
+        at, before, began = threading.Event(), n_restarts(), time.monotonic()
         thread = threading.Thread(target=lambda at=at, inject=inject: (at.wait(100), inject()))
         thread.start()
-        began = time.monotonic()
-        assert chat(url, 5, at) == right, name
+        answers, longest_s = [chat(url, 5, at)], time.monotonic() - began
+        while n_restarts() == before:
+            assert time.monotonic() - began < 100, name
+            asked = time.monotonic()
+            answers.append(chat(url))
+            longest_s = max(longest_s, time.monotonic() - asked)
         thread.join()
-        print(f"{name}: {time.monotonic() - began:.1f} s")
-        wait_until(lambda restarts=restarts: sum(g["restarts"] for g in cli.status()["groups"]) > restarts, 60.0)
+        assert set(answers) == {right}, name
         wait_until(cli.ready, 120.0)
+        print(f"{name}: {len(answers)} answers, the longest took {longest_s:.1f} s")
     daemons = [daemon_pid(group) for group in ("left", "right")]
     cli.stop()
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in daemons), 20.0)
