@@ -169,7 +169,7 @@ async def move(service, path, prompts):
     moved = load(path, [f"placement.target_layer_split={','.join(map(str, shares))}"])
     found = {}
     for name, work in (
-        ("restart", lambda: AdminOperations(service).restart(next(iter(service.groups)), now=False)),
+        ("restart", lambda: AdminOperations(service).restart_all([next(iter(service.groups))], now=False)),
         ("reload", lambda: AdminOperations(service).reload(moved)),
     ):
         before, told = service.only.engine.statistics().recovery, [0] * len(prompts)

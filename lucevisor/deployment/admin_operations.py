@@ -122,9 +122,9 @@ class AdminOperations:
         replicas = [[*service.groups] for service in self._service.models.values() if service.replica]
         for names in replicas or [[*groups]]:
             chosen = [group for group in groups if group in names]
-            async with self._drained(chosen[0] if chosen and not now else ""):
+            async with self._one_at_a_time, self._drained(chosen[0] if chosen and not now else ""):
                 for group in chosen:
-                    await self.restart(group, now=now)
+                    await self._restart(group, now=now)
 
     @contextlib.asynccontextmanager
     async def _drained(self, group: str) -> AsyncIterator[None]:
@@ -134,45 +134,42 @@ class AdminOperations:
         if service.replicated is None or not name:
             yield
             return
-        drained = await service.replicated.drain(name, service.config.server.drain_s, RESTART_S / 2)
-        log.info("replica drained" if drained else "replica not drained: no other one serves", replica=name)
         try:
+            drained = await service.replicated.drain(name, service.config.server.drain_s, RESTART_S / 2)
+            log.info("replica drained" if drained else "replica not drained: no other one serves", replica=name)
             yield
         finally:
             service.replicated.end_drain(name)
 
-    async def restart(self, group: str, *, now: bool) -> None:
+    async def _restart(self, group: str, *, now: bool) -> None:
         """Restart one group's daemon; returns when requests are served again or another group has FAILED.
 
         Raises LucevisorError naming group and reason.
         """
-        self.check_group(group)
+        self.check_group(group)  # since this call waited for its turn, it may be gone, or the service be stopping
         service, supervised = self._service, self._service.groups[group]
-        async with self._one_at_a_time:
-            if service.stopping:  # perhaps since this call waited for its turn
-                raise LucevisorError("the supervisor is stopping")
-            if not now:
-                with contextlib.suppress(TimeoutError):  # the restart takes longer without
-                    async with suspend_clock.timeout(15.0):
-                        await supervised.prepare()
-            await supervised.restart(now=now, deadline_s=RESTART_S)
-            service.restart_reasons[group]["operator"] += 1
-            tried = (State.LOADING, State.READY, State.FAILED)  # of a new process: the old one has left these
-            await supervised.wait(State.STARTING, *tried, timeout_s=2 * RESTART_S)
-            users = [model for model in service.models.values() if group in model.deployment.needed]
-            if users:
-                await service.changes.wait_for(
-                    lambda: (
-                        all(model.state in ("ready", "draining") for model in users)
-                        or (any(model.state == "failed" for model in users) and supervised.state in tried)
-                    )
+        if service.stopping:
+            raise LucevisorError("the supervisor is stopping")
+        if not now:
+            with contextlib.suppress(TimeoutError):  # the restart takes longer without
+                async with suspend_clock.timeout(15.0):
+                    await supervised.prepare()
+        await supervised.restart(now=now, deadline_s=RESTART_S)
+        service.restart_reasons[group]["operator"] += 1
+        tried = (State.LOADING, State.READY, State.FAILED)  # of a new process: the old one has left these
+        await supervised.wait(State.STARTING, *tried, timeout_s=2 * RESTART_S)
+        users = [model for model in service.models.values() if group in model.deployment.needed]
+        if users:
+            await service.changes.wait_for(
+                lambda: (
+                    all(model.state in ("ready", "draining") for model in users)
+                    or (any(model.state == "failed" for model in users) and supervised.state in tried)
                 )
-            else:  # it runs the drafter alone
-                await service.changes.wait_for(
-                    lambda: service.stopping or supervised.state in (State.READY, State.FAILED)
-                )
-            if supervised.state is State.FAILED or service.stopping:
-                raise NotReadyError(f"group {group} did not come back: {service.reason() or supervised.reason}")
+            )
+        else:  # it runs the drafter alone
+            await service.changes.wait_for(lambda: service.stopping or supervised.state in (State.READY, State.FAILED))
+        if supervised.state is State.FAILED or service.stopping:
+            raise NotReadyError(f"group {group} did not come back: {service.reason() or supervised.reason}")
 
     async def reload(self, config: Config, at_once: Collection[str] = ()) -> dict[str, object]:
         """Switch to another configuration; when requests are served with it, return the keys that changed and their

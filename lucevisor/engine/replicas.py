@@ -119,9 +119,12 @@ class ReplicatedEngine:
         scheduler = engine.core.scheduler
         if await engine.changes.holds_within(lambda: scheduler.idle, drain_s):
             return True
-        if self.router.targets(name) and await engine.freeze(freeze_s) is not None:
-            self._release(name, running=True)
-            engine.thaw()
+        if self.router.targets(name):
+            try:
+                if await engine.freeze(freeze_s) is not None:
+                    self._release(name, running=True)
+            finally:  # also where it took too long, or was cancelled
+                engine.thaw()
         return True
 
     def end_drain(self, name: str) -> None:

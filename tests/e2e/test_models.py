@@ -104,7 +104,7 @@ async def test_two_models_in_the_same_two_daemons_answer_as_each_does_alone(tmp_
 
         assert await service.wait_ready(300.0)
         asked = asyncio.create_task(answers_of(service))
-        await AdminOperations(service).restart("right", now=False)
+        await AdminOperations(service).restart_all(["right"], now=False)
         assert await asked == expected
         assert [group.restarts for group in service.groups.values()] == [1, 1]
 

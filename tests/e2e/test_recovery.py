@@ -193,7 +193,7 @@ async def test_restarts_of_all_groups_change_no_token(tmp_path: Path, case: Case
         await streams.learn()
         async with streams.running():
             for group in service.groups:
-                await AdminOperations(service).restart(group, now=False)
+                await AdminOperations(service).restart_all([group], now=False)
         assert streams.wrong == []
         assert service.only.engine is not None
         now = service.only.engine.statistics().recovery

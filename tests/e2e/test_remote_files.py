@@ -65,7 +65,7 @@ async def test_a_restarted_group_has_its_state_again(tls: bool, tmp_path: Path) 
         expected, _ = await ask(service, PROMPT, [])
         for group in ("a", "b"):
             n_slots = service.only.engine.statistics().cache.n_slots
-            await AdminOperations(service).restart(group, now=False)
+            await AdminOperations(service).restart_all([group], now=False)
             now = service.only.engine.statistics()
             assert (now.recovery.n_rebuilt, now.recovery.n_recomputed, now.cache.n_slots) == (0, 0, n_slots)
         answer, finished = await ask(service, PROMPT, [])

@@ -218,6 +218,27 @@ async def test_a_rolling_restart_under_traffic_fails_no_request(tmp_path, asked,
         assert pauses == [0, 0]  # nothing ran on a replica while its daemons were away
 
 
+async def test_a_restart_that_is_interrupted_leaves_both_replicas_serving(tmp_path, asked):
+    """In its drain, and while it waits for another restart."""
+    async with replicated(tmp_path) as service:
+        assert service.replicated is not None
+        router, admin = service.replicated.router, AdminOperations(service)
+        pids = {name: group.pid for name, group in service.groups.items()}
+        answers = [asyncio.create_task(ask(service, prompt, how, 200)) for prompt, how in asked[:4]]
+        await until(lambda: min(router.n_routed.values()) >= 2)
+        restarts = [asyncio.create_task(admin.restart_all([name], now=False)) for name in ("a0", "b0")]
+        await until(lambda: bool(router.draining))
+        await asyncio.sleep(0.1)
+        assert router.draining == {"a"}  # one after the other
+        for restart in reversed(restarts):
+            restart.cancel()
+        await asyncio.wait(restarts)
+        assert not router.draining
+        await asyncio.gather(*answers)
+        assert {name: group.pid for name, group in service.groups.items()} == pids
+        assert all(model.state == "ready" for model in service.models.values())
+
+
 async def test_snapshots_of_one_replica_are_restored_by_the_other(tmp_path, asked):
     prompt = asked[0][0]
     async with replicated(tmp_path, CONFIG, f"cache.dir={tmp_path / 'slots'}", "cache.min_tokens=32") as service:

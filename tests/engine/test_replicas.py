@@ -166,6 +166,25 @@ async def test_a_drain_moves_what_does_not_end_in_time_and_requests_go_elsewhere
     assert one.engine.core.scheduler.unfinished
 
 
+@pytest.mark.parametrize("freeze_s", [0.0, 5.0], ids=["takes too long", "is cancelled"])
+async def test_a_drain_that_does_not_come_to_its_end_leaves_requests_running(freeze_s):
+    one, other, engine = pair()
+    wanted = [request(name, [ord(name)] * 70, n=50) for name in "wxyz"]
+    handles = {each.request_id: engine.submit(each) for each in wanted}
+    one.work(0)
+    draining = asyncio.create_task(engine.drain("a", 0.0, freeze_s))
+    await one.engine.changes.wait_for(lambda: one.engine.core.state is EngineState.DRAINING)
+    if freeze_s:
+        draining.cancel()  # as when an operator's command is interrupted
+    await asyncio.wait({draining})
+    engine.end_drain("a")
+    for _ in range(60):
+        one.run()
+        other.run()
+    assert one.engine.ready
+    await asyncio.wait_for(check_answers(one, wanted, handles), 10)
+
+
 async def test_a_request_that_no_other_replica_can_take_waits_where_it_is():
     one = attached(limits(), hold_s=60.0)
     other = attached(limits(max_context=100), hold_s=60.0)
