@@ -86,7 +86,7 @@ async def test_the_same_bytes_in_another_file_are_loaded(model: Path, tmp_path: 
     async with running(two_groups(tmp_path, model, CACHE.format(tmp_path / "snapshots")), tmp_path) as service:
         before = await generate(service, PROMPT, 8)
         change(model, "same bytes")
-        await AdminOperations(service).restart("right", now=True)
+        await AdminOperations(service).restart_all(["right"], now=True)
         assert await generate(service, PROMPT, 8) == before
 
 
@@ -103,7 +103,7 @@ async def test_changed_and_the_daemon_dies(model: Path, tmp_path: Path) -> None:
         assert "changed since the supervisor started" in service.reason()
         assert "tensor 'blk.5.ffn_down.weight' holds other bytes" in service.reason()
         change(model, "one byte")  # and back
-        await AdminOperations(service).restart("right", now=True)
+        await AdminOperations(service).restart_all(["right"], now=True)
         assert await generate(service, PROMPT, 8) == before
 
 

@@ -124,7 +124,7 @@ async def test_8_streams_go_on_when_the_drafters_group_dies(tmp_path: Path, how:
             assert shown["state"] == "detached"
             assert shown["reason"].startswith("group aside is ")
         else:
-            await AdminOperations(service).restart("aside", now=False)
+            await AdminOperations(service).restart_all(["aside"], now=False)
         assert await streams == _alone
         await drafting(service)
         assert draft_of(service)["state"] == "attached"
@@ -163,17 +163,17 @@ async def test_a_changed_drafter_file_is_not_loaded_and_serving_goes_on(tmp_path
         change_one_byte(drafter)
         if device == "aside:0":
             with pytest.raises(LucevisorError, match=r"group aside did not come back: .*drafter\.gguf"):
-                await AdminOperations(service).restart("aside", now=True)
+                await AdminOperations(service).restart_all(["aside"], now=True)
             assert service.groups["aside"].state is State.FAILED
         else:
-            await AdminOperations(service).restart("right", now=True)
+            await AdminOperations(service).restart_all(["right"], now=True)
         assert service.state == "ready"
         shown = draft_of(service)
         assert shown["state"] == "detached"
         assert "drafter.gguf" in shown["reason"]
         assert await generate(service, prompt, N) == wanted
         change_one_byte(drafter)  # back
-        await AdminOperations(service).restart(device[:-2], now=False)
+        await AdminOperations(service).restart_all([device[:-2]], now=False)
         assert await generate(service, prompt, N) == wanted
 
 

@@ -95,8 +95,8 @@ async def test_a_restart_that_waits_for_another_starts_nothing_during_a_stop(tmp
         await left.wait(State.READY, timeout_s=60)
         await right.wait(State.READY, timeout_s=60)
         orders = AdminOperations(service)
-        first = asyncio.create_task(orders.restart("right", now=True))
-        second = asyncio.create_task(orders.restart("right", now=True))
+        first = asyncio.create_task(orders.restart_all(["right"], now=True))
+        second = asyncio.create_task(orders.restart_all(["right"], now=True))
         await right.wait(State.STARTING, timeout_s=20)
         await service.stop(0.0, 0.5)
         for asked in (first, second):
@@ -122,8 +122,8 @@ async def test_a_plan_that_did_not_fit_is_made_again_at_a_restart(tmp_path):
         for group in service.groups.values():
             await group.wait(State.FAILED, timeout_s=20)
             assert "short" in group.reason
-        await AdminOperations(service).restart("left", now=True)
+        await AdminOperations(service).restart_all(["left"], now=True)
         assert service.groups["left"].state is State.LOADING  # it waits for the other one
-        await AdminOperations(service).restart("right", now=True)
+        await AdminOperations(service).restart_all(["right"], now=True)
         assert service.state == "ready"
         assert service.groups["left"].restarts == 1

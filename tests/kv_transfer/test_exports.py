@@ -63,7 +63,7 @@ async def test_a_restart_without_requests_keeps_prefix_slots(tmp_path: Path, kv_
         wanted, _ = await generate_all(service, PROMPT, 8, SAMPLING, turns=(64,))
         n_slots = service.only.engine.statistics().cache.n_slots
         assert n_slots > 0
-        await AdminOperations(service).restart("a", now=False)
+        await AdminOperations(service).restart_all(["a"], now=False)
         assert service.only.host_memory.used(HostOwner.EXPORTS) == 0
         assert service.only.engine.statistics().cache.n_slots == n_slots
         found, finished = await generate_all(service, PROMPT, 8, SAMPLING, turns=(64,))
@@ -96,7 +96,7 @@ async def test_what_cannot_be_handed_over_is_computed_again(tmp_path: Path, monk
         for fails in ("export", "import"):
             monkeypatch.setattr(Broken, "fails", fails)
             assert service.only.engine.statistics().cache.n_slots > 0
-            await AdminOperations(service).restart("b", now=False)
+            await AdminOperations(service).restart_all(["b"], now=False)
             assert service.only.engine.statistics().recovery.n_kept == 0
             assert service.only.host_memory.used(HostOwner.EXPORTS) == 0
             assert await generate(service, PROMPT, 8, SAMPLING) == wanted
