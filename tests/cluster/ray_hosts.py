@@ -116,6 +116,10 @@ class RayCluster:
             self.start(name)
 
     def close(self) -> None:
+        for process in psutil.process_iter():  # Ray's client server is nobody's child, and knows no folder
+            with suppress(psutil.Error):
+                if any(argument.endswith(f"={self.address}") for argument in process.cmdline()):
+                    process.kill()
         for name in (HEAD, *self.hosts.names):
             with suppress(AssertionError):
                 self.kill(name)

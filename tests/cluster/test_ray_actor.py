@@ -19,23 +19,30 @@ from tests.waiting import wait_until
 
 # Stands for Ray's worker: says the pid of the child that it started, and goes on until it ends itself or is killed.
 WORKER = """
-import sys, time
+import sys, threading, time
 from lucevisor.cluster.ray_actor import RemoteProcess
 process = RemoteProcess(float(sys.argv[1]))
+starting = [True]
+def beat():
+    while starting:
+        process.beat()
+        time.sleep(0.05)
+threading.Thread(target=beat, daemon=True).start()
 process.start(["sh", "-c", "trap '' TERM; echo $$; exec sleep 1000"], False)
 print(process.read()[0].decode().strip(), flush=True)
+starting.clear()
 time.sleep(1000)
 """
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.setattr(ray_actor, "_INPUT_END_S", 0.2)
+    monkeypatch.setattr(ray_actor, "_INPUT_END_S", 0.5)
     monkeypatch.setattr(ray_actor, "_TERMINATED_S", 0.5)
 
 
 def started(*command: str) -> RemoteProcess:
-    process = RemoteProcess(100.0)
+    process = RemoteProcess(1e6)  # in silence it would end this process
     assert process.start(command, False) == ""
     return process
 
@@ -100,19 +107,22 @@ def test_output_that_nobody_reads_stops_the_command(tmp_path):
 
 
 def test_the_end_of_input_ends_the_command():
-    process = started("sh", "-c", "trap 'echo asked; exit 3' TERM; while :; do sleep 0.05; done")
+    process = started("sh", "-c", "trap 'echo asked; exit 3' TERM; echo ready; while :; do sleep 0.05; done")
+    assert process.read()[0] == b"ready\n"
     assert process.write(b"", True)
     assert read_all(process) == (b"asked\n", b"", 3)
 
 
 def test_a_command_that_still_writes_is_not_ended():
-    process = started("sh", "-c", "for i in 1 2 3 4 5 6 7 8; do sleep 0.1; echo; done; exit 6")
+    process = started("sh", "-c", "echo; for i in 1 2 3 4 5 6 7 8; do sleep 0.1; echo; done; exit 6")
+    assert process.read()[0] == b"\n"
     process.write(b"", True)
     assert read_all(process) == (b"\n" * 8, b"", 6)
 
 
 def test_a_command_that_ignores_sigterm_is_killed():
-    process = started("sh", "-c", "trap '' TERM; while :; do sleep 0.05; done")
+    process = started("sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done")
+    assert process.read()[0] == b"ready\n"
     process.write(b"", True)
     assert read_all(process)[2] == -signal.SIGKILL
 
@@ -150,7 +160,7 @@ def test_no_orphan(end):
         wait_until(lambda: not runs(pid), 5.0)
     finally:
         worker.kill()
-        worker.stdout.close()
+        worker.communicate()
 
 
 def nice_of(process: RemoteProcess) -> tuple[int, bytes]:
