@@ -37,7 +37,7 @@ class Hello(msgspec.Struct, frozen=True):
     host_total_bytes: int
     packages: dict[str, str]  # versions of numpy, gguf, msgspec and, if installed, triton
     device_problem: str = ""  # why there are no ``devices``
-    rows_address: str = ""  # HOST:PORT where neighbours connect that share no memory with it; empty: it does not listen
+    rows_address: str = ""  # HOST:PORT/CHANNEL where neighbours connect that share no memory; empty: it does not listen
 
 
 class ShardPlan(msgspec.Struct, frozen=True):
@@ -144,8 +144,8 @@ def arena_regions(n_stages: int) -> int:
 class RowsConnection(msgspec.Struct, frozen=True):
     """Connection between the two ends of boundary memory that they do not share.
 
-    ``epoch``: of this load; that of a later one is greater.  ``address``: HOST:PORT of the other end; empty: that
-    connects to this daemon.  ``copies``: the supervisor wants the rows, too, for its journal.
+    ``epoch``: of this load; that of a later one is greater.  ``address``: ``Hello.rows_address`` of the other end;
+    empty: that connects to this daemon.  ``copies``: the supervisor wants the rows, too, for its journal.
     """
 
     epoch: int

@@ -19,7 +19,7 @@ from threading import Condition, Lock
 from typing import Any
 
 from lucevisor.protocol.arena import Arena, SharedBuffer, arena_bytes, open_arenas
-from lucevisor.protocol.authentication import AuthenticationError, Purpose
+from lucevisor.protocol.authentication import CHANNEL_BYTES, AuthenticationError, Purpose
 from lucevisor.protocol.errors import ArenaError, LinkClosed, ProtocolError, RemoteProtocolError
 from lucevisor.protocol.loading import ArenaPlan, RowsConnection
 from lucevisor.protocol.messages import MAX_PAYLOAD_BYTES, Message, StreamKind
@@ -264,13 +264,12 @@ class RelayBuffer(Arena):
                 self._reader.send(rows, payload=[bytes(self.region(region)[:n_bytes])])
 
 
-def _expects_rows(purpose: Purpose, _channel: bytes) -> bool:
-    return purpose is Purpose.ROWS
-
-
 class RowsEndpoint:
     """Opens a daemon's boundary memory.  With a ``host``, listens there for neighbours that are loaded later, and that
     have the ``credentials``; ``report`` gets what to log, in another thread: who was refused, or answers no more.
+
+    A channel in its address keeps out daemons of other supervisors with the same secret, which may look for one that
+    had the same port before.
     """
 
     def __init__(
@@ -288,8 +287,9 @@ class RowsEndpoint:
         self._orders: dict[tuple[bool, int], RowsOrder] = {}
         self._opened = Condition()
         if host:
-            self._acceptor = Acceptor(host, 0, self._credentials, _expects_rows, report)
-            self.address = self._acceptor.address
+            expected = Purpose.ROWS, os.urandom(CHANNEL_BYTES)
+            self._acceptor = Acceptor(host, 0, self._credentials, lambda *found: found == expected, report)
+            self.address = f"{self._acceptor.address}/{expected[1].hex()}"
             StartedThread("rows", partial(self._acceptor.serve, self._accepted))
 
     def open(self, plans: Sequence[ArenaPlan], fds: Sequence[int]) -> list[SharedBuffer]:
@@ -354,12 +354,13 @@ class RowsEndpoint:
 
         Raises ArenaError if it cannot be reached.
         """
+        address, _, channel = plan.address.partition("/")
         try:
-            sock = connect(plan.address, self._credentials, Purpose.ROWS)
+            sock = connect(address, self._credentials, Purpose.ROWS, bytes.fromhex(channel))
         except ConnectionError:
             return
         except (OSError, AuthenticationError) as error:
-            what = f"the daemon of the next or previous layers cannot be reached at {plan.address}: {error}"
+            what = f"the daemon of the next or previous layers cannot be reached at {address}: {error}"
             advice = "let the hosts of all groups connect to each other, at any port"
             raise ArenaError(what, f"boundary {buffer.plan.boundary}", advice) from error
         peer = RowsLink(buffer, BlockingLink(sock, stream=StreamKind.ROWS, name="rows"), plan.epoch)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from lucevisor.protocol.arena import Arena
-from lucevisor.protocol.authentication import CHALLENGE_BYTES, Purpose
+from lucevisor.protocol.authentication import CHALLENGE_BYTES, NO_CHANNEL, AuthenticationError, Purpose
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from lucevisor.protocol.frames import encode
@@ -270,7 +270,7 @@ def test_a_connection_of_an_earlier_epoch_is_refused() -> None:
     with daemons(2) as (writer, reader):
         reader.open(1)
         writer.open(5, reader)
-        link = BlockingLink(connect(reader.endpoint.address, CREDENTIALS, Purpose.ROWS), stream=StreamKind.ROWS)
+        link = connected(reader.endpoint.address)
         link.send(Attach(*PLAN.key, 4))
         answer = link.receive()
         assert answer is not None
@@ -279,6 +279,27 @@ def test_a_connection_of_an_earlier_epoch_is_refused() -> None:
         link.close()
         write(writer.buffer, 1, 1, b"rows")
         assert await_rows(reader.buffer, 1, 1) == b"rows"
+
+
+def test_a_daemon_of_another_service_with_the_same_secret_is_no_neighbour() -> None:
+    """It looks for one that had this port before."""
+    with daemons(2) as (reader, other):
+        for daemon in (reader, other):
+            daemon.open(1)
+        place, _, _ = reader.endpoint.address.partition("/")
+        _, _, channel = other.endpoint.address.partition("/")
+        for wrong in (f"{place}/{channel}", place):
+            with pytest.raises(AuthenticationError, match="refused this end"):
+                connected(wrong)
+        wait_until(lambda: reader.refused)
+        assert "nothing expects its connection for rows" in reader.refused[0]
+        connected(reader.endpoint.address).close()
+
+
+def connected(rows_address: str) -> BlockingLink:
+    address, _, channel = rows_address.partition("/")
+    sock = connect(address, CREDENTIALS, Purpose.ROWS, bytes.fromhex(channel) or NO_CHANNEL)
+    return BlockingLink(sock, stream=StreamKind.ROWS)
 
 
 def test_a_neighbour_that_is_gone_stops_nobody() -> None:
@@ -299,7 +320,7 @@ def test_a_neighbour_that_is_gone_stops_nobody() -> None:
 def test_foreign_bytes_reach_no_buffer_and_false_rows_break_the_daemon() -> None:
     with daemons(1) as (reader,):
         reader.open(1)
-        host, _, port = reader.endpoint.address.partition(":")
+        host, _, port = reader.endpoint.address.partition("/")[0].partition(":")
         with socket.create_connection((host, int(port))) as noise:
             assert len(noise.recv(100)) == CHALLENGE_BYTES
             noise.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
@@ -308,7 +329,7 @@ def test_foreign_bytes_reach_no_buffer_and_false_rows_break_the_daemon() -> None
         assert not reader.broken
         wait_until(lambda: reader.refused)
         assert "it speaks something else: b'GET / HTTP" in reader.refused[0]
-        link = BlockingLink(connect(reader.endpoint.address, CREDENTIALS, Purpose.ROWS), stream=StreamKind.ROWS)
+        link = connected(reader.endpoint.address)
         link.send(Attach(*PLAN.key, 9))
         link.receive()
         link.send(Rows(*PLAN.key, 0, 1, 9, 1), payload=[b"rows"])
