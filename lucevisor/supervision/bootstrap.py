@@ -6,6 +6,7 @@ with it; its output is this process's.  At the end of standard input it gets SIG
 did, with 128 + N for signal N.
 """
 
+import fcntl
 import io
 import json
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 EXIT_CONFIGURATION = 78  # as in lucevisor/protocol/process.py, which is not here yet
 TERMINATE_S = 3.0
 KEPT_S = 30 * 86400.0
-"""Source that no daemon has been started from for so long is removed."""
+"""Source that no daemon has been started from for so long, and that none runs from, is removed."""
 SIGNALS = {b"s": signal.SIGUSR1, b"t": signal.SIGTERM, b"k": signal.SIGKILL}
 """Signals by order: stacks, terminate, kill."""
 
@@ -42,9 +43,11 @@ def install(archive: bytes, code_hash: str) -> Path:
             f"{cache} on {os.uname().nodename} can be changed by other users: remove it, or set XDG_CACHE_HOME there"
         )
     for other in cache.iterdir():
-        if other.name != code_hash and time.time() - other.lstat().st_mtime > KEPT_S:
+        if other.name != code_hash and time.time() - other.lstat().st_mtime > KEPT_S and use(other, fcntl.LOCK_EX):
             subprocess.run(["rm", "-rf", str(other)], check=False)
     directory = cache / code_hash
+    directory.mkdir(mode=0o700, exist_ok=True)
+    use(directory, fcntl.LOCK_SH)
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         for member in files:
             path, file = directory / member.name, files.extractfile(member)
@@ -57,6 +60,15 @@ def install(archive: bytes, code_hash: str) -> Path:
             new.replace(path)
     os.utime(directory)
     return directory
+
+
+def use(directory: Path, lock: int) -> bool:
+    """Lock a directory up to the end of this process; return False where others forbid that, or it cannot be locked."""
+    try:
+        fcntl.flock(os.open(directory, os.O_RDONLY | os.O_CLOEXEC), lock | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def open_secret(name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import socket
@@ -129,8 +130,12 @@ async def test_a_deaf_daemon_is_killed_there(tmp_path: Path, monkeypatch: pytest
 
 async def test_source_is_kept_and_heals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = tmp_path / "cache" / "lucevisor" / "code" / "0123"
-    old.mkdir(parents=True)
-    os.utime(old, (0, 0))
+    in_use = old.with_name("4567")
+    for directory in (old, in_use):
+        directory.mkdir(parents=True)
+        os.utime(directory, (0, 0))
+    in_use_fd = os.open(in_use, os.O_RDONLY)
+    fcntl.flock(in_use_fd, fcntl.LOCK_SH)  # as by a daemon that has run for long
     async with remote_group(tmp_path, monkeypatch) as group:
         for _ in range(2):
             await group.start()
@@ -139,10 +144,15 @@ async def test_source_is_kept_and_heals(tmp_path: Path, monkeypatch: pytest.Monk
             code = old.parent / group.hello.source_hash
             assert not old.exists()  # nothing was started from it for long
             kept = (code / "daemons" / "main.py").stat()
+            fd = os.open(code, os.O_RDONLY)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(fd)
             assert await group.stop() is State.STOPPED
             (code / "daemons" / "heartbeat.py").write_text("raise SystemExit('damaged')")
         assert (code / "daemons" / "main.py").stat().st_ino == kept.st_ino
-        assert [path.name for path in old.parent.iterdir()] == [code.name]
+        assert {path.name for path in old.parent.iterdir()} == {code.name, in_use.name}
+    os.close(in_use_fd)
 
 
 async def test_source_that_other_users_can_change_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
