@@ -16,7 +16,7 @@ from lucevisor.api.app_context import AppContext, RequestContext, ServedModels
 from lucevisor.compression.compressor import CompressionStatistics
 from lucevisor.engine.recovery import RecoveryStatistics
 from lucevisor.engine.replicas import ReplicatedEngine
-from lucevisor.engine.router import Health, Router
+from lucevisor.engine.router import Router
 from lucevisor.engine.spec_decode.statistics import DraftStatistics
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.model.values import Space
@@ -186,7 +186,8 @@ def _engine(out: _Families, now: EngineStatistics, row_bytes: int) -> Iterator[M
 
 
 def _routing(out: _Families, router: Router) -> Iterator[Metric]:
-    serving = [([name], float(health is Health.SERVING)) for name, health in router.health.items()]
+    targets = router.targets()
+    serving = [([name], float(name in targets)) for name in router.health]
     yield out.gauges("replica_serving", "1 for a replica that takes requests.", ["replica"], serving)
     routed = [([name], n) for name, n in router.n_routed.items()]
     yield out.counters(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lucevisor.api.metrics import _Families, _routing
 from lucevisor.engine.router import RUNNING_TOKENS, WAITING_TOKENS, Candidate, Health, Router
 
 NAMES = ("a", "b", "c")
@@ -104,3 +105,10 @@ def test_only_the_last_replica_that_serves_cannot_be_drained():
     assert [router.begin_drain(name) for name in NAMES] == [True, True, False]
     router.health["c"] = Health.HOLDING
     assert router.begin_drain("c")  # it serves nobody
+
+
+def test_the_gauge_of_serving_replicas_is_0_for_one_that_drains():
+    router = serving()
+    assert router.begin_drain("b")
+    gauge = next(family for family in _routing(_Families(model="m"), router) if family.name.endswith("replica_serving"))
+    assert {sample.labels["replica"]: sample.value for sample in gauge.samples} == {"a": 1.0, "b": 0.0, "c": 1.0}
