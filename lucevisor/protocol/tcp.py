@@ -384,16 +384,17 @@ class Acceptor:
                 raise AuthenticationError(f"nothing expects its connection for {purpose.name.lower()} (any more)")
             pending.stream.send(pending.handshake.confirm(pending.response))
             watch_peer(pending.sock, purpose)
+            self._epoll.unregister(pending.sock.fileno())
+            sock = _for_frames(pending.stream)
         except BlockingIOError:
             return
         except AuthenticationError as error:
             self._refuse(pending, error.what, now)
-        except OSError as error:
+        except (OSError, MemoryError) as error:  # with TLS, also no descriptor or thread for it
             self._refuse(pending, f"it went away: {error}", now)
         else:
             del self._pending[pending.sock.fileno()]
-            self._epoll.unregister(pending.sock.fileno())
-            yield Accepted(_for_frames(pending.stream), pending.stream, purpose, channel)
+            yield Accepted(sock, pending.stream, purpose, channel)
 
     def _refuse(self, pending: _Pending, reason: str, now: float) -> None:
         self._pending.pop(pending.sock.fileno(), None)

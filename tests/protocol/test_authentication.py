@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import resource
 import socket
 import struct
 import sys
@@ -379,6 +380,27 @@ def test_over_tls_frames_pass_in_both_directions_and_ends_are_seen(encrypted: Cr
         client.close()
         assert ended(accepted.sock)
         assert not server.refused
+
+
+def test_over_tls_an_acceptor_without_descriptors_for_a_connection_goes_on(encrypted: Credentials) -> None:
+    with listening(CHANNEL, credentials=encrypted) as server:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        tls = encrypted.tls
+        assert tls is not None
+        with server.raw() as sock:
+            stream = tls.connect(sock)
+            handshake = ClientHandshake(KEY, Purpose.LINK, CHANNEL, tls.binding)
+            response = handshake.respond(stream.recv(CHALLENGE_BYTES))
+            free = os.dup(0)
+            os.close(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+            try:
+                stream.send(response)
+                wait_until(lambda: server.refused)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert "Too many open files" in server.refused[0]
+        connect(server.address, encrypted, Purpose.LINK, CHANNEL).close()
 
 
 def test_over_tls_all_arrives_that_a_peer_sent_before_it_was_lost(encrypted: Credentials) -> None:
