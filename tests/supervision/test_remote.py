@@ -134,6 +134,7 @@ async def test_source_is_kept_and_heals(tmp_path: Path, monkeypatch: pytest.Monk
     for directory in (old, in_use):
         directory.mkdir(parents=True)
         os.utime(directory, (0, 0))
+    old.parent.chmod(0o700)  # whatever the umask
     in_use_fd = os.open(in_use, os.O_RDONLY)
     fcntl.flock(in_use_fd, fcntl.LOCK_SH)  # as by a daemon that has run for long
     async with remote_group(tmp_path, monkeypatch) as group:
