@@ -270,6 +270,11 @@ class Extents:
         """Return the pages that are free, those in the memory of states left out."""
         return [page for i, pages in enumerate(self._free_pages) if i not in self._states for page in pages]
 
+    @property
+    def n_without_state(self) -> int:
+        """Extents that are free, or would be if their pages were moved."""
+        return len(self) - len(self._states)
+
     def by_use(self) -> list[int]:
         """Return the extents with used pages, those with the fewest first."""
         held = self._states.union(self.free)
@@ -455,6 +460,8 @@ class PagePools:
         """Return whether all that is missing is a free extent: the memory for it is free, in several."""
         if not self.shares(needs) or self.shared_pages(needs) > self._allocators[Space.FULL].n_free:
             return False
+        if self.extents is not None and needs.get(Space.RECURRENT, 0) > self.extents.n_without_state:
+            return False  # free pages beside the extents hold no state
         others = {space: n for space, n in needs.items() if not self.shares([space])}
         return self.fits(others) and needs.get(Space.RECURRENT, 0) > self._allocators[Space.RECURRENT].n_free
 

@@ -357,7 +357,10 @@ class PrefixIndex:
             n_missing = 0 if pools.shares([space]) else n - pools[space].n_free
             if n_missing > 0 and n_missing > self._n_reclaimable(space, shared.get(space, ())):
                 return False
-        if pools.shares(needs):
+        if pools.shares(needs) and pools.extents is not None:
+            n_states = needs.get(Space.RECURRENT, 0) - pools.extents.n_without_state
+            if n_states > 0 and n_states > self._n_reclaimable(Space.RECURRENT, shared.get(Space.RECURRENT, ())):
+                return False
             n_missing = pools.shared_pages(needs) - pools[Space.FULL].n_free
             if n_missing > 0:
                 found = {space: self._n_reclaimable(space, shared.get(space, ())) for space in SHARED}

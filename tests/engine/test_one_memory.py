@@ -84,6 +84,14 @@ async def test_a_few_long_requests_and_many_short_ones_both_fill_the_memory() ->
     assert await check_answers(many, short, handles) == ["length"] * 8
 
 
+async def test_a_slot_gives_way_for_a_state_where_all_free_pages_lie_beside_the_extents() -> None:
+    toy = engine(3, slots=100, alone=7)
+    requests = [request(name, (0, 1, 4), n=n) for name, n in (("a", 1), ("b", 20), ("c", 20), ("d", 1))]
+    handles = {one.request_id: toy.engine.submit(one) for one in requests}
+    toy.run()
+    assert await check_answers(toy, requests, handles) == ["length"] * 4
+
+
 async def test_a_lost_stage_is_rebuilt_after_pages_were_moved() -> None:
     toy = engine(8, n_stages=2, hold_s=30.0, journal_pages=60)
     handles = scattered(toy)

@@ -35,7 +35,8 @@ class OneMemory(RuleBasedStateMachine):
         n_left = self.total - len(used) - n_states * self.per_state
         fits = n_states <= len(free) and n_pages <= n_left
         assert self.pools.fits(needs) == fits
-        assert self.pools.fits_elsewhere(needs) == (not fits and n_pages <= n_left)
+        has_extents = n_states <= self.n - len(self.states)
+        assert self.pools.fits_elsewhere(needs) == (not fits and n_pages <= n_left and has_extents)
         taken = self.pools.allocate(needs)
         assert (taken is not None) == fits
         if taken is not None:

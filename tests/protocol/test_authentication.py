@@ -216,6 +216,7 @@ def test_who_only_waits_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening(CHANNEL) as server, server.raw() as silent:
         receive(silent, CHALLENGE_BYTES)
         assert ended(silent)
+        wait_until(lambda: server.refused)
         assert server.refused == ["127.0.0.1: it has not authenticated within 0.5 s"]
 
 
@@ -248,6 +249,7 @@ def test_who_holds_all_places_keeps_nobody_out() -> None:
             holder.join()
             for sock in silent:
                 sock.close()
+        wait_until(lambda: server.refused)
         assert server.refused == ["127.0.0.1: too many of its connections have not authenticated"]
 
 
