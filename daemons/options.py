@@ -1,6 +1,6 @@
 """The command line of a daemon, as the supervisor's launcher writes it.
 
-Knows no torch and opens nothing.  Invariant: what every daemon needs is required, so one started by hand fails with
+Imports no torch and opens nothing.  Invariant: what every daemon needs is required, so one started by hand fails with
 usage.
 """
 

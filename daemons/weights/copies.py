@@ -281,7 +281,7 @@ class LocatedLoad:
 
     load: Load
     files: list[ModelFiles]
-    asked: dict[FileIdentity, FileIdentity]  # of the files here: what the supervisor knows
+    asked: dict[FileIdentity, FileIdentity]  # of the files here: those at the supervisor
 
     def as_asked(self, identities: Sequence[FileIdentity]) -> list[FileIdentity]:
         """Return the identities of the supervisor's files for those that were loaded here."""

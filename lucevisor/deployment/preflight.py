@@ -38,7 +38,7 @@ def _check_cores(config: Config) -> Iterator[ConfigError]:
     usable = usable_cores()
     for name, group in config.groups.items():
         if group.host:
-            continue  # only its daemon knows
+            continue  # its daemon checks this on its host
         if wrong := sorted(set(group.cores) - set(usable)):
             near = [min(usable, key=lambda core, of=wanted: abs(core - of)) for wanted in wrong]  # type: ignore[misc]
             why = f"core {wrong[0]} does not exist here or may not be used: usable are {_ranges(usable)}"

@@ -611,7 +611,7 @@ class Service:
     # ---- the owner of models
 
     def on_engine_made(self, service: ModelService, engine: Engine) -> None:
-        """Let the router know the engine of a replica, and the API each engine."""
+        """Hand the engine of a replica to the router, and each engine to the API."""
         if self.replicated is not None:
             self.replicated.add(service.replica, engine)
         self.on_engine(service, engine)

@@ -145,7 +145,7 @@ class RowsConnection(msgspec.Struct, frozen=True):
     """Connection between the two ends of boundary memory that they do not share.
 
     ``epoch``: of this load; that of a later one is greater.  ``address``: ``Hello.rows_address`` of the other end;
-    empty: that connects to this daemon.  ``copies``: the supervisor wants the rows, too, for its journal.
+    empty: that connects to this daemon.  ``copies``: the supervisor gets the rows, too, for its journal.
     """
 
     epoch: int
