@@ -25,6 +25,10 @@ KINDS = gguf.GGMLQuantizationType
 POOL_BYTES = 48 << 20
 PIECE_BYTES = 16 << 20
 ENDS = ("token_embd.weight", "output.weight")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 COUNTING_SCALE = 3000
 """Factor of the embedding of a counting model: what 64 layers add to the residual stream is a few per cent of it."""
 
@@ -128,6 +132,7 @@ def write_header(path, model, rows):
     writer.add_token_types([1] * n_bytes + [3] * n_special + [1] * (len(tokens) - n_bytes - n_special))
     writer.add_token_merges(["Ġ t", "Ġ a"])
     writer.add_eos_token_id(n_bytes + 2)
+    writer.add_chat_template(CHAT_TEMPLATE)
     if model.architecture == "dflash":
         writer.add_mask_token_id(model.vocabulary - 1)
     return finish_with_hole(path, writer, [row[:3] for row in rows])
