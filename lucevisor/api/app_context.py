@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, Protocol
 
 import msgspec
@@ -97,7 +98,8 @@ class ServingEngine(Protocol):
 class ModelCard:
     """Description of the served model.
 
-    `created_s`: Unix time; `fingerprint`: changes whenever outputs may change; `facts`: the file's metadata but lists.
+    `aliases`: patterns of other names that requests may use.  `created_s`: Unix time; `fingerprint`: changes whenever
+    outputs may change; `facts`: the file's metadata but lists.
     """
 
     name: str
@@ -108,12 +110,23 @@ class ModelCard:
     architecture: str = ""
     quant: str = ""
     n_parameters: int = 0
+    aliases: tuple[str, ...] = ()
     facts: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def tagged(self) -> str:
         """The name with a tag, as Ollama writes it; its clients add `:latest` to a name without one."""
         return self.name if ":" in self.name else f"{self.name}:latest"
+
+    def is_named(self, name: str) -> bool:
+        """Return whether a name is that of the model, or Ollama's form of it."""
+        return name in (self.name, self.tagged)
+
+    def alias_length(self, name: str) -> int:
+        """Return the length of the longest alias that a name, or Ollama's form of it, matches; 0: none does."""
+        plain = name.removesuffix(":latest")
+        matching = (alias for alias in self.aliases if fnmatchcase(name, alias) or fnmatchcase(plain, alias))
+        return max(map(len, matching), default=0)
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -265,8 +278,11 @@ class ServedModels:
         if not name:
             raise bad_parameter("model", f"is missing; this server has {names}", "missing_required_parameter")
         for ctx in self:
-            if name in (ctx.model.name, ctx.model.tagged):
+            if ctx.model.is_named(name):
                 return ctx
+        closest = max(self, key=lambda ctx: ctx.model.alias_length(name))
+        if closest.model.alias_length(name):
+            return closest
         raise ApiError(
             404, f"the model {show(name)} does not exist here; this server has {names}",
             code="model_not_found", param="model",

@@ -126,6 +126,7 @@ def _model(ctx: AppContext) -> dict[str, object]:
         "max_input_tokens": context,
         "max_tokens": context,
         "capabilities": {name: {"supported": here} for name, here in abilities(ctx).items()},
+        **({"aliases": [*card.aliases]} if card.aliases else {}),
         **_replicas(ctx),
     }
 

@@ -20,8 +20,8 @@ from lucevisor.text.tokenizer import Tokenizer, TooManyTokens, breaker_tokens
 
 
 def check_model(name: str | None, ctx: AppContext) -> None:
-    """Raise a 404 unless the requested model is the served one, as None and Ollama's name of it are."""
-    if name not in (None, ctx.model.name, ctx.model.tagged):
+    """Raise a 404 unless the requested model is the served one, as None, Ollama's name of it and its aliases are."""
+    if name is not None and not (ctx.model.is_named(name) or ctx.model.alias_length(name)):
         raise ApiError(
             404,
             f"the model {show(name)} does not exist here; this server has {show(ctx.model.name)}",

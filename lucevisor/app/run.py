@@ -606,7 +606,7 @@ def make_app_contexts(
         metadata, tokenizer = model.metadata, open_tokenizer(own, model.spec)
         card = find_card(model.spec.architecture, metadata) or FamilyCard(architectures=[], name="")
         contexts[model.name] = AppContext(
-            model=_model_card(model, metadata),
+            model=_model_card(model, metadata, own.model.aliases),
             tokenizer=tokenizer,
             template=ChatTemplate.from_gguf(metadata),
             not_ready=not_ready,
@@ -624,9 +624,10 @@ def make_app_contexts(
     return contexts
 
 
-def _model_card(model: ServedModel, metadata: Mapping[str, object]) -> ModelCard:
+def _model_card(model: ServedModel, metadata: Mapping[str, object], aliases: tuple[str, ...]) -> ModelCard:
     return ModelCard(
         name=model.name,
+        aliases=aliases,
         created_s=int(model.files[0].stat().st_mtime),
         size_bytes=sum(file.stat().st_size for file in model.files),
         path=str(model.files[0]),

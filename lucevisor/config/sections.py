@@ -72,6 +72,9 @@ class ModelConfig:
     chat_template: Annotated[str, PATH] = ""
     """A file with a Jinja chat template, in place of the one in the model's file. Relative to the directory of this
     file. Empty: the model's own."""
+    aliases: Annotated[tuple[str, ...], LINE] = ()
+    """Other names by which requests may ask for the model, also patterns: `["claude-*", "gpt-4o"]`. The id of a
+    model comes first, then the longest matching pattern."""
     yarn_attn_factor: Literal["default", "file"] = "default"
     """Attention factor of models with YaRN (Laguna): `default` is 0.1 ln(factor) + 1, `file` the value in the model
     file."""

@@ -13,6 +13,7 @@ from lucevisor.api.server import create_app, listen, serve
 from tests.api.scripted_model import Rig, metadata
 
 NAMES = ("large", "small")
+ALIASES = {"large": ("claude-*", "small"), "small": ("claude-haiku-*", "gpt-4o")}
 
 
 class Server:
@@ -47,7 +48,9 @@ async def server() -> AsyncIterator[Server]:
     preprocessor = Preprocessor(metadata(), metadata())
     rigs = {
         name: Rig(
-            model=ModelCard(name=name, created_s=1_700_000_000, path=f"{name}.gguf", architecture="qwen35"),
+            model=ModelCard(
+                name=name, created_s=1_700_000_000, path=f"{name}.gguf", architecture="qwen35", aliases=ALIASES[name]
+            ),
             preprocessor=preprocessor,
             max_context=1024 if name == "large" else 512,
         )
@@ -86,6 +89,21 @@ async def test_each_dialect_asks_the_model_that_the_request_names(server: Server
     assert server.opened() == {"large": 0, "small": 0}
 
 
+ALIASED = [("claude-sonnet-4-5", "large"), ("claude-haiku-4", "small"), ("gpt-4o:latest", "small"), ("small", "small")]
+
+
+@pytest.mark.parametrize(("asked", "name"), ALIASED)
+@pytest.mark.parametrize(("path", "body"), [REQUESTS[0], REQUESTS[3], REQUESTS[4]])
+async def test_an_alias_asks_for_its_model_unless_another_one_has_that_id(
+    server: Server, path: str, body: dict, asked: str, name: str
+) -> None:
+    status, answer = await server.post(path, model=asked, **body)
+    assert (status, answer["model"]) == (200, name)
+    status, answer = await server.post(path, model="gpt-4", **body)
+    assert (status, "this server has large, small" in str(answer)) == (404, True)
+    assert (await server.get(f"/v1/models/{asked}"))[1]["id"] == name
+
+
 async def test_a_long_body_is_read_for_its_model_in_a_worker(server: Server) -> None:
     long = [{"role": "user", "content": "word " * 600}]  # more than the small model's context
     status, answer = await server.post("/v1/chat/completions", model="large", messages=long, max_tokens=2)
@@ -101,6 +119,7 @@ async def test_lists_and_properties_know_all_models(server: Server) -> None:
     assert [card["id"] for card in listed["data"]] == [*NAMES]
     assert (listed["first_id"], listed["last_id"]) == NAMES
     assert [card["max_model_len"] for card in listed["data"]] == [1024, 512]
+    assert listed["data"][1]["aliases"] == ["claude-haiku-*", "gpt-4o"]
     assert (await server.get("/v1/models/small"))[1]["id"] == "small"
     assert (await server.get("/v1/models/huge"))[0] == 404
     for path in ("/api/tags", "/api/ps"):
