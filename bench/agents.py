@@ -98,7 +98,9 @@ async def gaps_of_a_stream(session, url, model, gaps):
 
 async def measure(options):
     timeout = aiohttp.ClientTimeout(total=3600)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    # Not kept alive: llama-server closes an idle connection just when the next turn is sent.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         async with session.get(f"{options.url}/v1/models") as answer:
             model = (await answer.json())["data"][0]["id"]
         gaps = []

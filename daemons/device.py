@@ -50,6 +50,7 @@ def prepare(backend: Backend, threads: int) -> None:
     if backend is not Backend.CPU:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.enable_cudnn_sdp(False)  # 1 to 2 s for the first call, and 70 ms for each further shape
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     set_threads(threads)

@@ -110,6 +110,7 @@ class WeightLoader:
     _layouts: dict[tuple[str, TensorRole], TensorLayout] = field(init=False)
     _shared: dict[str, tuple[GgmlType, Tensor | PackedWeights]] = field(init=False)
     _host: HostMemory | None = field(init=False)
+    _free: int = field(init=False)  # bytes before the load: to ask torch for each batch takes longer than to read it
     _invalid: dict[str, list[Tensor]] = field(default_factory=dict)  # findings that are on the device, by tensor
 
     def __post_init__(self) -> None:
@@ -117,6 +118,7 @@ class WeightLoader:
         self._shared = {}
         self.staging = StagingBuffers(self.files, self.selector.device)
         on_cpu = self.selector.device.type == "cpu"
+        self._free = memory_free(self.selector.device)
         self._host = HostMemory.reserve(sum(r.n_bytes + 256 for r in self.layouts)) if on_cpu else None
         self.progress = ProgressMeter(sum(r.read_bytes for r in self.layouts), self.report)
 
@@ -393,7 +395,7 @@ class WeightLoader:
     def _n_batches(self) -> int:
         if not self.staging.accelerated:
             return 1
-        return ROOMY_BATCHES if memory_free(self.selector.device) >= ROOM_BYTES else DEVICE_BATCHES
+        return ROOMY_BATCHES if self._free - self.n_bytes >= ROOM_BYTES else DEVICE_BATCHES
 
 
 def _total(chunks: list[TensorChunk]) -> int:

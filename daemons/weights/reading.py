@@ -95,7 +95,7 @@ class StagingBuffers:
         """
         self.files, self.device = files, device
         # A single thread copies less from the page cache than a GPU takes.
-        on_device = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+        on_device = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
         self.n_readers = n_readers or (on_device if device.type != "cpu" else 1)
         self._readers = ThreadExecutor(self.n_readers - 1, "weights")  # one more is who loads
         self.accelerated = device.type != "cpu"

@@ -15,14 +15,13 @@ from lucevisor.errors import unusable
 
 
 class Endpoint:
-    """Serves clients over HTTP, and operators on the admin socket.  ``open`` it once."""
+    """Serves clients over HTTP, and operators on the admin socket.  Give it the ``app`` and ``open`` it once."""
 
-    def __init__(
-        self, app: web.Application, port: AdminPort, admin_socket: Path, tls: ssl.SSLContext | None = None
-    ) -> None:
+    def __init__(self, port: AdminPort, admin_socket: Path, tls: ssl.SSLContext | None = None) -> None:
         self.url = ""
+        self.app: web.Application  # set before ``open``
         self._tls = tls
-        self._app, self._port, self._admin_socket = app, port, admin_socket
+        self._port, self._admin_socket = port, admin_socket
         self._http: web.AppRunner | None = None
         self._admin: web.AppRunner | None = None
         self._sockets: list[socket.socket] = []
@@ -39,7 +38,7 @@ class Endpoint:
     async def open(self, sockets: Sequence[socket.socket]) -> None:
         """Serve clients on listening sockets, which it closes."""
         self._sockets = [sock.dup() for sock in sockets]
-        self._http, self.url = await server.serve(self._app, sockets, self._tls)
+        self._http, self.url = await server.serve(self.app, sockets, self._tls)
 
     @property
     def sockets(self) -> list[int]:

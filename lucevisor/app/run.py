@@ -302,18 +302,13 @@ class Supervisor:
         self._described = self._overrides.as_json_rows()
         self._tls = tls_context(config.server)
         self._traces = traces.configured()
-        self._contexts = make_app_contexts(config, models, self._not_ready)
-        for context in self._contexts.values():
-            context.grammars.prepare()
+        self._contexts: dict[str, AppContext] = {}
         self._display = display
         self._stop_asked = asyncio.Event()
         self._wait_forever = options.wait_forever
         self.service = Service(config, models, run_dir.own, display, self._on_engine, options.limits)
         self._admin_operations = AdminOperations(self.service)
-        for context in self._contexts.values():
-            self._connect_service(context, self._pipelines_of(context))
-        self._app = create_app(*self._contexts.values())
-        self._endpoint = Endpoint(self._app, self, run_dir.socket, self._tls)
+        self._endpoint = Endpoint(self, run_dir.socket, self._tls)
         self._report = SystemdReport(self._status_line)
         self._handover = Handover(
             self.service, self._endpoint, run_dir, self._report, options.take_over_s, self._stop_asked.set
@@ -333,10 +328,6 @@ class Supervisor:
             self._reload_live_keys()
         for notice in self.config.notices:
             log.warning("configuration", notice=str(notice))
-        for context in self._contexts.values():
-            for marker in context.template.lost_markers(context.tokenizer) if context.template is not None else []:
-                log.warning("chat template writes a marker in a way that makes it ordinary text",
-                            model=context.model.name, marker=marker)  # fmt: skip
         self._report.use(Notifier(), watchdog_s())
         report = asyncio.create_task(self._report.run(), name="systemd")
         watch = asyncio.create_task(self._watch_run_directory(), name="watch run directory")
@@ -359,19 +350,20 @@ class Supervisor:
         return ExitCode.DONE
 
     async def _start(self) -> None:
-        """Listen, then start the groups; with --take-over the other way round.
+        """Start the groups, and serve while they load; with --take-over when they have loaded.
 
         Raises LucevisorError if the start fails.
         """
         server = self.config.server
         if not self._handover.pending:
+            sockets = adopt(listen_sockets(), server.host, server.port) or listen(server.host, server.port)
+            await self.service.start()
+            self._make_api()
             await self._endpoint.open_admin()
-            sockets = adopt(listen_sockets(), server.host, server.port)
-            await self._endpoint.open(sockets or listen(server.host, server.port))
+            await self._endpoint.open(sockets)
             self._prepare()
             self._listening()
             self._handover.listen()
-            await self.service.start()
             while not await self.service.wait_ready(None) and self.service.state == "failed":
                 if not self._wait_forever or self.service.retry_in_s() is None:
                     raise LucevisorError(f"{self.run_dir.name} did not start: {self.service.failure()}")
@@ -379,6 +371,7 @@ class Supervisor:
             return
         self._display.announces = False
         await self.service.start()
+        self._make_api()
         if await self.service.wait_ready(None):
             self._prepare()
             await self._handover.take_over(server)
@@ -387,6 +380,21 @@ class Supervisor:
             self._display.ready(self.service)
         elif not self._stop_asked.is_set():
             raise no_room_error(self.service)
+
+    def _make_api(self) -> None:
+        """Build tokenizers, templates and routes, once.  It takes seconds, in which daemons that were started import
+        torch.
+        """
+        if self._contexts:
+            return
+        self._contexts |= make_app_contexts(self.config, self.models, self._not_ready)
+        for context in self._contexts.values():
+            context.grammars.prepare()
+            self._connect_service(context, self._pipelines_of(context))
+            for marker in context.template.lost_markers(context.tokenizer) if context.template is not None else []:
+                log.warning("chat template writes a marker in a way that makes it ordinary text",
+                            model=context.model.name, marker=marker)  # fmt: skip
+        self._endpoint.app = create_app(*self._contexts.values())
 
     async def _watch_run_directory(self) -> None:
         """Recreate the run directory when parts of it were removed, so that commands find this process."""
@@ -409,7 +417,7 @@ class Supervisor:
                 log.warning("the run directory was removed and is made again", path=str(self.run_dir.path))
 
     def _prepare(self) -> None:
-        models = self._app[MODELS]
+        models = self._endpoint.app[MODELS]
         if models.first.preprocessor is not None:
             models.first.preprocessor.start(models)
         freeze_gc()
@@ -433,7 +441,7 @@ class Supervisor:
     # ---- for operators (lucevisor.app.admin.AdminPort)
 
     def status(self) -> dict[str, Any]:
-        requests = self._app[ACTIVE].generating(time.monotonic())
+        requests = self._endpoint.app[ACTIVE].generating(time.monotonic())
         compressors = {name: context.compressor for name, context in self._contexts.items()}
         name = self.run_dir.name
         return status(self.service, name, self.url, self._display, requests, compressors, self._described)
@@ -525,6 +533,7 @@ class Supervisor:
             context.trace = self._traces
 
     def _on_engine(self, model: ModelService, engine: Engine) -> None:
+        self._make_api()  # a daemon was faster
         context = self._contexts[model.name]
         models = self._pipelines_of(context)
         placements = [one.placement for one in models if one.placement is not None]

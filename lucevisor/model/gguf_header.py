@@ -86,6 +86,7 @@ _FORMATS = {
 }
 _SCALARS = {kind.value: (f"<{code}", struct.calcsize(f"<{code}")) for kind, code in _FORMATS.items()}
 _ARRAY_CODES = {kind.value: code.replace("?", "B") for kind, code in _FORMATS.items()}  # array has no code for bool
+_U64 = struct.Struct("<Q")
 _STRING, _ARRAY = GGUFValueType.STRING.value, GGUFValueType.ARRAY.value
 
 
@@ -144,7 +145,26 @@ class _HeaderReader:
         except UnicodeDecodeError:
             if limit is not None:
                 raise self.fail(where, "the name is not UTF-8") from None
-            return raw.decode("utf-8", errors="surrogateescape")  # token texts of old files
+            return raw.decode("utf-8", errors="surrogateescape")
+
+    def texts(self, n: int, where: str) -> list[Value]:
+        """The next ``n`` strings.  A vocabulary has 250,000, so the loop calls no more than it must."""
+        at, out, unpack = self.at, list[Value](), _U64.unpack_from
+        data = self.data[at:].tobytes()
+        start, end = 0, len(data)
+        for _ in range(n):
+            self.at = at + start
+            if start + 8 > end:
+                raise self.short(where, "a value of 8 bytes")
+            (size,) = unpack(data, start)
+            start += 8
+            if size > end - start:
+                self.at = at + start
+                raise self.short(where, f"a string of {size} bytes")
+            out.append(data[start : start + size].decode("utf-8", "surrogateescape"))  # token texts of old files
+            start += size
+        self.at = at + start
+        return out
 
     def value(self, kind: int, where: str, depth: int = 0) -> Value:
         if kind in _SCALARS:
@@ -169,6 +189,8 @@ class _HeaderReader:
             return [bool(v) for v in out] if kind == 7 else out.tolist()
         if n * _least_bytes(kind) > self.left:
             raise self.short(where, f"an array of {n} values")
+        if kind == _STRING:
+            return self.texts(n, where)
         return [self.value(kind, where, depth + 1) for _ in range(n)]
 
 

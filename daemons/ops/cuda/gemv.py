@@ -138,6 +138,7 @@ class CudaGemv:
         self._slabs = SlabGemv(device, dtype, *defines)
         self._gemm = Gemm(device, dtype, *defines)
         self._rows_kernels: dict[tuple[str, int, int], Kernel] = {}
+        self._prepared: set[tuple[str, GemvShape, tuple[ShapeOfRows, ...]]] = set()
 
     def prepare(self, packed: PackedWeights) -> int:
         """Compile what rows times a matrix need; returns how many rows there are kernels for.
@@ -155,6 +156,8 @@ class CudaGemv:
                     break
                 n_rows = more
                 shapes.append(found)
+        if (wanted := (kind, shape, tuple(shapes))) in self._prepared:
+            return n_rows
         one_row = gemv_constants(kind, shape.warps, shape.depth)
         compile_together(
             [
@@ -173,6 +176,7 @@ class CudaGemv:
                     self._rows_kernel(kind, found)
                 case GemmShape():
                     self._gemm.kernels(kind, found)
+        self._prepared.add(wanted)
         return n_rows
 
     def _compile(self, kind: str, shape: ShapeOfRows) -> bytes:
