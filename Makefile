@@ -10,7 +10,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # Tests start hundreds of interpreters; without bytecode each of them would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: start test coverage kernels numerics setup resolve style types arch docs check slow oracle real ray gpu bench clean
+.PHONY: start test coverage kernels numerics setup resolve style types arch docs check slow oracle real wheel ray gpu bench clean
 
 start: $(VENV)/.serve
 	$(BIN)/lucevisor start etc/demo.toml
@@ -65,6 +65,7 @@ style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/hadolint --ignore DL3008 etc/container/Containerfile.*  # a release of Debian has one version of a package
 
 types: setup
 	$(BIN)/mypy lucevisor daemons
@@ -107,6 +108,10 @@ $(ORACLE)/.ready:
 		-DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_UI=OFF" \
 		$(ORACLE)/bin/python -m pip install --quiet $(ORACLE)/source
 	touch $@
+
+# Builds the wheel, installs it into a fresh environment with packages of the index, and serves the demo from there.
+wheel: setup
+	$(BIN)/python -m pytest -m slow tests/e2e/test_wheel.py
 
 # Real Ray nodes in network namespaces, as root: 0.25 GB more in the environment.
 $(VENV)/.ray: $(VENV)/.ready

@@ -44,7 +44,7 @@ EXAMPLES = {
         "lucevisor start hf:unsloth/Qwen3-4B-GGUF:Q4_K_M",
         "lucevisor start box.toml --daemon --set server.port=0",
     ),
-    "init": ("lucevisor init MODEL.gguf > box.toml",),
+    "init": ("lucevisor init MODEL.gguf > box.toml", "lucevisor init > sample.toml"),
     "stop": ("lucevisor stop --name box",),
     "status": ("lucevisor status", "lucevisor status --json | jq .engine.tokens_per_s", "lucevisor status --kernels"),
     "top": ("lucevisor top --every 0.5",),

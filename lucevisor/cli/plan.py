@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from lucevisor.config import Config, load
 from lucevisor.config.formats import HUB_PREFIX
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors, ExitCode
 from lucevisor.protocol.messages import Check
+from lucevisor.source_tree import locate
 from lucevisor.supervision.probe import Probe
 
 if TYPE_CHECKING:
@@ -82,14 +84,19 @@ def _plan(config: Config, model: ServedModel, found: Inventory, *, measure: bool
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", required=False)
 @python_option
-def init(model: str, pythons: tuple[str, ...]) -> int:
+def init(model: str | None, pythons: tuple[str, ...]) -> int:
     """Print a configuration file that serves MODEL, a GGUF file or hf:OWNER/REPO[:QUANT], on the devices of this
-    machine."""
+    machine. Without MODEL: one with every key, which serves the bundled demo model on this machine's processor."""
     from lucevisor.app.discovery import choose_groups, write_config
     from lucevisor.app.model_files import find_hub_file
 
+    if model is None:
+        if pythons:
+            raise click.UsageError("--python is for a configuration of MODEL: name one")
+        click.echo(_sample(), nl=False)
+        return ExitCode.DONE
     if not model.startswith(HUB_PREFIX) and not Path(model).is_file():
         raise ConfigError("MODEL", model, "there is no such file", "name a GGUF file, or hf:OWNER/REPO[:QUANT]")
     model = find_hub_file(model)
@@ -98,6 +105,14 @@ def init(model: str, pythons: tuple[str, ...]) -> int:
         click.echo(str(group), err=True)
     click.echo(write_config(model, groups), nl=False)
     return ExitCode.DONE
+
+
+def _sample() -> str:
+    """Return etc/lucevisor.toml with the path of its model as it is from anywhere."""
+    etc = locate("etc")
+    text = (etc / "lucevisor.toml").read_text(encoding="utf-8")
+    line = re.compile(r'^path = "(.*)"$', re.MULTILINE)
+    return line.sub(lambda found: f"path = {json.dumps(str(etc / found[1]))}", text, count=1)
 
 
 @click.command()

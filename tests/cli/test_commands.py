@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from lucevisor.app.rundir import boot_id, default_name, start_ticks
 from lucevisor.cli import COMMANDS, EXAMPLES, EXIT_CODES, cli
 from lucevisor.cli.admin_client import AdminClient
-from lucevisor.config import read_secret
+from lucevisor.config import load, read_secret
 from lucevisor.errors import ConfigError, ExitCode, NotRunningError
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
@@ -61,6 +61,16 @@ def test_a_supervisor_whose_socket_was_removed_is_not_gone(tmp_path):
     (tmp_path / "pid").unlink()
     with pytest.raises(NotRunningError, match="the supervisor is gone"):
         client.call("GET", "/status")
+
+
+def test_init_without_a_model_prints_a_configuration_that_works_anywhere(tmp_path):
+    printed = CliRunner().invoke(cli, ["init"]).output
+    (tmp_path / "box.toml").write_text(printed)
+    config = load(tmp_path / "box.toml")
+    assert Path(config.model.path).is_file()
+    assert config.notices == ()
+    refused = CliRunner().invoke(cli, ["init", "--python", "python3"])
+    assert (refused.exit_code, "is for a configuration of MODEL" in refused.output) == (ExitCode.USAGE, True)
 
 
 def test_exit_codes_are_told_in_the_help_and_in_the_page():
