@@ -24,7 +24,8 @@ import uvloop
 from lucevisor import __version__
 from lucevisor.app import logs
 from lucevisor.app.model_files import open_model
-from lucevisor.cli.options import OutputFile, config_argument
+from lucevisor.cli.configured import configured
+from lucevisor.cli.options import OutputFile, config_argument, python_option
 from lucevisor.config import Config, load, merge_overrides, single_model
 from lucevisor.deployment.group_settings import group_threads, usable_cores
 from lucevisor.deployment.measurements import tune
@@ -62,6 +63,7 @@ class Numbers(click.ParamType[list[int]]):
 
 @click.command()
 @config_argument
+@python_option
 @click.option("-p", "--prompt", "prompts", type=Numbers(), default="512", show_default=True, help="Prompt lengths.")
 @click.option(
     "-n", "--answer", type=click.IntRange(0, 1 << 20), default=128, show_default=True, help="Tokens to generate."
@@ -85,6 +87,7 @@ class Numbers(click.ParamType[list[int]]):
 def bench(
     config: Path,
     overrides: tuple[str, ...],
+    pythons: tuple[str, ...],
     prompts: list[int],
     answer: int,
     depths: list[int],
@@ -110,6 +113,7 @@ def bench(
     if against is not None:  # both programs hold the model at once: pages for these cases leave memory for the other
         n_pages = max((case.streams * (pages_of(case.context) + 1) for case in wanted), default=1)
         settings.append(f"engine.pages={n_pages}")
+    config, _ = configured(config, pythons)
     loaded = single_model(load(config, merge_overrides(settings, overrides)), "bench")
     logs.configure(loaded.log.format, "warning")
     model = open_model(loaded)

@@ -57,6 +57,6 @@ def target_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def python_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--python``: further interpreters of a start without a configuration file."""
+    """``--python``: further interpreters for a model that has no configuration file."""
     what = "An interpreter whose torch sees devices, besides this one and the environments beside it; may be repeated."
     return click.option("--python", "pythons", metavar="PATH", multiple=True, help=what)(function)

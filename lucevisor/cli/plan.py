@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lucevisor.cli.configured import configured
 from lucevisor.cli.options import config_argument, python_option
 from lucevisor.config import Config, load
 from lucevisor.config.formats import HUB_PREFIX
@@ -26,10 +27,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @config_argument
+@python_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--no-probe", is_flag=True, help="Do not query the groups' interpreters for devices.")
 @click.option("--measure", is_flag=True, help="Measure the devices' speed for an automatic split, and store it.")
-def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool, measure: bool) -> int:
+def plan(
+    config: Path, overrides: tuple[str, ...], pythons: tuple[str, ...], as_json: bool, no_probe: bool, measure: bool
+) -> int:
     """Show shards, bytes of weights and state per device, what does not fit and by how much.  Loads no weights, but a
     few layers with --measure."""
     from lucevisor.app import logs
@@ -42,6 +46,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
 
     if measure and no_probe:
         raise click.UsageError("--measure queries the groups' interpreters, --no-probe forbids it: use one of them")
+    config, _ = configured(config, pythons)
     loaded = load(config, overrides)
     logs.configure(loaded.log.format, loaded.log.level)
     models = open_models(loaded, lambda what: click.echo(f"fetching {what}", err=True))
@@ -117,8 +122,9 @@ def _sample() -> str:
 
 @click.command()
 @config_argument
+@python_option
 @click.option("--layer", default=0, show_default=True, help="Layer whose numbers are compared.")
-def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
+def doctor(config: Path, overrides: tuple[str, ...], pythons: tuple[str, ...], layer: int) -> int:
     """Check each group of CONFIG: imports, torch build, devices, arena mapping, one layer's numbers in the dtype that
     will run; then whether the model fits into the memory that is free."""
     from lucevisor.app.model_files import open_models
@@ -128,6 +134,7 @@ def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
     from lucevisor.placement.planner import plan
     from lucevisor.placement.result import Infeasible
 
+    config, _ = configured(config, pythons)
     loaded = load(config, overrides)
     models = open_models(loaded, lambda what: click.echo(f"fetching {what}", err=True))
     for model in models:

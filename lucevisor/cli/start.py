@@ -12,10 +12,10 @@ import click
 
 from lucevisor.app.rundir import check_name, default_name, is_locked, run_path
 from lucevisor.cli.admin_client import AdminClient, WaitDisplay
+from lucevisor.cli.configured import configured
 from lucevisor.cli.options import SECONDS, config_argument, python_option
 from lucevisor.config import load
-from lucevisor.config.formats import HUB_PREFIX
-from lucevisor.errors import ConfigError, ExitCode, LucevisorError, NotReadyError, NotRunningError
+from lucevisor.errors import ExitCode, LucevisorError, NotReadyError, NotRunningError
 from lucevisor.protocol.process import end_with_parent
 from lucevisor.source_tree import module_command
 
@@ -75,10 +75,7 @@ def start(
     """
     if verbose:
         overrides = (*overrides, "log.level=debug")
-    if _is_model(config):
-        config, name = _configured(str(config), pythons, name)
-    elif pythons:
-        raise click.UsageError("--python is for a start without a configuration file; groups name theirs in CONFIG")
+    config, name = configured(config, pythons, name)
     loaded = load(config, overrides)
     target = check_name(name) if name is not None else default_name(config)
     if daemon:
@@ -103,36 +100,6 @@ def start(
         return int(run(loaded, target, LoadProgress(), options))
     with StartDisplay(loaded) as display:
         return int(run(loaded, target, display, options))
-
-
-def _is_model(argument: Path) -> bool:
-    if str(argument).startswith(HUB_PREFIX) or argument.suffix.lower() == ".gguf":
-        return True
-    try:
-        with argument.open("rb") as file:
-            return file.read(4) == b"GGUF"
-    except OSError:
-        return False
-
-
-def _configured(model: str, pythons: Sequence[str], name: str | None) -> tuple[Path, str]:
-    from lucevisor.app.discovery import choose_groups, model_name, save_config
-
-    if not model.startswith(HUB_PREFIX) and not Path(model).is_file():
-        raise ConfigError("CONFIG", model, "there is no such file", "name a configuration file, or a model's GGUF file")
-    name = check_name(name if name is not None else model_name(model))
-    source = model
-    if model.startswith(HUB_PREFIX):
-        from lucevisor.app.model_files import find_hub_file  # imports most of the supervisor
-
-        source = find_hub_file(model)
-    groups = choose_groups(source, pythons)
-    path = save_config(source, groups, name)
-    click.echo(f"serving {source} as {name}, on all devices that this machine has", err=True)
-    for group in groups:
-        click.echo(f"  {group}", err=True)
-    click.echo(f"  as {path} says; to change it: lucevisor init {model} > box.toml", err=True)
-    return path, name
 
 
 def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_s: float, more: Sequence[str]) -> int:

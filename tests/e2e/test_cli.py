@@ -254,16 +254,18 @@ def test_a_model_is_served_without_a_configuration_file(cli: Cli, tmp_path: Path
     box = tmp_path / "box.toml"
     box.write_text(printed)
     assert "fits" in cli.run("doctor", str(box), timeout_s=200).stdout
+    plans = [json.loads(cli.run("plan", path, "--json").stdout) for path in (str(box), str(MODEL))]
+    assert [(one["fits"], one["stages"]) for one in plans] == [(True, plans[0]["stages"])] * 2
 
 
 def test_a_model_that_is_not_there_is_refused_before_anything_is_asked(cli: Cli) -> None:
-    for command in ("start", "init"):
+    for command in ("start", "init", "plan"):
         done = cli.run(command, "nothing.gguf", check=False)
         assert done.returncode == 2
         assert "there is no such file" in done.stderr
     done = cli.run("start", str(DEMO), "--python", "python3", check=False)
     assert done.returncode == 2
-    assert "groups name theirs in CONFIG" in done.stderr
+    assert "groups name their interpreters" in done.stderr
 
 
 # ---- supervisors of a command
