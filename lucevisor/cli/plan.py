@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @python_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--no-probe", is_flag=True, help="Do not query the groups' interpreters for devices.")
-@click.option("--measure", is_flag=True, help="Measure the devices' speed for an automatic split, and store it.")
+@click.option("--measure", is_flag=True, help="Measure devices and links for an automatic split, and store that.")
 def plan(
     config: Path, overrides: tuple[str, ...], pythons: tuple[str, ...], as_json: bool, no_probe: bool, measure: bool
 ) -> int:
@@ -75,17 +75,25 @@ def plan(
 
 
 def _plan(config: Config, model: ServedModel, found: Inventory, *, measure: bool) -> Placement | Infeasible:
-    from lucevisor.deployment.measurements import read_speeds, request_for_split, speeds_for
+    from lucevisor.deployment.measurements import (
+        measure_links,
+        read_links,
+        read_speeds,
+        request_for_split,
+        speeds_for,
+    )
     from lucevisor.placement.devices import with_target_devices
     from lucevisor.placement.planner import plan as make_plan
 
     config = with_target_devices(config, found)
     if measure:
         speeds = asyncio.run(speeds_for(model.spec, model.files, config, found, fresh=True))
+        links = asyncio.run(measure_links(config))
     else:
+        links = read_links(config)
         request = request_for_split(model.spec, config, found)
         speeds = None if request is None else read_speeds(request)
-    return make_plan(model.spec, config, found, speeds, model.draft_spec, model.scorer)
+    return make_plan(model.spec, config, found, speeds, model.draft_spec, model.scorer, links)
 
 
 @click.command()

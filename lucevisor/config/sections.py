@@ -181,7 +181,7 @@ class PlacementConfig:
     devices: Annotated[tuple[DeviceRef, ...], DEVICE, Key(name="target_devices")] = ()
     """Devices in layer order; each holds one contiguous range of layers. All indices of a cpu group share one memory,
     so `left:0` and `left:1` are two shards in one process. Empty: all devices of all groups, in the order of this
-    file."""
+    file; on several hosts, with an automatic split, those and in the order that make a request the fastest."""
     split: Annotated[Split, SPLIT, Key(name="target_layer_split")] = field(default=Auto())
     """Split of the layers over `target_devices`. Weights are shares and need not add up to 1; ranges name
     the layers: `["0-4", "4-8"]` is layers 0 to 3, then 4 to 7. With replicas it is the split of each. `"auto"`: the

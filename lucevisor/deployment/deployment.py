@@ -25,7 +25,7 @@ from lucevisor.config.formats import DeviceRef
 from lucevisor.deployment.assembly import PipelineAssembly, RestoredLinks, SuccessorState
 from lucevisor.deployment.boundaries import Boundaries
 from lucevisor.deployment.group_settings import group_threads, spin_s, target_groups
-from lucevisor.deployment.measurements import speeds_for
+from lucevisor.deployment.measurements import LINK_S, links_for, speeds_for
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.weights import ServedWeights, open_offered
@@ -218,7 +218,6 @@ class Deployment:
         self._sizes = sizes
         self._remote: Final = {name for name, group in config.groups.items() if not group.shares_memory}
         self._offered: dict[str, list[OpenFile]] = {}  # by remote group, to be open until its Load is sent
-        self.needed: Final = target_groups(config)  # the groups with layers, which serving needs
         self._placing = PlacementBarrier(self.needed, self._place, config.groups.keys() - self.needed)
         self.links: dict[str, Channel] = {}  # of READY groups
         self.loads: dict[str, Loaded] = {}  # what they have loaded
@@ -392,12 +391,20 @@ class Deployment:
             return f"group {group.name} is {group.state.name}" + (f": {group.reason}" if group.reason else "")
         return self._draft_problem or self._detached or "the pipeline is being assembled"
 
+    @property
+    def needed(self) -> list[str]:
+        """The groups with layers, which serving needs; before it is placed, those that may have some."""
+        if self.placement is None:
+            return target_groups(self.config)
+        return list(dict.fromkeys(stage.group for stage in self.placement.stages))
+
     # ---- callbacks of supervision
 
     async def _make_load(self, group: str, hello: Hello) -> LoadOrder:
         placement = await self._placing.wait(group, hello)
         if group not in placement.groups:
-            raise LucevisorError(f"it has nothing to run: the drafter is left out: {placement.draft_left_out}")
+            why = placement.hosts_left_out or f"the drafter is left out: {placement.draft_left_out}"
+            raise LucevisorError(f"it has nothing to run: {why}")
         scorer = self._model.scorer
         score_files = [str(path) for path in scorer.files.paths] if scorer is not None and scorer.files else []
         files, draft_files = await self._weights.model_files(), None
@@ -434,8 +441,9 @@ class Deployment:
         inventory = {group: hello.devices for group, hello in hellos.items()}
         config, model = with_target_devices(self.config, inventory), self._model
         speeds = await speeds_for(model.spec, model.files, config, inventory)
+        links = await links_for(config, lambda group: self.groups[group].time_way(LINK_S))
         config = with_sizes(config, self._sizes)
-        result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.scorer)
+        result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.scorer, links)
         self.infeasible_reason = infeasible_reason(result, self._sizes)
         if isinstance(result, Infeasible) or self.infeasible_reason:
             raise LucevisorError(self.infeasible_reason)

@@ -9,7 +9,7 @@ speeds whatever fails here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -25,11 +25,13 @@ from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype
 from lucevisor.placement.devices import Inventory
+from lucevisor.placement.links import ASSUMED, Link, Links
 from lucevisor.placement.planner import model_options
 from lucevisor.placement.speeds import MeasurementRequest, Speeds, measurement_request
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import ArenaPlan, DeviceInfo
-from lucevisor.protocol.messages import Check, CheckLine, Measure, Timing, Tune
+from lucevisor.protocol.messages import TIMED_BYTES, TIMING, Check, CheckLine, Measure, Timing, Tune
+from lucevisor.protocol.tcp import TcpPath
 from lucevisor.supervision.probe import Probe, probe, probe_launcher
 
 
@@ -81,6 +83,8 @@ async def tune(files: Sequence[Path], config: Config) -> list[CheckLine]:
     return lines
 
 
+LINK_S = 15.0
+"""Seconds for what times a link; on one that is slower, what has arrived by then says how slow."""
 MEASURE_S = 90.0
 """Timeout in seconds for all groups together, less than the 120 s that daemons wait for their load."""
 
@@ -166,6 +170,83 @@ async def measure(request: MeasurementRequest, files: Sequence[Path], config: Co
         log.warning("speeds not measured", reason="a device reported impossible times")
         return None
     return speeds
+
+
+# ---- links
+
+
+class LinkFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The links measured so far, by the supervisor's address and the host.  ``version`` changes with the layout."""
+
+    version: Literal[1] = 1
+    links: dict[str, Link]
+
+
+def link_file() -> Path:
+    return cache_directory() / "links.json"
+
+
+def remote_groups(config: Config) -> dict[str, str]:
+    """Return the first group of each other host, by host."""
+    groups: dict[str, str] = {}
+    for name, group in config.groups.items():
+        if group.host:
+            groups.setdefault(group.host_name, name)
+    return groups
+
+
+def read_links(config: Config) -> Links:
+    """Return the links to the hosts of ``config`` that were measured."""
+    if not (hosts := remote_groups(config)):
+        return Links()
+
+    stored = _read_link_file()
+    return Links({host: stored[key] for host in hosts if (key := _link_key(config, host)) in stored})
+
+
+async def links_for(
+    config: Config, time_way: Callable[[str], Awaitable[TcpPath | None]], *, fresh: bool = False
+) -> Links:
+    """Return the links to the hosts of ``config``: stored ones, or measured now with ``fresh`` or if they are not.
+
+    ``time_way`` measures the way to a group's daemon.  A link that cannot be measured is missing.
+    """
+    known = {} if fresh else dict(read_links(config).of_host)
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    for host, group in remote_groups(config).items():
+        way = None if host in known else await time_way(group)
+        if way is not None:
+            known[host] = Link(way.least_round_trip_s, way.bytes_per_s or ASSUMED.bytes_per_s, now)
+            log.info("measured the link to a host", host=host, link=str(known[host]))
+    if any(link.measured == now for link in known.values()):
+        links = _read_link_file() | {_link_key(config, host): link for host, link in known.items()}
+        write_json(link_file(), LinkFile(links=links), "links")
+    return Links(known)
+
+
+def _read_link_file() -> dict[str, Link]:
+    def reject_reason(stored: LinkFile) -> str:
+        return "" if all(link.valid() for link in stored.links.values()) else "its numbers are not those of links"
+
+    stored = read_json(link_file(), LinkFile, "link file", reject_reason)
+    return {} if stored is None else stored.links
+
+
+async def measure_links(config: Config) -> Links:
+    """Measure the links to all hosts with a probe of one group on each."""
+    with probe_launcher(config) as launcher:
+
+        async def time_way(group: str) -> TcpPath | None:
+            devices = group_devices(config, group)
+            payload = [bytes(TIMED_BYTES)]
+            answer = await probe(config.groups[group], launcher, devices, (TIMING, []), LINK_S, payload)
+            return answer.way
+
+        return await links_for(config, time_way, fresh=True)
+
+
+def _link_key(config: Config, host: str) -> str:
+    return f"{config.cluster.listen} {host}"
 
 
 def _failure(answer: Probe) -> str:

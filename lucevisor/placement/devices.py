@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lucevisor.config import Config, DeviceRef, DType, KvDType
+from lucevisor.config import Auto, Config, DeviceRef, DType, KvDType
 from lucevisor.errors import NO_VALUE
 from lucevisor.model.values import Backend, Dtype
 from lucevisor.placement.result import PlacementError
@@ -93,6 +93,12 @@ def target_devices(config: Config, inventory: Inventory | None) -> tuple[TargetD
         host = config.groups[device.group].host_name
         targets.append(TargetDevice(device, backend, info, config.recovery.spares, share, host))
     return tuple(targets)
+
+
+def order_is_free(config: Config, targets: Sequence[TargetDevice]) -> bool:
+    """Return whether the order of the hosts, and which of them hold layers, are to be chosen."""
+    placement, several = config.placement, len({target.host for target in targets}) > 1
+    return several and isinstance(placement.split, Auto) and "placement.target_devices" not in config.set_keys
 
 
 def find_device(

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import inf, isfinite
 from typing import TypeGuard
 
 from lucevisor.config import Auto, Config, Ranges, RecoveryConfig
@@ -27,6 +29,7 @@ from lucevisor.placement.devices import (
     choose_dtype,
     choose_kv_dtype,
     memories_of,
+    order_is_free,
     target_devices,
 )
 from lucevisor.placement.extra_models import (
@@ -39,6 +42,7 @@ from lucevisor.placement.extra_models import (
     without_drafter,
 )
 from lucevisor.placement.formatting import format_bytes, format_seconds
+from lucevisor.placement.links import Links, Order, Traffic, best_order
 from lucevisor.placement.result import DevicePlan, Infeasible, Placement, PlacementError
 from lucevisor.placement.sizing import (
     MAX_AUTO_POOL_PAGES,
@@ -69,6 +73,9 @@ from lucevisor.placement.split import (
 from lucevisor.placement.stages import arenas_of, stages_of
 from lucevisor.protocol.loading import SpeculationSettings
 
+_REQUEST = f"{PROMPT_TOKENS} prompt tokens and {ANSWER_TOKENS} generated tokens"
+LEFT_OUT_GAIN = 0.25
+"""Share of the time that a host must save by being left out: with less, its memory is worth more."""
 DEVICES_KEY, SPLIT_KEY = "placement.target_devices", "placement.target_layer_split"
 MIN_CHUNK = 64  # the smallest prefill chunk that advice names
 FEW_SEQUENCES, FEW_SLOTS, FEW_BYTES = 8, 32, 1 << 30
@@ -107,6 +114,7 @@ def plan(
     speeds: Speeds | None = None,
     drafter: DraftSpec | None = None,
     scorer: ModelSpec | None = None,
+    links: Links | None = None,
 ) -> Placement | Infeasible:
     """Place ``spec``, its ``drafter`` and the ``scorer`` of PFlash, if there are any, on the devices of ``config``.
 
@@ -114,43 +122,133 @@ def plan(
     unknown for groups that are missing from it: whether they fit is then not checked, and automatic sizes stay small.
     ``speeds``: measured times of this model on these devices, from which an automatic split is chosen; None: it is
     chosen by memory.  A drafter is left out if ``draft.kind`` is automatic and it leaves too little for the model.
+    ``links``: to other hosts.  Where ``target_devices`` is automatic, too, they decide on the order of hosts, and one
+    that makes requests slower holds no layers if the others have room.
     Raises PlacementError (a ConfigError) for invalid settings: a split that does not match the layers, a device that
     does not exist, fewer pages than the context needs.
     """
-    targets = target_devices(config, inventory)
-    known = _are_known_gpus(targets)
-    dtype = choose_dtype(config.engine.dtype, targets)
-    if config.engine.deterministic:
-        _check_deterministic(config, targets, dtype.dtype)
-    kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
-    draft = place_drafter(config, drafter, targets, inventory)
-    scoring = place_scorer(config, scorer, targets, inventory, (dtype.dtype, kv_dtype.dtype))
-    speed_model = None if speeds is None else SpeedModel.of(spec, speeds)
+    case = _Case(spec, inventory, drafter, scorer, links or Links())
+    speed_model, targets = None if speeds is None else SpeedModel.of(spec, speeds), target_devices(config, inventory)
+    return case.plan_hosts(config, speed_model) if order_is_free(config, targets) else case.plan(config, speed_model)
 
-    def place(config: Config, capacity: Capacity) -> Placement | Infeasible:
-        def place_with(draft: DrafterSizing | None) -> Placement | Infeasible:
-            case = _PlanAttempt(spec, config, targets, (dtype, kv_dtype), speed_model, draft, scoring, capacity)
-            return case.plan()
 
-        with_drafter = place_with(draft)
-        if draft is None or config.draft.kind != "auto":
-            return with_drafter
-        without = place_with(None)
-        reason = left_out_reason(with_drafter, without)
-        return without_drafter(without, draft, reason) if reason else with_drafter
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What is to be placed, whatever the devices; see :func:`plan`."""
 
-    capacity = Capacity.configured(config, MANY_SLOTS if known else FEW_SLOTS)
-    small = place(config, capacity)
-    if isinstance(small, Infeasible) or not known:
-        return small
-    chunked = replace(config, engine=replace(config.engine, prefill_chunk=small.prefill_chunk))
-    best = _with_largest_capacity(chunked, capacity, small, lambda capacity: place(chunked, capacity))
-    if best is small:
-        return small
-    why = f"max_sequences {best.max_sequences}, prefix slots {best.prefix_slots} of {format_bytes(best.cache_bytes)}: "
-    return replace(
-        best, reasons=(*best.reasons, why + "as many as leave the context and half of the pages, if automatic")
-    )
+    spec: ModelSpec
+    inventory: Inventory | None
+    drafter: DraftSpec | None
+    scorer: ModelSpec | None
+    links: Links
+
+    def plan(self, config: Config, speed_model: SpeedModel | None) -> Placement | Infeasible:
+        """Place the model on the devices of ``config``, in their order."""
+        attempt = self._attempt(config, speed_model)
+        draft, known = attempt.draft, _are_known_gpus(attempt.targets)
+
+        def place(config: Config, capacity: Capacity) -> Placement | Infeasible:
+            def place_with(draft: DrafterSizing | None) -> Placement | Infeasible:
+                return replace(attempt, config=config, draft=draft, capacity=capacity, reasons=[], notices=[]).plan()
+
+            with_drafter = place_with(draft)
+            if draft is None or config.draft.kind != "auto":
+                return with_drafter
+            without = place_with(None)
+            reason = left_out_reason(with_drafter, without)
+            return without_drafter(without, draft, reason) if reason else with_drafter
+
+        capacity = attempt.capacity
+        small = place(config, capacity)
+        if isinstance(small, Infeasible) or not known:
+            return small
+        chunked = replace(config, engine=replace(config.engine, prefill_chunk=small.prefill_chunk))
+        best = _with_largest_capacity(chunked, capacity, small, lambda capacity: place(chunked, capacity))
+        if best is small:
+            return small
+        why = (
+            f"max_sequences {best.max_sequences}, prefix slots {best.prefix_slots} of {format_bytes(best.cache_bytes)}"
+        )
+        return replace(
+            best, reasons=(*best.reasons, why + ": as many as leave the context and half of the pages, if automatic")
+        )
+
+    def _attempt(self, config: Config, speed_model: SpeedModel | None) -> _PlanAttempt:
+        targets = target_devices(config, self.inventory)
+        dtype = choose_dtype(config.engine.dtype, targets)
+        if config.engine.deterministic:
+            _check_deterministic(config, targets, dtype.dtype)
+        kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
+        draft = place_drafter(config, self.drafter, targets, self.inventory)
+        scoring = place_scorer(config, self.scorer, targets, self.inventory, (dtype.dtype, kv_dtype.dtype))
+        capacity = Capacity.configured(config, MANY_SLOTS if _are_known_gpus(targets) else FEW_SLOTS)
+        dtypes = dtype, kv_dtype
+        return _PlanAttempt(self.spec, config, targets, dtypes, speed_model, draft, scoring, capacity, self.links)
+
+    # ---- several hosts
+
+    def plan_hosts(self, config: Config, speed_model: SpeedModel | None) -> Placement | Infeasible:
+        """Place the model on hosts in the best order, without those that only make it slower."""
+        targets = target_devices(config, self.inventory)
+
+        def on(order: Order) -> tuple[Config, SpeedModel | None]:
+            """Return the configuration with the devices of the hosts in an order, and their speeds."""
+            chosen = [i for host in order for i, target in enumerate(targets) if target.host == host]
+            devices = tuple(config.placement.devices[i] for i in chosen)
+            model = None if speed_model is None else replace(speed_model, order=tuple(chosen))
+            return replace(config, placement=replace(config.placement, devices=devices)), model
+
+        def seconds(order: Order) -> tuple[float, float]:
+            """Return the time of a request, infinite if no split by speed has room, and that on the way alone."""
+            attempt = self._attempt(*on(order))
+            return attempt.fastest_s(), sum(attempt.ways_s())
+
+        def score(order: Order) -> tuple[float, float]:
+            total_s, ways_s = seconds(order)
+            return total_s * (1 + LEFT_OUT_GAIN * (len(configured) - len(order))), ways_s
+
+        configured: Order = tuple(dict.fromkeys(target.host for target in targets))
+        together = best_order(configured, score, drop=False)
+        result = _noted(self.plan(*on(together)), _order_reason(together, seconds(together), seconds(configured)))
+        if not isfinite(score(together)[0]) or speed_model is None:
+            return result
+        few = best_order(together, score, drop=True)
+        out = [host for host in configured if host not in few]
+        if not out:
+            return result
+        smaller, whole = self.plan(*on(few)), result.placement if isinstance(result, Infeasible) else result
+        if isinstance(smaller, Infeasible) or smaller.max_context < whole.max_context:
+            return result
+        why = _left_out_reason(out, few, seconds(few)[0], seconds(together)[0])
+        return replace(smaller, reasons=(why, *smaller.reasons), hosts_left_out=why)
+
+
+def _noted(result: Placement | Infeasible, reason: str) -> Placement | Infeasible:
+    """Return the result with a reason in front of the others."""
+    if isinstance(result, Infeasible):
+        return replace(result, placement=replace(result.placement, reasons=(reason, *result.placement.reasons)))
+    return replace(result, reasons=(reason, *result.reasons))
+
+
+def _order_reason(chosen: Order, taken: tuple[float, float], configured: tuple[float, float]) -> str:
+    what = f"hosts: {_hosts(chosen)}, in this order"
+    (total_s, ways_s), (before_s, ways_before_s) = taken, configured
+    if (total_s, ways_s) == (before_s, ways_before_s):
+        return f"{what}, that of the configuration: no other is faster"
+    if isfinite(before_s) and before_s > 0:
+        saved = f"{format_seconds(total_s)}, in that of the configuration {format_seconds(before_s)}"
+        return f"{what}: {_REQUEST} take {saved}"
+    saved = f"{format_seconds(ways_s)} on the way, in that of the configuration {format_seconds(ways_before_s)}"
+    return f"{what}: {_REQUEST} take {saved}"
+
+
+def _left_out_reason(out: Sequence[str], left: Sequence[str], seconds: float, with_all_s: float) -> str:
+    times = f"{format_seconds(with_all_s)} with {_hosts(out)}, {format_seconds(seconds)} on {_hosts(left)} alone"
+    return f"hosts: {_REQUEST} take {times}"
+
+
+def _hosts(names: Iterable[str]) -> str:
+    return ", ".join(name or "this one" for name in names)
 
 
 def _are_known_gpus(targets: Sequence[TargetDevice]) -> bool:
@@ -224,6 +322,7 @@ class _PlanAttempt:
     draft: DrafterSizing | None
     scorer: ScorerSizing | None
     capacity: Capacity
+    links: Links
     reasons: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
@@ -234,9 +333,10 @@ class _PlanAttempt:
             self.notices.extend(choice.notices)
         if DEVICES_KEY not in config.set_keys:
             self.reasons.append(f"devices: all of all groups, as {DEVICES_KEY} names none")
-        drafting = choose_drafting(config, self.spec, self.draft, Capacity.configured(config, FEW_SLOTS).max_sequences)
+        drafting = self._drafting()
         inputs = self._inputs(drafting)
         ranges, partition = self._split(inputs)
+        self.reasons.extend(self._boundaries())
         sizing = _choose_sizes(inputs, ranges, config)
         reasons = [
             *_kv_saving(sizing.inputs),
@@ -252,6 +352,29 @@ class _PlanAttempt:
         self.notices.extend(notices)
         placement = self._placement(sizing, partition, drafting)
         return placement if sizing.fits else Infeasible(placement, sizing.shortages, advise(sizing, ranges))
+
+    def fastest_s(self) -> float:
+        """Return the time that the split by speed minimises; infinity if none fits, 0 without speeds."""
+        if self.speed_model is None:
+            return 0.0
+        try:
+            partition = self._fastest(self._inputs(self._drafting()), self.speed_model)
+        except SplitError:
+            return inf
+        return inf if partition is None else partition.best_s
+
+    def ways_s(self) -> tuple[float, ...]:
+        """Return the seconds that the reference request is on the way into each shard."""
+        return self._traffic().ways_s(self.links, [target.host for target in self.targets])
+
+    def _traffic(self) -> Traffic:
+        chunk = PROMPT_TOKENS if self.speed_model is None else self.speed_model.speeds.conditions.n_rows
+        row_bytes = dtype_bytes(self.dtypes[0].dtype, self.spec.boundary_width)
+        return Traffic(PROMPT_TOKENS, chunk, ANSWER_TOKENS, row_bytes)
+
+    def _drafting(self) -> SpeculationSettings:
+        few = Capacity.configured(self.config, FEW_SLOTS)
+        return choose_drafting(self.config, self.spec, self.draft, few.max_sequences)
 
     def _inputs(self, drafting: SpeculationSettings) -> SizingInputs:
         """Read the engine section.  Raises PlacementError where two of its keys contradict each other."""
@@ -335,7 +458,7 @@ class _PlanAttempt:
         if speed_model is None:
             why_not = "device speeds are unknown: the first start with this model measures them, as does plan --measure"
         else:
-            partition = _fastest(inputs, speed_model, goal)
+            partition = self._fastest(inputs, speed_model)
             measured = speed_model.speeds.measured
             if partition is not None:
                 self.reasons.extend([_by_speed(goal, partition), *self._times(partition, speed_model)])
@@ -351,6 +474,30 @@ class _PlanAttempt:
         if len(self.targets) > 1:
             self.reasons.append(why_not)
         return ranges, None
+
+    def _fastest(self, inputs: SizingInputs, speed_model: SpeedModel) -> Partition | None:
+        """Return the fastest split that fits, or one that is nearly as fast and lets pages and states share memory."""
+        goal, ways_s = self.config.placement.goal, self.ways_s()
+        apart = replace(inputs, one_memory=False)
+        found = fastest_partition(partition_problem(apart, speed_model, goal, apart.spec.legal_boundary, ways_s))
+        if not (boundaries := inputs.even_boundaries()):
+            return found
+        even = fastest_partition(partition_problem(inputs, speed_model, goal, boundaries.__contains__, ways_s))
+        if even is None or found is None:
+            return even or found
+        return even if even.seconds <= found.best_s * (1 + SLACK) else found
+
+    def _boundaries(self) -> Iterator[str]:
+        """Name what each boundary between two hosts costs."""
+        traffic = self._traffic()
+        for before, target in pairwise(self.targets):
+            way = self.links.between(before.host, target.host)
+            if way is not None:
+                token_s, rows_s = (way.message_s(n * traffic.row_bytes) for n in (1, traffic.chunk))
+                times = (
+                    f"{format_seconds(token_s)} a token, {format_seconds(rows_s)} for {traffic.chunk} tokens at once"
+                )
+                yield f"{before.device} to {target.device}: {times} ({way})"
 
     def _times(self, partition: Partition, speed_model: SpeedModel) -> Iterator[str]:
         speeds = speed_model.speeds
@@ -457,32 +604,24 @@ def _device_plan(sizing: Sizing, target: TargetDevice, layers: LayerRange, use: 
     )
 
 
-def _fastest(inputs: SizingInputs, speed_model: SpeedModel, goal: Goal) -> Partition | None:
-    """Return the fastest split that fits, or one that is nearly as fast and lets pages and states share memory."""
-    apart = replace(inputs, one_memory=False)
-    found = fastest_partition(partition_problem(apart, speed_model, goal, apart.spec.legal_boundary))
-    if not (boundaries := inputs.even_boundaries()):
-        return found
-    even = fastest_partition(partition_problem(inputs, speed_model, goal, boundaries.__contains__))
-    if even is None or found is None:
-        return even or found
-    return even if even.seconds <= found.best_s * (1 + SLACK) else found
-
-
 def partition_problem(
-    inputs: SizingInputs, speed_model: SpeedModel, goal: Goal, legal: Callable[[int], bool]
+    inputs: SizingInputs,
+    speed_model: SpeedModel,
+    goal: Goal,
+    legal: Callable[[int], bool],
+    ways_s: Sequence[float],
 ) -> PartitionProblem:
     """Return the problem for :func:`fastest_partition`.  Ranges must leave room for the reference load.
 
-    ``legal``: the boundaries to choose from.  ``latency`` minimises the sum of all times, ``throughput`` the time of
-    the slowest stage.
+    ``legal``: the boundaries to choose from.  ``ways_s``: of the reference request into each shard.  ``latency``
+    minimises the sum of all times, ``throughput`` the time of the slowest stage.
     """
     spec, targets = inputs.spec, inputs.targets
     memory = RangeMemory(inputs, *reference_load(inputs))
 
     def cost(i: int, layers: LayerRange) -> RangeCost | None:
         fits = memory.fits(i, layers)
-        return RangeCost(speed_model.request_s(i, layers), memory.share(i, layers)) if fits else None
+        return RangeCost(speed_model.request_s(i, layers) + ways_s[i], memory.share(i, layers)) if fits else None
 
     same = [i > 0 and (goal == "latency" or target.device.group == targets[i - 1].device.group)
             for i, target in enumerate(targets)]  # fmt: skip
@@ -491,12 +630,11 @@ def partition_problem(
 
 def _by_speed(goal: str, partition: Partition) -> str:
     what = "all devices together" if goal == "latency" else "the slowest stage"
-    request = f"{PROMPT_TOKENS} prompt tokens and {ANSWER_TOKENS} generated tokens"
     why = "no split that fits is faster"
     if partition.seconds > partition.best_s:
         best = format_seconds(partition.best_s)
         why = f"the most evenly filled split within {SLACK:.0%} of the fastest that fits, {best}"
-    return f"layers: goal {goal}: {request} take {what} {format_seconds(partition.seconds)}; {why}"
+    return f"layers: goal {goal}: {_REQUEST} take {what} {format_seconds(partition.seconds)}; {why}"
 
 
 def _choose_sizes(inputs: SizingInputs, ranges: Sequence[LayerRange], config: Config) -> Sizing:

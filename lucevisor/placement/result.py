@@ -152,6 +152,7 @@ class Placement:
     ``devices`` and ``stages`` are in layer order; ``arenas[b]`` lies between stages b and b + 1, and those of captures
     follow.  ``journal_bytes``, ``host_cache_bytes``: the most host memory that the journal and prefix slots take; None:
     half of what is free.
+    ``hosts_left_out``: why hosts hold no layers; empty if all do.
     ``draft`` and ``draft_device`` are None without a drafter, ``draft_left_out`` is the reason; ``scorer`` and
     ``scorer_device`` without a scoring model.
     ``pool_pages``: the most pages of a sequence on the devices with KV Flash; None: all.  ``residency_policy``: which;
@@ -184,6 +185,7 @@ class Placement:
     draft: PlacedDrafter | None = None
     draft_device: DevicePlan | None = None
     draft_left_out: str = ""
+    hosts_left_out: str = ""
     drafting: SpeculationSettings = field(default_factory=SpeculationSettings)
     scorer: PlacedScorer | None = None
     scorer_device: DevicePlan | None = None

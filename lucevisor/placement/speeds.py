@@ -18,7 +18,14 @@ import msgspec
 from lucevisor.config import Auto, Config
 from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange
-from lucevisor.placement.devices import Inventory, TargetDevice, choose_dtype, choose_kv_dtype, target_devices
+from lucevisor.placement.devices import (
+    Inventory,
+    TargetDevice,
+    choose_dtype,
+    choose_kv_dtype,
+    order_is_free,
+    target_devices,
+)
 from lucevisor.placement.split import legal_boundaries
 from lucevisor.protocol.messages import Span, Timing
 
@@ -101,9 +108,10 @@ def measurement_request(
     dtype = choose_dtype(config.engine.dtype, targets).dtype
     kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype).dtype
     n_rows = max(1, min(PROMPT_TOKENS, config.engine.usual_chunk, spec.context_tokens - 1))
-    lines = [_device_line(target, config, threads) for target in targets]
+    anywhere = order_is_free(config, targets)
+    lines = [_device_line(target, config, threads) + ", anywhere" * anywhere for target in targets]
     conditions = MeasurementConditions(model_key(spec), lines, dtype, kv_dtype, n_rows, version)
-    return MeasurementRequest(conditions, _spans(spec, targets))
+    return MeasurementRequest(conditions, _spans(spec, targets, anywhere=anywhere))
 
 
 def units_of(spec: ModelSpec) -> tuple[LayerRange, ...]:
@@ -130,11 +138,15 @@ def model_key(spec: ModelSpec) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SpeedModel:
-    """Predicts the time of layer ranges from the speeds of a model's units.  ``starts[u]``: first layer of unit u."""
+    """Predicts the time of layer ranges from the speeds of a model's units.  ``starts[u]``: first layer of unit u.
+
+    ``order``: the measured target of each shard, where hosts may be in any order; else they are in that of ``speeds``.
+    """
 
     speeds: Speeds
     kinds: tuple[str, ...]
     starts: tuple[int, ...]
+    order: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, spec: ModelSpec, speeds: Speeds) -> SpeedModel:
@@ -143,11 +155,13 @@ class SpeedModel:
 
     def seconds(self, target: int, layers: LayerRange) -> tuple[float, float]:
         """Return the seconds that ``layers`` take on target number ``target`` for one token, and for ``n_rows``."""
-        timings = self.speeds.targets[target]
+        timings = self.speeds.targets[target if self.order is None else self.order[target]]
         units = [timings[k] for k, s in zip(self.kinds, self.starts, strict=True) if layers.start <= s < layers.stop]
+        # Targets that may be anywhere were all measured with the output, which only the last one has.
+        has_end = self.order is None or target == len(self.order) - 1
         return (
-            sum(t.decode_s for t in units) + units[0].end_decode_s,
-            sum(t.prefill_s for t in units) + units[0].end_prefill_s,
+            sum(t.decode_s for t in units) + units[0].end_decode_s * has_end,
+            sum(t.prefill_s for t in units) + units[0].end_prefill_s * has_end,
         )
 
     def request_s(self, target: int, layers: LayerRange) -> float:
@@ -155,15 +169,18 @@ class SpeedModel:
         return prefill_s * PROMPT_TOKENS / self.speeds.conditions.n_rows + decode_s * ANSWER_TOKENS
 
 
-def _spans(spec: ModelSpec, targets: Sequence[TargetDevice]) -> tuple[dict[str, Span], ...]:
-    """Return for each target one unit of each kind that it can hold, given that every other target holds one too."""
+def _spans(spec: ModelSpec, targets: Sequence[TargetDevice], *, anywhere: bool) -> tuple[dict[str, Span], ...]:
+    """Return for each target one unit of each kind that it can hold, given that every other target holds one too.
+
+    With ``anywhere``, each may be the last of any number of them.
+    """
     units, kinds = units_of(spec), kinds_of(spec)
     out: list[dict[str, Span]] = []
     for i, target in enumerate(targets):
-        first, last = i == 0, i == len(targets) - 1
+        first, last = i == 0 and not anywhere, i == len(targets) - 1 or anywhere
         index = 0 if target.backend is Backend.CPU else target.device.index
         spans: dict[str, Span] = {}
-        for unit in _possible_units(i, len(targets), len(units)):
+        for unit in range(len(units)) if anywhere else _possible_units(i, len(targets), len(units)):
             ends = not spans
             spans.setdefault(kinds[unit], Span(index, units[unit], first and ends, last and ends))
         out.append(spans)

@@ -172,7 +172,8 @@ class Tune(msgspec.Struct, frozen=True):
 
 class Check(msgspec.Struct, frozen=True):
     """Compare one layer on every visible device with the float32 cpu reference, and map ``arenas``, whose descriptors
-    travel with the frame.  With ``measure`` or ``tune``, time layers or kernels instead of comparing one."""
+    travel with the frame.  With ``measure`` or ``tune``, time layers or kernels instead of comparing one.  Without
+    files, do nothing: the payload of the frame times the way there."""
 
     files: list[str]
     layer: int
@@ -180,6 +181,11 @@ class Check(msgspec.Struct, frozen=True):
     arenas: list[ArenaPlan] = []
     measure: Measure | None = None
     tune: Tune | None = None
+
+
+TIMED_BYTES = 4 * MIB
+TIMING = Check([], 0, Dtype.FLOAT32)
+"""Goes with a payload of TIMED_BYTES over a connection whose rate is to be measured."""
 
 
 class CheckLine(msgspec.Struct, frozen=True):
@@ -439,7 +445,9 @@ MESSAGES: dict[MessageKind, MessageType] = {
     MessageKind.PENDING_CANCELLED: MessageType(PendingCancelled, _UP, 64 * KIB, 0, "an id for each step in flight"),
     MessageKind.RESET: MessageType(Reset, _DOWN, 4 * KIB, 0, "one number"),
     MessageKind.RESET_DONE: MessageType(ResetDone, _UP, 4 * KIB, 0, "one number"),
-    MessageKind.CHECK: MessageType(Check, _DOWN, 1 * MIB, 0, "paths, as in Load"),
+    MessageKind.CHECK: MessageType(
+        Check, _DOWN, 1 * MIB, TIMED_BYTES, "paths, as in Load; payload: zeros that time a link"
+    ),
     MessageKind.CHECKED: MessageType(Checked, _UP, 1 * MIB, 0, "one line per device and layer"),
     MessageKind.SAVE: MessageType(Save, _DOWN, MAX_METADATA_BYTES, 0, _SAVE_LIMITS),
     MessageKind.SAVED: MessageType(Saved, _UP, 4 * KIB, 0, "three numbers"),

@@ -173,20 +173,24 @@ def _receive(sock: socket.socket | TlsStream, n_bytes: int) -> bytes:
 class TcpPath:
     """What the kernel has measured of the way to a peer: round trips, and the rate at which it took what was sent.
 
-    The rate is at most what was sent: it is that of the way only once more was sent than that takes.
+    The rate is at most what was sent: it is that of the way only once more was sent than that takes.  The least round
+    trip is that of the way, the usual one also counts acknowledgements that wait for something to go with.
     """
 
     round_trip_s: float
     bytes_per_s: int
+    least_round_trip_s: float = 0.0
 
 
 def measured_path(sock: socket.socket) -> TcpPath:
     """Raises OSError."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    round_trip_us, rate = struct.unpack_from("<I", info, 68)[0], 0
+    round_trip_us = least_us = struct.unpack_from("<I", info, 68)[0]
+    rate = 0
     if len(info) >= _TCP_INFO_BYTES:  # else an old kernel
+        (least_us,) = struct.unpack_from("<I", info, 148)
         (rate,) = struct.unpack_from("<Q", info, 160)
-    return TcpPath(round_trip_us / 1e6, rate)
+    return TcpPath(round_trip_us / 1e6, rate, min(least_us, round_trip_us) / 1e6)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,15 @@ from typing import Literal
 
 import structlog
 
+from lucevisor import suspend_clock
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError, ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
 from lucevisor.protocol.loading import Hello, Load, Loaded
-from lucevisor.protocol.messages import Failed, Heartbeat, LogLine, Progress, Shutdown
+from lucevisor.protocol.messages import TIMED_BYTES, TIMING, Checked, Failed, Heartbeat, LogLine, Progress, Shutdown
 from lucevisor.protocol.steps import StepResult
+from lucevisor.protocol.tcp import TcpPath
 from lucevisor.protocol.transport import Channel
 from lucevisor.protocol.validation import MAX_INTEGER, DaemonFacts, UnansweredStep, fault_of
 from lucevisor.supervision import events as ev
@@ -128,6 +130,7 @@ class Daemon:
         self._callbacks = callbacks
         self._emit = emit
         self._ready = False
+        self._timed = asyncio.Event()
         self._distrusted = False  # it sent an impossible message, so all others are ignored
         self._facts = DaemonFacts(0.0)  # for messages on the heartbeat
         self._started_at = time.monotonic()
@@ -166,6 +169,22 @@ class Daemon:
 
     def send_load(self) -> None:
         self._loading = asyncio.get_running_loop().create_task(self._load(), name=f"load of {self.name}")
+
+    async def time_way(self, timeout_s: float) -> TcpPath | None:
+        """Send what times the way to a daemon on another host, after its hello; None on this host or if it is lost."""
+        channel = self.links[0].channel
+        if channel.path is None:
+            return None
+        try:
+            self._timed.clear()
+            channel.send(TIMING, payload=[bytes(TIMED_BYTES)])
+            async with suspend_clock.timeout(timeout_s):
+                await self._timed.wait()
+        except ProtocolError:
+            return None
+        except TimeoutError:
+            pass  # slow: what has arrived says how slow
+        return channel.path
 
     def send_shutdown(self, reason: str) -> None:
         """Ask the daemon to exit; a dead link makes it exit too."""
@@ -268,6 +287,8 @@ class Daemon:
                 self._on_loaded(link, loaded)
             case Failed() as failed:
                 self._on_failed(failed)
+            case Checked():
+                self._timed.set()
             case _ if self._ready:
                 link.callbacks.on_frame(self.name, frame)
             case _:

@@ -144,6 +144,10 @@ class GroupSupervisor:
         links = self._live_daemon.links if self._live_daemon else []
         return links[0].channel.path if links else None
 
+    async def time_way(self, timeout_s: float) -> TcpPath | None:
+        """Measure the way to the present process, which has said hello and loads nothing yet; None on this host."""
+        return await self._live_daemon.time_way(timeout_s) if self._live_daemon else None
+
     @property
     def link(self) -> Channel | None:
         """The link of the first model."""

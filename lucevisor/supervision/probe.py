@@ -19,6 +19,7 @@ from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
 from lucevisor.protocol.loading import Hello
 from lucevisor.protocol.messages import Check, Checked, Failed, Shutdown
+from lucevisor.protocol.tcp import TcpPath
 from lucevisor.supervision.child import ProcessEnd, SpawnError, stage_packages
 from lucevisor.supervision.events import ProcessSignal
 from lucevisor.supervision.launcher import Launcher, open_listener
@@ -28,11 +29,15 @@ HELLO_S, EXIT_S = 60.0, 3.0
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The result of a probe.  ``problem`` is empty when every question was answered; ``hello`` may be set anyway."""
+    """The result of a probe.  ``problem`` is empty when every question was answered; ``hello`` may be set anyway.
+
+    ``way``: to another host, with the rate at which the frame of the check was sent; None on this one.
+    """
 
     hello: Hello | None = None
     checked: Checked | None = None
     problem: str = ""
+    way: TcpPath | None = None
 
 
 class _Session:
@@ -91,6 +96,7 @@ async def probe(
     devices: Sequence[int],
     check: tuple[Check, Sequence[int]] | None,
     check_s: float,
+    payload: Sequence[bytes] = (),
 ) -> Probe:
     """Start the group's interpreter, take its hello, run ``check`` (a Check and its descriptors) and stop it."""
     session = _Session()
@@ -109,10 +115,11 @@ async def probe(
             return Probe(hello, problem="; ".join(map(str, problems)))
         if check is None:
             return Probe(hello)
-        link.send(check[0], fds=check[1])
-        if not await session.answer(session.checked, check_s):
-            return Probe(hello, problem=session.problem(f"the check did not end within {check_s:.0f} s"))
-        return Probe(hello, session.checked.result())
+        link.send(check[0], fds=check[1], payload=payload)
+        answered, way = await session.answer(session.checked, check_s), link.path
+        if not answered:
+            return Probe(hello, None, session.problem(f"the check did not end within {check_s:.0f} s"), way)
+        return Probe(hello, session.checked.result(), way=way)
     finally:
         with contextlib.suppress(ProtocolError):
             link.send(Shutdown("the probe is over"))

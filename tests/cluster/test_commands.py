@@ -19,7 +19,8 @@ def test_plan_doctor_status_and_metrics_name_the_host(tmp_path: Path) -> None:
     cli = Cli()
     with hosts("attic", folder=tmp_path) as made:
         config = tmp_path / "box.toml"
-        config.write_text(f'[model]\npath = "{DEMO}"\n{made.config(["here", "attic"])}[engine]\ndtype = "float32"\n')
+        text = f'[model]\npath = "{DEMO}"\n{made.config(["here", "attic"])}[engine]\ndtype = "float32"\n'
+        config.write_text(text + '[placement]\ntarget_devices = ["here:0", "attic:0"]\n')
         try:
             planned = json.loads(cli.run("plan", str(config), "--json").stdout)
             assert [(one["group"], one["host"], one["memory"]) for one in planned["devices"]] == [

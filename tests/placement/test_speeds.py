@@ -184,7 +184,9 @@ def test_any_speeds_give_the_best_of_all_splits_that_fit(demo, tmp_path, data, d
         spec=demo, targets=target_devices(config, inventory), dtype=placement.dtype, kv_dtype=placement.kv_dtype,
         max_sequences=8, prefill_chunk=512, max_context=2048, pages=None,
     )  # fmt: skip
-    problem = partition_problem(inputs, SpeedModel.of(demo, speeds), config.placement.goal, demo.legal_boundary)
+    problem = partition_problem(
+        inputs, SpeedModel.of(demo, speeds), config.placement.goal, demo.legal_boundary, [0.0] * len(inputs.targets)
+    )
     splits = {ranges: (seconds, fill) for seconds, fill, ranges in every_split(problem)}
     chosen = tuple(d.layers for d in placement.devices)
     event(f"{len(splits)} of the splits fit")
