@@ -224,6 +224,7 @@ class ModelRunner:
                 if placeholder_fill is not None:
                     finish_and_share = partial(self._share_known_tokens, original_step, finish_previous)
                 scored = self._count_and_score(stage, step, out.rows, finish_previous)
+                self._pool(stage, step, out.rows, payload, finish_previous)
                 found = self._sample(stage, step, out.rows, masks, payload, finish_and_share, poll_previous, queues)
                 async_output, sampled = (None, found) if isinstance(found, list) else (found, [])
         if async_output is None:
@@ -296,8 +297,8 @@ class ModelRunner:
 
     def _may_queue(self, plan: StagePlan, step: Step) -> bool:
         """Return whether the next step may be queued before this one is answered."""
-        drafts = plan.output and self._wants_drafts(step)
-        return self._queues and not (drafts or step.want_hidden or step.want_logits or step.rank_pages)
+        host_reads = plan.output and (self._wants_drafts(step) or any(s.pooled for s in step.slices))
+        return self._queues and not (host_reads or step.want_hidden or step.want_logits or step.rank_pages)
 
     def _share_known_tokens(self, original_step: Step, finish_previous: Callable[[], None]) -> list[Slice] | None:
         """Finish the previous step, and store the tokens of a step launched without them for the draft stage."""
@@ -401,6 +402,16 @@ class ModelRunner:
         logits_of, by_row = partial(stage.logits, rows), self._load.deterministic
         scored = score(step.slices, logits_of, lambda s: states[s].sampling.n_top_logprobs, by_row=by_row)
         return self._sampler.checked(scored)
+
+    def _pool(
+        self, stage: LoadedStage, step: Step, rows: Tensor, payload: Payload, finish_previous: Callable[[], None]
+    ) -> None:
+        """Add the pooled hidden states of the texts that end with the step to its payload."""
+        texts = [s.sequence for s in step.slices if s.pooled]
+        if not texts or self._sampler is None:
+            return
+        finish_previous()
+        payload.add("pooled", self._sampler.checked_rows(texts, stage.pooled(rows, step.slices).cpu()))
 
     def _sample(
         self, stage: LoadedStage, step: Step, rows: Tensor, masks: MaskSource, payload: Payload,

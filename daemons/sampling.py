@@ -345,6 +345,12 @@ class Sampler:
             found.append(one)
         return found
 
+    def checked_rows(self, sequences: Sequence[int], rows: Tensor) -> Tensor:
+        """Return rows [n, width] with 0 in place of NaN and infinities; ``take_invalid`` then names their sequences."""
+        valid = rows.isfinite().all(dim=-1).tolist()
+        self._invalid += [sequence for sequence, finite in zip(sequences, valid, strict=True) if not finite]
+        return rows.nan_to_num(0.0, 0.0, 0.0)
+
     def defer(self, slices: Sequence[Slice], logits: Tensor) -> AsyncTokens | None:
         """Draw a token per slice as ``sample`` does, without waiting for the device; ``finish_tokens`` returns them.
 

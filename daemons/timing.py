@@ -113,7 +113,7 @@ def _embed(shard: ShardModel, batch: Batch) -> None:
 
 
 def _output(shard: ShardModel, row: Tensor) -> None:
-    if shard.output is not None:
+    if shard.output is not None and shard.spec.pooling.generates:
         shard.output(row)
 
 

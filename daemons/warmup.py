@@ -136,7 +136,7 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None, *, co
         if one.ranks:
             stage.apply([PageOut(0, [0], [sizes[Space.FULL]])])
         out = stage.forward(Step(number, 0, [], slices, rank_pages=[0] if one.ranks else []), rows)
-        if stage.output:
+        if stage.output and stage.spec.pooling.generates:
             stage.logits(out.rows, range(0 if one.sequences > 1 else max(0, n_rows - MAX_DECODE_TOKENS), n_rows))
         stage.apply([CloseSequence(i) for i in range(one.sequences)])
 

@@ -7,7 +7,7 @@ knows no sequence, step or family name.  Families combine blocks in ``Family.lay
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -34,7 +34,7 @@ from daemons.ops.operations import (
 from daemons.ops.paged import PagedTensor, Pages
 from daemons.ops.partial_attention import Partial, partial_attention
 from lucevisor.model.rope import Rotary
-from lucevisor.model.spec import ModelSpec
+from lucevisor.model.spec import ModelSpec, PoolingType
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 
@@ -142,11 +142,17 @@ class Family(ABC):
         """The residual stream to boundary rows."""
         return h
 
-    def output(self) -> Callable[[Tensor], Tensor]:
-        """Rows of the residual stream [n, E] to float32 logits [n, V]."""
-        lm_head = "output.weight" if "output.weight" in self.spec.output_tensors else "token_embd.weight"
-        norm, matrix = self.norm("output_norm.weight"), self.w.linear(lm_head)
-        return Output(norm, matrix, self.operations, self.softcap, self.logit_divisor)
+    def output(self) -> Output:
+        """What the pipeline ends with: logits of the next token, where the model has them, and pooled hidden states."""
+        norm, matrix = self.norm("output_norm.weight"), None
+        if self.spec.pooling.generates:
+            lm_head = "output.weight" if "output.weight" in self.spec.output_tensors else "token_embd.weight"
+            matrix = self.w.linear(lm_head)
+        return Output(norm, matrix, self.operations, self.softcap, self.logit_divisor, self.pooler(norm))
+
+    def pooler(self, norm: Callable[[Tensor], Tensor]) -> Pooler:
+        """The pooling of the residual stream after its last ``norm``."""
+        return Pooler(self.spec.pooling.kind, norm)
 
 
 # ---- layers
@@ -227,19 +233,54 @@ class Embedding:
         return h if self.scale == 1.0 else h * self.scale
 
 
+class Pooler:
+    """The hidden states of a text to one row of float32 numbers: ``head`` of the mean of the normed rows, of the first,
+    or of the last."""
+
+    def __init__(
+        self,
+        kind: PoolingType,
+        norm: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor] = lambda pooled: pooled,
+    ) -> None:
+        self.kind, self.norm, self.head = kind, norm, head
+
+    def __call__(self, h: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """Rows of the residual stream [T, E], of which ``spans`` (start, stop) are texts, to [n, width]."""
+        if self.kind is PoolingType.MEAN:
+            return self.head(torch.stack([self.norm(h[start:stop]).float().mean(dim=0) for start, stop in spans]))
+        first = self.kind is PoolingType.CLS
+        rows = torch.tensor([start if first else stop - 1 for start, stop in spans], device=h.device)
+        return self.head(self.norm(h.index_select(0, rows)).float())
+
+
 class Output:
     """Final norm and output matrix (lm_head); float32 logits, divided by ``divisor``, with ``softcap`` as
-    ``cap * tanh(x / cap)``.
+    ``cap * tanh(x / cap)``.  ``pooler``: for the hidden states of texts, which are all that a model without ``lm_head``
+    has.
     """
 
     def __init__(
-        self, norm: Norm, lm_head: Linear, operations: Operations, softcap: float = 0.0, divisor: float = 1.0
+        self,
+        norm: Norm,
+        lm_head: Linear | None,
+        operations: Operations,
+        softcap: float = 0.0,
+        divisor: float = 1.0,
+        pooler: Pooler | None = None,
     ) -> None:
-        self.norm, self.lm_head, self.operations = norm, lm_head, operations
-        self.softcap, self.divisor = softcap, divisor
-        self._product = logits_product(lm_head)
+        self.norm, self.operations = norm, operations
+        self.softcap, self.divisor, self.pooler = softcap, divisor, pooler
+        self._lm_head = lm_head
+        self._product = None if lm_head is None else logits_product(lm_head)
+
+    @property
+    def lm_head(self) -> Linear:
+        assert self._lm_head is not None
+        return self._lm_head
 
     def __call__(self, h: Tensor) -> Tensor:
+        assert self._product is not None
         logits = self._product(self.norm(h)).float()
         if self.divisor != 1.0:
             logits = logits / self.divisor

@@ -112,7 +112,7 @@ class ShardModel:
             for i in range(layers.start, layers.stop):
                 self.layers.append(family.layer(i))
                 on_layer(self, n_bytes - weights.n_bytes)
-            self.output: Callable[[Tensor], Tensor] | None = family.output() if config.output else None
+            self.output = family.output() if config.output else None
             weights.check_numbers()
         finally:
             weights.close()

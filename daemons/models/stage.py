@@ -304,7 +304,7 @@ class LoadedStage:
     def logits(self, rows: Tensor, indices: Sequence[int] | None) -> Tensor:
         """Float32 logits [n, V] of some rows (None: all) of :meth:`forward`'s output.  Output stages only."""
         output = self.shards[-1].output
-        if output is None:
+        if output is None or not self.spec.pooling.generates:
             raise StateError(f"stage {self.plan.stage}", "this stage has no output matrix: it cannot make logits")
         if indices is not None and list(indices) != list(range(rows.shape[0])):
             index = torch.tensor(list(indices), dtype=torch.int64)
@@ -313,6 +313,23 @@ class LoadedStage:
             rows = rows.index_select(0, index)
         with launching(rows.device):
             return output(rows)
+
+    @inferring
+    def pooled(self, rows: Tensor, slices: Sequence[Slice]) -> Tensor:
+        """Float32 results [n, width] of the texts that end with the slices of a step, whose output is ``rows``."""
+        output, spans, stop = self.shards[-1].output, list[tuple[int, int]](), 0
+        if output is None or output.pooler is None:
+            raise StateError(f"stage {self.plan.stage}", "this stage is not the last: it cannot pool hidden states")
+        for slice_ in slices:
+            start, stop = stop, stop + len(slice_.tokens)
+            if not slice_.pooled:
+                continue
+            if slice_.start and self.spec.pooling.whole_texts:
+                where = f"slice of sequence {slice_.sequence} at {slice_.start}"
+                raise StateError(where, "a text of this model must be in one step")
+            spans.append((start, stop))
+        with launching(rows.device):
+            return output.pooler(rows, spans)
 
     def reset(self) -> None:
         """Drop all sequences; weights and pools stay."""

@@ -19,6 +19,7 @@ from lucevisor.compression.compressor import Compressor
 from lucevisor.engine.request import GenerationRequest, RequestHandle
 from lucevisor.engine.shell import Engine
 from lucevisor.errors import LucevisorError, show
+from lucevisor.model.spec import LAST_ROW, Pooling
 from lucevisor.snapshots.store import SnapshotStore
 from lucevisor.text.grammar.matcher import GrammarCompiler
 from lucevisor.text.normalise import Normalise
@@ -227,6 +228,8 @@ class AppContext:
     trace: Callable[[RequestContext], str] = lambda _: ""  # record a request that has ended; return its trace id
     log_drops: Callable[[], Mapping[str, int]] = dict  # log records that were not written, by sink
     banned: tuple[int, ...] = ()  # ids never sampled: unused rows of the vocabulary
+    pooling: Pooling = LAST_ROW
+    pooled_width: int = 0  # numbers of an embedding
     engine: ServingEngine | None = None
     compressor: Compressor | None = None  # of PFlash; None while it is off
     max_context: int = 0  # tokens; 0: not known yet

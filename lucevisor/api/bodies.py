@@ -15,7 +15,7 @@ from lucevisor.api.app_context import ApiSettings, BodyParser, ParsedBody, Serve
 from lucevisor.api.app_state import APP_CONTEXT, BUFFERED_BODIES, MODELS, BufferedBodies, context_of, yield_to_loop
 from lucevisor.api.constraint import compiled, constrains
 from lucevisor.api.errors import ApiError
-from lucevisor.api.parameters import searches_vocabulary
+from lucevisor.api.parameters import check_generates, searches_vocabulary
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.schemas import decode_object
 from lucevisor.compression.compressor import Compressor
@@ -51,6 +51,9 @@ async def prepare_request(
     context_of(request).model = name
     if not isinstance(read, PreparedRequest):
         return read
+    if read.options.pooled:
+        return read
+    check_generates(ctx)
     if read.options.grammar is not None:
         # Off the loop: the worker has found that it compiles within its bounds.
         read = replace(read, grammar=await asyncio.to_thread(compiled, read.options.grammar, ctx))

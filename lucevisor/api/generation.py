@@ -17,7 +17,7 @@ from typing import ClassVar, Final
 import msgspec
 from aiohttp import web
 
-from lucevisor.api.app_context import AppContext, BodyParser, RequestContext
+from lucevisor.api.app_context import AppContext, BodyParser, RequestContext, ServingEngine
 from lucevisor.api.app_state import METRICS, context_of, model_of
 from lucevisor.api.bodies import AddToBody, prepare_request
 from lucevisor.api.errors import from_request_error, from_submit_error, unavailable
@@ -209,15 +209,21 @@ async def handle_generation(
     return web.Response(body=body, content_type="application/json", headers=headers)
 
 
-async def _submit(ctx: AppContext, runs: Sequence[ChoiceRun], prompt_param: str, context: RequestContext) -> None:
-    """Submit every sequence or none; `context` has each immediately, as a drain may happen in between."""
+def engine_of(ctx: AppContext) -> ServingEngine:
+    """Return the engine; raises ApiError before there is one."""
     if ctx.engine is None:
         waiting = ", ".join(f"{part.name} is {part.state}" for part in ctx.not_ready()) or "it is starting"
         raise unavailable(f"the model is not ready: {waiting}; try again later", ctx.retry_after_s())
+    return ctx.engine
+
+
+async def _submit(ctx: AppContext, runs: Sequence[ChoiceRun], prompt_param: str, context: RequestContext) -> None:
+    """Submit every sequence or none; `context` has each immediately, as a drain may happen in between."""
+    engine = engine_of(ctx)
     context.handles = handles = list[RequestHandle]()
     try:
         for run in runs:
-            handles.append(ctx.engine.submit(replace(run.request, client_id=context.caller.share)))
+            handles.append(engine.submit(replace(run.request, client_id=context.caller.share)))
             if len(run.request.prompt) >= 4096:  # the loop gets a turn
                 await asyncio.sleep(0)
     except BaseException as error:

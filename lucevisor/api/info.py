@@ -105,8 +105,10 @@ def abilities(ctx: AppContext) -> dict[str, bool]:
     template = ctx.template
     output = OutputFormat() if template is None else template.output_format
     return {
+        "completions": ctx.pooling.generates,
+        "embeddings": not ctx.pooling.ranks,
         "image_input": False,
-        "structured_outputs": True,
+        "structured_outputs": ctx.pooling.generates,
         "thinking": output.reasoning is not None,
         "tools": template is not None and output.tools is not None and "tools" in template.source,
     }

@@ -17,6 +17,7 @@ from lucevisor.api import info
 from lucevisor.api.access import ADMIN_PATHS, OLLAMA_PATHS
 from lucevisor.api.app_context import BodyParser
 from lucevisor.api.dialects import anthropic, llamacpp, ollama
+from lucevisor.api.dialects import openai_embeddings as embeddings
 from lucevisor.api.dialects import openai_responses as responses
 from lucevisor.api.dialects.openai_chat import ChatBody, ChatFormatter, parse_apply_template, parse_chat
 from lucevisor.api.dialects.openai_completions import CompletionBody, CompletionFormatter, parse_completion
@@ -84,6 +85,7 @@ ROUTES: Final = (
         anthropic.MessageFormatter,
         "Create a message, as Anthropic's API does.",
     ),
+    _route("POST", "/v1/embeddings", embeddings.create_embeddings, embeddings.EmbeddingsBody),
     _answers("/v1/messages/count_tokens", anthropic.parse_count_tokens, anthropic.CountTokensBody),
     _route("POST", "/v1/responses", responses.create_response, responses.ResponsesBody, _EVENTS),
     _route("POST", "/v1/responses/input_tokens", responses.count_input_tokens, responses.ResponsesBody),
@@ -105,6 +107,8 @@ ROUTES: Final = (
         ollama.OllamaGenerateFormatter,
         "Continue a prompt, as Ollama's API does.",
     ),
+    _route("POST", "/api/embed", ollama.embed, ollama.EmbedBody),
+    _route("POST", "/api/embeddings", ollama.old_embeddings, ollama.OldEmbeddingsBody),
     _route("POST", "/api/show", ollama.show_model, ollama.ShowBody),
     _route("GET", "/api/tags", ollama.tags),
     _route("GET", "/api/ps", ollama.running),
@@ -122,6 +126,8 @@ ROUTES: Final = (
         llamacpp.InfillFormatter,
         "Fill a gap in a text, as llama.cpp's server does.",
     ),
+    _route("POST", "/embedding", llamacpp.create_embedding, llamacpp.EmbeddingBody),
+    _route("POST", "/embeddings", llamacpp.create_embedding, llamacpp.EmbeddingBody),
     _answers("/apply-template", parse_apply_template, ChatBody),
     _answers("/tokenize", llamacpp.parse_tokenize, llamacpp.TokenizeBody),
     _answers("/detokenize", llamacpp.parse_detokenize, llamacpp.DetokenizeBody),

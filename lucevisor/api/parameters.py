@@ -30,6 +30,23 @@ def check_model(name: str | None, ctx: AppContext) -> None:
         )
 
 
+def check_generates(ctx: AppContext) -> None:
+    """Raise a 400 if the model cannot generate."""
+    if not ctx.pooling.generates:
+        what, path = ("ranks texts", "/v1/rerank") if ctx.pooling.ranks else ("makes embeddings", "/v1/embeddings")
+        raise _wrong_model(ctx, f"only {what}; use {path}, or a model that generates")
+
+
+def check_embeds(ctx: AppContext) -> None:
+    """Raise a 400 if the model makes no embeddings."""
+    if ctx.pooling.ranks:
+        raise _wrong_model(ctx, "only ranks texts; use /v1/rerank, or a model that makes embeddings")
+
+
+def _wrong_model(ctx: AppContext, why: str) -> ApiError:
+    return bad_parameter("model", f"{show(ctx.model.name)} {why}", "unsupported_model")
+
+
 def check_common(body: GenerationBody, ctx: AppContext) -> None:
     """Check the model and combinations of parameters; raises ApiError naming the parameter at fault."""
     check_model(body.model, ctx)

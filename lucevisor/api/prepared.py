@@ -39,8 +39,16 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     custom: list[str]
 
 
+class EmbeddingOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of embeddings.  ``dimensions``: the first so many numbers; None: all.  ``normalize``: to length 1."""
+
+    dimensions: int | None = None
+    normalize: bool = True
+    base64: bool = False
+
+
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a generation request.
+    """The options of a generation request, or of a request that has its prompts pooled to ``embedding``.
 
     ``turn_ends``: offsets of complete chat messages, per prompt; ``roles``: of the messages, per prompt, empty for raw
     ones.  ``max_tokens`` None: up to the end of the context; ``min_tokens``: nothing ends the answer before;
@@ -79,7 +87,13 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     echoes: tuple[str, ...] = ()
     score_prompt: bool = False
     plain: bool = False
+    embedding: EmbeddingOptions | None = None
     response: ResponseOptions | None = None
+
+    @property
+    def pooled(self) -> bool:
+        """True if nothing is generated."""
+        return self.embedding is not None
 
 
 CUSTOM_INPUT: Final = "input"

@@ -629,6 +629,8 @@ def make_app_contexts(
             settings=replace(settings, normalise=own.cache.normalise),
             log_drops=logs.dropped_records,
             banned=tuple(range(tokenizer.n_vocab, model.spec.vocabulary)),
+            pooling=model.spec.pooling,
+            pooled_width=model.spec.pooled_width,
         )
     return contexts
 

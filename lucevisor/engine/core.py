@@ -272,7 +272,9 @@ class EngineCore:
             if scheduled is not None and (result.step.rank_pages or any(a.page_scores for a in result.results)):
                 note_rankings(scheduled, result.step.rank_pages, result.results)
             blamed = self._note_invalid(result.results[-1])
-            self._events += self.scheduler.apply(result.results[-1], self._now, blamed, result.results)
+            self._events += self.scheduler.apply(
+                result.results[-1], self._now, blamed, result.results, result.payloads[-1]
+            )
         except WrongResult as error:
             last = result.results[-1].stage
             text = f"stage {last}, the last, sent a wrong result: {error}"

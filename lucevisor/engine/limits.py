@@ -77,9 +77,11 @@ class EngineLimits:
         if request.max_tokens < 1:
             raise InvalidRequest("max_tokens", f"is {request.max_tokens}; ask for at least 1 token")
         n_prompt, capacity = len(request.prompt), self.capacity_tokens
-        if n_prompt + 1 > capacity:
+        if n_prompt + (not request.pooled) > capacity:
             key = "engine.pages" if self.residency is None else "kvflash.host"
-            raise ContextOverflow(n_prompt, self.max_context, self.max_paged_tokens, key)
+            raise ContextOverflow(n_prompt, self.max_context, self.max_paged_tokens, key, pooled=request.pooled)
+        if request.pooled:
+            return 0
         return min(request.max_tokens, capacity - n_prompt)
 
     def stays_resident(self, n_tokens: int) -> bool:

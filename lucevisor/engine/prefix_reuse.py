@@ -81,7 +81,7 @@ class PrefixReuse:
             len(request.prompt), turns, self._limits.prefix, block_granular=self.index.block_granular
         )
         stays = self._limits.stays_whole
-        use.checkpoints = {at: origin for at, origin in use.checkpoints.items() if stays(at + 1)}
+        use.checkpoints = {at: why for at, why in use.checkpoints.items() if stays(at + 1) and not record.uncached}
         use.checkpoint_positions = list(use.checkpoints)
         self.resize(record)
 

@@ -6,6 +6,7 @@ Invariant: the iteration ends right after the FinishedEvent, which always comes.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ _ENDS: Final = frozenset({RequestState.FINISHED, RequestState.CANCELLED, Request
 TRANSITIONS: Final[dict[RequestState, frozenset[RequestState]]] = {
     # QUEUED -> FINISHED: preempted while its last token was in flight
     RequestState.QUEUED: frozenset({RequestState.PREFILL}) | _ENDS,
-    # -> QUEUED: preempted, or its daemon was lost
-    RequestState.PREFILL: frozenset({RequestState.DECODE, RequestState.QUEUED}) | _ENDS - {RequestState.FINISHED},
+    # -> QUEUED: preempted, or its daemon was lost; -> FINISHED: its pooled hidden state is there
+    RequestState.PREFILL: frozenset({RequestState.DECODE, RequestState.QUEUED}) | _ENDS,
     RequestState.DECODE: frozenset({RequestState.QUEUED}) | _ENDS,
     RequestState.FINISHED: frozenset(),
     RequestState.CANCELLED: frozenset(),
@@ -59,7 +60,7 @@ class GenerationRequest:
     allow.  ``turn_boundaries``: positions of the prompt where a chat turn ends, ascending; prefix slots checkpoint
     there.  ``client_id``: an opaque id of its API key or address; clients get fair shares.  ``constraint``: what the
     output must be; of this request alone.  ``score_prompt``: tell the log-probabilities of the prompt's tokens, too,
-    with the FinishedEvent.
+    with the FinishedEvent.  ``pooled``: nothing is generated; the FinishedEvent has the prompt's pooled hidden state.
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class GenerationRequest:
     client_id: str = ""
     constraint: Constraint | None = None
     score_prompt: bool = False
+    pooled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,7 @@ class FinishedEvent:
     error: RequestError | None = None
     stop_id: int | None = None
     prompt_scores: tuple[TokenScore, ...] = ()  # of all tokens of the prompt but the first
+    pooled: array[float] | None = None  # float32
 
 
 Event = TokenEvent | FinishedEvent
@@ -180,7 +183,15 @@ class ContextOverflow(SubmitError):
 
     code = "context_length_exceeded"
 
-    def __init__(self, prompt_tokens: int, max_context: int, max_paged_tokens: int, key: str = "engine.pages") -> None:
+    def __init__(
+        self,
+        prompt_tokens: int,
+        max_context: int,
+        max_paged_tokens: int,
+        key: str = "engine.pages",
+        *,
+        pooled: bool = False,
+    ) -> None:
         self.prompt_tokens = prompt_tokens
         self.max_context = max_context
         self.limit_tokens = min(max_context, max_paged_tokens)
@@ -190,9 +201,12 @@ class ContextOverflow(SubmitError):
         else:
             cause = f"max_context is {max_context}"
             remedy = "or raise engine.max_context"
+        kind, more, n_most = "prompt", " and one more must fit", self.limit_tokens - 1
+        if pooled:
+            kind, more, n_most = "text", "", self.limit_tokens
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens and one more must fit, but {cause}; "
-            f"shorten the prompt to at most {self.limit_tokens - 1} tokens, {remedy}"
+            f"the {kind} has {prompt_tokens} tokens{more}, but {cause}; "
+            f"shorten the {kind} to at most {n_most} tokens, {remedy}"
         )
 
 

@@ -12,6 +12,7 @@ flight; a finished request is in no list.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from operator import attrgetter
 
 from lucevisor.engine.drafting import Drafting, with_same_draft_step
 from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.pipeline import NO_PAYLOAD
 from lucevisor.engine.policy import FairShare, PolicyFactory, SchedulingPolicy
 from lucevisor.engine.prefix_reuse import NO_MATCH, PrefixReuse
 from lucevisor.engine.request import (
@@ -333,7 +335,7 @@ class Scheduler:
         """
         self._check_id(record.request)
         max_tokens = min(record.max_tokens, self.limits.max_answer_tokens(record.request))
-        if max_tokens <= record.n_generated:
+        if max_tokens <= record.n_generated and not record.request.pooled:
             raise ContextOverflow(len(record.tokens), self.limits.max_context, self.limits.max_paged_tokens)
         record.move_to(self._n_arrivals, max_tokens)
         self._add(record)
@@ -438,15 +440,21 @@ class Scheduler:
         return RequestState.PREFILL in self.running.states
 
     def apply(
-        self, result: StepResult, now: float, blamed: str = "the output stage", results: Sequence[StepResult] = ()
+        self,
+        result: StepResult,
+        now: float,
+        blamed: str = "the output stage",
+        results: Sequence[StepResult] = (),
+        payload: memoryview = NO_PAYLOAD,
     ) -> Events:
         """Apply the last stage's result of the oldest step in flight.  ``blamed``: the stage whose numbers are invalid,
-        if some are.  ``results``: the answers of all stages, for their times.
+        if some are.  ``results``: the answers of all stages, for their times.  ``payload``: of the last stage.
 
         Raises WrongResult, changing nothing, if it does not answer that step.  Each sampling slice has one token, and
         one more for each accepted draft; tokens after the end of a request are dropped.
         """
         drawn = drawn_tokens(self.in_flight[0] if self.in_flight else None, result)
+        pooled = self.in_flight[0].pooled(result, payload)
         self.in_flight[0].take_scores(result.scored)
         stages_s = [stage.compute_s for stage in results or [result]]
         cold = any(stage.cold for stage in results or [result])
@@ -462,6 +470,9 @@ class Scheduler:
                     events.append(self._finish(part.record, "error", now, error=invalid_logits(blamed)))
             elif tokens := drawn.get(sequence):
                 self._append_tokens(events, part, tokens, now)
+            elif sequence in pooled and not part.record.ended:
+                part.record.first_token_at = now
+                events.append(self._finish(part.record, "stop", now, pooled=pooled[sequence]))
         self.drafting.on_step_applied(scheduled, now, sum(stages_s), result.upkeep_s, cold=cold)
         return events
 
@@ -687,7 +698,7 @@ class Scheduler:
 
     def _finish(
         self, record: RequestRecord, reason: Reason, now: float, *, error: RequestError | None = None,
-        stop_id: int | None = None,
+        stop_id: int | None = None, pooled: array[float] | None = None,
     ) -> tuple[str, Event]:  # fmt: skip
         if record.live is not None:
             self._operations += self.running.end_verification(record.live)
@@ -699,12 +710,12 @@ class Scheduler:
         ends = {"cancelled": RequestState.CANCELLED, "error": RequestState.FAILED}
         record.move(ends.get(reason, RequestState.FINISHED))
         self.reuse.on_finished(record)
-        if record.started_at is not None and reason != "error" and not record.uncached:
+        if record.started_at is not None and reason != "error" and record.wanted is None:
             seconds = now - record.started_at
             self._service_s += (seconds - self._service_s) / (16 if self._service_s else 1)
         self._policy.on_finished(record.request.client_id)
         del self._records[record.request.request_id]
-        return record.request.request_id, record.finished_event(reason, now, error, stop_id)
+        return record.request.request_id, record.finished_event(reason, now, error, stop_id, pooled)
 
     # ---- what there is
 

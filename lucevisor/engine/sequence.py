@@ -6,6 +6,7 @@ request.TRANSITIONS.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
@@ -169,7 +170,7 @@ class RequestRecord:
     n_tokens: int = 0  # length of ``tokens``, which every step needs several times
     ended: bool = False  # the request is over
     max_total_tokens: int = 0  # how many it has at its longest
-    uncached: bool = False  # it neither uses the prefix cache nor is cached: it inspects the pipeline
+    uncached: bool = False  # it neither uses the prefix cache nor is cached: it generates nothing
     may_run_ahead: bool = False  # its tokens are drawn from their rows and positions alone
 
     def __post_init__(self) -> None:
@@ -177,7 +178,7 @@ class RequestRecord:
         self.drafts = RequestDrafts()
         self.n_tokens = len(self.tokens)
         self.max_total_tokens = self.n_tokens + self.max_tokens
-        self.uncached = self.wanted is not None
+        self.uncached = self.wanted is not None or self.request.pooled
         stateless = self.request.constraint is None and self.request.sampling.stateless
         self.may_run_ahead = stateless and not self.uncached
 
@@ -241,7 +242,12 @@ class RequestRecord:
         return min(stop, checkpoint_positions[at]) if at < len(checkpoint_positions) else stop
 
     def finished_event(
-        self, reason: Reason, now: float, error: RequestError | None, stop_id: int | None
+        self,
+        reason: Reason,
+        now: float,
+        error: RequestError | None = None,
+        stop_id: int | None = None,
+        pooled: array[float] | None = None,
     ) -> FinishedEvent:
         """Return the last event, with usage and times up to ``now``."""
         started = now if self.started_at is None else self.started_at
@@ -259,4 +265,5 @@ class RequestRecord:
             error=error,
             stop_id=stop_id,
             prompt_scores=tuple(self.scores[at] for at in sorted(self.scores)),
+            pooled=pooled,
         )

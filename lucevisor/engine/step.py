@@ -5,6 +5,7 @@ Records and checks; decides nothing.  Invariant: a result is applied whole or re
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 from lucevisor.engine.constraint import Constraint, MaskJob
 from lucevisor.engine.request import TokenScore
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
+from lucevisor.protocol.frames import payload_segments
 from lucevisor.protocol.steps import PENDING, Drafted, Operation, Sampled, Scored, Slice, Step, StepResult
 
 
@@ -53,7 +55,7 @@ class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a datacl
     @property
     def samples(self) -> bool:
         """True if a token is sampled after it."""
-        return self.stop >= self.record.n_tokens
+        return self.stop >= self.record.n_tokens and not self.record.request.pooled
 
     @property
     def runs_ahead(self) -> bool:
@@ -81,7 +83,7 @@ class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a datacl
     def schedule(self, step_id: int, draft_from: int) -> Slice:
         """Return the slice for the step ``step_id``, and count its tokens as scheduled."""
         live, record, stop, n_drafts = self.live, self.record, self.stop, len(self.drafts)
-        request, start, samples = record.request, live.n_scheduled, stop >= record.n_tokens
+        request, start, samples = record.request, live.n_scheduled, self.samples
         live.ranking = step_id if live.table.ranks_next and self._ranks_pages else 0
         live.drafted, live.waiting_for_step = None, 0
         live.draft_states = [*self.states[1:]]
@@ -99,6 +101,7 @@ class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a datacl
             draft_from,
             samples and request.constraint is not None,
             record.scored(start, stop) if request.score_prompt else [],
+            request.pooled and stop >= record.n_tokens,
         )
 
 
@@ -148,6 +151,18 @@ class ScheduledStep:
         for scores in scored:
             for at, (logprob, top) in enumerate(zip(scores.logprobs, scores.tops, strict=True), scores.start):
                 self.parts[scores.sequence].record.scores[at] = TokenScore(logprob, tuple(top))
+
+    def pooled(self, result: StepResult, payload: memoryview) -> dict[int, array[float]]:
+        """Return the pooled hidden states of texts, by sequence.  Raises WrongResult if others came."""
+        asked = [] if self.plain else [sequence for sequence, part in self.parts.items() if part.slice.pooled]
+        if not asked:
+            return {}
+        for name, shape, numbers in payload_segments(result, payload):
+            if name == "pooled" and len(shape) == 2 and shape[0] == len(asked):
+                width = shape[1]
+                rows = (numbers[i * width : (i + 1) * width] for i in range(len(asked)))
+                return {sequence: array("f", row.tobytes()) for sequence, row in zip(asked, rows, strict=True)}
+        raise WrongResult(f"step {self.step_id} asked for the pooled hidden states of {len(asked)} texts")
 
     @property
     def only_decodes(self) -> bool:

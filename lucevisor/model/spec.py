@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from enum import IntEnum
 from itertools import pairwise
 from math import prod
 
@@ -101,6 +102,43 @@ class LayerSpec:
         return sum(4 * t.update_width for t in self.state)
 
 
+class PoolingType(IntEnum):
+    """Values of ``ARCHITECTURE.pooling_type``: which rows of a text's last hidden state make its result."""
+
+    NONE = 0
+    MEAN = 1
+    CLS = 2  # the first row
+    LAST = 3
+    RANK = 4  # a classifier's scores
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """The pooling of a text's hidden states to ``width`` numbers (0: as many as a hidden state has).
+
+    ``bidirectional``: tokens see those after them.  ``generates``: the model also has logits of the next token.
+    """
+
+    kind: PoolingType = PoolingType.LAST
+    width: int = 0
+    bidirectional: bool = False
+    generates: bool = True
+
+    @property
+    def whole_texts(self) -> bool:
+        """True if a text must be computed in one step."""
+        return self.bidirectional or self.kind in (PoolingType.MEAN, PoolingType.CLS)
+
+    @property
+    def ranks(self) -> bool:
+        """True if the result is the score of a pair of texts, and no embedding."""
+        return self.kind is PoolingType.RANK
+
+
+LAST_ROW = Pooling()
+"""That of a chat model."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model of some family.  ``params``: the family's own frozen record of hyperparameters.
@@ -123,8 +161,14 @@ class ModelSpec:
     shared_tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # small, loaded by every shard
     options: frozenset[str] = frozenset()
     embedding_scale: float = 1.0
+    pooling: Pooling = LAST_ROW
     skipped: tuple[str, ...] = ()  # unused tensors of the file, such as an MTP block
     files: GgufFiles | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def pooled_width(self) -> int:
+        """Numbers that a text is pooled to."""
+        return self.pooling.width or self.hidden_size
 
     @property
     def n_layers(self) -> int:
@@ -295,17 +339,20 @@ def assemble(
     carried: int = 0,
     shared: Mapping[str, tuple[int, ...]] | None = None,
     embedding_scale: float = 1.0,
+    pooling: Pooling | None = None,
 ) -> ModelSpec:
     """Build the spec of a model with token embedding, output norm and output matrix (lm_head; the embedding if tied).
 
-    ``carried``: numbers per token that cross a boundary in addition to the residual stream.  Raises GgufError for a
-    tensor that is missing or whose shape differs from ``layers``.
+    ``carried``: numbers per token that cross a boundary in addition to the residual stream.  ``pooling``: as the file
+    says by default; a model that is made for pooling loads no output matrix.  Raises GgufError for a tensor that is
+    missing or whose shape differs from ``layers``.
     """
     hidden_size = keys.integer("embedding_length")
+    pooling = pooling or read_pooling(keys)
     vocabulary = tensor(files, "token_embd.weight").shape[0]
     embedding_tensors = {"token_embd.weight": (vocabulary, hidden_size)}
     output = {"output.weight": (vocabulary, hidden_size)} if "output.weight" in files.tensors else embedding_tensors
-    output_tensors = {"output_norm.weight": (hidden_size,)} | output
+    output_tensors = {"output_norm.weight": (hidden_size,)} | (output if pooling.generates else {})
     expected = {**embedding_tensors, **(shared or {}), **output_tensors}
     for layer in layers:
         expected |= {**layer.tensors, **{name: part.full_shape for name, part in layer.parts.items()}}
@@ -327,10 +374,21 @@ def assemble(
         params=params,
         shared_tensors=shared or {},
         embedding_scale=embedding_scale,
+        pooling=pooling,
         options=frozenset({"yarn_attn_factor"} if keys.has("rope.scaling.yarn_attn_factor") else ()),
         skipped=skipped,
         files=files,
     )
+
+
+def read_pooling(keys: Keys) -> Pooling:
+    """Read the pooling of a causal model: a file that names one is made for it, any other is a chat model, whose last
+    row is the result."""
+    value = keys.integer("pooling_type", 0, low=0)
+    if value not in (PoolingType.NONE, PoolingType.MEAN, PoolingType.LAST):
+        raise keys.error("pooling_type", f"is {value}; this family pools by 1 (mean) or 3 (last)")
+    kind = PoolingType(value)
+    return Pooling(kind or PoolingType.LAST, generates=kind is PoolingType.NONE)
 
 
 def _check_layers(files: GgufFiles, unused: Sequence[str], keys: Keys, n_layers: int) -> None:

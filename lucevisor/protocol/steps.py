@@ -200,6 +200,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     ``draft_from``: the draft stage attends to positions from there on; it has no state of earlier ones.
     ``masked``: a Masks message says which tokens each of its rows may draw.
     ``scored[i]``: the token that follows row i, whose log-probability is wanted.
+    ``pooled``: the slice ends a text, whose pooled hidden state is wanted.
     """
 
     sequence: int
@@ -212,6 +213,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     draft_from: int = 0
     masked: bool = False
     scored: list[int] = []
+    pooled: bool = False
 
     @property
     def n_context(self) -> int:
@@ -378,7 +380,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     sampled: list[Sampled] = []  # of the output stage; of the first stage, the tokens used for its placeholders
     compute_s: float = 0.0  # from receiving the plan to rows ready
     wait_s: float = 0.0  # how long the compute thread waited for this plan and its rows
-    segments: list[tuple[str, list[int]]] = []  # payload: (name, shape) of consecutive float32 arrays
+    # payload: (name, shape) of consecutive float32 arrays; of the output stage "pooled" [n, width] of such slices
+    segments: list[tuple[str, list[int]]] = []
     drafts: list[Drafted] = []  # of the draft stage
     scored: list[Scored] = []  # of the output stage
     page_scores: list[PageScores] = []  # of slices that ask for it

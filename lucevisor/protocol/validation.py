@@ -237,9 +237,13 @@ def _check_tops(what: str, tops: Iterable[Sequence[tuple[int, float]]], most: in
 
 
 def _check_segments(segments: Sequence[tuple[str, Sequence[int]]], step: Step) -> None:
-    wanted = {"logits": step.want_logits, "hidden": step.want_hidden}
+    n_pooled = sum(piece.pooled for piece in step.slices)
+    wanted = {"logits": step.want_logits, "hidden": step.want_hidden, "pooled": n_pooled > 0}
     for name, shape in segments:
         _require(wanted.get(name, False), f"segments: {name[:40]!r} was not asked for")
+        if name == "pooled":
+            _require(len(shape) == 2 and shape[0] == n_pooled, f"segments: pooled is {shape} of {n_pooled} texts")
+            continue
         rows = shape[0 if name == "logits" else 1] if len(shape) > (name == "hidden") else -1
         _require(rows == step.n_tokens, f"segments: {name} has {rows} rows of {step.n_tokens}")
 

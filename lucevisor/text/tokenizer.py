@@ -91,6 +91,7 @@ class Tokenizer:
         self.bos = vocabulary.bos
         add_bos = scheme.add_bos if vocabulary.add_bos is None else vocabulary.add_bos
         self.add_bos = add_bos and vocabulary.bos is not None
+        self._end = [] if vocabulary.end is None else [vocabulary.end]
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
@@ -107,6 +108,14 @@ class Tokenizer:
         if self.add_bos and self.bos is not None and ids[:1] != [self.bos]:
             return [self.bos, *ids]
         return ids
+
+    def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Return the ids of a text to pool: as of a raw prompt, with an end token if the file says so; cut before that
+        if they are more than ``max_tokens``."""
+        ids = self.encode_prompt(text)
+        if max_tokens is not None and len(ids) + len(self._end) > max_tokens:
+            ids = ids[: max(0, max_tokens - len(self._end))]
+        return ids if ids[-1:] == self._end else ids + self._end
 
     def encode_segments(self, segments: Iterable[Segment]) -> list[int]:
         """Return the ids of the joined segments; markers whose characters are all trusted become control tokens."""

@@ -18,6 +18,7 @@ TYPES_KEY: Final = "tokenizer.ggml.token_type"
 MERGES_KEY: Final = "tokenizer.ggml.merges"
 SCORES_KEY: Final = "tokenizer.ggml.scores"
 ADD_BOS_KEY: Final = "tokenizer.ggml.add_bos_token"
+ADD_EOS_KEY: Final = "tokenizer.ggml.add_eos_token"
 SENTENCEPIECE: Final = "llama"
 """The value of ``tokenizer.ggml.model`` for SentencePiece's vocabularies."""
 
@@ -66,7 +67,8 @@ class TokenType(IntEnum):
 @dataclass(frozen=True)
 class Vocabulary:
     """All tokens of a model.  `turn_end_ids`: `eos_ids`, and tokens that end another role's message.  `scores`: of each
-    token, where they stand for `merges`.  `add_bos`: None when the file does not say."""
+    token, where they stand for `merges`.  `add_bos`: None when the file does not say.  `end`: of a text that is
+    pooled."""
 
     tokens: Sequence[str]
     types: Sequence[int]
@@ -77,6 +79,7 @@ class Vocabulary:
     bos: int | None
     unknown: int | None
     add_bos: bool | None
+    end: int | None
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Vocabulary:
@@ -117,6 +120,7 @@ class Vocabulary:
             bos=named.get("bos"),
             unknown=named.get("unknown"),
             add_bos=require(metadata, ADD_BOS_KEY, bool) if ADD_BOS_KEY in metadata else None,
+            end=named.get("eos") if require(metadata, ADD_EOS_KEY, bool, False) else None,
         )
 
 

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import math
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +101,15 @@ def dice(seen: Seen) -> Scored:
     return best, sorted(scores.items(), key=lambda item: -item[1])
 
 
+WIDTH = 8
+
+
+def pooled_of(ids: Sequence[int]) -> list[float]:
+    """Numbers that a text of these ids is pooled to: another text has others."""
+    source = random.Random(repr(list(ids)))
+    return [source.uniform(-3, 3) for _ in range(WIDTH)]
+
+
 def _log_softmax(logits: dict[int, float]) -> dict[int, float]:
     most = max(logits.values())
     total = most + math.log(sum(math.exp(value - most) for value in logits.values()))
@@ -142,22 +152,24 @@ class ScriptedStage:
     def _answer_one(self) -> None:
         if self.held or not self._waiting or self.engine is None:
             return
-        self.engine.receive(self._run(self._waiting.pop(0)))
+        self.engine.receive(*self._run(self._waiting.pop(0)))
 
-    def _run(self, step: Step) -> StepResult:
+    def _run(self, step: Step) -> tuple[StepResult, memoryview]:
         for operation in step.operations:
             if isinstance(operation, OpenSequence):
                 self.sequences[operation.sequence] = Seen(operation.sampling)
                 self.opened.append(self.sequences[operation.sequence])
             elif isinstance(operation, CloseSequence):
                 del self.sequences[operation.sequence]
-        sampled, scored = [], []
+        sampled, scored, pooled = [], [], list[float]()
         for piece in step.slices:
             seen = self.sequences[piece.sequence]
             if piece.scored:
                 tops = [[(token, -0.5)][: seen.sampling.n_top_logprobs] for token in piece.scored]
                 scored.append(PromptScores(piece.sequence, piece.start + 1, [-0.5] * len(tops), tops))
             seen.prompt += piece.tokens[: max(0, len(piece.tokens) if not seen.generated else 0)]
+            if piece.pooled:
+                pooled += pooled_of(seen.prompt)
             if piece.sample:
                 token, scores = self.script(seen)
                 seen.generated.append(token)
@@ -167,7 +179,9 @@ class ScriptedStage:
                     if n < 0
                     else Sampled(piece.sequence, token, dict(scores)[token], scores[:n])
                 )
-        return StepResult(step.step_id, 0, sampled, compute_s=0.25, wait_s=0.125, scored=scored)
+        segments = [("pooled", [len(pooled) // WIDTH, WIDTH])] if pooled else []
+        result = StepResult(step.step_id, 0, sampled, compute_s=0.25, wait_s=0.125, scored=scored, segments=segments)
+        return result, memoryview(array("f", pooled).tobytes())
 
 
 def group_status(name: str, state: str, *devices: dict[str, object], **restarts: int) -> dict[str, object]:
@@ -214,6 +228,7 @@ class Rig:
             "engine": self.engine,
             "max_context": self.limits.max_context,
             "max_sequences": self.limits.max_sequences,
+            "pooled_width": WIDTH,
         }
         self.context = AppContext(**{**settings, **fields})  # type: ignore[arg-type]
         if attach:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -146,8 +147,12 @@ class ToyModel:
         n_tokens: int,
         stop_ids: frozenset[int],
         constraint: ToyConstraint | None = None,
+        rows: list[int] | None = None,
     ) -> list[int]:
-        """What the model generates for one request, the stop id included, computed without pages or batches."""
+        """What the model generates for one request, the stop id included, computed without pages or batches.
+
+        ``rows`` gets those of the last stage.
+        """
         tokens = list(prompt)
         kept: list[list[int]] = [[] for _ in range(self.n_stages)]
         totals = [0] * self.n_stages
@@ -175,6 +180,8 @@ class ToyModel:
                 if Space.RECURRENT in self.spaces:
                     parts.append(states[stage])
                 row = mix(*parts)
+            if rows is not None:
+                rows.append(row)
         return tokens[len(prompt) :]
 
 
@@ -572,6 +579,10 @@ class ToyStage:
         if step.want_hidden:
             layers = ([rows_in] if self.stage == 0 else []) + [rows_out]
             arrays.append(("hidden", np.array([[toy_row(r, 2) for r in layer] for layer in layers], dtype=np.float32)))
+        if any(piece.pooled for piece in step.slices) and self.stage == self.model.n_stages - 1:
+            ends = accumulate(len(piece.tokens) for piece in step.slices)
+            texts = [end for end, piece in zip(ends, step.slices, strict=True) if piece.pooled]
+            arrays.append(("pooled", np.array([toy_row(rows_out[end - 1], 2) for end in texts], dtype=np.float32)))
         if step.want_logits and self.stage == self.model.n_stages - 1:
             arrays.append(("logits", np.array([toy_row(r, 3) for r in rows_out], dtype=np.float32)))
         return [a for _, a in arrays], [(name, list(a.shape)) for name, a in arrays]

@@ -142,6 +142,7 @@ class Pipeline:
         self.hidden: list[Tensor] = []
         self.captures: list[Tensor | None] = []  # of each stage
         self.step = Step(0, 0)  # the last one
+        self.rows = torch.empty(0)  # its output
         for stage in stages:
             stage.reset()
 
@@ -160,11 +161,14 @@ class Pipeline:
         self.free_states.append(text.state)
         self.apply([CloseSequence(sequence)])
 
-    def run(self, *parts: tuple[int, Sequence[int]], want_hidden: bool = False) -> Tensor:
+    def run(self, *parts: tuple[int, Sequence[int]], want_hidden: bool = False, want_logits: bool = True) -> Tensor:
         """Append tokens to sequences in one step; logits [T, V] of every row, in the order of the parts."""
-        return self.verify(*((sequence, tokens, 0) for sequence, tokens in parts), want_hidden=want_hidden)
+        verified = [(sequence, tokens, 0) for sequence, tokens in parts]
+        return self.verify(*verified, want_hidden=want_hidden, want_logits=want_logits)
 
-    def verify(self, *parts: tuple[int, Sequence[int], int], want_hidden: bool = False) -> Tensor:
+    def verify(
+        self, *parts: tuple[int, Sequence[int], int], want_hidden: bool = False, want_logits: bool = True
+    ) -> Tensor:
         """The same, where the last tokens of each part are drafts, in the number it ends with.  See :meth:`accept`."""
         operations: list[Operation] = []
         slices = []
@@ -187,7 +191,8 @@ class Pipeline:
             self.hidden += out.hidden
             self.captures.append(out.captures)
         assert rows is not None
-        return self.stages[-1].logits(rows, None)
+        self.rows = rows
+        return self.stages[-1].logits(rows, None) if want_logits else rows
 
     def accept(self, sequence: int, n_drafts: int, n_accepted: int) -> None:
         """Keep the first ``n_accepted`` of the ``n_drafts`` of the last step."""

@@ -1,20 +1,24 @@
-"""llama.cpp's endpoints: /completion, /completions, /infill, /tokenize and /detokenize."""
+"""llama.cpp's endpoints: /completion, /completions, /infill, /embedding, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
+from aiohttp import web
 
 from lucevisor.api.app_context import AppContext
+from lucevisor.api.bodies import prepare_request
 from lucevisor.api.dialects.openai_completions import CompletionBody, infill_ids, parse_completion
+from lucevisor.api.dialects.openai_embeddings import answer, embeddings_of, prepare_texts, read_texts
 from lucevisor.api.errors import bad_parameter
 from lucevisor.api.generation import ResponseFormatter
 from lucevisor.api.output import ChoiceDelta, FinishReason, TokenRecord, UsageTotals, token_score, token_text
 from lucevisor.api.parameters import check_length, check_model, check_token_ids
-from lucevisor.api.prepared import GenerationOptions, PreparedRequest
+from lucevisor.api.prepared import EmbeddingOptions, GenerationOptions, PreparedRequest
 from lucevisor.api.schemas import (
     ALIASES,
     MAX_ANSWER_BYTES,
@@ -48,6 +52,15 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tokens: list[int]
 
 
+class EmbeddingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /embedding and /embeddings.  `content` and `input` are aliases."""
+
+    model: str | None = None
+    content: str | list[str | int | list[int]]
+    embd_normalize: Literal[-1, 2] | None = None  # 2: to length 1, -1: not at all
+
+
+EMBEDDING_RULES: Final = ParameterRules(aliases={"input": "content"})
 RULES: Final = ParameterRules(
     neutral={"dynatemp_range": NEUTRAL["dynatemp_range"]},
     aliases={**ALIASES, "n_cmpl": "n"},
@@ -76,6 +89,24 @@ class InfillBody(CompletionBody, kw_only=True):
 def parse_llama_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
     """Parse the body of llama.cpp's /completion."""
     return _read(LlamaCompletionBody, fields, ctx)
+
+
+def parse_embedding(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+    """Create embeddings, as llama.cpp's server does."""
+    body = to_record(EmbeddingBody, fields, EMBEDDING_RULES)
+    check_model(body.model, ctx)
+    options = EmbeddingOptions(normalize=body.embd_normalize != -1)
+    names = ignored(EmbeddingBody, fields, EMBEDDING_RULES)
+    return prepare_texts(read_texts(body.content, "content", ctx), options, ctx, names)
+
+
+async def create_embedding(request: web.Request) -> web.Response:
+    """Create embeddings, as llama.cpp's server does."""
+    prepared = await prepare_request(request, parse_embedding)
+    assert isinstance(prepared, PreparedRequest)
+    vectors = await embeddings_of(request, prepared, "content")
+    body = [{"index": index, "embedding": [vector.tolist()]} for index, vector in enumerate(vectors)]
+    return answer(await asyncio.to_thread(msgspec.json.encode, body), prepared)
 
 
 def parse_infill(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:

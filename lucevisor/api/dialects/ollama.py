@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 
 from lucevisor import __version__
 from lucevisor.api.app_context import AppContext, ModelCard
-from lucevisor.api.app_state import MODELS, model_of
+from lucevisor.api.app_state import MODELS, context_of, model_of
 from lucevisor.api.bodies import json_response, prepare_request
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder
 from lucevisor.api.dialects.openai_completions import infill_ids, parse_completion
+from lucevisor.api.dialects.openai_embeddings import answer, check_dimensions, embeddings_of, prepare_texts, read_texts
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.generation import ResponseFormatter
 from lucevisor.api.info import abilities, page
 from lucevisor.api.output import ChoiceDelta, FinishReason, UsageTotals, chat_logprobs
 from lucevisor.api.parameters import check_model, check_token_ids, check_tokens
-from lucevisor.api.prepared import PreparedRequest
+from lucevisor.api.prepared import EmbeddingOptions, PreparedRequest
 from lucevisor.api.schemas import NOT_HERE, Flag, ParameterRules, convert, ignored, to_record
 from lucevisor.errors import show
 from lucevisor.text.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
@@ -69,6 +72,24 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
     suffix: str | None = None
     context: list[int] | None = None
     raw: Flag = None
+
+
+class EmbedBody(msgspec.Struct, kw_only=True):
+    """POST /api/embed.  Without input it only loads the model."""
+
+    model: str | None = None
+    input: str | list[str] | None = None
+    truncate: Flag = None
+    dimensions: Annotated[int, Meta(ge=0)] | None = None
+    options: dict[str, Any] | None = None
+
+
+class OldEmbeddingsBody(msgspec.Struct, kw_only=True):
+    """POST /api/embeddings.  Without a prompt it only loads the model."""
+
+    model: str | None = None
+    prompt: str | None = None
+    options: dict[str, Any] | None = None
 
 
 class ShowBody(msgspec.Struct, kw_only=True):
@@ -145,6 +166,29 @@ def parse_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedRe
     chat.add_message({"role": "user", "content": body.prompt}, "prompt")
     prepared = _with_context(chat.read(ctx, _NAMES | {"messages": "prompt"}), body.context or [], ctx)
     return _with_ignored(prepared, OllamaGenerateBody, fields, body)
+
+
+def parse_embed(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | bytes:
+    """Create embeddings of texts, as Ollama's API does."""
+    body = to_record(EmbedBody, fields, RULES)
+    check_model(body.model, ctx)
+    if not body.input:
+        return msgspec.json.encode({"model": ctx.model.name, "embeddings": []})
+    texts = read_texts([*body.input] if isinstance(body.input, list) else body.input, "input", ctx,
+                       truncate=body.truncate is not False)  # fmt: skip
+    options = EmbeddingOptions(dimensions=check_dimensions(body.dimensions or None, ctx))
+    return prepare_texts(texts, options, ctx, ignored(EmbedBody, fields, RULES))
+
+
+def parse_old_embeddings(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | bytes:
+    """Create the embedding of a text, as Ollama's older API does."""
+    body = to_record(OldEmbeddingsBody, fields, RULES)
+    check_model(body.model, ctx)
+    if not body.prompt:
+        return msgspec.json.encode({"embedding": []})
+    texts = read_texts(body.prompt, "prompt", ctx, truncate=True)
+    options = EmbeddingOptions(normalize=False)
+    return prepare_texts(texts, options, ctx, ignored(OldEmbeddingsBody, fields, RULES))
 
 
 def parse_show(fields: dict[str, Any], ctx: AppContext) -> bytes:
@@ -352,6 +396,32 @@ Codex wants 0.13.4, the first with /v1/responses; 0.14.0 is the first with /v1/m
 """
 
 
+async def embed(request: web.Request) -> web.Response:
+    """Create embeddings of texts, as Ollama's API does."""
+    prepared, started_s = await prepare_request(request, parse_embed), time.monotonic()
+    if not isinstance(prepared, PreparedRequest):
+        return web.Response(body=prepared, content_type="application/json")
+    ctx = model_of(request)
+    vectors = await embeddings_of(request, prepared, "input")
+    body = {
+        "model": ctx.model.name,
+        "embeddings": [vector.tolist() for vector in vectors],
+        "total_duration": int(1e9 * (time.monotonic() - started_s)),
+        "load_duration": int(1e9 * context_of(request).queue_s),
+        "prompt_eval_count": sum(map(len, prepared.prompts)),
+    }
+    return answer(await asyncio.to_thread(msgspec.json.encode, body), prepared)
+
+
+async def old_embeddings(request: web.Request) -> web.Response:
+    """Create the embedding of a text, as Ollama's older API does."""
+    prepared = await prepare_request(request, parse_old_embeddings)
+    if not isinstance(prepared, PreparedRequest):
+        return web.Response(body=prepared, content_type="application/json")
+    [vector] = await embeddings_of(request, prepared, "prompt")
+    return answer(msgspec.json.encode({"embedding": vector.tolist()}), prepared)
+
+
 async def root(request: web.Request) -> web.Response:
     """Return the status page, or "Ollama is running" to Ollama's own clients, which check for it."""
     if request.headers.get("User-Agent", "").startswith("ollama"):
@@ -380,8 +450,11 @@ async def show_model(request: web.Request) -> web.StreamResponse:
     ctx = model_of(request)
     card, template = ctx.model, ctx.template
     able = abilities(ctx)
-    capabilities = ["completion", *(name for name in ("tools", "thinking") if able[name])]
-    if InfillTokens.of(ctx.tokenizer) is not None:
+    if able["completions"]:
+        capabilities = ["completion", *(name for name in ("tools", "thinking") if able[name])]
+    else:
+        capabilities = ["embedding"] if able["embeddings"] else []
+    if able["completions"] and InfillTokens.of(ctx.tokenizer) is not None:
         capabilities.append("insert")
     return json_response(
         {

@@ -1,0 +1,136 @@
+"""OpenAI's embeddings: of models made for them, and the last hidden state of any other."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from lucevisor.api.app_context import AppContext
+from lucevisor.api.app_state import METRICS, context_of, model_of
+from lucevisor.api.bodies import prepare_request
+from lucevisor.api.errors import bad_parameter
+from lucevisor.api.generation import IGNORED_HEADER
+from lucevisor.api.parameters import check_embeds, check_model
+from lucevisor.api.pooling import check_count, check_text, embedding, pool_texts, text_ids
+from lucevisor.api.prepared import EmbeddingOptions, GenerationOptions, PreparedRequest
+from lucevisor.api.schemas import Flag, ParameterRules, ignored, to_record
+from lucevisor.protocol.steps import SamplingParams
+
+INLINE_NUMBERS: Final = 16 * 1024
+"""Numbers of a response that are encoded on the event loop, in a few milliseconds."""
+
+
+class EmbeddingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/embeddings."""
+
+    model: str | None = None
+    input: str | list[str | int | list[int]]
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    normalize: Flag = None  # vLLM's
+
+
+RULES: Final = ParameterRules(aliases={"content": "input"})  # llama.cpp's
+
+
+def parse_embeddings(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+    """Create embeddings of texts or token ids."""
+    body = to_record(EmbeddingsBody, fields, RULES)
+    check_model(body.model, ctx)
+    options = EmbeddingOptions(
+        dimensions=check_dimensions(body.dimensions, ctx),
+        normalize=body.normalize is not False,
+        base64=body.encoding_format == "base64",
+    )
+    return prepare_texts(read_texts(body.input, "input", ctx), options, ctx, ignored(EmbeddingsBody, fields, RULES))
+
+
+def check_dimensions(dimensions: int | None, ctx: AppContext) -> int | None:
+    if dimensions is not None and dimensions > ctx.pooled_width:
+        raise bad_parameter(
+            "dimensions", f"{dimensions} is more than the {ctx.pooled_width} of an embedding; send less"
+        )
+    return dimensions
+
+
+def read_texts(
+    given: str | list[str | int | list[int]], param: str, ctx: AppContext, *, truncate: bool = False
+) -> list[list[int]]:
+    """Return the ids of each text, which may be ids already; raises ApiError naming the one at fault."""
+    if isinstance(given, str):
+        return [text_ids(given, param, ctx, truncate=truncate)]
+    if given and isinstance(given[0], int):
+        return [_from_ids(given, param, ctx)]
+    check_count(len(given), param)
+    found = []
+    for index, item in enumerate(given):
+        where = f"{param}[{index}]"
+        is_text = isinstance(item, str)
+        found.append(text_ids(item, where, ctx, truncate=truncate) if is_text else _from_ids(item, where, ctx))
+    return found
+
+
+def _from_ids(ids: object, where: str, ctx: AppContext) -> list[int]:
+    if not isinstance(ids, list):
+        raise bad_parameter(where, "is a token id beside texts; send ids of one text in an array of their own")
+    for index, token_id in enumerate(ids):
+        if not isinstance(token_id, int):
+            raise bad_parameter(f"{where}[{index}]", "is not a token id; send only texts or only arrays of token ids")
+    return check_text(ids, where, ctx)
+
+
+def prepare_texts(
+    texts: Sequence[Sequence[int]], options: EmbeddingOptions, ctx: AppContext, names: tuple[str, ...]
+) -> PreparedRequest:
+    """Return the request for embeddings of texts; `names`: of parameters without effect."""
+    check_embeds(ctx)
+    empty: list[list[int]] = [[] for _ in texts]
+    options_ = GenerationOptions(sampling=SamplingParams(), turn_ends=empty, embedding=options, ignored=names)
+    return PreparedRequest(options_, [*texts])
+
+
+async def create_embeddings(request: web.Request) -> web.Response:
+    """Create embeddings of texts or token ids."""
+    prepared = await prepare_request(request, parse_embeddings)
+    assert isinstance(prepared, PreparedRequest)
+    ctx = model_of(request)
+    vectors = await embeddings_of(request, prepared, "input")
+    n_tokens = sum(map(len, prepared.prompts))
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    base64_ = prepared.options.embedding is not None and prepared.options.embedding.base64
+
+    def encoded() -> bytes:
+        data = [
+            {"object": "embedding", "index": index, "embedding": _base64(vector) if base64_ else vector.tolist()}
+            for index, vector in enumerate(vectors)
+        ]
+        return msgspec.json.encode({"object": "list", "data": data, "model": ctx.model.name, "usage": usage})
+
+    body = encoded() if sum(map(len, vectors)) <= INLINE_NUMBERS else await asyncio.to_thread(encoded)
+    return answer(body, prepared)
+
+
+async def embeddings_of(request: web.Request, prepared: PreparedRequest, param: str) -> list[array[float]]:
+    """Return the embeddings of a prepared request; `param`: the parameter that held its texts."""
+    ctx, context, options = model_of(request), context_of(request), prepared.options.embedding
+    assert options is not None
+    metrics = request.app[METRICS].of_model(ctx.model.name)
+    pooled = await pool_texts(ctx, context, metrics, prepared.prompts, param)
+    return [embedding(one, options) for one in pooled]
+
+
+def answer(body: bytes, prepared: PreparedRequest) -> web.Response:
+    names = prepared.options.ignored
+    headers = {IGNORED_HEADER: ", ".join(names)} if names else {}
+    return web.Response(body=body, content_type="application/json", headers=headers)
+
+
+def _base64(vector: array[float]) -> str:
+    return base64.b64encode(vector.tobytes()).decode()
