@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from daemons.models.bert import BertFamily
 from daemons.models.blocks import Family
 from daemons.models.gemma3 import Gemma3Family
 from daemons.models.gemma4 import Gemma4Family
@@ -13,6 +14,7 @@ from daemons.models.qwen35 import Qwen35Family
 from daemons.models.qwen35moe import Qwen35MoeFamily
 
 FAMILIES: dict[str, type[Family]] = {
+    "bert": BertFamily,
     "gemma3": Gemma3Family,
     "gemma4": Gemma4Family,
     "glm4moe": LlamaFamily,

@@ -262,17 +262,21 @@ class Output:
 
     def __init__(
         self,
-        norm: Norm,
+        norm: Norm | None,
         lm_head: Linear | None,
         operations: Operations,
         softcap: float = 0.0,
         divisor: float = 1.0,
         pooler: Pooler | None = None,
     ) -> None:
-        self.norm, self.operations = norm, operations
-        self.softcap, self.divisor, self.pooler = softcap, divisor, pooler
-        self._lm_head = lm_head
+        self.operations, self.softcap, self.divisor, self.pooler = operations, softcap, divisor, pooler
+        self._norm, self._lm_head = norm, lm_head
         self._product = None if lm_head is None else logits_product(lm_head)
+
+    @property
+    def norm(self) -> Norm:
+        assert self._norm is not None
+        return self._norm
 
     @property
     def lm_head(self) -> Linear:
@@ -339,8 +343,8 @@ class AttentionShape:
 class Attention:
     """Attention over paged keys and values.
 
-    ``inputs`` makes columns q (H D), k (K D), gate, v (K D; none if values are keys).  ``positions`` has a norm weight
-    per head [H + K, D], so q and k are normed, rotated and cast together.  ``value_norm`` acts on each head of v.
+    ``inputs`` makes columns q (H D), k (K D), gate, v (K D; none if values are keys).  ``positions`` norms, rotates and
+    casts queries and keys [T, H + K, D] together (:class:`QkNormRope`).  ``value_norm`` acts on each head of v.
     ``sinks`` float32 [H]: the logit of one more key of each head, whose value is zero.
     """
 
@@ -350,7 +354,7 @@ class Attention:
         inputs: Linear,
         output: Linear,
         pages: tuple[PagedTensor, PagedTensor],
-        positions: QkNormRope,
+        positions: Callable[[Tensor, Batch], Tensor],
         operations: Operations,
         value_norm: Norm | None = None,
         sinks: Tensor | None = None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from daemons.models.blocks import Attention
+from daemons.models.blocks import Attention, QkNormRope
 from daemons.ops.basic import Rope, rotate
 from daemons.ops.paged import Pages
 
@@ -35,6 +35,7 @@ class AttentionScores:
         if shape.window:
             return
         keys = layer.keys.read(self._pages, torch.float32)[0]
+        assert isinstance(layer.positions, QkNormRope)
         q = self._before_rotation(layer.positions.rope, queries[-self._n_query :].float(), self._n - self._n_query)
         k = self._before_rotation(layer.positions.rope, keys, 0)
         per_key = shape.n_heads // keys.shape[1]

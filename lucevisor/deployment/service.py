@@ -90,6 +90,7 @@ def engine_limits(
         prefix=_prefix_settings(cache, spec, placement, drafter),
         residency=_residency(placement),
         speculation=placement.drafting,
+        whole_texts=spec.pooling.whole_texts,
     )
 
 

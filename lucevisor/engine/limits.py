@@ -23,6 +23,7 @@ class EngineLimits:
     that a sliding layer sees, itself included; None without such layers.  ``prefix``: what prefix slots may take; off
     by default, as is ``speculation``.  ``residency``: the bound of KV Flash; None: off.  ``long_prefill_tokens``:
     prompt tokens of a step while others run beside a prompt with more of them to compute; 0: ``prefill_chunk``.
+    ``whole_texts``: no prompt is cut, and a chunk is as long as the context.
     """
 
     max_sequences: int
@@ -36,9 +37,10 @@ class EngineLimits:
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     residency: Residency | None = None
     long_prefill_tokens: int = 0
+    whole_texts: bool = False
 
     def __post_init__(self) -> None:
-        if not self.long_prefill_tokens:
+        if not self.long_prefill_tokens or self.whole_texts:
             object.__setattr__(self, "long_prefill_tokens", self.prefill_chunk)
         least = self.prefill_chunk + self.max_sequences + self.speculation.step_drafts(self.max_sequences)
         if self.max_step_tokens < least:

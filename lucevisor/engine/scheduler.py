@@ -530,6 +530,8 @@ class Scheduler:
         stop = record.next_stop(start, self.limits.prefill_chunk)
         if self.limits.ranks_prompt(len(record.tokens)) and start < len(record.tokens) - 1:
             stop = min(stop, len(record.tokens) - 1)  # the last token sees what those before it chose
+        if self.limits.whole_texts and stop - start > n_left:
+            return None
         if stop - start > n_left and record.wanted is None:  # its slices are limited by rows
             stop = (start + n_left) // PAGE_TOKENS * PAGE_TOKENS
         return ScheduledSlice(record, record.live, stop) if stop > start else None

@@ -340,19 +340,24 @@ def assemble(
     shared: Mapping[str, tuple[int, ...]] | None = None,
     embedding_scale: float = 1.0,
     pooling: Pooling | None = None,
+    inputs: Shapes | None = None,
+    outputs: Shapes | None = None,
 ) -> ModelSpec:
     """Build the spec of a model with token embedding, output norm and output matrix (lm_head; the embedding if tied).
 
     ``carried``: numbers per token that cross a boundary in addition to the residual stream.  ``pooling``: as the file
-    says by default; a model that is made for pooling loads no output matrix.  Raises GgufError for a tensor that is
-    missing or whose shape differs from ``layers``.
+    says by default; a model that is made for pooling loads no output matrix.  ``inputs``: tensors beside the token
+    table; ``outputs``: in place of the output norm.  Raises GgufError for a tensor that is missing or whose shape
+    differs from ``layers``.
     """
     hidden_size = keys.integer("embedding_length")
     pooling = pooling or read_pooling(keys)
     vocabulary = tensor(files, "token_embd.weight").shape[0]
-    embedding_tensors = {"token_embd.weight": (vocabulary, hidden_size)}
-    output = {"output.weight": (vocabulary, hidden_size)} if "output.weight" in files.tensors else embedding_tensors
-    output_tensors = {"output_norm.weight": (hidden_size,)} | (output if pooling.generates else {})
+    table = {"token_embd.weight": (vocabulary, hidden_size)}
+    output = {"output.weight": (vocabulary, hidden_size)} if "output.weight" in files.tensors else table
+    embedding_tensors = table | (inputs or {})
+    ends = {"output_norm.weight": (hidden_size,)} if outputs is None else outputs
+    output_tensors = ends | (output if pooling.generates else {})
     expected = {**embedding_tensors, **(shared or {}), **output_tensors}
     for layer in layers:
         expected |= {**layer.tensors, **{name: part.full_shape for name, part in layer.parts.items()}}

@@ -99,7 +99,7 @@ def choose_drafting(
     lookup = config.draft.kind in ("auto", "lookup")
     width, engine = config.draft.width, config.engine
     kind = DraftKind.MTP if draft is None else draft.kind
-    if draft is None and not lookup:
+    if (draft is None and not lookup) or not spec.pooling.generates:
         return SpeculationSettings()
     recurrent = Space.RECURRENT in spec.spaces()
     most = MAX_RECURRENT_DRAFTS if recurrent else MAX_DRAFT_TOKENS

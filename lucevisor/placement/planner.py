@@ -18,7 +18,7 @@ from lucevisor.config import Auto, Config, Ranges, RecoveryConfig
 from lucevisor.config.sections import Goal
 from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.pages import HEAD_PAGES, MIN_POOL_PAGES, TAIL_PAGES, max_resident_chunk, pages_of, pool_pages
-from lucevisor.model.spec import ModelSpec
+from lucevisor.model.spec import LAST_ROW, ModelSpec, Pooling
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space, dtype_bytes
 from lucevisor.placement.cost import MemoryUse
 from lucevisor.placement.devices import (
@@ -80,6 +80,8 @@ DEVICES_KEY, SPLIT_KEY = "placement.target_devices", "placement.target_layer_spl
 MIN_CHUNK = 64  # the smallest prefill chunk that advice names
 FEW_SEQUENCES, FEW_SLOTS, FEW_BYTES = 8, 32, 1 << 30
 """Automatic sequences, prefix slots and their memory on a cpu, and where free memory is unknown."""
+FEW_TEXTS = 32
+"""Automatic sequences of a model that only pools: each takes one step."""
 MANY_SEQUENCES, MANY_SLOTS = (128, 64, 32, 16), 512
 """Automatic sequences, the most that memory allows, and prefix slots on GPUs."""
 ALL_BYTES = 1 << 62
@@ -97,11 +99,13 @@ class Capacity:
     cache_bytes: int
 
     @classmethod
-    def configured(cls, config: Config, auto_slots: int) -> Capacity:
+    def configured(cls, config: Config, auto_slots: int, pooling: Pooling = LAST_ROW) -> Capacity:
         """Return the configured capacity, with the small values for automatic keys."""
         n, slots, n_bytes = config.engine.max_sequences, config.cache.prefix_slots, config.cache.memory
+        if not pooling.generates:
+            slots = 0
         return cls(
-            FEW_SEQUENCES if n == "auto" else n,
+            (FEW_SEQUENCES if pooling.generates else FEW_TEXTS) if n == "auto" else n,
             auto_slots if slots == "auto" else slots,
             FEW_BYTES if n_bytes == "auto" else n_bytes,
         )
@@ -181,7 +185,8 @@ class _Case:
         kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
         draft = place_drafter(config, self.drafter, targets, self.inventory)
         scoring = place_scorer(config, self.scorer, targets, self.inventory, (dtype.dtype, kv_dtype.dtype))
-        capacity = Capacity.configured(config, MANY_SLOTS if _are_known_gpus(targets) else FEW_SLOTS)
+        slots = MANY_SLOTS if _are_known_gpus(targets) else FEW_SLOTS
+        capacity = Capacity.configured(config, slots, self.spec.pooling)
         dtypes = dtype, kv_dtype
         return _PlanAttempt(self.spec, config, targets, dtypes, speed_model, draft, scoring, capacity, self.links)
 
@@ -385,6 +390,11 @@ class _PlanAttempt:
             why = "leaves no room for an answer: one prompt token and one generated token need 2"
             raise PlacementError("engine.max_context", max_context, why, "nearest: 2", file=file)
         paged, flash_tokens, chunk = Space.FULL in spec.spaces(), config.kvflash.pool_tokens, engine.usual_chunk
+        if spec.pooling.whole_texts:
+            chunk = max(chunk, min(spec.context_tokens, max_context or spec.context_tokens))
+            if flash_tokens:
+                why = f"drops keys of a text that {spec.name} computes whole"
+                raise PlacementError("kvflash.pool_tokens", flash_tokens, why, "nearest: 0", file=file)
         pool = None
         if paged and flash_tokens:
             pool = pool_pages(0 if flash_tokens == "auto" else flash_tokens)  # the smallest until ranges are known

@@ -408,11 +408,15 @@ def _with_pages(sizing: Sizing) -> Sizing:
     inputs, max_context, shared = sizing.inputs, sizing.max_context, sizing.most_shared_pages
     fewest = inputs.sequence_pages(max_context)
     enough = inputs.max_sequences * fewest
+    if not inputs.spec.pooling.generates:  # texts leave with their last step
+        n_steps = (sizing.n_stages + 1) * pages_of(sizing.max_step_tokens)
+        enough = max(fewest, min(enough, 2 * inputs.max_sequences + n_steps))
     enough += min(inputs.n_slot_pages, enough) + shared  # prefix slots: at most as many again
     slots = " and prefix slots" if inputs.n_slot_pages else ""
+    generates = inputs.spec.pooling.generates
     resident = fewest * PAGE_TOKENS
     tokens = f"{max_context} tokens" if resident >= max_context else f"{resident} resident tokens"
-    what = f"{inputs.max_sequences} sequences of {tokens}{slots}"
+    what = f"{inputs.max_sequences} sequences of {tokens}{slots}" if generates else "the texts of all steps under way"
     fewest += sizing.state_pages
 
     def chosen(n: int) -> Sizing:
@@ -520,7 +524,7 @@ def choose_chunk(inputs: SizingInputs, ranges: Sequence[LayerRange]) -> Sizing:
     if not known or not usual.fits or any(target.backend is Backend.CPU for target in inputs.targets):
         return usual
     limit = LONG_CHUNKS[0] if inputs.pool_pages is None else max_resident_chunk(inputs.pool_pages)
-    for chunk in (chunk for chunk in LONG_CHUNKS if chunk <= limit):
+    for chunk in (chunk for chunk in LONG_CHUNKS if inputs.prefill_chunk < chunk <= limit):
         longer = compute_sizes(replace(inputs, prefill_chunk=chunk), ranges)
         if longer.fits and _leaves_enough(longer, usual):
             if longer.prefill_chunk > usual.prefill_chunk:

@@ -36,6 +36,7 @@ class PreTokenizerSpec:
     """One way to turn text into the symbols that BPE merges.
 
     `byte_level`: symbols are the 256 letters of GPT-2's byte alphabet; else characters, with `<0xNN>` for unknown ones.
+    `wordpiece`: words are cut into the longest tokens from the left instead, as BERT's are.
     `add_bos`: raw prompts begin with BOS where the file does not say.
     `prefix_space`: a space is put before a text, and before one behind a marker.
     `ignore_merges`: a piece that is a token itself becomes that token, whatever the merges.
@@ -46,6 +47,7 @@ class PreTokenizerSpec:
     cuts: tuple[SplitRule, ...] = ()
     normal: Normalization = Normalization.NONE
     byte_level: bool = True
+    wordpiece: bool = False
     add_bos: bool = False
     prefix_space: bool = False
     ignore_merges: bool = False
@@ -154,6 +156,8 @@ SENTENCEPIECE_SPEC = PreTokenizerSpec(
     add_bos=True,
     added_text=re.compile(r"\s+|▁+|</?[a-z][a-z0-9]*>"),
 )
+
+WORDPIECE_SPEC = replace(SENTENCEPIECE_SPEC, wordpiece=True, prefix_space=True)
 
 
 def _rows(*rows: tuple[PreTokenizerSpec, Iterable[str]]) -> dict[str, PreTokenizerSpec]:

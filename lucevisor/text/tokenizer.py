@@ -17,15 +17,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
-from tokenizers import AddedToken, models
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BpeCore
 
-from lucevisor.text.pre_tokenizers import PRE_TOKENIZERS, SENTENCEPIECE_SPEC, Normalization, PreTokenizerSpec
+from lucevisor.text.pre_tokenizers import (
+    PRE_TOKENIZERS,
+    SENTENCEPIECE_SPEC,
+    WORDPIECE_SPEC,
+    Normalization,
+    PreTokenizerSpec,
+)
 from lucevisor.text.vocabulary import (
     MODEL_KEY,
     PRE_KEY,
     SENTENCEPIECE,
     TOKENS_KEY,
+    WORDPIECE,
     TokenizerError,
     TokenType,
     Vocabulary,
@@ -144,6 +151,8 @@ class Tokenizer:
     def max_token_bytes(self) -> int:
         """Bytes of a text that one token stands for at most; 0: unknown."""
         tokens, types = self._vocabulary.tokens, self._vocabulary.types
+        if self._scheme.wordpiece:  # a long word is one unknown token
+            return 0
         needed = set(map(chr, _byte_alphabet())) if self._scheme.byte_level else {f"<0x{i:02X}>" for i in range(256)}
         unusable = (TokenType.CONTROL, TokenType.UNUSED)
         if not needed <= {text for text, kind in zip(tokens, types, strict=True) if kind not in unusable}:
@@ -267,8 +276,10 @@ def _scheme(metadata: Mapping[str, object]) -> PreTokenizerSpec:
     if model == SENTENCEPIECE:
         prefix_space = require(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
         return replace(SENTENCEPIECE_SPEC, prefix_space=prefix_space)
+    if model == WORDPIECE:
+        return WORDPIECE_SPEC
     if model not in ("gpt2", "gemma4"):
-        known = "'gpt2' (byte-pair merges), 'llama' (SentencePiece) and 'gemma4'"
+        known = "'gpt2' (byte-pair merges), 'llama' (SentencePiece), 'bert' (WordPiece) and 'gemma4'"
         raise TokenizerError(f"{MODEL_KEY} = {model!r} is not known; known are {known}")
     pre = "gemma4" if model == "gemma4" else require(metadata, PRE_KEY, str, "default")
     if pre not in PRE_TOKENIZERS:
@@ -281,7 +292,28 @@ def _is_plain(text: str, kind: int, scheme: PreTokenizerSpec) -> bool:
     return kind == TokenType.USER_DEFINED and scheme.added_text.fullmatch(text) is not None
 
 
+def _build_wordpiece(vocabulary: Vocabulary) -> BpeCore:
+    """Build BERT's: a file does not say whether it takes capitals; its tokens do."""
+    if vocabulary.unknown is None:
+        raise TokenizerError(f"{TOKENS_KEY} has no unknown token; convert the file again")
+    words, cased = {}, False
+    for token_id, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
+        if token_id == vocabulary.unknown or kind == TokenType.CONTROL:
+            words[text] = token_id
+        elif kind != TokenType.UNUSED:
+            word = text.removeprefix("▁")
+            words[word if word != text else f"##{text}"] = token_id
+            cased |= word != word.lower() and not word.startswith("[")
+    unknown = vocabulary.tokens[vocabulary.unknown]
+    core = BpeCore(models.WordPiece(vocab=words, unk_token=unknown, max_input_chars_per_word=100))
+    core.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return core
+
+
 def _build_core(vocabulary: Vocabulary, scheme: PreTokenizerSpec) -> BpeCore:
+    if scheme.wordpiece:
+        return _build_wordpiece(vocabulary)
     tokens, types = vocabulary.tokens, vocabulary.types
     usable = {
         text: token_id

@@ -21,6 +21,8 @@ ADD_BOS_KEY: Final = "tokenizer.ggml.add_bos_token"
 ADD_EOS_KEY: Final = "tokenizer.ggml.add_eos_token"
 SENTENCEPIECE: Final = "llama"
 """The value of ``tokenizer.ggml.model`` for SentencePiece's vocabularies."""
+WORDPIECE: Final = "bert"
+"""The same for WordPiece's: a token that begins a word has U+2581 before it."""
 
 # End-of-generation tokens (EOG) by text: files name one id only (`eos_token_id`), models stop at several.
 # Those of llama.cpp's list that a byte-pair vocabulary can hold, and Laguna's end of turn, which older files do not
@@ -90,10 +92,10 @@ class Vocabulary:
             counts = f"{TYPES_KEY} has {len(types)} entries, {TOKENS_KEY} has {len(tokens)}"
             raise TokenizerError(f"{counts}; convert the file again")
         _check_tokens(tokens)
-        sentencepiece = metadata.get(MODEL_KEY) == SENTENCEPIECE
+        sentencepiece, wordpiece = (metadata.get(MODEL_KEY) == kind for kind in (SENTENCEPIECE, WORDPIECE))
         named = {
             name: token_id
-            for name in ("bos", "eos", "eot", "eom", "unknown", "padding", "mask")
+            for name in ("bos", "eos", "eot", "eom", "unknown", "padding", "mask", "cls", "seperator")
             if (token_id := _token_id(metadata, f"tokenizer.ggml.{name}_token_id", len(tokens))) is not None
         }
         typed = TYPES_KEY in metadata
@@ -113,14 +115,14 @@ class Vocabulary:
         return cls(
             tokens=tokens,
             types=[TokenType.CONTROL if i in endings else kind for i, kind in enumerate(types)],
-            merges=_merges(require(metadata, MERGES_KEY, list, [] if sentencepiece else None)),
+            merges=_merges(require(metadata, MERGES_KEY, list, [] if sentencepiece or wordpiece else None)),
             scores=_scores(metadata, len(tokens)) if sentencepiece else (),
             eos_ids=frozenset(endings),
             turn_end_ids=frozenset(endings | turn_endings),
-            bos=named.get("bos"),
+            bos=named.get("cls", named.get("bos")) if wordpiece else named.get("bos"),
             unknown=named.get("unknown"),
             add_bos=require(metadata, ADD_BOS_KEY, bool) if ADD_BOS_KEY in metadata else None,
-            end=named.get("eos") if require(metadata, ADD_EOS_KEY, bool, False) else None,
+            end=_end(metadata, named, wordpiece=wordpiece),
         )
 
 
@@ -171,6 +173,13 @@ def _token_id(metadata: Mapping[str, object], key: str, n_vocab: int) -> int | N
     if not 0 <= token_id < n_vocab:
         raise TokenizerError(f"{key} = {token_id} is not a token: the vocabulary has {n_vocab}")
     return token_id
+
+
+def _end(metadata: Mapping[str, object], named: Mapping[str, int], *, wordpiece: bool) -> int | None:
+    """Return the token that ends a text that is pooled."""
+    if wordpiece:
+        return named.get("seperator", named.get("eos"))
+    return named.get("eos") if require(metadata, ADD_EOS_KEY, bool, False) else None
 
 
 def _merges(lines: Sequence[object]) -> list[tuple[str, str]]:

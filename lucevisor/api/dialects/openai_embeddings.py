@@ -72,8 +72,10 @@ def read_texts(
     found = []
     for index, item in enumerate(given):
         where = f"{param}[{index}]"
-        is_text = isinstance(item, str)
-        found.append(text_ids(item, where, ctx, truncate=truncate) if is_text else _from_ids(item, where, ctx))
+        if isinstance(item, str):
+            found.append(text_ids(item, where, ctx, truncate=truncate))
+        else:
+            found.append(_from_ids(item, where, ctx))
     return found
 
 

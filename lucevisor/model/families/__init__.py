@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from lucevisor.model.families import gemma3, gemma4, glm4moe, gpt_oss, laguna, llama, qwen3next, qwen35, qwen35moe
+from lucevisor.model.families import bert, gemma3, gemma4, glm4moe, gpt_oss, laguna, llama, qwen3next, qwen35, qwen35moe
 from lucevisor.model.gguf_files import GgufFiles, open_model, part_paths
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.spec import ModelSpec
 
 FAMILIES: dict[str, Callable[[GgufFiles, Mapping[str, str]], ModelSpec]] = {
+    "bert": bert.spec,
     "gemma3": gemma3.spec,
     "gemma4": gemma4.spec,
     "glm4moe": glm4moe.spec,

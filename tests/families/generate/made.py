@@ -92,7 +92,12 @@ def build(
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             last = name.rpartition(".")[2]
-            if tensor.data_ptr() in seen or "inv_freq" in name or "embed_scale" in name:
+            if (
+                tensor.data_ptr() in seen
+                or "inv_freq" in name
+                or "embed_scale" in name
+                or not tensor.dtype.is_floating_point
+            ):
                 continue
             seen.add(tensor.data_ptr())
             if last in VECTORS:
