@@ -33,8 +33,10 @@ LOOKUPS = frozenset(
         "selector_successor.weight",
     }
 )
-EXACT_SUFFIXES = ("ssm_conv1d.weight", "_conv_base", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "_exps.bias")
-EXACT_SUFFIXES += ("position_embd.weight", "token_types.weight", "cls.weight", "cls.output.weight")
+EXACT_SUFFIXES = (
+    *("ssm_conv1d.weight", "_conv_base", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "_exps.bias"),
+    *("position_embd.weight", "token_types.weight", "cls.weight", "cls.output.weight"),
+)
 """Matrices that are read as float32 by every implementation: convolution weights, routers and biases of experts, tables
 of positions, and heads that run once a text."""
 DENSE_FORMATS = frozenset({WeightFormat.FLOAT32, WeightFormat.BFLOAT16, WeightFormat.FLOAT16})
