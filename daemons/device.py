@@ -6,6 +6,8 @@ The only file of the daemon that branches on cuda and hip.  torch calls the devi
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import platform
 import sys
@@ -200,6 +202,16 @@ def memory_free(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + cached
+
+
+def release_memory(device: torch.device) -> None:
+    """Give memory that is no longer used back to the system, the caches of allocators included."""
+    gc.collect()
+    if device.type == "cpu":
+        with suppress(OSError, AttributeError):  # a libc without it
+            ctypes.CDLL(None).malloc_trim(0)
+    else:
+        torch.cuda.empty_cache()
 
 
 def reset_peak(device: torch.device) -> int:

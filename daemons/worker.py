@@ -35,13 +35,14 @@ from daemons.snapshots.transfers import TransferExecutor
 from daemons.step_output import StepOutput
 from daemons.weights.copies import LocatedLoad, copies_directory, locate
 from daemons.weights.reading import REPORT_S
+from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.errors import LinkClosed, ProtocolError
 from lucevisor.protocol.files import ByteFile, FileClient, LocalFile
 from lucevisor.protocol.frames import POSTED, Frame
 from lucevisor.protocol.handshake import source_hash
-from lucevisor.protocol.loading import Hello, Load
+from lucevisor.protocol.loading import ArenaPlan, Hello, Load
 from lucevisor.protocol.messages import (
     PROTOCOL_VERSION,
     Check,
@@ -50,6 +51,8 @@ from lucevisor.protocol.messages import (
     Save,
     ScoreWindow,
     Shutdown,
+    Unload,
+    Unloaded,
     WindowScores,
 )
 from lucevisor.protocol.process import EXIT_CONFIGURATION, EXIT_FAILED
@@ -160,6 +163,7 @@ class _MessageLoop:
         self._messages = MessageQueue(link, self._endpoint.place, lock)
         self._runtime: ModelRunner | None = None
         self._transfers: TransferExecutor | None = None
+        self._arenas: tuple[list[ArenaPlan], Sequence[SharedBuffer]] | None = None  # since the first load
         self._broken = False
         self._pending_output: StepOutput | None = None  # the step that the device still computes
         self._n_rows = 0  # of that step
@@ -270,6 +274,8 @@ class _MessageLoop:
                 return self._score(score)
             case Load() as load:
                 return self._load(load, frame)
+            case Unload(park):
+                return self._unload(park=park)
             case Save() | Restore() as order if self._transfers is not None and self._runtime is not None:
                 self._runtime.flush()
                 self._transfers.submit(order, *self._files_of(frame))
@@ -409,13 +415,17 @@ class _MessageLoop:
     def _load(self, load: Load, frame: Frame) -> int | None:
         self._reporter.phase("load")
         self._reporter.model = self._model
+        refused, loaded = None, None
         try:
             n_files = bool(load.replay) + len(load.offered)
             n_arenas = len(frame.fds) - n_files if self._files is None else 0
             sources = self._files_of(replace(frame, fds=frame.fds[n_arenas:]))
             rows = sources.pop(0) if load.replay else None
             # First, as a neighbour waits for it that may have what this daemon waits for: the copy of the model.
-            buffers = self._endpoint.open(load.arenas, frame.fds[:n_arenas])
+            if load.arenas or self._arenas is None:
+                self._arenas = load.arenas, self._endpoint.open(load.arenas, frame.fds[:n_arenas])
+            arenas, buffers = self._arenas
+            load = replace(load, arenas=arenas)
             located = self._locate(load, sources)
             try:
                 self._runtime, loaded = ModelRunner.load(
@@ -434,13 +444,46 @@ class _MessageLoop:
             places = [f"device {s.device} layers {s.layers}" for p in load.stages for s in p.shards]
             places += [] if load.draft is None else [f"device {load.draft.device} draft stage"]
             places += [] if load.score is None else [f"device {load.score.device} scoring stage"]
-            return self._fail("load", e, ", ".join(places))
+            if not (load.stays and isinstance(e, DaemonError | GgufError | OSError | MemoryError)):
+                return self._fail("load", e, ", ".join(places))
+            refused = failure("load", e, f"group {self._options.group}", ", ".join(places))
+        if refused is not None:  # here the exception is gone, and with it the frames that held what was loaded
+            self._drop_model()
+            self._link.send(Unloaded(problem=f"{refused.where}: {refused.reason}; {refused.advice}"))
+            return None
+        assert self._runtime is not None
+        assert loaded is not None
         self._messages.spin_s = load.spin_s
         self._runtime.draft_step = self._messages.draft_step
         self._runtime.await_captures = self._messages.await_captures
         self._reporter.memory(self._runtime.free_bytes())
         self._link.send(loaded)
         return None
+
+    def _unload(self, *, park: bool) -> int | None:
+        started = time.monotonic()
+        self._reporter.phase("load")
+        try:
+            self._end_transfers("the model is unloaded")
+            self._drop_model()
+        except Exception as e:  # process boundary: report, then exit
+            return self._fail("unload", e, "")
+        self._link.send(Unloaded(0, time.monotonic() - started))
+        return None
+
+    def _drop_model(self) -> None:
+        """Free all that was loaded but the boundary memory."""
+        if self._transfers is not None:
+            self._transfers.close()
+        self._messages.clear()
+        self._messages.spin_s = 0.0
+        indices = [] if self._runtime is None else [*self._runtime.free_bytes()]
+        self._runtime, self._transfers, self._upkeep = None, None, None
+        self._cancelled, self._operations_applied = [], False
+        for device in devices.accelerators(self._options.backend) or [devices.CPU]:
+            devices.release_memory(device)
+        backend = self._options.backend
+        self._reporter.memory({i: devices.memory_free(devices.torch_device(backend, i)) for i in indices})
 
     def _locate(self, load: Load, sources: Sequence[ByteFile]) -> LocatedLoad:
         """Find the model's files on this host, or get what is needed of them."""

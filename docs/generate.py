@@ -68,6 +68,7 @@ section of that name, which is for all models.
 
 - A group may hold shards of several models, in one daemon. It is lost and restarted for all of them.
 - Each device's usable memory is divided among the models that may use it (`memory_share`), `recovery.journal` equally.
+  Models with `preload = false` take turns ([models-on-demand.md](models-on-demand.md)).
   Other sizes are for each model: `cache.host`, `cache.memory`, `cache.disk`, `server.max_queue`.
 - A `cache.dir` of the file's own section means a subdirectory `NAME` for each model.
 - `status`, `plan` and the metrics show every model; `top` and the page show stages, pages and drafts of the first one.

@@ -114,6 +114,11 @@ class TransferExecutor:
                 job.cancelled = reason
             self._changed.wait_for(lambda: not any(isinstance(j.order, Restore) for j in self._jobs.values()))
 
+    def close(self) -> None:
+        """End the threads, behind what was submitted."""
+        for threads in (self._saving, self._restoring):
+            threads.close()
+
     def __len__(self) -> int:
         return len(self._jobs)
 
@@ -278,19 +283,23 @@ class _ThreadStreams:
 
 
 class _Threads:
-    """Threads that serve one queue, ended with the process; ``on_lost`` is called when one of them cannot go on.
+    """Threads that serve one queue until ``close``; ``on_lost`` is called when one of them cannot go on.
 
     Started with the daemon's load and not by the first transfer.  Raises MemoryError when one does not begin.
     """
 
     def __init__(self, name: str, n_threads: int, nice: int, on_lost: Callable[[], None]) -> None:
         self.n_threads, self._nice, self._on_lost = n_threads, nice, on_lost
-        self._queue: SimpleQueue[Callable[[_ThreadStreams], None]] = SimpleQueue()
+        self._queue: SimpleQueue[Callable[[_ThreadStreams], None] | None] = SimpleQueue()
         for i in range(n_threads):
             StartedThread(f"{name}_{i}", self._run)
 
     def put(self, work: Callable[[_ThreadStreams], None]) -> None:
         self._queue.put(work)
+
+    def close(self) -> None:
+        for _ in range(self.n_threads):
+            self._queue.put(None)
 
     def _run(self) -> None:
         try:
@@ -298,8 +307,9 @@ class _Threads:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)  # of this thread alone
             streams = _ThreadStreams()
             with torch.inference_mode():
-                while True:
-                    self._queue.get()(streams)
+                while (work := self._queue.get()) is not None:
+                    work(streams)
+                    del work  # and with it the pages that it names
         except Exception:  # a transfer answers its own errors; without this thread others would never end
             try:
                 traceback.print_exc()  # before the process ends

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.keys import ApiKeys, Caller
-from lucevisor.api.prepared import PreparedRequest
+from lucevisor.api.prepared import ModelOrder, PreparedRequest
 from lucevisor.api.sse import EventStream
 from lucevisor.compression.compressor import Compressor
 from lucevisor.engine.request import GenerationRequest, RequestHandle
@@ -62,7 +62,7 @@ class RequestContext:
             handle.cancel()
 
 
-BodyParser = Callable[[dict[str, Any], "AppContext"], PreparedRequest | bytes]
+BodyParser = Callable[[dict[str, Any], "AppContext"], PreparedRequest | ModelOrder | bytes]
 """Function that prepares the request in a decoded body, or returns the JSON answer.  Raises ApiError.
 
 A module-level function, because workers unpickle it by name.  The docstring of one that answers alone is its
@@ -70,7 +70,7 @@ summary in /openapi.json.
 """
 
 
-ParsedBody = tuple[PreparedRequest | bytes, str]
+ParsedBody = tuple[PreparedRequest | ModelOrder | bytes, str]
 """What a BodyParser returned, and the model that the body named."""
 
 
@@ -202,6 +202,31 @@ def _no_restart(group: str, now: bool, /) -> None:
     raise LucevisorError(f"group {group!r} cannot be restarted here")
 
 
+class ModelControl(Protocol):
+    """Loads and unloads a model."""
+
+    @property
+    def state(self) -> str:
+        """The state as status and metrics show it: unloaded, parked, loading, loaded or leaving."""
+
+    @property
+    def problem(self) -> str:
+        """Why the model could not be loaded the last time; empty if it could."""
+
+    @property
+    def unloads_in_s(self) -> float | None:
+        """Seconds until it is unloaded unless a request comes; None: it stays."""
+
+    async def load(self) -> None:
+        """Load it; returns when it is loaded.  Raises LucevisorError."""
+
+    async def unload(self) -> None:
+        """Unload it when it has no requests; returns when its memory is free.  Raises LucevisorError."""
+
+    def keep_alive(self, seconds: float) -> None:
+        """Unload it after so long without requests from now on; negative: never, 0: as soon as it has none."""
+
+
 @dataclass(slots=True, kw_only=True)
 class AppContext:
     """State of one model that all handlers share, and of the server, which is the same for every model.
@@ -231,6 +256,7 @@ class AppContext:
     pooling: Pooling = LAST_ROW
     pooled_width: int = 0  # numbers of an embedding
     engine: ServingEngine | None = None
+    control: ModelControl | None = None  # None: the model is always loaded
     compressor: Compressor | None = None  # of PFlash; None while it is off
     max_context: int = 0  # tokens; 0: not known yet
     max_sequences: int = 0
@@ -246,6 +272,10 @@ class AppContext:
         if self.compressor is None:
             return self.max_context
         return min(2**20, int(self.max_context / self.compressor.settings.min_share))
+
+    @property
+    def model_state(self) -> str:
+        return "loaded" if self.control is None else self.control.state
 
     def retry_after_s(self) -> int:
         """Return the Retry-After of a 503 while the pipeline is down."""

@@ -16,7 +16,7 @@ from lucevisor.api.app_state import APP_CONTEXT, BUFFERED_BODIES, MODELS, Buffer
 from lucevisor.api.constraint import compiled, constrains
 from lucevisor.api.errors import ApiError
 from lucevisor.api.parameters import check_generates, searches_vocabulary
-from lucevisor.api.prepared import PreparedRequest
+from lucevisor.api.prepared import ModelOrder, PreparedRequest
 from lucevisor.api.schemas import decode_object
 from lucevisor.compression.compressor import Compressor
 from lucevisor.kv.tokens import TokenBuffer
@@ -30,7 +30,7 @@ AddToBody = Callable[[list[bytes]], Awaitable[int]]
 
 async def prepare_request(
     request: web.Request, parser: BodyParser, add_to_body: AddToBody | None = None
-) -> PreparedRequest | bytes:
+) -> PreparedRequest | ModelOrder | bytes:
     """Return the request prepared from the body, or the response to it; raises ApiError.
 
     Afterwards the model of the request's context is the one that the body names.

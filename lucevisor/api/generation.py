@@ -24,10 +24,11 @@ from lucevisor.api.errors import from_request_error, from_submit_error, unavaila
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.output import ChoiceDelta, GenerationFailed, OutputProcessor, UsageTotals
 from lucevisor.api.parameters import seed_of_choice
-from lucevisor.api.prepared import PreparedRequest
+from lucevisor.api.prepared import ModelOrder, PreparedRequest
 from lucevisor.api.sse import EventFormat, EventStream
 from lucevisor.engine.constraint import Constraint, MinTokens
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestHandle, SubmitError, TokenEvent
+from lucevisor.errors import LucevisorError
 from lucevisor.text.reasoning import ReasoningBudget
 
 
@@ -188,14 +189,20 @@ async def handle_generation(
     Raises ApiError when the request is rejected or a sequence fails, ClientGone on a disconnect.
     """
     prepared = await prepare_request(request, parser, add_to_body)
+    ctx, context = model_of(request), context_of(request)
+    if isinstance(prepared, ModelOrder):
+        await _carry_out(prepared, ctx)
+        prepared = prepared.answer
     if not isinstance(prepared, PreparedRequest):
         return web.Response(body=prepared, content_type="application/json")
     assert make_formatter is not None
-    ctx, context, options = model_of(request), context_of(request), prepared.options
+    options = prepared.options
     formatter = make_formatter(prepared, ctx)
     headers = {IGNORED_HEADER: ", ".join(options.ignored)} if options.ignored else {}
     runs = make_choice_runs(prepared, ctx, formatter.response_id)
     await _submit(ctx, runs, formatter.prompt_param, context)
+    if ctx.control is not None and options.keep_alive_s is not None:
+        ctx.control.keep_alive(options.keep_alive_s)
     writer = _ResponseWriter(runs, formatter, context, request.app[METRICS])
     try:
         async with merged(context.handles) as events:
@@ -209,8 +216,25 @@ async def handle_generation(
     return web.Response(body=body, content_type="application/json", headers=headers)
 
 
+async def _carry_out(order: ModelOrder, ctx: AppContext) -> None:
+    """Load or unload a model; raises ApiError."""
+    if ctx.control is None:
+        return
+    try:
+        if order.keep_alive_s == 0:
+            await ctx.control.unload()
+            return
+        await ctx.control.load()
+    except LucevisorError as error:
+        raise unavailable(str(error), ctx.retry_after_s(), "model_not_loaded") from None
+    if order.keep_alive_s is not None:
+        ctx.control.keep_alive(order.keep_alive_s)
+
+
 def engine_of(ctx: AppContext) -> ServingEngine:
     """Return the engine; raises ApiError before there is one."""
+    if ctx.engine is None and ctx.control is not None and ctx.control.problem:
+        raise unavailable(f"the model cannot be loaded: {ctx.control.problem}", ctx.retry_after_s(), "model_not_loaded")
     if ctx.engine is None:
         waiting = ", ".join(f"{part.name} is {part.state}" for part in ctx.not_ready()) or "it is starting"
         raise unavailable(f"the model is not ready: {waiting}; try again later", ctx.retry_after_s())

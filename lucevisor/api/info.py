@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -16,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from lucevisor import __version__
-from lucevisor.api.app_context import AppContext
+from lucevisor.api.app_context import AppContext, ModelControl
 from lucevisor.api.app_state import APP_CONTEXT, BUFFERED_BODIES, METRICS, MODELS
 from lucevisor.api.bodies import json_response, read_body
 from lucevisor.api.errors import ApiError, unavailable
@@ -128,9 +129,20 @@ def _model(ctx: AppContext) -> dict[str, object]:
         "max_input_tokens": context,
         "max_tokens": context,
         "capabilities": {name: {"supported": here} for name, here in abilities(ctx).items()},
+        "status": _status(ctx),
         **({"aliases": [*card.aliases]} if card.aliases else {}),
         **_replicas(ctx),
     }
+
+
+_ROUTER_STATES: Final = {"parked": "sleeping", "leaving": "loaded"}
+"""The states that llama.cpp's server knows, for those of ours that have other names."""
+
+
+def _status(ctx: AppContext) -> dict[str, object]:
+    """Return whether a model is loaded, as llama.cpp's server shows it in router mode."""
+    failed = {"failed": True, "reason": ctx.control.problem} if ctx.control is not None and ctx.control.problem else {}
+    return {"value": _ROUTER_STATES.get(ctx.model_state, ctx.model_state), **failed}
 
 
 def _replicas(ctx: AppContext) -> dict[str, object]:
@@ -187,6 +199,42 @@ def document() -> tuple[bytes, str]:
 
 def _source(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+class ModelBody(msgspec.Struct):
+    """POST /models/load and /models/unload."""
+
+    model: str
+
+
+async def load_model(request: web.Request) -> web.Response:
+    """Load a model, as llama.cpp's server does in router mode; answers when it is loaded."""
+    return await _order(request, ModelControl.load)
+
+
+async def unload_model(request: web.Request) -> web.Response:
+    """Unload a model when it has no requests, as llama.cpp's server does in router mode."""
+    return await _order(request, ModelControl.unload)
+
+
+async def _order(request: web.Request, order: Callable[[ModelControl], Awaitable[None]]) -> web.Response:
+    body: list[bytes] = []
+    try:
+        await read_body(request, body)
+        name = msgspec.json.decode(b"".join(body), type=ModelBody).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is invalid: {str(error)[:300]}") from None
+    finally:
+        request.app[BUFFERED_BODIES].n_bytes -= sum(map(len, body))
+    ctx = request.app[MODELS].find(name)
+    check_model(name, ctx)
+    if ctx.control is None:
+        raise ApiError(409, "replicas are loaded as long as their groups run", code="always_loaded")
+    try:
+        await order(ctx.control)
+    except LucevisorError as error:
+        raise ApiError(409, str(error), code="model_not_loaded") from None
+    return json_response({"success": True})
 
 
 async def status(request: web.Request) -> web.Response:

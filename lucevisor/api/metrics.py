@@ -87,6 +87,7 @@ class StateCollector(Collector):
         yield from _groups(status["groups"])
         yield from _cluster(status["cluster"])
         yield from _joined(family for model in status["models"] for family in _host_memory(model))
+        yield from _joined(family for model in status["models"] for family in _residency(model))
         drops = [([sink], n) for sink, n in ctx.log_drops().items()]
         text = "Log records that were not written, by sink."
         yield _Families().counters("log_records_dropped", text, ["sink"], drops)
@@ -105,6 +106,17 @@ def _model(ctx: AppContext) -> Iterator[Metric]:
     snapshots = ctx.snapshots()
     if snapshots is not None:
         yield from _snapshots(out, snapshots)
+
+
+def _residency(model: Mapping[str, Any]) -> Iterator[Metric]:
+    now = model.get("residency")
+    if now is None or model["replica"]:
+        return
+    out = _Families(model=model["name"])
+    yield out.gauge("model_loaded", "1 while the model is loaded.", float(now["state"] in ("loaded", "leaving")))
+    yield out.counter("model_loads", "Loads of the model.", now["loads"])
+    yield out.gauge("model_load_seconds", "Time that the last load took.", now["load_s"])
+    yield out.gauge("model_parked_bytes", "Weights in host memory of a model that is parked.", now["parked_bytes"])
 
 
 def _groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:

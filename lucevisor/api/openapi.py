@@ -116,6 +116,8 @@ ROUTES: Final = (
     _answers("/chat/completions", *_CHAT),  # llama.cpp has these without /v1, too
     _route("POST", "/responses", responses.create_response, responses.ResponsesBody, _EVENTS),
     _route("GET", "/models", info.models),
+    _route("POST", "/models/load", info.load_model, info.ModelBody),
+    _route("POST", "/models/unload", info.unload_model, info.ModelBody),
     _route("GET", "/v1/health", info.health),
     _answers("/completion", *_COMPLETION),
     _answers("/completions", *_COMPLETION),

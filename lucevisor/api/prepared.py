@@ -58,6 +58,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     usage comes with every chunk of a stream.  ``custom``: names of tools whose input is text.  ``show_reasoning``: the
     client wants its text.  ``echoes``: the text of each prompt if it is to be repeated, else empty.
     ``score_prompt``: log-probabilities of the prompt's tokens are wanted, too.  ``plain``: all text is content.
+    ``keep_alive_s``: idle time after which the model is unloaded from now on; negative: never, None: as before.
     """
 
     sampling: SamplingParams
@@ -88,6 +89,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     score_prompt: bool = False
     plain: bool = False
     embedding: EmbeddingOptions | None = None
+    keep_alive_s: float | None = None
     response: ResponseOptions | None = None
 
     @property
@@ -111,6 +113,14 @@ def custom_input(arguments: str) -> str:
 
 STORED_RESPONSES: Final = "stored_responses"
 """Member that the server adds to a body of the Responses API: items of earlier responses, by their ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOrder:
+    """A request that loads a model, or unloads it with ``keep_alive_s`` 0; ``answer``: the response."""
+
+    answer: bytes
+    keep_alive_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,12 @@ class AdminPort(Protocol):
     async def restart(self, groups: list[str], *, now: bool) -> None:
         """Restart groups one by one; return when the pipeline is READY again.  Raises LucevisorError."""
 
+    async def load(self, model: str) -> None:
+        """Load a model; return when it is loaded.  Raises LucevisorError."""
+
+    async def unload(self, model: str) -> None:
+        """Unload a model; return when its memory is free.  Raises LucevisorError."""
+
     async def reload(self, overrides: list[str]) -> dict[str, object]:
         """Reload the configuration with further KEY=VALUE overrides; return the changed keys.
 
@@ -55,6 +61,10 @@ class ReadyQuery(msgspec.Struct):
 class Restart(msgspec.Struct, forbid_unknown_fields=True):
     groups: Names
     now: bool = False
+
+
+class ModelCommand(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
 
 
 class Reload(msgspec.Struct, forbid_unknown_fields=True):
@@ -124,6 +134,14 @@ def create_admin_app(port: AdminPort) -> web.Application:
         await port.restart(command.groups, now=command.now)
         return json_response(port.status())
 
+    async def load(request: web.Request) -> web.Response:
+        await port.load((await _read_command(request, ModelCommand)).model)
+        return json_response(port.status())
+
+    async def unload(request: web.Request) -> web.Response:
+        await port.unload((await _read_command(request, ModelCommand)).model)
+        return json_response(port.status())
+
     async def reload(request: web.Request) -> web.Response:
         command = await _read_command(request, Reload, b"{}")
         changed = await port.reload(command.set)
@@ -137,6 +155,8 @@ def create_admin_app(port: AdminPort) -> web.Application:
             web.post("/stop", stop),
             web.post("/restart", restart),
             web.post("/reload", reload),
+            web.post("/load", load),
+            web.post("/unload", unload),
         ]
     )
     return app

@@ -59,7 +59,7 @@ from lucevisor.deployment.preflight import check_before_start
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import ModelService, Service
 from lucevisor.engine.shell import Engine
-from lucevisor.errors import ConfigError, ExitCode, LucevisorError, unusable
+from lucevisor.errors import AdminError, ConfigError, ExitCode, LucevisorError, suggest, unusable
 from lucevisor.model.values import dtype_bytes
 from lucevisor.protocol import fault_hooks
 from lucevisor.snapshots.maintenance import check_directory
@@ -490,6 +490,22 @@ class Supervisor:
     async def restart(self, groups: list[str], *, now: bool) -> None:
         await self._admin_operations.restart_all(groups or list(self.service.groups), now=now)
 
+    async def load(self, model: str) -> None:
+        await self.service.swapper.load(self._find_model(model))
+
+    async def unload(self, model: str) -> None:
+        await self.service.swapper.unload(self._find_model(model))
+
+    def _find_model(self, name: str) -> str:
+        """Return the id of the model that an operator names by its id or its section; raises AdminError."""
+        models = self.service.models
+        found = name if name in models else next(
+            (key for key, model in models.items() if model.config.section == f"models.{name}"), ""
+        )  # fmt: skip
+        if not found:
+            raise AdminError(f"there is no model {name!r}; {suggest(name, [*models], 'models')}")
+        return found
+
     async def reload(self, overrides: list[str]) -> dict[str, object]:
         task = self._spawn(self._reload(overrides), "reload")
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved, if the client is gone
@@ -528,6 +544,7 @@ class Supervisor:
         context.retry_in_s = lambda: min(filter(None, (model.retry_in_s() for model in models)), default=None)
         context.status = self.status
         context.restart = self._begin_restart
+        context.control = models[0].control
         context.snapshots = lambda: next(filter(None, (model.snapshot_store for model in models)), None)
         if self._traces is not None:
             context.trace = self._traces

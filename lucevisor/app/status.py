@@ -41,7 +41,7 @@ def status(
     ``models`` has all models, and each replica; the first one is beside the fields of the service, too.
     """
     models = [_model(model, compressors.get(model.name)) for model in service.models.values()]
-    own = ("name", "replica", "groups", "state", "reason")
+    own = ("name", "replica", "groups", "state", "reason", "residency")
     first = {key: value for key, value in models[0].items() if key not in own}
     return {
         "name": name,
@@ -76,6 +76,7 @@ def _model(service: ModelService, compressor: Compressor | None) -> dict[str, An
         "groups": [*service.groups],
         "state": service.state,
         "reason": service.reason(),
+        "residency": _residency(service),
         "model": {
             "name": service.name,
             "architecture": spec.architecture,
@@ -88,6 +89,22 @@ def _model(service: ModelService, compressor: Compressor | None) -> dict[str, An
         "pflash": pflash_status(service, compressor),
         "host_memory": _host_memory(service),
         "cache": _cache(service, statistics.cache if statistics is not None else CacheStatistics()),
+    }
+
+
+def _residency(service: ModelService) -> dict[str, Any]:
+    """Whether the model is loaded.  ``unloads_in_s``: of an idle one with a ``ttl``; ``load_s``: of the last load."""
+    control = service.control
+    n_loads, load_s = control.loads if control is not None else (0, 0.0)
+    seconds = control.unloads_in_s if control is not None else None
+    return {
+        "state": service.model_state.value,
+        "problem": control.problem if control is not None else "",
+        "unloads_in_s": None if seconds is None else round(seconds, 3),
+        "pin": service.config.model.pin,
+        "loads": n_loads,
+        "load_s": round(load_s, 3),
+        "parked_bytes": service.host_memory.used(HostOwner.WEIGHTS),
     }
 
 
@@ -216,7 +233,7 @@ def _group(service: Service, group: GroupSupervisor, progress: LoadProgress) -> 
 
 def devices(group: GroupSupervisor, models: Sequence[str]) -> list[dict[str, Any]]:
     """Return the shards of a loaded group, with the memory of their devices; ``free_bytes`` as last reported."""
-    loads = list(zip(models, group.loads, strict=False))
+    loads = [(name, loaded) for name, loaded in zip(models, group.loads_by_model, strict=False) if loaded is not None]
     indices = sorted({use.device for _, loaded in loads for use in loaded.shards})
     free = dict(zip(indices, group.heartbeat.free_bytes, strict=False)) if group.heartbeat is not None else {}
     return [

@@ -1,4 +1,4 @@
-"""Commands that control a running supervisor: stop, status, restart, reload."""
+"""Commands that control a running supervisor: stop, status, restart, reload, load, unload."""
 
 from __future__ import annotations
 
@@ -104,6 +104,31 @@ def reload(overrides: tuple[str, ...], name: str | None, socket: Path | None) ->
         )
         click.echo(f"group {group['name']} is {group['state']}, pid {group['pid']}: {layers or 'no layers'}")
     click.echo(summary)
+    return ExitCode.DONE
+
+
+@click.command()
+@click.argument("model")
+@target_options
+def load(model: str, name: str | None, socket: Path | None) -> int:
+    """Load MODEL, which others may have to make room for; returns when it is loaded."""
+    return _swap("load", model, name, socket)
+
+
+@click.command()
+@click.argument("model")
+@target_options
+def unload(model: str, name: str | None, socket: Path | None) -> int:
+    """Free the memory of MODEL when its requests have ended; the next request for it loads it again."""
+    return _swap("unload", model, name, socket)
+
+
+def _swap(what: str, model: str, name: str | None, socket: Path | None) -> int:
+    target, began = find_supervisor(name, socket), time.monotonic()
+    answer = call_and_watch(AdminClient(target.socket), what, f"/{what}", {"model": model}, timeout_s=3600.0)
+    for part in answer["models"]:
+        click.echo(f"{part['name']} is {part['residency']['state']}")
+    click.echo(f"{target.name} did this in {time.monotonic() - began:.1f} s")
     return ExitCode.DONE
 
 

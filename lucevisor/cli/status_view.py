@@ -37,7 +37,7 @@ def models_of(status: Status) -> Sequence[Status]:
     """Return the part of each model or replica: the status itself where it has one."""
     models: Sequence[Status] = status["models"]
     if len(models) <= 1:
-        return [{**status, "title": "", "replica": ""}]
+        return [{**status, "residency": models[0].get("residency") if models else None, "title": "", "replica": ""}]
     return [{**model, "title": _title(model), "replica": model.get("replica", "")} for model in models]
 
 
@@ -52,6 +52,7 @@ def model_lines(status: Status, *, verbose: bool = False) -> list[str]:
     work = f"running {engine['running']}, queued {engine['queued']}, held {engine['held']}; "
     return [
         status["title"],
+        residency_line(status.get("residency")),
         f"{work}{engine['tokens_per_s']} tokens/s",
         page_line(engine["pages"]),
         *draft_lines(status["draft"], verbose=verbose),
@@ -59,6 +60,20 @@ def model_lines(status: Status, *, verbose: bool = False) -> list[str]:
         *cache_lines(status["cache"]),
         host_memory_line(status["host_memory"]),
     ]
+
+
+def residency_line(residency: Status | None) -> str:
+    """Return whether a model is loaded; empty for one that is and stays."""
+    if residency is None or (residency["state"] == "loaded" and residency["unloads_in_s"] is None):
+        return ""
+    parts = [residency["state"]]
+    if residency["parked_bytes"]:
+        parts.append(f"{format_bytes(residency['parked_bytes'])} of weights in host memory")
+    if residency["unloads_in_s"] is not None and residency["state"] == "loaded":
+        parts.append(f"unloads in {format_seconds(residency['unloads_in_s'])}")
+    if residency["problem"]:
+        parts.append(residency["problem"])
+    return ", ".join(parts)
 
 
 def indented(line: str) -> RenderableType:

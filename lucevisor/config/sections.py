@@ -82,6 +82,16 @@ class ModelConfig:
     """With several models: the share of each device's memory that this one may use beside others on the device. `auto`:
     what the shares of others leave, in proportion to the sizes of the files."""
 
+    preload: bool = True
+    """Load the model at the start. `false`: when a request names it, in place of models that nobody uses if memory is
+    short. Its `memory_share` is then the smallest of an eighth, a quarter, a half and all of the memory in which a
+    context of 32,768 tokens fits."""
+    pin: bool = False
+    """Keep the model loaded: it never makes room for others, and `ttl` does not unload it."""
+    ttl: Annotated[float, Meta(ge=0.0, le=31536000.0), Key(unit="seconds")] = 0.0
+    """Time without requests after which the model is unloaded, to be loaded again by the next request; 0: never. When
+    all models of a group are due, its daemon ends and the devices are free."""
+
     @property
     def source(self) -> Path | HubFile:
         return source_of(self.path)

@@ -45,9 +45,10 @@ from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.placement.stages import LoadFiles, load_message
 from lucevisor.protocol.arena import SharedBuffer
+from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.loading import Hello, Loaded
-from lucevisor.protocol.messages import Progress
+from lucevisor.protocol.loading import ArenaPlan, Hello, Loaded
+from lucevisor.protocol.messages import Progress, Unload, Unloaded
 from lucevisor.protocol.steps import RowsCopy, Step, StepResult
 from lucevisor.protocol.transport import Channel
 from lucevisor.protocol.validation import UnansweredStep
@@ -186,6 +187,9 @@ class DeploymentOwner(Protocol):
         """Suspend requests before a daemon is restarted; return the state of the shards if its successor may take it
         over."""
 
+    def on_not_loaded(self, deployment: Deployment, reason: str) -> None:
+        """Called when a daemon that serves other models could not load this one."""
+
     def on_change(self) -> None:
         """Called when ``complete`` or ``loaded`` may have changed, or a daemon was lost."""
 
@@ -211,6 +215,7 @@ class Deployment:
         self.epoch = epoch
         self.placement: Placement | None = None
         self.infeasible_reason = ""  # why it cannot be placed: it needs more memory than there is
+        self.problem = ""  # why it is not loaded although a request needs it, or cannot be placed
         self._boundaries: Boundaries | None = None
         self.transfers: KvTransfer | None = None
         self.scoring: ScoringStage | None = None  # of PFlash, when it is placed
@@ -230,8 +235,15 @@ class Deployment:
         self._watchdog: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
         self.groups: Mapping[str, GroupSupervisor] = {}  # those of its configuration; set when all models have one
+        self.wanted = True  # its daemons load the model as they start
+        self._with_buffers: set[str] = set()  # groups whose processes have the boundary memory
+        self._unloading: dict[str, asyncio.Future[Unloaded]] = {}  # by group that has yet to answer
+        self._n_progress = 0  # reports of progress, by which a load shows that it goes on
+        self._active = asyncio.Event()  # there are daemons to watch
         self.callbacks: Final = Callbacks(
             make_load=self._make_load,
+            wanted=lambda: self.wanted,
+            on_unloaded=self._on_unloaded,
             check_loaded=self._check_loaded,
             on_ready=self._on_ready,
             on_lost=self._on_lost,
@@ -239,7 +251,7 @@ class Deployment:
             find_step=self._find_step,
             on_state=self._on_state,
             on_draining=self._on_draining,
-            on_progress=lambda group, progress: owner.on_progress(self, group, progress),
+            on_progress=self._on_progress,
         )
 
     # ---- start and stop
@@ -299,6 +311,41 @@ class Deployment:
             self._assembly.on_ready(
                 group, link, with_draft=with_draft, restored=link in links, draft_restored=draft_restored
             )
+
+    def load(self) -> None:
+        """Have the daemons load the model, those that start as well.  ``attach`` follows when all are READY."""
+        self.wanted = True
+        for group in self.groups.values():
+            group.load_model(self.callbacks)
+
+    async def unload(self, *, park: bool) -> int:
+        """Have the daemons free the model's memory; return the bytes of weights that they keep in host memory.
+
+        The engine has left the pipeline.  It is attached again when the model is loaded the next time.
+        """
+        self.wanted = False
+        links, self.links = self.links, {}
+        if self._assembly is not None:
+            self._assembly.detach()
+        if self.transfers is not None:
+            await self.transfers.quiesce("the model is unloaded")
+        for group, link in links.items():
+            self._unloading[group] = asyncio.get_running_loop().create_future()
+            with contextlib.suppress(ProtocolError):  # supervision notices a closed link, and calls on_lost
+                link.send(Unload(park))
+        answers = await asyncio.gather(*self._unloading.values())
+        self._unloading.clear()
+        self.loads.clear()
+        self._draft_loaded = False
+        for group in links:
+            for part in (self.transfers, self.scoring):
+                if part is not None:
+                    part.on_lost(group, "the model is unloaded")
+        if self._engine is not None:
+            self.attach(self._engine)
+        log.info("model unloaded", model=self._model.name, groups=[*links], park=park,
+                 parked_bytes=sum(answer.parked_bytes for answer in answers))  # fmt: skip
+        return sum(answer.parked_bytes for answer in answers)
 
     @property
     def complete(self) -> bool:
@@ -400,8 +447,23 @@ class Deployment:
 
     # ---- callbacks of supervision
 
-    async def _make_load(self, group: str, hello: Hello) -> LoadOrder:
+    async def _make_load(self, group: str, hello: Hello) -> LoadOrder | None:
+        self._active.set()
+        try:
+            return await self._load_order(group, hello)
+        except LucevisorError as error:
+            if self.config.model.preload:
+                raise
+            self.problem = str(error)
+            log.error("model not loaded", model=self._model.name, group=group, reason=self.problem)
+            self._owner.on_not_loaded(self, self.problem)  # its requests get the reason; others are loaded
+            return None
+
+    async def _load_order(self, group: str, hello: Hello) -> LoadOrder | None:
         placement = await self._placing.wait(group, hello)
+        self.problem = ""
+        if not self.wanted:
+            return None
         if group not in placement.groups:
             why = placement.hosts_left_out or f"the drafter is left out: {placement.draft_left_out}"
             raise LucevisorError(f"it has nothing to run: {why}")
@@ -416,8 +478,11 @@ class Deployment:
         load = load_message(placement, group, files, threads, draft_files, score_files, spin_s=polls_s)
         order = await self._replacements.load_order(group, load, self._assembly)
         assert self._boundaries is not None
-        arenas, fds = self._boundaries.open(group, load.arenas, hello.rows_address)
-        load = msgspec.structs.replace(order.load, arenas=arenas)
+        arenas, fds = list[ArenaPlan](), list[int]()
+        if group not in self._with_buffers:
+            arenas, fds = self._boundaries.open(group, load.arenas, hello.rows_address)
+        waits = self._engine is not None and self._engine.busy and not self.complete
+        load = msgspec.structs.replace(order.load, arenas=arenas, warm_up=order.load.warm_up and not waits)
         if group in self._remote:
             offered, self._offered[group] = await asyncio.to_thread(open_offered, load)
             load = msgspec.structs.replace(load, offered=offered)
@@ -467,14 +532,19 @@ class Deployment:
         return f"group {group} read another state of the files than the one that runs"
 
     def _on_ready(self, group: str, link: Channel, _hello: Hello, loaded: Loaded) -> None:
+        if self._boundaries is not None and group not in self._with_buffers:
+            self._with_buffers.add(group)
+            self._boundaries.on_ready(group, link)
+        if not self.wanted:  # it was unloaded meanwhile
+            with contextlib.suppress(ProtocolError):
+                link.send(Unload())
+            return
         self.links[group], self.loads[group] = link, loaded
         assert self.placement is not None
         for index, measured in loaded.workspace_bytes.items():
             plans = [plan for plan in self.placement.devices if plan.device == DeviceRef(group, index)]
             planned = sum(plan.workspace_bytes for plan in plans)
             log.info("workspace", device=f"{group}:{index}", planned_bytes=planned, measured_bytes=measured)
-        if self._boundaries is not None:
-            self._boundaries.on_ready(group, link)
         with_draft = False
         if group == self.draft_group:
             self._draft_problem = self._draft_problem or loaded.draft_problem
@@ -498,14 +568,32 @@ class Deployment:
         self.loads.pop(group, None)
         if group == self.draft_group:
             self._draft_loaded = False
+        if (unloading := self._unloading.get(group)) is not None and not unloading.done():
+            unloading.set_result(Unloaded())
         if self._assembly is not None:
             self._assembly.on_lost(group, reason)
+        self._with_buffers.discard(group)
         if self._boundaries is not None:
             self._boundaries.on_lost(group)
         for part in (self.transfers, self.scoring):
             if part is not None:
                 part.on_lost(group, reason)
         self._owner.on_change()
+
+    def _on_progress(self, group: str, progress: Progress) -> None:
+        self._n_progress += 1
+        self._owner.on_progress(self, group, progress)
+
+    def _on_unloaded(self, group: str, unloaded: Unloaded) -> None:
+        """A daemon has freed the model's memory, or could not load it."""
+        waiting = self._unloading.get(group)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(unloaded)
+        elif self.wanted and not unloaded.problem:  # of a load that was not wanted any more, and is again
+            self.groups[group].load_model(self.callbacks)
+        elif self.wanted:
+            log.error("model not loaded", model=self._model.name, group=group, reason=unloaded.problem)
+            self._owner.on_not_loaded(self, f"group {group}: {unloaded.problem}")
 
     def _find_step(self, _group: str, stage: int, step_id: int) -> UnansweredStep | None:
         return None if self._engine is None else self._engine.find_unanswered(stage, step_id)
@@ -572,6 +660,9 @@ class Deployment:
         """Once a second, report work that has taken a daemon longer than the limit."""
         clock, seen_at = SuspendAwareClock(), dict[tuple[str, str], float]()
         while True:
+            if not self.links and not self.wanted:
+                self._active.clear()
+            await self._active.wait()  # a service without daemons wakes up for nothing
             await asyncio.sleep(1.0)
             try:
                 now = clock()
@@ -587,6 +678,12 @@ class Deployment:
         """Yield groups and what they work on.  Of the steps only the one begun first counts: others wait behind it."""
         if self.scoring is not None and self.scoring.work_in_progress:
             yield self.scoring.placed.group, self.scoring.work_in_progress
+        for group in self._unloading:
+            yield group, "an unload"
+        if self.wanted and self.placement is not None:
+            for group in self.placement.groups:
+                if group not in self.links and self.groups[group].state is State.READY:
+                    yield group, f"a load ({self._n_progress} reports of progress)"
         if self._assembly is None or self._engine is None or self.placement is None:
             return
         oldest = self._engine.oldest_in_flight()

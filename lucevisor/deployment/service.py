@@ -32,6 +32,8 @@ from lucevisor.deployment.boundaries import journal_rows
 from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.group_settings import group_devices, group_threads
+from lucevisor.deployment.model_swap import ModelState
+from lucevisor.deployment.model_swapper import NOT_LOADED, LoadControl, ModelSwapper
 from lucevisor.deployment.served_model import ServedModel, pipelines
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import MAX_LOSSES, FrozenState
@@ -40,7 +42,7 @@ from lucevisor.engine.replicas import ReplicatedEngine
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.shell import Changes, Engine, EngineSettings
 from lucevisor.engine.validation import enabled
-from lucevisor.errors import LucevisorError, unusable
+from lucevisor.errors import AdminError, LucevisorError, unusable
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.kv_transfer.host_memory import HostMemory
@@ -232,6 +234,14 @@ class ModelService:
         if self.snapshots is not None:
             await self.snapshots.close()
 
+    async def keep_prefixes(self) -> None:
+        """Copy prefix slots to host memory before the model leaves its devices; without a host tier save them."""
+        if self.snapshots is not None and self.deployment.complete:
+            if self.snapshots.host is not None:
+                await self.snapshots.copy_all()
+            else:
+                await self.save_prefixes(SAVE_S)
+
     def end_requests(self) -> None:
         """End running and queued requests and refuse new ones; idempotent."""
         error = RequestError(
@@ -279,12 +289,34 @@ class ModelService:
     # ---- state
 
     @property
+    def changes(self) -> Changes:
+        """Changes of the service."""
+        return self._owner.changes
+
+    @property
+    def model_state(self) -> ModelState:
+        """Whether the model is loaded."""
+        return self._owner.model_state(self)
+
+    @property
+    def control(self) -> LoadControl | None:
+        """Loads and unloads the model; None for a replica."""
+        return self._owner.control(self)
+
+    @property
+    def _comes_by_request(self) -> bool:
+        """True while the model is not loaded, or is loaded for requests that wait."""
+        engine, state = self.engine, self.model_state
+        is_first = state is ModelState.LOADING and self.config.model.preload and not self._was_ready
+        return engine is not None and state is not ModelState.LOADED and not is_first
+
+    @property
     def state(self) -> ServiceState:
         if self._owner.stopping:
             return "draining"
         if any(self.groups[name].state is State.FAILED for name in self.deployment.needed):
             return "failed"
-        if self.deployment.complete and self._opening is None:
+        if self._comes_by_request or (self.deployment.complete and self._opening is None):
             return "ready"
         return "degraded" if self._was_ready else "starting"
 
@@ -355,13 +387,16 @@ class ModelService:
             policy = SavePolicy(cache.min_tokens, cache.disk)
             self.snapshots = SnapshotManager(self.engine, lambda: self.deployment.transfers, policy, host)
             self.snapshots.start()
+        self._owner.on_engine_made(self, self.engine)
         deployment.attach(self.engine)
+        if not deployment.wanted:
+            self.engine.unload(NOT_LOADED)
         if settings.hold_s > 0:
             hold = watch_holds(self.engine, settings.hold_s, partial(self._give_up, self.engine))
             self._holding = asyncio.create_task(hold, name="watch holds")
         if self.snapshots is not None and cache.dir and cache.prefix_slots:
             self._opening = asyncio.create_task(self._open_snapshots(self.snapshots, deployment), name="open snapshots")
-        self._owner.on_engine_made(self, self.engine)
+        self._owner.on_placed(self)
 
     def _give_up(self, engine: Engine, error: RequestError) -> None:
         """End the requests that wait for daemons, after others had the chance to go on with them."""
@@ -382,6 +417,9 @@ class ModelService:
                 self.engine.set_unavailable(away)
         self._owner.on_state(self, group, state, reason)
         self.on_change()
+
+    def on_not_loaded(self, deployment: Deployment, reason: str) -> None:
+        self._owner.on_not_loaded(self, reason)
 
     def on_progress(self, deployment: Deployment, group: str, progress: Progress) -> None:
         if deployment is self.deployment:
@@ -404,6 +442,7 @@ class ModelService:
         if self.deployment.complete:
             self._loaded.set()
             self.weights.begin()
+            self._owner.on_complete(self)
         if self.state == "ready":
             self._was_ready = True
         self._owner.on_change()
@@ -463,6 +502,9 @@ class Service:
         }
         for service in services:
             service.deployment = service.make_deployment(service.config, self._restart_limits(config), None)
+        self._swapper: ModelSwapper | None = None
+        if not config.replicas:
+            self._swapper = ModelSwapper(self.models, lambda: self.groups, self.on_change)
         self._start_groups(config, [service.deployment for service in services])
 
     def _restart_limits(self, config: Config) -> SupervisionLimits:
@@ -532,6 +574,8 @@ class Service:
         await asyncio.shield(self._stopping)
 
     async def _stop(self, drain_s: float, stop_s: float) -> None:
+        if self._swapper is not None:
+            self._swapper.close()
         self.on_change()
         await asyncio.gather(*(service.drain(drain_s) for service in self.models.values()))
         await self._stop_groups(stop_s)
@@ -609,12 +653,46 @@ class Service:
         retries = [service.retry_in_s() for service in self.models.values()]
         return max((seconds for seconds in retries if seconds is not None), default=None)
 
+    # ---- models that are loaded on demand
+
+    @property
+    def swapper(self) -> ModelSwapper:
+        """What loads and unloads models.  Raises AdminError with replicas, which are always loaded."""
+        if self._swapper is None:
+            raise AdminError("replicas are loaded as long as their groups run; stop or restart the groups")
+        return self._swapper
+
+    def control(self, service: ModelService) -> LoadControl | None:
+        """Return what loads and unloads a model; None with replicas."""
+        return None if self._swapper is None else LoadControl(self._swapper, self._key(service))
+
+    def model_state(self, service: ModelService) -> ModelState:
+        """Return whether a model is loaded."""
+        return ModelState.LOADED if self._swapper is None else self._swapper.state(self._key(service))
+
+    def _key(self, service: ModelService) -> str:
+        return next(name for name, one in self.models.items() if one is service)
+
+    def on_placed(self, service: ModelService) -> None:
+        if self._swapper is not None:
+            self._swapper.on_placed(self._key(service))
+
+    def on_complete(self, service: ModelService) -> None:
+        if self._swapper is not None:
+            self._swapper.on_complete(self._key(service))
+
+    def on_not_loaded(self, service: ModelService, reason: str) -> None:
+        if self._swapper is not None:
+            self._swapper.on_not_loaded(self._key(service), reason)
+
     # ---- the owner of models
 
     def on_engine_made(self, service: ModelService, engine: Engine) -> None:
         """Hand the engine of a replica to the router, and each engine to the API."""
         if self.replicated is not None:
             self.replicated.add(service.replica, engine)
+        if self._swapper is not None:
+            engine.on_busy = partial(self._swapper.on_busy, self._key(service))
         self.on_engine(service, engine)
 
     async def open_store(
@@ -632,6 +710,8 @@ class Service:
         if service is not next(one for one in self.models.values() if group in one.groups):
             return
         supervised = service.groups[group]
+        if self._swapper is not None:
+            self._swapper.on_group_state(group, state, reason)
         if state is State.BACKOFF or (state is State.FAILED and supervised.retry_in_s is not None):
             self.restart_reasons[group]["resources" if supervised.shortage else "failure"] += 1
         self.observer.state(group, state, reason)

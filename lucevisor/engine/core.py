@@ -202,6 +202,8 @@ class EngineCore:
                 self._stage_recovery.restore(daemons, restored=restored, replayed=replayed)
             case ev.PipelineLost(error, permanent):
                 self._detach(error, permanent=permanent)
+            case ev.Unload(reason, failure):
+                self._unload(reason, failure)
             case ev.PipelineHandedOff(error, journal_pages):
                 self._leave_pipeline(error, journal_pages)
             case ev.ShardStateUnknown(failure):
@@ -345,8 +347,24 @@ class EngineCore:
         self._events += self.scheduler.lose_all(error, self._now, self.recovery.hold)
         if permanent:
             self._events += self.scheduler.fail(self.scheduler.queue, error, self._now)
-        if self.state is not EngineState.CLOSED:
+        if self.state not in (EngineState.CLOSED, EngineState.UNLOADED):
             self._move(EngineState.HOLDING if self.recovery.holding else EngineState.UNAVAILABLE, error.message)
+
+    def _unload(self, reason: str, error: RequestError | None) -> None:
+        """Drop the pipeline, and have all requests wait until the model is loaded."""
+        if self.state is EngineState.CLOSED:
+            return
+        if self.pipeline is not None:
+            self.pipeline.close()
+            self.pipeline = None
+        self._stage_recovery.detach()
+        self._drafter = None
+        self.recovery.end_hold(self._now)
+        self.unavailable_reason = reason
+        self._events += self.scheduler.lose_all(RequestError("shard_lost", reason), self._now, lambda _: True)
+        if error is not None:
+            self._events += self.scheduler.fail(self.scheduler.queue, error, self._now)
+        self._move(EngineState.UNLOADED, reason)
 
     @property
     def _pause_reason(self) -> ev.PauseReason:
@@ -442,7 +460,8 @@ class EngineCore:
             raise QueueFull(queue.n_waiting(client), queue.n_clients(client), max_queue, retry_s)
 
     def _check_serving(self) -> None:
-        if self.refusal_reason or not (self.ready or self.recovery.holding):
+        waits = self.recovery.holding or self.state is EngineState.UNLOADED
+        if self.refusal_reason or not (self.ready or waits):
             raise NotReady(self.refusal_reason or self.unavailable_reason)
 
     def _proceed(self) -> None:

@@ -26,17 +26,23 @@ class EngineState(StrEnum):
     FROZEN = auto()  # every daemon has done all that was decided
     REBUILDING = auto()  # stages are lost; the others keep their state
     HOLDING = auto()  # no pipeline: requests wait for the next one
+    UNLOADED = auto()  # no pipeline, and none comes by itself: requests wait while the model is loaded for them
     CLOSED = auto()  # for good
 
 
 _LOST: Final = {
     EngineState.HOLDING: "all stages lost, or one that cannot be rebuilt alone",
     EngineState.UNAVAILABLE: "the same without recovery.hold_s; given up",
+    EngineState.UNLOADED: "the model is unloaded",
     EngineState.CLOSED: "closed",
 }
 
 TRANSITIONS: Final[Mapping[EngineState, Mapping[EngineState, str]]] = {
-    EngineState.UNAVAILABLE: {EngineState.SERVING: "stages ready", EngineState.CLOSED: "closed"},
+    EngineState.UNAVAILABLE: {
+        EngineState.SERVING: "stages ready",
+        EngineState.UNLOADED: "it is loaded on demand",
+        EngineState.CLOSED: "closed",
+    },
     EngineState.SERVING: {
         EngineState.DRAINING: "freeze",
         EngineState.REBUILDING: "some stages lost",
@@ -57,8 +63,10 @@ TRANSITIONS: Final[Mapping[EngineState, Mapping[EngineState, str]]] = {
     EngineState.HOLDING: {
         EngineState.SERVING: "stages ready",
         EngineState.UNAVAILABLE: "given up",
+        EngineState.UNLOADED: "the model is unloaded",
         EngineState.CLOSED: "closed",
     },
+    EngineState.UNLOADED: {EngineState.SERVING: "stages ready", EngineState.CLOSED: "closed"},
     EngineState.CLOSED: {},
 }
 """The causes of every move; docs/states.md is printed from this table."""
@@ -197,6 +205,16 @@ class PipelineLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Unload:
+    """The model leaves its devices, or was not loaded yet: requests wait for StagesReady, however long that takes.
+
+    ``error``: why it could not be loaded; requests that wait end with it."""
+
+    reason: str
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineHandedOff:
     """Leave the pipeline after a freeze for one whose journal has ``journal_pages``."""
 
@@ -297,6 +315,7 @@ CoreEvent = (
     | StagesLost
     | StagesReplaced
     | PipelineLost
+    | Unload
     | PipelineHandedOff
     | ShardStateUnknown
     | Unavailable

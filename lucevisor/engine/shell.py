@@ -164,6 +164,7 @@ class Engine:
         self._row_store = settings.rows
         self.core = EngineCore(limits, settings, self._clock(), self._has_rows)
         self._handles: dict[str, RequestHandle] = {}
+        self._was_busy = False
         self._collectors: dict[str, RowCollector] = {}  # by request
         self._links: list[StageLink] = []  # by stage, and that of the draft stage after the last one
         self._n_stages = 0
@@ -172,6 +173,7 @@ class Engine:
         self._on_rebuilt: Callable[[bool], None] = lambda _: None
         self._on_released: Callable[[RequestHandle, RequestRecord], None] = lambda _, __: None
         self.on_state: Callable[[], None] = lambda: None  # called after each change of the core's state
+        self.on_busy: Callable[[], None] = lambda: None  # called after each change of ``busy``
         self._state = self.core.state
         self._instructions: deque[ev.Instruction] = deque()
         self._dead: dict[int, str] = {}  # stages that a frame could not be sent to, and why
@@ -211,6 +213,7 @@ class Engine:
                 del self._handles[handle.request_id]
             raise
         handle.move_to(self._cancel)
+        self._note_busy()
 
     def end(self, handle: RequestHandle, record: RequestRecord, error: RequestError) -> None:
         """End a request that was released and that no engine adopts."""
@@ -266,6 +269,18 @@ class Engine:
     def ready(self) -> bool:
         """True if requests are served."""
         return self.core.ready
+
+    @property
+    def busy(self) -> bool:
+        """True while there are requests, whether they run or wait."""
+        return bool(self._handles)
+
+    def unload(self, reason: str, error: RequestError | None = None) -> None:
+        """Leave the pipeline for good; requests wait for the next attach, however long it takes.
+
+        ``error``: why the model could not be loaded; requests that wait now end with it.
+        """
+        self.handle(ev.Unload(reason, error))
 
     def attach(
         self,
@@ -469,7 +484,13 @@ class Engine:
             if known is handle:
                 del self._handles[request.request_id]
             raise
+        self._note_busy()
         return handle
+
+    def _note_busy(self) -> None:
+        if self.busy != self._was_busy:
+            self._was_busy = self.busy
+            self.on_busy()
 
     def _cancel(self, request_id: str) -> None:
         self.handle(ev.Cancel(request_id))
@@ -525,10 +546,13 @@ class Engine:
             handles[request_id].push(event)
             if type(event) is FinishedEvent:
                 del handles[request_id]
+        if not handles:
+            self._note_busy()
 
     def _released(self, instruction: ev.Released) -> None:
         for record in instruction.records:
             self._on_released(self._handles.pop(record.request.request_id), record)
+        self._note_busy()
 
     @property
     def _rows(self) -> RowStore:

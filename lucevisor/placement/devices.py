@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lucevisor.config import Auto, Config, DeviceRef, DType, KvDType
+from lucevisor.config.sections import Neighbour
 from lucevisor.errors import NO_VALUE
 from lucevisor.model.values import Backend, Dtype
 from lucevisor.placement.result import PlacementError
@@ -151,9 +152,10 @@ def memories_of(targets: Sequence[TargetDevice]) -> dict[str, Memory]:
 
 
 def memory_share(config: Config, device: DeviceRef, backend: Backend) -> float:
-    """Return the share of a device's usable memory for the model of ``config``, beside the others that use it.
+    """Return the share of each device's usable memory for the model of ``config``, beside the others that use it.
 
-    Raises PlacementError if the configured shares leave nothing for others.
+    Those that are loaded at the start divide the memory.  One that is loaded on demand may have all that pinned ones
+    leave, as the others make room for it.  Raises PlacementError if the configured shares leave nothing for others.
     """
     host = config.groups[device.group].host_name
     users = [other for other in config.neighbours if _uses(other.config, device, backend, host)]
@@ -161,17 +163,34 @@ def memory_share(config: Config, device: DeviceRef, backend: Backend) -> float:
         return 1.0
     if config.replica:
         return 1.0 / len(users)
+    pinned = [user for user in users if user.config.model.pin]
+    on_demand = [user for user in users if user not in pinned and not user.config.model.preload]
+    beside = [user for user in users if user not in pinned and user not in on_demand]
+    largest = sorted(on_demand, key=lambda user: user.n_bytes)[-1:]
+    shares = _divide([*pinned, *beside, *(largest if pinned else ())], 1.0, device)
+    if config.section in {user.config.section for user in pinned}:
+        return shares[config.section]
+    left = 1.0 - sum(shares[user.config.section] for user in pinned)
+    if config.model.preload:
+        return _divide(beside, left, device)[config.section]
+    share = config.model.memory_share
+    return left if share == "auto" else min(left, share)
+
+
+def _divide(users: Sequence[Neighbour], whole: float, device: DeviceRef) -> dict[str, float]:
+    """Return the shares of a memory of which there is ``whole``: those that are configured, and the rest by the sizes
+    of the files.  Raises PlacementError."""
     shares = {user.config.section: user.config.model.memory_share for user in users}
-    given = {name: share for name, share in shares.items() if not isinstance(share, str)}
-    left = 1.0 - sum(given.values())
+    given = {name: share for name, share in shares.items() if share != "auto"}
+    left = whole - sum(given.values())
     if left < -1e-9 or (left < 1e-9 and len(given) < len(users)):
         name = next(iter(given))
-        why = f"leaves nothing of {device} for others: the shares of {', '.join(given)} add up to {1.0 - left:g}"
-        raise PlacementError(f"{name}.memory_share", given[name], why, "lower one", file=str(config.file))
-    if config.section in given:
-        return given[config.section]
+        why = f"leaves nothing of {device} for others: the shares of {', '.join(given)} add up to {whole - left:g}"
+        file = str(users[0].config.file)
+        raise PlacementError(f"{name}.memory_share", given[name], why, "lower one", file=file)
     automatic = {user.config.section: user.n_bytes for user in users if user.config.section not in given}
-    return left * (automatic[config.section] / max(1, sum(automatic.values())))
+    total = max(1, sum(automatic.values()))
+    return {**given, **{name: left * n_bytes / total for name, n_bytes in automatic.items()}}
 
 
 def _uses(config: Config, device: DeviceRef, backend: Backend, host: str) -> bool:

@@ -33,6 +33,7 @@ from lucevisor.placement.devices import (
     target_devices,
 )
 from lucevisor.placement.extra_models import (
+    REFERENCE_TOKENS,
     DrafterSizing,
     ScorerSizing,
     choose_drafting,
@@ -86,6 +87,8 @@ MANY_SEQUENCES, MANY_SLOTS = (128, 64, 32, 16), 512
 """Automatic sequences, the most that memory allows, and prefix slots on GPUs."""
 ALL_BYTES = 1 << 62
 """Automatic memory of prefix slots on GPUs where pages and recurrent states share it: what running requests leave."""
+ON_DEMAND_SHARES = (1 / 8, 1 / 4, 1 / 2)
+"""Shares of the memory for a model that is loaded on demand, before all of it."""
 LEFT = 0.95
 """Share of the context that an automatic capacity leaves where they do: states need some memory of their own."""
 
@@ -130,10 +133,19 @@ def plan(
     that makes requests slower holds no layers if the others have room.
     Raises PlacementError (a ConfigError) for invalid settings: a split that does not match the layers, a device that
     does not exist, fewer pages than the context needs.
+
+    A model that is loaded on demand gets the smallest of a few shares of the memory in which a usual context fits, so
+    that others may stay.
     """
     case = _Case(spec, inventory, drafter, scorer, links or Links())
-    speed_model, targets = None if speeds is None else SpeedModel.of(spec, speeds), target_devices(config, inventory)
-    return case.plan_hosts(config, speed_model) if order_is_free(config, targets) else case.plan(config, speed_model)
+    speed_model = None if speeds is None else SpeedModel.of(spec, speeds)
+    if not config.model.preload and config.model.memory_share == "auto" and len(config.neighbours) > 1:
+        for share in ON_DEMAND_SHARES:
+            result = case.place(replace(config, model=replace(config.model, memory_share=share)), speed_model)
+            wanted = min(REFERENCE_TOKENS, spec.context_tokens)
+            if isinstance(result, Placement) and not result.draft_left_out and result.max_context >= wanted:
+                return result
+    return case.place(config, speed_model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +157,12 @@ class _Case:
     drafter: DraftSpec | None
     scorer: ModelSpec | None
     links: Links
+
+    def place(self, config: Config, speed_model: SpeedModel | None) -> Placement | Infeasible:
+        """Place the model, on hosts in the best order where that is free."""
+        if order_is_free(config, target_devices(config, self.inventory)):
+            return self.plan_hosts(config, speed_model)
+        return self.plan(config, speed_model)
 
     def plan(self, config: Config, speed_model: SpeedModel | None) -> Placement | Infeasible:
         """Place the model on the devices of ``config``, in their order."""
@@ -567,6 +585,7 @@ class _PlanAttempt:
             ),
             journal_bytes=_journal_bytes(sizing, config.recovery),
             host_cache_bytes=_host_cache_bytes(config, self.targets),
+            memory_shares={target.memory: target.share for target in inputs.all_targets},
             prefix_slots=self.capacity.prefix_slots,
             cache_bytes=self.capacity.cache_bytes if self.capacity.cache_bytes < ALL_BYTES else n_state_bytes,
             draft=draft,

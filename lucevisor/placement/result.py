@@ -122,6 +122,7 @@ class HostOwner(StrEnum):
 
     BOUNDARIES = "boundaries"  # activations on their way to the next stage
     JOURNAL = "journal"  # activations of running sequences
+    WEIGHTS = "weights"  # of models that are parked, in the memory of daemons
     REPLAYS = "replays"  # those that a daemon computes again while it loads
     POOLS = "pools"  # checkpoints, and pages of KV Flash, in the daemons
     PREFIXES = "prefixes"  # prefix slots that the devices evict, those of preempted requests among them
@@ -180,6 +181,7 @@ class Placement:
     arenas: tuple[ArenaPlan, ...]
     journal_bytes: int = 0
     host_cache_bytes: int | None = 0
+    memory_shares: Mapping[str, float] = field(default_factory=dict)
     prefix_slots: int = 0
     cache_bytes: int = 0
     draft: PlacedDrafter | None = None

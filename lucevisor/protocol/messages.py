@@ -80,6 +80,8 @@ class MessageKind(IntEnum):
     PENDING_CANCELLED = 22
     ROWS_COPY = 23
     PLACED_ROWS = 24
+    UNLOAD = 25
+    UNLOADED = 26
     HEARTBEAT = 32
     PROGRESS = 33
     LOG_LINE = 34
@@ -105,6 +107,23 @@ class Shutdown(msgspec.Struct, frozen=True):
     """Shut down in order.  End of file on the link means the same."""
 
     reason: str = ""
+
+
+class Unload(msgspec.Struct, frozen=True):
+    """Free the memory of the model's weights, state and graphs; another Load may follow.  Nothing is on its way.
+
+    ``park``: keep the weights in host memory, if half of what is free there holds them, for a Load of the same.
+    """
+
+    park: bool = False
+
+
+class Unloaded(msgspec.Struct, frozen=True):
+    """Answer to Unload.  Also to a Load with ``stays`` that failed, by its ``problem``; the daemon keeps running."""
+
+    parked_bytes: int = 0  # of weights in host memory
+    seconds: float = 0.0
+    problem: str = ""
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
@@ -378,6 +397,7 @@ Command = (
     | ScoreWindow
     | CancelPending
     | Reset
+    | Unload
     | Check
     | Save
     | Restore
@@ -388,6 +408,7 @@ Answer = Hello | Loaded | StepResult | WindowScores | PendingCancelled | ResetDo
 Message = (
     Command
     | Answer
+    | Unloaded
     | TransferFailed
     | Failed
     | RowsCopy
@@ -448,6 +469,8 @@ MESSAGES: dict[MessageKind, MessageType] = {
     MessageKind.CHECK: MessageType(
         Check, _DOWN, 1 * MIB, TIMED_BYTES, "paths, as in Load; payload: zeros that time a link"
     ),
+    MessageKind.UNLOAD: MessageType(Unload, _DOWN, 4 * KIB, 0, "one truth value"),
+    MessageKind.UNLOADED: MessageType(Unloaded, _UP, 64 * KIB, 0, "two numbers and a problem"),
     MessageKind.CHECKED: MessageType(Checked, _UP, 1 * MIB, 0, "one line per device and layer"),
     MessageKind.SAVE: MessageType(Save, _DOWN, MAX_METADATA_BYTES, 0, _SAVE_LIMITS),
     MessageKind.SAVED: MessageType(Saved, _UP, 4 * KIB, 0, "three numbers"),

@@ -19,6 +19,7 @@ class LinkState(Enum):
     IDLE = "idle"  # interpreter and torch are up, no weights: a spare stays here
     LOADING = "loading"  # Load was sent
     READY = "ready"  # steps may be sent
+    UNLOADING = "unloading"  # Unload was sent
     CLOSING = "closing"  # Shutdown was sent; what the daemon still sends is read
 
 
@@ -29,7 +30,7 @@ INITIAL: dict[StreamKind, LinkState] = {
     StreamKind.FILES: LinkState.READY,
 }
 
-_BEFORE_READY = {MessageKind.HELLO, MessageKind.LOAD, MessageKind.LOADED}
+_BEFORE_READY = {MessageKind.HELLO, MessageKind.LOAD, MessageKind.LOADED, MessageKind.UNLOADED}
 
 TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     LinkState.GREETING: {
@@ -39,6 +40,7 @@ TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     },
     LinkState.IDLE: {
         MessageKind.LOAD: LinkState.LOADING,
+        MessageKind.UNLOAD: LinkState.UNLOADING,  # of weights that are parked
         MessageKind.CHECK: LinkState.IDLE,
         MessageKind.CHECKED: LinkState.IDLE,
         MessageKind.FAILED: LinkState.IDLE,
@@ -47,11 +49,18 @@ TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     LinkState.LOADING: {
         MessageKind.LOADED: LinkState.READY,
         MessageKind.CHECKED: LinkState.LOADING,  # answer to a Check sent before the Load
-        MessageKind.FAILED: LinkState.LOADING,  # a process loads once: the next Load goes to the next process
+        MessageKind.FAILED: LinkState.LOADING,  # the next Load goes to the next process
+        MessageKind.UNLOADED: LinkState.IDLE,  # it failed, and the process serves other models
         MessageKind.SHUTDOWN: LinkState.CLOSING,
     },
     LinkState.READY: {kind: LinkState.READY for kind in MESSAGES if kind not in _BEFORE_READY}
-    | {MessageKind.SHUTDOWN: LinkState.CLOSING},
+    | {MessageKind.SHUTDOWN: LinkState.CLOSING, MessageKind.UNLOAD: LinkState.UNLOADING},
+    LinkState.UNLOADING: {  # answers were in transit when Unload was sent
+        kind: LinkState.UNLOADING
+        for kind, message in MESSAGES.items()
+        if kind not in _BEFORE_READY and message.stream is StreamKind.LINK and message.sender is Role.DAEMON
+    }
+    | {MessageKind.UNLOADED: LinkState.IDLE, MessageKind.SHUTDOWN: LinkState.CLOSING},
     LinkState.CLOSING: {  # answers were in transit when Shutdown was sent, which may be sent again
         kind: LinkState.CLOSING
         for kind, message in MESSAGES.items()

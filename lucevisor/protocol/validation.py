@@ -16,7 +16,7 @@ import msgspec
 
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.loading import Hello, Load, Loaded
-from lucevisor.protocol.messages import Heartbeat, Message, Progress, WindowScores
+from lucevisor.protocol.messages import Heartbeat, Message, Progress, Unloaded, WindowScores
 from lucevisor.protocol.steps import PENDING, PendingCancelled, Sampled, Scored, Slice, Step, StepResult
 
 MAX_INTEGER: Final = 2**56
@@ -104,6 +104,9 @@ def _check_message(message: Message, payload: memoryview, daemon: DaemonFacts) -
             _require(len({device.index for device in devices}) == len(devices), "Hello.devices: one is listed twice")
         case Loaded():
             _check_loaded(message, daemon)
+        case Unloaded():
+            _check_counts("Unloaded", parked_bytes=message.parked_bytes)
+            _check_time("Unloaded.seconds", message.seconds, daemon.age_s)
         case Heartbeat():
             _check_time("Heartbeat.busy_s", message.busy_s, daemon.age_s)
             _check_counts("Heartbeat", count=message.count, step_id=message.step_id, n_steps=message.n_steps,

@@ -173,6 +173,15 @@ class SnapshotManager:
                 break
         return n_saved
 
+    async def copy_all(self) -> None:
+        """Copy the slots that host memory lacks to it, most recently used last; call before the shards lose their
+        state."""
+        if self.host is None:
+            return
+        for slot in sorted(self._engine.prefixes.slots, key=lambda slot: slot.used_at):
+            if slot.alive and slot.origin != "preempted":
+                await self._copy(self.host, slot)
+
     async def close(self) -> None:
         """End all tasks and wait for the disk; the store stays open.  Call after the last daemon is gone, when every
         transfer has ended.

@@ -14,11 +14,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
 import structlog
+from msgspec import structs
 
 from lucevisor import suspend_clock
 from lucevisor.errors import LucevisorError
@@ -26,7 +27,17 @@ from lucevisor.protocol.errors import LinkClosed, LocalProtocolError, ProtocolEr
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
 from lucevisor.protocol.loading import Hello, Load, Loaded
-from lucevisor.protocol.messages import TIMED_BYTES, TIMING, Checked, Failed, Heartbeat, LogLine, Progress, Shutdown
+from lucevisor.protocol.messages import (
+    TIMED_BYTES,
+    TIMING,
+    Checked,
+    Failed,
+    Heartbeat,
+    LogLine,
+    Progress,
+    Shutdown,
+    Unloaded,
+)
 from lucevisor.protocol.steps import StepResult
 from lucevisor.protocol.tcp import TcpPath
 from lucevisor.protocol.transport import Channel
@@ -55,16 +66,18 @@ def _ignore(*_: object) -> None:
 class Callbacks:
     """The callbacks of one model.  The first argument of each is the group's name.
 
-    `make_load(group, hello)` returns what to load and may wait for other groups; an exception ends the start as a
-    configuration error. `check_loaded` returns why what was loaded must not be used, or "". `on_ready` hands the link
-    over for sending; `on_frame` gets every frame from then on. `find_step(group, stage, step_id)` returns a step that
-    the stage has yet to answer, for the check of its answer. `on_lost` comes once after each `on_ready`, as soon as the
-    link is unusable: the process may still be exiting. `on_draining(group, daemon)`: send nothing new, finish, then
-    call `drained(daemon)`; None: there is never anything to wait for. A callback that raises is reported to the loop's
-    exception handler; the others still run.
+    `make_load(group, hello)` returns what to load, or None while the model is not `wanted`, and may wait for other
+    groups; an exception ends the start as a configuration error. `check_loaded` returns why what was loaded must not be
+    used, or "". `on_ready` hands the link over for sending; `on_frame` gets every frame from then on.
+    `find_step(group, stage, step_id)` returns a step that the stage has yet to answer, for the check of its answer.
+    `on_lost` comes once after each `on_ready`, as soon as the link is unusable: the process may still be exiting.
+    `on_unloaded`: the model's memory is free again, or it could not be loaded while other models of the process serve.
+    `on_draining(group, daemon)`: send nothing new, finish, then call `drained(daemon)`; None: there is nothing to
+    wait for. A callback that raises is reported to the loop's exception handler; the others still run.
     """
 
-    make_load: Callable[[str, Hello], Awaitable[LoadOrder]]
+    make_load: Callable[[str, Hello], Awaitable[LoadOrder | None]]
+    wanted: Callable[[], bool] = lambda: True
     check_loaded: Callable[[str, Loaded], str] = lambda *_: ""
     on_ready: Callable[[str, Channel, Hello, Loaded], None] = _ignore
     on_lost: Callable[[str, str], None] = _ignore
@@ -73,6 +86,7 @@ class Callbacks:
     on_state: Callable[[str, State, str], None] = _ignore
     on_draining: Callable[[str, int], None] | None = None
     on_progress: Callable[[str, Progress], None] = _ignore
+    on_unloaded: Callable[[str, Unloaded], None] = _ignore
 
 
 Field = str | int | float | bool | None
@@ -102,12 +116,15 @@ def without_reserved_names(fields: Mapping[str, Field]) -> dict[str, Field]:
 
 @dataclass(slots=True, eq=False)
 class ModelLink:
-    """The link of one model, and what came over it.  ``facts``: for the check of messages."""
+    """The link of one model, and what came over it.  ``facts``: for the check of messages.  ``loading``: its Load is
+    being made, or was sent; until the model is unloaded.
+    """
 
     callbacks: Callbacks
     channel: Channel
     hello: Hello | None = None
     loaded: Loaded | None = None
+    loading: bool = False
     facts: DaemonFacts = field(default_factory=lambda: DaemonFacts(0.0))
 
 
@@ -135,6 +152,7 @@ class Daemon:
         self._facts = DaemonFacts(0.0)  # for messages on the heartbeat
         self._started_at = time.monotonic()
         self._loading: asyncio.Task[None] | None = None
+        self._later: set[asyncio.Task[None]] = set()  # loads of one model each
         self._ended: ProcessEnd | None = None
         self._log = _log.bind(group=self.name)
 
@@ -156,10 +174,13 @@ class Daemon:
         return self.links[0].hello if all(link.hello is not None for link in self.links) else None
 
     @property
-    def loads(self) -> list[Loaded]:
-        """What was loaded, of each model in order; empty until all are loaded."""
-        loads = [link.loaded for link in self.links if link.loaded is not None]
-        return loads if len(loads) == len(self.links) else []
+    def loads(self) -> list[Loaded | None]:
+        """What is loaded, of each model in order; None for one that is not."""
+        return [link.loaded for link in self.links]
+
+    @property
+    def _all_loaded(self) -> bool:
+        return all(link.loaded is not None or not link.loading for link in self.links)
 
     def join_group(self, number: int, emit: Callable[[ev.Event], None]) -> None:
         """Assign a spare to its group, as daemon ``number``; ``emit`` gets the events from now on."""
@@ -186,6 +207,18 @@ class Daemon:
             pass  # slow: what has arrived says how slow
         return channel.path
 
+    def load_model(self, callbacks: Callbacks) -> None:
+        """Load a model that the daemon does not have while it serves others; before it is READY that comes by itself.
+
+        The model's `on_ready` follows, or `on_unloaded`.
+        """
+        link = next(link for link in self.links if link.callbacks is callbacks)
+        if self._ready and not link.loading:
+            link.loading = True
+            task = asyncio.get_running_loop().create_task(self._load_later(link), name=f"load at {self.name}")
+            self._later.add(task)
+            task.add_done_callback(self._later.discard)
+
     def send_shutdown(self, reason: str) -> None:
         """Ask the daemon to exit; a dead link makes it exit too."""
         for link in self.links:
@@ -202,9 +235,15 @@ class Daemon:
         """Pass each link to the owner of its model, which gets its frames from now on."""
         self._ready = True
         for link in self.links:
-            assert link.hello is not None
-            assert link.loaded is not None
-            link.callbacks.on_ready(self.name, link.channel, link.hello, link.loaded)
+            if link.loaded is not None:
+                self._pass_on(link)
+            elif link.callbacks.wanted():  # since the loads were made
+                self.load_model(link.callbacks)
+
+    def _pass_on(self, link: ModelLink) -> None:
+        assert link.hello is not None
+        assert link.loaded is not None
+        link.callbacks.on_ready(self.name, link.channel, link.hello, link.loaded)
 
     def stop_delivering(self) -> None:
         """Stop passing frames to the owner, once this daemon has been reported lost."""
@@ -231,8 +270,9 @@ class Daemon:
         if self._ended is None:
             return
         ended, self._ended = self._ended, None
-        if self._loading is not None:
-            self._loading.cancel()
+        for task in [self._loading, *self._later]:
+            if task is not None:
+                task.cancel()
         for link in self.links:
             link.channel.close("the process ended")
         self._heartbeat.close("the process ended")
@@ -242,9 +282,8 @@ class Daemon:
         try:
             orders = await asyncio.gather(*map(self._make_load, self.links))
             for link, order in zip(self.links, orders, strict=True):
-                replays = bool(order.load.replay)
-                link.facts = DaemonFacts(0.0, order.load, replays=replays, vocabulary=order.vocabulary)
-                link.channel.send(order.load, fds=order.fds)
+                if order is not None:
+                    self._send(link, order)
         except LinkClosed:
             return  # on_closed reports it
         except (LucevisorError, LocalProtocolError) as error:
@@ -256,10 +295,37 @@ class Daemon:
             self._emit(ev.Failure(self.number, f"nothing to load: {type(error).__name__}: {error}", configuration=True))
         else:
             self._emit(ev.LoadSent(self.number))
+            if not any(link.loading for link in self.links):
+                self._emit(ev.LoadedReceived(self.number))
 
-    async def _make_load(self, link: ModelLink) -> LoadOrder:
+    async def _load_later(self, link: ModelLink) -> None:
+        try:
+            order = await self._make_load(link)
+            if order is not None:
+                self._send(link, replace(order, load=structs.replace(order.load, stays=True)))
+                return
+            link.loading = False
+        except LinkClosed:
+            return  # on_closed reports it
+        except (LucevisorError, LocalProtocolError, OSError) as error:
+            self._refused(link, Unloaded(problem=str(error)))
+        except Exception as error:  # the owner's code: without an answer it would wait for ever
+            self._log.exception("nothing to load")
+            self._refused(link, Unloaded(problem=f"nothing to load: {type(error).__name__}: {error}"))
+
+    def _refused(self, link: ModelLink, unloaded: Unloaded) -> None:
+        link.loading, link.loaded = False, None
+        link.callbacks.on_unloaded(self.name, unloaded)
+
+    async def _make_load(self, link: ModelLink) -> LoadOrder | None:
         assert link.hello is not None
         return await link.callbacks.make_load(self.name, link.hello)
+
+    def _send(self, link: ModelLink, order: LoadOrder) -> None:
+        replays = bool(order.load.replay)
+        link.loading = True
+        link.facts = DaemonFacts(0.0, order.load, replays=replays, vocabulary=order.vocabulary)
+        link.channel.send(order.load, fds=order.fds)
 
     def _check_frame(self, frame: Frame, facts: DaemonFacts, step: UnansweredStep | None = None) -> bool:
         """Return whether a frame is valid; an impossible one fails the daemon."""
@@ -285,6 +351,8 @@ class Daemon:
                 self._on_hello(link, hello)
             case Loaded() as loaded:
                 self._on_loaded(link, loaded)
+            case Unloaded() as unloaded if self._ready:
+                self._refused(link, unloaded)
             case Failed() as failed:
                 self._on_failed(failed)
             case Checked():
@@ -308,7 +376,9 @@ class Daemon:
         link.loaded = loaded
         if problem := link.callbacks.check_loaded(self.name, loaded):
             self._emit(ev.Failure(self.number, problem))
-        elif self.loads:
+        elif self._ready:
+            self._pass_on(link)
+        elif self._all_loaded:
             self._emit(ev.LoadedReceived(self.number))
 
     def _on_failed(self, failed: Failed) -> None:

@@ -118,9 +118,14 @@ class GroupSupervisor:
         return self._live_daemon.hello if self._live_daemon else None
 
     @property
-    def loads(self) -> list[Loaded]:
-        """The answers of the present process to its loads, one for each model; empty before."""
+    def loads_by_model(self) -> list[Loaded | None]:
+        """What the present process has loaded, for each model; None for one that is not loaded."""
         return self._live_daemon.loads if self._live_daemon else []
+
+    @property
+    def loads(self) -> list[Loaded]:
+        """What the present process has loaded."""
+        return [loaded for loaded in self.loads_by_model if loaded is not None]
 
     @property
     def heartbeat(self) -> Heartbeat | None:
@@ -176,6 +181,11 @@ class GroupSupervisor:
         being stopped or is in quarantine.
         """
         self._request(ev.RestartRequested(deadline_s, 0.0 if now else deadline_s / 2))
+
+    def load_model(self, callbacks: Callbacks) -> None:
+        """Load one of the models of `callbacks`, whose daemon may serve others; one that starts loads it by itself."""
+        if self._live_daemon is not None:
+            self._live_daemon.load_model(callbacks)
 
     async def prepare(self) -> bool:
         """Have a warm process for the next start; return whether there is one.  Does nothing unless READY."""

@@ -18,7 +18,7 @@ async def test_models(client):
     card = {
         "id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "lucevisor", "max_model_len": 512,
         "type": "model", "display_name": MODEL, "created_at": "2023-11-14T22:13:20Z",
-        "max_input_tokens": 512, "max_tokens": 512,
+        "max_input_tokens": 512, "max_tokens": 512, "status": {"value": "loaded"},
         "capabilities": {name: {"supported": here} for name, here in supported.items()},
     }  # fmt: skip
     found = {"object": "list", "data": [card], "has_more": False, "first_id": MODEL, "last_id": MODEL}

@@ -42,6 +42,7 @@ from lucevisor.protocol.messages import (
     StreamKind,
     Timing,
     TransferFailed,
+    Unloaded,
     WindowScores,
 )
 from lucevisor.protocol.steps import (
@@ -86,6 +87,7 @@ MESSAGES_SAID: list[tuple[Message, Load | None, memoryview]] = [
     (Failed("step 3", "cpu:0", "out of memory", "free some"), LOAD, NONE),
     (Checked([CheckLine("cpu:0", True, "fine")], [Timing(0.1, 0.2)]), LOAD, NONE),
     (Saved(1, 100, 0.1), LOAD, NONE),
+    (Unloaded(1000, 0.1), LOAD, NONE),
     (Restored(1, 100, 0.1), LOAD, NONE),
     (TransferFailed(1, "a file", "it is short", "delete it"), LOAD, NONE),
     (Heartbeat(3, "idle", 0.1, 4, 5, 6, 7, [8]), LOAD, NONE),

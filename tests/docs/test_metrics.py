@@ -55,10 +55,11 @@ async def registry() -> CollectorRegistry:
     rig.context.snapshots = lambda: store  # type: ignore[assignment,return-value]
     device = {"device": "left:0", "weight_bytes": 1, "state_bytes": 2, "free_bytes": 3, "total_bytes": 6}
     memory = [{"owner": "prefixes", "limit_bytes": 2, "key": "cache.host", "bytes": 1}]
+    residency = {"state": "loaded", "loads": 1, "load_s": 2.5, "parked_bytes": 0}
     rig.context.status = lambda: {
         "groups": [group_status("left", "ready", device, exited=1)],
         "cluster": {"listen": "10.0.0.1:7000", "refused": 0},
-        "models": [{"name": rig.context.model.name, "host_memory": memory}],
+        "models": [{"name": rig.context.model.name, "host_memory": memory, "replica": "", "residency": residency}],
     }  # fmt: skip
     stage = ScoringStage(PlacedScorer(DeviceRef("left", 0), Backend.CPU, "scorer", 1024, 512))
     settings = CompressionSettings(threshold=1, keep_ratio=0.1)

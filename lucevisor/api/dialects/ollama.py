@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from lucevisor.api.generation import ResponseFormatter
 from lucevisor.api.info import abilities, page
 from lucevisor.api.output import ChoiceDelta, FinishReason, UsageTotals, chat_logprobs
 from lucevisor.api.parameters import check_model, check_token_ids, check_tokens
-from lucevisor.api.prepared import EmbeddingOptions, PreparedRequest
+from lucevisor.api.prepared import EmbeddingOptions, ModelOrder, PreparedRequest
 from lucevisor.api.schemas import NOT_HERE, Flag, ParameterRules, convert, ignored, to_record
 from lucevisor.errors import show
 from lucevisor.text.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
@@ -55,6 +56,7 @@ class OllamaBody(msgspec.Struct, kw_only=True):
     think: bool | str | None = None
     logprobs: Flag = None
     top_logprobs: int | None = None
+    keep_alive: float | str | None = None
 
 
 class OllamaChatBody(OllamaBody, kw_only=True):
@@ -131,12 +133,12 @@ class OllamaMessage(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-def parse_ollama_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | bytes:
+def parse_ollama_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | ModelOrder:
     """Parse the body of Ollama's /api/chat."""
     body = to_record(OllamaChatBody, fields, RULES)
     check_model(body.model, ctx)
     if not body.messages:
-        return _load_response(fields, ctx, {"message": {"role": "assistant", "content": ""}})
+        return _load_order(body, ctx, {"message": {"role": "assistant", "content": ""}})
     chat = ChatRequestBuilder(fields=_chat_fields(body, ctx))
     _add_messages(chat, body.messages)
     for index, tool in enumerate(body.tools or ()):
@@ -147,12 +149,12 @@ def parse_ollama_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedReques
     return _with_ignored(chat.read(ctx, _NAMES), OllamaChatBody, fields, body)
 
 
-def parse_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | bytes:
+def parse_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | ModelOrder:
     """Parse the body of Ollama's /api/generate."""
     body = to_record(OllamaGenerateBody, fields, RULES)
     check_model(body.model, ctx)
     if not body.prompt:
-        return _load_response(fields, ctx, {"response": ""})
+        return _load_order(body, ctx, {"response": ""})
     if body.raw or body.suffix or ctx.template is None:
         for name, given in (("system", body.system), ("context", body.context)):
             if given:
@@ -198,18 +200,38 @@ def parse_show(fields: dict[str, Any], ctx: AppContext) -> bytes:
     return b""
 
 
-def _load_response(fields: dict[str, Any], ctx: AppContext, what: dict[str, object]) -> bytes:
-    """Return the response to a load or unload request.  The model is always loaded."""
-    reason = "unload" if fields.get("keep_alive") in (0, "0", "0s") else "load"
-    head = {"model": ctx.model.name, "created_at": created_at(ctx.model.created_s)}
-    return msgspec.json.encode({**head, **what, "done_reason": reason, "done": True})
+def _load_order(body: OllamaBody, ctx: AppContext, what: dict[str, object]) -> ModelOrder:
+    """Return an order to load or unload the model, with its response."""
+    keep_alive_s = keep_alive(body.keep_alive)
+    head = {"model": ctx.model.name, "created_at": created_at(time.time())}
+    rest = {"done_reason": "unload" if keep_alive_s == 0 else "load", "done": True}
+    return ModelOrder(msgspec.json.encode({**head, **what, **rest}), keep_alive_s)
+
+
+_DURATION: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+_UNITS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def keep_alive(value: float | str | None) -> float | None:
+    """Return `keep_alive` in seconds: a number, or a duration of Go such as "5m" or "1h30m"; raises ApiError."""
+    if value is None or isinstance(value, float | int):
+        return value
+    text = value.strip()
+    sign, digits = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)
+    try:
+        return sign * float(digits)
+    except ValueError:
+        parts = _DURATION.findall(digits)
+    if not parts or "".join(number + unit for number, unit in parts) != digits:
+        raise bad_parameter("keep_alive", f'{show(value)} is no duration; send seconds, or text such as "5m"')
+    return sign * sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
 def _with_ignored(
     prepared: PreparedRequest, kind: type[OllamaBody], fields: dict[str, Any], body: OllamaBody
 ) -> PreparedRequest:
     idle = [f"options.{name}" for name in body.options or () if name not in OPTIONS]
-    return prepared.with_options(ignored=ignored(kind, fields, RULES, idle))
+    return prepared.with_options(ignored=ignored(kind, fields, RULES, idle), keep_alive_s=keep_alive(body.keep_alive))
 
 
 def _read_raw(body: OllamaGenerateBody, ctx: AppContext) -> PreparedRequest:
@@ -435,13 +457,18 @@ async def tags(request: web.Request) -> web.Response:
 
 
 async def running(request: web.Request) -> web.Response:
-    """List the loaded models, as Ollama's API does: they are never unloaded."""
+    """List the loaded models, as Ollama's API does, and when they are unloaded if nobody asks."""
     loaded = [
-        {**_model(ctx), "expires_at": "9999-12-31T23:59:59Z", "size_vram": ctx.model.size_bytes,
+        {**_model(ctx), "expires_at": _expires_at(ctx), "size_vram": ctx.model.size_bytes,
          "context_length": ctx.max_context}
-        for ctx in request.app[MODELS]
+        for ctx in request.app[MODELS] if ctx.model_state in ("loaded", "leaving")
     ]  # fmt: skip
     return json_response({"models": loaded})
+
+
+def _expires_at(ctx: AppContext) -> str:
+    seconds = None if ctx.control is None else ctx.control.unloads_in_s
+    return "9999-12-31T23:59:59Z" if seconds is None else created_at(time.time() + seconds)
 
 
 async def show_model(request: web.Request) -> web.StreamResponse:

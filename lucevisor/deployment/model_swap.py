@@ -1,0 +1,280 @@
+"""ModelState: which models are loaded, which one makes room for another, and when idle ones leave.
+
+Pure: events in, instructions out; ``now`` is seconds of a monotonic clock.  A model takes a share of each memory that
+it was placed in; a model is loaded when the shares of all that are there leave enough.  Where they do not, the least
+recently used idle models leave, or, if only busy ones could, one that has been there for its turn starts no further
+request and leaves when its running ones have ended.  Who waits longest is served first.
+
+Invariants: the shares in a memory add up to at most 1; a model with running requests and a pinned one never leave; a
+model that requests wait for is loaded as soon as the others allow it; a group is stopped only when nothing is loaded
+in it and all of its models are due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from math import inf
+from typing import Final
+
+TURN_S: Final = 5.0
+"""Time for which a model is served before it makes room while it is busy; four times its load if that is longer."""
+EPSILON: Final = 1e-6
+"""Of sums of shares."""
+
+
+class ModelState(StrEnum):
+    """State of a model, as /v1/models and the status show it."""
+
+    UNLOADED = auto()
+    PARKED = auto()  # its weights are in host memory
+    LOADING = auto()
+    LOADED = auto()
+    LEAVING = auto()  # it frees its memory when its running requests have ended
+
+
+IN_MEMORY: Final = frozenset({ModelState.LOADING, ModelState.LOADED, ModelState.LEAVING})
+
+
+# ---- instructions
+
+
+@dataclass(frozen=True, slots=True)
+class LoadModel:
+    """Load it; answered by ``on_loaded`` or ``on_not_loaded``."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadModel:
+    """Free its memory when its running requests have ended; no further one starts.  ``park``: keep its weights in host
+    memory if there is room.  Answered by ``on_left``."""
+
+    model: str
+    park: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StopGroup:
+    """End the daemon of a group, in which no model is loaded, until a model needs it."""
+
+    group: str
+
+
+Instruction = LoadModel | UnloadModel | StopGroup
+
+
+@dataclass(slots=True, eq=False)
+class ModelUse:
+    """A model.  ``shares``: of memories, by name.  ``ttl_s``: idle time after which it leaves; 0: never.
+
+    ``load_s``: of the last of ``n_loads``.  ``wanted_since``: requests wait for it, or an operator does.  ``leave``: it
+    is to leave when it is idle.
+    """
+
+    name: str
+    groups: frozenset[str]
+    pin: bool = False
+    ttl_s: float = 0.0
+    state: ModelState = ModelState.UNLOADED
+    shares: Mapping[str, float] | None = None  # None: not placed yet
+    busy: bool = False
+    used_at: float = 0.0
+    wanted_since: float | None = None
+    loading_since: float = 0.0
+    loaded_at: float = 0.0
+    load_s: float = 0.0
+    n_loads: int = 0
+    leave: bool = False
+
+    def due_at(self) -> float:
+        """Return when an idle model leaves by its ``ttl_s``."""
+        return inf if self.busy or not self.ttl_s or self.wanted_since is not None else self.used_at + self.ttl_s
+
+    @property
+    def turn_ends_at(self) -> float:
+        return self.loaded_at + max(TURN_S, 4 * self.load_s)
+
+
+@dataclass(slots=True, eq=False)
+class SwapPolicy:
+    """``models``: in the order of the configuration."""
+
+    models: Mapping[str, ModelUse]
+    running_groups: set[str] = field(default_factory=set)
+    _out: list[Instruction] = field(default_factory=list)
+
+    # ---- events
+
+    def on_placed(self, name: str, shares: Mapping[str, float], now: float) -> Sequence[Instruction]:
+        self.models[name].shares = shares
+        return self._decide(now)
+
+    def on_started(self, groups: Collection[str], now: float) -> Sequence[Instruction]:
+        """Daemons of groups were started; models that are not used from now on are due later."""
+        self.running_groups |= {*groups}
+        for model in self.models.values():
+            if not model.groups.isdisjoint(groups):
+                model.used_at = max(model.used_at, now)
+        return self._decide(now)
+
+    def want(self, name: str, now: float) -> Sequence[Instruction]:
+        """Requests, or an operator, wait for a model."""
+        model = self.models[name]
+        if model.state is not ModelState.LOADED and model.wanted_since is None:
+            model.wanted_since = now
+        model.used_at, model.leave = now, False
+        return self._decide(now)
+
+    def on_busy(self, name: str, busy: bool, now: float) -> Sequence[Instruction]:
+        """A model has requests, or has no more."""
+        model = self.models[name]
+        model.busy, model.used_at = busy, now
+        if busy and model.state is not ModelState.LOADED and model.wanted_since is None:
+            model.wanted_since = now
+        if not busy and model.state in (ModelState.UNLOADED, ModelState.PARKED):
+            model.wanted_since = None  # they were cancelled
+        return self._decide(now)
+
+    def on_loaded(self, name: str, now: float) -> Sequence[Instruction]:
+        model = self.models[name]
+        model.state, model.wanted_since = ModelState.LOADED, None
+        model.loaded_at, model.load_s, model.used_at = now, now - model.loading_since, now
+        model.n_loads += 1
+        return self._decide(now)
+
+    def on_not_loaded(self, name: str, now: float) -> Sequence[Instruction]:
+        """A load failed; those who waited for it know."""
+        model = self.models[name]
+        model.state, model.wanted_since, model.leave = ModelState.UNLOADED, None, False
+        return self._decide(now)
+
+    def on_left(self, name: str, parked: bool, now: float) -> Sequence[Instruction]:
+        """A model has freed its memory.  Requests that came meanwhile wait for it."""
+        model = self.models[name]
+        model.state, model.leave = ModelState.PARKED if parked else ModelState.UNLOADED, False
+        if model.busy and model.wanted_since is None:
+            model.wanted_since = now
+        return self._decide(now)
+
+    def on_daemon_lost(self, group: str, now: float) -> Sequence[Instruction]:
+        """A daemon has ended, and with it what it had parked.  What was loaded is loaded by the next one."""
+        for model in self.models.values():
+            if group in model.groups and model.state is ModelState.PARKED:
+                model.state = ModelState.UNLOADED
+        return self._decide(now)
+
+    def unload(self, name: str, now: float) -> Sequence[Instruction]:
+        """An operator wants a model to leave, as soon as it is idle, parked or not."""
+        model = self.models[name]
+        model.leave = model.state in (*IN_MEMORY, ModelState.PARKED)
+        if not model.busy:
+            model.wanted_since = None
+        return self._decide(now)
+
+    def set_ttl(self, name: str, ttl_s: float, now: float) -> Sequence[Instruction]:
+        self.models[name].ttl_s = ttl_s
+        return self._decide(now)
+
+    def tick(self, now: float) -> Sequence[Instruction]:
+        return self._decide(now)
+
+    def next_at(self) -> float:
+        """Return when time alone may change something: a ``tick`` is due then."""
+        times = [model.due_at() for model in self._present() if not model.pin and model.state is ModelState.LOADED]
+        if any(model.wanted_since is not None and model.state not in IN_MEMORY for model in self.models.values()):
+            times += [model.turn_ends_at for model in self._present() if model.busy and not model.pin]
+        times += [self._over_at(group) for group in self.running_groups]
+        return min(times, default=inf)
+
+    # ---- decisions
+
+    def _present(self) -> Iterator[ModelUse]:
+        return (model for model in self.models.values() if model.state in IN_MEMORY)
+
+    def _of_group(self, group: str) -> list[ModelUse]:
+        return [model for model in self.models.values() if group in model.groups]
+
+    def _decide(self, now: float) -> Sequence[Instruction]:
+        for model in self.models.values():
+            if model.leave and not model.busy and model.state in (ModelState.LOADED, ModelState.PARKED):
+                self._leave(model, park=False)
+        self._load_wanted(now)
+        for model in self.models.values():
+            if model.state is ModelState.LOADED and not model.pin and now >= model.due_at():
+                self._leave(model, park=not self._ends_with_group(model, now))
+        for group in sorted(self.running_groups):
+            if self._is_over(group, now) and not any(model.state in IN_MEMORY for model in self._of_group(group)):
+                self.running_groups.discard(group)
+                self._out.append(StopGroup(group))
+        instructions, self._out = self._out, []
+        return instructions
+
+    def _load_wanted(self, now: float) -> None:
+        """Load what is waited for, who waits longest first; the memories of one that waits on are kept for it."""
+        waiting = [model for model in self.models.values() if model.wanted_since is not None]
+        reserved: set[str] = set()
+        for model in sorted(waiting, key=lambda model: model.wanted_since or 0.0):
+            if model.state in IN_MEMORY or model.shares is None or not reserved.isdisjoint(model.shares):
+                continue
+            if self._fits(model):
+                model.state, model.loading_since = ModelState.LOADING, now
+                self._out.append(LoadModel(model.name))
+                continue
+            reserved |= {*model.shares}
+            self._make_room(model, now)
+
+    def _fits(self, model: ModelUse, without: Collection[ModelUse] = ()) -> bool:
+        assert model.shares is not None
+        others = [other.shares or {} for other in self._present() if other not in without]
+        used = {memory: sum(shares.get(memory, 0.0) for shares in others) for memory in model.shares}
+        return all(used[memory] + share <= 1.0 + EPSILON for memory, share in model.shares.items())
+
+    def _make_room(self, model: ModelUse, now: float) -> None:
+        """Let as few models leave as it takes, idle ones first, the least recently used one first."""
+        assert model.shares is not None
+        leaving = [other for other in self._present() if other.state is ModelState.LEAVING]
+        if self._fits(model, leaving):
+            return
+        candidates = [
+            other
+            for other in self._present()
+            if other.state is ModelState.LOADED
+            and not other.pin
+            and not model.shares.keys().isdisjoint(other.shares or ())
+            and (not other.busy or now >= other.turn_ends_at)
+        ]
+        chosen = list[ModelUse]()
+        for other in sorted(candidates, key=lambda other: (other.busy, other.used_at)):
+            if self._fits(model, [*leaving, *chosen]):
+                break
+            chosen.append(other)
+        if not self._fits(model, [*leaving, *chosen]):
+            return  # wait until a turn ends
+        for other in [*chosen]:  # one that was chosen first may not be needed with those after it
+            if self._fits(model, [*leaving, *(kept for kept in chosen if kept is not other)]):
+                chosen.remove(other)
+        for other in chosen:
+            self._leave(other, park=True)
+
+    def _leave(self, model: ModelUse, *, park: bool) -> None:
+        model.state = ModelState.LEAVING
+        self._out.append(UnloadModel(model.name, park))
+
+    def _over_at(self, group: str) -> float:
+        """Return when all models of a group are due, if one has a ``ttl_s``; one without is, unless it is loaded."""
+        models = self._of_group(group)
+        bound = [
+            model for model in models if model.ttl_s or model.wanted_since is not None
+            or model.state is not ModelState.UNLOADED
+        ]  # fmt: skip
+        return max((model.due_at() for model in bound), default=inf) if any(m.ttl_s for m in models) else inf
+
+    def _is_over(self, group: str, now: float) -> bool:
+        return now >= self._over_at(group)
+
+    def _ends_with_group(self, model: ModelUse, now: float) -> bool:
+        """Return whether a model's daemons end when it has left, and with them what they would keep."""
+        return any(self._is_over(group, now) for group in model.groups)

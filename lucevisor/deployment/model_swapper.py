@@ -1,0 +1,295 @@
+"""Loads and unloads the models of a service, as the policy of model_swap.py decides.
+
+A model leaves in this order: no request starts any more, the running ones end, its prefix slots go to host memory or to
+disk, the engine leaves the pipeline, the daemons free its memory.  Requests that come meanwhile wait in its engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from math import inf
+from typing import Any, Final, Protocol
+
+import structlog
+
+from lucevisor.config import Config
+from lucevisor.deployment.deployment import Deployment
+from lucevisor.deployment.model_swap import (
+    Instruction,
+    LoadModel,
+    ModelState,
+    ModelUse,
+    StopGroup,
+    SwapPolicy,
+    UnloadModel,
+)
+from lucevisor.engine.request import RequestError
+from lucevisor.engine.shell import Changes, Engine
+from lucevisor.errors import AdminError, LucevisorError
+from lucevisor.supervision.events import State
+from lucevisor.supervision.group import GroupSupervisor
+
+NOT_LOADED: Final = "the model is not loaded; a request loads it"
+STOP_S: Final = 4.0
+"""Time that the daemon of an idle group has to exit before SIGKILL."""
+
+log = structlog.get_logger("lucevisor.deployment")
+
+
+class SwappedModel(Protocol):
+    """A model of the service."""
+
+    config: Config
+    deployment: Deployment
+    engine: Engine | None
+
+    @property
+    def changes(self) -> Changes: ...
+
+    async def keep_prefixes(self) -> None:
+        """Copy or save prefix slots before the shards lose them."""
+
+
+class ModelSwapper:
+    """``models`` and their ``groups``; ``on_change`` is called when a model's state changed.  Create it in a running
+    loop."""
+
+    def __init__(
+        self,
+        models: Mapping[str, SwappedModel],
+        groups: Callable[[], Mapping[str, GroupSupervisor]],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._models, self._groups, self._on_change = models, groups, on_change
+        self._loop = asyncio.get_running_loop()
+        uses = {}
+        for name, service in models.items():
+            own = service.config.model
+            uses[name] = use = ModelUse(name, frozenset(service.config.groups), own.pin, own.ttl)
+            if own.preload:
+                use.state = ModelState.LOADING
+            else:
+                service.deployment.wanted = False
+        self._policy = SwapPolicy(uses)
+        self._problems: dict[str, str] = {}  # why models could not be loaded the last time
+        self._timer: asyncio.TimerHandle | None = None
+        self._ending: dict[str, asyncio.Task[None]] = {}  # groups that are being stopped
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def state(self, name: str) -> ModelState:
+        return self._policy.models[name].state
+
+    def problem(self, name: str) -> str:
+        """Return why a model could not be loaded the last time, or empty."""
+        return self._problems.get(name, "")
+
+    def loads(self, name: str) -> tuple[int, float]:
+        """Return how often a model was loaded, and the seconds that the last time took."""
+        use = self._policy.models[name]
+        return use.n_loads, use.load_s
+
+    def unloads_in_s(self, name: str) -> float | None:
+        """Return the seconds until an idle model leaves; None: it stays, or has requests."""
+        due_at = self._policy.models[name].due_at()
+        return None if due_at == inf else max(0.0, due_at - self._loop.time())
+
+    def close(self) -> None:
+        """Decide nothing more: the service stops."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    # ---- operators
+
+    async def load(self, name: str) -> None:
+        """Load a model; returns when it is loaded.  Raises LucevisorError."""
+        self._problems.pop(name, None)
+        self._decide(self._policy.want(name, self._loop.time()))
+        service = self._models[name]
+        await service.changes.wait_for(
+            lambda: self.state(name) is ModelState.LOADED or bool(self.problem(name)) or self._closed
+        )
+        if self.state(name) is not ModelState.LOADED:
+            raise LucevisorError(f"model {name} is not loaded: {self.problem(name) or 'the supervisor is stopping'}")
+
+    async def unload(self, name: str) -> None:
+        """Unload a model once it has no requests; returns when its memory is free.  Raises AdminError."""
+        if self._policy.models[name].pin:
+            raise AdminError(f"model {name} is pinned ([models.{name}] pin = true): it is never unloaded")
+        self._decide(self._policy.unload(name, self._loop.time()))
+        await self._models[name].changes.wait_for(lambda: self.state(name) is ModelState.UNLOADED or self._closed)
+
+    def keep_alive(self, name: str, seconds: float) -> None:
+        """Set the ``ttl`` of a model until the supervisor stops; negative: it stays, 0: it leaves when it is idle."""
+        now, pinned = self._loop.time(), self._policy.models[name].pin
+        if seconds == 0:
+            self._decide(() if pinned else self._policy.unload(name, now))
+        else:
+            self._decide(self._policy.set_ttl(name, max(0.0, seconds), now))
+
+    # ---- events of models and groups
+
+    def on_placed(self, name: str) -> None:
+        service = self._models[name]
+        assert service.deployment.placement is not None
+        shares = service.deployment.placement.memory_shares
+        self._decide(self._policy.on_placed(name, shares, self._loop.time()))
+
+    def on_busy(self, name: str) -> None:
+        """A model's first request came, or its last one ended.  Called by engines while they handle an event."""
+        self._loop.call_soon(self._note_busy, name)
+
+    def _note_busy(self, name: str) -> None:
+        engine = self._models[name].engine
+        busy = engine is not None and engine.busy
+        if busy != self._policy.models[name].busy:
+            self._decide(self._policy.on_busy(name, busy, self._loop.time()))
+
+    def on_complete(self, name: str) -> None:
+        """A model is served."""
+        if self.state(name) is ModelState.LOADING:
+            self._problems.pop(name, None)
+            self._decide(self._policy.on_loaded(name, self._loop.time()))
+
+    def on_not_loaded(self, name: str, reason: str) -> None:
+        """A model could not be loaded, or placed: those who wait for it get the reason."""
+        self._loop.call_soon(self._fail, name, reason)
+
+    def _fail(self, name: str, reason: str) -> None:
+        service, text = self._models[name], f"model {name} could not be loaded: {reason}"
+        self._problems[name] = reason
+        if self.state(name) is ModelState.LOADING:
+            self._spawn(self._end_load(name), f"end the load of {name}")
+        elif service.engine is not None and self.state(name) is not ModelState.LOADED:
+            service.engine.unload(NOT_LOADED, RequestError("shard_lost", text))
+        self._on_change()
+
+    async def _end_load(self, name: str) -> None:
+        """Free what other daemons have loaded of a model, then end the requests that wait for it."""
+        service = self._models[name]
+        text = f"model {name} could not be loaded: {self.problem(name)}"
+        if service.engine is not None:
+            service.engine.unload(NOT_LOADED, RequestError("shard_lost", text))
+        await service.deployment.unload(park=False)
+        self._decide(self._policy.on_not_loaded(name, self._loop.time()))
+
+    def on_group_state(self, group: str, state: State, reason: str) -> None:
+        """A group has changed its state."""
+        now = self._loop.time()
+        if state is State.STARTING:
+            self._decide([*self._policy.on_daemon_lost(group, now), *self._policy.on_started([group], now)])
+        elif state is State.FAILED:
+            self._policy.on_daemon_lost(group, now)
+            for name, use in self._policy.models.items():
+                preloads = self._models[name].config.model.preload
+                if group in use.groups and use.state is ModelState.LOADING and not preloads:
+                    self.on_not_loaded(name, f"group {group} is FAILED: {reason}")
+
+    # ---- instructions
+
+    def _decide(self, instructions: Sequence[Instruction]) -> None:
+        if self._closed:
+            return
+        for instruction in instructions:
+            match instruction:
+                case LoadModel(name):
+                    self._spawn(self._load(name), f"load {name}")
+                case UnloadModel(name, park):
+                    self._spawn(self._unload(name, park=park), f"unload {name}")
+                case StopGroup(group):
+                    self._ending[group] = self._spawn(self._stop(group), f"stop {group}")
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (at := self._policy.next_at()) < inf:
+            self._timer = self._loop.call_at(max(at, self._loop.time() + 0.01), self._tick)
+        if instructions:
+            self._on_change()
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._decide(self._policy.tick(self._loop.time()))
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = self._loop.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("model task failed", task=task.get_name(), reason=repr(error), exc_info=error)
+
+    async def _load(self, name: str) -> None:
+        service, groups = self._models[name], self._groups()
+        log.info("model loads", model=name)
+        for group in self._policy.models[name].groups:
+            if group in self._ending:
+                await asyncio.wait({self._ending[group]})
+        for group in self._policy.models[name].groups:
+            if groups[group].state is State.STOPPED:
+                with contextlib.suppress(LucevisorError):  # its state says why
+                    await groups[group].start()
+            if groups[group].state is State.FAILED:
+                self.on_not_loaded(name, f"group {group} is FAILED: {groups[group].reason}")
+                return
+        service.deployment.load()
+
+    async def _unload(self, name: str, *, park: bool) -> None:
+        service = self._models[name]
+        if service.engine is not None and service.engine.core.pipeline is not None:
+            await service.engine.quiesce(inf)
+            await service.keep_prefixes()
+        if service.engine is not None:
+            service.engine.unload(NOT_LOADED)
+        parked_bytes = await service.deployment.unload(park=park)
+        self._decide(self._policy.on_left(name, parked_bytes > 0, self._loop.time()))
+        self._on_change()
+
+    async def _stop(self, group: str) -> None:
+        log.info("group ends: its models are idle", group=group)
+        try:
+            await self._groups()[group].stop(deadline_s=STOP_S)
+        finally:
+            del self._ending[group]
+            self._policy.on_daemon_lost(group, self._loop.time())
+            self._on_change()
+
+
+class LoadControl:
+    """Loads and unloads one model, for its API (api.app_context.ModelControl)."""
+
+    def __init__(self, swapper: ModelSwapper, name: str) -> None:
+        self._swapper, self._name = swapper, name
+
+    @property
+    def state(self) -> str:
+        return self._swapper.state(self._name).value
+
+    @property
+    def problem(self) -> str:
+        return self._swapper.problem(self._name)
+
+    @property
+    def unloads_in_s(self) -> float | None:
+        return self._swapper.unloads_in_s(self._name)
+
+    @property
+    def loads(self) -> tuple[int, float]:
+        """How often it was loaded, and the seconds that the last time took."""
+        return self._swapper.loads(self._name)
+
+    async def load(self) -> None:
+        await self._swapper.load(self._name)
+
+    async def unload(self) -> None:
+        await self._swapper.unload(self._name)
+
+    def keep_alive(self, seconds: float) -> None:
+        self._swapper.keep_alive(self._name, seconds)

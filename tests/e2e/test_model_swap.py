@@ -1,0 +1,176 @@
+"""Models that are loaded on demand, in memory that holds one of them: in the same daemons, which are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+
+from lucevisor.deployment.model_swap import ModelState
+from lucevisor.deployment.service import Service
+from lucevisor.errors import AdminError, LucevisorError
+from lucevisor.supervision.events import State
+from tests.combinations import slow
+from tests.e2e.service import MODELS, generate, generate_all, running
+from tests.waiting import until
+
+N_TOKENS = 6
+NAMES = {"dense": "qwen3", "hybrid": "qwen35", "window": "gemma4_e2b"}
+PROMPTS = [[3 + i, 40, 7, 9 + i, 22, 5] * 12 for i in range(3)]
+GROUP = """
+[engine]
+dtype = "float32"
+max_sequences = 4
+pages = 300
+[groups.left]
+backend = "cpu"
+threads = 1
+"""
+TWO_GROUPS = """
+[groups.right]
+backend = "cpu"
+threads = 1
+"""
+
+
+def write(directory: Path, *models: str, more: str = "", keys: str = "preload = false\nmemory_share = 1.0") -> Path:
+    text = "".join(f'[models.{name}]\npath = "{MODELS[NAMES[name]]}"\n{keys}\n' for name in models)
+    file = directory / "config.toml"
+    file.write_text(text + GROUP + more)
+    return file
+
+
+def states(service: Service) -> dict[str, str]:
+    return {name: model.model_state.value for name, model in service.models.items()}
+
+
+def resident_bytes(service: Service) -> int:
+    """The memory of all daemons."""
+    pids = [group.pid for group in service.groups.values()]
+    return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) << 12 for pid in pids)
+
+
+async def answers(service: Service) -> dict[tuple[str, int], list[int]]:
+    return {
+        (name, at): await generate(model, prompt, N_TOKENS)
+        for name, model in service.models.items()
+        for at, prompt in enumerate(PROMPTS)
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], list[int]]:
+    """What each model answers beside the others, all loaded at the start."""
+
+    async def all_beside() -> dict[tuple[str, int], list[int]]:
+        folder = tmp_path_factory.mktemp("beside")
+        async with running(write(folder, *NAMES, keys=""), folder) as service:
+            return await answers(service)
+
+    return asyncio.run(all_beside())
+
+
+@pytest.mark.parametrize("n_requests", [30, slow(200)])
+async def test_alternating_requests_are_answered_while_models_swap_and_daemons_are_killed(
+    tmp_path, expected, n_requests: int
+):
+    async with running(write(tmp_path, *NAMES, more=TWO_GROUPS), tmp_path) as service:
+        assert states(service) == dict.fromkeys(NAMES, "unloaded")
+        choices, n_swaps = random.Random(7), set()
+
+        async def client(asked: list[tuple[str, int]]) -> None:
+            for name, at in asked:
+                assert await generate(service.models[name], PROMPTS[at], N_TOKENS) == expected[name, at]
+                n_swaps.add(len(n_swaps))
+                loaded = [state for state in states(service).values() if state in ("loading", "loaded", "leaving")]
+                assert len(loaded) <= 1
+
+        order = [*zip(cycle(NAMES), (choices.randrange(3) for _ in range(n_requests)), strict=False)]
+        clients = asyncio.gather(client(order[::2]), client(order[1::2]))
+        n_kills = 0
+        while not clients.done():
+            await asyncio.wait({clients}, timeout=2.0)
+            group = service.groups[choices.choice([*service.groups])]
+            if not clients.done() and n_kills < n_requests // 15 and group.state in (State.READY, State.LOADING):
+                os.kill(group.pid, signal.SIGKILL)
+                n_kills += 1
+        await clients
+        assert n_kills > 0
+        assert not any(model.engine.busy for model in service.models.values())
+
+
+async def test_memory_is_back_at_the_same_level_after_each_round(tmp_path, expected):
+    async with running(write(tmp_path, *NAMES), tmp_path) as service:
+        levels = []
+        for _ in range(4):
+            assert await answers(service) == expected
+            await service.swapper.unload("window")
+            assert states(service) == dict.fromkeys(NAMES, "unloaded")
+            levels.append(resident_bytes(service))
+        assert levels[-1] - levels[1] < 8 << 20
+        pids = [group.pid for group in service.groups.values()]
+        await service.swapper.load("dense")
+        assert states(service)["dense"] == "loaded"
+        assert [group.pid for group in service.groups.values()] == pids
+
+
+async def test_an_idle_service_has_no_daemons_and_a_request_starts_them(tmp_path, expected):
+    keys = "preload = false\nmemory_share = 1.0\nttl = 0.5"
+    async with running(write(tmp_path, "dense", "hybrid", keys=keys, more=TWO_GROUPS), tmp_path) as service:
+        assert await generate(service.models["dense"], PROMPTS[0], N_TOKENS) == expected["dense", 0]
+        await until(lambda: all(group.state is State.STOPPED for group in service.groups.values()))
+        assert (service.state, states(service)) == ("ready", {"dense": "unloaded", "hybrid": "unloaded"})
+        assert await generate(service.models["hybrid"], PROMPTS[1], N_TOKENS) == expected["hybrid", 1]
+
+
+async def test_a_lone_model_ends_with_its_ttl_too(tmp_path, expected):
+    file = tmp_path / "config.toml"
+    file.write_text(f'[model]\npath = "{MODELS["qwen3"]}"\nttl = 0.5\n{GROUP}')
+    async with running(file, tmp_path) as service:
+        await until(lambda: all(group.state is State.STOPPED for group in service.groups.values()))
+        assert await generate(service, PROMPTS[2], N_TOKENS) == expected["dense", 2]
+
+
+async def test_prefixes_are_in_host_memory_while_a_model_is_away(tmp_path, expected):
+    more = '[cache]\nmin_tokens = 1\ncheckpoint_pages = 1\nhost = "64MiB"\n'
+    async with running(write(tmp_path, *NAMES, more=more), tmp_path) as service:
+        for name, model in service.models.items():
+            cached = []
+            for other in ("", *(other for other in NAMES if other != name)):
+                if other:
+                    await generate(service.models[other], PROMPTS[1], 1)
+                    assert model.model_state is not ModelState.LOADED
+                tokens, finished = await generate_all(model, PROMPTS[0], N_TOKENS)
+                assert tokens == expected[name, 0]
+                cached.append(finished.usage.cached_tokens)
+            assert cached[0] == 0
+            assert min(cached[1:]) >= 64, cached
+
+
+async def test_a_model_that_cannot_be_loaded_says_why_and_the_others_serve(tmp_path, expected):
+    copy = tmp_path / "model.gguf"
+    copy.write_bytes(MODELS["qwen35"].read_bytes())
+    file = write(tmp_path, "dense", "hybrid")
+    file.write_text(file.read_text().replace(str(MODELS["qwen35"]), str(copy)))
+    async with running(file, tmp_path) as service:
+        copy.unlink()
+        _, finished = await generate_all(service.models["hybrid"], PROMPTS[0], N_TOKENS)
+        assert finished.error is not None
+        assert "model hybrid could not be loaded" in finished.error.message
+        assert str(copy) in finished.error.message
+        with pytest.raises(LucevisorError, match=r"model hybrid is not loaded: .*model.gguf"):
+            await service.swapper.load("hybrid")
+        assert await generate(service.models["dense"], PROMPTS[0], N_TOKENS) == expected["dense", 0]
+        assert {group.restarts for group in service.groups.values()} == {0}
+
+
+async def test_a_pinned_model_is_not_unloaded(tmp_path):
+    file = write(tmp_path, "dense", keys="pin = true")
+    async with running(file, tmp_path) as service:
+        with pytest.raises(AdminError, match="model dense is pinned"):
+            await service.swapper.unload("dense")
