@@ -58,10 +58,12 @@ class BertFamily(Family):
         return LayerNorm(self.w.exact(f"{name}.weight"), self.w.exact(f"{name}.bias"), self.p.eps)
 
     def embedding(self) -> Callable[[Batch], Tensor]:
-        positions = self.w.exact(POSITIONS)
-        if self.p.has_types:
-            positions = positions + self.w.exact(TYPES)[0]
-        return BertEmbedding(self.w.table("token_embd.weight"), positions, self.layer_norm(NORM))
+        positions, types = self.w.exact(POSITIONS), self.w.exact(TYPES) if self.p.has_types else None
+        if types is not None:
+            positions = positions + types[0]
+        second = types[1] - types[0] if types is not None and self.p.separator >= 0 else None
+        norm = self.layer_norm(NORM)
+        return BertEmbedding(self.w.table("token_embd.weight"), positions, norm, second, self.p.separator)
 
     def output(self) -> Output:
         kind, head = self.spec.pooling.kind, None
@@ -83,14 +85,22 @@ class BertFamily(Family):
 
 
 class BertEmbedding:
-    """Rows of the token table plus those of ``positions`` [context, E], normed."""
+    """Rows of the token table plus those of ``positions`` [context, E], and plus ``second`` [E] behind the first
+    ``separator`` of a text, normed."""
 
-    def __init__(self, table: Table, positions: Tensor, norm: LayerNorm) -> None:
+    def __init__(self, table: Table, positions: Tensor, norm: LayerNorm, second: Tensor | None, separator: int) -> None:
         self.table, self.positions, self.norm = table, positions, norm
+        self.second, self.separator = second, separator
 
     def __call__(self, batch: Batch) -> Tensor:
-        h = self.table(batch.ids)
-        return self.norm(h.float() + self.positions.index_select(0, batch.positions)).to(h.dtype)
+        rows = self.table(batch.ids)
+        h = rows.float() + self.positions.index_select(0, batch.positions)
+        if self.second is not None:
+            ends = (batch.ids == self.separator).long()
+            before = ends.cumsum(0) - ends
+            of_text = before - torch.where(batch.positions == 0, before, 0).cummax(0).values
+            h += (of_text > 0).unsqueeze(1) * self.second
+        return self.norm(h).to(rows.dtype)
 
 
 class GeluMlp:

@@ -34,7 +34,7 @@ from daemons.ops.operations import (
 from daemons.ops.paged import PagedTensor, Pages
 from daemons.ops.partial_attention import Partial, partial_attention
 from lucevisor.model.rope import Rotary
-from lucevisor.model.spec import ModelSpec, PoolingType
+from lucevisor.model.spec import SCORE, ModelSpec, PoolingType
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 
@@ -152,7 +152,12 @@ class Family(ABC):
 
     def pooler(self, norm: Callable[[Tensor], Tensor]) -> Pooler:
         """The pooling of the residual stream after its last ``norm``."""
-        return Pooler(self.spec.pooling.kind, norm)
+        if not self.spec.pooling.ranks:
+            return Pooler(self.spec.pooling.kind, norm)
+        score = self.w.exact(SCORE)
+        if len(score) == 2:  # the probability of "yes" beside "no" is the sigmoid of their difference
+            score = score[:1] - score[1:]
+        return Pooler(PoolingType.LAST, norm, lambda pooled: F.linear(pooled, score))
 
 
 # ---- layers

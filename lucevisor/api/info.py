@@ -109,6 +109,7 @@ def abilities(ctx: AppContext) -> dict[str, bool]:
         "completions": ctx.pooling.generates,
         "embeddings": not ctx.pooling.ranks,
         "image_input": False,
+        "rerank": ctx.pooling.ranks,
         "structured_outputs": ctx.pooling.generates,
         "thinking": output.reasoning is not None,
         "tools": template is not None and output.tools is not None and "tools" in template.source,

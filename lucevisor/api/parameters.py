@@ -43,6 +43,12 @@ def check_embeds(ctx: AppContext) -> None:
         raise _wrong_model(ctx, "only ranks texts; use /v1/rerank, or a model that makes embeddings")
 
 
+def check_ranks(ctx: AppContext) -> None:
+    """Raise a 400 if the model does not rank texts."""
+    if not ctx.pooling.ranks:
+        raise _wrong_model(ctx, "does not rank texts; serve a reranker, whose file says pooling_type 4 (rank)")
+
+
 def _wrong_model(ctx: AppContext, why: str) -> ApiError:
     return bad_parameter("model", f"{show(ctx.model.name)} {why}", "unsupported_model")
 

@@ -47,8 +47,15 @@ class EmbeddingOptions(msgspec.Struct, frozen=True, kw_only=True):
     base64: bool = False
 
 
+class RerankOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a ranking.  ``documents``: to be returned with the results, else empty."""
+
+    top_n: int
+    documents: tuple[str, ...] = ()
+
+
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a generation request, or of a request that has its prompts pooled to ``embedding``.
+    """The options of a generation request, or of one that has its prompts pooled for an ``embedding`` or ``rerank``.
 
     ``turn_ends``: offsets of complete chat messages, per prompt; ``roles``: of the messages, per prompt, empty for raw
     ones.  ``max_tokens`` None: up to the end of the context; ``min_tokens``: nothing ends the answer before;
@@ -90,12 +97,13 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     plain: bool = False
     embedding: EmbeddingOptions | None = None
     keep_alive_s: float | None = None
+    rerank: RerankOptions | None = None
     response: ResponseOptions | None = None
 
     @property
     def pooled(self) -> bool:
         """True if nothing is generated."""
-        return self.embedding is not None
+        return self.embedding is not None or self.rerank is not None
 
 
 CUSTOM_INPUT: Final = "input"

@@ -351,13 +351,16 @@ def assemble(
     differs from ``layers``.
     """
     hidden_size = keys.integer("embedding_length")
-    pooling = pooling or read_pooling(keys)
+    if pooling is None:
+        pooling, head = read_pooling(files, keys)
+    else:
+        head = {}
     vocabulary = tensor(files, "token_embd.weight").shape[0]
     table = {"token_embd.weight": (vocabulary, hidden_size)}
     output = {"output.weight": (vocabulary, hidden_size)} if "output.weight" in files.tensors else table
     embedding_tensors = table | (inputs or {})
     ends = {"output_norm.weight": (hidden_size,)} if outputs is None else outputs
-    output_tensors = ends | (output if pooling.generates else {})
+    output_tensors = ends | head | (output if pooling.generates else {})
     expected = {**embedding_tensors, **(shared or {}), **output_tensors}
     for layer in layers:
         expected |= {**layer.tensors, **{name: part.full_shape for name, part in layer.parts.items()}}
@@ -386,14 +389,25 @@ def assemble(
     )
 
 
-def read_pooling(keys: Keys) -> Pooling:
-    """Read the pooling of a causal model: a file that names one is made for it, any other is a chat model, whose last
-    row is the result."""
+SCORE = "cls.output.weight"
+"""The matrix of a model that ranks: a row, or one of "yes" and one of "no"."""
+
+
+def read_pooling(files: GgufFiles, keys: Keys) -> tuple[Pooling, Shapes]:
+    """Read the pooling of a causal model, and the tensors of its head: a file that names one is made for it, any other
+    is a chat model, whose last row is the result."""
     value = keys.integer("pooling_type", 0, low=0)
-    if value not in (PoolingType.NONE, PoolingType.MEAN, PoolingType.LAST):
-        raise keys.error("pooling_type", f"is {value}; this family pools by 1 (mean) or 3 (last)")
+    if value not in (PoolingType.NONE, PoolingType.MEAN, PoolingType.LAST, PoolingType.RANK):
+        raise keys.error("pooling_type", f"is {value}; this family pools by 1 (mean), 3 (last) or 4 (rank)")
     kind = PoolingType(value)
-    return Pooling(kind or PoolingType.LAST, generates=kind is PoolingType.NONE)
+    if kind is PoolingType.RANK:
+        shape = tensor(files, SCORE).shape
+        if shape[0] > 2:
+            raise keys.error(
+                "pooling_type", f"is 4 (rank) for {shape[0]} classes; this version ranks by one, or yes and no"
+            )
+        return Pooling(kind, width=1, generates=False), {SCORE: shape}
+    return Pooling(kind or PoolingType.LAST, generates=kind is PoolingType.NONE), {}
 
 
 def _check_layers(files: GgufFiles, unused: Sequence[str], keys: Keys, n_layers: int) -> None:

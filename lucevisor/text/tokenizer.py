@@ -124,6 +124,11 @@ class Tokenizer:
             ids = ids[: max(0, max_tokens - len(self._end))]
         return ids if ids[-1:] == self._end else ids + self._end
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the ids of two texts that an encoder compares; markers in them are plain text."""
+        starts = [self.bos] if self.add_bos and self.bos is not None else []
+        return [*starts, *self.encode(first), *self._end, *self.encode(second), *self._end]
+
     def encode_segments(self, segments: Iterable[Segment]) -> list[int]:
         """Return the ids of the joined segments; markers whose characters are all trusted become control tokens."""
         runs = [segment for segment in segments if segment.text]

@@ -13,8 +13,8 @@ from tests.waiting import until
 
 
 async def test_models(client):
-    supported = {"completions": True, "embeddings": True, "image_input": False, "structured_outputs": True}
-    supported |= {"thinking": True, "tools": True}
+    supported = {"completions": True, "embeddings": True, "image_input": False, "rerank": False}
+    supported |= {"structured_outputs": True, "thinking": True, "tools": True}
     card = {
         "id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "lucevisor", "max_model_len": 512,
         "type": "model", "display_name": MODEL, "created_at": "2023-11-14T22:13:20Z",

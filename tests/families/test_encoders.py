@@ -10,6 +10,7 @@ from lucevisor.model.families import open_spec
 from lucevisor.protocol.steps import Slice
 from tests.families.generate.bert import bert, pooled
 from tests.families.generate.made import Draw
+from tests.families.generate.qwen import qwen3
 from tests.families.pipeline import Pipeline, load_stages
 from tests.families.test_pooling import distance
 from tests.families.test_pooling import pooled as ours
@@ -33,6 +34,45 @@ def test_bert(pooling, seed, tmp_path):
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         else:
             assert distance(found, expected) < 1e-6
+
+
+def test_pairs_of_a_cross_encoder(tmp_path):
+    """The types of tokens change behind the separator."""
+    draw = Draw(3)
+    made, separator = bert(draw, "rank"), 5
+    pair = [*draw.ids(9, separator), separator, *draw.ids(20, separator), separator]
+    texts = [[7, 8, 9], pair, [1, separator, 2, separator], [6] * 40]
+    expected = torch.stack([pooled(made, text, separator) for text in texts])
+    spec = open_spec(made.write(tmp_path / "model.gguf", {"tokenizer.ggml.seperator_token_id": separator}))
+    for split in ([], [1]):
+        found = ours(Pipeline(spec, load_stages(spec, split)), *texts)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pooling", [1, 3, 4])
+def test_qwen3_for_embeddings_and_ranking(pooling, tmp_path):
+    draw = Draw(11)
+    made = qwen3(draw)
+    texts, (yes, no) = [draw.ids(n, made.vocabulary) for n in (3, 70, 64, 1, 33)], (7, 12)
+    head = made.model.get_output_embeddings().weight
+    made.metadata["pooling_type"] = pooling
+    if pooling == 4:
+        made.tensors["cls.output.weight"] = head[[yes, no]]
+    made.tensors.pop("output.weight", None)
+    spec = open_spec(made.write(tmp_path / "model.gguf"))
+    ranks = pooling == 4
+    assert (spec.pooling.generates, spec.pooling.ranks) == (False, ranks)
+    assert spec.pooled_width == (1 if ranks else spec.hidden_size)
+    for split in ([], [1], [1, spec.n_layers - 1] if spec.n_layers > 2 else []):
+        found = ours(Pipeline(spec, load_stages(spec, split)), *texts)
+        for row, text in zip(found, texts, strict=True):
+            hidden = made.model.model(torch.tensor([text])).last_hidden_state[0]
+            if ranks:
+                probability = (head[[yes, no]] @ hidden[-1]).softmax(dim=-1)[0]
+                torch.testing.assert_close(row.sigmoid()[0], probability, atol=1e-5, rtol=1e-5)
+            else:
+                assert distance(row[None], hidden.mean(0)[None] if pooling == 1 else hidden[-1:]) < 1e-6
 
 
 def test_half_a_text_is_refused(tmp_path):

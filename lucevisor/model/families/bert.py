@@ -29,7 +29,8 @@ CLASSIFIER, SCORE = "cls", "cls.output"
 
 @dataclass(frozen=True, slots=True)
 class BertParams:
-    """Hyperparameters.  ``has_types``: the table has rows of token types, of which the first is added."""
+    """Hyperparameters.  ``has_types``: a row of token types is added, the first one; behind a ``separator`` (-1: none)
+    the second one, because there the second text of a pair begins."""
 
     n_layers: int
     hidden_size: int
@@ -37,6 +38,7 @@ class BertParams:
     n_heads: int
     eps: float
     has_types: bool
+    separator: int
 
     @property
     def head_dim(self) -> int:
@@ -67,6 +69,7 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
         n_heads=keys.integer("attention.head_count"),
         eps=keys.number("attention.layer_norm_epsilon", above=0.0),
         has_types=TYPES in files.tensors,
+        separator=_separator(files, keys),
     )
     if e % p.n_heads:
         raise keys.error("attention.head_count", f"is {p.n_heads}, which does not divide the embedding length {e}")
@@ -77,6 +80,14 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
         inputs[TYPES] = tensor(files, TYPES).shape
     pooling, outputs = _pooling(files, keys, e)
     return assemble(files, keys, p, layers, pooling=pooling, inputs=inputs, outputs=outputs)
+
+
+def _separator(files: GgufFiles, keys: Keys) -> int:
+    """Return the token behind which the types of a pair change."""
+    value = files.metadata.get("tokenizer.ggml.seperator_token_id")
+    ranks = keys.integer("pooling_type", 0, low=0) == PoolingType.RANK
+    types = files.tensors.get(TYPES)
+    return value if ranks and isinstance(value, int) and types is not None and types.shape[0] > 1 else -1
 
 
 def _pooling(files: GgufFiles, keys: Keys, e: int) -> tuple[Pooling, Shapes]:

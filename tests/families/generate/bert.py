@@ -74,9 +74,11 @@ def bert(draw: Draw, pooling: str = "") -> Made:
 
 
 @torch.no_grad()
-def pooled(made: Made, ids: list[int]) -> Tensor:
-    """What transformers has of a text: its pooled hidden states, or its score."""
-    out, kind = made.model(torch.tensor([ids])), made.metadata["pooling_type"]
+def pooled(made: Made, ids: list[int], separator: int = -1) -> Tensor:
+    """What transformers has of a text: its pooled hidden states, or its score; behind a separator is a second text."""
+    at = ids.index(separator) + 1 if separator in ids else len(ids)
+    types = torch.tensor([[int(i >= at) for i in range(len(ids))]])
+    out, kind = made.model(torch.tensor([ids]), token_type_ids=types), made.metadata["pooling_type"]
     if kind == KINDS["rank"]:
         return out.logits[0]
     rows = out.last_hidden_state[0]

@@ -5,7 +5,7 @@ Invariant: a seed gives the same model on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bench.gguf_writing import Value, finish, new_file
+from bench.gguf_writing import Value, add_value, finish, new_file
 from tests.numerics import RUNS, Bound, Exact
 
 T = TypeVar("T")
@@ -70,9 +70,11 @@ class Made:
     def n_layers(self) -> int:
         return int(self.metadata["block_count"])
 
-    def write(self, path: Path) -> Path:
-        """All tensors in F32."""
+    def write(self, path: Path, more: Mapping[str, Value] | None = None) -> Path:
+        """All tensors in F32, and ``more`` metadata, with their whole names."""
         writer = new_file(path, self.architecture, self.metadata)
+        for key, value in (more or {}).items():
+            add_value(writer, key, value)
         for name, tensor in self.tensors.items():
             writer.add_tensor(name, np.ascontiguousarray(tensor.detach().to(torch.float32).numpy()))
         finish(writer)
