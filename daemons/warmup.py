@@ -89,7 +89,8 @@ def warm_up_all(stages: Sequence[tuple[StagePlan, LoadedStage]], draft: DraftSta
     """Compile the kernels of the stages and of the draft stage, and capture graphs, where they have any."""
     for plan, stage in stages:
         compiles, recorded = stage.device.type != "cpu", stage.kernels.get("cpu decodes", CAPTURED) == CAPTURED
-        if any(stage.graphs) and (compiles or (recorded and stage.max_drafts)):
+        runs = any(stage.graphs) or stage.spec.pooling.bidirectional
+        if runs and (compiles or (recorded and stage.max_drafts)):
             started, device, number = time.monotonic(), plan.shards[0].device, plan.stage
             warm_up(stage, partial(_report_progress, reporter, number, device), compiles=compiles)
             what = "kernels are ready" if compiles else "verify slices are recorded"
@@ -113,7 +114,10 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None, *, co
     )
     pools = stage.sequences.sizes
     n_states = 1 + pools.draft_states if pools.device_states else stage.max_step_tokens
-    steps = [WarmStep(start, n) for start, n in _slices(pages * PAGE_TOKENS, stage.max_step_tokens)]
+    n_positions = pages * PAGE_TOKENS
+    if stage.spec.pooling.bidirectional:  # beyond the context there may be no row of a table of positions
+        n_positions = min(n_positions, stage.spec.context_tokens)
+    steps = [WarmStep(start, n) for start, n in _slices(n_positions, stage.max_step_tokens)]
     if stage.ranks_pages and sizes[Space.FULL] > 2:
         steps += [WarmStep(2 * PAGE_TOKENS, n, ranks=True) for n in (1, QUERIES) if n <= stage.max_step_tokens]
     most = min(1 + stage.max_drafts, n_states, MAX_DECODE_TOKENS, stage.max_step_tokens)

@@ -204,7 +204,7 @@ class Group:
             slice(layout.rows[0], layout.rows[0] + b * n) if layout.contiguous else metadata[end:]
         )
         self.is_whole_step = layout.contiguous and b * n == n_rows
-        self._memo: dict[tuple[Space, int, bool], tuple[Pages, Tensor | Causal | None]] = {}
+        self._memo: dict[tuple[Space, int, bool, bool], tuple[Pages, Tensor | Causal | None]] = {}
         ids = layout.live_rows
         self._on_host = host = metadata.device.type == "cpu" and not captured  # a graph would replay a baked-in address
         self.state_run = ids[0] if host and ids == list(range(ids[0], ids[0] + b)) else None
@@ -288,19 +288,21 @@ class Group:
         """Return the positions at which slices start in the table of a space, [B]."""
         return self.full_starts if space is Space.FULL else self.starts
 
-    def keys(self, space: Space, window: int, causal: bool = True) -> tuple[Pages, Tensor | Causal | None]:
+    def keys(
+        self, space: Space, window: int, causal: bool = True, symmetric: bool = False
+    ) -> tuple[Pages, Tensor | Causal | None]:
         """Pages to read and the mask [B, 1, n, L] (None: all visible), shared by the layers that attend alike."""
-        key = space, window, causal
+        key = space, window, causal, symmetric
         return self._memo.get(key) or self._memo.setdefault(key, self._keys(*key))
 
-    def _keys(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor | Causal | None]:
+    def _keys(self, space: Space, window: int, causal: bool, symmetric: bool) -> tuple[Pages, Tensor | Causal | None]:
         if self.is_padded:
             return self._bounded(space, window, causal)
         end = self.layout.common_end(space) if causal and not window else 0
         if end and is_flash_device(self.starts.device):
             index = self.tables[space][:, : pages_of(end)].index_select(0, self.table_rows)
             return Pages(index.reshape(-1), self.n_slices, 0, end), Causal()
-        return (self._padded if self.n_slices > 1 else self._single)(space, window, causal)
+        return (self._padded if self.n_slices > 1 else self._single)(space, window, causal, symmetric)
 
     def _lows(self, space: Space, window: int) -> list[int]:
         """The first position that each slice sees."""
@@ -309,7 +311,7 @@ class Group:
             return lows
         return [max(low, first_visible(s, window)) for s, low in zip(self.layout.starts_in(space), lows, strict=True)]
 
-    def _single(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor | Causal | None]:
+    def _single(self, space: Space, window: int, causal: bool, symmetric: bool) -> tuple[Pages, Tensor | Causal | None]:
         """One slice: exactly the positions it sees, so a decode row needs no mask."""
         [start], [low] = self.layout.starts_in(space), self._lows(space, window)
         end = start + self.n_tokens
@@ -327,7 +329,8 @@ class Group:
         if causal and window and is_flash_device(device):
             return pages, Causal(window)
         queries = torch.arange(start, end, device=device)
-        return pages, visible(queries[None], torch.arange(low, end, device=device)[None], window, causal)
+        keys = torch.arange(low, end, device=device)
+        return pages, visible(queries[None], keys[None], window, causal, symmetric=symmetric)
 
     def _bounded(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor]:
         """One slice of a graph: as many positions as the bound, from the first visible one on.
@@ -346,7 +349,7 @@ class Group:
         queries = torch.minimum(start + torch.arange(self.n_tokens, device=device), last)
         return Pages(slots, 1, 0, length, by_slot=True), visible(queries[None], positions[None], window, causal)
 
-    def _padded(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor | None]:
+    def _padded(self, space: Space, window: int, causal: bool, symmetric: bool) -> tuple[Pages, Tensor | None]:
         """Several slices: padded to the pages of the longest one, and masked."""
         table, starts, device = self.tables[space], self.starts_in(space), self.starts.device
         on_host = self.layout.starts_in(space)
@@ -362,7 +365,7 @@ class Group:
             positions = torch.arange(count * PAGE_TOKENS, device=device).expand(self.n_slices, -1)
         pages = Pages(index.reshape(-1), self.n_slices, 0, count * PAGE_TOKENS)
         queries = starts[:, None] + torch.arange(self.n_tokens, device=device)
-        return pages, visible(queries, positions, window, causal, self.lows)
+        return pages, visible(queries, positions, window, causal, self.lows, symmetric=symmetric)
 
 
 class Batch:

@@ -15,6 +15,7 @@ from daemons.models.qwen35moe import Qwen35MoeFamily
 
 FAMILIES: dict[str, type[Family]] = {
     "bert": BertFamily,
+    "gemma-embedding": Gemma3Family,
     "gemma3": Gemma3Family,
     "gemma4": Gemma4Family,
     "glm4moe": LlamaFamily,

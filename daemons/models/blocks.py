@@ -327,8 +327,9 @@ class AttentionShape:
 
     ``gate`` columns follow q and k in the input product: H D for a gate per element, H for one per head, 0 for none;
     ``softplus`` replaces the sigmoid.  ``key_values``: values are the keys before norm and rotation.  ``window`` 0: all
-    positions.  Without ``causal`` the tokens of a slice see each other.  ``temperature`` (s, n): a query at position i
-    is multiplied by 1 + s ln(1 + floor(i / n)).
+    positions.  Without ``causal`` the tokens of a slice see each other; if it is ``symmetric``, a window lies on both
+    sides, and a slice is a whole text.  ``temperature`` (s, n): a query at position i is multiplied by
+    1 + s ln(1 + floor(i / n)).
     """
 
     n_heads: int
@@ -342,6 +343,7 @@ class AttentionShape:
     softplus: bool = False
     key_values: bool = False
     causal: bool = True
+    symmetric: bool = False
     temperature: tuple[float, int] = (0.0, 1)
 
 
@@ -369,8 +371,11 @@ class Attention:
         self.value_norm, self.operations, self.sinks = value_norm, operations, sinks
         s = shape
         self.paged_attention = operations.paged_attention(
-            window=s.window, scale=s.scale, softcap=s.softcap, causal=s.causal, sinks=sinks
+            window=0 if s.symmetric else s.window, scale=s.scale, softcap=s.softcap, causal=s.causal, sinks=sinks
         )
+        self.longest_paged_slice = operations.longest_paged_slice
+        if s.symmetric and s.window:
+            self.longest_paged_slice = min(self.longest_paged_slice, s.window)
         self.host_attention: HostAttention | None = None
         if self.keys.host is not None:
             fused = operations.partial_attention(scale=s.scale, softcap=s.softcap)
@@ -413,10 +418,13 @@ class Attention:
             group.ask(self.keys, q, self.shape.scale)
         if self.host_attention is not None and group.layout.reads_host:
             return self.host_attention(group, q)
-        if self.paged_attention is not None and group.n_tokens <= self.operations.longest_paged_slice:
+        if self.paged_attention is not None and group.n_tokens <= self.longest_paged_slice:
             found = self.paged_attention(q.flatten(0, 1), self.keys, self.values, group.query(self.shape.space))
             return found.view(q.shape[0], q.shape[1], *found.shape[1:])
-        pages, mask = group.keys(self.shape.space, self.shape.window, self.shape.causal)
+        s, window = self.shape, self.shape.window
+        if s.symmetric and group.n_tokens <= window:  # it reaches beyond both ends
+            window = 0
+        pages, mask = group.keys(s.space, window, s.causal, s.symmetric)
         k, v = self.keys.read(pages, q.dtype), self.values.read(pages, q.dtype)
         return attention(q, k, v, mask, scale=self.shape.scale, softcap=self.shape.softcap, sinks=self.sinks)
 

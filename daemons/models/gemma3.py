@@ -1,8 +1,15 @@
-"""Family ``gemma3``: sliding and full attention, norms before and after each block.  Maths: docs/families.md."""
+"""Families ``gemma3`` and ``gemma-embedding``: sliding and full attention, norms before and after each block.  Maths:
+docs/families.md.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from daemons.kv.pools import Pools
 from daemons.models.blocks import (
@@ -12,11 +19,12 @@ from daemons.models.blocks import (
     Family,
     GatedMlp,
     NormedBlock,
+    Pooler,
     QkNormRope,
     SandwichNormLayer,
 )
 from daemons.models.loader import WeightLoader
-from lucevisor.model.families.gemma3 import Gemma3Params
+from lucevisor.model.families.gemma3 import DENSE, Gemma3Params
 from lucevisor.model.spec import ModelSpec
 
 
@@ -46,6 +54,19 @@ class Gemma3Family(Family):
         q_norm, k_norm = self.w.exact(b + "attn_q_norm.weight"), self.w.exact(b + "attn_k_norm.weight")
         per_head = torch.cat((q_norm.expand(p.n_heads, -1), k_norm.expand(p.n_kv_heads, -1)))
         shape = AttentionShape(p.n_heads, p.n_kv_heads, d, p.scale, space=layer.space, window=layer.window)
+        if p.bidirectional:
+            window = p.window // 2 + 1 if p.sliding[index] else 0
+            shape = replace(shape, causal=False, window=window, symmetric=True)
         pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
         positions = QkNormRope(self.operations.norm(per_head, d, p.eps), self.ropes[p.sliding[index]], self.operations)
         return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions, self.operations)
+
+    def pooler(self, norm: Callable[[Tensor], Tensor]) -> Pooler:
+        dense = [self.w.exact(name) for name in DENSE if name in self.spec.output_tensors]
+
+        def head(pooled: Tensor) -> Tensor:
+            for weight in dense:
+                pooled = F.linear(pooled, weight)
+            return pooled
+
+        return Pooler(self.spec.pooling.kind, norm, head)

@@ -128,6 +128,8 @@ class LoadedStage:
             self.kernels["cpu decodes"] = self._decode_capture(load)
 
     def _new_graphs(self) -> list[StepGraphs[ShardOutput] | None]:
+        if self.spec.pooling.bidirectional:  # it never decodes, and pad rows would be seen
+            return [None for _ in self.shards]
         return [self._graphs_of(shard, self._load) if shard.selector.captures else None for shard in self.shards]
 
     def _graphs_of(self, shard: ShardModel, load: Load) -> StepGraphs[ShardOutput]:

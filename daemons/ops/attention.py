@@ -29,9 +29,18 @@ class Causal:
     window: int = 0
 
 
-def visible(queries: Tensor, keys: Tensor, window: int, causal: bool = True, lows: Tensor | None = None) -> Tensor:
+def visible(
+    queries: Tensor,
+    keys: Tensor,
+    window: int,
+    causal: bool = True,
+    lows: Tensor | None = None,
+    *,
+    symmetric: bool = False,
+) -> Tensor:
     """Mask ``[B, 1, n, L]``: positions up to the query, without ``causal`` up to the last query of its slice; limited
-    to the last ``window`` positions if there is a window, and to those from ``lows`` [B] on.
+    to the last ``window`` positions if there is a window (``symmetric``: and to as many ahead), and to those from
+    ``lows`` [B] on.
 
     ``queries`` [B, n] and ``keys`` [B, L] are positions; a window includes the query itself; 0: none.
     """
@@ -39,6 +48,8 @@ def visible(queries: Tensor, keys: Tensor, window: int, causal: bool = True, low
     mask = k <= (q if causal else q[:, :, -1:].expand_as(q))
     if window:
         mask = mask & (k > q - window)
+        if symmetric:
+            mask = mask & (k < q + window)
     return mask if lows is None else mask & (k >= lows[:, None, None, None])
 
 

@@ -36,6 +36,7 @@ LOOKUPS = frozenset(
 EXACT_SUFFIXES = (
     *("ssm_conv1d.weight", "_conv_base", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "_exps.bias"),
     *("position_embd.weight", "token_types.weight", "cls.weight", "cls.output.weight"),
+    *("dense_2.weight", "dense_3.weight"),
 )
 """Matrices that are read as float32 by every implementation: convolution weights, routers and biases of experts, tables
 of positions, and heads that run once a text."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
 from daemons.errors import StateError
 from lucevisor.model.families import open_spec
 from lucevisor.protocol.steps import Slice
+from tests.families.generate import gemma3
 from tests.families.generate.bert import bert, pooled
 from tests.families.generate.made import Draw
 from tests.families.generate.qwen import qwen3
@@ -15,7 +20,19 @@ from tests.families.pipeline import Pipeline, load_stages
 from tests.families.test_pooling import distance
 from tests.families.test_pooling import pooled as ours
 
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 POOLINGS = ("mean", "cls", "rank")
+
+
+@pytest.mark.parametrize("name", ["bert", "gemma_embedding", "qwen3_embedding"])
+def test_golden_files(name):
+    spec = open_spec(GOLDEN / name / "model.gguf")
+    with np.load(GOLDEN / name / "golden.npz") as golden:
+        ids, ends = golden["ids"].tolist(), golden["lengths"].cumsum().tolist()
+        expected = torch.from_numpy(golden["pooled"])
+    texts = [ids[start:end] for start, end in pairwise([0, *ends])]
+    for split in ([], [1], [1, spec.n_layers - 1]):
+        assert distance(ours(Pipeline(spec, load_stages(spec, split)), *texts), expected) < 1e-6
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -47,6 +64,20 @@ def test_pairs_of_a_cross_encoder(tmp_path):
     for split in ([], [1]):
         found = ours(Pipeline(spec, load_stages(spec, split)), *texts)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+def test_gemma_embedding(seed, dense, tmp_path):
+    """Windows on both sides of a token, which reach over the ends of short texts."""
+    draw = Draw(seed)
+    made = gemma3.gemma_embedding(draw, dense=dense)
+    texts = [draw.ids(n, made.vocabulary) for n in (1, 160, 7, 33, 7, 64, 65, 12)]
+    expected = torch.stack([gemma3.pooled(made, text) for text in texts])
+    spec = open_spec(made.write(tmp_path / "model.gguf"))
+    assert spec.skipped == ()
+    for split in ([], [1], [1, spec.n_layers - 1]):
+        assert distance(ours(Pipeline(spec, load_stages(spec, split)), *texts), expected) < 1e-6
 
 
 @torch.no_grad()

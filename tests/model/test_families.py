@@ -53,6 +53,7 @@ FILES = [
     "gpt_oss",
 ]
 FILES += ["gemma3", "gemma4_e2b", "gemma4_moe", "laguna", "laguna_mscale"]
+EMBEDDERS = ["bert", "gemma_embedding", "qwen3_embedding"]
 KINDS = {
     "llama": "ffff",
     "qwen2": "ffff",
@@ -161,7 +162,7 @@ def _numbers(shape: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize("backend", list(Backend))
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
-@pytest.mark.parametrize("name", [*FILES, "e2b", "26b", "xs2"])
+@pytest.mark.parametrize("name", [*FILES, *EMBEDDERS, "e2b", "26b", "xs2"])
 def test_a_shards_bytes_are_the_sum_over_embedding_layers_and_output(name, backend, dtype, full_size):
     spec = full_size.get(name) or golden(name)
     layers = [sum(r.n_bytes for r in layer_layouts(spec, i, backend, dtype)) for i in range(spec.n_layers)]
@@ -376,4 +377,4 @@ def test_hostile_metadata_raises_gguferror_or_yields_a_valid_spec(data, name):
 
 
 def test_every_family_has_a_golden_file():
-    assert {golden(name).architecture for name in FILES} == set(FAMILIES)
+    assert {golden(name).architecture for name in FILES + EMBEDDERS} == set(FAMILIES)

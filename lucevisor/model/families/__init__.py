@@ -18,6 +18,7 @@ from lucevisor.model.spec import ModelSpec
 
 FAMILIES: dict[str, Callable[[GgufFiles, Mapping[str, str]], ModelSpec]] = {
     "bert": bert.spec,
+    "gemma-embedding": gemma3.embedding_spec,
     "gemma3": gemma3.spec,
     "gemma4": gemma4.spec,
     "glm4moe": glm4moe.spec,

@@ -1,13 +1,14 @@
 """Family ``gemma3``: sliding and full attention, norms before and after each block, positions of two kinds.
 
-Text only.  Full layers may divide their positions (``rope.scaling``), sliding ones never do.
+Text only.  Full layers may divide their positions (``rope.scaling``), sliding ones never do.  ``gemma-embedding`` is
+an encoder of the same layers: its tokens see those after them, too, and a sliding layer's window lies on both sides.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.rope import Rotary, plain_rotary, read_rotary
@@ -16,18 +17,22 @@ from lucevisor.model.spec import (
     Keys,
     LayerSpec,
     ModelSpec,
+    Pooling,
+    PoolingType,
     Shapes,
     assemble,
     attention_state,
     attention_tensors,
     swiglu_tensors,
+    tensor,
 )
 from lucevisor.model.values import Space
 
 
 @dataclass(frozen=True, slots=True)
 class Gemma3Params:
-    """Hyperparameters.  ``window``: positions visible to layers with ``sliding[i]``."""
+    """Hyperparameters.  ``window``: positions visible to layers with ``sliding[i]``; of a ``bidirectional`` model half
+    of them on each side of a token."""
 
     hidden_size: int
     feed_forward: int
@@ -41,6 +46,7 @@ class Gemma3Params:
     eps: float
     scale: float
     softcap: float
+    bidirectional: bool = False
 
 
 def sliding_layers(keys: Keys, n_layers: int, window: int, period: int = 6) -> tuple[bool, ...]:
@@ -90,6 +96,29 @@ def layer_tensors(p: Gemma3Params, i: int) -> Shapes:
         **attention_tensors(b, e, p.n_heads, p.n_kv_heads, p.head_dim),
         **swiglu_tensors(b, e, p.feed_forward),
     }
+
+
+DENSE = ("dense_2.weight", "dense_3.weight")
+"""Matrices behind the mean of ``gemma-embedding``."""
+
+
+def embedding_spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
+    """Read the spec of a ``gemma-embedding`` file.  No model options."""
+    keys = Keys(files.metadata, "gemma-embedding", str(files.paths[0]))
+    p = replace(hyperparameters(keys), bidirectional=True)
+    if keys.integer("pooling_type", PoolingType.MEAN, low=0) != PoolingType.MEAN:
+        raise keys.error("pooling_type", f"is {keys.raw('pooling_type')}; this family pools by 1 (mean)")
+    state = attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
+    layers = [LayerSpec(i, Space.FULL, layer_tensors(p, i), state) for i in range(len(p.sliding))]
+    outputs: Shapes = {"output_norm.weight": (p.hidden_size,)}
+    width = p.hidden_size
+    for name in DENSE:
+        if name in files.tensors:
+            outputs[name] = (tensor(files, name).shape[0], width)
+            width = outputs[name][0]
+    pooling = Pooling(PoolingType.MEAN, width, bidirectional=True, generates=False)
+    scale = math.sqrt(p.hidden_size)
+    return assemble(files, keys, p, layers, embedding_scale=scale, pooling=pooling, outputs=outputs)
 
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
+from torch import Tensor
 
 from tests.families.generate.made import PLAIN, Draw, Made, build, ends, renamed
 from tests.families.generate.qwen import ATTENTION, DENSE, HEAD_NORMS, heads
@@ -62,3 +64,39 @@ def of_config(config: Any, draw: Draw, *, pattern: Any, linear: bool) -> Made:
     layers = renamed(state, DENSE | ATTENTION | HEAD_NORMS | NORMS, config.num_hidden_layers)
     layers = {name: t + 1.0 if name.endswith("norm.weight") else t for name, t in layers.items()}
     return Made(model, "gemma3", metadata, layers | ends(state, tied=True, norm_shift=1.0))
+
+
+def gemma_embedding(draw: Draw, *, dense: bool | None = None) -> Made:
+    """An encoder of the same layers, with or without matrices behind the mean."""
+    n_heads, n_kv, d = heads(draw)
+    n_layers, window = draw.between(3, 7), draw.between(4, 30)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=draw.between(60, 200), hidden_size=n_heads * draw.between(4, 12),
+        intermediate_size=draw.between(20, 90),
+        num_hidden_layers=n_layers, num_attention_heads=n_heads, num_key_value_heads=n_kv, head_dim=d,
+        max_position_embeddings=160, sliding_window=window, query_pre_attn_scalar=d,
+        layer_types=["sliding_attention" if i % 6 < 5 else "full_attention" for i in range(n_layers)],
+        pad_token_id=None, use_bidirectional_attention=True,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        **PLAIN,
+    )  # fmt: skip
+    made = of_config(config, draw, pattern=None, linear=False)
+    metadata = made.metadata | {"attention.sliding_window": window, "context_length": 160, "pooling_type": 1}
+    e, tensors = config.hidden_size, dict(made.tensors)
+    if draw.flag() if dense is None else dense:
+        shapes = {"dense_2.weight": (2 * e, e), "dense_3.weight": (e, 2 * e)}
+        for name, shape in shapes.items():
+            tensors[name] = torch.from_numpy(draw.rng.normal(0.0, shape[1] ** -0.5, shape).astype("float32"))
+    return Made(made.model, "gemma-embedding", metadata, tensors)
+
+
+@torch.no_grad()
+def pooled(made: Made, ids: list[int]) -> Tensor:
+    """What transformers has of a text: the mean of its hidden states, through the matrices behind it."""
+    found = made.model.model(torch.tensor([ids])).last_hidden_state[0].mean(dim=0)
+    for name in ("dense_2.weight", "dense_3.weight"):
+        found = made.tensors[name] @ found if name in made.tensors else found
+    return found

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from gguf import GGUFReader, GGUFValueType
 from torch import Tensor, nn
 
 from bench.gguf_writing import finish, new_file
-from tests.families.generate import gemma3, gpt_oss, llama, qwen
+from tests.families.generate import bert, gemma3, gpt_oss, llama, qwen
 from tests.families.generate.made import PLAIN, Draw, Made, build
 
 N_TOKENS, PROMPT, GREEDY, VOCABULARY = 72, 40, 32, 288
@@ -169,7 +171,48 @@ def hidden_and_logits(model: nn.Module, ids: list[int]) -> tuple[Tensor, Tensor]
     return torch.stack(rows), logits
 
 
+Pooled = Callable[[Made, list[int]], Tensor]
+TEXTS = (1, 7, 33, 64, 90, 7)
+"""Tokens of the texts of a golden file of embeddings."""
+
+
+def made_qwen3_embedding(draw: Draw) -> Made:
+    made = qwen.qwen3(draw)
+    tensors = {name: tensor for name, tensor in made.tensors.items() if name != "output.weight"}
+    return replace(made, metadata=made.metadata | {"pooling_type": 3}, tensors=tensors)
+
+
+def last_row(made: Made, ids: list[int]) -> Tensor:
+    with torch.no_grad():
+        return made.model.model(torch.tensor([ids])).last_hidden_state[0, -1]
+
+
+EMBEDDERS: dict[str, tuple[Callable[[Draw], Made], Pooled]] = {
+    "bert": (partial(bert.bert, pooling="mean"), bert.pooled),
+    "gemma_embedding": (partial(gemma3.gemma_embedding, dense=True), gemma3.pooled),
+    "qwen3_embedding": (made_qwen3_embedding, last_row),
+}
+"""Models that only pool: they have golden embeddings, and neither logits nor a tokenizer."""
+
+
+def write_embeddings(name: str, folder: Path) -> None:
+    make, pooled = EMBEDDERS[name]
+    draw = Draw(list(EMBEDDERS).index(name))
+    made = make(draw)
+    texts = [draw.ids(n, made.vocabulary) for n in TEXTS]
+    rows = np.stack([pooled(made, text).numpy() for text in texts])
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(folder / "golden.npz", ids=np.concatenate(texts), lengths=np.array(TEXTS), pooled=rows)
+    (folder / "hf_config.json").write_text(
+        json.dumps(made.model.config.to_diff_dict(), indent=1, sort_keys=True) + "\n"
+    )
+    made.write(folder / "model.gguf")
+
+
 def write(name: str, folder: Path) -> None:
+    if name in EMBEDDERS:
+        write_embeddings(name, folder)
+        return
     draw = Draw(list(MODELS).index(name))
     made = MODELS[name](draw)
     ids = draw.ids(N_TOKENS, VOCABULARY)
