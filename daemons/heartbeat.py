@@ -24,8 +24,8 @@ from lucevisor.protocol.transport import BlockingLink
 HEARTBEAT_S = 0.5
 N_WAITING = 1000  # log lines and progress reports kept for a slow supervisor
 
-Phase = Literal["start", "load", "idle", "step", "score", "check"]
-_SILENT = {"idle", "step", "score"}
+Phase = Literal["start", "load", "idle", "step", "score", "encode", "check"]
+_SILENT = {"idle", "step", "score", "encode"}
 Field = str | int | float | bool | None
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -58,7 +58,7 @@ class Reporter:
         self._thread.start()
 
     def phase(self, phase: Phase, step_id: int = 0) -> None:
-        """Set the compute thread's phase.  Every change except between idle, step and score is sent at once."""
+        """Set the compute thread's phase.  Every change except between idle and short work is sent at once."""
         before = self._now[0]
         self._now = (phase, step_id, time.monotonic())
         if phase != before and not {phase, before} <= _SILENT:

@@ -33,6 +33,7 @@ from daemons.sampling import Sampler, rows_to_sample
 from daemons.snapshots.state_map import DraftPools, StateMap
 from daemons.step_output import Payload, StepOutput
 from daemons.token_ring import RunAheadStep, TokenRing, zero_placeholders
+from daemons.vision.stage import VisionStage
 from daemons.warmup import warm_up_all
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import GgufFiles
@@ -42,12 +43,13 @@ from lucevisor.protocol.files import ByteFile
 from lucevisor.protocol.loading import ArenaPlan, DeviceUse, Load, Loaded, StagePlan
 from lucevisor.protocol.steps import DraftStep, PageScores, Sampled, Scored, Slice, Step, StepResult
 
+NO_ROWS = memoryview(b"")
 MaskSource = Callable[[int, list[Slice]], Tensor | None]
 """Waits for the masks of a step; see MessageQueue.wait_for_masks."""
 
 
 class ModelRunner:
-    """The stages of one daemon, and its draft and scoring stages if it runs them; made by :meth:`load`."""
+    """The stages of one daemon, and its draft, scoring and vision stages if it runs them; made by :meth:`load`."""
 
     def __init__(self, load: Load, backend: Backend, arenas: Sequence[SharedBuffer], files: GgufFiles) -> None:
         self._load = load
@@ -72,6 +74,7 @@ class ModelRunner:
         self._has_unfinished_step = False  # a step is not settled
         self._warned: list[str] = []
         self.scorer: ScoreStage | None = None
+        self.vision: VisionStage | None = None
         self._draft: DraftStage | None = None
         self.draft_step: Callable[[int], DraftStep | None] = lambda step_id: None  # see MessageQueue.draft_step
         self.await_captures: Callable[[SharedBuffer, Step], None] = lambda rows, step: (
@@ -93,7 +96,7 @@ class ModelRunner:
         open_buffers: Callable[[Sequence[ArenaPlan], Sequence[int]], Sequence[SharedBuffer]] = open_arenas,
         rows: ByteFile | None = None,
     ) -> tuple[ModelRunner, Loaded]:
-        """Open the boundary memory, load and warm up every stage, and load the draft stage and the scoring stage.
+        """Open the boundary memory, load and warm up every stage, and load the draft, scoring and vision stages.
 
         ``fds``: of the boundary memory; ``rows``: the file of those to replay.
 
@@ -113,7 +116,7 @@ class ModelRunner:
             kernels |= stage.kernels
             if plan.output:
                 runner._sampler = Sampler(runner.spec.vocabulary, stage.device, load.deterministic)
-        problem = score_problem = ""
+        problem = score_problem = vision_problem = ""
         if load.draft is not None:
             runner._draft, problem = try_to_load("drafter", reporter, runner._load_draft, needed=not load.stages)
             if problem:
@@ -122,7 +125,11 @@ class ModelRunner:
             runner.scorer, score_problem = try_to_load(
                 "scoring model", reporter, runner._load_scorer, needed=not load.stages
             )
-        draft, scorer = runner._draft, runner.scorer
+        if load.vision is not None:
+            runner.vision, vision_problem = try_to_load(
+                "vision encoder", reporter, runner._load_vision, needed=not load.stages
+            )
+        draft, scorer, vision = runner._draft, runner.scorer, runner.vision
         assert runner.spec.files is not None
         identities = unchanged(runner.spec.files)
         if draft is not None:
@@ -134,8 +141,9 @@ class ModelRunner:
         seconds = time.monotonic() - started
         replayed = runner._take_replays(replays, reporter, started)
         loaded = Loaded(
-            uses, kernels, seconds, identities, use, problem, score_use, score_problem, replayed, runner._warned
-        )
+            uses, kernels, seconds, identities, use, problem, score_use, score_problem,
+            None if vision is None else vision.usage(), vision_problem, replayed, runner._warned,
+        )  # fmt: skip
         if load.warm_up:
             gpus = {shard.device.index: shard.device for stage in runner.stages.values() for shard in stage.shards}
             gpus = {i: device for i, device in gpus.items() if device.type != "cpu"}
@@ -163,6 +171,9 @@ class ModelRunner:
         warn_once(reporter, self._warned, scorer.warnings, "scoring")
         return scorer
 
+    def _load_vision(self, reporter: Reporter) -> VisionStage:
+        return VisionStage.load(self._load, self._backend, reporter.progress)
+
     def _load_draft(self, reporter: Reporter) -> DraftStage:
         assert self._load.draft is not None
         output_stage = next((self.stages[p.stage] for p in self._load.stages if p.output), None)
@@ -182,13 +193,15 @@ class ModelRunner:
         await_rows: RowWait | None = None,
         posted: bool = False,
         poll_previous: Callable[[], object] = lambda: None,
+        embeddings: memoryview = NO_ROWS,
     ) -> StepOutput:
         """Execute one step on one of the stages.
 
         ``masks`` is called before constrained slices are sampled.  ``await_rows``, of a ``posted`` step, is called when
         all but its rows is prepared; it may raise StepCancelled, after which the step's operations count as applied.
         ``finish_previous`` is called before anything waits for the device: the result of the previous step may be
-        asynchronous.  ``poll_previous`` is called between launches and may finish it earlier.
+        asynchronous.  ``poll_previous`` is called between launches and may finish it earlier.  ``embeddings``: the
+        payload of the step.
         """
         started = time.monotonic()
         stage, plan = self.stages[stage_index], self._plans[stage_index]
@@ -206,7 +219,8 @@ class ModelRunner:
         written: list[BoundaryBuffer] = []
         if step.n_tokens:
             rows_in, arrival = boundary_rows(self._boundaries, plan.source, step, await_rows, posted=posted)
-            out = stage.forward(step, rows_in, placeholder_fill or ring_step, arrival)
+            of_images = self._embedding_rows(step, embeddings)
+            out = stage.forward(step, rows_in, placeholder_fill or ring_step, arrival, of_images)
             if ring_step is not None:
                 arrival, step, sampled = ring_step.arrival, ring_step.step, ring_step.tokens
             wait_s += 0.0 if self._has_unfinished_step else arrival.idle_s(self._settled_at)
@@ -244,6 +258,15 @@ class ModelRunner:
             scored=scored, page_scores=page_scores, hop_s=arrival.hop_s, upkeep_s=upkeep_s, cold=cold, invalid=invalid,
         )  # fmt: skip
         return StepOutput(result, payload.arrays, async_output, step, started, [] if async_output is None else written)
+
+    def _embedding_rows(self, step: Step, payload: memoryview) -> Tensor | None:
+        """Return the float32 embedding rows [n, E] of a payload; None without any.  Raises StateError."""
+        if not len(payload):
+            return None
+        width = self.spec.hidden_size
+        if len(payload) % (width * torch.float32.itemsize):
+            raise StateError(f"step {step.step_id}", f"{len(payload)} bytes of embedding rows of {width} numbers")
+        return torch.frombuffer(payload, dtype=torch.float32).view(-1, width)
 
     def _fill_placeholders(
         self, plan: StagePlan, step: Step, await_tokens: RowWait | None
@@ -375,7 +398,7 @@ class ModelRunner:
 
     def free_bytes(self) -> dict[int, int]:
         """Return the free bytes of each device, by its index."""
-        others = {plan.device for plan in (self._load.draft, self._load.score) if plan is not None}
+        others = {plan.device for plan in (self._load.draft, self._load.score, self._load.vision) if plan}
         indices = sorted(others.union(s.device for p in self._load.stages for s in p.shards))
         return {i: devices.memory_free(devices.torch_device(self._backend, i)) for i in indices}
 

@@ -386,14 +386,17 @@ class Sampler:
         state = self.states.get(sequence)
         if state is None or not ids:
             return
+        n_prompt, state.n_prompt = min(state.n_prompt, len(ids)), max(0, state.n_prompt - len(ids))
+        if n_prompt and max(ids) >= self.vocabulary:
+            prompt = [token for token in ids[:n_prompt] if token < self.vocabulary]  # not those of images
+            ids, n_prompt = [*prompt, *ids[n_prompt:]], len(prompt)
         if state.context is not None:
             state.context.extend(ids)
         if state.counts is not None and state.prompted is not None:
             index = torch.tensor(ids, dtype=torch.long, device=self.device)
-            state.prompted.index_fill_(0, index[: state.n_prompt], True)
-            generated = index[state.n_prompt :]
+            state.prompted.index_fill_(0, index[:n_prompt], True)
+            generated = index[n_prompt:]
             state.counts.index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
-            state.n_prompt = max(0, state.n_prompt - len(ids))
 
     def count_context(self, slices: Sequence[Slice]) -> None:
         """Count the tokens of a step that is computed."""

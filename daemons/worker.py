@@ -30,7 +30,7 @@ from daemons.heartbeat import Reporter
 from daemons.message_queue import MessageQueue, StepCancelled
 from daemons.ops.selection import triton_reject_reason
 from daemons.options import Options
-from daemons.runner import ModelRunner
+from daemons.runner import NO_ROWS, ModelRunner
 from daemons.snapshots.transfers import TransferExecutor
 from daemons.step_output import StepOutput
 from daemons.weights.copies import LocatedLoad, copies_directory, locate
@@ -46,6 +46,8 @@ from lucevisor.protocol.loading import ArenaPlan, Hello, Load
 from lucevisor.protocol.messages import (
     PROTOCOL_VERSION,
     Check,
+    EncodeImage,
+    ImageRows,
     Progress,
     Restore,
     Save,
@@ -269,9 +271,11 @@ class _MessageLoop:
         match frame.message:
             case Step() | DraftStep() as message:
                 wait_s = time.monotonic() - self._idle_since if self._pending_output is None else 0.0
-                return self._step(message, frame.flags, wait_s)
+                return self._step(message, frame.flags, wait_s, frame.payload)
             case ScoreWindow() as score:
                 return self._score(score)
+            case EncodeImage() as image:
+                return self._encode(image, frame.payload)
             case Load() as load:
                 return self._load(load, frame)
             case Unload(park):
@@ -301,7 +305,9 @@ class _MessageLoop:
             case other:
                 return self._fail(type(other).__name__, ValueError("unexpected message in this state"), "")
 
-    def _step(self, message: Step | DraftStep, flags: int, wait_s: float) -> int | None:
+    def _step(
+        self, message: Step | DraftStep, flags: int, wait_s: float, embeddings: memoryview = NO_ROWS
+    ) -> int | None:
         step = message.step if isinstance(message, DraftStep) else message
         stage, posted = flags & ~POSTED, bool(flags & POSTED)
         if isinstance(message, Step) and (self._cancelled or (posted and self._messages.is_cancelling)):
@@ -332,6 +338,7 @@ class _MessageLoop:
                     self._await_rows,
                     posted,
                     poll_previous,
+                    embeddings,
                 )
         except (LinkClosed, _StepFailed):
             raise
@@ -406,6 +413,19 @@ class _MessageLoop:
         self._link.send(answer, payload=[] if scores is None else [scores.contiguous().numpy().data])
         return None
 
+    def _encode(self, message: EncodeImage, pixels: memoryview) -> int | None:
+        started = time.monotonic()
+        self._reporter.phase("encode")
+        try:
+            if self._runtime is None or self._runtime.vision is None:
+                raise ValueError("this daemon has no vision encoder")
+            rows = self._runtime.vision.encode(message, pixels)
+        except Exception as e:  # process boundary: report, then exit
+            return self._fail(f"image {message.image}", e, "the vision stage")
+        answer = ImageRows(message.image, len(rows), time.monotonic() - started)
+        self._link.send(answer, payload=[rows.contiguous().view(torch.uint8).numpy().data])
+        return None
+
     def _files_of(self, frame: Frame) -> list[ByteFile]:
         """Return the files that came with a frame, which the caller closes."""
         if self._files is not None:
@@ -444,6 +464,7 @@ class _MessageLoop:
             places = [f"device {s.device} layers {s.layers}" for p in load.stages for s in p.shards]
             places += [] if load.draft is None else [f"device {load.draft.device} draft stage"]
             places += [] if load.score is None else [f"device {load.score.device} scoring stage"]
+            places += [] if load.vision is None else [f"device {load.vision.device} vision stage"]
             if not (load.stays and isinstance(e, DaemonError | GgufError | OSError | MemoryError)):
                 return self._fail("load", e, ", ".join(places))
             refused = failure("load", e, f"group {self._options.group}", ", ".join(places))

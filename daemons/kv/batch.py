@@ -13,11 +13,13 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from daemons.errors import StateError
+from daemons.kv.images import PLACEHOLDER_ID, image_rows, rope_positions, shift
 from daemons.kv.sequences import HOST, OpenedSequence, Sequences, Tables
 from daemons.kv.slice_group import GraphKey, SliceGroup, slots_of
 from daemons.ops.attention import Causal, is_flash_device, visible
@@ -29,7 +31,7 @@ from daemons.ops.paged import PagedTensor, Pages
 from lucevisor.model.pages import first_visible, first_visible_page, pages_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.steps import Slice
+from lucevisor.protocol.steps import ImageSpan, Slice
 
 
 def check_slice(s: Slice, where: str, seen: set[int], vocabulary: int) -> None:
@@ -82,6 +84,8 @@ class Layout:
         ranked: Collection[int] = (),
     ) -> None:
         self.n_rows, self.is_padded = sum(len(s.tokens) for s in slices), False
+        self.image_rows: list[int] = []  # whose embedding rows come with the step
+        self.axes: tuple[list[int], list[int]] | None = None  # rows and columns of all tokens, if they have images
         self.fill: Callable[[Tensor], None] = lambda metadata: None
         spaces = spec.spaces()
         self.spaces = [s for s in (Space.FULL, Space.WINDOW) if s in spaces]
@@ -95,6 +99,8 @@ class Layout:
             n, start = len(s.tokens), s.start
             where = f"slice of sequence {s.sequence} at {start}"
             sequence = sequences.get(s.sequence, where)
+            if sequence.images:
+                s = self._without_ids(s, sequence, len(columns[0]))
             check_slice(s, where, seen, spec.vocabulary)
             states = s.states or [sequence.state]
             if Space.RECURRENT in spaces:
@@ -102,7 +108,7 @@ class Layout:
             elif s.states:
                 raise StateError(where, f"{len(s.states)} recurrent states to write, and the model has none")
             columns[0] += s.tokens
-            columns[1] += range(start, start + n)
+            self._add_positions(columns[1], sequence.images if spec.mrope else (), start, n)
             for column, space, window in zip(columns[2:], self.spaces, windows, strict=True):
                 column += slots_of(sequence, space, s, window, where)
             key = (n, start % CHUNK if n > SHORT_SLICE else 0, 0 if states == [sequence.state] else len(states))
@@ -119,6 +125,30 @@ class Layout:
                 group.lows.append(sequence.place(s.draft_from))
         self.numbers = [*chain(*columns, *(group.numbers() for group in self.groups))]
 
+    def _without_ids(self, s: Slice, sequence: OpenedSequence, first: int) -> Slice:
+        """Return a slice with placeholders in place of the ids of images; its rows begin with row ``first``."""
+        rows = image_rows(sequence.images, s.start, len(s.tokens))
+        if not rows:
+            return s
+        self.image_rows += [first + row for row in rows]
+        tokens = s.tokens.copy()
+        for row in rows:
+            tokens[row] = PLACEHOLDER_ID
+        return msgspec.structs.replace(s, tokens=tokens)
+
+    def _add_positions(self, times: list[int], images: Sequence[ImageSpan], start: int, n: int) -> None:
+        """Add where the tokens of a slice stand, in three axes from the first token of an image on."""
+        if self.axes is None and not any(image.start < start + n and start < image.stop for image in images):
+            behind = shift(images, start) if images else 0
+            times += range(start - behind, start - behind + n)
+            return
+        if self.axes is None:
+            self.axes = times.copy(), times.copy()
+        found = rope_positions(images, start, n)
+        times += found.times
+        self.axes[0].extend(found.rows)
+        self.axes[1].extend(found.columns)
+
     @property
     def metadata(self) -> np.ndarray:
         """A new array of ``numbers``."""
@@ -128,10 +158,10 @@ class Layout:
     def graph_key(self) -> GraphKey | None:
         """The key of the step's CUDA graph; None if it cannot be captured.
 
-        All slices must have the same number of tokens, at most SHORT_SLICE (QUERIES if they rank pages), and read host
-        pages in place if at all, unless the step is padded.
+        All slices must have the same number of tokens, at most SHORT_SLICE (QUERIES if they rank pages), none of an
+        image, and read host pages in place if at all, unless the step is padded.
         """
-        if len(self.groups) != 1:
+        if len(self.groups) != 1 or self.image_rows:
             return None
         [group] = self.groups
         if group.n > (QUERIES if group.ranked else SHORT_SLICE) and not self.is_padded:
@@ -145,7 +175,7 @@ class Layout:
 
         Pad rows have id 0, the position of the last token, which is finite everywhere, and slot -1.
         """
-        group = self.groups[0].padded(max_rows) if len(self.groups) == 1 else None
+        group = self.groups[0].padded(max_rows) if len(self.groups) == 1 and not self.image_rows else None
         if group is None:
             return None
         one, n = copy(self), self.n_rows
@@ -384,6 +414,13 @@ class Batch:
             size = len(group.starts) * n_columns
             self.groups.append(Group(group, metadata[at : at + size], tables, n, captured=captured))
             at += size
+        self.image_rows: Tensor | None = None
+        self.axes: Tensor | None = None  # [2, T], rows and columns beside positions, which are times then
+        if layout.image_rows:
+            self.image_rows = torch.tensor(layout.image_rows, device=self.device)
+        if layout.axes is not None:
+            self.axes = torch.tensor(layout.axes, device=self.device)
+        self.embeddings: Tensor | None = None  # of the image rows
         self._rope_tables: dict[int, tuple[Tensor, Tensor]] = {}
         self.carried: Tensor | None = None
         self.layer_inputs: Tensor | None = None
@@ -395,10 +432,12 @@ class Batch:
         b, n = group.n_slices, group.n_tokens
         positions, slots = self._columns(self.positions, n), {s: self._columns(x, n) for s, x in self.slots.items()}
         ids = self._columns(self.ids, n)
+        axes = None if self.axes is None else torch.stack([self._columns(axis, n) for axis in self.axes], dim=1)
         out = []
         for token in range(n):
             one = copy(self)
             one.n_rows, one.ids, one.positions = b, ids[token], positions[token]
+            one.axes, one.image_rows = None if axes is None else axes[token], None
             one.slots = {space: x[token] for space, x in slots.items()}
             one.groups, one._rope_tables = [group.token(token, operations)], {}
             out.append(one)
@@ -413,8 +452,18 @@ class Batch:
         """cos and sin of the step's positions, computed once for all layers that share ``rope``."""
         found = self._rope_tables.get(id(rope))
         if found is None:
-            found = self._rope_tables[id(rope)] = operations.rope_tables(rope, self.positions)
+            if self.axes is None:
+                found = operations.rope_tables(rope, self.positions)
+            else:
+                found = rope.tables(torch.cat((self.positions[None], self.axes)).t())
+            self._rope_tables[id(rope)] = found
         return found
+
+    def with_images(self, h: Tensor) -> Tensor:
+        """Put the embedding rows of images into those of the step, in place, and return them."""
+        if self.image_rows is not None and self.embeddings is not None:
+            h.index_copy_(0, self.image_rows, self.embeddings.to(h.dtype))
+        return h
 
     def map_groups(self, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """``work(group, *inputs [B, n, ...]) -> [B, n, ...]`` for every group; results are joined to [T, ...]."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from daemons.errors import StateError
+from daemons.kv.images import check_images
 from daemons.kv.pools import Pools
 from lucevisor.model.values import PAGE_TOKENS, Space, Tier
 from lucevisor.protocol.loading import PoolSizes
@@ -24,6 +25,7 @@ from lucevisor.protocol.steps import (
     CloseSequence,
     CopyPage,
     CopyState,
+    ImageSpan,
     OpenSequence,
     Operation,
     PageIn,
@@ -67,6 +69,7 @@ class OpenedSequence:
     hosts: dict[int, int] = field(default_factory=dict)  # where those that were kept lie in host memory, by entry
     host_rows: list[int] = field(default_factory=list)
     updates: list[int] = field(default_factory=list)
+    images: tuple[ImageSpan, ...] = ()
 
     def table(self, space: Space) -> list[int]:
         return self.pages.setdefault(space, [])
@@ -260,10 +263,12 @@ class Sequences:
             raise StateError(where, "the sequence is open already")
         if not self._free_rows:
             raise StateError(where, f"{self.max_sequences} sequences are open, the most this daemon was loaded for")
+        check_images(operation.images, where)
         if self.units[Space.RECURRENT]:
             self.check_live(where, operation.state)
             self._take_states([operation.state])
-        self.by_id[operation.sequence] = OpenedSequence(operation.sequence, self._free_rows.pop(), operation.state)
+        opened = OpenedSequence(operation.sequence, self._free_rows.pop(), operation.state, images=operation.images)
+        self.by_id[operation.sequence] = opened
 
     def _set_pages(self, operation: SetPages) -> None:
         where = f"SetPages of sequence {operation.sequence}, space {operation.space.value}"

@@ -228,14 +228,14 @@ class SandwichNormLayer:
 
 
 class Embedding:
-    """Rows of the token table, times ``scale``."""
+    """Rows of the token table, times ``scale``, and those of images."""
 
     def __init__(self, table: Table, scale: float = 1.0) -> None:
         self.table, self.scale = table, scale
 
     def __call__(self, batch: Batch) -> Tensor:
         h = self.table(batch.ids)
-        return h if self.scale == 1.0 else h * self.scale
+        return batch.with_images(h if self.scale == 1.0 else h * self.scale)
 
 
 class Pooler:

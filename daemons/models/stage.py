@@ -241,12 +241,13 @@ class LoadedStage:
         rows_in: Tensor | None,
         fill: Callable[[Tensor], None] | None = None,
         await_rows: Callable[[], None] = lambda: None,
+        embeddings: Tensor | None = None,
     ) -> StageOutput:
         """Run the forward pass of the step's slices, after the step's operations were applied.
 
         ``rows_in`` [T, boundary_width], on any device, is read after ``await_rows``, which is called when all else is
-        prepared; the embedding stage reads token ids instead.  ``fill`` as in Layout.  Raises StateError for slices
-        that contradict the tables.
+        prepared; the embedding stage reads token ids instead, and ``embeddings`` [n, E] in host memory of the tokens of
+        images.  ``fill`` as in Layout.  Raises StateError for slices that contradict the tables.
         """
         n, where = step.n_tokens, f"step {step.step_id}"
         if n == 0:
@@ -259,6 +260,8 @@ class LoadedStage:
         self.sequences.flush()
         layout = Layout(step.slices, self.sequences, self.spec, ranked=step.rank_pages)
         layout.fill = fill or layout.fill
+        if self.embedding:
+            self._check_embeddings(embeddings, layout, where)
         hidden: list[Tensor] | None = [] if step.want_hidden else None
         captures: list[Tensor] = []
         scores: list[dict[int, Tensor]] = []
@@ -271,8 +274,11 @@ class LoadedStage:
             with launching(device):
                 if layout.reads_in_place:
                     shard.pools.finish_page_outs()
-                if graphs is None or hidden is not None or (h is not None and h.dtype != self.dtype):
+                others = layout.image_rows or (h is not None and h.dtype != self.dtype)
+                if graphs is None or hidden is not None or others:
                     batch = Batch(layout, tables, layout.on(device))
+                    if shard.embedding is not None and embeddings is not None:
+                        batch.embeddings = embeddings.to(device)
                     await_rows()
                     h = None if h is None else stream_dtype(h, self.dtype, device)
                     h, captured = shard.run(h, batch, hidden)
@@ -301,6 +307,11 @@ class LoadedStage:
             found = "none" if rows_in is None else list(rows_in.shape)
             raise StateError(where, f"boundary rows {found} for {n} tokens of width {self.spec.boundary_width}")
         return rows_in
+
+    def _check_embeddings(self, embeddings: Tensor | None, layout: Layout, where: str) -> None:
+        shape = None if embeddings is None else list(embeddings.shape)
+        if (wanted := [len(layout.image_rows), self.spec.hidden_size]) != (shape or [0, self.spec.hidden_size]):
+            raise StateError(where, f"embedding rows {shape or 'none'} came for the tokens of images, {wanted}")
 
     @inferring
     def logits(self, rows: Tensor, indices: Sequence[int] | None) -> Tensor:

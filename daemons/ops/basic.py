@@ -59,17 +59,23 @@ class RmsNorm:
 class Rope:
     """Rotary positions over the first ``n_rotary`` dims of a head, NEOX: dims j and j + n_rotary / 2 are paired.
 
-    ``inverse_frequencies`` float32 [n_rotary / 2]; ``magnitude`` multiplies cos and sin (YaRN).
+    ``inverse_frequencies`` float32 [n_rotary / 2]; ``magnitude`` multiplies cos and sin (YaRN).  ``axes`` int64
+    [n_rotary / 2]: which of a token's three positions a pair turns by (M-RoPE); None: they have one.
     Layers with equal parameters share one object, so that cos and sin are computed once per step.
     """
 
     n_rotary: int
     inverse_frequencies: Tensor
     magnitude: float = 1.0
+    axes: Tensor | None = None
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[T, 1, n_rotary / 2]`` float32 of positions ``[T]``."""
-        angle = positions.to(torch.float32)[:, None, None] * self.inverse_frequencies
+        """cos and sin ``[T, 1, n_rotary / 2]`` float32 of positions ``[T]``, or ``[T, 3]``: those of all axes."""
+        if positions.dim() == 1:
+            positions = positions[:, None, None]
+        else:
+            positions = (positions[:, :1] if self.axes is None else positions.index_select(1, self.axes))[:, None]
+        angle = positions.to(torch.float32) * self.inverse_frequencies
         cos, sin = angle.cos(), angle.sin()
         return (cos, sin) if self.magnitude == 1.0 else (cos * self.magnitude, sin * self.magnitude)
 
@@ -91,8 +97,11 @@ def rope(rotary: Rotary, device: torch.device, factors: Tensor | None = None) ->
     inverse, yarn = plain.inverse_frequencies, rotary.yarn
     if factors is not None:
         inverse = inverse / factors
+    axes = None
+    if rotary.sections:
+        axes = torch.tensor([rotary.axis(pair) for pair in range(rotary.n // 2)], device=device)
     if yarn is None:
-        return Rope(rotary.n, inverse)
+        return Rope(rotary.n, inverse, axes=axes)
     low, high = _pair_of(yarn.beta_fast, rotary, yarn), _pair_of(yarn.beta_slow, rotary, yarn)
     if yarn.whole_pairs:
         low, high = math.floor(low), math.ceil(high)
@@ -101,7 +110,8 @@ def rope(rotary: Rotary, device: torch.device, factors: Tensor | None = None) ->
     slowed = ((pair - low) / max(high - low, 0.001)).clamp_(0.0, 1.0)
     inverse = inverse * (1.0 - slowed) + inverse / yarn.factor * slowed
     formula = 0.1 * math.log(yarn.factor) + 1.0 if yarn.factor > 1.0 else 1.0
-    return Rope(rotary.n, inverse, yarn.extra * (formula if yarn.attention_factor is None else yarn.attention_factor))
+    magnitude = yarn.extra * (formula if yarn.attention_factor is None else yarn.attention_factor)
+    return Rope(rotary.n, inverse, magnitude, axes)
 
 
 def _pair_of(turns: float, rotary: Rotary, yarn: Yarn) -> float:

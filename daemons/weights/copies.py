@@ -326,7 +326,7 @@ class _Locating:
 
     def run(self, backend: Backend) -> LocatedLoad:
         load = self.located.load
-        draft, score = load.draft, load.score
+        draft, score, vision = load.draft, load.score, load.vision
 
         def of_target(files: GgufFiles) -> Iterator[Range]:
             spec = read_spec(files, load.options)
@@ -350,6 +350,8 @@ class _Locating:
         self._find(load.files, open_model, of_target)
         if score is not None:
             self._find(score.files, open_model, of_scorer)
+        if vision is not None:
+            self._find(vision.files, open_model, lambda files: self._of_tensors(files, files.tensors))
         self.located.load = self._relocated(load)
         return self.located
 
@@ -408,13 +410,21 @@ class _Locating:
         def identities(asked: Sequence[FileIdentity]) -> list[FileIdentity]:
             return [here.get(identity, identity) for identity in asked]
 
-        draft, score = load.draft, load.score
+        draft, score, vision = load.draft, load.score, load.vision
         if draft is not None:
             draft = replace(draft, files=paths(draft.files), identities=identities(draft.identities))
         if score is not None:
             score = replace(score, files=paths(score.files))
+        if vision is not None:
+            vision = replace(vision, files=paths(vision.files))
         return replace(
-            load, files=paths(load.files), identities=identities(load.identities), draft=draft, score=score, offered=[]
+            load,
+            files=paths(load.files),
+            identities=identities(load.identities),
+            draft=draft,
+            score=score,
+            vision=vision,
+            offered=[],
         )
 
 

@@ -33,12 +33,22 @@ class Yarn:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """RoPE over the first ``n`` dims of a head, with base ``theta``; positions are divided by ``linear``."""
+    """RoPE over the first ``n`` dims of a head, with base ``theta``; positions are divided by ``linear``.
+
+    ``sections`` (M-RoPE): of the pairs, how many turn by the time, the row and the column of a token of an image; pair
+    j by axis j mod 3 while that has pairs left, the others by the time.  Empty: there is one position.
+    """
 
     n: int
     theta: float
     yarn: Yarn | None = None
     linear: float = 1.0
+    sections: tuple[int, ...] = ()
+
+    def axis(self, pair: int) -> int:
+        """Return which position a pair turns by: 0 the time, 1 the row, 2 the column."""
+        axis = pair % 3
+        return axis if self.sections and pair < 3 * self.sections[axis] else 0
 
 
 def plain_rotary(keys: Keys, head_dim: int, theta: float, suffix: str = "") -> Rotary:

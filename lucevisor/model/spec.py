@@ -145,6 +145,7 @@ class ModelSpec:
 
     ``boundary_width``: numbers per token that cross a boundary (hidden states plus the family's additions).
     ``embedding_scale`` multiplies rows of the token table.  ``options``: the model options that affect this file.
+    ``mrope``: tokens of images have positions in three axes.
     """
 
     architecture: str
@@ -162,6 +163,7 @@ class ModelSpec:
     options: frozenset[str] = frozenset()
     embedding_scale: float = 1.0
     pooling: Pooling = LAST_ROW
+    mrope: bool = False
     skipped: tuple[str, ...] = ()  # unused tensors of the file, such as an MTP block
     files: GgufFiles | None = field(default=None, repr=False, compare=False)
 

@@ -133,6 +133,16 @@ class ScorePlan(msgspec.Struct, frozen=True):
     step_tokens: int
 
 
+class VisionPlan(msgspec.Struct, frozen=True):
+    """The vision stage: an encoder on one device.  ``max_tokens``: the most of an image; ``dtype``: of its
+    matrices."""
+
+    files: list[str]
+    device: int
+    max_tokens: int
+    dtype: Dtype
+
+
 def arena_regions(n_stages: int) -> int:
     """Regions of an arena, and the most steps in flight: for each stage one that runs and one that waits.
 
@@ -285,6 +295,7 @@ class Load(msgspec.Struct, frozen=True):
     attend_host: bool = False  # layers attend to pages in host memory, too
     rank_pages: bool = False  # slices may ask how much they attend to each page
     score: ScorePlan | None = None
+    vision: VisionPlan | None = None
     replay: list[StageReplay] = []
     warm_up: bool = True
     deterministic: bool = False  # a row's bits depend on its sequence alone
@@ -315,6 +326,8 @@ class Loaded(msgspec.Struct, frozen=True):
     draft_problem: str = ""  # why the draft stage does not run although other stages of the daemon do
     score: DeviceUse | None = None  # of the scoring model
     score_problem: str = ""  # the same for the scoring model
+    vision: DeviceUse | None = None  # of the vision encoder
+    vision_problem: str = ""  # the same for the vision encoder
     replayed: bool = False  # all of ``Load.replay`` is computed; else the daemon holds no sequences
     warnings: list[str] = []  # what costs speed and can be fixed
     workspace_bytes: dict[int, int] = {}  # of GPUs, by index: the peak beyond weights and state while steps warmed up

@@ -82,6 +82,8 @@ class MessageKind(IntEnum):
     PLACED_ROWS = 24
     UNLOAD = 25
     UNLOADED = 26
+    ENCODE_IMAGE = 27
+    IMAGE_ROWS = 28
     HEARTBEAT = 32
     PROGRESS = 33
     LOG_LINE = 34
@@ -130,7 +132,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
     """Liveness of the process, and how long its compute thread has been busy with one thing."""
 
     count: int
-    phase: Literal["start", "load", "idle", "step", "score", "check"]
+    phase: Literal["start", "load", "idle", "step", "score", "encode", "check"]
     busy_s: float  # in this phase; while loading, since the last progress
     step_id: int
     n_steps: int
@@ -253,6 +255,25 @@ class WindowScores(msgspec.Struct, frozen=True, array_like=True):
 
     window: int
     n_scores: int
+    compute_s: float = 0.0
+
+
+# ---- images
+
+
+class EncodeImage(msgspec.Struct, frozen=True, array_like=True):
+    """An image for the vision encoder.  Payload: its pixels, one byte for each of red, green and blue, by rows."""
+
+    image: int  # number of the image, for the answer
+    width: int
+    height: int
+
+
+class ImageRows(msgspec.Struct, frozen=True, array_like=True):
+    """Answer to EncodeImage.  Payload: ``n_rows`` embedding rows of float32."""
+
+    image: int
+    n_rows: int
     compute_s: float = 0.0
 
 
@@ -395,6 +416,7 @@ Command = (
     | Masks
     | PlacedRows
     | ScoreWindow
+    | EncodeImage
     | CancelPending
     | Reset
     | Unload
@@ -404,7 +426,9 @@ Command = (
     | Shutdown
     | FileAnswer
 )
-Answer = Hello | Loaded | StepResult | WindowScores | PendingCancelled | ResetDone | Checked | Saved | Restored
+Answer = (
+    Hello | Loaded | StepResult | WindowScores | ImageRows | PendingCancelled | ResetDone | Checked | Saved | Restored
+)
 Message = (
     Command
     | Answer
@@ -443,6 +467,7 @@ _RESULT_LIMITS = (
 _LOAD_LIMITS = "paths of a split file, at most 4 KiB each; 5 bytes for each of 131,072 tokens to replay"
 _SAVE_LIMITS = "at most 200 bytes per tensor, 1,024 layers of 4; 5 bytes per page, 16,384 for 1 Mi tokens"
 _FILE_LIMITS = "six numbers and a problem; payload: one chunk"
+_IMAGE_LIMITS = "three numbers; payload: pixels, or 16,384 rows of 4,096 float32"
 _ROWS_LIMITS = "six numbers; payload: 8,192 rows of 8,192 float32"
 
 _UP, _DOWN = Role.DAEMON, Role.SUPERVISOR
@@ -462,6 +487,8 @@ MESSAGES: dict[MessageKind, MessageType] = {
     MessageKind.WINDOW_SCORES: MessageType(
         WindowScores, _UP, 4 * KIB, 4 * MIB, "three numbers; payload: float32 scores of a window of 1 Mi tokens"
     ),
+    MessageKind.ENCODE_IMAGE: MessageType(EncodeImage, _DOWN, 4 * KIB, MAX_PAYLOAD_BYTES, _IMAGE_LIMITS),
+    MessageKind.IMAGE_ROWS: MessageType(ImageRows, _UP, 4 * KIB, MAX_PAYLOAD_BYTES, _IMAGE_LIMITS),
     MessageKind.CANCEL_PENDING: MessageType(CancelPending, _DOWN, 4 * KIB, 0, "one number"),
     MessageKind.PENDING_CANCELLED: MessageType(PendingCancelled, _UP, 64 * KIB, 0, "an id for each step in flight"),
     MessageKind.RESET: MessageType(Reset, _DOWN, 4 * KIB, 0, "one number"),

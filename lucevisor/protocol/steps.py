@@ -99,10 +99,23 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         return self.typical_p < 1.0 or self.top_n_sigma > 0.0 or self.xtc_probability > 0.0
 
 
+class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
+    """An image in a sequence: ``height`` rows of ``width`` tokens from position ``start`` on.  The ids of its tokens
+    mean nothing to a model; their embedding rows come with the steps."""
+
+    start: int
+    height: int
+    width: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.height * self.width
+
+
 class OpenSequence(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Start a sequence.  ``state`` is its live recurrent state.  ``history``, the context tokens that no slice will
     carry, initialises the penalties.  ``mu``: mirostat's state; None at the start.  ``n_prompt``: tokens of the context
-    that were not generated, which presence and frequency penalties exclude."""
+    that were not generated, which presence and frequency penalties exclude.  ``images``: ascending."""
 
     sequence: int
     state: int
@@ -110,6 +123,7 @@ class OpenSequence(msgspec.Struct, frozen=True, array_like=True, tag=1):
     history: list[int] = []
     mu: float | None = None
     n_prompt: int = 0
+    images: tuple[ImageSpan, ...] = ()
 
 
 class CloseSequence(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -242,6 +256,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     page, including those in host memory.
     ``region`` is the arena region for this step's boundary activations, rows in slice order.
     Every stage executes the operations and runs its steps in the order received.
+    Payload, for the first stage: float32 embedding rows of the slices' image tokens, in order.
     """
 
     step_id: int

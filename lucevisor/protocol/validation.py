@@ -16,7 +16,7 @@ import msgspec
 
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.loading import Hello, Load, Loaded
-from lucevisor.protocol.messages import Heartbeat, Message, Progress, Unloaded, WindowScores
+from lucevisor.protocol.messages import Heartbeat, ImageRows, Message, Progress, Unloaded, WindowScores
 from lucevisor.protocol.steps import PENDING, PendingCancelled, Sampled, Scored, Slice, Step, StepResult
 
 MAX_INTEGER: Final = 2**56
@@ -124,6 +124,9 @@ def _check_message(message: Message, payload: memoryview, daemon: DaemonFacts) -
             _check_time("WindowScores.compute_s", compute_s, daemon.age_s)
             _require(len(payload) == 4 * n_scores, f"WindowScores: {n_scores} scores in {len(payload)} bytes")
             _check_finite("the scores", payload.cast("f").tolist() if n_scores else [])
+        case ImageRows(n_rows=n_rows, compute_s=compute_s):
+            _check_counts("ImageRows", n_rows=n_rows)
+            _check_time("ImageRows.compute_s", compute_s, daemon.age_s)
         case _:
             if (seconds := getattr(message, "seconds", None)) is not None:
                 _check_time(f"{type(message).__name__}.seconds", seconds, daemon.age_s)
@@ -139,10 +142,13 @@ def _check_loaded(message: Loaded, daemon: DaemonFacts) -> None:
     _require(found == asked, f"Loaded.shards are {len(found)}, which are not the {len(asked)} of the Load")
     _require(message.draft is None or (load is not None and load.draft is not None), "Loaded.draft was not asked for")
     _require(message.score is None or (load is not None and load.score is not None), "Loaded.score was not asked for")
+    _require(
+        message.vision is None or (load is not None and load.vision is not None), "Loaded.vision was not asked for"
+    )
     _require(not message.replayed or daemon.replays, "Loaded.replayed, but it was sent nothing to replay")
     for n_bytes in message.workspace_bytes.values():
         _check_counts("Loaded", workspace_bytes=n_bytes)
-    for use in [*message.shards, message.draft, message.score]:
+    for use in [*message.shards, message.draft, message.score, message.vision]:
         if use is not None:
             _check_counts("Loaded", weight_bytes=use.weight_bytes, state_bytes=use.state_bytes,
                           free_bytes=use.free_bytes, host_state_bytes=use.host_state_bytes)  # fmt: skip

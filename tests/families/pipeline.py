@@ -4,7 +4,7 @@ would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -19,6 +19,7 @@ from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Spac
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.steps import (
     CloseSequence,
+    ImageSpan,
     OpenSequence,
     Operation,
     SamplingParams,
@@ -118,6 +119,7 @@ class Text:
     length: int = 0
     kept: list[int] = field(default_factory=list)  # the ids of states after tokens of the last verify slice
     pages: dict[Space, list[int | None]] = field(default_factory=dict)
+    images: Mapping[ImageSpan, Tensor] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -146,10 +148,12 @@ class Pipeline:
         for stage in stages:
             stage.reset()
 
-    def open(self, sequence: int) -> None:
+    def open(self, sequence: int, images: Mapping[ImageSpan, Tensor] | None = None) -> None:
+        """``images``: with their embedding rows."""
         state = self.free_states.pop() if Space.RECURRENT in self.spec.spaces() else 0
-        self.texts[sequence] = Text(state, pages={space: [] for space in self.free})
-        operations: list[Operation] = [OpenSequence(sequence, state, SamplingParams())]
+        self.texts[sequence] = Text(state, pages={space: [] for space in self.free}, images=images or {})
+        opening = OpenSequence(sequence, state, SamplingParams(), images=(*(images or {}),))
+        operations: list[Operation] = [opening]
         if Space.RECURRENT in self.spec.spaces():
             operations.append(ZeroState(state))
         self.apply(operations)
@@ -181,10 +185,11 @@ class Pipeline:
             operations += self._grow(sequence, text, len(tokens))
         step = self.step = Step(1, 0, operations, slices, want_hidden=want_hidden)
         rows: Tensor | None = None
+        embeddings = self._embeddings(slices)
         self.hidden, self.captures = [], []
         for stage in self.stages:
             stage.apply(step.operations)
-            out = stage.forward(step, rows)
+            out = stage.forward(step, rows, embeddings=embeddings if stage.embedding else None)
             rows = out.rows
             if self.tell_first:
                 step = replace(step, slices=[replace(s, tokens=[0] * len(s.tokens)) for s in step.slices])
@@ -193,6 +198,14 @@ class Pipeline:
         assert rows is not None
         self.rows = rows
         return self.stages[-1].logits(rows, None) if want_logits else rows
+
+    def _embeddings(self, slices: list[Slice]) -> Tensor | None:
+        found = [
+            rows[max(0, s.start - image.start) : max(0, s.start + len(s.tokens) - image.start)]
+            for s in slices
+            for image, rows in self.texts[s.sequence].images.items()
+        ]
+        return torch.cat(found) if any(map(len, found)) else None
 
     def accept(self, sequence: int, n_drafts: int, n_accepted: int) -> None:
         """Keep the first ``n_accepted`` of the ``n_drafts`` of the last step."""

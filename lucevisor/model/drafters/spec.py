@@ -141,6 +141,7 @@ def assemble(
         params=params,
         shared_tensors=shared,
         embedding_scale=target.embedding_scale,
+        mrope=target.mrope,
         files=files,
     )
 

@@ -6,7 +6,7 @@ Metadata and tensors: docs/families.md.  An MTP block at the end of the file is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.rope import Rotary, read_linear, read_yarn
@@ -63,7 +63,8 @@ def hyperparameters(keys: Keys, options: Mapping[str, str]) -> Qwen35Params:
     interval = keys.integer("full_attention_interval", 4)
     flags = keys.flags("attention.recurrent_layers", n_layers)
     sections = keys.raw("rope.dimension_sections")
-    by_sections = 2 * sum(v for v in sections if isinstance(v, int)) if isinstance(sections, list) else None
+    by_axis = [v for v in sections if isinstance(v, int)] if isinstance(sections, list) else []
+    by_sections = 2 * sum(by_axis) if isinstance(sections, list) else None
     n_rotary = keys.even("rope.dimension_count", by_sections, high=head_dim)
     dim = keys.integer("ssm.state_size")
     n_value = keys.integer("ssm.time_step_rank")
@@ -82,7 +83,11 @@ def hyperparameters(keys: Keys, options: Mapping[str, str]) -> Qwen35Params:
         n_kv_heads=kv_heads,
         head_dim=head_dim,
         rotary=Rotary(
-            n_rotary, keys.number("rope.freq_base", 10000.0, above=0.0), read_yarn(keys, options), read_linear(keys)
+            n_rotary,
+            keys.number("rope.freq_base", 10000.0, above=0.0),
+            read_yarn(keys, options),
+            read_linear(keys),
+            tuple(by_axis[:3]) if len(by_axis) >= 3 else (),
         ),
         eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
         scale=keys.number("attention.scale", head_dim**-0.5),
@@ -167,7 +172,7 @@ def build(
         )
         for i in range(p.n_layers)
     ]
-    return assemble(files, keys, p, layers)
+    return replace(assemble(files, keys, p, layers), mrope=bool(p.rotary.sections))
 
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:

@@ -1,0 +1,101 @@
+"""The vision stage: a whole encoder on one device, which makes the embedding rows of images.
+
+Images come one at a time.  Invariant: the rows of an image depend on its pixels alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from daemons.device import allocating, launching, memory_free, prepare, torch_device, torch_dtype
+from daemons.errors import LoadError, StateError
+from daemons.vision.qwen3vl import Qwen3VlEncoder
+from daemons.weights.dequant import dequantise
+from lucevisor.model.values import Backend, LayerRange
+from lucevisor.model.vision import QWEN3VL, VisionSpec, open_vision
+from lucevisor.protocol.loading import DeviceUse, Load, VisionPlan
+from lucevisor.protocol.messages import EncodeImage, Progress
+
+ENCODERS = {QWEN3VL: Qwen3VlEncoder}
+_ADVICE = "name another device in vision.device, or lower vision.max_tokens"
+
+
+class VisionStage:
+    """A loaded encoder; see :meth:`load`."""
+
+    def __init__(
+        self, spec: VisionSpec, plan: VisionPlan, device: torch.device, dtype: torch.dtype, report: Callable[..., None]
+    ) -> None:
+        self.spec, self.plan, self.device, self.dtype = spec, plan, device, dtype
+        self.weight_bytes, self._done = 0, 0
+        self._report = report
+        self._encoder = ENCODERS[spec.projector](spec, self._weight)
+
+    @classmethod
+    @torch.inference_mode()
+    def load(cls, load: Load, backend: Backend, progress: Callable[[Progress], None]) -> VisionStage:
+        """Load the encoder of ``load.vision`` and run it once.
+
+        Raises GgufError, LoadError (file, tensor) or DeviceError (device, tensor, bytes).
+        """
+        plan = load.vision
+        assert plan is not None
+        prepare(backend, load.threads)
+        spec = open_vision(Path(plan.files[0]))
+
+        def report(done: int, total: int) -> None:
+            progress(Progress(-1, plan.device, done, total, "read"))
+
+        device = torch_device(backend, plan.device)
+        stage = cls(spec, plan, device, torch_dtype(load.dtype), report)
+        side = spec.cell_pixels * max(1, math.isqrt(min(plan.max_tokens, 64)))
+        stage.encode(EncodeImage(0, side, side), memoryview(bytearray(3 * side * side)))
+        return stage
+
+    @torch.inference_mode()
+    def encode(self, message: EncodeImage, pixels: memoryview) -> Tensor:
+        """Return the float32 rows [tokens, output_size] of an image, on the host.  Raises StateError for a size that
+        the encoder does not take."""
+        width, height, cell = message.width, message.height, self.spec.cell_pixels
+        where = f"image {message.image} of {width} x {height} pixels"
+        if width < 1 or height < 1 or width % cell or height % cell:
+            raise StateError(where, f"the encoder takes whole squares of {cell} x {cell} pixels")
+        if (width // cell) * (height // cell) > self.plan.max_tokens:
+            raise StateError(where, f"the encoder was loaded for images of up to {self.plan.max_tokens} tokens")
+        if len(pixels) != 3 * width * height:
+            raise StateError(where, f"{len(pixels)} bytes of pixels")
+        image = torch.frombuffer(pixels, dtype=torch.uint8).view(height, width, 3)
+        n_bytes = self.spec.workspace_bytes(self.plan.max_tokens, self.plan.dtype)
+        with launching(self.device), allocating(self.device, where, n_bytes, _ADVICE):
+            return self._encoder(image.to(self.device)).float().cpu()
+
+    def usage(self) -> DeviceUse:
+        """Memory of the encoder, measured."""
+        layers, free = LayerRange(0, self.spec.n_layers), memory_free(self.device)
+        return DeviceUse(self.plan.device, layers, self.weight_bytes, 0, free)
+
+    def _weight(self, name: str) -> Tensor:
+        """Read a tensor: vectors and learned positions in float32, matrices in the compute dtype."""
+        spec, files = self.spec, self.spec.files
+        assert files is not None
+        tensor, shape = files.tensors[name], spec.tensors[name]
+        exact = len(shape) == 1 or name == "v.position_embd.weight"
+        dtype = torch.float32 if exact else self.dtype
+        what = f"{files.paths[tensor.part]}: tensor {name!r}"
+        raw = torch.frombuffer(bytearray(files.read(tensor)), dtype=torch.uint8).view(math.prod(shape[:-1]), -1)
+        values = dequantise(tensor.kind, raw, dtype).view(shape)
+        if not values.isfinite().all():
+            advice = "download or convert the file again"
+            raise LoadError(what, "it has numbers that are NaN or infinite", advice, configuration=True)
+        n_bytes = values.numel() * values.element_size()
+        with allocating(self.device, what, n_bytes, _ADVICE):
+            values = values.to(self.device)
+        self.weight_bytes += n_bytes
+        self._done += tensor.n_bytes
+        self._report(self._done, files.total_bytes)
+        return values

@@ -1,0 +1,235 @@
+"""Vision encoders: the spec of an mmproj file (architecture ``clip``), and the sizes that its images are resized to.
+
+Built from a GGUF header alone.  The daemons have the encoders, a file for each projector.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from lucevisor.model.gguf_files import GgufFiles, open_model, part_paths
+from lucevisor.model.gguf_header import GgufError
+from lucevisor.model.spec import MAX_LAYERS, Keys, ModelSpec, Shapes, check_tensors, main_quant, model_name
+from lucevisor.model.values import Dtype, dtype_bytes
+
+ARCHITECTURE: Final = "clip"
+QWEN3VL: Final = "qwen3vl_merger"
+PROJECTORS: Final = {QWEN3VL: ("qwen35", "qwen35moe")}
+"""Projectors that this version runs, and the families of the models that read what they make."""
+PLACEHOLDERS: Final = {QWEN3VL: "<|image_pad|>"}
+"""The token that chat templates write where an image stands."""
+IMAGE_ID: Final = 1 << 31
+"""Ids of an image's tokens begin here, where no vocabulary reaches: 31 bits each of a hash of its content, so that two
+images have the same ids where they are the same, and nowhere else."""
+MAX_ASPECT: Final = 200
+"""The longer side of an image divided by the shorter one, as the model's own processor has it."""
+
+
+class ImageSize(NamedTuple):
+    """Width and height in pixels."""
+
+    width: int
+    height: int
+
+
+class ImageGrid(NamedTuple):
+    """Rows and columns of an image's tokens."""
+
+    height: int
+    width: int
+
+    @property
+    def n_tokens(self) -> int:
+        return self.height * self.width
+
+
+class EncoderImage(NamedTuple):
+    """An image as an encoder takes it: RGB pixels, a byte each, and the ids of its tokens, which tell it from all
+    others."""
+
+    size: ImageSize
+    grid: ImageGrid
+    pixels: bytes
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """An encoder: images of whole ``cell_pixels`` squares in, a row of ``output_size`` for each of them out.
+
+    Patches are of ``patch`` pixels, ``merge`` x ``merge`` of them make a token.  ``side``: of the square of learned
+    position embeddings.  ``min_tokens``, ``max_tokens``: of an image, unless the configuration says otherwise.
+    """
+
+    projector: str
+    name: str
+    quant: str
+    n_layers: int
+    hidden_size: int
+    feed_forward: int
+    n_heads: int
+    eps: float
+    patch: int
+    merge: int
+    side: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    output_size: int
+    min_tokens: int
+    max_tokens: int
+    tensors: Shapes
+    files: GgufFiles | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def cell_pixels(self) -> int:
+        """Side of the square of pixels that a token stands for."""
+        return self.patch * self.merge
+
+    @property
+    def placeholder(self) -> str:
+        """The token that a chat template writes for an image."""
+        return PLACEHOLDERS[self.projector]
+
+    def grid(self, size: ImageSize) -> ImageGrid:
+        return ImageGrid(size.height // self.cell_pixels, size.width // self.cell_pixels)
+
+    def weight_bytes(self, dtype: Dtype) -> int:
+        """Bytes of the weights on a device: matrices in ``dtype``, the position embeddings and vectors in float32."""
+        total = 0
+        for name, shape in self.tensors.items():
+            exact = len(shape) == 1 or name == "v.position_embd.weight"
+            total += math.prod(shape) * (4 if exact else dtype_bytes(dtype, 1))
+        return total
+
+    def workspace_bytes(self, max_tokens: int, dtype: Dtype) -> int:
+        """Bytes that encoding an image takes beside the weights."""
+        n_patches = max_tokens * self.merge * self.merge
+        widest = max(3 * self.hidden_size, self.feed_forward, 3 * 2 * self.patch * self.patch)
+        numbers = n_patches * (2 * widest + 8 * self.hidden_size)
+        return numbers * max(4, dtype_bytes(dtype, 1))
+
+
+def resized(size: ImageSize, cell: int, min_tokens: int, max_tokens: int) -> ImageSize:
+    """Return the size that an image is resized to: whole cells, ``min_tokens`` to ``max_tokens`` of them, and its
+    aspect ratio as far as that allows.  Raises ValueError for one that is too narrow."""
+    width, height = size
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise ValueError(f"is {width} x {height} pixels: one side is more than {MAX_ASPECT} times the other")
+    rows, columns = round(height / cell), round(width / cell)
+    if rows * columns > max_tokens:
+        scale = math.sqrt(height * width / (max_tokens * cell * cell))
+        rows, columns = (max(1, math.floor(side / scale / cell)) for side in (height, width))
+    elif rows * columns < min_tokens:
+        scale = math.sqrt(min_tokens * cell * cell / (height * width))
+        rows, columns = (math.ceil(side * scale / cell) for side in (height, width))
+    if rows * columns > max_tokens:  # one side is a single cell, and the other longer than all of them
+        rows, columns = min(rows, max_tokens), min(columns, max_tokens)
+    return ImageSize(columns * cell, rows * cell)
+
+
+def read_vision_spec(files: GgufFiles, target: ModelSpec | None = None) -> VisionSpec:
+    """Read the spec of an open mmproj file, and check that it fits ``target``.  Raises GgufError."""
+    keys = Keys(files.metadata, ARCHITECTURE, str(files.paths[0]))
+    architecture = files.metadata.get("general.architecture")
+    if architecture != ARCHITECTURE:
+        reason = f"is {architecture!r}, and that of an mmproj file is {ARCHITECTURE!r}"
+        raise GgufError(keys.file, "metadata value 'general.architecture'", reason)
+    key = "vision.projector_type" if keys.has("vision.projector_type") else "projector_type"
+    projector = keys.text(key, "")
+    if projector not in PROJECTORS:
+        raise keys.error(key, f"is {projector!r}; this version runs {', '.join(sorted(PROJECTORS))}")
+    spec = _read_qwen3vl(files, keys)
+    if target is not None:
+        _check_target(spec, target, keys)
+    return spec
+
+
+def open_vision(path: Path, target: ModelSpec | None = None) -> VisionSpec:
+    """Open an mmproj file and read its spec; the result's ``files`` is set.  Raises GgufError and OSError."""
+    return read_vision_spec(open_model(part_paths(path)), target)
+
+
+def _check_target(spec: VisionSpec, target: ModelSpec, keys: Keys) -> None:
+    if target.architecture not in PROJECTORS[spec.projector]:
+        reads = " and ".join(PROJECTORS[spec.projector])
+        raise keys.error("projector_type", f"is {spec.projector!r}, which {reads} read, not {target.architecture}")
+    if spec.output_size != target.hidden_size:
+        reason = f"is {spec.output_size}, and rows of {target.name} have {target.hidden_size} numbers: take the mmproj"
+        raise keys.error("vision.projection_dim", f"{reason} file of this model")
+    if not target.mrope:
+        raise keys.error("projector_type", f"is {spec.projector!r}, and {target.name} has no rope.dimension_sections")
+    tokens = None if target.files is None else target.files.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and spec.placeholder not in tokens:
+        raise keys.error("projector_type", f"is {spec.projector!r}, and {target.name} has no token {spec.placeholder}")
+
+
+def _read_qwen3vl(files: GgufFiles, keys: Keys) -> VisionSpec:
+    """Qwen3-VL, Qwen3.5 and Qwen3.6: pre-norm blocks with rotary positions, learned positions, a merger of squares."""
+    n_layers = keys.integer("vision.block_count", high=MAX_LAYERS)
+    e, f = keys.integer("vision.embedding_length"), keys.integer("vision.feed_forward_length")
+    heads, patch = keys.integer("vision.attention.head_count"), keys.integer("vision.patch_size", high=256)
+    merge = keys.integer("vision.spatial_merge_size", 2, high=16)
+    output = keys.integer("vision.projection_dim")
+    if e % heads or (e // heads) % 4:
+        raise keys.error("vision.attention.head_count", f"{heads} heads do not divide {e} numbers into fours")
+    if any(keys.flags("vision.is_deepstack_layers", n_layers) or ()):
+        raise keys.error("vision.is_deepstack_layers", "names layers whose features the model's layers add (Qwen3-VL)")
+    side = keys.integer("vision.image_size", high=1 << 16) // patch
+    merged = e * merge * merge
+    tensors: Shapes = {
+        "v.patch_embd.weight": (e, 3, patch, patch),
+        "v.patch_embd.weight.1": (e, 3, patch, patch),
+        "v.patch_embd.bias": (e,),
+        "v.position_embd.weight": (side * side, e),
+        "v.post_ln.weight": (e,),
+        "v.post_ln.bias": (e,),
+        "mm.0.weight": (merged, merged),
+        "mm.0.bias": (merged,),
+        "mm.2.weight": (output, merged),
+        "mm.2.bias": (output,),
+    }
+    for i in range(n_layers):
+        b = f"v.blk.{i}."
+        shapes = {"attn_qkv": (3 * e, e), "attn_out": (e, e), "ffn_up": (f, e), "ffn_down": (e, f)}
+        for name, shape in shapes.items():
+            tensors |= {f"{b}{name}.weight": shape, f"{b}{name}.bias": shape[:1]}
+        for name in ("ln1", "ln2"):
+            tensors |= {f"{b}{name}.weight": (e,), f"{b}{name}.bias": (e,)}
+    check_tensors(files, tensors)
+    cell = (patch * merge) ** 2
+    return VisionSpec(
+        projector=QWEN3VL,
+        name=model_name(files),
+        quant=main_quant(files),
+        n_layers=n_layers,
+        hidden_size=e,
+        feed_forward=f,
+        n_heads=heads,
+        eps=keys.number("vision.attention.layer_norm_epsilon", 1e-6, above=0.0),
+        patch=patch,
+        merge=merge,
+        side=side,
+        mean=_colours(keys, "vision.image_mean"),
+        std=_colours(keys, "vision.image_std"),
+        output_size=output,
+        min_tokens=max(1, keys.integer("vision.image_min_pixels", 65536) // cell),
+        max_tokens=max(1, keys.integer("vision.image_max_pixels", 4096 * cell) // cell),
+        tensors=tensors,
+        files=files,
+    )
+
+
+def _colours(keys: Keys, key: str) -> tuple[float, float, float]:
+    """A number for each of red, green and blue."""
+    found = keys.raw(key)
+    values: Sequence[object] = found if isinstance(found, list) else [0.5, 0.5, 0.5]
+    if len(values) != 3 or not all(isinstance(value, float | int) for value in values):
+        raise keys.error(key, f"is {found!r}, not a number for each of three colours")
+    red, green, blue = (float(value) for value in values if isinstance(value, float | int))
+    if key.endswith("std") and 0.0 in (red, green, blue):
+        raise keys.error(key, "has a 0, and pixels are divided by it")
+    return red, green, blue
