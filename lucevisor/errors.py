@@ -110,6 +110,10 @@ class NotReadyError(LucevisorError):
     exit_code = ExitCode.NOT_READY
 
 
+class VisionError(LucevisorError):
+    """The vision encoder did not encode an image.  The message has the reason."""
+
+
 class ScoringError(LucevisorError):
     """The scoring model did not score a window.  The message has the reason."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, Protocol
@@ -12,14 +12,16 @@ import msgspec
 from msgspec import Meta
 
 from lucevisor.api.errors import ApiError, bad_parameter
+from lucevisor.api.images import ImageReader
 from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.api.prepared import ModelOrder, PreparedRequest
 from lucevisor.api.sse import EventStream
 from lucevisor.compression.compressor import Compressor
 from lucevisor.engine.request import GenerationRequest, RequestHandle
 from lucevisor.engine.shell import Engine
-from lucevisor.errors import LucevisorError, show
+from lucevisor.errors import LucevisorError, VisionError, show
 from lucevisor.model.spec import LAST_ROW, Pooling
+from lucevisor.model.vision import EncoderImage
 from lucevisor.snapshots.store import SnapshotStore
 from lucevisor.text.grammar.matcher import GrammarCompiler
 from lucevisor.text.normalise import Normalise
@@ -227,6 +229,10 @@ class ModelControl(Protocol):
         """Unload it after so long without requests from now on; negative: never, 0: as soon as it has none."""
 
 
+async def _no_encoder(_: EncoderImage, /) -> memoryview:
+    raise VisionError("there is no vision encoder")
+
+
 @dataclass(slots=True, kw_only=True)
 class AppContext:
     """State of one model that all handlers share, and of the server, which is the same for every model.
@@ -258,6 +264,8 @@ class AppContext:
     engine: ServingEngine | None = None
     control: ModelControl | None = None  # None: the model is always loaded
     compressor: Compressor | None = None  # of PFlash; None while it is off
+    images: ImageReader | None = None  # None: requests with images are refused
+    encode_image: Callable[[EncoderImage], Awaitable[memoryview]] = _no_encoder  # to embedding rows
     max_context: int = 0  # tokens; 0: not known yet
     max_sequences: int = 0
     boundary_row_bytes: int = 0  # of a token's hidden states, from stage to stage

@@ -11,15 +11,19 @@ import msgspec
 from aiohttp import web
 
 from lucevisor.api.access import check_content_type
-from lucevisor.api.app_context import ApiSettings, BodyParser, ParsedBody, ServedModels
+from lucevisor.api.app_context import ApiSettings, AppContext, BodyParser, ParsedBody, ServedModels
 from lucevisor.api.app_state import APP_CONTEXT, BUFFERED_BODIES, MODELS, BufferedBodies, context_of, yield_to_loop
 from lucevisor.api.constraint import compiled, constrains
-from lucevisor.api.errors import ApiError
+from lucevisor.api.errors import ApiError, unavailable
+from lucevisor.api.images import has_images
 from lucevisor.api.parameters import check_generates, searches_vocabulary
 from lucevisor.api.prepared import ModelOrder, PreparedRequest
 from lucevisor.api.schemas import decode_object
 from lucevisor.compression.compressor import Compressor
+from lucevisor.engine.request import PromptImage
+from lucevisor.errors import LucevisorError
 from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.protocol.steps import ImageSpan
 
 INLINE_BYTES: Final = 4 * 1024
 """Bodies up to this size are processed on the event loop: at most 2 ms of template and tokens."""
@@ -57,9 +61,25 @@ async def prepare_request(
     if read.options.grammar is not None:
         # Off the loop: the worker has found that it compiles within its bounds.
         read = replace(read, grammar=await asyncio.to_thread(compiled, read.options.grammar, ctx))
+    if read.images:
+        return await _embedded(read, ctx)
     if ctx.compressor is None or read.options.score_prompt:  # all tokens of a prompt that is scored stay
         return read
     return await _compressed(read, ctx.compressor)
+
+
+async def _embedded(read: PreparedRequest, ctx: AppContext) -> PreparedRequest:
+    """Return the request with the embedding rows of its images, all of which stay in the prompt."""
+    found = []
+    try:
+        if ctx.control is not None:  # its encoder comes with it
+            await ctx.control.load()
+        for start, image in read.images:
+            rows = await ctx.encode_image(image)
+            found.append(PromptImage(ImageSpan(start, *image.grid), rows, len(rows) // len(image.ids)))
+    except LucevisorError as error:
+        raise unavailable(str(error), ctx.retry_after_s()) from None
+    return replace(read, images=(), embedded=tuple(found))
 
 
 async def _compressed(read: PreparedRequest, compressor: Compressor) -> PreparedRequest:
@@ -75,12 +95,13 @@ async def _compressed(read: PreparedRequest, compressor: Compressor) -> Prepared
 
 
 async def _parse(parser: BodyParser, body: list[bytes], models: ServedModels, bodies: BufferedBodies) -> ParsedBody:
-    """Parse a whole body, in a worker if it is long or has a grammar, which could crash or block the process."""
+    """Parse a whole body, in a worker if it is long or has a grammar or images, which could block the process."""
     preprocessor = models.first.preprocessor
     if sum(map(len, body)) <= INLINE_BYTES:
         await yield_to_loop(bodies.parse_limit)
         fields = decode_object(b"".join(body))
-        if preprocessor is None or not (constrains(fields) or searches_vocabulary(fields)):
+        in_worker = constrains(fields) or searches_vocabulary(fields) or has_images(fields)
+        if preprocessor is None or not in_worker:
             ctx = models.of_body(fields)
             return parser(fields, ctx), ctx.model.name
     if preprocessor is None:

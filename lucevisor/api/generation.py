@@ -49,6 +49,7 @@ def make_choice_runs(prepared: PreparedRequest, ctx: AppContext, response_id: st
                 turn_boundaries=tuple(options.turn_ends[p]),
                 constraint=_constraint(prepared, ctx, room, ends),
                 score_prompt=options.score_prompt,
+                images=prepared.embedded,
             )
             processor = OutputProcessor(ctx.tokenizer, options, output_format)
             runs.append(ChoiceRun(request=request, processor=processor, new_prompt=i == 0))

@@ -108,7 +108,7 @@ def abilities(ctx: AppContext) -> dict[str, bool]:
     return {
         "completions": ctx.pooling.generates,
         "embeddings": not ctx.pooling.ranks,
-        "image_input": False,
+        "image_input": ctx.images is not None,
         "rerank": ctx.pooling.ranks,
         "structured_outputs": ctx.pooling.generates,
         "thinking": output.reasoning is not None,

@@ -9,6 +9,8 @@ from typing import Any, Final
 import msgspec
 
 from lucevisor.compression.compressor import CompressedPrompt
+from lucevisor.engine.request import PromptImage
+from lucevisor.model.vision import EncoderImage
 from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.grammar.matcher import Grammar
 
@@ -135,13 +137,16 @@ class ModelOrder:
 class PreparedRequest:
     """A request with the token ids of its prompts, and the grammar of its options once it is compiled.
 
-    ``compressed``: what PFlash made of the prompts; empty while it is off.
+    ``compressed``: what PFlash made of the prompts; empty while it is off.  ``images``: of the only prompt, with where
+    they start; ``embedded``: the same with their embedding rows.
     """
 
     options: GenerationOptions
     prompts: list[Sequence[int]]
     grammar: Grammar | None = None
     compressed: tuple[CompressedPrompt, ...] = ()
+    images: tuple[tuple[int, EncoderImage], ...] = ()
+    embedded: tuple[PromptImage, ...] = ()
 
     def with_options(self, **changes: Any) -> PreparedRequest:
         return replace(self, options=msgspec.structs.replace(self.options, **changes))

@@ -133,7 +133,17 @@ class Preprocessor:
 
     def _setup(self, models: ServedModels) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Return the metadata for a worker's tokenizer, and the other fields of its context, for each model."""
-        names = ("model", "defaults", "direct_defaults", "efforts", "banned", "settings", "pooling", "pooled_width")
+        names = (
+            "model",
+            "defaults",
+            "direct_defaults",
+            "efforts",
+            "banned",
+            "images",
+            "settings",
+            "pooling",
+            "pooled_width",
+        )
         fields = [{name: getattr(ctx, name) for name in names} for ctx in models]
         return list(zip(self._metadata, fields, strict=True))
 

@@ -1,4 +1,4 @@
-"""Opens the model that a configuration names, its drafter and its scoring model: files and headers, no weights; and
+"""Opens the model that a configuration names, and the models beside it: files and headers, no weights; and
 finds the defaults of its family in etc/model_cards/*.toml.
 """
 
@@ -24,6 +24,7 @@ from lucevisor.model.families import FAMILIES, open_spec
 from lucevisor.model.gguf_files import GgufFiles, part_paths
 from lucevisor.model.gguf_header import GgufError, TruncatedFileError
 from lucevisor.model.spec import ModelSpec
+from lucevisor.model.vision import VisionSpec, open_vision
 from lucevisor.placement.planner import model_options
 from lucevisor.protocol.loading import DraftKind
 from lucevisor.source_tree import locate
@@ -195,10 +196,10 @@ _Notify = Callable[[str], None]
 
 
 def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
-    """Open the model, its drafter and its scoring model: locate or download the files and read their headers.
+    """Open the model and those beside it: locate or download the files and read their headers.
 
-    Raises ConfigError naming ``model.path``, ``model.chat_template``, ``draft.path``, ``draft.kind``, ``pflash.path``
-    or a group that has nothing to do.
+    Raises ConfigError naming ``model.path``, ``model.chat_template``, ``draft.path``, ``draft.kind``, ``pflash.path``,
+    ``vision.path`` or a group that has nothing to do.
     """
     path = resolve_file(config, "model.path", config.model.source, notify)
     try:
@@ -208,7 +209,8 @@ def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
         hint = "name a file of a family this version runs"
         raise _unreadable(config, "model.path", config.model.path, error, hint) from error
     drafter, scorer = open_drafter(config, spec, notify), open_scorer(config, notify)
-    return ServedModel(spec, files, config.model.name or spec.name, drafter, scorer, open_template(config, spec))
+    template, encoder = open_template(config, spec), open_encoder(config, spec, notify)
+    return ServedModel(spec, files, config.model.name or spec.name, drafter, scorer, template, encoder)
 
 
 def open_models(config: Config, notify: _Notify = lambda _: None) -> list[ServedModel]:
@@ -259,6 +261,19 @@ def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ModelSpec |
         hint = "name a file of a family this version runs, such as Qwen3-0.6B"
         raise _unreadable(config, "pflash.path", config.pflash.path, error, hint) from error
     return spec
+
+
+def open_encoder(config: Config, target: ModelSpec, notify: _Notify = lambda _: None) -> VisionSpec | None:
+    """Open the vision encoder of ``[vision]`` for ``target``, None without one; raises ConfigError."""
+    source = config.vision.source
+    if source is None:
+        return None
+    path = resolve_file(config, "vision.path", source, notify)
+    try:
+        return open_vision(path, target)
+    except (GgufError, OSError) as error:
+        hint = f"name the mmproj file that was converted with {target.name}"
+        raise _unreadable(config, "vision.path", config.vision.path, error, hint) from error
 
 
 def open_drafter(config: Config, target: ModelSpec, notify: _Notify = lambda _: None) -> ServedDrafter | None:

@@ -43,6 +43,7 @@ from lucevisor.app.pflash import make_compressor, make_page_scorer
 from lucevisor.app.rundir import RunDirectory, log_path
 from lucevisor.app.status import LoadProgress, status
 from lucevisor.app.systemd import Notifier, SystemdReport, listen_sockets, watchdog_s
+from lucevisor.app.vision import make_encoder, make_image_reader
 from lucevisor.config import (
     ApiKey,
     Config,
@@ -560,6 +561,7 @@ class Supervisor:
         width = model.model.spec.boundary_width
         context.boundary_row_bytes = dtype_bytes(placements[0].dtype, width)
         context.compressor = context.compressor or make_compressor(models, context.tokenizer)
+        context.encode_image = make_encoder(models)
         engine.relevance.score = make_page_scorer(model, context.tokenizer)
 
     def _not_ready(self) -> list[NotReadyPart]:
@@ -644,6 +646,7 @@ def make_app_contexts(
             keys=keys,
             admin_keys=admins,
             settings=replace(settings, normalise=own.cache.normalise),
+            images=make_image_reader(own, model, settings),
             log_drops=logs.dropped_records,
             banned=tuple(range(tokenizer.n_vocab, model.spec.vocabulary)),
             pooling=model.spec.pooling,

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from lucevisor.app import logs
 from lucevisor.app.pflash import pflash_status
+from lucevisor.app.vision import vision_status
 from lucevisor.compression.compressor import Compressor
 from lucevisor.deployment.service import ModelService, Observer, Service
 from lucevisor.engine.recovery import RecoveryStatistics
@@ -87,6 +88,7 @@ def _model(service: ModelService, compressor: Compressor | None) -> dict[str, An
         "engine": _engine(statistics),
         "draft": _draft(service, statistics),
         "pflash": pflash_status(service, compressor),
+        "vision": vision_status(service),
         "host_memory": _host_memory(service),
         "cache": _cache(service, statistics.cache if statistics is not None else CacheStatistics()),
     }

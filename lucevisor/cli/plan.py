@@ -93,7 +93,7 @@ def _plan(config: Config, model: ServedModel, found: Inventory, *, measure: bool
         links = read_links(config)
         request = request_for_split(model.spec, config, found)
         speeds = None if request is None else read_speeds(request)
-    return make_plan(model.spec, config, found, speeds, model.draft_spec, model.scorer, links)
+    return make_plan(model.spec, config, found, speeds, model.draft_spec, model.scorer, links, model.encoder)
 
 
 @click.command()
@@ -151,7 +151,15 @@ def doctor(config: Path, overrides: tuple[str, ...], pythons: tuple[str, ...], l
     devices, _ = asyncio.run(inventory(loaded))
     served = {own.replica or model.name: (own, model) for own, model in pipelines(loaded, models)}
     plans = {
-        name: plan(model.spec, with_target_devices(own, devices), devices, None, model.draft_spec, model.scorer)
+        name: plan(
+            model.spec,
+            with_target_devices(own, devices),
+            devices,
+            None,
+            model.draft_spec,
+            model.scorer,
+            encoder=model.encoder,
+        )
         for name, (own, model) in served.items()
     }
     dtypes = {

@@ -57,6 +57,7 @@ def model_lines(status: Status, *, verbose: bool = False) -> list[str]:
         page_line(engine["pages"]),
         *draft_lines(status["draft"], verbose=verbose),
         *pflash_lines(status["pflash"]),
+        *vision_lines(status["vision"]),
         *cache_lines(status["cache"]),
         host_memory_line(status["host_memory"]),
     ]
@@ -264,6 +265,15 @@ def override_lines(overrides: Sequence[Status]) -> list[str]:
         value = "not shown" if override["value"] is None else override["value"]
         lines.append(f"{override['key']} = {value} by {override['source']} --set; {hides}")
     return lines
+
+
+def vision_lines(vision: dict[str, Any]) -> list[str]:
+    """Return lines on the vision encoder; none without one."""
+    if vision["state"] == "none":
+        return []
+    why = f": {vision['reason']}" if vision["reason"] else ""
+    images = f"{vision['encoded']} images encoded in {vision['seconds']:.1f} s, {vision['reused']} known already"
+    return [f"vision encoder {vision['name']} on {vision['device']} is {vision['state']}{why}; {images}"]
 
 
 def pflash_lines(p: dict[str, Any]) -> list[str]:

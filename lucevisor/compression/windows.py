@@ -14,6 +14,7 @@ from itertools import accumulate, groupby
 from typing import Final, Protocol
 
 from lucevisor.model.values import PAGE_TOKENS
+from lucevisor.model.vision import IMAGE_ID
 from lucevisor.text.tokenizer import Tokenizer
 
 MIN_PART_TOKENS: Final = 256
@@ -162,8 +163,9 @@ class Windows:
     async def page_scores(self, tokens: Sequence[int]) -> list[float]:
         """Return the relevance of each whole page of a text to its last words: that of its tokens together.
 
-        Pages of the question itself have none.  Raises ScoringError.
+        Pages of the question itself have none.  Images are no words.  Raises ScoringError.
         """
+        tokens = [token if token < IMAGE_ID else 0 for token in tokens]
         end = last_words_end(tokens, self.tokenizer)
         start = max(0, end - QUESTION_TOKENS)
         scores = await self.scores([*tokens[:start]], [*tokens[start:end]])

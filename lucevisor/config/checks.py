@@ -81,6 +81,7 @@ def check_values(pending: PendingConfig) -> None:
         hint = "name the drafter's file; nearest: draft.kind = auto"
         pending.refuse("draft.path", "", f"is empty, and draft.kind = {kind} needs a drafter", hint)
     _check_pflash(pending)
+    _check_vision(pending)
     _check_deterministic(pending)
     _resolve_target_devices(pending)
     _check_replicas(pending)
@@ -139,7 +140,7 @@ def _check_replicas(pending: PendingConfig) -> None:
         if group not in owners:
             why = "is in no replica: its daemon would have nothing to do"
             pending.refuse(f"{GROUPS}.{group}", NO_VALUE, why, f"add it to groups of a [{REPLICAS}.NAME], or remove it")
-    for key in ("draft.device", "pflash.device"):
+    for key in ("draft.device", "pflash.device", "vision.device"):
         if (device := pending.values.get(key)) is not None:
             why = "is a device of one replica"
             pending.refuse(key, str(device), why, "leave it empty: in each replica it is that of the last layers")
@@ -229,6 +230,9 @@ def _check_every_group_has_a_device(pending: PendingConfig, used: set[str]) -> N
     scorer: DeviceRef | None = values.get("pflash.device")
     if scorer is not None and (values.get("pflash.mode") != "off" or _ranks_by_scorer(pending)):
         used.add(scorer.group)
+    encoder: DeviceRef | None = values.get("vision.device")
+    if encoder is not None and values.get("vision.path"):
+        used.add(encoder.group)
     for name in pending.group_names:
         if name not in used:
             why = "has no device in placement.target_devices: its daemon would have nothing to do"
@@ -238,6 +242,14 @@ def _check_every_group_has_a_device(pending: PendingConfig, used: set[str]) -> N
 
 def _ranks_by_scorer(pending: PendingConfig) -> bool:
     return pending.values.get("kvflash.policy") == "drafter" and pending.values.get("kvflash.pool_tokens") != 0
+
+
+def _check_vision(pending: PendingConfig) -> None:
+    _resolve_device_of(pending, "vision.device")
+    least, most = pending.values.get("vision.min_tokens"), pending.values.get("vision.max_tokens")
+    if isinstance(least, int) and isinstance(most, int) and least > most:
+        why = f"is more than vision.max_tokens = {most}"
+        pending.refuse("vision.min_tokens", least, why, f"nearest: {most}")
 
 
 def _check_pflash(pending: PendingConfig) -> None:
@@ -369,6 +381,8 @@ def used_groups(config: Config) -> dict[str, GroupConfig]:
         devices.append(config.draft.device)
     if config.pflash.device is not None and config.scores:
         devices.append(config.pflash.device)
+    if config.vision.device is not None and config.vision.path:
+        devices.append(config.vision.device)
     named = {device.group for device in devices}
     return {name: group for name, group in config.groups.items() if name in named}
 
@@ -440,3 +454,6 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
         yield "pflash.threshold", "pflash.mode is always"
     if pflash.curve:
         yield "pflash.keep_ratio", "pflash.curve is set"
+    if not config.vision.path:
+        for name in ("device", "min_tokens", "max_tokens", "media_path"):
+            yield f"vision.{name}", "vision.path is empty"

@@ -370,6 +370,29 @@ class PFlashConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """Images: an encoder reads them, and the model reads what it makes of them. See docs/api.md#images."""
+
+    path: Annotated[str, HUB_PATH] = ""
+    """The encoder's GGUF file, which converters name `mmproj`; empty: requests with images are refused. Relative to the
+    directory of this file."""
+    device: Annotated[DeviceRef | None, OPTIONAL_DEVICE] = None
+    """Device of the encoder: any device of any group, also of one without layers. Empty: that of the first layers."""
+    min_tokens: Annotated[Annotated[int, Meta(ge=8, le=16384)] | AutoWord, Key(unit="tokens")] = "auto"
+    """Smaller images are enlarged to as many. `auto`: as the file says."""
+    max_tokens: Annotated[Annotated[int, Meta(ge=8, le=16384)] | AutoWord, Key(unit="tokens")] = "auto"
+    """Larger images are reduced to as many. `auto`: as the file says, or 4096."""
+    media_path: Annotated[str, PATH] = ""
+    """Directory of images that requests may name by `file://` URLs. Empty: none; they send images themselves. Relative
+    to the directory of this file."""
+
+    @property
+    def source(self) -> Path | HubFile | None:
+        """The encoder's file; None if `path` is empty."""
+        return source_of(self.path) if self.path else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryConfig:
     """Recovery from the death of a daemon."""
 
@@ -426,6 +449,7 @@ class Config:
     draft: DraftConfig = DraftConfig()
     kvflash: KvFlashConfig = KvFlashConfig()
     pflash: PFlashConfig = PFlashConfig()
+    vision: VisionConfig = VisionConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     cluster: ClusterConfig = ClusterConfig()
     log: LogConfig = LogConfig()
@@ -520,7 +544,7 @@ class Neighbour:
 GROUPS = "groups"
 REPLICAS = "replicas"
 MODELS = "models"
-PER_MODEL: Final = ("placement", "engine", "cache", "draft", "kvflash", "pflash")
+PER_MODEL: Final = ("placement", "engine", "cache", "draft", "kvflash", "pflash", "vision")
 """Sections that `[models.NAME]` may contain, as `[models.NAME.engine]`; those of the file itself are for all models."""
 SECTIONS: Mapping[str, type[Any]] = {
     "model": ModelConfig,
@@ -531,6 +555,7 @@ SECTIONS: Mapping[str, type[Any]] = {
     "draft": DraftConfig,
     "kvflash": KvFlashConfig,
     "pflash": PFlashConfig,
+    "vision": VisionConfig,
     "recovery": RecoveryConfig,
     "cluster": ClusterConfig,
     "log": LogConfig,

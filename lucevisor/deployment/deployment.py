@@ -28,6 +28,7 @@ from lucevisor.deployment.group_settings import group_threads, spin_s, target_gr
 from lucevisor.deployment.measurements import LINK_S, links_for, speeds_for
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
+from lucevisor.deployment.vision import ROW_NUMBER_BYTES, VisionStage
 from lucevisor.deployment.weights import ServedWeights, open_offered
 from lucevisor.engine.core import FrozenState
 from lucevisor.engine.pipeline import StageFailure
@@ -47,7 +48,7 @@ from lucevisor.placement.stages import LoadFiles, load_message
 from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.loading import ArenaPlan, Hello, Loaded
+from lucevisor.protocol.loading import ArenaPlan, Hello, Loaded, arena_regions
 from lucevisor.protocol.messages import Progress, Unload, Unloaded
 from lucevisor.protocol.steps import RowsCopy, Step, StepResult
 from lucevisor.protocol.transport import Channel
@@ -219,6 +220,7 @@ class Deployment:
         self._boundaries: Boundaries | None = None
         self.transfers: KvTransfer | None = None
         self.scoring: ScoringStage | None = None  # of PFlash, when it is placed
+        self.vision: VisionStage | None = None  # of images, when it is placed
         self.config, self._model, self._weights, self._limits, self._owner = config, model, weights, limits, owner
         self._sizes = sizes
         self._remote: Final = {name for name, group in config.groups.items() if not group.shares_memory}
@@ -338,7 +340,7 @@ class Deployment:
         self.loads.clear()
         self._draft_loaded = False
         for group in links:
-            for part in (self.transfers, self.scoring):
+            for part in (self.transfers, self.scoring, self.vision):
                 if part is not None:
                     part.on_lost(group, "the model is unloaded")
         if self._engine is not None:
@@ -469,13 +471,15 @@ class Deployment:
             raise LucevisorError(f"it has nothing to run: {why}")
         scorer = self._model.scorer
         score_files = [str(path) for path in scorer.files.paths] if scorer is not None and scorer.files else []
+        encoder = self._model.encoder
+        vision_files = [str(path) for path in encoder.files.paths] if encoder is not None and encoder.files else []
         files, draft_files = await self._weights.model_files(), None
         if group == self.draft_group:
             draft_files = await self._draft_files(alone=not placement.stages_of(group))
         threads = group_threads(self.config, group)
         alone = not self.config.neighbours or self.config.replica  # else other models wait for the compute thread
         polls_s = spin_s(self.config) if alone else 0.0
-        load = load_message(placement, group, files, threads, draft_files, score_files, spin_s=polls_s)
+        load = load_message(placement, group, files, threads, draft_files, score_files, vision_files, polls_s)
         order = await self._replacements.load_order(group, load, self._assembly)
         assert self._boundaries is not None
         arenas, fds = list[ArenaPlan](), list[int]()
@@ -508,7 +512,7 @@ class Deployment:
         speeds = await speeds_for(model.spec, model.files, config, inventory)
         links = await links_for(config, lambda group: self.groups[group].time_way(LINK_S))
         config = with_sizes(config, self._sizes)
-        result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.scorer, links)
+        result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.scorer, links, model.encoder)
         self.infeasible_reason = infeasible_reason(result, self._sizes)
         if isinstance(result, Infeasible) or self.infeasible_reason:
             raise LucevisorError(self.infeasible_reason)
@@ -522,6 +526,9 @@ class Deployment:
         layers = {stage.group: [stage_.layers for stage_ in result.stages_of(stage.group)] for stage in result.stages}
         self.transfers = KvTransfer(layers, self.draft_group)
         self.scoring = ScoringStage(result.scorer) if result.scorer is not None else None
+        if result.encoder is not None:
+            row_bytes = ROW_NUMBER_BYTES * model.spec.hidden_size
+            self.vision = VisionStage(result.encoder, row_bytes, config.recovery.hold_s)
         self._owner.on_placed(self)
         return result
 
@@ -553,6 +560,9 @@ class Deployment:
             self.transfers.on_ready(group, link)
         if self.scoring is not None:
             self.scoring.on_ready(group, link, loaded.score_problem)
+        if self.vision is not None:
+            self._expect_images(group, link)
+            self.vision.on_ready(group, link, loaded.vision_problem)
         state = self._replacements.take(group)
         if state is not None:
             self._create_task(
@@ -562,6 +572,18 @@ class Deployment:
             self._assembly.on_ready(group, link, with_draft=with_draft, replayed=loaded.replayed)
         else:
             self._owner.on_change()
+
+    def _expect_images(self, group: str, link: Channel) -> None:
+        """Let as many bytes wait on a link as an image, or the embedding rows of the steps in flight, may have."""
+        placement, encoder = self.placement, self._model.encoder
+        assert placement is not None
+        assert placement.encoder is not None
+        assert encoder is not None
+        if group == placement.encoder.group:
+            link.max_queued_bytes += 3 * encoder.cell_pixels**2 * placement.encoder.max_tokens
+        if group == placement.stages[0].group:
+            step_bytes = placement.max_step_tokens * ROW_NUMBER_BYTES * self._model.spec.hidden_size
+            link.max_queued_bytes += arena_regions(len(placement.stages) + 1) * step_bytes
 
     def _on_lost(self, group: str, reason: str) -> None:
         self.links.pop(group, None)
@@ -575,7 +597,7 @@ class Deployment:
         self._with_buffers.discard(group)
         if self._boundaries is not None:
             self._boundaries.on_lost(group)
-        for part in (self.transfers, self.scoring):
+        for part in (self.transfers, self.scoring, self.vision):
             if part is not None:
                 part.on_lost(group, reason)
         self._owner.on_change()
@@ -606,7 +628,7 @@ class Deployment:
             return
         if isinstance(frame.message, StepResult) and self._boundaries is not None:
             self._boundaries.step_answered(group)
-        if any(part is not None and part.frame(group, frame) for part in (self.transfers, self.scoring)):
+        if any(part is not None and part.frame(group, frame) for part in (self.transfers, self.scoring, self.vision)):
             return
         if self._assembly is not None:
             self._assembly.on_frame(group, frame)
@@ -678,6 +700,8 @@ class Deployment:
         """Yield groups and what they work on.  Of the steps only the one begun first counts: others wait behind it."""
         if self.scoring is not None and self.scoring.work_in_progress:
             yield self.scoring.placed.group, self.scoring.work_in_progress
+        if self.vision is not None and self.vision.work_in_progress:
+            yield self.vision.placed.group, self.vision.work_in_progress
         for group in self._unloading:
             yield group, "an unload"
         if self.wanted and self.placement is not None:

@@ -17,12 +17,13 @@ def usable_cores() -> list[int]:
 
 
 def group_devices(config: Config, name: str) -> list[int]:
-    """Indices of the group's devices that a model's placement, drafter or scoring model names."""
+    """Indices of the group's devices that a model's placement, drafter, scoring model or vision encoder names."""
     devices: list[DeviceRef | None] = []
     for model in config.each_model:
         devices += model.placement.devices or [DeviceRef(group, 0) for group in model.groups]  # the first at least
         devices.append(model.draft.device if model.draft.kind not in ("off", "lookup") else None)
         devices.append(model.pflash.device if model.scores else None)
+        devices.append(model.vision.device if model.vision.path else None)
     return list(dict.fromkeys(device.index for device in devices if device is not None and device.group == name))
 
 

@@ -29,7 +29,9 @@ def check_before_start(config: Config, models: Sequence[ServedModel]) -> None:
 def _check_plan(config: Config, model: ServedModel) -> Iterator[ConfigError]:
     """Yield settings that the plan refuses for any free memory, which is not known yet."""
     try:
-        plan(model.spec, with_target_devices(config, {}), {}, None, model.draft_spec, model.scorer)
+        plan(
+            model.spec, with_target_devices(config, {}), {}, None, model.draft_spec, model.scorer, encoder=model.encoder
+        )
     except ConfigError as error:
         yield from renamed_errors(error, config)
 

@@ -13,6 +13,7 @@ from lucevisor.config.sections import Neighbour
 from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import ModelSpec
+from lucevisor.model.vision import VisionSpec
 from lucevisor.text.template import TEMPLATE_KEY
 
 
@@ -27,7 +28,7 @@ class ServedDrafter:
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """Files of a model and their header.  ``name`` is its id in /v1/models; ``scorer``: the scoring model of
-    PFlash; ``chat_template`` takes the place of the one in the files, if it is not None."""
+    PFlash; ``chat_template`` takes the place of the one in the files, if it is not None; ``encoder``: of images."""
 
     spec: ModelSpec
     files: tuple[Path, ...]
@@ -35,6 +36,7 @@ class ServedModel:
     drafter: ServedDrafter | None = None
     scorer: ModelSpec | None = None
     chat_template: str | None = None
+    encoder: VisionSpec | None = None
 
     @property
     def metadata(self) -> Mapping[str, object]:
@@ -43,8 +45,9 @@ class ServedModel:
 
     @property
     def n_bytes(self) -> int:
-        """The bytes of the weights, those of its drafter and scoring model included."""
-        own = self.spec.files, self.scorer and self.scorer.files, self.drafter and self.drafter.files
+        """The bytes of the weights, those of the models beside it included."""
+        others = self.scorer and self.scorer.files, self.drafter and self.drafter.files
+        own = self.spec.files, *others, self.encoder and self.encoder.files
         return sum(files.total_bytes for files in {id(files): files for files in own if files}.values())
 
     @property

@@ -393,6 +393,8 @@ def open_offered(load: Load) -> tuple[list[OfferedFile], list[OpenFile]]:
         models.append((open_draft, load.draft.files, load.draft.identities))
     if load.score is not None:
         models.append((open_model, load.score.files, ()))
+    if load.vision is not None:
+        models.append((open_model, load.vision.files, ()))
     opened: dict[str, OpenFile] = {}
     try:
         for open_files, paths, identities in models:

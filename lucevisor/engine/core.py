@@ -479,7 +479,7 @@ class EngineCore:
         self.scheduler.failed.clear()
 
     def _submit(self, pipeline: Pipeline, plan: StepPlan, scheduled: ScheduledStep) -> None:
-        pipeline.submit(plan.step, draft_operations=plan.draft_operations)
+        pipeline.submit(plan.step, plan.draft_operations, plan.embeddings)
         if plan.mask_jobs:
             self._out.append(ev.MakeMasks(plan.step.step_id, plan.mask_jobs))
         if self._ranks_apart:

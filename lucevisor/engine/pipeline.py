@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,6 +43,18 @@ class SendFrame(msgspec.Struct, frozen=True, gc=False):
     stage: int
     step_id: int
     frame: bytes
+
+
+Embeddings = Mapping[int, Sequence[memoryview]]
+"""Embedding rows of images in a step's slices, by sequence, for the first stage."""
+NO_EMBEDDINGS: Embeddings = MappingProxyType({})
+
+
+def with_embeddings(step: Step, flags: int, embeddings: Embeddings) -> bytes:
+    """Return the frame of a step, with the rows of images in its slices as payload."""
+    parts = [part for slice_ in step.slices for part in embeddings.get(slice_.sequence, ())]
+    head = encode(step, request_id=step.step_id, flags=flags, payload_bytes=sum(map(len, parts)))
+    return b"".join((head, *parts)) if parts else head
 
 
 class SendMasks(msgspec.Struct, frozen=True, gc=False):
@@ -174,6 +187,7 @@ class PipelineStep:
     done: set[int] = field(default_factory=set)  # stages that have applied its operations, and get it without them
     early: dict[int, Answer] = field(default_factory=dict)  # answers of stages after the present one
     answers: list[Answer] = field(default_factory=list)
+    embeddings: Embeddings = field(default_factory=dict)
     depends_on_step: int = (
         0  # the step whose tokens it starts from; ``step.depends_on_step`` is 0 as soon as they are known
     )
@@ -198,7 +212,7 @@ class PipelineStep:
 
     def frame(self, stage: int, *, posted: bool) -> bytes:
         step = replace(self.step, operations=[]) if stage in self.done else self.step
-        return encode(step, request_id=step.step_id, flags=stage | POSTED if posted else stage)
+        return with_embeddings(step, stage | POSTED if posted else stage, NO_EMBEDDINGS if stage else self.embeddings)
 
 
 def replace_placeholders(step: Step, known: Mapping[int, Sequence[int]]) -> Step:
@@ -367,14 +381,20 @@ class Pipeline:
         """Steps that the last stage has not answered."""
         return [entry for waiting in self._at_stage for entry in waiting]
 
-    def submit(self, step: Step, draft_operations: Sequence[Operation] | None = None) -> None:
+    def submit(
+        self,
+        step: Step,
+        draft_operations: Sequence[Operation] | None = None,
+        embeddings: Embeddings = NO_EMBEDDINGS,
+    ) -> None:
         """Send a step to the first stage, from where it goes on to the last one, and to the draft stage; that gets
-        ``draft_operations`` in place of the step's own, and nothing else while it is suspended.
+        ``draft_operations`` in place of the step's own, and nothing else while it is suspended.  ``embeddings``: of the
+        images in its slices.
         """
         if not self._open:
             return
         draft = None if self.drafts.suspended and draft_operations is None else self.drafts.attached
-        entry = PipelineStep(step, 0, self.now, self.now, draft=draft, draft_operations=draft_operations)
+        entry = PipelineStep(step, 0, self.now, self.now, draft, draft_operations, embeddings=embeddings)
         self._at_stage[0].append(entry)
         if self._may_start(entry) and self._send(entry, 0, posted=self.n_stages > 1 and step.waits_for_tokens):
             for stage in range(1, self.n_stages):
@@ -580,10 +600,10 @@ class Pipeline:
         self.send_known_steps()
         self.outcomes.append(StepsReturned())
 
-    def rebuild(self, stage: int, step: Step, daemon: int) -> None:
+    def rebuild(self, stage: int, step: Step, daemon: int, embeddings: Embeddings = NO_EMBEDDINGS) -> None:
         """Send a step to the new daemon of a lost stage alone, and report when it is answered."""
         self._rebuilding[stage, step.step_id] = (daemon, self.now)
-        self.out.append(SendFrame(stage, step.step_id, encode(step, request_id=step.step_id, flags=stage)))
+        self.out.append(SendFrame(stage, step.step_id, with_embeddings(step, stage, embeddings)))
 
     def restore(self, daemons: Mapping[int, int], steps: Mapping[int, Step], *, operated: bool = True) -> None:
         """Send the waiting steps to the ``daemons`` that run the lost stages now.

@@ -22,6 +22,7 @@ from lucevisor.kv.page_table import HostMemoryFull, NoRoom, PagedOut
 from lucevisor.kv.prefix_cache import PrefixIndex, PrefixMatch, PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import NO_STATE, CacheTier, Origin, SlotSource
 from lucevisor.kv.residency import page_table
+from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import CopyPage, CopyState, OpenSequence, Operation, ZeroState
 
@@ -95,8 +96,17 @@ class PrefixReuse:
             return NO_MATCH
         use = record.prefix
         if use.lookup is None or use.lookup[0] != self.index.version:
-            use.lookup = (self.index.version, self.index.match(record.tokens))
+            use.lookup = (self.index.version, self._match(record))
         return use.lookup[1]
+
+    def _match(self, record: RequestRecord) -> PrefixMatch:
+        """Return the cached prefix, without an image of which it has a part: some ids of other images may be the same,
+        those of a whole one are not."""
+        match = self.index.match(record.tokens)
+        for image in reversed(record.request.images):
+            if image.span.start < match.position < image.span.stop:
+                match = self.index.match(TokenBuffer(record.tokens[: image.span.start + 1]))
+        return match
 
     def fetch(self, record: RequestRecord, match: PrefixMatch) -> bool:
         """Ask lower tiers for more tokens of a request than ``match`` has, unless they were asked for as many since it
@@ -159,7 +169,8 @@ class PrefixReuse:
         sampling = record.request.sampling
         history = record.tokens[:position] if sampling.needs_history else []
         n_prompt = len(record.request.prompt)
-        operations: list[Operation] = [OpenSequence(sequence, state, sampling, history, record.mu, n_prompt)]
+        images = record.request.image_spans
+        operations: list[Operation] = [OpenSequence(sequence, state, sampling, history, record.mu, n_prompt, images)]
         if state != NO_STATE:
             operations.append(CopyState(match.state, state) if position else ZeroState(state))
         operations += adopted + swap_operations(sequence, swap)

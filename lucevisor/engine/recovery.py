@@ -24,10 +24,10 @@ from msgspec.structs import replace
 from lucevisor.engine.events import PAUSE_REASONS, PauseReason
 from lucevisor.engine.journal import Journal, RowCopy, pages_between
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.pipeline import Pipeline
+from lucevisor.engine.pipeline import Embeddings, Pipeline
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
-from lucevisor.engine.step import ScheduledSequence, ScheduledStep, StepPlan, mask_jobs
+from lucevisor.engine.step import ScheduledSequence, ScheduledStep, StepPlan, embeddings_of, mask_jobs
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
@@ -46,10 +46,12 @@ class CannotRebuild(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RebuildStep:
-    """A step for one stage alone.  ``rows``: where the journal has its boundary rows."""
+    """A step for one stage alone.  ``rows``: where the journal has its boundary rows; ``embeddings``: those of images,
+    for the first stage."""
 
     step: Step
     rows: Sequence[RowCopy] = ()
+    embeddings: Embeddings = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -131,7 +133,7 @@ class Rebuilder:
                 step = self._step(self._window_tables(live, start, end, stop, spare), [
                     Slice(live.sequence, start, tokens, sample=False)
                 ])  # fmt: skip
-                plan.steps.append(RebuildStep(step, self.rows(stage, step)))
+                plan.steps.append(self._computed(stage, step))
                 plan.n_tokens += end - start
                 ending = [slot for slot in self._slots[live] if slot.n_tokens == end]
                 if copies := [operation for slot in ending for operation in self._copies(live, slot)]:
@@ -141,8 +143,15 @@ class Rebuilder:
                 rebuilt.update(page for _, page in self._window_pages(live, stop))
         for step in self._waiting.behind(stage):
             alone = replace(step, step_id=self._next_id(), operations=[])
-            plan.steps.append(RebuildStep(alone, self.rows(stage, alone)))
+            plan.steps.append(self._computed(stage, alone))
         return plan
+
+    def _computed(self, stage: int, step: Step) -> RebuildStep:
+        """Return a step with what its stage reads.  Raises CannotRebuild if rows are missing."""
+        if stage:
+            return RebuildStep(step, self.rows(stage, step))
+        records = {live.sequence: record for live, (record, _) in self._stops.items()}
+        return RebuildStep(step, embeddings=embeddings_of((records[s.sequence], s) for s in step.slices))
 
     def rows(self, stage: int, step: Step) -> list[RowCopy]:
         """Return where the rows of a step for a stage lie.  Raises CannotRebuild if any is missing."""
@@ -199,7 +208,12 @@ class Rebuilder:
         for live, (record, _) in self._stops.items():
             request = record.request
             opening = OpenSequence(
-                live.sequence, live.state, request.sampling, mu=record.mu, n_prompt=len(request.prompt)
+                live.sequence,
+                live.state,
+                request.sampling,
+                mu=record.mu,
+                n_prompt=len(request.prompt),
+                images=request.image_spans,
             )
             operations.append(opening)
             if live.state != NO_STATE:
@@ -499,6 +513,8 @@ class StageRecovery:
     def replay(self, plans: Mapping[int, RebuildPlan]) -> ReplayPlan | None:
         """Return the steps of ``prepare``, by stage; None if they are too many."""
         n_tokens = sum(plan.n_tokens for plan in plans.values())
+        if any(step.embeddings for plan in plans.values() for step in plan.steps):
+            return None  # they come with steps alone
         if self._journal is None or not 0 < n_tokens <= 1 << 17:  # else the message and the rows are too large
             return None
         replays, n_rows = [], 0
@@ -672,7 +688,7 @@ class StageRecovery:
         if rebuild_step.rows and self._journal is not None:
             self._journal.place(stage - 1, rebuild_step.step, rebuild_step.rows)
         self._regions[stage].append(rebuild_step.step.region)
-        pipeline.rebuild(stage, rebuild_step.step, self._daemons[stage])
+        pipeline.rebuild(stage, rebuild_step.step, self._daemons[stage], rebuild_step.embeddings)
         self.n_done += sum(len(slice_.tokens) for slice_ in rebuild_step.step.slices)
 
     def _finish(self, pipeline: Pipeline) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from lucevisor.engine.constraint import Constraint
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.steps import SamplingParams
+from lucevisor.protocol.steps import ImageSpan, SamplingParams
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 ErrorCode = Literal[
@@ -51,6 +51,20 @@ TRANSITIONS: Final[dict[RequestState, frozenset[RequestState]]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image in a prompt: its place, and its embedding rows, ``row_bytes`` each."""
+
+    span: ImageSpan
+    rows: memoryview
+    row_bytes: int
+
+    def rows_between(self, start: int, stop: int) -> memoryview:
+        """Return the rows of its tokens among positions ``[start, stop)``."""
+        first, last = (min(max(at, self.span.start), self.span.stop) - self.span.start for at in (start, stop))
+        return self.rows[first * self.row_bytes : last * self.row_bytes]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """Continue ``prompt`` by at most ``max_tokens`` tokens, until one of ``stop_ids``.
@@ -61,6 +75,7 @@ class GenerationRequest:
     there.  ``client_id``: an opaque id of its API key or address; clients get fair shares.  ``constraint``: what the
     output must be; of this request alone.  ``score_prompt``: tell the log-probabilities of the prompt's tokens, too,
     with the FinishedEvent.  ``pooled``: nothing is generated; the FinishedEvent has the prompt's pooled hidden state.
+    ``images``: ascending.
     """
 
     request_id: str
@@ -73,6 +88,11 @@ class GenerationRequest:
     constraint: Constraint | None = None
     score_prompt: bool = False
     pooled: bool = False
+    images: tuple[PromptImage, ...] = ()
+
+    @property
+    def image_spans(self) -> tuple[ImageSpan, ...]:
+        return tuple([image.span for image in self.images])
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,8 @@ class RunningRequests(Collection[RequestRecord]):
                 continue
             sampling, n_prompt = record.request.sampling, len(record.request.prompt)
             history = [*record.tokens[: live.n_computed]] if sampling.needs_history else []
-            operations.append(OpenSequence(live.sequence, live.state, sampling, history, record.mu, n_prompt))
+            images = record.request.image_spans
+            operations.append(OpenSequence(live.sequence, live.state, sampling, history, record.mu, n_prompt, images))
             if live.state != NO_STATE and not restored:
                 operations.append(ZeroState(live.state))
             for growth in live.table.growths():

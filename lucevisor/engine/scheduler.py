@@ -43,6 +43,7 @@ from lucevisor.engine.step import (
     ScheduledStep,
     StepPlan,
     drawn_tokens,
+    embeddings_of,
     is_plain,
     mask_jobs,
 )
@@ -658,7 +659,12 @@ class Scheduler:
         self.in_flight.append(ScheduledStep(step.step_id, parts, n_decoding > 0, depends_on_step, plain))
         self.drafting.on_step_planned(self.in_flight[-1], upkeep=step.upkeep)
         self._n_at_first_stage += 1
-        return StepPlan(step, tuple([slice_.record.request.request_id for slice_ in chosen]), mask_jobs(parts.values()))
+        return StepPlan(
+            step,
+            tuple([slice_.record.request.request_id for slice_ in chosen]),
+            mask_jobs(parts.values()),
+            embeddings={} if plain else embeddings_of(zip([slice_.record for slice_ in chosen], slices, strict=True)),
+        )
 
     # ---- inside: results and ends
 

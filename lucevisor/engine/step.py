@@ -8,12 +8,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec.structs import replace
 
 from lucevisor.engine.constraint import Constraint, MaskJob
+from lucevisor.engine.pipeline import Embeddings
 from lucevisor.engine.request import TokenScore
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.protocol.frames import payload_segments
@@ -29,13 +30,14 @@ class StepPlan:
     """A step to send; ``request_ids[i]`` owns ``step.slices[i]``, and its masked slices get masks from ``mask_jobs``.
 
     ``draft_operations``: those that the draft stage, just attached or about to be suspended, gets in place of the
-    step's own.
+    step's own.  ``embeddings``: rows of images in its slices.
     """
 
     step: Step
     request_ids: tuple[str, ...]
     mask_jobs: Sequence[MaskJob] = ()
     draft_operations: Sequence[Operation] | None = None
+    embeddings: Embeddings = field(default_factory=dict)
 
 
 class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a dataclass: a step has one for each sequence
@@ -190,6 +192,18 @@ def mask_jobs(parts: Iterable[ScheduledSequence]) -> list[MaskJob]:
                 MaskJob(request.request_id, constraint, *unconsumed_tokens(part.record, constraint), part.drafts)
             )
     return jobs
+
+
+def embeddings_of(slices: Iterable[tuple[RequestRecord, Slice]]) -> Embeddings:
+    """Return the embedding rows of images in slices, in order, by sequence."""
+    found: dict[int, list[memoryview]] = {}
+    for record, slice_ in slices:
+        if record.request.images:
+            stop = slice_.start + len(slice_.tokens)
+            parts = [image.rows_between(slice_.start, stop) for image in record.request.images]
+            if any(parts := [part for part in parts if len(part)]):
+                found[slice_.sequence] = parts
+    return found
 
 
 def unconsumed_tokens(record: RequestRecord, constraint: Constraint) -> tuple[int, list[int]]:

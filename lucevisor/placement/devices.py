@@ -197,7 +197,7 @@ def _uses(config: Config, device: DeviceRef, backend: Backend, host: str) -> boo
     """Return whether a model uses the memory of a device on ``host``; ``config.groups`` are those that it uses."""
     if backend is Backend.CPU:
         return any(group.backend == "cpu" and group.host_name == host for group in config.groups.values())
-    named = {*config.placement.devices, config.draft.device, config.pflash.device}
+    named = {*config.placement.devices, config.draft.device, config.pflash.device, config.vision.device}
     return device.group in config.groups and (device in named or not config.placement.devices)
 
 

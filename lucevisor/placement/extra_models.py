@@ -1,4 +1,4 @@
-"""Placement and sizes of the models beside the served one: a drafter and the scoring model of PFlash.
+"""Placement and sizes of the models beside the served one: a drafter, the scoring model of PFlash, a vision encoder.
 
 Invariant: a drafter that is configured by kind is placed or the plan is refused; an automatic one may be left out.
 """
@@ -15,17 +15,20 @@ from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.drafters.spec import MAX_DRAFT_TOKENS, MAX_RECURRENT_DRAFTS
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.model.vision import VisionSpec
 from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes
 from lucevisor.placement.devices import Inventory, TargetDevice, find_device, memory_share
 from lucevisor.placement.result import (
     Infeasible,
     PlacedDrafter,
+    PlacedEncoder,
     PlacedScorer,
     Placement,
     PlacementError,
     Shard,
 )
 from lucevisor.protocol.loading import DraftKind, SpeculationSettings, score_pools
+from lucevisor.protocol.messages import MAX_PAYLOAD_BYTES
 
 REFERENCE_TOKENS = 32768
 """Context that an automatic drafter must leave room for, and that automatic ranges are balanced for."""
@@ -192,3 +195,53 @@ def place_scorer(
     steps = StepSizes(step_tokens, 1, window_tokens, window_tokens, 1, pools)
     use = memory_use(CostModel(scorer, *dtypes), shard, steps)
     return ScorerSizing(scorer, target, window_tokens, step_tokens, use)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSizing:
+    """A vision encoder on ``target``, for images of ``min_tokens`` to ``max_tokens``."""
+
+    spec: VisionSpec
+    target: TargetDevice
+    min_tokens: int
+    max_tokens: int
+    use: MemoryUse
+
+    @property
+    def layers(self) -> LayerRange:
+        return LayerRange(0, self.spec.n_layers)
+
+    @property
+    def placed(self) -> PlacedEncoder:
+        device, backend = self.target.device, self.target.backend
+        return PlacedEncoder(device, backend, self.spec.name, self.min_tokens, self.max_tokens)
+
+
+def image_tokens(config: Config, encoder: VisionSpec) -> tuple[int, int]:
+    """Return the least and the most tokens of an image."""
+    vision = config.vision
+    most = encoder.max_tokens if vision.max_tokens == "auto" else vision.max_tokens
+    least = min(encoder.min_tokens, most) if vision.min_tokens == "auto" else vision.min_tokens
+    return least, max(least, most)
+
+
+def place_encoder(
+    config: Config,
+    encoder: VisionSpec | None,
+    targets: Sequence[TargetDevice],
+    inventory: Inventory | None,
+    dtype: Dtype,
+) -> EncoderSizing | None:
+    """Place the vision encoder on ``vision.device``, or by default on the device of the first layers, which read its
+    rows.  Raises PlacementError for a device that does not exist, and images that no message takes."""
+    if encoder is None:
+        return None
+    target = _target(config, "vision.device", config.vision.device, inventory) or targets[0]
+    least, most = image_tokens(config, encoder)
+    if (limit := MAX_PAYLOAD_BYTES // (4 * encoder.output_size)) < most:
+        why = f"rows of so many tokens are more than a message takes: {encoder.output_size} numbers each"
+        raise PlacementError("vision.max_tokens", most, why, f"nearest: {limit}", file=str(config.file))
+    use = MemoryUse(
+        weight_bytes=encoder.weight_bytes(dtype), state_bytes=0, workspace_bytes=encoder.workspace_bytes(most, dtype)
+    )
+    return EncoderSizing(encoder, target, least, most, use)

@@ -20,6 +20,7 @@ from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.pages import HEAD_PAGES, MIN_POOL_PAGES, TAIL_PAGES, max_resident_chunk, pages_of, pool_pages
 from lucevisor.model.spec import LAST_ROW, ModelSpec, Pooling
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space, dtype_bytes
+from lucevisor.model.vision import VisionSpec
 from lucevisor.placement.cost import MemoryUse
 from lucevisor.placement.devices import (
     HOST,
@@ -35,10 +36,12 @@ from lucevisor.placement.devices import (
 from lucevisor.placement.extra_models import (
     REFERENCE_TOKENS,
     DrafterSizing,
+    EncoderSizing,
     ScorerSizing,
     choose_drafting,
     left_out_reason,
     place_drafter,
+    place_encoder,
     place_scorer,
     without_drafter,
 )
@@ -122,8 +125,10 @@ def plan(
     drafter: DraftSpec | None = None,
     scorer: ModelSpec | None = None,
     links: Links | None = None,
+    encoder: VisionSpec | None = None,
 ) -> Placement | Infeasible:
-    """Place ``spec``, its ``drafter`` and the ``scorer`` of PFlash, if there are any, on the devices of ``config``.
+    """Place ``spec``, its ``drafter``, the ``scorer`` of PFlash and the vision ``encoder``, if there are any, on the
+    devices of ``config``.
 
     ``spec.files`` must be set.  ``inventory``: the devices that each group's daemon or probe reported.  Free memory is
     unknown for groups that are missing from it: whether they fit is then not checked, and automatic sizes stay small.
@@ -137,7 +142,7 @@ def plan(
     A model that is loaded on demand gets the smallest of a few shares of the memory in which a usual context fits, so
     that others may stay.
     """
-    case = _Case(spec, inventory, drafter, scorer, links or Links())
+    case = _Case(spec, inventory, drafter, scorer, links or Links(), encoder)
     speed_model = None if speeds is None else SpeedModel.of(spec, speeds)
     if not config.model.preload and config.model.memory_share == "auto" and len(config.neighbours) > 1:
         for share in ON_DEMAND_SHARES:
@@ -157,6 +162,7 @@ class _Case:
     drafter: DraftSpec | None
     scorer: ModelSpec | None
     links: Links
+    encoder: VisionSpec | None
 
     def place(self, config: Config, speed_model: SpeedModel | None) -> Placement | Infeasible:
         """Place the model, on hosts in the best order where that is free."""
@@ -203,10 +209,11 @@ class _Case:
         kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
         draft = place_drafter(config, self.drafter, targets, self.inventory)
         scoring = place_scorer(config, self.scorer, targets, self.inventory, (dtype.dtype, kv_dtype.dtype))
+        extras = scoring, place_encoder(config, self.encoder, targets, self.inventory, dtype.dtype)
         slots = MANY_SLOTS if _are_known_gpus(targets) else FEW_SLOTS
         capacity = Capacity.configured(config, slots, self.spec.pooling)
         dtypes = dtype, kv_dtype
-        return _PlanAttempt(self.spec, config, targets, dtypes, speed_model, draft, scoring, capacity, self.links)
+        return _PlanAttempt(self.spec, config, targets, dtypes, speed_model, draft, extras, capacity, self.links)
 
     # ---- several hosts
 
@@ -343,7 +350,7 @@ class _PlanAttempt:
     dtypes: tuple[DtypeChoice, DtypeChoice]
     speed_model: SpeedModel | None
     draft: DrafterSizing | None
-    scorer: ScorerSizing | None
+    extras: tuple[ScorerSizing | None, EncoderSizing | None]
     capacity: Capacity
     links: Links
     reasons: list[str] = field(default_factory=list)
@@ -365,6 +372,7 @@ class _PlanAttempt:
             *_kv_saving(sizing.inputs),
             *_drafts(config, sizing, drafting),
             *_scoring(config, sizing.inputs),
+            *_vision(config, sizing.inputs),
             *sizing.reasons,
             *_residency(config, sizing),
             *_weights(sizing),
@@ -443,7 +451,8 @@ class _PlanAttempt:
             host_bytes=config.kvflash.host if pool is not None and config.kvflash.policy != "lru" else 0,
             draft=self.draft,
             drafting=drafting,
-            scorer=self.scorer,
+            scorer=self.extras[0],
+            encoder=self.extras[1],
             one_memory=pool is None and _are_known_gpus(self.targets),
         )
 
@@ -551,12 +560,14 @@ class _PlanAttempt:
             decode_s, prefill_s = (None, None) if by_speed is None else by_speed.seconds(i, shard.layers)
             device = _device_plan(sizing, target, shard.layers, use)
             devices.append(replace(device, decode_s=decode_s, prefill_s=prefill_s))
-        draft_device = scorer_device = None
+        draft_device = scorer_device = encoder_device = None
         if inputs.draft is not None and sizing.draft_use is not None:
             draft_device = _device_plan(sizing, inputs.draft.target, inputs.draft.spec.layers, sizing.draft_use)
         n_state_bytes = sum(one.state_bytes for one in (*devices, draft_device) if one is not None)
         if (scorer := inputs.scorer) is not None:
             scorer_device = _device_plan(sizing, scorer.target, scorer.layers, scorer.use)
+        if (encoder := inputs.encoder) is not None:
+            encoder_device = _device_plan(sizing, encoder.target, encoder.layers, encoder.use)
         return Placement(
             model=spec.name,
             architecture=spec.architecture,
@@ -593,6 +604,8 @@ class _PlanAttempt:
             drafting=sizing.drafting,
             scorer=None if scorer is None else scorer.placed,
             scorer_device=scorer_device,
+            encoder=None if encoder is None else encoder.placed,
+            encoder_device=encoder_device,
             pool_pages=inputs.pool_pages,
             residency_policy=inputs.residency_policy,
             tau=config.kvflash.tau,
@@ -727,6 +740,14 @@ def _scoring(config: Config, inputs: SizingInputs) -> Iterator[str]:
         why = "as configured" if config.pflash.device is not None else "where the last layers are"
         windows = f"windows of {scorer.window_tokens} tokens"
         yield f"scoring model: {scorer.spec.name} on {scorer.target.device}, {why}; {windows}"
+
+
+def _vision(config: Config, inputs: SizingInputs) -> Iterator[str]:
+    encoder = inputs.encoder
+    if encoder is not None:
+        why = "as configured" if config.vision.device is not None else "where the first layers are"
+        images = f"images of {encoder.min_tokens} to {encoder.max_tokens} tokens"
+        yield f"vision encoder: {encoder.spec.name} on {encoder.target.device}, {why}; {images}"
 
 
 def _residency(config: Config, sizing: Sizing) -> Iterator[str]:

@@ -34,12 +34,11 @@ def placement_of(result: Result) -> Placement:
 
 
 def plan_rows(result: Result) -> list[TableRow]:
-    """Return a row for each shard, in layer order, one for the drafter and one for the scoring model."""
+    """Return a row for each shard, in layer order, one for each of drafter, scoring model and vision encoder."""
     p = placement_of(result)
     devices = [(d, str(d.layers)) for d in p.devices]
-    devices += [
-        (d, layers) for d, layers in ((p.draft_device, "drafter"), (p.scorer_device, "scoring")) if d is not None
-    ]
+    others = (p.draft_device, "drafter"), (p.scorer_device, "scoring"), (p.encoder_device, "vision")
+    devices += [(d, layers) for d, layers in others if d is not None]
     verdicts = {None: "unknown", True: "fits"}
     return [
         TableRow(
@@ -129,7 +128,7 @@ def _listed(heading: str, lines: tuple[str, ...] | list[str]) -> str:
 def plan_json(result: Result) -> dict[str, object]:
     """Return the output of ``plan --json``.  Bytes are numbers; unknown values are null."""
     p = placement_of(result)
-    verdicts = [d.fits for d in (*p.devices, p.draft_device, p.scorer_device) if d is not None]
+    verdicts = [d.fits for d in (*p.devices, p.draft_device, p.scorer_device, p.encoder_device) if d is not None]
     pools = p.pools
     return {
         "fits": False if isinstance(result, Infeasible) else None if None in verdicts else True,
@@ -167,6 +166,14 @@ def plan_json(result: Result) -> dict[str, object]:
             "name": p.scorer.name,
             "window_tokens": p.scorer.window_tokens,
             "device": _device_json(p.scorer_device),
+        },
+        "vision": None
+        if p.encoder is None
+        else {
+            "name": p.encoder.name,
+            "min_tokens": p.encoder.min_tokens,
+            "max_tokens": p.encoder.max_tokens,
+            "device": _device_json(p.encoder_device),
         },
         "goal": p.goal or None,
         "speeds_measured": p.measured or None,

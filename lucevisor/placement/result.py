@@ -78,6 +78,21 @@ class PlacedScorer:
         return self.device.group
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedEncoder:
+    """The vision encoder on its device.  ``min_tokens``, ``max_tokens``: of an image."""
+
+    device: DeviceRef
+    backend: Backend
+    name: str
+    min_tokens: int
+    max_tokens: int
+
+    @property
+    def group(self) -> str:
+        return self.device.group
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
     """One shard and the memory it needs.
@@ -155,7 +170,7 @@ class Placement:
     half of what is free.
     ``hosts_left_out``: why hosts hold no layers; empty if all do.
     ``draft`` and ``draft_device`` are None without a drafter, ``draft_left_out`` is the reason; ``scorer`` and
-    ``scorer_device`` without a scoring model.
+    ``scorer_device`` without a scoring model; ``encoder`` and ``encoder_device`` without a vision encoder.
     ``pool_pages``: the most pages of a sequence on the devices with KV Flash; None: all.  ``residency_policy``: which;
     ``tau``: tokens between two of its rankings.
     ``reasons`` explain the choices, ``notices`` are logged at start.
@@ -191,6 +206,8 @@ class Placement:
     drafting: SpeculationSettings = field(default_factory=SpeculationSettings)
     scorer: PlacedScorer | None = None
     scorer_device: DevicePlan | None = None
+    encoder: PlacedEncoder | None = None
+    encoder_device: DevicePlan | None = None
     pool_pages: int | None = None
     residency_policy: ResidencyPolicy = "lru"
     tau: int = 64
@@ -203,8 +220,8 @@ class Placement:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Names of the groups, in the order of their first stages, the draft stage and the scoring stage last."""
-        others = (model.group for model in (self.draft, self.scorer) if model is not None)
+        """Names of the groups, in the order of their first stages, the stages of other models last."""
+        others = (model.group for model in (self.draft, self.scorer, self.encoder) if model is not None)
         return tuple(dict.fromkeys((*(stage.group for stage in self.stages), *others)))
 
     @property

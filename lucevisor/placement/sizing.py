@@ -27,7 +27,7 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space, dtype_bytes
 from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes
 from lucevisor.placement.devices import HOST, HOST_PAGES, Memory, TargetDevice, memories_of
-from lucevisor.placement.extra_models import REFERENCE_TOKENS, DrafterSizing, ScorerSizing, memory_use
+from lucevisor.placement.extra_models import REFERENCE_TOKENS, DrafterSizing, EncoderSizing, ScorerSizing, memory_use
 from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.result import Shard, Shortage
 from lucevisor.placement.split import balanced_ranges
@@ -75,6 +75,7 @@ class SizingInputs:
     draft: DrafterSizing | None = None
     drafting: SpeculationSettings = NO_DRAFTS
     scorer: ScorerSizing | None = None
+    encoder: EncoderSizing | None = None
     one_memory: bool = False
     models: dict[tuple[str, Dtype, Dtype], CostModel] = field(default_factory=dict, repr=False, compare=False)
 
@@ -110,8 +111,9 @@ class SizingInputs:
 
     @property
     def all_targets(self) -> tuple[TargetDevice, ...]:
-        """Devices of the shards, the drafter and the scoring model."""
-        return (*self.targets, *(extra.target for extra in (self.draft, self.scorer) if extra is not None))
+        """Devices of the shards, the drafter, the scoring model and the vision encoder."""
+        extras = (self.draft, self.scorer, self.encoder)
+        return (*self.targets, *(extra.target for extra in extras if extra is not None))
 
 
 def largest_fitting(high: int, fits: Callable[[int], bool]) -> int:
@@ -298,17 +300,18 @@ class Sizing:
         return region_bytes * arena_regions(self.n_stages + (draft is not None))
 
     def needed_bytes(self, memory: str) -> int:
-        """Return the bytes of shards, drafter and scoring model in a memory; in the host's, with the arenas."""
+        """Return the bytes of shards and all models in a memory; in the host's, with the arenas."""
         uses = zip([*self.inputs.targets], self.uses, strict=True)
         return self.extra_bytes(memory) + sum(use.bytes_in(memory, target.memory) for target, use in uses)
 
     def extra_bytes(self, memory: str) -> int:
-        """Return the bytes in a memory that no shard can have: arenas, drafter and scoring model."""
-        draft, scorer = self.inputs.draft, self.inputs.scorer
+        """Return the bytes in a memory that no shard can have: arenas, drafter, scoring model and vision encoder."""
+        draft = self.inputs.draft
         n_bytes = self.arena_bytes if memory == HOST else 0
         if draft is not None and self.draft_use is not None:
             n_bytes += self.draft_use.bytes_in(memory, draft.target.memory)
-        return n_bytes if scorer is None else n_bytes + scorer.use.bytes_in(memory, scorer.target.memory)
+        others = [extra for extra in (self.inputs.scorer, self.inputs.encoder) if extra is not None]
+        return n_bytes + sum(extra.use.bytes_in(memory, extra.target.memory) for extra in others)
 
     def fits_in(self, memory: Memory) -> bool:
         """Return whether a memory has room for everything; unknown memories count as large enough."""

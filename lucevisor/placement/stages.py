@@ -20,6 +20,7 @@ from lucevisor.protocol.loading import (
     ScorePlan,
     ShardPlan,
     StagePlan,
+    VisionPlan,
     arena_regions,
     token_region_bytes,
 )
@@ -95,14 +96,15 @@ def load_message(
     threads: int = 0,
     draft_files: LoadFiles | None = None,
     score_files: Sequence[str] = (),
+    vision_files: Sequence[str] = (),
     spin_s: float = 0.0,
 ) -> Load:
     """Return the Load message for the daemon of ``group``.
 
     ``draft_files``: for the group of the draft stage; None: without the drafter.  ``score_files``: of the scoring
-    model, which its group loads.  ``Load.arenas`` are those at either
-    end of the group's stages, each once, in the order of ``placement.arenas``: send a descriptor for each, in this
-    order, then what wakes the reader of each.
+    model, which its group loads; ``vision_files``: of the vision encoder, likewise.
+    ``Load.arenas`` are those at either end of the group's stages, each once, in the order of ``placement.arenas``: send
+    a descriptor for each, in this order, then what wakes the reader of each.
     """
     stages, draft = placement.stages_of(group), None
     if placement.draft is not None and placement.draft.group == group:
@@ -110,6 +112,7 @@ def load_message(
             placement = replace(placement, draft=None)
         draft = placement.draft
     scorer = placement.scorer if placement.scorer is not None and placement.scorer.group == group else None
+    encoder = placement.encoder if placement.encoder is not None and placement.encoder.group == group else None
     arenas = [arena for arena in placement.arenas if group in arena_ends(placement, arena)]
     place = {arena.key: i for i, arena in enumerate(arenas)}
     return Load(
@@ -134,6 +137,9 @@ def load_message(
         score=None
         if scorer is None
         else ScorePlan(list(score_files), scorer.device.index, scorer.window_tokens, scorer.step_tokens),
+        vision=None
+        if encoder is None
+        else VisionPlan(list(vision_files), encoder.device.index, encoder.max_tokens, placement.dtype),
     )
 
 

@@ -53,9 +53,16 @@ def _prepare(message: Mapping[str, Any], traits: TemplateTraits) -> dict[str, An
         result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
     content = result.get("content")
     if isinstance(content, (list, tuple)):
-        texts = [part[part["type"]] for part in content]  # of text or of a refusal
-        parts = [{"type": "text", "text": text} for text in texts]
-        result["content"] = parts if traits.content_parts else "\n".join(texts)
+        parts = [
+            {"type": "image"} if part["type"] == "image" else {"type": "text", "text": part[part["type"]]}
+            for part in content  # of text, of a refusal, or an image
+        ]
+        if traits.content_parts:
+            result["content"] = parts
+        elif any(part["type"] == "image" for part in parts):
+            raise TemplateError("the model's chat template takes no images; leave them out")
+        else:
+            result["content"] = "\n".join(part["text"] for part in parts)
     if calls := result.get("tool_calls"):  # clients send arguments as JSON text, templates iterate over an object
         result["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _decoded(call["function"].get("arguments"))}}
@@ -233,4 +240,4 @@ def _embed_tool_responses(messages: Sequence[dict[str, Any]]) -> list[dict[str, 
 
 
 def _text_of(content: object) -> object:
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+    return "".join(part.get("text", "") for part in content) if isinstance(content, list) else content

@@ -138,7 +138,7 @@ class ChatTemplate:
     def _continued(self, before: RenderedPrompt, answer: Mapping[str, object]) -> RenderedPrompt:
         content, tags = answer.get("content") or "", self.output_format.reasoning
         if isinstance(content, list):
-            content = "\n".join(part["text"] for part in content)
+            content = "\n".join(part.get("text", "") for part in content)
         thought = str(answer.get("reasoning_content") or "") if tags is not None else ""
         segments, is_open = [*before.segments], before.reasoning_open
         if tags is not None and thought and not is_open:

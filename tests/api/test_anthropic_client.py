@@ -266,7 +266,8 @@ class TestErrors:
             ({"messages": [{"role": "user"}]}, "messages.0.content"),
             ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
             ({"messages": [{"role": "user", "content": [1]}]}, "messages.0.content"),
-            ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type"),
+            ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.source"),
+            ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages.0.content.0.type"),
             (
                 {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": 1}]}]},
                 "messages.0.content.0.tool_use_id",

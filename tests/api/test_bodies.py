@@ -155,6 +155,12 @@ def tool(parameters: object) -> dict[str, object]:
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]},
+            "messages[0].content[0].image_url",
+            "unsupported_content",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "aGk="}}]}]},
             "messages[0].content[0].type",
             "unsupported_content",
         ),

@@ -227,7 +227,10 @@ def test_version(server):
         ({"options": {"temperature": 9}}, "options.temperature: 9"),
         ({"options": {"temprature": 1}}, "temprature.*did you mean temperature"),
         ({"think": "much"}, "think: .*much.* is not a level"),
-        ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, r"messages\[0\].images"),
+        (
+            {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
+            r"messages\[0\].images\[0\]: is an image, and",
+        ),
         ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\].content"),
         ({"messages": [{"role": "boss", "content": "x"}]}, r"messages\[0\].role"),
     ],

@@ -50,6 +50,10 @@ def status(**more):
         "name": "scorer", "device": "right:0", "state": "detached", "reason": "group right is BACKOFF",
         "prompts": {"compressed": 99_999, "failed": 9}, "tokens": 10**9, "kept": 10**8, "seconds": 12_345.6,
     }  # fmt: skip
+    vision = {
+        "name": "encoder", "device": "left:0", "state": "detached", "reason": "group left is BACKOFF",
+        "encoded": 99_999, "reused": 88_888, "seconds": 12_345.6,
+    }  # fmt: skip
     cache = {
         "max_slots": 32, "prefix_slots": 31, "used_bytes": 1 << 29, "max_bytes": 1 << 30,
         "prompts": 99_999, "hits": 88_888,
@@ -67,7 +71,8 @@ def status(**more):
             "pages": {"out": 0, "spaces": {"full": use, "recurrent": use}}, "stages": [dict(STAGE), dict(STAGE)],
         },
         "requests": [request("req-0123456789abcdef01234567", None, 0), request("x" * 128, 0.5, 100_000)],
-        "draft": draft, "pflash": pflash, "cache": cache, "overrides": [], "models": [], "cluster": None,
+        "draft": draft, "pflash": pflash, "vision": vision, "cache": cache, "overrides": [], "models": [],
+        "cluster": None,
         "host_memory": [
             {"owner": "boundaries", "limit_bytes": 1 << 20, "key": "", "bytes": 1 << 20},
             {"owner": "journal", "limit_bytes": 2 << 30, "key": "recovery.journal", "bytes": 512 << 20},
@@ -88,6 +93,12 @@ def test_the_scoring_model_is_shown_while_there_is_one():
     assert "scoring model scorer on right:0 is detached: group right is BACKOFF" in text
     assert "shortened 99999 prompts" in text
     assert "scoring model" not in printed(status_view(status(pflash={"state": "none"})))
+
+
+def test_the_vision_encoder_is_shown_while_there_is_one():
+    text = printed(status_view(status()))
+    assert "vision encoder encoder on left:0 is detached: group left is BACKOFF; 99999 images" in " ".join(text.split())
+    assert "vision encoder" not in printed(status_view(status(vision={"state": "none"})))
 
 
 def test_status_fits_80_columns():

@@ -51,6 +51,14 @@ def assert_told(error, key: str, why: str, hint: str) -> None:
         ("[pflash]\nkeep_ratio = 1e400", "pflash.keep_ratio", None, "is not ", "number > 0 and <= 1"),
         ("[pflash]\nmode = 'auto'", "pflash.path", "", "is empty", "Qwen3-0.6B"),
         ("[pflash]\ndevice = 'gone:0'", "pflash.device", "gone:0", "no group is named gone", "left:0, right:0"),
+        ("[vision]\ndevice = 'gone:0'", "vision.device", "gone:0", "no group is named gone", "left:0, right:0"),
+        (
+            "[vision]\nmin_tokens = 9\nmax_tokens = 8",
+            "vision.min_tokens",
+            9,
+            "more than vision.max_tokens",
+            "nearest: 8",
+        ),
         ("[pflash]\ncurve = ['9:0.5', '9:0.4']", "pflash.curve", None, "has 9 tokens after 9", "order the points"),
         (
             "[engine]\ndeterministic = true\n[kvflash]\npool_tokens = 1024",

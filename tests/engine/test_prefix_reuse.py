@@ -8,15 +8,20 @@ from dataclasses import replace
 import pytest
 
 from lucevisor.engine.prefix_reuse import find_checkpoints
-from lucevisor.engine.request import Usage
+from lucevisor.engine.request import PromptImage, Usage
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import RequestRecord, WantedRows
+from lucevisor.engine.spec_decode.ngram import NgramLookup
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.kv.prefix_cache import PrefixMatch, PrefixSettings
 from lucevisor.kv.prefix_tree import PrefixSlot
+from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.vision import IMAGE_ID
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
+    ImageSpan,
+    OpenSequence,
     Sampled,
     StepResult,
 )
@@ -292,3 +297,47 @@ async def test_a_slot_pinned_while_it_is_given_up_goes_afterwards() -> None:
 
 
 # ---- tokens with any slots and any memory
+
+
+# ---- images
+
+
+def image(start: int, ids: list[int]) -> tuple[PromptImage, list[int]]:
+    """An image of 8 x 8 tokens, with the rows 0 to 63 of a byte each."""
+    return PromptImage(ImageSpan(start, 8, 8), memoryview(bytes(range(64))), 1), ids
+
+
+def test_an_image_is_reused_whole_or_not_at_all() -> None:
+    """Also where the first ids of another one are the same."""
+    text, ids = [*range(100)], [IMAGE_ID + i for i in range(64)]
+    for spaces, start in ((FULL, 64), (HYBRID, 0)):
+        scheduler = Scheduler(warm(spaces=spaces, prefix=replace(ON, checkpoint_pages=1), prefill_chunk=64))
+        placed, _ = image(100, ids)
+        first = request("a", [*text, *ids, *range(60)], n=1, images=(placed,))
+        run_one(scheduler, first)
+        again = run_one(scheduler, replace(first, request_id="b", prompt=(*first.prompt, 7)))
+        assert slices(again, "b")[0][0] >= 192
+        other = [*ids[:40], *(i + 64 for i in ids[40:])]
+        plans = run_one(scheduler, request("c", [*text, *other, *range(60)], n=1, images=(placed,)))
+        assert slices(plans, "c")[0][0] == start
+
+
+def test_steps_carry_the_rows_of_their_images() -> None:
+    scheduler = Scheduler(warm(spaces=HYBRID, prefill_chunk=64))
+    ids = [IMAGE_ID + i for i in range(64)]
+    placed, _ = image(100, ids)
+    plans = run_one(scheduler, request("a", [*range(100), *ids, *range(60)], n=3, images=(placed,)))
+    rows = [b"".join(map(bytes, part)) for plan in plans for part in plan.embeddings.values()]
+    assert b"".join(rows) == bytes(range(64))
+    assert len(rows) == 2
+    opened = [one for plan in plans for one in plan.step.operations if isinstance(one, OpenSequence)]
+    assert opened[0].images == (ImageSpan(100, 8, 8),)
+
+
+def test_looked_up_drafts_end_before_an_image() -> None:
+    tokens = TokenBuffer([1, 2, 3, 4, 5, IMAGE_ID, IMAGE_ID + 1, 6, 7, 1, 2, 3])
+    lookup = NgramLookup(tokens)
+    lookup.index()
+    match = lookup.match()
+    assert match is not None
+    assert lookup.continuation(match, 8) == [4, 5]

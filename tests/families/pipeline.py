@@ -189,7 +189,8 @@ class Pipeline:
         self.hidden, self.captures = [], []
         for stage in self.stages:
             stage.apply(step.operations)
-            out = stage.forward(step, rows, embeddings=embeddings if stage.embedding else None)
+            of_images = {"embeddings": embeddings} if stage.embedding and embeddings is not None else {}
+            out = stage.forward(step, rows, **of_images)
             rows = out.rows
             if self.tell_first:
                 step = replace(step, slices=[replace(s, tokens=[0] * len(s.tokens)) for s in step.slices])

@@ -17,6 +17,7 @@ from lucevisor.api.app_context import AppContext
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.generation import ResponseFormatter
+from lucevisor.api.images import image_part
 from lucevisor.api.output import ChoiceDelta, FinishReason, UsageTotals
 from lucevisor.api.parameters import budget_of
 from lucevisor.api.prepared import PreparedRequest
@@ -136,6 +137,21 @@ class ToolUseBlock(msgspec.Struct):
     id: str
     name: str
     input: dict[str, Any]
+
+
+class ImageSource(msgspec.Struct):
+    """Where an image is."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageBlock(msgspec.Struct):
+    """An image."""
+
+    source: ImageSource
 
 
 class ToolResultBlock(msgspec.Struct):
@@ -258,24 +274,36 @@ def _add_blocks(chat: ChatRequestBuilder, role: str, blocks: Sequence[_Block], w
         chat.add_message({"role": role, "content": _texts(texts)}, where)
 
 
-def _texts(blocks: Sequence[_Block]) -> str | list[dict[str, str]]:
-    texts = []
-    for where, block in blocks:
-        if (kind := block.get("type")) != "text":
+def _texts(blocks: Sequence[_Block]) -> str | list[dict[str, Any]]:
+    parts = [_part(block, where) for where, block in blocks]
+    return parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
+
+
+def _part(block: dict[str, Any], where: str) -> dict[str, Any]:
+    match block.get("type"):
+        case "text":
+            return {"type": "text", "text": convert(TextBlock, block, where).text}
+        case "image":
+            source = convert(ImageBlock, block, where).source
+            where += ".source"
+            if source.type == "base64" and source.data is not None:
+                return image_part(f"data:{source.media_type or 'image/any'};base64,{source.data}", f"{where}.data")
+            if source.type == "url" and source.url is not None:
+                return image_part(source.url, f"{where}.url")
+            why = f"{show(source.type)} is not supported; send base64 with its data"
+            raise bad_parameter(f"{where}.type", why, "unsupported_content")
+        case kind:
             raise _unsupported(kind, where)
-        texts.append(convert(TextBlock, block, where).text)
-    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
 def _unsupported(kind: object, where: str) -> ApiError:
-    return bad_parameter(
-        f"{where}.type", f"{show(kind)} is not supported here; this server reads text only", "unsupported_content"
-    )
+    why = f"{show(kind)} is not supported here; this server reads text and images only"
+    return bad_parameter(f"{where}.type", why, "unsupported_content")
 
 
 def _tool_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
     block = convert(ToolResultBlock, raw, where)
-    content: str | list[dict[str, str]] = ""
+    content: str | list[dict[str, Any]] = ""
     if isinstance(block.content, str):
         content = block.content
     elif block.content:

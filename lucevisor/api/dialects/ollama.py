@@ -24,6 +24,7 @@ from lucevisor.api.dialects.openai_completions import infill_ids, parse_completi
 from lucevisor.api.dialects.openai_embeddings import answer, check_dimensions, embeddings_of, prepare_texts, read_texts
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.generation import ResponseFormatter
+from lucevisor.api.images import image_part
 from lucevisor.api.info import abilities, page
 from lucevisor.api.output import ChoiceDelta, FinishReason, UsageTotals, chat_logprobs
 from lucevisor.api.parameters import check_model, check_token_ids, check_tokens
@@ -35,7 +36,7 @@ from lucevisor.text.infill import InfillTokens
 
 RULES: Final = ParameterRules(
     refused=dict.fromkeys(("height", "steps", "width"), NOT_HERE),
-    neutral={"images": ([],), "template": ("",)},
+    neutral={"template": ("",)},
 )
 
 _SAME: Final = (
@@ -70,6 +71,7 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
     """POST /api/generate.  Without a prompt it only loads the model."""
 
     prompt: str | None = None
+    images: list[Any] | None = None
     system: str | None = None
     suffix: str | None = None
     context: list[int] | None = None
@@ -156,7 +158,7 @@ def parse_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedRe
     if not body.prompt:
         return _load_order(body, ctx, {"response": ""})
     if body.raw or body.suffix or ctx.template is None:
-        for name, given in (("system", body.system), ("context", body.context)):
+        for name, given in (("system", body.system), ("context", body.context), ("images", body.images)):
             if given:
                 raise bad_parameter(
                     name, "cannot be used with raw or suffix; leave it out, or leave raw and suffix out"
@@ -165,7 +167,9 @@ def parse_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedRe
     chat = ChatRequestBuilder(fields=_chat_fields(body, ctx))
     if body.system:
         chat.add_message({"role": "system", "content": body.system}, "system")
-    chat.add_message({"role": "user", "content": body.prompt}, "prompt")
+    chat.add_message({"role": "user", "content": _content(body.prompt, body.images, "")}, "prompt")
+    if body.context and body.images:
+        raise bad_parameter("images", "cannot be used with context; leave one of them out")
     prepared = _with_context(chat.read(ctx, _NAMES | {"messages": "prompt"}), body.context or [], ctx)
     return _with_ignored(prepared, OllamaGenerateBody, fields, body)
 
@@ -304,11 +308,7 @@ def _add_messages(chat: ChatRequestBuilder, messages: Sequence[dict[str, Any]]) 
     for index, raw in enumerate(messages):
         where = f"messages[{index}]"
         message = convert(OllamaMessage, raw, where)
-        if message.images:
-            raise bad_parameter(
-                f"{where}.images", "are not supported; this server reads text only", "unsupported_content"
-            )
-        made: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        made: dict[str, Any] = {"role": message.role, "content": _content(message.content, message.images, where)}
         if message.thinking:
             made["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -324,6 +324,20 @@ def _add_messages(chat: ChatRequestBuilder, messages: Sequence[dict[str, Any]]) 
                 waiting.remove(answered)
             made["tool_call_id"] = message.tool_call_id or (answered[1] if answered else f"call_{index}")
         chat.add_message(made, where)
+
+
+def _content(text: str | None, images: Sequence[Any] | None, where: str) -> str | list[dict[str, Any]]:
+    """Return the content of a message with images, which come first; they are base64 without more in this API."""
+    if not images:
+        return text or ""
+    parts = []
+    for index, image in enumerate(images):
+        place = f"{where}.images[{index}]" if where else f"images[{index}]"
+        if not isinstance(image, str):
+            raise bad_parameter(place, "is not a string; send the image as base64", "invalid_image")
+        named = image.startswith(("data:", "file:", "http:", "https:"))
+        parts.append(image_part(image if named else f"data:image/any;base64,{image}", place))
+    return [*parts, *([{"type": "text", "text": text}] if text else [])]
 
 
 _DONE_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "tool_calls": "stop"}

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from lucevisor.api import images
 from lucevisor.api.app_context import AppContext
 from lucevisor.api.constraint import output_grammar, requested_calls, requested_form
 from lucevisor.api.errors import ApiError, bad_parameter
@@ -48,6 +49,7 @@ from lucevisor.api.schemas import (
     to_record,
 )
 from lucevisor.errors import show
+from lucevisor.model.vision import EncoderImage
 from lucevisor.text.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
 from lucevisor.text.normalise import normalise_prompt
 from lucevisor.text.template import ChatTemplate, EncodedPrompt, RenderedPrompt, TemplateError
@@ -184,7 +186,7 @@ def _check_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
             for index, call in enumerate(message.tool_calls)
         ]
     if isinstance(message.content, list):
-        _check_parts(message.content, f"{where}.content")
+        kept["content"] = _check_parts(message.content, f"{where}.content")
     elif message.content is None:
         if message.role != "assistant":
             raise bad_parameter(f"{where}.content", "is missing; it is required", "missing_required_parameter")
@@ -204,19 +206,25 @@ def _check_call(call: _ToolCall, raw: dict[str, Any], where: str) -> dict[str, A
     return raw
 
 
-def _check_parts(parts: list[dict[str, Any]], where: str) -> None:
+def _check_parts(parts: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     if not parts:
         raise bad_parameter(where, "is an empty array; send text")
-    for index, part in enumerate(parts):
-        kind = part.get("type")
-        if kind not in ("text", "refusal"):
-            raise bad_parameter(
-                f"{where}[{index}].type",
-                f"{show(kind)} is not supported; this server accepts parts of type text only",
-                "unsupported_content",
-            )
-        if not isinstance(part.get(kind), str):
-            raise bad_parameter(f"{where}[{index}].{kind}", "is missing or not a string; it is required")
+    return [_check_part(part, f"{where}[{index}]") for index, part in enumerate(parts)]
+
+
+def _check_part(part: dict[str, Any], where: str) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind == "image_url":
+        return images.check_part(part, where)
+    if kind not in ("text", "refusal"):
+        raise bad_parameter(
+            f"{where}.type",
+            f"{show(kind)} is not supported; this server accepts parts of type text and image_url only",
+            "unsupported_content",
+        )
+    if not isinstance(part.get(kind), str):
+        raise bad_parameter(f"{where}.{kind}", "is missing or not a string; it is required")
+    return part
 
 
 def check_tools(
@@ -310,11 +318,12 @@ def parse_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
     template = _template(ctx)
     tools, choice = check_tools(body.tools or [], body.tool_choice)
     messages = normalise_prompt(check_messages(body.messages), ctx.settings.normalise)
+    urls = _take_images(messages, ctx)
     form = requested_form(body)
     calls = requested_calls(tools, choice, form, parallel=body.parallel_tool_calls is not False)
     prompt = _render(body, messages, tools, template)
     tags = None if prompt.answering else template.output_format.reasoning_after(prompt.text)
-    encoded = _encoded(prompt, ctx)
+    encoded, of_prompt = _encoded(prompt, ctx, urls)
     n_top = n_top_logprobs(body, (body.top_logprobs or 0) if body.logprobs else None, "top_logprobs")
     grammar = output_grammar(form, ctx, tags, inside=prompt.reasoning_open, calls=calls)
     structured = bool(tools) or grammar is not None
@@ -336,27 +345,29 @@ def parse_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
         show_reasoning=body.include_reasoning is not False and not (body.reasoning and body.reasoning.exclude),
         one_tool_call=body.parallel_tool_calls is False,
     )
-    return PreparedRequest(options, [tuple(encoded.ids)])
+    return PreparedRequest(options, [tuple(encoded.ids)], images=of_prompt)
 
 
 def parse_apply_template(fields: dict[str, Any], ctx: AppContext) -> bytes:
     """Return the prompt of a chat request as text."""
-    prompt = _prompt_only(fields, ctx)
+    prompt, _ = _prompt_only(fields, ctx)
     check_length(prompt.text, "messages", ctx)
     return msgspec.json.encode({"prompt": prompt.text})
 
 
 def count_prompt(fields: dict[str, Any], ctx: AppContext) -> int:
     """Return how many tokens the prompt of a chat request has, also beyond the context."""
-    return len(_encoded(_prompt_only(fields, ctx), replace(ctx, max_context=0)).ids)
+    prompt, urls = _prompt_only(fields, ctx)
+    return len(_encoded(prompt, replace(ctx, max_context=0), urls)[0].ids)
 
 
-def _prompt_only(fields: dict[str, Any], ctx: AppContext) -> RenderedPrompt:
-    """Render the prompt of a chat request without compiling the grammar of its answer."""
+def _prompt_only(fields: dict[str, Any], ctx: AppContext) -> tuple[RenderedPrompt, list[_ImageUrl]]:
+    """Render the prompt of a chat request without compiling the grammar of its answer; also return its images."""
     body = _read_body(fields, ctx)
     tools, _ = check_tools(body.tools or [], body.tool_choice)
     messages = normalise_prompt(check_messages(body.messages), ctx.settings.normalise)
-    return _render(body, messages, tools, _template(ctx))
+    urls = _take_images(messages, ctx)
+    return _render(body, messages, tools, _template(ctx)), urls
 
 
 def _read_body(fields: dict[str, Any], ctx: AppContext) -> ChatBody:
@@ -452,11 +463,32 @@ def _continues(body: ChatBody, messages: list[dict[str, Any]]) -> bool:
     return asked and last["role"] == "assistant" and not last.get("tool_calls")
 
 
-def _encoded(prompt: RenderedPrompt, ctx: AppContext) -> EncodedPrompt:
+_ImageUrl = tuple[str, str]
+"""Where an image stands in the body, and its URL."""
+
+
+def _take_images(messages: list[dict[str, Any]], ctx: AppContext) -> list[_ImageUrl]:
+    """Take the images out of messages, of which their places stay; raises ApiError where none are read."""
+    urls = images.take_images(messages)
+    if urls and ctx.images is None:
+        why = "is an image, and this server reads none: it has no vision encoder (vision.path); send text"
+        raise bad_parameter(urls[0][0], why, "unsupported_content")
+    return urls
+
+
+def _encoded(
+    prompt: RenderedPrompt, ctx: AppContext, urls: list[_ImageUrl]
+) -> tuple[EncodedPrompt, tuple[tuple[int, EncoderImage], ...]]:
+    """Return the ids of a prompt, and its images with where they start."""
     check_length(prompt.text, "messages", ctx)
     encoded = prompt.encoded(ctx.tokenizer)
+    if not urls or ctx.images is None:
+        check_tokens(len(encoded.ids), "messages", ctx)
+        return encoded, ()
+    found = [ctx.images.read(url, where) for where, url in urls]
+    encoded, starts = images.place_images(encoded, found, ctx.tokenizer, ctx.images.placeholder)
     check_tokens(len(encoded.ids), "messages", ctx)
-    return encoded
+    return encoded, tuple(zip(starts, found, strict=True))
 
 
 def _thinking(body: ChatBody, template: ChatTemplate) -> bool | None:
@@ -486,6 +518,7 @@ def _thinking(body: ChatBody, template: ChatTemplate) -> bool | None:
 
 _Result = TypeVar("_Result")
 _INDEXED: Final = re.compile(r"(messages|tools)\[(\d+)\]")
+_IMAGE: Final = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]\.image_url")
 
 
 @dataclass(slots=True)
@@ -533,6 +566,10 @@ class ChatRequestBuilder:
             raise error.renamed(self._origin(error.param or "", names)) from None
 
     def _origin(self, param: str, names: Mapping[str, str]) -> str:
+        if found := _IMAGE.match(param):
+            part = self.messages[int(found[1])]["content"][int(found[2])]
+            if "origin" in part:
+                return str(part["origin"])
         if found := _INDEXED.match(param):
             rest = param[found.end() :]
             return self.origins[found[1]][int(found[2])] + rest.removeprefix(".content").replace(".function", "", 1)

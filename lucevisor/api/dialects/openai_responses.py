@@ -19,6 +19,7 @@ from lucevisor.api.bodies import json_response
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, CustomTool, custom_function
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.generation import ResponseFormatter, handle_generation
+from lucevisor.api.images import image_part
 from lucevisor.api.output import ChoiceDelta, TokenRecord, UsageTotals, chat_logprobs
 from lucevisor.api.prepared import CUSTOM_INPUT, STORED_RESPONSES, PreparedRequest, ResponseOptions, custom_input
 from lucevisor.api.response_store import StoredResponse, with_stored
@@ -235,6 +236,8 @@ def function_name(namespace: str | None, name: str) -> str:
 def _add_to_turn(turn: _Turn, kind: str, item: dict[str, Any], where: str) -> None:
     if kind == "message":
         content = _content(convert(MessageItem, item, where).content, f"{where}.content")
+        if isinstance(content, list) and any("text" not in part for part in content):
+            raise bad_parameter(f"{where}.content", "has an image in an answer; images are the user's, or a tool's")
         turn.text += [content] if isinstance(content, str) else [part["text"] for part in content]
     elif kind == "reasoning":
         turn.reasoning.append(_reasoning(convert(ReasoningItem, item, where), where))
@@ -260,28 +263,40 @@ def _reasoning(item: ReasoningItem, where: str) -> str:
     return "".join(part.text for part in item.summary or ())
 
 
-def _content(content: str | list[dict[str, Any]], where: str) -> str | list[dict[str, str]]:
+def _content(content: str | list[dict[str, Any]], where: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
-    texts = []
+    parts = []
     for index, part in enumerate(content):
         kind = part.get("type")
+        if kind == "input_image":
+            parts.append(_image(part, f"{where}[{index}]"))
+            continue
         name = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         if name is None:
             raise _unsupported(kind, f"{where}[{index}]")
         text = part.get(name)
         if not isinstance(text, str):
             raise bad_parameter(f"{where}[{index}].{name}", "is missing or not a string; it is required")
-        texts.append(text)
-    if not texts:
+        parts.append({"type": "text", "text": text})
+    if not parts:
         return ""
-    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+    return parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
+
+
+def _image(part: dict[str, Any], where: str) -> dict[str, Any]:
+    if part.get("file_id") is not None:
+        why = "is not supported: this server stores no files; send image_url with a data: URL"
+        raise bad_parameter(f"{where}.file_id", why, "unsupported_content")
+    if not isinstance(url := part.get("image_url"), str):
+        raise bad_parameter(f"{where}.image_url", "is missing or not a string; it is required")
+    return image_part(url, f"{where}.image_url")
 
 
 def _unsupported(kind: object, where: str) -> ApiError:
     return bad_parameter(
         f"{where}.type",
-        f"{show(kind)} is not supported; send messages of text, reasoning, function calls and their outputs",
+        f"{show(kind)} is not supported; send messages of text and images, reasoning, function calls and their outputs",
         "unsupported_content",
     )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.model.vision import IMAGE_ID
 
 MIN_MATCH: Final = 3
 """Tokens that must agree: pairs recur by chance in any text."""
@@ -87,12 +88,14 @@ class NgramLookup:
         return best if best.start else None
 
     def continuation(self, match: NgramMatch, n: int) -> list[int]:
-        """Return the ``n`` tokens that followed a match; where they reach the end, the repetition goes on."""
+        """Return the ``n`` tokens that followed a match, fewer where an image did; where they reach the end, the
+        repetition goes on."""
         tokens = self._tokens[match.start : match.start + n]
         period = len(self._tokens) - match.start
         while len(tokens) < n:
             tokens.append(tokens[len(tokens) - period])
-        return tokens
+        n_text = next((i for i, token in enumerate(tokens) if token >= IMAGE_ID), n)
+        return tokens[:n_text]
 
 
 def _n_common_suffix(first: list[int], second: list[int]) -> int:

@@ -1,0 +1,190 @@
+"""Images through the whole of a service: splits, prefix cache, restarts, lost daemons, drafts."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import ollama
+import openai
+import pytest
+
+from tests.e2e.process import Cli, post
+from tests.e2e.vision_files import data_url, png, write_mmproj, write_model
+from tests.waiting import wait_until
+
+pytest.importorskip("PIL", reason="Pillow reads the images")
+
+PLACES = {
+    1: ["left:0"],
+    2: ["left:0", "right:0"],
+    3: ["left:0", "right:0", "third:0"],
+}
+WORDS = " ".join(f"rule {i}" for i in range(16))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vision")
+    write_model(folder / "model.gguf")
+    write_mmproj(folder / "mmproj.gguf")
+    (folder / "media").mkdir()
+    (folder / "media" / "one.png").write_bytes(png(1))
+    (folder / "secret.png").write_bytes(png(2))
+    return folder
+
+
+def config(files: Path, n_groups: int, encoder: str = "", extra: str = "") -> Path:
+    devices = PLACES[n_groups]
+    text = f'[model]\npath = "{files / "model.gguf"}"\n'
+    for device in devices:
+        text += f'[groups.{device[:-2]}]\nbackend = "cpu"\nthreads = 1\n'
+    text += f"[placement]\ntarget_devices = {devices}\ntarget_layer_split = ".replace("'", '"')
+    text += {1: '["0-8"]', 2: '["0-3", "3-8"]', 3: '["0-3", "3-5", "5-8"]'}[n_groups]
+    text += f'\n[engine]\ndtype = "float32"\n[vision]\npath = "{files / "mmproj.gguf"}"\n'
+    text += f'device = "{encoder or devices[-1]}"\nmedia_path = "{files / "media"}"\n'
+    path = files / f"config-{n_groups}.toml"
+    path.write_text(text + "[cache]\nmin_tokens = 1\n" + extra)
+    return path
+
+
+def question(*images: str, text: str = "what is it?", n: int = 24) -> dict[str, Any]:
+    parts = [{"type": "text", "text": WORDS}]
+    parts += [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+    return {"messages": messages, "temperature": 0, "max_tokens": n, "ignore_eos": True, "return_token_ids": True}
+
+
+def ask(url: str, *images: str, text: str = "what is it?", n: int = 24) -> tuple[list[int], int, int]:
+    """Ids of the answer, tokens of the prompt, and how many of them were cached."""
+    code, answer = post(f"{url}/v1/chat/completions", question(*images, text=text, n=n))
+    assert code == 200, answer
+    usage = answer["usage"]
+    ids = answer["choices"][0]["token_ids"]
+    return ids, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def kill(cli: Cli, group: str) -> None:
+    os.kill(next(one["pid"] for one in cli.status()["groups"] if one["name"] == group), signal.SIGKILL)
+
+
+ONE, TWO = data_url(png(1)), data_url(png(2, 40, 90))
+
+
+def test_answers_are_the_same_over_any_split(cli: Cli, files: Path) -> None:
+    found = {}
+    for n_groups in PLACES:
+        url = cli.start(config(files, n_groups), "cache.prefix_slots=0")["url"]
+        found[n_groups] = [ask(url, *images)[0] for images in ((ONE,), (TWO,), (ONE, TWO), (TWO, ONE))]
+        cli.stop()
+    assert found[1] == found[2] == found[3]
+    assert found[1][0] != found[1][1], "an answer does not depend on its image"
+
+
+def test_the_same_image_hits_the_prefix_cache_also_after_a_restart(cli: Cli, files: Path, tmp_path: Path) -> None:
+    path = config(files, 2, "left:0", f'dir = "{tmp_path / "cache"}"\n')
+    url = cli.start(path)["url"]
+    first, n_prompt, n_cached = ask(url, ONE)
+    assert n_cached == 0
+    again, _, reused = ask(url, ONE)
+    assert again == first
+    assert reused > n_prompt - 16, "the image is in the part that was reused"
+    other, _, n_cached = ask(url, TWO)
+    assert n_cached == 0, "tokens of another image were taken"
+    assert other != first
+    vision = cli.status()["vision"]
+    assert (vision["encoded"], vision["reused"]) == (2, 1)
+    wait_until(lambda: cli.status()["cache"]["saved"] >= 2, 20, "saved")
+    cli.stop()
+    url = cli.start(path)["url"]
+    assert ask(url, ONE) == (first, n_prompt, reused)
+    assert cli.status()["cache"]["tokens"]["disk"] > 0
+    cli.stop()
+
+
+@pytest.mark.parametrize("n_groups", [2, 3])
+def test_a_daemon_that_is_killed_loses_nothing(cli: Cli, files: Path, n_groups: int) -> None:
+    """Every daemon in turn, that of the first stage with the embedding rows among them, and that of the encoder."""
+    status = cli.start(config(files, n_groups))
+    url = status["url"]
+    images = (ONE, TWO)
+    right = [ask(url, image, n=200)[0] for image in images]
+    for group in status["groups"]:
+        answers: list[list[int]] = [[], []]
+
+        def run(i: int, answers: list[list[int]] = answers) -> None:
+            answers[i] = ask(url, images[i], n=200)[0]
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: cli.status()["engine"]["running"] == 2, 20, "running")
+        time.sleep(0.1)
+        kill(cli, group["name"])
+        for thread in threads:
+            thread.join()
+        assert answers == right
+        wait_until(cli.ready, 30, "ready")
+    cli.stop()
+
+
+def test_an_image_waits_for_the_encoder(cli: Cli, files: Path) -> None:
+    url = cli.start(config(files, 2, "right:0"))["url"]
+    right = ask(url, ONE)[0]
+    cli.stop()
+    url = cli.start(config(files, 2, "right:0"))["url"]
+    kill(cli, "right")
+    assert ask(url, ONE)[0] == right
+    cli.stop()
+
+
+def test_local_files_are_those_of_one_directory(cli: Cli, files: Path) -> None:
+    url = cli.start(config(files, 1))["url"]
+    named = (files / "media" / "one.png").as_uri()
+    assert ask(url, named)[0] == ask(url, ONE)[0]
+    for path in (files / "secret.png", files / "media" / ".." / "secret.png", files / "media" / "none.png"):
+        code, answer = post(f"{url}/v1/chat/completions", question(f"file://{path}"))
+        assert code == 400
+        assert "vision.media_path" in answer["error"]["message"]
+        assert answer["error"]["param"] == "messages[0].content[1].image_url"
+    cli.stop()
+
+
+def test_clients_send_images(cli: Cli, files: Path) -> None:
+    """The packages of OpenAI, Anthropic and Ollama, as they are."""
+    url = cli.start(config(files, 2))["url"]
+    model, data = "tiny-qwen35", base64.b64encode(png(1)).decode()
+    with (
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as of_openai,
+        anthropic.Anthropic(base_url=url, api_key="none") as of_anthropic,
+        ollama.Client(host=url) as of_ollama,
+    ):
+        parts: Any = [{"type": "image_url", "image_url": {"url": ONE}}, {"type": "text", "text": "what?"}]
+        chat = of_openai.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": parts}], temperature=0, max_tokens=8
+        )
+        expected, n_prompt = chat.choices[0].message.content, chat.usage.prompt_tokens
+        items: Any = [{"type": "input_image", "image_url": ONE}, {"type": "input_text", "text": "what?"}]
+        response = of_openai.responses.create(
+            model=model, input=[{"role": "user", "content": items}], temperature=0, max_output_tokens=8
+        )
+        assert response.output_text == expected
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        blocks: Any = [{"type": "image", "source": source}, {"type": "text", "text": "what?"}]
+        messages: Any = [{"role": "user", "content": blocks}]
+        message = of_anthropic.messages.create(
+            model=model, messages=messages, max_tokens=8, extra_body={"temperature": 0}
+        )
+        assert message.content[0].text == expected
+        assert of_anthropic.messages.count_tokens(model=model, messages=messages).input_tokens == n_prompt
+        options = {"temperature": 0, "num_predict": 8}
+        asked = [{"role": "user", "content": "what?", "images": [png(1)]}]
+        assert of_ollama.chat(model=model, messages=asked, options=options).message.content == expected
+        assert of_ollama.generate(model=model, prompt="what?", images=[data], options=options).response == expected
+    cli.stop()
