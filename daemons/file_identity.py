@@ -7,6 +7,8 @@ from pathlib import Path
 
 from daemons.errors import LoadError
 from lucevisor.model.gguf_files import GgufFiles, open_model
+from lucevisor.model.lora_files import open_adapter, with_adapters
+from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import FileIdentity
 from lucevisor.protocol.loading import Load
 
@@ -16,6 +18,14 @@ ADVICE = "leave the file alone while a daemon loads it"
 def open_files(load: Load) -> GgufFiles:
     """Open the files of ``load``.  Raises GgufError, or LoadError when they are not those that it names."""
     return check_identities(open_model(tuple(map(Path, load.files))), load.identities)
+
+
+def open_adapters(load: Load, spec: ModelSpec) -> ModelSpec:
+    """Return ``spec`` with the adapters of ``load``, opened.  Raises as ``open_files`` does."""
+    adapters = [open_adapter(one.name, Path(one.file), one.scale, spec) for one in load.adapters]
+    for adapter, one in zip(adapters, load.adapters, strict=True):
+        check_identities(adapter.files, [one.identity])
+    return with_adapters(spec, adapters)
 
 
 def check_identities(files: GgufFiles, identities: Sequence[FileIdentity]) -> GgufFiles:

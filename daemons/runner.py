@@ -23,7 +23,7 @@ from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
 from daemons.errors import StateError
 from daemons.failures import try_to_load
-from daemons.file_identity import open_files, unchanged
+from daemons.file_identity import open_adapters, open_files, unchanged
 from daemons.heartbeat import Reporter, warn_once
 from daemons.logprobs import score
 from daemons.models.replay import LayerwiseReplay, layerwise_replays, report_replays
@@ -57,7 +57,7 @@ class ModelRunner:
         self.stages: dict[int, LoadedStage] = {}
         self._plans: dict[int, StagePlan] = {p.stage: p for p in load.stages}
         self._sampler: Sampler | None = None
-        self.spec = read_spec(files, load.options)
+        self.spec = open_adapters(load, read_spec(files, load.options))
         pinned = backend is not Backend.CPU
         self._boundaries = [
             BoundaryBuffer(arena, load.dtype, arena_width(load, i, self.spec), pinned=pinned)
@@ -132,6 +132,8 @@ class ModelRunner:
         draft, scorer, vision = runner._draft, runner.scorer, runner.vision
         assert runner.spec.files is not None
         identities = unchanged(runner.spec.files)
+        for adapter in runner.spec.adapters:
+            identities += unchanged(adapter.files)
         if draft is not None:
             kernels |= draft.kernels
             identities += draft.spec.files.identities

@@ -24,7 +24,16 @@ from lucevisor import __version__
 from lucevisor.cli import EXAMPLES, EXIT_CODES, cli
 from lucevisor.config.formats import SIZE, SIZE_UNITS
 from lucevisor.config.schema import FieldKey, keys_of
-from lucevisor.config.sections import GROUPS, PER_MODEL, REPLICAS, SECTIONS, GroupConfig, ReplicaConfig
+from lucevisor.config.sections import (
+    GROUPS,
+    LORA,
+    PER_MODEL,
+    REPLICAS,
+    SECTIONS,
+    GroupConfig,
+    LoraConfig,
+    ReplicaConfig,
+)
 from lucevisor.engine import events
 from lucevisor.errors import show
 from lucevisor.protocol.frames import MAX_FLAGS, WITH_DESCRIPTORS
@@ -89,6 +98,7 @@ def _lines() -> Iterator[str]:
             yield _MODELS.format(sections=", ".join(f"`{part}`" for part in PER_MODEL))
             yield from _section(f"{GROUPS}.NAME", GroupConfig)
             yield from _section(f"{REPLICAS}.NAME", ReplicaConfig)
+            yield from _section(f"{LORA}.NAME", LoraConfig)
 
 
 def _section(name: str, section: type[Any]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from daemons.models.blocks import Output
 from daemons.models.loader import ADVICE, WeightLoader
 from daemons.models.stage import LoadedStage
 from daemons.ops.linear import BlockLinear, DenseLinear, Float32CpuLinear, Linear, Table
+from daemons.ops.lora import LoraLinear
 from daemons.ops.selection import KernelSelector
 from daemons.weights.packed import PackedWeights, empty_packed
 from lucevisor.model.drafters.draft_vocabulary import DraftVocabularySizes
@@ -151,7 +152,8 @@ def shared_weights(output_stage: LoadedStage | None, device: torch.device) -> Sh
     output = output_stage.shards[-1].output
     assert isinstance(output, Output)
     tables = (shard.table for shard in output_stage.shards if shard.device == device)
-    return SharedWeights(output.lm_head, next((t for t in tables if t is not None), None))
+    lm_head = output.lm_head.linear if isinstance(output.lm_head, LoraLinear) else output.lm_head
+    return SharedWeights(lm_head, next((t for t in tables if t is not None), None))
 
 
 def vocabulary_weights(spec: DraftSpec, weights: WeightLoader, shared: SharedWeights) -> VocabularyWeights:

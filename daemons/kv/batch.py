@@ -25,6 +25,7 @@ from daemons.kv.slice_group import GraphKey, SliceGroup, slots_of
 from daemons.ops.attention import Causal, is_flash_device, visible
 from daemons.ops.basic import Rope
 from daemons.ops.delta_rule import CHUNK
+from daemons.ops.lora import NO_ADAPTER, LoraRows
 from daemons.ops.operations import MAX_DECODE_TOKENS, SHORT_SLICE, Operations, PagedQuery
 from daemons.ops.page_scores import QUERIES
 from daemons.ops.paged import PagedTensor, Pages
@@ -72,6 +73,7 @@ class Layout:
 
     ``bounded``: slices attend to positions from ``Slice.draft_from`` on.  ``ranked``: sequences whose slices rank their
     pages.  ``fill`` copies tokens that only the device has into the metadata there: the id of row i is number i.
+    ``adapters``: the adapter of each row; empty if none has one.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Layout:
         by_key: dict[tuple[int, int, int], SliceGroup] = {}
         seen: set[int] = set()
         used: set[int] = set()
+        adapters = list[int]()
         for s in slices:
             n, start = len(s.tokens), s.start
             where = f"slice of sequence {s.sequence} at {start}"
@@ -107,6 +110,7 @@ class Layout:
                 check_states(s, where, sequence, sequences, used)
             elif s.states:
                 raise StateError(where, f"{len(s.states)} recurrent states to write, and the model has none")
+            adapters += [sequence.adapter] * n
             columns[0] += s.tokens
             self._add_positions(columns[1], sequence.images if spec.mrope else (), start, n)
             for column, space, window in zip(columns[2:], self.spaces, windows, strict=True):
@@ -123,7 +127,8 @@ class Layout:
                 if not 0 <= s.draft_from <= start:
                     raise StateError(where, f"it attends to positions from {s.draft_from} on")
                 group.lows.append(sequence.place(s.draft_from))
-        self.numbers = [*chain(*columns, *(group.numbers() for group in self.groups))]
+        self.adapters = adapters if adapters.count(NO_ADAPTER) < self.n_rows else []
+        self.numbers = [*chain(*columns, *(group.numbers() for group in self.groups), self.adapters)]
 
     def _without_ids(self, s: Slice, sequence: OpenedSequence, first: int) -> Slice:
         """Return a slice with placeholders in place of the ids of images; its rows begin with row ``first``."""
@@ -421,6 +426,10 @@ class Batch:
         if layout.axes is not None:
             self.axes = torch.tensor(layout.axes, device=self.device)
         self.embeddings: Tensor | None = None  # of the image rows
+        self.lora: LoraRows | None = None
+        if layout.adapters:
+            active = sorted({*layout.adapters} - {NO_ADAPTER})
+            self.lora = LoraRows(metadata[at : at + n], active)
         self._rope_tables: dict[int, tuple[Tensor, Tensor]] = {}
         self.carried: Tensor | None = None
         self.layer_inputs: Tensor | None = None

@@ -19,6 +19,7 @@ from torch import Tensor
 from daemons.errors import StateError
 from daemons.kv.images import check_images
 from daemons.kv.pools import Pools
+from daemons.ops.lora import NO_ADAPTER
 from lucevisor.model.values import PAGE_TOKENS, Space, Tier
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
@@ -58,11 +59,13 @@ class OpenedSequence:
     ``out``: entries of the ``full`` table that were paged out, ascending: those behind them moved up.  ``host_rows``:
     where those that are attended to lie in host memory, ascending, as order means nothing to attention.  ``updates``:
     states after tokens of its last slice that are not made yet, in order; ``state`` is from before them.
+    ``adapter``: the number of its LoRA adapter.
     """
 
     id: int
     row: int
     state: int
+    adapter: int = NO_ADAPTER
     pages: dict[Space, list[int]] = field(default_factory=dict)
     breaks: dict[Space, int] = field(default_factory=dict)
     out: list[int] = field(default_factory=list)
@@ -100,12 +103,14 @@ class Sequences:
         attend_host: bool = False,
         in_place: bool = False,
         forgets: bool = False,
+        adapters: Sequence[str] | None = None,
     ) -> None:
         """``attend_host``: attention reads what was paged out in host memory; ``in_place``: by tables of its rows.
         ``forgets``: what was paged out is kept by the target alone; a page that comes back holds nothing here.
+        ``adapters``: the names that sequences may have; None: it does not matter here.
         """
         self.forgets = forgets
-        self.pools, self.attend_host = list(pools), attend_host
+        self.pools, self.attend_host, self.adapters = list(pools), attend_host, adapters
         self.reads_in_place = attend_host and in_place
         n_states = sizes.n_state_ids
         self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: n_states}
@@ -264,10 +269,16 @@ class Sequences:
         if not self._free_rows:
             raise StateError(where, f"{self.max_sequences} sequences are open, the most this daemon was loaded for")
         check_images(operation.images, where)
+        adapter = NO_ADAPTER
+        if operation.adapter and self.adapters is not None:
+            if operation.adapter not in self.adapters:
+                raise StateError(where, f"the adapter {operation.adapter!r} is not loaded")
+            adapter = self.adapters.index(operation.adapter)
         if self.units[Space.RECURRENT]:
             self.check_live(where, operation.state)
             self._take_states([operation.state])
         opened = OpenedSequence(operation.sequence, self._free_rows.pop(), operation.state, images=operation.images)
+        opened.adapter = adapter
         self.by_id[operation.sequence] = opened
 
     def _set_pages(self, operation: SetPages) -> None:

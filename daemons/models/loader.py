@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby, pairwise
 from math import lcm, prod
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from daemons.device import allocating, memory_free
 from daemons.errors import LoadError
+from daemons.models.lora import LoraWeights
 from daemons.ops.cpu.library import Tiles
 from daemons.ops.experts import ConcatExperts, ExpertWeights
 from daemons.ops.linear import ConcatLinear, Linear, Table
@@ -27,6 +29,7 @@ from daemons.weights.dequant import dequantise, four_bit, iq1_m_scale
 from daemons.weights.packed import PackedWeights, empty_packed
 from daemons.weights.reading import HostMemory, ProgressMeter, StagingBuffers, TensorChunk, row_count
 from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.lora_files import EMBEDDING
 from lucevisor.model.quant_types import CPU_TILE_ROWS, DENSE, INT4_GROUP, NATIVE, GgmlType, WeightFormat, format_bytes
 from lucevisor.model.weight_layout import QUANTISED_FORMATS, ROW_INDEXED, TensorLayout, TensorRole
 
@@ -100,6 +103,7 @@ class WeightLoader:
     layouts: Sequence[TensorLayout]
     selector: KernelSelector
     report: Callable[[int, int], None]
+    lora: LoraWeights | None = None
     n_bytes: int = 0
     converted: dict[str, tuple[int, int]] = field(
         default_factory=dict
@@ -164,7 +168,11 @@ class WeightLoader:
             else:
                 groups.append([r])
         parts = [self._matrix(group) for group in groups]
-        return parts[0] if len(parts) == 1 else ConcatLinear(parts)
+        linear = parts[0] if len(parts) == 1 else ConcatLinear(parts)
+        if self.lora is None:
+            return linear
+        stacked = [(r.name, _total(self._tensor_chunks([r])), partial(_rows_of, r)) for r in rows]
+        return self.lora.linear(linear, stacked)
 
     def experts(self, *names: str) -> ExpertWeights:
         """Matrices of experts, tensors ``[X, N, K]``; each expert's rows of all ``names`` are stacked."""
@@ -208,7 +216,7 @@ class WeightLoader:
         if shared:
             self._shared[name] = (layout.kind, weight)
         table = self.tables[name] = self.selector.table(layout.kind, weight, layout.shape[-1])
-        return table
+        return table if self.lora is None or name != EMBEDDING else self.lora.table(table)
 
     # ---- layouts
 
@@ -409,6 +417,12 @@ def _shard_part(layout: TensorLayout) -> Rows:
         return Rows(layout.name)
     span = (part.start, part.stop)
     return Rows(layout.name, (span,)) if part.axis == 0 else Rows(layout.name, columns=span)
+
+
+def _rows_of(rows: Rows, matrix: Tensor) -> Tensor:
+    """Rows of a matrix [N, R] in the order in which blocks expect those of the tensor."""
+    kept = matrix if rows.ranges is None else torch.cat([matrix[start:stop] for start, stop in rows.ranges])
+    return kept if rows.pairs is None else halves_of_pairs(kept, *rows.pairs)
 
 
 def _narrow(chunk: TensorChunk, raw: Tensor) -> Tensor:

@@ -359,11 +359,12 @@ class LayerwiseReplay:
             if chunk.rows is None:
                 chunk.rows = self._first_rows(shard, chunk, batch)
             # the last kernel is torch's, which waits for all earlier ones: the next chunk reads what they wrote
-            if index + 1 == self._layers.stop and not self.whole:
-                advance_state(layer, chunk.rows, batch)  # the output rows of the last layer are not needed
-                chunk.rows = chunk.rows[:1].clone()
-            else:
-                chunk.rows = layer(chunk.rows, batch)
+            with shard.lora.of(batch.lora):
+                if index + 1 == self._layers.stop and not self.whole:
+                    advance_state(layer, chunk.rows, batch)  # the output rows of the last layer are not needed
+                    chunk.rows = chunk.rows[:1].clone()
+                else:
+                    chunk.rows = layer(chunk.rows, batch)
             for operation in chunk.copies:
                 _copy(shard, operation, index)
         self._all_rows = None
@@ -385,7 +386,11 @@ class LayerwiseReplay:
             self.max_rows = max(1, min(shares, 8)) * self._load.max_step_tokens  # for fewer launches
         load = self._load
         sequences = self.sequences = Sequences(
-            [shard.pools], load.pools, load.max_sequences, attend_host=load.attend_host
+            [shard.pools],
+            load.pools,
+            load.max_sequences,
+            attend_host=load.attend_host,
+            adapters=[one.name for one in self._spec.adapters],
         )
         self._chunks = self._joined(self._arranged(sequences))
         sequences.flush()
@@ -451,7 +456,8 @@ class LayerwiseReplay:
     def _first_rows(self, shard: ShardModel, chunk: _Chunk, batch: Batch) -> Tensor:
         """Return the residual stream before the shard's first layer."""
         if shard.embedding is not None:
-            return shard.from_boundary(shard.embedding(batch), batch)
+            with shard.lora.of(batch.lora):
+                return shard.from_boundary(shard.embedding(batch), batch)
         if self._all_rows is None:
             parts = [self._rows.read(first, n, shard.device) for first, n in chunk.places]
         else:

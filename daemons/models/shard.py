@@ -21,6 +21,8 @@ from daemons.kv.pools import Pools
 from daemons.models import FAMILIES
 from daemons.models.blocks import Block, PreNormLayer
 from daemons.models.loader import WeightLoader
+from daemons.models.lora import LoraWeights
+from daemons.ops.lora import LoraContext
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import ModelSpec
@@ -102,6 +104,9 @@ class ShardModel:
             spec, layers, embedding=config.embedding, output=config.output, backend=config.backend, dtype=config.dtype
         )
         weights = WeightLoader(_files(spec), kept, selector, report)
+        self.lora = LoraContext(selector.product)
+        if spec.adapters:
+            weights.lora = LoraWeights(spec.adapters, self.lora, self.device, selector.dtype)
         try:
             family = FAMILIES[spec.architecture](spec, weights, self.pools)
             self.from_boundary, self.to_boundary = family.from_boundary, family.to_boundary
@@ -118,7 +123,7 @@ class ShardModel:
             weights.close()
         self.table = weights.tables.get("token_embd.weight")  # None without the embedding
         self.captured = [i in config.captures for i in range(layers.start, layers.stop)]
-        self.weight_bytes = weights.n_bytes
+        self.weight_bytes = weights.n_bytes + (0 if weights.lora is None else weights.lora.n_bytes)
         n_routed = max((spec.layers[i].n_routed for i in range(layers.start, layers.stop)), default=0)
         self.max_async_tokens = selector.max_async_pairs // max(1, n_routed)
         """Tokens of a step up to which routing never synchronises with the host."""
@@ -155,6 +160,10 @@ class ShardModel:
 
         ``hidden``, when given, collects the residual stream after the embedding and after every layer.
         """
+        with self.lora.of(batch.lora):
+            return self._run(rows, batch, hidden)
+
+    def _run(self, rows: Tensor | None, batch: Batch, hidden: list[Tensor] | None) -> ShardOutput:
         if self.embedding is not None:
             rows = self.embedding(batch)
         assert rows is not None

@@ -22,6 +22,7 @@ from daemons.kv.sequences import Sequences
 from daemons.kv.slice_group import SliceGroup
 from daemons.models.replay import LayerwiseReplay
 from daemons.models.shard import ShardConfig, ShardModel, ShardOutput, SharedOutput, check, stream_dtype
+from daemons.ops.lora import LoraRows
 from daemons.ops.operations import PageSums
 from daemons.ops.page_scores import queries_by_head, scores_of
 from daemons.ops.paged import PagedTensor, Pages
@@ -114,7 +115,9 @@ class LoadedStage:
             load.max_sequences,
             attend_host=load.attend_host,
             in_place=all(s.selector.kernels and s.pools.pages_locked for s in shards),
+            adapters=[one.name for one in spec.adapters],
         )
+        self._lora: LoraRows | None = None  # of the last step's rows
         self.kernels: dict[str, str] = {}
         for shard in shards:
             self.kernels |= shard.selector.selected
@@ -265,7 +268,8 @@ class LoadedStage:
         hidden: list[Tensor] | None = [] if step.want_hidden else None
         captures: list[Tensor] = []
         scores: list[dict[int, Tensor]] = []
-        cold = False
+        cold, self._lora = False, None
+        eager = hidden is not None or bool(layout.adapters)  # a graph has no adapters
         for shard, graphs in zip(self.shards, self.graphs, strict=True):
             device = shard.device
             tables = self.sequences.tables(device)
@@ -274,14 +278,15 @@ class LoadedStage:
             with launching(device):
                 if layout.reads_in_place:
                     shard.pools.finish_page_outs()
-                others = layout.image_rows or (h is not None and h.dtype != self.dtype)
-                if graphs is None or hidden is not None or others:
+                others = eager or layout.image_rows or (h is not None and h.dtype != self.dtype)
+                if graphs is None or others:
                     batch = Batch(layout, tables, layout.on(device))
                     if shard.embedding is not None and embeddings is not None:
                         batch.embeddings = embeddings.to(device)
                     await_rows()
                     h = None if h is None else stream_dtype(h, self.dtype, device)
                     h, captured = shard.run(h, batch, hidden)
+                    self._lora = batch.lora
                     if layout.is_ranked:
                         scores.append(rank_pages(batch, layout, shard.page_sums))
                 else:
@@ -315,8 +320,8 @@ class LoadedStage:
 
     @inferring
     def logits(self, rows: Tensor, indices: Sequence[int] | None) -> Tensor:
-        """Float32 logits [n, V] of some rows (None: all) of :meth:`forward`'s output.  Output stages only."""
-        output = self.shards[-1].output
+        """Float32 logits [n, V] of some rows (None: all) of the last :meth:`forward`'s output.  Output stages only."""
+        output, lora = self.shards[-1].output, self._lora
         if output is None or not self.spec.pooling.generates:
             raise StateError(f"stage {self.plan.stage}", "this stage has no output matrix: it cannot make logits")
         if indices is not None and list(indices) != list(range(rows.shape[0])):
@@ -324,7 +329,8 @@ class LoadedStage:
             if rows.device.type != "cpu":
                 index = index.pin_memory().to(rows.device, non_blocking=True)
             rows = rows.index_select(0, index)
-        with launching(rows.device):
+            lora = None if lora is None else lora.take(index)
+        with launching(rows.device), self.shards[-1].lora.of(lora):
             return output(rows)
 
     @inferring

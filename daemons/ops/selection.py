@@ -145,7 +145,7 @@ class KernelSelector:
         return TorchOperations(), "torch"
 
     @property
-    def _product(self) -> Product | None:
+    def product(self) -> Product | None:
         """The product with plain matrices where one kernel must do for all numbers of rows."""
         if not self.batch_invariant:
             return None
@@ -195,7 +195,7 @@ class KernelSelector:
         what = "linear " + ",".join(sorted(kinds))
         if self.batch_invariant:
             self._note(what, f"{_name(weight.dtype)} batch-invariant")
-            return DenseLinear(weight, self._product or F.linear)
+            return DenseLinear(weight, self.product or F.linear)
         if self.device.type == "cpu" and weight.dtype == torch.float32:
             self._note(what, "float32 batched mkl")
             return Float32CpuLinear(weight)
@@ -230,7 +230,7 @@ class KernelSelector:
 
     def blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> Linear:
         self._note(f"linear {kind.name}", f"blocks, dequantised to {_name(self.dtype)} at each call")
-        return BlockLinear(kind, raw, n_columns, self._product or F.linear)
+        return BlockLinear(kind, raw, n_columns, self.product or F.linear)
 
     def packed_linear(self, packed: PackedWeights, n_columns: int) -> Linear:
         """A packed matrix."""
@@ -292,12 +292,12 @@ class KernelSelector:
     def expert_dense(self, kinds: set[str], weight: Tensor) -> ExpertWeights:
         """Plain matrices of experts ``[X, N, K]``."""
         self._note("experts " + ",".join(sorted(kinds)), f"{_name(weight.dtype)} torch")
-        return self._experts(DenseExperts(weight, self._product))
+        return self._experts(DenseExperts(weight, self.product))
 
     def expert_blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> ExpertWeights:
         """Quant blocks of experts ``[X, N, row_bytes]``."""
         self._note(f"experts {kind.name}", f"blocks, dequantised to {_name(self.dtype)} when selected")
-        return self._experts(BlockExperts(kind, raw, n_columns, self._product))
+        return self._experts(BlockExperts(kind, raw, n_columns, self.product))
 
     def expert_int4(self, kinds: set[str], packed: Tensor, affine: Tensor) -> ExpertWeights:
         """Packed int4 ``[X, N, K / 2]`` and its affine groups ``[X, K / 32, N, 2]``."""

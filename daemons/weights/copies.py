@@ -348,6 +348,8 @@ class _Locating:
         if draft is not None and draft.files != load.files:  # the drafter's device reads nearly all of them
             self._find(draft.files, open_draft, lambda files: self._of_tensors(files, files.tensors))
         self._find(load.files, open_model, of_target)
+        for adapter in load.adapters:
+            self._find([adapter.file], open_model, lambda files: self._of_tensors(files, files.tensors))
         if score is not None:
             self._find(score.files, open_model, of_scorer)
         if vision is not None:
@@ -411,6 +413,9 @@ class _Locating:
             return [here.get(identity, identity) for identity in asked]
 
         draft, score, vision = load.draft, load.score, load.vision
+        adapters = [
+            replace(one, file=paths([one.file])[0], identity=identities([one.identity])[0]) for one in load.adapters
+        ]
         if draft is not None:
             draft = replace(draft, files=paths(draft.files), identities=identities(draft.identities))
         if score is not None:
@@ -424,6 +429,7 @@ class _Locating:
             draft=draft,
             score=score,
             vision=vision,
+            adapters=adapters,
             offered=[],
         )
 

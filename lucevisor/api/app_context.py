@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, Protocol
@@ -20,6 +21,7 @@ from lucevisor.compression.compressor import Compressor
 from lucevisor.engine.request import GenerationRequest, RequestHandle
 from lucevisor.engine.shell import Engine
 from lucevisor.errors import LucevisorError, VisionError, show
+from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.spec import LAST_ROW, Pooling
 from lucevisor.model.vision import EncoderImage
 from lucevisor.snapshots.store import SnapshotStore
@@ -102,7 +104,8 @@ class ModelCard:
     """Description of the served model.
 
     `aliases`: patterns of other names that requests may use.  `created_s`: Unix time; `fingerprint`: changes whenever
-    outputs may change; `facts`: the file's metadata but lists.
+    outputs may change; `facts`: the file's metadata but lists.  `adapters`: LoRA adapters, which are models to clients,
+    with a `parent` and a `scale`.
     """
 
     name: str
@@ -114,6 +117,9 @@ class ModelCard:
     quant: str = ""
     n_parameters: int = 0
     aliases: tuple[str, ...] = ()
+    adapters: tuple[ModelCard, ...] = ()
+    parent: str = ""
+    scale: float = 1.0
     facts: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -275,6 +281,21 @@ class AppContext:
         self.grammars = GrammarCompiler(self.tokenizer)
 
     @property
+    def adapter(self) -> str:
+        """The LoRA adapter that requests are computed with; empty: none."""
+        return self.model.name if self.model.parent else ""
+
+    def text(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return ids as a text that is computed with the adapter."""
+        return TokenBuffer(ids, self.adapter) if self.adapter else ids
+
+    def of_adapter(self, card: ModelCard) -> AppContext:
+        """Return the context of requests for a LoRA adapter of the model, as of now."""
+        own = copy(self)
+        own.model = card
+        return own
+
+    @property
     def max_prompt(self) -> int:
         """One more than the tokens of the longest prompt; with PFlash, of one that fits when it is shortened."""
         if self.compressor is None:
@@ -291,6 +312,13 @@ class AppContext:
         return self.settings.retry_after_s if wait_s is None else min(most, max(least, math.ceil(wait_s)))
 
 
+class _LoraScale(msgspec.Struct):
+    """One entry of llama.cpp's `lora`."""
+
+    id: int
+    scale: float
+
+
 class ServedModels:
     """The contexts of the served models, in the order of the configuration; `first` has the state of the server."""
 
@@ -305,17 +333,26 @@ class ServedModels:
         return len(self._contexts)
 
     def __getitem__(self, name: str) -> AppContext:
-        """Return the context of a model by its exact name."""
-        return self._contexts[name]
+        """Return the context of a model, or an adapter, by its exact name."""
+        return self._contexts.get(name) or next(ctx for ctx in self.listed() if ctx.model.name == name)
+
+    def listed(self) -> Iterator[AppContext]:
+        """Yield the context of each model, and of its adapters behind it."""
+        for ctx in self:
+            yield ctx
+            yield from map(ctx.of_adapter, ctx.model.adapters)
 
     def find(self, name: object) -> AppContext:
         """Return the context of the model that a request names; raises ApiError.
 
-        One model serves all requests: their readers check the name, which may be missing.
+        One model serves all requests but those for its adapters: their readers check the name, which may be missing.
         """
+        for ctx in self.listed():
+            if ctx.adapter and isinstance(name, str) and ctx.model.is_named(name):
+                return ctx
         if len(self) == 1 or not isinstance(name, str | None):
             return self.first
-        names = ", ".join(self._contexts)
+        names = ", ".join(ctx.model.name for ctx in self.listed())
         if not name:
             raise bad_parameter("model", f"is missing; this server has {names}", "missing_required_parameter")
         for ctx in self:
@@ -329,6 +366,34 @@ class ServedModels:
             code="model_not_found", param="model",
         )  # fmt: skip
 
-    def of_body(self, fields: Mapping[str, Any]) -> AppContext:
-        """Return the context of the model that a decoded body names; raises ApiError.  Ollama also has it in `name`."""
-        return self.find(fields.get("model") or fields.get("name"))
+    def of_body(self, fields: dict[str, Any]) -> AppContext:
+        """Return the context of the model that a decoded body names; raises ApiError.  Ollama also has it in `name`,
+        and llama.cpp's clients choose adapters by `lora`, which is removed.
+        """
+        ctx = self.find(fields.get("model") or fields.get("name"))
+        if "lora" in fields and (ctx.model.adapters or ctx.adapter):
+            return _chosen(fields.pop("lora"), ctx)
+        return ctx
+
+
+def _chosen(lora: object, ctx: AppContext) -> AppContext:
+    """Return the context of the adapter in llama.cpp's list of ids and scales; raises ApiError."""
+    adapters = ctx.model.adapters
+    if ctx.adapter:
+        raise bad_parameter("lora", f"is beside model {show(ctx.adapter)}, an adapter; send one of the two")
+    try:
+        wanted = [one for one in msgspec.convert(lora, list[_LoraScale]) if one.scale]
+    except msgspec.ValidationError as error:
+        raise bad_parameter("lora", f"is not a list of adapters such as {{id: 0, scale: 1}}: {error}") from None
+    if len(wanted) > 1:
+        raise bad_parameter("lora", "has several adapters with a scale that is not 0; a request has one at most")
+    if not wanted:
+        return ctx
+    [one] = wanted
+    if not 0 <= one.id < len(adapters):
+        raise bad_parameter("lora", f"has the id {one.id}; GET /lora-adapters lists those that exist")
+    card = adapters[one.id]
+    if one.scale != card.scale:
+        why = f"has the scale {one.scale:g}; that of {card.name} is {card.scale:g}, as the server is configured"
+        raise bad_parameter("lora", why)
+    return ctx.of_adapter(card)

@@ -28,7 +28,7 @@ from lucevisor.text.output_parser import OutputFormat
 
 async def models(request: web.Request) -> web.Response:
     """List the served models, in the shapes of OpenAI's and Anthropic's lists at once."""
-    cards = [_model(ctx) for ctx in request.app[MODELS]]
+    cards = [_model(ctx) for ctx in request.app[MODELS].listed()]
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
     return json_response({"object": "list", "data": cards, "has_more": False, **ends})
 
@@ -65,6 +65,14 @@ async def props(request: web.Request) -> web.Response:
             "build_info": f"lucevisor {__version__}",
         }
     )
+
+
+async def lora_adapters(request: web.Request) -> web.Response:
+    """List a model's LoRA adapters, of several that of ?model=, as llama.cpp's server does.  Their scales are those of
+    the configuration: a request chooses one."""
+    ctx = request.app[MODELS].find(request.query.get("model"))
+    adapters = enumerate(ctx.model.adapters)
+    return json_response([{"id": i, "name": a.name, "path": a.path, "scale": a.scale} for i, a in adapters])
 
 
 async def slots(request: web.Request) -> web.Response:
@@ -132,6 +140,7 @@ def _model(ctx: AppContext) -> dict[str, object]:
         "capabilities": {name: {"supported": here} for name, here in abilities(ctx).items()},
         "status": _status(ctx),
         **({"aliases": [*card.aliases]} if card.aliases else {}),
+        **({"parent": card.parent, "root": card.path} if card.parent else {}),
         **_replicas(ctx),
     }
 

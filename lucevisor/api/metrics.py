@@ -316,6 +316,8 @@ class Metrics:
             return ModelMetrics(*counters, *(one.labels(model) for one in (first_token, request, queue, inter_token)))
 
         self._models = {ctx.model.name: of_model(ctx.model.name) for ctx in models}
+        for ctx in models:  # adapters count as their model
+            self._models |= {card.name: self._models[ctx.model.name] for card in ctx.model.adapters}
         self.connections = Gauge(PREFIX + "connections", "Open connections of clients.", registry=self._registry)
         self.connections_dropped = counter(
             "connections_dropped", "Connections closed by the server, by deadline or cap.", ("reason",)

@@ -24,7 +24,8 @@ def check_model(name: str | None, ctx: AppContext) -> None:
     if name is not None and not (ctx.model.is_named(name) or ctx.model.alias_length(name)):
         raise ApiError(
             404,
-            f"the model {show(name)} does not exist here; this server has {show(ctx.model.name)}",
+            f"the model {show(name)} does not exist here; this server has "
+            + ", ".join(show(card.name) for card in (ctx.model, *ctx.model.adapters)),
             code="model_not_found",
             param="model",
         )

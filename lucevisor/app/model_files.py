@@ -23,6 +23,8 @@ from lucevisor.model.drafters import draft_paths, gemma4_assistant, mtp, open_dr
 from lucevisor.model.families import FAMILIES, open_spec
 from lucevisor.model.gguf_files import GgufFiles, part_paths
 from lucevisor.model.gguf_header import GgufError, TruncatedFileError
+from lucevisor.model.lora import LoraAdapter
+from lucevisor.model.lora_files import open_adapter, with_adapters
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.vision import VisionSpec, open_vision
 from lucevisor.placement.planner import model_options
@@ -208,6 +210,7 @@ def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
     except (GgufError, OSError) as error:
         hint = "name a file of a family this version runs"
         raise _unreadable(config, "model.path", config.model.path, error, hint) from error
+    spec = with_adapters(spec, open_adapters(config, spec, notify))
     drafter, scorer = open_drafter(config, spec, notify), open_scorer(config, notify)
     template, encoder = open_template(config, spec), open_encoder(config, spec, notify)
     return ServedModel(spec, files, config.model.name or spec.name, drafter, scorer, template, encoder)
@@ -223,6 +226,23 @@ def open_models(config: Config, notify: _Notify = lambda _: None) -> list[Served
             errors += renamed_errors(error, own)
     if errors:
         raise ConfigErrors(errors)
+    return opened
+
+
+def open_adapters(config: Config, spec: ModelSpec, notify: _Notify = lambda _: None) -> list[LoraAdapter]:
+    """Open the LoRA adapters of a model; raises ConfigError naming ``lora.NAME.path``, or its name."""
+    opened = []
+    for name, adapter in config.lora.items():
+        key = f"lora.{name}"
+        if name == (config.model.name or spec.name):
+            hint = "give the adapter, or the model, another name"
+            raise ConfigError(key, NO_VALUE, "is the id of the model, too", hint, file=str(config.file))
+        path = resolve_file(config, f"{key}.path", adapter.source, notify)
+        try:
+            opened.append(open_adapter(name, path, adapter.scale, spec))
+        except (GgufError, OSError) as error:
+            hint = f"name an adapter of {spec.name}"
+            raise _unreadable(config, f"{key}.path", adapter.path, error, hint) from error
     return opened
 
 

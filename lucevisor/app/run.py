@@ -61,6 +61,7 @@ from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import ModelService, Service
 from lucevisor.engine.shell import Engine
 from lucevisor.errors import AdminError, ConfigError, ExitCode, LucevisorError, suggest, unusable
+from lucevisor.model.lora import LoraAdapter
 from lucevisor.model.values import dtype_bytes
 from lucevisor.protocol import fault_hooks
 from lucevisor.snapshots.maintenance import check_directory
@@ -656,7 +657,7 @@ def make_app_contexts(
 
 
 def _model_card(model: ServedModel, metadata: Mapping[str, object], aliases: tuple[str, ...]) -> ModelCard:
-    return ModelCard(
+    card = ModelCard(
         name=model.name,
         aliases=aliases,
         created_s=int(model.files[0].stat().st_mtime),
@@ -666,6 +667,22 @@ def _model_card(model: ServedModel, metadata: Mapping[str, object], aliases: tup
         quant=model.spec.quant,
         n_parameters=0 if model.spec.files is None else sum(prod(t.shape) for t in model.spec.files.tensors.values()),
         facts={key: value for key, value in metadata.items() if not isinstance(value, list) and key != TEMPLATE_KEY},
+    )
+    return replace(card, adapters=tuple(_adapter_card(adapter, card) for adapter in model.spec.adapters))
+
+
+def _adapter_card(adapter: LoraAdapter, model: ModelCard) -> ModelCard:
+    path = adapter.files.paths[0]
+    status = path.stat()
+    return replace(
+        model,
+        name=adapter.name,
+        created_s=int(status.st_mtime),
+        size_bytes=status.st_size,
+        path=str(path),
+        parent=model.name,
+        scale=adapter.scale,
+        aliases=(),
     )
 
 

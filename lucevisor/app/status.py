@@ -85,6 +85,7 @@ def _model(service: ModelService, compressor: Compressor | None) -> dict[str, An
             "quant": spec.quant,
             "file": str(service.model.files[0]),
         },
+        "adapters": _adapters(service),
         "engine": _engine(statistics),
         "draft": _draft(service, statistics),
         "pflash": pflash_status(service, compressor),
@@ -108,6 +109,20 @@ def _residency(service: ModelService) -> dict[str, Any]:
         "load_s": round(load_s, 3),
         "parked_bytes": service.host_memory.used(HostOwner.WEIGHTS),
     }
+
+
+def _adapters(service: ModelService) -> list[dict[str, Any]]:
+    """LoRA adapters, with the bytes that they take on all devices together; 0 while there is no placement."""
+    placement = service.placement
+    return [
+        {
+            "name": one.name,
+            "file": str(one.files.paths[0]),
+            "scale": one.scale,
+            "weight_bytes": 0 if placement is None else one.n_bytes(placement.dtype),
+        }
+        for one in service.model.spec.adapters
+    ]
 
 
 def _draft(service: ModelService, now: EngineStatistics | None) -> dict[str, Any]:

@@ -92,6 +92,8 @@ def headline(status: Status) -> Iterator[Text]:
         model = part["model"]
         name = f"{model['name']} ({model['architecture']}, {model['layers']} layers, {model['quant']})"
         yield Text(f"{name}, {len(replicas)} replicas" if replicas else name)
+        for adapter in part.get("adapters", ()):
+            yield Text(f"  adapter {adapter['name']}  {format_bytes(adapter['weight_bytes'])}")
 
 
 def shard_table(status: Status) -> Table:

@@ -35,6 +35,7 @@ from lucevisor.config.sections import GroupConfig as GroupConfig
 from lucevisor.config.sections import KvDType as KvDType
 from lucevisor.config.sections import KvFlashConfig as KvFlashConfig
 from lucevisor.config.sections import LogConfig as LogConfig
+from lucevisor.config.sections import LoraConfig as LoraConfig
 from lucevisor.config.sections import ModelConfig as ModelConfig
 from lucevisor.config.sections import Notice as Notice
 from lucevisor.config.sections import PFlashConfig as PFlashConfig

@@ -57,6 +57,7 @@ class PendingConfig:
     values: dict[str, Any] = field(default_factory=dict)
     group_names: list[str] = field(default_factory=list)
     replica_names: list[str] = field(default_factory=list)
+    adapter_names: list[str] = field(default_factory=list)
     set_keys: set[str] = field(default_factory=set)
     overridden: set[str] = field(default_factory=set)
     errors: list[ConfigError] = field(default_factory=list)

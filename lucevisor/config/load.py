@@ -17,12 +17,14 @@ from lucevisor.config.formats import GROUP_NAME, InvalidValue, kind_of
 from lucevisor.config.schema import FieldKey, Text, keys_of, plain
 from lucevisor.config.sections import (
     GROUPS,
+    LORA,
     MODELS,
     PER_MODEL,
     REPLICAS,
     SECTIONS,
     Config,
     GroupConfig,
+    LoraConfig,
     ReplicaConfig,
     file_key,
 )
@@ -74,13 +76,14 @@ def from_tree(tree: Mapping[str, object], file: Path, overrides: Sequence[str] =
 def _read(pending: PendingConfig, sections: Mapping[str, object], file: Path) -> Config | None:
     """Return the configuration of one model; None after adding errors."""
     for name in sections:
-        if name not in SECTIONS and name not in (GROUPS, REPLICAS):
+        if name not in SECTIONS and name not in (GROUPS, REPLICAS, LORA):
             pending.refuse(name, sections[name], "is not a section", _nearest_section(name))
     for name, section in SECTIONS.items():
         _read_section(pending, name, section, sections.get(name, {}), file.parent)
         if name == "model":
             _read_groups(pending, sections.get(GROUPS, {}), file.parent)
             _read_replicas(pending, sections.get(REPLICAS, {}), file.parent)
+            _read_adapters(pending, sections.get(LORA, {}), file.parent)
     check_values(pending)
     return None if pending.errors else _build(pending, file)
 
@@ -93,6 +96,9 @@ def _read_models(pending: PendingConfig, sections: Mapping[str, object], file: P
     if REPLICAS in sections:
         hint = f"remove [{REPLICAS}], or serve each model with a supervisor of its own"
         pending.refuse(REPLICAS, NO_VALUE, f"is beside [{MODELS}.NAME], and replicas are of one model", hint)
+    if LORA in sections:
+        hint = f"write [{MODELS}.NAME.{LORA}.ADAPTER] for the model that it is of"
+        pending.refuse(LORA, NO_VALUE, f"is beside [{MODELS}.NAME]", hint)
     if "model" in sections:
         hint = f"write [{MODELS}.NAME] for this one, too, or remove [{MODELS}]"
         pending.refuse("model", NO_VALUE, f"is beside [{MODELS}.NAME]", hint)
@@ -100,7 +106,7 @@ def _read_models(pending: PendingConfig, sections: Mapping[str, object], file: P
         why = "has no models" if models == {} else f"is {kind_of(models)}, not a table"
         pending.refuse(MODELS, models, why, f"write [{MODELS}.NAME] and path = below it")
         return None
-    common = {name: table for name, table in sections.items() if name not in (MODELS, REPLICAS, "model")}
+    common = {name: table for name, table in sections.items() if name not in (MODELS, REPLICAS, LORA, "model")}
     configs: dict[str, Config] = {}
     for name, own in models.items():
         section = f"{MODELS}.{name}"
@@ -129,8 +135,10 @@ def _read_model(
     """Return the configuration of one of several models; None after adding its errors to `pending`."""
     inner = PendingConfig(file=pending.file, one_of_several=True)
     name, sections = section.partition(".")[2], dict(common)
-    sections["model"] = {"name": name, **{key: value for key, value in own.items() if key not in PER_MODEL}}
-    own_keys = {f"model.{key}" for key in own if key not in PER_MODEL}
+    own_tables = (*PER_MODEL, LORA)
+    sections["model"] = {"name": name, **{key: value for key, value in own.items() if key not in own_tables}}
+    sections[LORA] = own.get(LORA, {})
+    own_keys = {f"model.{key}" for key in own if key not in own_tables}
     for part in PER_MODEL:
         table, shared = own.get(part, {}), common.get(part, {})
         if isinstance(table, dict) and isinstance(shared, dict):
@@ -164,6 +172,11 @@ def _check_models(pending: PendingConfig, configs: Mapping[str, Config]) -> None
             why = f"is the id of [{MODELS}.{other}], too"
             pending.refuse(f"{MODELS}.{name}.name", config.model.name, why, "give each model its own")
         ids[config.model.name] = name
+        for adapter in config.lora:
+            key = f"{MODELS}.{name}.{LORA}.{adapter}"
+            if other := ids.get(adapter):
+                pending.refuse(key, NO_VALUE, f"is an id of [{MODELS}.{other}], too", "give each its own")
+            ids[adapter] = name
     used = {group for config in configs.values() for group in used_groups(config)}
     for group in next(iter(configs.values())).groups:
         if group not in used:
@@ -212,7 +225,9 @@ def _flat(config: Config) -> Mapping[str, Any]:
     sections: dict[str, Any] = config.as_dict()
     groups = {f"{GROUPS}.{name}": keys for name, keys in sections.pop(GROUPS).items()}
     groups |= {f"{REPLICAS}.{name}": keys for name, keys in sections.pop(REPLICAS, {}).items()}
+    groups |= {f"{LORA}.{name}": keys for name, keys in sections.pop(LORA, {}).items()}
     for name, keys in sections.pop(MODELS, {}).items():
+        groups |= {f"{MODELS}.{name}.{LORA}.{one}": own for one, own in keys.pop(LORA, {}).items()}
         sections |= {f"{MODELS}.{name}.{part}": keys.pop(part) for part in PER_MODEL}
         sections[f"{MODELS}.{name}"] = keys
     return {f"{name}.{key}": value for name, keys in {**sections, **groups}.items() for key, value in keys.items()}
@@ -261,7 +276,7 @@ def _overridden(tree: Mapping[str, object], overrides: Sequence[str], pending: P
             pending.errors.append(ConfigError(OVERRIDE, override, "is not KEY=VALUE", "such as --set server.port=8081"))
             continue
         why, hint = "", ""
-        if parts[0] not in SECTIONS and parts[0] not in (GROUPS, MODELS, REPLICAS) and len(parts) > 1:
+        if parts[0] not in SECTIONS and parts[0] not in (GROUPS, MODELS, REPLICAS, LORA) and len(parts) > 1:
             why, hint = f"is not a key: there is no section {parts[0]}", _nearest_section(parts[0])
         elif not _is_key(parts):
             hint = suggest(key, _all_keys()) or f"such as server.port, or {GROUPS}.NAME.threads"
@@ -280,10 +295,10 @@ def _is_key(parts: Sequence[str]) -> bool:
     """Return whether dotted parts could be a key; whether the key exists is checked with all others."""
     if parts[0] == GROUPS:
         return len(parts) == 3 or (len(parts) == 4 and parts[2] == "env")
-    if parts[0] == REPLICAS:
+    if parts[0] in (REPLICAS, LORA):
         return len(parts) == 3
     if parts[0] == MODELS:
-        return len(parts) == 3 or (len(parts) == 4 and parts[2] in PER_MODEL)
+        return (len(parts), *parts[2:3]) == (5, LORA) or len(parts) == 3 or (len(parts) == 4 and parts[2] in PER_MODEL)
     return len(parts) == 2
 
 
@@ -318,6 +333,14 @@ def _read_replicas(pending: PendingConfig, replicas: object, folder: Path) -> No
         pending.refuse(REPLICAS, replicas, f"is {kind_of(replicas)}, not a table", hint)
         return
     pending.replica_names += _read_named(pending, REPLICAS, "replica", ReplicaConfig, replicas, folder)
+
+
+def _read_adapters(pending: PendingConfig, adapters: object, folder: Path) -> None:
+    if not isinstance(adapters, dict):
+        hint = f"write [{LORA}.NAME] and path = below it"
+        pending.refuse(LORA, adapters, f"is {kind_of(adapters)}, not a table", hint)
+        return
+    pending.adapter_names += _read_named(pending, LORA, "adapter", LoraConfig, adapters, folder)
 
 
 def _read_named(
@@ -374,9 +397,11 @@ def _build(pending: PendingConfig, file: Path) -> Config:
 
     groups = {name: make(f"{GROUPS}.{name}", GroupConfig, name=name) for name in pending.group_names}
     replicas = {name: make(f"{REPLICAS}.{name}", ReplicaConfig, name=name) for name in pending.replica_names}
+    adapters = {name: make(f"{LORA}.{name}", LoraConfig, name=name) for name in pending.adapter_names}
     config = Config(
         file=file,
         groups=MappingProxyType(groups),
+        lora=MappingProxyType(adapters),
         replicas=MappingProxyType(replicas),
         set_keys=frozenset(pending.set_keys),
         **{name: make(name, section) for name, section in SECTIONS.items()},
@@ -385,14 +410,15 @@ def _build(pending: PendingConfig, file: Path) -> Config:
 
 
 def _all_keys() -> list[str]:
-    sections = {**SECTIONS, f"{GROUPS}.NAME": GroupConfig, f"{REPLICAS}.NAME": ReplicaConfig}
+    named = {f"{GROUPS}.NAME": GroupConfig, f"{REPLICAS}.NAME": ReplicaConfig, f"{LORA}.NAME": LoraConfig}
+    sections = {**SECTIONS, **named}
     return [f"{name}.{key}" for name, section in sections.items() for key in keys_of(section)]
 
 
 def _nearest_section(name: str) -> str:
     """Return the hint for an unknown section: a key of that name, else similar sections."""
     key = next((dotted for dotted in _all_keys() if dotted.endswith(f".{name}")), "")
-    return f"nearest: {key}" if key else suggest(name, [*SECTIONS, MODELS, GROUPS, REPLICAS], "sections")
+    return f"nearest: {key}" if key else suggest(name, [*SECTIONS, MODELS, GROUPS, REPLICAS, LORA], "sections")
 
 
 def _nearest_in_section(key: str, keys: list[str]) -> str:

@@ -185,6 +185,23 @@ class ReplicaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """A LoRA adapter of the model. Requests name it as their model. With several models: `[models.NAME.lora.ADAPTER]`.
+    `NAME` is yours, as those of groups."""
+
+    name: str = field(metadata={"in_file": False})
+    path: Annotated[str, MODEL_PATH]
+    """The adapter's GGUF file, as llama.cpp's `convert_lora_to_gguf.py` writes it, or one on the Hugging Face hub.
+    Relative to the directory of this file."""
+    scale: Annotated[float, Meta(ge=-100, le=100)] = 1.0
+    """Factor of what the adapter adds, besides the one in its file. For another one, name the file a second time."""
+
+    @property
+    def source(self) -> Path | HubFile:
+        return source_of(self.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
     """Devices and the layers that each of them holds."""
 
@@ -454,6 +471,7 @@ class Config:
     cluster: ClusterConfig = ClusterConfig()
     log: LogConfig = LogConfig()
     replicas: Mapping[str, ReplicaConfig] = field(default_factory=lambda: MappingProxyType({}))
+    lora: Mapping[str, LoraConfig] = field(default_factory=lambda: MappingProxyType({}))
     replica: str = field(default="", compare=False)  # the name of one of them, whose groups these are
     models: Mapping[str, Config] = field(default_factory=lambda: MappingProxyType({}))  # of [models.NAME]
     section: str = field(default="", compare=False)  # "models.NAME", of one of several
@@ -475,10 +493,16 @@ class Config:
                 sections[GROUPS] = {group.name: _written(group) for group in self.groups.values()}
                 if self.replicas:
                     sections[REPLICAS] = {name: _written(replica) for name, replica in self.replicas.items()}
+                if self.lora and not self.models:
+                    sections[LORA] = self._written_lora()
         return sections
 
     def _as_model(self) -> dict[str, object]:
-        return {**_written(self.model), **{name: _written(getattr(self, name)) for name in PER_MODEL}}
+        lora: dict[str, object] = {LORA: self._written_lora()} if self.lora else {}
+        return {**_written(self.model), **lora, **{name: _written(getattr(self, name)) for name in PER_MODEL}}
+
+    def _written_lora(self) -> dict[str, object]:
+        return {name: _written(adapter) for name, adapter in self.lora.items()}
 
     @property
     def each_model(self) -> Sequence[Config]:
@@ -528,7 +552,7 @@ class Config:
 def file_key(key: str, section: str, own_keys: Collection[str]) -> str:
     """Return a key as the file names it, in the ``section`` of one of several models, which has ``own_keys``."""
     name = key.partition("[")[0]  # without the index of an item
-    if not section or (name not in own_keys and not name.startswith("model.")):
+    if not section or (name not in own_keys and not name.startswith(("model.", f"{LORA}."))):
         return key
     return f"{section}.{key.removeprefix('model.')}"
 
@@ -543,6 +567,7 @@ class Neighbour:
 
 GROUPS = "groups"
 REPLICAS = "replicas"
+LORA = "lora"
 MODELS = "models"
 PER_MODEL: Final = ("placement", "engine", "cache", "draft", "kvflash", "pflash", "vision")
 """Sections that `[models.NAME]` may contain, as `[models.NAME.engine]`; those of the file itself are for all models."""

@@ -480,6 +480,7 @@ class Deployment:
         alone = not self.config.neighbours or self.config.replica  # else other models wait for the compute thread
         polls_s = spin_s(self.config) if alone else 0.0
         load = load_message(placement, group, files, threads, draft_files, score_files, vision_files, polls_s)
+        load = msgspec.structs.replace(load, adapters=await self._weights.adapter_files())
         order = await self._replacements.load_order(group, load, self._assembly)
         assert self._boundaries is not None
         arenas, fds = list[ArenaPlan](), list[int]()

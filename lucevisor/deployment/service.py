@@ -455,7 +455,8 @@ class ModelService:
             placement = deployment.placement
             assert placement is not None
             draft = await self.weights.draft_model() if placement.draft is not None else None
-            snapshots.use(await self._owner.open_store(self, digests, placement, draft))
+            adapters = await self.weights.adapter_digests()
+            snapshots.use(await self._owner.open_store(self, digests, placement, draft, adapters))
         except LucevisorError as error:
             if not self._owner.stopping:
                 log.error("snapshots are off until the next start", reason=str(error))
@@ -696,11 +697,17 @@ class Service:
         self.on_engine(service, engine)
 
     async def open_store(
-        self, service: ModelService, digests: Mapping[str, str], placement: Placement, draft: DraftModel | None
+        self,
+        service: ModelService,
+        digests: Mapping[str, str],
+        placement: Placement,
+        draft: DraftModel | None,
+        adapters: Mapping[str, Mapping[str, str]],
     ) -> SnapshotStore:
         """Return the snapshots of a model in its ``cache.dir``, which replicas with the same state share."""
         async with self._opening_store:
-            store = await open_store(service.config.cache, service.model.spec, digests, placement, draft, self._stores)
+            cache, spec = service.config.cache, service.model.spec
+            store = await open_store(cache, spec, digests, placement, draft, self._stores, adapters)
             if store not in self._stores:
                 self._stores.append(store)
             return store

@@ -39,7 +39,7 @@ from lucevisor.model.gguf_files import GgufFiles, OpenFile, open_model
 from lucevisor.model.gguf_header import GgufError, TensorInfo
 from lucevisor.model.values import FileIdentity, identity_of
 from lucevisor.placement.stages import LoadFiles
-from lucevisor.protocol.loading import Load, OfferedFile
+from lucevisor.protocol.loading import AdapterFile, Load, OfferedFile
 from lucevisor.snapshots.file_format import DraftModel
 
 BLOCK_BYTES = 64 << 20
@@ -391,6 +391,7 @@ def open_offered(load: Load) -> tuple[list[OfferedFile], list[OpenFile]]:
     models.append((open_model, load.files, load.identities))
     if load.draft is not None:
         models.append((open_draft, load.draft.files, load.draft.identities))
+    models += [(open_model, [one.file], [one.identity]) for one in load.adapters]
     if load.score is not None:
         models.append((open_model, load.score.files, ()))
     if load.vision is not None:
@@ -415,6 +416,9 @@ class ServedWeights:
         assert served.spec.files is not None
         self._served = served
         self.model = ModelWeights(served.spec.files, directory)
+        self.adapters = {
+            one.name: ModelWeights(one.files, directory, what=f"the adapter {one.name}") for one in served.spec.adapters
+        }
         self.draft: ModelWeights | None = None
         if served.drafter is not None:
             has_own_files = served.drafter.files is not served.spec.files
@@ -426,11 +430,23 @@ class ServedWeights:
 
     @property
     def _all(self) -> list[ModelWeights]:
-        return [self.model] if self.draft is None or self.draft is self.model else [self.model, self.draft]
+        drafter = [] if self.draft is None or self.draft is self.model else [self.draft]
+        return [self.model, *self.adapters.values(), *drafter]
 
     async def model_files(self) -> LoadFiles:
         """Return the files of the model that a daemon loads.  Raises as :meth:`ModelWeights.admit` does."""
         return LoadFiles([str(path) for path in self._served.files], await self.model.admit())
+
+    async def adapter_files(self) -> list[AdapterFile]:
+        """Return the adapters that a daemon loads.  Raises in the same way."""
+        return [
+            AdapterFile(one.name, str(one.files.paths[0]), one.scale, (await self.adapters[one.name].admit())[0])
+            for one in self._served.spec.adapters
+        ]
+
+    async def adapter_digests(self) -> dict[str, dict[str, str]]:
+        """Return the digests of the tensors of each adapter, by name.  Raises LucevisorError."""
+        return {name: await weights.digests() for name, weights in self.adapters.items()}
 
     async def draft_files(self) -> LoadFiles:
         """Return the files of the drafter that a daemon loads; call it only if there is one.
@@ -450,12 +466,14 @@ class ServedWeights:
         return DraftModel(mark, drafter.spec.model.layers)
 
     def admitted(self, identities: Sequence[FileIdentity]) -> bool:
-        """Return whether files that a daemon read, first the model's, then the drafter's, hold the right bytes."""
-        n = len(self._served.files)
-        of_model, of_draft = identities[:n], identities[n:]
-        return self.model.admitted(of_model) and (
-            not of_draft or (self.draft is not None and self.draft.admitted(of_draft))
-        )
+        """Return whether the files that a daemon read (model, adapters, drafter) hold the right bytes."""
+        n, n_adapters = len(self._served.files), len(self.adapters)
+        of_model, of_adapters, of_draft = identities[:n], identities[n : n + n_adapters], identities[n + n_adapters :]
+        if len(of_adapters) < n_adapters or not self.model.admitted(of_model):
+            return False
+        if not all(one.admitted([i]) for one, i in zip(self.adapters.values(), of_adapters, strict=True)):
+            return False
+        return not of_draft or (self.draft is not None and self.draft.admitted(of_draft))
 
     async def wait_until_stable(self) -> None:
         """See :meth:`ModelWeights.wait_until_stable`."""

@@ -206,7 +206,7 @@ class Rebuilder:
     def _opening(self) -> list[Operation]:
         operations: list[Operation] = []
         for live, (record, _) in self._stops.items():
-            request = record.request
+            request, adapter = record.request, record.tokens.adapter
             opening = OpenSequence(
                 live.sequence,
                 live.state,
@@ -214,6 +214,7 @@ class Rebuilder:
                 mu=record.mu,
                 n_prompt=len(request.prompt),
                 images=request.image_spans,
+                adapter=adapter,
             )
             operations.append(opening)
             if live.state != NO_STATE:

@@ -69,13 +69,14 @@ class PromptImage:
 class GenerationRequest:
     """Continue ``prompt`` by at most ``max_tokens`` tokens, until one of ``stop_ids``.
 
-    Give long prompts as a :class:`TokenBuffer`: anything else is packed on the event loop.  ``request_id`` is unique
+    Give long prompts as a :class:`TokenBuffer`: anything else is packed on the event loop.  It has the LoRA adapter,
+    too.  ``request_id`` is unique
     among unfinished requests.  The engine lowers ``max_tokens`` to what context and pages
     allow.  ``turn_boundaries``: positions of the prompt where a chat turn ends, ascending; prefix slots checkpoint
     there.  ``client_id``: an opaque id of its API key or address; clients get fair shares.  ``constraint``: what the
     output must be; of this request alone.  ``score_prompt``: tell the log-probabilities of the prompt's tokens, too,
     with the FinishedEvent.  ``pooled``: nothing is generated; the FinishedEvent has the prompt's pooled hidden state.
-    ``images``: ascending.  ``publishes``: others may begin with what it computed.
+    ``images``: ascending.
     """
 
     request_id: str
@@ -89,7 +90,6 @@ class GenerationRequest:
     score_prompt: bool = False
     pooled: bool = False
     images: tuple[PromptImage, ...] = ()
-    publishes: bool = True
 
     @property
     def image_spans(self) -> tuple[ImageSpan, ...]:

@@ -122,8 +122,9 @@ class RunningRequests(Collection[RequestRecord]):
                 continue
             sampling, n_prompt = record.request.sampling, len(record.request.prompt)
             history = [*record.tokens[: live.n_computed]] if sampling.needs_history else []
-            images = record.request.image_spans
-            operations.append(OpenSequence(live.sequence, live.state, sampling, history, record.mu, n_prompt, images))
+            images, adapter = record.request.image_spans, record.tokens.adapter
+            opening = OpenSequence(live.sequence, live.state, sampling, history, record.mu, n_prompt, images, adapter)
+            operations.append(opening)
             if live.state != NO_STATE and not restored:
                 operations.append(ZeroState(live.state))
             for growth in live.table.growths():

@@ -121,7 +121,7 @@ class PrefixHooks:
 
     on_slot: Callable[[PrefixSlot], None] = lambda _: None
     on_evict: Callable[[PrefixSlot], None] = lambda _: None
-    on_invalid: Callable[[Sequence[int]], None] = lambda _: None
+    on_invalid: Callable[[TokenBuffer], None] = lambda _: None
     fetch: Callable[[str, TokenBuffer, int], bool] = lambda _id, _tokens, _n_cached: False
     find: Callable[[TokenBuffer, int], int] = lambda _tokens, n_cached: n_cached
 

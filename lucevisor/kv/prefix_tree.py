@@ -49,9 +49,10 @@ class SlotSource:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """Pages ``[start, stop)`` of the texts that lead through it; the root has none.
+    """Pages ``[start, stop)`` of the texts that lead through it; a root has none.
 
-    ``tokens`` are packed.  ``pages[space]`` has one id per page, or is missing: ``window`` while no slot needs it.
+    ``tokens`` are packed; ``adapter`` is that of a root's texts.  ``pages[space]`` has one id per page, or is missing:
+    ``window`` while no slot needs it.
     """
 
     start: int
@@ -62,6 +63,7 @@ class Node:
     slots: dict[bytes, PrefixSlot] = field(default_factory=dict)  # by remainder: those that end here
     n_slots: int = 0  # leading through it
     n_windows: int = 0  # of them, those that need its window pages
+    adapter: str = ""
 
     @property
     def stop(self) -> int:
@@ -105,7 +107,10 @@ class PrefixSlot:
 
     @property
     def tokens(self) -> TokenBuffer:
-        return TokenBuffer.from_packed(b"".join(node.tokens for node in path_to(self.node)) + self.remainder)
+        root, path = self.node, path_to(self.node)
+        while root.parent is not None:
+            root = root.parent
+        return TokenBuffer.from_packed(b"".join(node.tokens for node in path) + self.remainder, root.adapter)
 
     def pages(self, space: Space) -> list[int]:
         """Page ids of a space, oldest first: all of ``full``, and ``window`` from entry ``first_window`` on."""
@@ -159,18 +164,27 @@ def pages_of_path(path: Iterable[Node], space: Space, start: int, stop: int) -> 
 
 
 class PrefixTree:
-    """Nodes and slots over the page pools of a model."""
+    """Nodes and slots over the page pools of a model.  Texts with different adapters are under different roots."""
 
     def __init__(self, pools: PagePools, window_tokens: int | None) -> None:
         self._pools = pools
         self._window_tokens = window_tokens
         self._spaces = tuple(space for space in PAGED if space in pools)
         self._holds: dict[Space, Counter[int]] = {space: Counter() for space in pools.spaces}
-        self.root = Node(0, b"", None)
+        self._roots: dict[str, Node] = {}
 
     @property
     def spaces(self) -> Sequence[Space]:
         return self._pools.spaces
+
+    @property
+    def nodes(self) -> Iterator[Node]:
+        """All nodes, those of each root behind it."""
+        stack = [*self._roots.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children.values()
 
     def holds(self, space: Space) -> Counter[int]:
         """Return the reference counts that nodes and slots hold, by id of a space."""
@@ -180,8 +194,10 @@ class PrefixTree:
 
     def walk(self, tokens: TokenBuffer, n_tokens: int) -> Walk:
         """Follow the first ``n_tokens`` tokens as far as whole pages are known."""
-        node, path = self.root, [self.root]
-        n_pages = n_tokens // PAGE_TOKENS
+        node = self._roots.get(tokens.adapter)
+        if node is None:
+            node = self._roots[tokens.adapter] = Node(0, b"", None, adapter=tokens.adapter)
+        path, n_pages = [node], n_tokens // PAGE_TOKENS
         while (at := node.stop) < n_pages:
             child = node.children.get(tokens.packed(at * PAGE_TOKENS, (at + 1) * PAGE_TOKENS))
             if child is None:
@@ -293,10 +309,8 @@ class PrefixTree:
 
     def move_pages(self, moves: Mapping[int, int]) -> None:
         """Hold other pages of space full with the same content."""
-        holds, nodes = self._holds[Space.FULL], [self.root]
-        while nodes:
-            node = nodes.pop()
-            nodes += node.children.values()
+        holds = self._holds[Space.FULL]
+        for node in self.nodes:
             pages = node.pages.get(Space.FULL)
             if pages is not None and not moves.keys().isdisjoint(pages):
                 node.pages[Space.FULL] = [moves.get(page, page) for page in pages]

@@ -18,17 +18,22 @@ _TYPECODE: Final = "I"
 
 
 class TokenBuffer(Sequence[int]):
-    """A growing sequence of token ids.  Slices are lists; ``packed`` gives bytes."""
+    """A growing sequence of token ids.  Slices are lists; ``packed`` gives bytes.
 
-    __slots__ = ("_ids",)
+    ``adapter``: the LoRA adapter that they are computed with, empty without one.  The state of the same ids with
+    another adapter is another state: texts with different adapters have nothing in common.
+    """
 
-    def __init__(self, ids: Sequence[int] = ()) -> None:
+    __slots__ = ("_ids", "adapter")
+
+    def __init__(self, ids: Sequence[int] = (), adapter: str = "") -> None:
         """Copy ``ids``.  Raises OverflowError for an id that does not fit into 32 bits."""
         self._ids: array[int] = ids._ids[:] if isinstance(ids, TokenBuffer) else array(_TYPECODE, ids)
+        self.adapter: str = adapter or (ids.adapter if isinstance(ids, TokenBuffer) else "")
 
     @classmethod
-    def from_packed(cls, packed: bytes) -> TokenBuffer:
-        buffer = cls()
+    def from_packed(cls, packed: bytes, adapter: str = "") -> TokenBuffer:
+        buffer = cls(adapter=adapter)
         buffer._ids.frombytes(packed)
         return buffer
 
@@ -52,7 +57,7 @@ class TokenBuffer(Sequence[int]):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, TokenBuffer):
-            return self._ids == other._ids
+            return self._ids == other._ids and self.adapter == other.adapter
         return isinstance(other, Sequence) and self._ids.tolist() == list(other)
 
     __hash__ = None  # type: ignore[assignment]
@@ -84,8 +89,8 @@ class TokenBuffer(Sequence[int]):
             return same
 
     def n_common(self, other: TokenBuffer, most: int) -> int:
-        """Return how many ids both begin with, at most ``most``."""
-        low, high = 0, min(len(self), len(other), most)
+        """Return how many ids both begin with, at most ``most``; 0 with different adapters."""
+        low, high = 0, min(len(self), len(other), most if self.adapter == other.adapter else 0)
         packed = self.packed(0, high)
         with memoryview(other._ids) as ids, ids.cast("B") as view:
             while low < high:

@@ -84,7 +84,7 @@ def index_owners(index: PrefixIndex) -> Iterator[Owner]:
 def index_problems(index: PrefixIndex) -> Iterator[str]:
     """Yield what is wrong with the counts of the prefix tree and its slots."""
     tree = index.tree
-    by_number = {slot.number: slot for node in _nodes(tree.root) for slot in node.slots.values()}
+    by_number = {slot.number: slot for node in tree.nodes for slot in node.slots.values()}
     if by_number.keys() != {slot.number for slot in index.slots}:
         yield f"slots {sorted(by_number)} are in the tree, {sorted(slot.number for slot in index.slots)} in the index"
     for slot in by_number.values():
@@ -93,7 +93,7 @@ def index_problems(index: PrefixIndex) -> Iterator[str]:
     for space, held in _held(tree).items():
         if held != tree.holds(space):
             yield f"space {space}: the tree holds {dict(held)} and counts {dict(tree.holds(space))}"
-    for node in _nodes(tree.root):
+    for node in tree.nodes:
         yield from _node_problems(node, index.pools)
 
 
@@ -131,7 +131,7 @@ def _slots_through(node: Node) -> Iterator[PrefixSlot]:
 
 def _held(tree: PrefixTree) -> dict[Space, Counter[int]]:
     held: dict[Space, Counter[int]] = {space: Counter() for space in tree.spaces}
-    for node in _nodes(tree.root):
+    for node in tree.nodes:
         for space, pages in node.pages.items():
             held[space].update(pages)
         for slot in node.slots.values():

@@ -41,6 +41,7 @@ class HostSlot:
 
     file: str
     packed_tokens: bytes
+    adapter: str  # as of TokenBuffer
     base: HostSlot | None
     start: int
     state: HostState
@@ -59,7 +60,7 @@ class HostSlot:
 
     @property
     def tokens(self) -> TokenBuffer:
-        return TokenBuffer.from_packed(self.packed_tokens)
+        return TokenBuffer.from_packed(self.packed_tokens, self.adapter)
 
     @property
     def unit(self) -> TransferFile:
@@ -114,7 +115,7 @@ class HostTier:
     def begin(self, slot: PrefixSlot, now: float) -> HostSlot | None:
         """Take memory for a slot, evicting others if need be; ``finish`` or ``discard`` it.  None: there is no room."""
         tokens, n, drafted = slot.tokens, slot.n_tokens, bool(self._draft_layers) and self._index.drafted(slot)
-        base = None if slot.paged_out is not None else self._longest_base(tokens.packed(), drafted=drafted)
+        base = None if slot.paged_out is not None else self._longest_base(tokens, drafted=drafted)
         start = 0 if base is None else _whole_pages(base)
         draft_layers = self._draft_layers if drafted else ()
         tensors = slot_tensors(self._layers, n, self._kv_dtype, draft_layers, start)
@@ -126,13 +127,14 @@ class HostTier:
             self.unpin(base)
             return None
         return HostSlot(
-            f"host slot {next(self._numbers)}", tokens.packed(), base, start, state, _bytes_of(everything), drafted,
-            slot.paged_out, self._index.n_prompts, now,
+            f"host slot {next(self._numbers)}", tokens.packed(), tokens.adapter, base, start, state,
+            _bytes_of(everything), drafted, slot.paged_out, self._index.n_prompts, now,
         )  # fmt: skip
 
     def finish(self, held: HostSlot) -> None:
         """Let a slot be found: every daemon has written its part.  Another one of the same tokens goes."""
-        for other in [other for other in self._slots if other.packed_tokens == held.packed_tokens]:
+        same = held.packed_tokens, held.adapter
+        for other in [other for other in self._slots if (other.packed_tokens, other.adapter) == same]:
             self.discard(other)
         held.alive = True
         self._slots.append(held)
@@ -144,11 +146,11 @@ class HostTier:
             self._slots.remove(held)
         self._release(held)
 
-    def forget(self, tokens: Sequence[int]) -> None:
+    def forget(self, tokens: TokenBuffer) -> None:
         """Discard the slots that tokens begin with, and those based on them: what they hold is wrong."""
-        packed = TokenBuffer.of(tokens).packed()
+        packed = tokens.packed()
         for held in self.slots:
-            if any(packed.startswith(one.packed_tokens) for one in _chain(held)):
+            if held.adapter == tokens.adapter and any(packed.startswith(one.packed_tokens) for one in _chain(held)):
                 self.discard(held)
 
     def close(self) -> None:
@@ -213,12 +215,13 @@ class HostTier:
                 stop = one.start
         return parts
 
-    def _longest_base(self, packed: bytes, *, drafted: bool) -> HostSlot | None:
+    def _longest_base(self, tokens: TokenBuffer, *, drafted: bool) -> HostSlot | None:
         """Return the slot whose whole pages a text begins with, the most of them."""
+        packed = tokens.packed()
         fitting = (
             held
             for held in (self._slots if self._full else ())
-            if held.paged_out is None and (held.with_draft or not drafted)
+            if held.adapter == tokens.adapter and held.paged_out is None and (held.with_draft or not drafted)
             and 0 < _whole_pages(held) < len(packed) // TOKEN_BYTES
             and packed.startswith(held.packed_tokens[: _whole_pages(held) * TOKEN_BYTES])
         )  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
 from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.lora import LoraAdapter
 from lucevisor.model.spec import ModelSpec
 
 _VERSION = "lucevisor model fingerprint 2"
@@ -36,6 +37,12 @@ def fingerprint(
         # ascii() is stable across Python versions, unlike repr(), and escapes line breaks
         digest.update(ascii(fact).encode("ascii") + b"\n")
     return digest.hexdigest()
+
+
+def adapter_fingerprint(model: str, adapter: LoraAdapter, digests: Mapping[str, str]) -> str:
+    """The same for state of the model with fingerprint ``model`` that is computed with an adapter."""
+    facts = ("adapter", model, adapter.name, adapter.scale, adapter.alpha, *_tensors(adapter.files, digests))
+    return sha256("\n".join(map(ascii, facts)).encode("ascii")).hexdigest()
 
 
 def _metadata(files: GgufFiles) -> list[object]:

@@ -14,6 +14,7 @@ from math import prod
 
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError, TensorInfo, Value
+from lucevisor.model.lora import LoraAdapter
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space, dtype_bytes
 
 Shapes = dict[str, tuple[int, ...]]
@@ -145,7 +146,7 @@ class ModelSpec:
 
     ``boundary_width``: numbers per token that cross a boundary (hidden states plus the family's additions).
     ``embedding_scale`` multiplies rows of the token table.  ``options``: the model options that affect this file.
-    ``mrope``: tokens of images have positions in three axes.
+    ``mrope``: tokens of images have positions in three axes.  ``adapters``: those that sequences may name.
     """
 
     architecture: str
@@ -166,6 +167,7 @@ class ModelSpec:
     mrope: bool = False
     skipped: tuple[str, ...] = ()  # unused tensors of the file, such as an MTP block
     files: GgufFiles | None = field(default=None, repr=False, compare=False)
+    adapters: tuple[LoraAdapter, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def pooled_width(self) -> int:

@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from lucevisor.model.extents import extent_of
+from lucevisor.model.lora_files import adapter_bytes
 from lucevisor.model.pages import pages_of
 from lucevisor.model.quant_types import WeightFormat
 from lucevisor.model.spec import LayerSpec, ModelSpec
@@ -224,6 +225,7 @@ class CostModel:
 
     def _sum(self, backend: Backend, layers: LayerRange, first: bool, last: bool) -> _Range:
         ends = _count(non_layer_layouts(self.spec, embedding=first, output=last, backend=backend, dtype=self.dtype))
+        adapters = adapter_bytes(self.spec, layers, embedding=first, output=last, dtype=self.dtype)
         indices, kv_dtype = range(layers.start, layers.stop), self.kv_dtype
         own = [self.spec.layers[i] for i in indices]
         found = [self._layer(backend, i) for i in indices]
@@ -233,8 +235,8 @@ class CostModel:
             device_units[layer.space] += layer.device_unit_bytes(kv_dtype)
             host_units[layer.space] += layer.unit_bytes(kv_dtype)
         return _Range(
-            weight_bytes=sum(one.n_bytes for one in (ends, *weights)),
-            stored_bytes=sum(one.stored_bytes for one in (ends, *weights)),
+            weight_bytes=sum(one.n_bytes for one in (ends, *weights)) + adapters,
+            stored_bytes=sum(one.stored_bytes for one in (ends, *weights)) + adapters,
             largest_blocks=max(one.largest_blocks for one in (ends, *weights)),
             largest_int8=max((one.largest_int8 for one in weights), default=0),
             end_int8=ends.largest_int8,

@@ -259,6 +259,16 @@ class StageReplay(msgspec.Struct, frozen=True):
     first_row: int = 0
 
 
+class AdapterFile(msgspec.Struct, frozen=True):
+    """A LoRA adapter: its name for sequences, its file, and the factor of what it adds.  ``identity``: expected of the
+    file."""
+
+    name: str
+    file: str
+    scale: float
+    identity: FileIdentity
+
+
 class OfferedFile(msgspec.Struct, frozen=True):
     """A file of a model at the supervisor, whose first ``header_bytes`` are its header."""
 
@@ -302,6 +312,7 @@ class Load(msgspec.Struct, frozen=True):
     spin_s: float = 0.0  # how long a stage polls the doorbell of a step's rows before it sleeps
     offered: list[OfferedFile] = []
     stays: bool = False
+    adapters: list[AdapterFile] = []
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
@@ -321,7 +332,7 @@ class Loaded(msgspec.Struct, frozen=True):
     shards: list[DeviceUse]
     kernels: dict[str, str]  # op or quant type -> implementation selected for it
     seconds: float  # to load the weights, without compiling kernels
-    identities: list[FileIdentity] = []  # of the files that were read, the drafter's last: the same before and after
+    identities: list[FileIdentity] = []  # of the files that were read: the model's, adapters', then the drafter's
     draft: DeviceUse | None = None  # of the draft stage
     draft_problem: str = ""  # why the draft stage does not run although other stages of the daemon do
     score: DeviceUse | None = None  # of the scoring model

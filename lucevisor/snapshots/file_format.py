@@ -7,7 +7,7 @@ other; :func:`parse` accepts only bytes that :func:`pack` made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import sha256
@@ -75,6 +75,16 @@ class StateModel:
     kv_dtype: Dtype
     layers: tuple[LayerSpec, ...] = field(repr=False)
     draft: DraftModel | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict, hash=False)  # fingerprint with each LoRA adapter, by name
+
+    def fingerprint_with(self, adapter: str) -> str:
+        """Return the fingerprint of state that is computed with an adapter, or without one (empty)."""
+        return self.adapters[adapter] if adapter else self.fingerprint
+
+    def adapter_of(self, fingerprint: str) -> str | None:
+        """Return the adapter of state with that fingerprint, empty without one; None: it is of another model."""
+        known = {self.fingerprint: "", **{mark: name for name, mark in self.adapters.items()}}
+        return known.get(fingerprint)
 
     @property
     def whole_only(self) -> bool:
@@ -150,11 +160,12 @@ def lay_out(model: StateModel, slot: SlotRecord) -> SnapshotHeader:
         raise ValueError(f"a snapshot of {n} tokens; give 1 to {MAX_TOKENS}")
     draft = model.draft if slot.with_draft else None
     tensors = slot_tensors(model.layers, n, model.kv_dtype, draft.layers if draft is not None else ())
+    adapter = TokenBuffer.of(slot.tokens).adapter
     return _placed(
         SnapshotHeader(
-            fingerprint=model.fingerprint,
+            fingerprint=model.fingerprint_with(adapter),
             architecture=model.architecture,
-            model=model.name,
+            model=f"{model.name} with {adapter}" if adapter else model.name,
             dtype=model.dtype,
             kv_dtype=model.kv_dtype,
             packed_tokens=pack_tokens(slot.tokens),
@@ -277,7 +288,7 @@ def check_fits(snapshot: SnapshotHeader, model: StateModel) -> None:
 
     Another kv dtype is accepted: the daemons convert.  The state of another drafter is not looked at.
     """
-    if snapshot.fingerprint != model.fingerprint:
+    if model.adapter_of(snapshot.fingerprint) is None:
         raise SnapshotError(
             Fault.OTHER_MODEL,
             "model_fingerprint",

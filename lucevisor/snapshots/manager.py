@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 import structlog
@@ -31,7 +32,7 @@ from lucevisor.kv.prefix_tree import CacheTier, PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.kv_transfer.host_tier import HostSlot, HostTier
 from lucevisor.kv_transfer.transfers import KvTransfer, Transfer, TransferFile, Units
-from lucevisor.model.fingerprint import fingerprint
+from lucevisor.model.fingerprint import adapter_fingerprint, fingerprint
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.placement.result import Placement
@@ -73,11 +74,15 @@ async def open_store(
     placement: Placement,
     draft: DraftModel | None = None,
     known: Sequence[SnapshotStore] = (),
+    adapters: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> SnapshotStore:
-    """Open and scan ``cache.dir``, unless one of the ``known`` stores is for the same.  ``digests``: of all tensors;
-    ``draft``: of the drafter that is placed.  Raises ConfigError."""
+    """Open and scan ``cache.dir``, unless one of the ``known`` stores is for the same.  ``digests``: of all tensors,
+    and of those of the ``adapters`` by name; ``draft``: of the drafter that is placed.  Raises ConfigError."""
     mark = await asyncio.to_thread(fingerprint, spec, digests, placement.options, _computed_by(placement))
-    model = StateModel(mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers, draft)
+    model = StateModel(
+        mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers, draft,
+        {one.name: adapter_fingerprint(mark, one, adapters[one.name]) for one in spec.adapters},
+    )  # fmt: skip
     for store in known:
         if (store.directory, store.model) == (Path(cache.dir), model):
             return store
@@ -277,7 +282,7 @@ class SnapshotManager:
         if reservation is None:
             log.info("snapshot not restored", file=entry.file, reason="not enough free pages or states")
             return None
-        slot, tokens = None, match.entry.tokens[: match.n_tokens]
+        slot, tokens = None, TokenBuffer(match.entry.tokens[: match.n_tokens], match.entry.adapter)
         try:
             if isinstance(entry, HostSlot):
                 reservation.origin = "host"

@@ -67,10 +67,11 @@ class SnapshotEntry:
     snapshot: SnapshotHeader
     n_bytes: int
     used_s: float  # Unix time of the last use
+    adapter: str = ""  # as of TokenBuffer
 
     @cached_property
     def tokens(self) -> TokenBuffer:
-        return self.snapshot.tokens
+        return TokenBuffer.from_packed(self.packed_tokens, self.adapter)
 
     @property
     def n_tokens(self) -> int:
@@ -107,12 +108,17 @@ def longest_match(
     """
     tokens = TokenBuffer.of(prompt)
     most = min(most, len(tokens))
+    entries = (entry for entry in entries if entry.adapter == tokens.adapter)
     text = tokens.packed(0, most)
     best, beaten_by = None, text[:TOKEN_BYTES]  # entries of which less matches need no look at the rest
     for entry in entries if most else ():
         if not entry.packed_tokens.startswith(beaten_by) or (whole_only and not text.startswith(entry.packed_tokens)):
             continue
-        n = entry.n_tokens if whole_only else tokens.n_common(TokenBuffer.from_packed(entry.packed_tokens), most)
+        n = (
+            entry.n_tokens
+            if whole_only
+            else tokens.n_common(TokenBuffer.from_packed(entry.packed_tokens, entry.adapter), most)
+        )
         best, beaten_by = SnapshotMatch(entry, n), text[: (n + 1) * TOKEN_BYTES]
         if n == most:
             break

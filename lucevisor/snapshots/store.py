@@ -110,7 +110,8 @@ class OpenSnapshot(TransferFile):
 
     @property
     def tokens(self) -> TokenBuffer:
-        return TokenBuffer.from_packed(self.snapshot.packed_tokens[: self.n_tokens * TOKEN_BYTES])
+        packed = self.snapshot.packed_tokens[: self.n_tokens * TOKEN_BYTES]
+        return TokenBuffer.from_packed(packed, self.entry.adapter)
 
     def n_bytes(self, tensors: Sequence[TransferTensor]) -> int:
         """Return the bytes that a daemon reads of ``tensors``: the first rows of each if part of the slot is used."""
@@ -180,8 +181,9 @@ class SnapshotStore:
                 if file.kind is FileKind.PARTIAL and disk.remove_leftover(self.directory / file.file):
                     log.info("snapshot leftover removed", file=file.file, n_bytes=file.n_bytes)
         found: dict[str, SnapshotEntry] = {}
+        own = tuple(map(name_prefix, (self.model.fingerprint, *self.model.adapters.values())))
         for file in files:
-            if file.kind is FileKind.SNAPSHOT and file.file.startswith(name_prefix(self.model.fingerprint)):
+            if file.kind is FileKind.SNAPSHOT and file.file.startswith(own):
                 with suppress(SnapshotRefused):
                     found[file.file] = self._entry(file)
         listed = {file.file for file in files}
@@ -215,7 +217,11 @@ class SnapshotStore:
             fd, snapshot, status = disk.open_snapshot(self.directory / file.file)
             os.close(fd)
             check_fits(snapshot, self.model)
-        return SnapshotEntry(file.file, snapshot, status.st_size, status.st_mtime)
+        return self._entry_of(file.file, snapshot, status)
+
+    def _entry_of(self, file: str, snapshot: SnapshotHeader, status: os.stat_result) -> SnapshotEntry:
+        adapter = self.model.adapter_of(snapshot.fingerprint) or ""
+        return SnapshotEntry(file, snapshot, status.st_size, status.st_mtime, adapter)
 
     @property
     def n_files(self) -> int:
@@ -309,7 +315,7 @@ class SnapshotStore:
         except OSError as error:  # the file is complete, but its name may not survive a power cut
             log.warning("snapshot directory not synced", file=pending.file, reason=describe_error(error))
         _close(pending)
-        return SnapshotEntry(pending.file, pending.snapshot, status.st_size, status.st_mtime)
+        return self._entry_of(pending.file, pending.snapshot, status)
 
     def _allocate(self, pending: PendingSnapshot) -> None:
         """Take the file's bytes on the disk, removing others if need be.  Raises OSError."""

@@ -58,6 +58,7 @@ class Seen:
     sampling: SamplingParams
     prompt: list[int] = field(default_factory=list)
     generated: list[int] = field(default_factory=list)
+    adapter: str = ""
 
 
 Scored = tuple[int, list[tuple[int, float]]]  # the token, and ids with their log-probabilities, best first
@@ -99,11 +100,6 @@ def dice(seen: Seen) -> Scored:
         best = draw.choices(list(weights), [math.exp(w) for w in weights.values()])[0]
     scores = {best: logprobs.get(best, -math.inf), **logprobs}
     return best, sorted(scores.items(), key=lambda item: -item[1])
-
-
-def named_logprob(prompt: Sequence[int], token: int) -> float:
-    """The log-probability of a token behind a prompt, where a request names it."""
-    return -random.Random(f"{list(prompt)} {token}").uniform(0.5, 9.0)
 
 
 WIDTH = 8
@@ -162,7 +158,7 @@ class ScriptedStage:
     def _run(self, step: Step) -> tuple[StepResult, memoryview]:
         for operation in step.operations:
             if isinstance(operation, OpenSequence):
-                self.sequences[operation.sequence] = Seen(operation.sampling)
+                self.sequences[operation.sequence] = Seen(operation.sampling, adapter=operation.adapter)
                 self.opened.append(self.sequences[operation.sequence])
             elif isinstance(operation, CloseSequence):
                 del self.sequences[operation.sequence]
@@ -178,12 +174,12 @@ class ScriptedStage:
             if piece.sample:
                 token, scores = self.script(seen)
                 seen.generated.append(token)
-                n, named = seen.sampling.n_top_logprobs, seen.sampling.logprob_token_ids
-                if n < 0:
-                    sampled.append(Sampled(piece.sequence, token))
-                    continue
-                tops = [*scores[:n], *((i, named_logprob(seen.prompt, i)) for i in named)]
-                sampled.append(Sampled(piece.sequence, token, dict(scores)[token], tops))
+                n = seen.sampling.n_top_logprobs
+                sampled.append(
+                    Sampled(piece.sequence, token)
+                    if n < 0
+                    else Sampled(piece.sequence, token, dict(scores)[token], scores[:n])
+                )
         segments = [("pooled", [len(pooled) // WIDTH, WIDTH])] if pooled else []
         result = StepResult(step.step_id, 0, sampled, compute_s=0.25, wait_s=0.125, scored=scored, segments=segments)
         return result, memoryview(array("f", pooled).tobytes())

@@ -15,6 +15,7 @@ from lucevisor.app.model_files import open_models
 from lucevisor.config import load
 from lucevisor.deployment.service import ModelService, Observer, Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
+from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.protocol.steps import SamplingParams
 from lucevisor.snapshots.manager import SnapshotManager
 
@@ -77,13 +78,14 @@ async def generate_all(
     n: int,
     sampling: SamplingParams | None = None,
     turns: Sequence[int] = (),
+    adapter: str = "",
 ) -> tuple[list[int], FinishedEvent]:
     """Token ids of one request, and how it ended."""
     engine = (service.only if isinstance(service, Service) else service).engine
     assert engine is not None
     request = GenerationRequest(
         request_id=f"test-{next(_numbers)}",
-        prompt=tuple(int(i) for i in prompt),
+        prompt=TokenBuffer([int(i) for i in prompt], adapter),
         max_tokens=n,
         sampling=sampling or SamplingParams(temperature=0.0),
         turn_boundaries=tuple(turns),

@@ -148,11 +148,11 @@ class Pipeline:
         for stage in stages:
             stage.reset()
 
-    def open(self, sequence: int, images: Mapping[ImageSpan, Tensor] | None = None) -> None:
+    def open(self, sequence: int, images: Mapping[ImageSpan, Tensor] | None = None, adapter: str = "") -> None:
         """``images``: with their embedding rows."""
         state = self.free_states.pop() if Space.RECURRENT in self.spec.spaces() else 0
         self.texts[sequence] = Text(state, pages={space: [] for space in self.free}, images=images or {})
-        opening = OpenSequence(sequence, state, SamplingParams(), images=(*(images or {}),))
+        opening = OpenSequence(sequence, state, SamplingParams(), images=(*(images or {}),), adapter=adapter)
         operations: list[Operation] = [opening]
         if Space.RECURRENT in self.spec.spaces():
             operations.append(ZeroState(state))

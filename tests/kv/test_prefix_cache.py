@@ -27,6 +27,8 @@ from lucevisor.kv.page_pool import PageAllocator, PagePools
 from lucevisor.kv.page_table import PAGED, PageTable
 from lucevisor.kv.prefix_cache import PrefixIndex, PrefixMatch, PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot, SlotSource
+from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.kv.validation import index_problems
 from lucevisor.model.pages import first_visible_page
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
@@ -557,3 +559,25 @@ def test_a_slot_pinned_by_the_hook_is_evicted_on_unpin_unless_used_again() -> No
         maker.index.unpin(slot)
         assert slot.alive == again
         assert maker.evicted == []
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_the_same_tokens_with_another_adapter_are_another_text(recurrent: bool) -> None:
+    maker, ids = Maker(recurrent=recurrent), [*range(200)]
+    slots = {adapter: maker.slot(TokenBuffer(ids, adapter)) for adapter in ("", "a", "b")}
+    pages = {page for slot in slots.values() for page in slot.pages(Space.FULL)}
+    assert len(pages) == 3 * 4
+    for adapter, slot in slots.items():
+        prompt = TokenBuffer([*ids, 7], adapter)
+        match = maker.index.match(prompt)
+        assert (match.position, match.slot) == (200, slot)
+        assert slot.tokens == TokenBuffer(ids, adapter) != TokenBuffer(ids, "c")
+        assert (slot.parent, maker.index.n_saved(prompt, 201)) == (None, 1)
+        assert maker.index.find_slot(TokenBuffer(ids, adapter), 200) is slot
+    assert maker.index.match(TokenBuffer([*ids, 7], "c")).position == 0
+    assert [*index_problems(maker.index)] == []
+    maker.index.move_pages({page: 99 - page for page in slots["a"].pages(Space.FULL) if 99 - page not in pages})
+    maker.index.drop(slots["b"])
+    assert maker.index.match(TokenBuffer([*ids, 7], "b")).position == 0
+    assert maker.index.match(TokenBuffer([*ids, 7], "a")).slot is slots["a"]
+    assert maker.index.match([*ids, 7]).slot is slots[""]

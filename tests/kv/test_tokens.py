@@ -55,3 +55,10 @@ def test_common_pages(n_pages: int) -> None:
             assert ids.n_common_pages(pages, 2, n_pages) == changed // PAGE_TOKENS
     same = ids.packed(2 * PAGE_TOKENS, 9 * PAGE_TOKENS)
     assert ids.n_common_pages(same, 2, n_pages) == n_pages
+
+
+def test_texts_with_different_adapters_have_nothing_in_common() -> None:
+    plain, adapted = TokenBuffer([1, 2, 3]), TokenBuffer([1, 2, 3], "a")
+    assert plain != adapted == TokenBuffer(adapted) == TokenBuffer.from_packed(adapted.packed(), "a")
+    assert TokenBuffer(adapted, "b").adapter == "b"
+    assert (plain.n_common(adapted, 3), adapted.n_common(TokenBuffer(adapted), 3)) == (0, 3)

@@ -195,7 +195,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(tokens=TEXTS)
     def forget(self, tokens: list[int]) -> None:
-        self.tier.forget(tokens)
+        self.tier.forget(TokenBuffer(tokens))
         for held in self.tier.slots:
             assert [*held.tokens] != tokens[: held.n_tokens]
 
@@ -256,4 +256,22 @@ def test_the_limit_follows_what_is_free(limit: int | None) -> None:
     assert [held.n_tokens for held in made.tier.slots] == [600]
     assert made.copy(list(range(9000, 11_000))) is None
     assert [held.n_tokens for held in made.tier.slots] == [600], "what could not be held anyway evicts nothing"
+    made.tier.close()
+
+
+def test_the_same_tokens_with_another_adapter_share_nothing() -> None:
+    made, ids = Tier(frozenset({Space.FULL}), 1 << 20), list(range(640))
+    held = {adapter: made.copy(TokenBuffer(ids, adapter)) for adapter in ("", "a")}
+    longer = made.copy(TokenBuffer([*ids, *range(5, 105)], "a"))
+    assert longer is not None
+    assert (longer.base, longer.start) == (held["a"], 640)
+    assert made.copy(TokenBuffer([*ids, *range(5, 105)], "b")).start == 0
+    for adapter, slot in held.items():
+        match = longest_match(made.tier.slots, TokenBuffer([*ids, 9], adapter), 641, whole_only=False)
+        assert match is not None
+        assert match.n_tokens == 640
+        assert match.entry.tokens.adapter == adapter
+        assert slot is not None
+    made.tier.forget(TokenBuffer([*ids, *range(5, 105)], "a"))
+    assert {slot.adapter for slot in made.tier.slots} == {"", "b"}
     made.tier.close()

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from lucevisor.errors import ConfigError
+from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Dtype, LayerRange
 from lucevisor.snapshots import disk
 from lucevisor.snapshots.file_format import Fault, SlotRecord, lay_out, max_file_bytes
@@ -239,3 +241,30 @@ def test_a_file_is_never_larger_than_said(layers, kv_dtype):
     for n in (1, 14, 15, 16, 17, 100, 4097, 50_000):
         header = lay_out(model, SlotRecord([(7919 * i * i) % 248320 for i in range(n)], 1763800000.123456))
         assert header.file_bytes <= max_file_bytes(model, n) <= header.file_bytes + 20_000 + 7 * n
+
+
+def test_a_file_is_of_one_adapter_and_of_its_bytes(tmp_path):
+    """The state of the same tokens with another adapter, or another file of that name, is another state."""
+    both = replace(made_model(), adapters={"a": "a1" * 32, "b": "b1" * 32})
+    stores = [made_store(tmp_path, one) for one in (both, both, replace(both, adapters={"a": "c1" * 32}))]
+    store, again, other = stores
+    tokens = made_slot().tokens
+    for adapter in ("", "a"):
+        save(store, made_slot_of(tokens, adapter))
+    assert len(names(tmp_path)) == 2
+    for one in (store, again):
+        one.scan()
+        for adapter in ("", "a"):
+            match = one.find(TokenBuffer(tokens, adapter), len(tokens))
+            assert match is not None
+            assert (match.entry.adapter, match.entry.tokens) == (adapter, TokenBuffer(tokens, adapter))
+        assert one.find(TokenBuffer(tokens, "b"), len(tokens)) is None
+    other.scan()
+    assert other.find(TokenBuffer(tokens, "a"), len(tokens)) is None
+    assert other.find(TokenBuffer(tokens), len(tokens)) is not None
+    for one in stores:
+        one.close()
+
+
+def made_slot_of(tokens, adapter):
+    return SlotRecord(TokenBuffer(tokens, adapter), 100.0)

@@ -1,0 +1,87 @@
+"""LoRA adapters on a GPU: the logits of peft, several in one step, bits that neighbours do not change, and graphs of
+steps without an adapter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from daemons.device import prepare
+from lucevisor.model.lora_files import open_adapter, with_adapters
+from lucevisor.model.values import Backend, Dtype
+from tests.families.golden import GOLDEN, opened
+from tests.families.pipeline import How, Pipeline, load_stages
+from tests.families.test_lora import answers, assert_near, eight
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or HIP device"),
+]
+BACKEND = Backend("cuda" if torch.version.hip is None else "hip")
+EXACT = How(Dtype.FLOAT32, Dtype.FLOAT32, BACKEND)
+
+
+@pytest.fixture(autouse=True)
+def prepared() -> None:
+    prepare(BACKEND, 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_logits_are_those_of_peft(name: str) -> None:
+    golden, folder = opened(name), GOLDEN / "lora"
+    spec = with_adapters(golden.spec, [open_adapter("a", folder / f"{name}.gguf", 1.0, golden.spec)])
+    pipeline = Pipeline(spec, load_stages(spec, golden.layer_splits()[:1], EXACT))
+    pipeline.open(0, adapter="a")
+    with np.load(folder / f"{name}.npz") as found:
+        assert_near(pipeline.run_in_chunks(0, golden.ids, 32).cpu(), torch.from_numpy(found["logits"]))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen35", "gemma3"])
+def test_eight_adapters_in_one_step_answer_as_each_alone(name: str, tmp_path: Path) -> None:
+    golden = opened(name)
+    spec = eight(golden.spec, tmp_path)
+    pipeline = Pipeline(spec, load_stages(spec, (), EXACT))
+    prompts = {sequence: golden.ids[sequence : sequence + 29] for sequence in (3, 8, 0, 5, 1, 2, 9, 7, 4, 6)}
+    alone = answers(pipeline, prompts, together=False)
+    for sequence, logits in answers(pipeline, prompts, together=True).items():
+        assert_near(logits.cpu(), alone[sequence].cpu())
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT16])
+@pytest.mark.parametrize("name", ["llama", "qwen35"])
+def test_with_deterministic_neighbours_change_no_bit(name: str, dtype: Dtype, tmp_path: Path) -> None:
+    golden = opened(name)
+    spec = eight(golden.spec, tmp_path)
+    pipeline = Pipeline(spec, load_stages(spec, how=How(dtype, dtype, BACKEND, deterministic=True)))
+    prompts = {sequence: golden.ids[sequence : sequence + 29] for sequence in range(10)}
+    alone = answers(pipeline, prompts, together=False)
+    for sequence, logits in answers(pipeline, prompts, together=True).items():
+        assert torch.equal(logits, alone[sequence]), sequence
+
+
+def test_steps_without_an_adapter_are_replayed_and_those_with_one_are_not(tmp_path: Path) -> None:
+    golden = opened("llama")
+    spec = eight(golden.spec, tmp_path)
+    [stage] = stages = load_stages(spec, (), EXACT)
+    pipeline = Pipeline(spec, stages)
+    pipeline.open(0)
+    pipeline.open(1, adapter="a5")
+    for sequence in (0, 1):
+        pipeline.run((sequence, golden.ids[:20]))
+    [graphs] = stage.graphs
+    assert graphs is not None
+
+    def n_seen() -> int:
+        return sum(graphs._seen.values()) + len(graphs._graphs)
+
+    for _ in range(3):
+        pipeline.run((0, golden.ids[20:21]))
+    before = n_seen()
+    assert graphs._graphs
+    for _ in range(4):
+        pipeline.run((1, golden.ids[20:21]))
+    assert n_seen() == before
