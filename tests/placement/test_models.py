@@ -86,3 +86,15 @@ def test_plans_say_what_is_for_others_and_fit_together(tmp_path):
     assert all(isinstance(found, Placement) for found in plans)
     assert [share in plan_text(found) for share, found in zip(("75%", "25%"), plans, strict=True)] == [True, True]
     assert sum(device.needed_bytes for found in plans for device in found.devices) < 8 << 30
+
+
+@pytest.mark.parametrize("device", ["left:0", "cuda:0"])
+def test_a_model_takes_no_more_of_a_memory_than_its_plan_needs(tmp_path, device):
+    on_demand = "models.b.preload=false"
+    config, _ = configs(tmp_path, {"a": f'["{device}"]', "b": f'["{device}"]'}, 1, 1, more=on_demand)
+    [model, _] = open_models(load(tmp_path / "box.toml", []))
+    placed = plan(model.spec, config, INVENTORY, None, None, None)
+    assert isinstance(placed, Placement)
+    [share], whole = placed.memory_shares.values(), usable(config)[placed.devices[0].memory]
+    assert 0 < share < 0.2
+    assert share * whole == pytest.approx(sum(one.needed_bytes for one in placed.devices), rel=0.01)
