@@ -44,7 +44,7 @@ def models_of(status: Status) -> Sequence[Status]:
 def _title(model: Status) -> str:
     name = f"replica {model['replica']}" if model.get("replica") else model["name"]
     why = f": {model['reason']}" if model.get("replica") and model["reason"] else ""
-    return f"{name} {model['state']}{why}"
+    return f"{name} {residency_line(model.get('residency')) or model['state']}{why}"
 
 
 def model_lines(status: Status, *, verbose: bool = False) -> list[str]:
@@ -52,7 +52,7 @@ def model_lines(status: Status, *, verbose: bool = False) -> list[str]:
     work = f"running {engine['running']}, queued {engine['queued']}, held {engine['held']}; "
     return [
         status["title"],
-        residency_line(status.get("residency")),
+        "" if status["title"] else residency_line(status.get("residency")),
         f"{work}{engine['tokens_per_s']} tokens/s",
         page_line(engine["pages"]),
         *draft_lines(status["draft"], verbose=verbose),
