@@ -68,12 +68,16 @@ class TokenReport:
     ids: Tensor
 
 
-def report_of(logits: Tensor, n_top: int, *, by_row: bool = False) -> TokenReport | None:
-    """The report of rows [n, V], which may then be changed; None unless asked for."""
+def report_of(logits: Tensor, n_top: int, token_ids: Sequence[int] = (), *, by_row: bool = False) -> TokenReport | None:
+    """The report of rows [n, V], which may then be changed; None unless asked for.  ``token_ids`` follow the best."""
     if n_top < 0:
         return None
     logprobs = log_probabilities(logits, by_row=by_row)
-    return TokenReport(logprobs, *logprobs.topk(min(n_top, logits.shape[-1])))
+    values, ids = logprobs.topk(min(n_top, logits.shape[-1]))
+    if token_ids:
+        named = torch.tensor(token_ids, device=logits.device).expand(len(logits), -1)
+        values, ids = torch.cat((values, logprobs.gather(1, named)), dim=1), torch.cat((ids, named), dim=1)
+    return TokenReport(logprobs, values, ids)
 
 
 def sampled_of(sequence: int, tokens: list[int], report: TokenReport | None, mus: list[float]) -> list[Sampled]:

@@ -426,7 +426,8 @@ class Sampler:
         for slice_ in slices:
             state, drafts = self.states[slice_.sequence], slice_.drafts
             block = _block(logits, len(rows), 1 + len(drafts))
-            reports.append(report_of(block, state.sampling.n_top_logprobs, by_row=self.by_row))
+            named = state.sampling.logprob_token_ids
+            reports.append(report_of(block, state.sampling.n_top_logprobs, named, by_row=self.by_row))
             adjust(state, block, drafts)
             if slice_.masked:
                 masked += range(len(rows), len(rows) + len(block))

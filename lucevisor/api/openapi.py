@@ -16,7 +16,7 @@ from lucevisor import __version__
 from lucevisor.api import info
 from lucevisor.api.access import ADMIN_PATHS, OLLAMA_PATHS
 from lucevisor.api.app_context import BodyParser
-from lucevisor.api.dialects import anthropic, llamacpp, ollama, rerank
+from lucevisor.api.dialects import anthropic, decisions, llamacpp, ollama, rerank
 from lucevisor.api.dialects import openai_embeddings as embeddings
 from lucevisor.api.dialects import openai_responses as responses
 from lucevisor.api.dialects.openai_chat import ChatBody, ChatFormatter, parse_apply_template, parse_chat
@@ -87,6 +87,8 @@ ROUTES: Final = (
     ),
     _route("POST", "/v1/embeddings", embeddings.create_embeddings, embeddings.EmbeddingsBody),
     *(_route("POST", path, rerank.create_rerank, rerank.RerankBody) for path in rerank.PATHS),
+    _route("POST", "/v1/decisions", decisions.create_decision, decisions.DecisionsBody),
+    _route("POST", "/v1/systemone", decisions.system_one, decisions.SystemOneBody),
     _answers("/v1/messages/count_tokens", anthropic.parse_count_tokens, anthropic.CountTokensBody),
     _route("POST", "/v1/responses", responses.create_response, responses.ResponsesBody, _EVENTS),
     _route("POST", "/v1/responses/input_tokens", responses.count_input_tokens, responses.ResponsesBody),

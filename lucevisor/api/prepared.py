@@ -56,8 +56,17 @@ class RerankOptions(msgspec.Struct, frozen=True, kw_only=True):
     documents: tuple[str, ...] = ()
 
 
+class DecisionOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of decisions.  ``answers``: the ids of the answers of each prompt.  ``labels``: of the only prompt, or
+    ``questions``: name, type, and the options' keys and texts of each."""
+
+    answers: list[list[list[int]]]
+    labels: list[str | int | float] = []
+    questions: list[tuple[str, str, list[str], list[str]]] = []
+
+
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a generation request, or of one that has its prompts pooled for an ``embedding`` or ``rerank``.
+    """The options of a generation request, or of one for an ``embedding``, a ``rerank`` or a ``decision``.
 
     ``turn_ends``: offsets of complete chat messages, per prompt; ``roles``: of the messages, per prompt, empty for raw
     ones.  ``max_tokens`` None: up to the end of the context; ``min_tokens``: nothing ends the answer before;
@@ -100,12 +109,13 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     embedding: EmbeddingOptions | None = None
     keep_alive_s: float | None = None
     rerank: RerankOptions | None = None
+    decision: DecisionOptions | None = None
     response: ResponseOptions | None = None
 
     @property
     def pooled(self) -> bool:
         """True if nothing is generated."""
-        return self.embedding is not None or self.rerank is not None
+        return self.embedding is not None or self.rerank is not None or self.decision is not None
 
 
 CUSTOM_INPUT: Final = "input"

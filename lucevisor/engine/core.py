@@ -539,7 +539,7 @@ class EngineCore:
         if stage == self.pipeline.n_stages - 1:
             scheduled = next((step for step in self.scheduler.in_flight if step.step_id == step_id), None)
             parts = scheduled.parts.items() if scheduled is not None else ()
-            n_top = {sequence: part.record.request.sampling.n_top_logprobs for sequence, part in parts}
+            n_top = {sequence: part.record.request.sampling.max_tops for sequence, part in parts}
         return UnansweredStep(*pending, n_top)
 
     def find_step(self, step_id: int) -> Step | None:

@@ -235,14 +235,15 @@ class PrefixReuse:
         origin: Origin | None = use.checkpoints.get(live.n_computed)
         if origin is None and live.n_computed and live.n_computed == use.branch_position:
             origin = "shared"
-        if origin is None or record.uncached or not self._is_whole(live):
+        if origin is None or record.uncached or not record.request.publishes or not self._is_whole(live):
             return []
         return self._remember(record, live, origin, now)
 
     def on_finishing(self, record: RequestRecord, now: float) -> list[Operation]:
         """Publish all that was computed of a request that is about to release its ids."""
         live = record.live
-        return [] if live is None or record.uncached else self._publish_all(record, live, "generation", now)
+        kept = live is not None and not record.uncached and record.request.publishes
+        return [] if live is None or not kept else self._publish_all(record, live, "generation", now)
 
     def publish_preempted(self, record: RequestRecord, now: float) -> list[Operation]:
         """Publish all that was computed of a request that is preempted, if a slot can hold it."""

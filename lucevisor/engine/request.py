@@ -76,7 +76,7 @@ class GenerationRequest:
     there.  ``client_id``: an opaque id of its API key or address; clients get fair shares.  ``constraint``: what the
     output must be; of this request alone.  ``score_prompt``: tell the log-probabilities of the prompt's tokens, too,
     with the FinishedEvent.  ``pooled``: nothing is generated; the FinishedEvent has the prompt's pooled hidden state.
-    ``images``: ascending.
+    ``images``: ascending.  ``publishes``: others may begin with what it computed.
     """
 
     request_id: str
@@ -90,6 +90,7 @@ class GenerationRequest:
     score_prompt: bool = False
     pooled: bool = False
     images: tuple[PromptImage, ...] = ()
+    publishes: bool = True
 
     @property
     def image_spans(self) -> tuple[ImageSpan, ...]:

@@ -50,7 +50,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     ``xtc_probability`` 0 a filter.  The repetition penalty counts prompt and output, the others the output alone.
     ``mirostat`` replaces the filters.  The result depends on (``seed``, position, logits, tokens before) alone, not on
     batch, placement or restarts.
-    ``n_top_logprobs`` -1: no log-probabilities; n >= 0: of the sampled token and the n best.
+    ``n_top_logprobs`` -1: no log-probabilities; n >= 0: of the sampled token and the n best, and behind these of
+    ``logprob_token_ids``.
     """
 
     temperature: float = 1.0
@@ -70,6 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     xtc_threshold: float = 0.1
     dry: Dry | None = None
     mirostat: Mirostat | None = None
+    logprob_token_ids: tuple[int, ...] = ()
 
     @property
     def greedy(self) -> bool:
@@ -88,6 +90,11 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     def stateless(self) -> bool:
         """True if a draw needs its row and position alone, and reports nothing but the token."""
         return not self.needs_history and self.mirostat is None and self.n_top_logprobs < 0
+
+    @property
+    def max_tops(self) -> int:
+        """Pairs that come with a sampled token at most, -1 without log-probabilities."""
+        return self.n_top_logprobs + len(self.logprob_token_ids) if self.n_top_logprobs >= 0 else -1
 
     @property
     def uses_mirostat(self) -> bool:

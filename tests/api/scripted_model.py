@@ -102,6 +102,11 @@ def dice(seen: Seen) -> Scored:
     return best, sorted(scores.items(), key=lambda item: -item[1])
 
 
+def named_logprob(prompt: Sequence[int], token: int) -> float:
+    """The log-probability of a token behind a prompt, where a request names it."""
+    return -random.Random(f"{list(prompt)} {token}").uniform(0.5, 9.0)
+
+
 WIDTH = 8
 
 
@@ -174,12 +179,12 @@ class ScriptedStage:
             if piece.sample:
                 token, scores = self.script(seen)
                 seen.generated.append(token)
-                n = seen.sampling.n_top_logprobs
-                sampled.append(
-                    Sampled(piece.sequence, token)
-                    if n < 0
-                    else Sampled(piece.sequence, token, dict(scores)[token], scores[:n])
-                )
+                n, named = seen.sampling.n_top_logprobs, seen.sampling.logprob_token_ids
+                if n < 0:
+                    sampled.append(Sampled(piece.sequence, token))
+                    continue
+                tops = [*scores[:n], *((i, named_logprob(seen.prompt, i)) for i in named)]
+                sampled.append(Sampled(piece.sequence, token, dict(scores)[token], tops))
         segments = [("pooled", [len(pooled) // WIDTH, WIDTH])] if pooled else []
         result = StepResult(step.step_id, 0, sampled, compute_s=0.25, wait_s=0.125, scored=scored, segments=segments)
         return result, memoryview(array("f", pooled).tobytes())

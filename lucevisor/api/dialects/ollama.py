@@ -86,6 +86,7 @@ class EmbedBody(msgspec.Struct, kw_only=True):
     truncate: Flag = None
     dimensions: Annotated[int, Meta(ge=0)] | None = None
     options: dict[str, Any] | None = None
+    keep_alive: float | str | None = None
 
 
 class OldEmbeddingsBody(msgspec.Struct, kw_only=True):
@@ -94,6 +95,7 @@ class OldEmbeddingsBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     options: dict[str, Any] | None = None
+    keep_alive: float | str | None = None
 
 
 class ShowBody(msgspec.Struct, kw_only=True):
@@ -183,7 +185,8 @@ def parse_embed(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | by
     texts = read_texts([*body.input] if isinstance(body.input, list) else body.input, "input", ctx,
                        truncate=body.truncate is not False)  # fmt: skip
     options = EmbeddingOptions(dimensions=check_dimensions(body.dimensions or None, ctx))
-    return prepare_texts(texts, options, ctx, ignored(EmbedBody, fields, RULES))
+    prepared = prepare_texts(texts, options, ctx, ignored(EmbedBody, fields, RULES))
+    return prepared.with_options(keep_alive_s=keep_alive(body.keep_alive))
 
 
 def parse_old_embeddings(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | bytes:
@@ -194,7 +197,8 @@ def parse_old_embeddings(fields: dict[str, Any], ctx: AppContext) -> PreparedReq
         return msgspec.json.encode({"embedding": []})
     texts = read_texts(body.prompt, "prompt", ctx, truncate=True)
     options = EmbeddingOptions(normalize=False)
-    return prepare_texts(texts, options, ctx, ignored(OldEmbeddingsBody, fields, RULES))
+    prepared = prepare_texts(texts, options, ctx, ignored(OldEmbeddingsBody, fields, RULES))
+    return prepared.with_options(keep_alive_s=keep_alive(body.keep_alive))
 
 
 def parse_show(fields: dict[str, Any], ctx: AppContext) -> bytes:

@@ -125,6 +125,8 @@ async def embeddings_of(request: web.Request, prepared: PreparedRequest, param: 
     assert options is not None
     metrics = request.app[METRICS].of_model(ctx.model.name)
     pooled = await pool_texts(ctx, context, metrics, prepared.prompts, param)
+    if ctx.control is not None and prepared.options.keep_alive_s is not None:
+        ctx.control.keep_alive(prepared.options.keep_alive_s)
     return [embedding(one, options) for one in pooled]
 
 

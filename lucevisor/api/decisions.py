@@ -1,0 +1,105 @@
+"""Decisions: log-probabilities of given answers to a prompt, without decoding.
+
+The answers to a prompt are a trie of tokens.  Its root is the prompt; one token is drawn behind it, with the
+log-probabilities of the first tokens of all answers.  The other inner nodes are prompts of their own, which begin with
+what is computed of the first; they share steps, and each has the log-probabilities of the tokens that follow it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lucevisor.api.app_context import AppContext, RequestContext, ServingEngine
+from lucevisor.api.errors import from_request_error, from_submit_error, unavailable
+from lucevisor.api.generation import engine_of
+from lucevisor.api.metrics import ModelMetrics
+from lucevisor.engine.request import FinishedEvent, GenerationRequest, RequestHandle, SubmitError, TokenEvent
+from lucevisor.protocol.steps import SamplingParams
+
+Ids = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Decision:
+    """Log-probabilities of the answers to one prompt, and tokens of it that were cached."""
+
+    logprobs: list[float]
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class Decider:
+    """Runs the requests of one HTTP request."""
+
+    ctx: AppContext
+    context: RequestContext
+    metrics: ModelMetrics
+    engine: ServingEngine = field(init=False)
+    handles: list[RequestHandle] = field(default_factory=list)
+    _ids: str = field(default_factory=lambda: f"decide-{secrets.token_hex(12)}")
+    _limit: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.engine = engine_of(self.ctx)
+        self.context.handles = self.handles
+        self._limit = asyncio.Semaphore(2 * max(1, self.ctx.max_sequences))  # others wait here, not in the queue
+
+    async def decide(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Ids]]) -> list[Decision]:
+        """Return the decision of each prompt between its answers, each of at least one token.  Raises ApiError."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                jobs = [group.create_task(self._decide(*pair)) for pair in zip(prompts, answers, strict=True)]
+        except BaseExceptionGroup as errors:
+            error: BaseException = errors
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            if isinstance(error, SubmitError):
+                raise from_submit_error(error, "prompt", self.ctx.retry_after_s()) from None
+            raise error from None
+        return [job.result() for job in jobs]
+
+    async def _decide(self, prompt: Sequence[int], answers: Sequence[Ids]) -> Decision:
+        nodes: dict[Ids, dict[int, float]] = {}  # by path, the log-probabilities of what follows it
+        for answer in answers:
+            for n in range(len(answer)):
+                nodes.setdefault(answer[:n], {})[answer[n]] = 0.0
+        first = nodes[()]
+        end = await self._follow(prompt, first, publishes=True)
+        self.context.prompt_tokens += end.usage.prompt_tokens
+        self.context.queue_s = end.timings.queue_s
+        self.metrics.queue.observe(end.timings.queue_s)
+        async with asyncio.TaskGroup() as group:
+            for path, following in nodes.items():
+                if path:
+                    group.create_task(self._follow([*prompt, *path], following, publishes=False))
+        logprobs = [sum(nodes[answer[:n]][answer[n]] for n in range(len(answer))) for answer in answers]
+        return Decision(logprobs, end.usage.cached_tokens)
+
+    async def _follow(self, ids: Sequence[int], following: dict[int, float], *, publishes: bool) -> FinishedEvent:
+        """Fill in the log-probabilities of the tokens behind ``ids``."""
+        named = tuple(following)
+        async with self._limit:
+            request = GenerationRequest(
+                request_id=f"{self._ids}-{len(self.handles)}",
+                prompt=ids,
+                max_tokens=1,
+                sampling=SamplingParams(temperature=0.0, n_top_logprobs=0, logprob_token_ids=named),
+                client_id=self.context.caller.share,
+                publishes=publishes,
+            )
+            with self.engine.submit(request) as handle:
+                self.handles.append(handle)
+                async for event in handle:
+                    if isinstance(event, TokenEvent):
+                        following.update(event.top)
+                    elif event.error is not None:
+                        raise from_request_error(event.error, self.ctx.retry_after_s())
+                    elif event.reason == "cancelled":
+                        reason = "the request was cancelled; try again later"
+                        raise unavailable(reason, self.ctx.retry_after_s(), "shutting_down")
+                    else:
+                        return event
+        raise AssertionError("the stream ended without a FinishedEvent")
