@@ -18,7 +18,7 @@ import msgspec
 import structlog
 
 from lucevisor import __version__, suspend_clock
-from lucevisor.config import Config
+from lucevisor.config import Config, GroupConfig
 from lucevisor.deployment.cache_files import cache_directory, read_json, write_json
 from lucevisor.deployment.group_settings import group_devices, group_threads, target_groups
 from lucevisor.errors import LucevisorError
@@ -134,6 +134,10 @@ async def speeds_for(
     speeds = None if fresh else read_speeds(request)
     if speeds is not None:
         return speeds
+    if not fresh and (reserved := [name for name, group in config.groups.items() if _reserves(config, group)]):
+        hint = "`lucevisor plan FILE --measure` while no supervisor runs"
+        log.info("speeds not measured", reason=f"the resources of {', '.join(reserved)} are in use", hint=hint)
+        return None
     log.info("measuring how fast the devices are", model=spec.name, targets=request.conditions.targets)
     try:
         async with suspend_clock.timeout(MEASURE_S):
@@ -144,6 +148,11 @@ async def speeds_for(
     if speeds is not None:
         write_json(speed_file(request), SpeedFile(speeds=speeds), "speeds")
     return speeds
+
+
+def _reserves(config: Config, group: GroupConfig) -> bool:
+    """Return whether Ray reserves resources for the group's daemon, so that a probe beside it might wait for ever."""
+    return config.cluster.launcher == "ray" and "=" in group.host
 
 
 async def measure(request: MeasurementRequest, files: Sequence[Path], config: Config) -> Speeds | None:
