@@ -21,13 +21,14 @@ LONGEST_GAP_S = 1.0
 class SuspendAwareClock:
     """A monotonic clock that stands still while the process does. Call it to read the seconds.
 
-    Create it in a running loop, which updates it every `TICK_S` while it is referenced.
+    Create it in a running loop, which updates it every `TICK_S` while it is referenced and not paused.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._touched = clock()
         self._paused_s = 0.0
+        self._is_paused = False
         _tick(weakref.ref(self), asyncio.get_running_loop())
 
     def __call__(self) -> float:
@@ -36,10 +37,23 @@ class SuspendAwareClock:
         self._touched = now
         return now - self._paused_s
 
+    def pause(self) -> None:
+        """Let nobody be woken for it while no deadline is measured: until `resume` it stands still."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            _tick(weakref.ref(self), asyncio.get_running_loop())
+
+    @property
+    def paused(self) -> bool:
+        return self._is_paused
+
 
 def _tick(held: weakref.ref[SuspendAwareClock], loop: asyncio.AbstractEventLoop) -> None:
     clock = held()
-    if clock is not None:
+    if clock is not None and not clock.paused:
         clock()
         loop.call_later(TICK_S, _tick, held, loop)
 
@@ -66,3 +80,4 @@ async def timeout(seconds: float) -> AsyncIterator[None]:
             yield
         finally:
             timer.cancel()
+            clock.pause()  # the collector may take its time

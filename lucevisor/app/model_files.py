@@ -246,6 +246,22 @@ def open_adapters(config: Config, spec: ModelSpec, notify: _Notify = lambda _: N
     return opened
 
 
+def without_unusable(config: Config) -> Config:
+    """Return the configuration without the files of `server.models_dir` that cannot be served; they are logged."""
+    unusable = []
+    for name in config.found & config.models.keys():
+        own = config.models[name]
+        try:
+            open_spec(Path(own.model.path), model_options(own))
+        except (GgufError, OSError) as error:
+            log.warning("file of server.models_dir is left out", file=own.model.path, reason=str(error))
+            unusable.append(name)
+    if unusable and len(unusable) == len(config.models):
+        why = "has no GGUF file that can be served; the log says why"
+        raise ConfigError("server.models_dir", config.server.models_dir, why, "name another", file=str(config.file))
+    return config.without_models(unusable) if unusable else config
+
+
 def open_template(config: Config, spec: ModelSpec) -> str | None:
     """Return the chat template that takes the place of the model's own, None without one; raises ConfigError."""
     if not config.model.chat_template:

@@ -38,7 +38,7 @@ from lucevisor.api.server import adopt, create_app, listen
 from lucevisor.app import logs, traces
 from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.handover import Handover, no_room_error
-from lucevisor.app.model_files import FamilyCard, find_card, open_models, open_tokenizer
+from lucevisor.app.model_files import FamilyCard, find_card, open_models, open_tokenizer, without_unusable
 from lucevisor.app.pflash import make_compressor, make_page_scorer
 from lucevisor.app.rundir import RunDirectory, log_path
 from lucevisor.app.status import LoadProgress, status
@@ -166,6 +166,7 @@ def run(config: Config, name: str, display: LoadProgress, options: RunOptions) -
             refuse_fault_hooks(config)
         else:
             fault_hooks.listen({"clock": fault_hooks.shift_clock})
+        config = without_unusable(config)
         models = open_models(config, _report_download)
         check_before_start(config, models)
         for own in config.each_model:

@@ -37,7 +37,7 @@ def plan(
     """Show shards, bytes of weights and state per device, what does not fit and by how much.  Loads no weights, but a
     few layers with --measure."""
     from lucevisor.app import logs
-    from lucevisor.app.model_files import open_models
+    from lucevisor.app.model_files import open_models, without_unusable
     from lucevisor.deployment.measurements import inventory
     from lucevisor.deployment.preflight import check_before_start
     from lucevisor.deployment.served_model import pipelines
@@ -49,6 +49,7 @@ def plan(
     config, _ = configured(config, pythons)
     loaded = load(config, overrides)
     logs.configure(loaded.log.format, loaded.log.level)
+    loaded = without_unusable(loaded)
     models = open_models(loaded, lambda what: click.echo(f"fetching {what}", err=True))
     if not no_probe:
         check_before_start(loaded, models)
@@ -135,7 +136,7 @@ def _sample() -> str:
 def doctor(config: Path, overrides: tuple[str, ...], pythons: tuple[str, ...], layer: int) -> int:
     """Check each group of CONFIG: imports, torch build, devices, arena mapping, one layer's numbers in the dtype that
     will run; then whether the model fits into the memory that is free."""
-    from lucevisor.app.model_files import open_models
+    from lucevisor.app.model_files import open_models, without_unusable
     from lucevisor.deployment.measurements import check_arena, inventory, probe_groups
     from lucevisor.deployment.served_model import pipelines
     from lucevisor.placement.devices import with_target_devices
@@ -144,6 +145,7 @@ def doctor(config: Path, overrides: tuple[str, ...], pythons: tuple[str, ...], l
 
     config, _ = configured(config, pythons)
     loaded = load(config, overrides)
+    loaded = without_unusable(loaded)
     models = open_models(loaded, lambda what: click.echo(f"fetching {what}", err=True))
     for model in models:
         if not 0 <= layer < model.spec.n_layers:

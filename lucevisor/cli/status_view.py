@@ -135,7 +135,8 @@ def kernel_table(status: Status) -> Table:
 
 def problem_lines(status: Status) -> Iterator[Text]:
     """Yield what keeps the endpoint from serving, group by group, and how loading goes."""
-    yield from group_lines(status["groups"])
+    awake = [group for group in status["groups"] if group["state"] != "stopped" or status["state"] != "ready"]
+    yield from group_lines(awake)  # one that is stopped while the service is ready has idle models only
     for engine in (part["engine"] for part in models_of(status)):
         if engine["held"]:
             held_s = format_seconds(engine["recovery"]["held_s"])

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from lucevisor.config.checks import OVERRIDE, PendingConfig, check_values, unused_settings, used_groups
-from lucevisor.config.formats import GROUP_NAME, InvalidValue, kind_of
+from lucevisor.config.formats import GROUP_NAME, PATH, InvalidValue, absolute, kind_of
 from lucevisor.config.schema import FieldKey, Text, keys_of, plain
 from lucevisor.config.sections import (
     GROUPS,
@@ -67,10 +69,48 @@ def from_tree(tree: Mapping[str, object], file: Path, overrides: Sequence[str] =
     """
     pending = PendingConfig(file=shown_as or str(file))
     sections = _overridden(tree, overrides, pending)
+    found = _with_files_of_folder(pending, sections, file)
     config = _read_models(pending, sections, file) if MODELS in sections else _read(pending, sections, file)
     if config is None:
         raise pending.errors[0] if len(pending.errors) == 1 else ConfigErrors(pending.errors)
-    return dataclasses.replace(config, overrides=tuple(overrides))
+    return dataclasses.replace(config, overrides=tuple(overrides), found=frozenset(found))
+
+
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")
+_FIRST_PART = re.compile(r"-00001-of-\d{5}$")
+
+
+def _with_files_of_folder(pending: PendingConfig, sections: dict[str, object], file: Path) -> list[str]:
+    """Add a model for each GGUF file of `server.models_dir`; return the names of their sections."""
+    server, models = sections.get("server"), sections.get(MODELS, {})
+    written = server.get("models_dir") if isinstance(server, dict) else None
+    if not isinstance(written, str) or not written or not isinstance(models, dict):
+        return []
+    try:
+        folder = Path(absolute(str(written), file.parent, PATH))
+        files = sorted(path for pattern in ("*.gguf", "*/*.gguf") for path in folder.glob(pattern) if path.is_file())
+    except (InvalidValue, OSError):
+        return []  # the key is checked with all others
+    hint = "name a folder with GGUF files"
+    if not folder.is_dir():
+        pending.refuse("server.models_dir", str(written), "is no folder", hint)
+    tables = [table for table in models.values() if isinstance(table, dict) and "path" in table]
+    own = {str(file.parent / str(table["path"])) for table in tables}
+    added: dict[str, object] = {}
+    for path in files:
+        if str(path) in own or "mmproj" in path.name.lower() or _LATER_PART.search(path.stem):
+            continue
+        stem = _FIRST_PART.sub("", path.stem)
+        name = plain = re.sub(r"[^a-z0-9_-]", "-", stem.lower())[:28] or "model"
+        for n in count(2):
+            if name not in models and name not in added:
+                break
+            name = f"{plain}-{n}"
+        added[name] = {"path": str(path), "name": stem, "preload": False}
+    if folder.is_dir() and not added and not models:
+        pending.refuse("server.models_dir", str(written), "has no GGUF files", hint)
+    sections[MODELS] = {**models, **added}
+    return [*added]
 
 
 def _read(pending: PendingConfig, sections: Mapping[str, object], file: Path) -> Config | None:
@@ -100,7 +140,7 @@ def _read_models(pending: PendingConfig, sections: Mapping[str, object], file: P
         hint = f"write [{MODELS}.NAME.{LORA}.ADAPTER] for the model that it is of"
         pending.refuse(LORA, NO_VALUE, f"is beside [{MODELS}.NAME]", hint)
     if "model" in sections:
-        hint = f"write [{MODELS}.NAME] for this one, too, or remove [{MODELS}]"
+        hint = f"write [{MODELS}.NAME] for this one, too, or remove [{MODELS}] and server.models_dir"
         pending.refuse("model", NO_VALUE, f"is beside [{MODELS}.NAME]", hint)
     if not isinstance(models, dict) or not models:
         why = "has no models" if models == {} else f"is {kind_of(models)}, not a table"

@@ -279,6 +279,10 @@ class ServerConfig:
     """Open connections; a further one replaces the longest idle one, or gets 503."""
     drain_s: Annotated[float, Meta(ge=0.01, le=86400.0), Key(unit="seconds")] = 2.0
     """Time that a stop waits for running requests; then they end with an error."""
+    models_dir: Annotated[str, PATH] = ""
+    """Folder of GGUF files, each of which is a model with `preload = false` and its file's name as id, besides those of
+    `[models.NAME]`; also files in folders of it. Projectors (`mmproj`) and files that cannot be served are left out.
+    Empty: none."""
     cors_origins: Annotated[tuple[str, ...], ORIGIN] = ()
     """Origins whose pages may call the endpoint from a browser. Empty: none."""
 
@@ -476,6 +480,7 @@ class Config:
     models: Mapping[str, Config] = field(default_factory=lambda: MappingProxyType({}))  # of [models.NAME]
     section: str = field(default="", compare=False)  # "models.NAME", of one of several
     own_keys: frozenset[str] = field(default=frozenset(), compare=False)  # those in that section, as of a lone model
+    found: frozenset[str] = field(default=frozenset(), compare=False)  # sections of models of server.models_dir
     neighbours: tuple[Neighbour, ...] = field(default=(), compare=False)  # all models, if there are several
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
     notices: tuple[Notice, ...] = field(default=(), compare=False)
@@ -508,6 +513,11 @@ class Config:
     def each_model(self) -> Sequence[Config]:
         """The configuration of each model, as if it were the only one."""
         return [*self.models.values()] or [self]
+
+    def without_models(self, names: Collection[str]) -> Config:
+        """Return the configuration without some of several models."""
+        left = {name: config for name, config in self.models.items() if name not in names}
+        return replace(self, models=MappingProxyType(left))
 
     @property
     def each_replica(self) -> Sequence[Config]:

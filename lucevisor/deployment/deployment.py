@@ -680,12 +680,15 @@ class Deployment:
     # ---- watchdog
 
     async def _watch(self) -> None:
-        """Once a second, report work that has taken a daemon longer than the limit."""
-        clock, seen_at = SuspendAwareClock(), dict[tuple[str, str], float]()
+        """Watch the daemons while there are any: a service without daemons wakes up for nothing."""
         while True:
-            if not self.links and not self.wanted:
-                self._active.clear()
-            await self._active.wait()  # a service without daemons wakes up for nothing
+            await self._active.wait()
+            await self._watch_daemons()
+
+    async def _watch_daemons(self) -> None:
+        """Once a second, report work that has taken a daemon longer than the limit; return when there are none."""
+        clock, seen_at = SuspendAwareClock(), dict[tuple[str, str], float]()
+        while self.links or self.wanted or self._unloading:
             await asyncio.sleep(1.0)
             try:
                 now = clock()
@@ -696,6 +699,7 @@ class Deployment:
                         self.groups[group].overdue(what, now - at)
             except Exception:  # a bug elsewhere must not end the watch
                 log.exception("check for overdue work failed; the watchdog continues")
+        self._active.clear()
 
     def _work_in_progress(self) -> Iterator[tuple[str, str]]:
         """Yield groups and what they work on.  Of the steps only the one begun first counts: others wait behind it."""

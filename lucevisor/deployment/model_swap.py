@@ -71,7 +71,7 @@ class ModelUse:
     """A model.  ``shares``: of memories, by name.  ``ttl_s``: idle time after which it leaves; 0: never.
 
     ``load_s``: of the last of ``n_loads``.  ``wanted_since``: requests wait for it, or an operator does.  ``leave``: it
-    is to leave when it is idle.
+    is to leave when it is idle.  ``known``: it was placed, or cannot be.
     """
 
     name: str
@@ -88,6 +88,7 @@ class ModelUse:
     load_s: float = 0.0
     n_loads: int = 0
     leave: bool = False
+    known: bool = False
 
     def due_at(self) -> float:
         """Return when an idle model leaves by its ``ttl_s``."""
@@ -109,7 +110,7 @@ class SwapPolicy:
     # ---- events
 
     def on_placed(self, name: str, shares: Mapping[str, float], now: float) -> Sequence[Instruction]:
-        self.models[name].shares = shares
+        self.models[name].shares, self.models[name].known = shares, True
         return self._decide(now)
 
     def on_started(self, groups: Collection[str], now: float) -> Sequence[Instruction]:
@@ -148,7 +149,7 @@ class SwapPolicy:
     def on_not_loaded(self, name: str, now: float) -> Sequence[Instruction]:
         """A load failed; those who waited for it know."""
         model = self.models[name]
-        model.state, model.wanted_since, model.leave = ModelState.UNLOADED, None, False
+        model.state, model.wanted_since, model.leave, model.known = ModelState.UNLOADED, None, False, True
         return self._decide(now)
 
     def on_left(self, name: str, parked: bool, now: float) -> Sequence[Instruction]:
@@ -266,6 +267,8 @@ class SwapPolicy:
     def _over_at(self, group: str) -> float:
         """Return when all models of a group are due, if one has a ``ttl_s``; one without is, unless it is loaded."""
         models = self._of_group(group)
+        if not all(model.known for model in models):
+            return inf  # it has to be there for their placement
         bound = [
             model for model in models if model.ttl_s or model.wanted_since is not None
             or model.state is not ModelState.UNLOADED

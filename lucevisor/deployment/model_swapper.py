@@ -165,8 +165,10 @@ class ModelSwapper:
         self._problems[name] = reason
         if self.state(name) is ModelState.LOADING:
             self._spawn(self._end_load(name), f"end the load of {name}")
-        elif service.engine is not None and self.state(name) is not ModelState.LOADED:
-            service.engine.unload(NOT_LOADED, RequestError("shard_lost", text))
+        elif self.state(name) is not ModelState.LOADED:
+            if service.engine is not None:
+                service.engine.unload(NOT_LOADED, RequestError("shard_lost", text))
+            self._decide(self._policy.on_not_loaded(name, self._loop.time()))
         self._on_change()
 
     async def _end_load(self, name: str) -> None:
@@ -183,6 +185,8 @@ class ModelSwapper:
         now = self._loop.time()
         if state is State.STARTING:
             self._decide([*self._policy.on_daemon_lost(group, now), *self._policy.on_started([group], now)])
+        elif state is State.READY:
+            self._decide(self._policy.on_started([group], now))
         elif state is State.FAILED:
             self._policy.on_daemon_lost(group, now)
             for name, use in self._policy.models.items():

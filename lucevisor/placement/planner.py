@@ -149,7 +149,8 @@ def plan(
             result = case.place(replace(config, model=replace(config.model, memory_share=share)), speed_model)
             wanted = min(REFERENCE_TOKENS, spec.context_tokens)
             if isinstance(result, Placement) and not result.draft_left_out and result.max_context >= wanted:
-                return result
+                why = f"memory_share {share:g}: it is loaded on demand, and a context of {wanted} tokens fits"
+                return replace(result, reasons=(*result.reasons, why))
     return case.place(config, speed_model)
 
 

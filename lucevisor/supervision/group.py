@@ -328,6 +328,10 @@ class GroupSupervisor:
     # ---- states and who waits for them
 
     def _publish(self, state: State, reason: str) -> None:
+        if state is State.STOPPED:
+            self._clock.pause()
+        else:
+            self._clock.resume()
         log = {State.FAILED: _log.error, State.BACKOFF: _log.warning}.get(state, _log.info)
         log("group state", group=self.name, state=state.value, reason=reason, pid=self.pid)
         for accepts, future in self._waiting:

@@ -109,3 +109,50 @@ def test_an_override_of_one_model_is_named_as_it_was_given(file: Path) -> None:
         load(file, ["models.small.engine.max_context=many"])
     assert (refused.value.key, refused.value.file) == ("models.small.engine.max_context", "--set")
     assert refusal(file, TEXT, "models.small=1")[0] == "models.small: is not a key"
+
+
+FOLDER = """
+[server]
+models_dir = "models"
+[groups.left]
+backend = "cpu"
+"""
+
+
+def test_each_file_of_a_folder_is_a_model_that_is_loaded_on_demand(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    names = [
+        "A B.gguf",
+        "a-b.gguf",
+        "big-00001-of-00002.gguf",
+        "big-00002-of-00002.gguf",
+        "mmproj-F16.gguf",
+        "notes.txt",
+    ]
+    for name in [*names, "deep/inner.gguf"]:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    file = tmp_path / "box.toml"
+    file.write_text(FOLDER)
+    config = load(file)
+    assert {name: (own.model.name, own.model.preload) for name, own in config.models.items()} == {
+        "a-b": ("A B", False), "a-b-2": ("a-b", False), "big": ("big", False), "inner": ("inner", False),
+    }  # fmt: skip
+    assert config.found == {*config.models}
+    assert from_tree(config.as_dict(), file) == config
+    assert [*config.without_models(["big"]).models] == ["a-b", "a-b-2", "inner"]
+
+    file.write_text(FOLDER + '[models.mine]\npath = "models/a-b.gguf"\nname = "mine"\n')
+    config = load(file)
+    assert [*config.models] == ["mine", "a-b", "big", "inner"]
+    assert config.models["mine"].model.preload
+    assert config.found == {"a-b", "big", "inner"}
+
+
+def test_a_folder_without_models_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "box.toml"
+    assert refusal(file, FOLDER)[0] == "server.models_dir: is no folder"
+    (tmp_path / "models").mkdir()
+    assert refusal(file, FOLDER)[0] == "server.models_dir: has no GGUF files"
+    assert refusal(file, '[model]\npath = "x.gguf"\n' + FOLDER)[0] == "server.models_dir: has no GGUF files"

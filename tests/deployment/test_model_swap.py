@@ -149,6 +149,14 @@ def test_a_load_that_fails_makes_room_for_others_and_is_tried_again_on_demand() 
     assert made.on_busy("a", True, 6.0) == [UnloadModel("b", park=True)]
 
 
+def test_a_group_stays_until_all_its_models_are_placed() -> None:
+    made = SwapPolicy({name: ModelUse(name, frozenset({GROUP}), ttl_s=1.0) for name in "ab"})
+    assert made.on_started([GROUP], 0.0) == []
+    assert made.tick(50.0) == []
+    assert made.on_placed("a", {"m": 1.0}, 50.0) == []
+    assert made.on_not_loaded("b", 51.0) == [StopGroup(GROUP)]  # it does not fit
+
+
 @dataclass
 class World:
     """Carries instructions out, as late as the test likes."""

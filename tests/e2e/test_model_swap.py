@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
+import time
 from itertools import cycle
 from pathlib import Path
 
 import pytest
 
+from lucevisor.app.model_files import open_models, without_unusable
+from lucevisor.config import load
 from lucevisor.deployment.model_swap import ModelState
-from lucevisor.deployment.service import Service
+from lucevisor.deployment.service import Observer, Service
 from lucevisor.errors import AdminError, LucevisorError
 from lucevisor.supervision.events import State
 from tests.combinations import slow
+from tests.e2e.process import Cli, post
 from tests.e2e.service import MODELS, generate, generate_all, running
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 N_TOKENS = 6
 NAMES = {"dense": "qwen3", "hybrid": "qwen35", "window": "gemma4_e2b"}
@@ -167,6 +172,55 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_the_others_serve(tmp_p
             await service.swapper.load("hybrid")
         assert await generate(service.models["dense"], PROMPTS[0], N_TOKENS) == expected["dense", 0]
         assert {group.restarts for group in service.groups.values()} == {0}
+
+
+async def test_a_folder_of_files_is_served_without_those_that_cannot_be(tmp_path, expected):
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "dense.gguf").write_bytes(MODELS["qwen3"].read_bytes())
+    (folder / "broken.gguf").write_bytes(b"GGUF")
+    file = tmp_path / "config.toml"
+    file.write_text(f'[server]\nmodels_dir = "models"\n{GROUP}')
+    loaded = without_unusable(load(file))
+    service = Service(loaded, open_models(loaded), tmp_path, Observer())
+    try:
+        await service.start()
+        assert await service.wait_ready(120.0)
+        assert states(service) == {"dense": "unloaded"}
+        assert await generate(service, PROMPTS[0], N_TOKENS) == expected["dense", 0]
+    finally:
+        await service.stop(0.0)
+
+
+def test_an_idle_supervisor_wakes_up_once_a_second_and_answers_over_http(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(f'[model]\npath = "{MODELS["qwen3"]}"\nname = "m"\nttl = 0.3\naliases = ["claude-*"]\n{GROUP}')
+    status = cli.start(file)
+    url, pid = status["url"], status["pid"]
+
+    def now() -> dict:
+        return json.loads(cli.run("status", "--json").stdout)
+
+    wait_until(lambda: now()["groups"][0]["state"] == "stopped")
+    assert now()["models"][0]["residency"]["state"] == "unloaded"
+    time.sleep(1.0)
+    before, began = n_wakeups(pid), time.monotonic()
+    time.sleep(5.0)
+    assert n_wakeups(pid) - before <= 1.2 * (time.monotonic() - began) + 1
+    body = {"model": "claude-x", "prompt": PROMPTS[0], "max_tokens": 2, "temperature": 0, "return_token_ids": True}
+    assert post(url + "/v1/completions", body)[1]["model"] == "m"
+    assert post(url + "/models/load", {"model": "m"}) == (200, {"success": True})
+    assert post(url + "/api/generate", {"model": "m", "keep_alive": -1})[1]["done_reason"] == "load"
+    residency = now()["models"][0]["residency"]
+    assert (residency["state"], residency["unloads_in_s"], residency["loads"]) == ("loaded", None, residency["loads"])
+    assert post(url + "/api/generate", {"model": "m", "keep_alive": 0})[1]["done_reason"] == "unload"
+    assert now()["models"][0]["residency"]["state"] == "unloaded"
+
+
+def n_wakeups(pid: int) -> int:
+    """Voluntary context switches of all threads of a process."""
+    texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
+    return sum(int(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith("voluntary"))
 
 
 async def test_a_pinned_model_is_not_unloaded(tmp_path):
