@@ -46,7 +46,7 @@ from lucevisor.placement.extra_models import (
     without_drafter,
 )
 from lucevisor.placement.formatting import format_bytes, format_seconds
-from lucevisor.placement.links import Links, Order, Traffic, best_order
+from lucevisor.placement.links import SUPERVISOR, Links, Order, Traffic, best_order
 from lucevisor.placement.result import DevicePlan, Infeasible, Placement, PlacementError
 from lucevisor.placement.sizing import (
     MAX_AUTO_POOL_PAGES,
@@ -79,7 +79,9 @@ from lucevisor.protocol.loading import SpeculationSettings
 
 _REQUEST = f"{PROMPT_TOKENS} prompt tokens and {ANSWER_TOKENS} generated tokens"
 LEFT_OUT_GAIN = 0.25
-"""Share of the time that a host must save by being left out: with less, its memory is worth more."""
+"""Share of the time that a host must save by being left out: with less, its memory is worth more.  The supervisor's
+must save twice that, as without it another host can be lost, and snapshots cross a network.
+"""
 DEVICES_KEY, SPLIT_KEY = "placement.target_devices", "placement.target_layer_split"
 MIN_CHUNK = 64  # the smallest prefill chunk that advice names
 FEW_SEQUENCES, FEW_SLOTS, FEW_BYTES = 8, 32, 1 << 30
@@ -236,7 +238,8 @@ class _Case:
 
         def score(order: Order) -> tuple[float, float]:
             total_s, ways_s = seconds(order)
-            return total_s * (1 + LEFT_OUT_GAIN * (len(configured) - len(order))), ways_s
+            n_out = sum(2 if host == SUPERVISOR else 1 for host in configured if host not in order)
+            return total_s * (1 + LEFT_OUT_GAIN * n_out), ways_s
 
         configured: Order = tuple(dict.fromkeys(target.host for target in targets))
         together = best_order(configured, score, drop=False)

@@ -147,6 +147,7 @@ def test_a_host_that_only_costs_time_holds_no_layers(demo, tmp_path):
     assert result.reasons[0] == result.hosts_left_out
     assert hosts_of(made(demo, config, [1, 1], Links({"attic": LAN}))) in (["", "attic"], ["attic", ""])
     assert hosts_of(made(demo, config, [1, 0.01], Links({"attic": WLAN}))) == ["attic"]  # the slow one is this one
+    assert hosts_of(made(demo, config, [1, 0.9], Links({"attic": WAN}))) == [""]
     for_throughput = configured(tmp_path, ["", "attic"], goal="throughput")
     assert len(hosts_of(made(demo, for_throughput, [1, 1], Links({"attic": WLAN})))) == 2
 
