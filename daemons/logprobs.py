@@ -15,7 +15,7 @@ from torch import Tensor
 from lucevisor.protocol.steps import Sampled, Scored, Slice
 
 ROWS = 16
-"""Rows whose logits are in memory at once."""
+"""Rows whose logits are in memory at once, of whichever slices."""
 
 
 def log_probabilities(logits: Tensor, *, by_row: bool = False) -> Tensor:
@@ -38,25 +38,28 @@ def score(
     ``logits_of``: float32 logits [n, V] of rows of the step.  ``n_top``: how many of the best a sequence wants.
     ``by_row`` as in :func:`log_probabilities`.
     """
-    found, first = list[Scored](), 0
+    rows, ids, tops = list[int](), list[int](), list[int]()
+    first = 0
     for slice_ in slices:
-        if slice_.scored:
-            found.append(_score(slice_, first, logits_of, n_top(slice_.sequence), by_row=by_row))
+        rows += range(first, first + len(slice_.scored))
+        ids += slice_.scored
+        tops += [n_top(slice_.sequence)] * len(slice_.scored) if slice_.scored else []
         first += len(slice_.tokens)
-    return found
-
-
-def _score(
-    slice_: Slice, first: int, logits_of: Callable[[Sequence[int]], Tensor], n_top: int, *, by_row: bool
-) -> Scored:
-    logprobs, tops = list[float](), list[list[tuple[int, float]]]()
-    for at in range(0, len(slice_.scored), ROWS):
-        ids = slice_.scored[at : at + ROWS]
-        report = log_probabilities(logits_of(range(first + at, first + at + len(ids))), by_row=by_row)
-        logprobs += report.gather(1, torch.tensor(ids, device=report.device).unsqueeze(1)).squeeze(1).tolist()
-        best = report.topk(max(0, min(n_top, report.shape[-1])))
-        tops += [list(zip(i, v, strict=True)) for i, v in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
-    return Scored(slice_.sequence, slice_.start + 1, logprobs, tops)
+    logprobs, best = list[float](), list[list[tuple[int, float]]]()
+    for at in range(0, len(rows), ROWS):  # of several slices at once: the output matrix is read once for all
+        report = log_probabilities(logits_of(rows[at : at + ROWS]), by_row=by_row)
+        named = torch.tensor(ids[at : at + ROWS], device=report.device).unsqueeze(1)
+        logprobs += report.gather(1, named).squeeze(1).tolist()
+        counts = [max(0, min(n, report.shape[-1])) for n in tops[at : at + ROWS]]
+        found = report.topk(max(counts))
+        likeliest = zip(counts, found.indices.tolist(), found.values.tolist(), strict=True)
+        best += [list(zip(i[:n], v[:n], strict=True)) for n, i, v in likeliest]
+    scored, at = list[Scored](), 0
+    for slice_ in slices:
+        if n := len(slice_.scored):
+            scored.append(Scored(slice_.sequence, slice_.start + 1, logprobs[at : at + n], best[at : at + n]))
+            at += n
+    return scored
 
 
 @dataclass(slots=True)

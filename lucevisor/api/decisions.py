@@ -1,8 +1,8 @@
 """Decisions: log-probabilities of given answers to a prompt, without decoding.
 
-The answers to a prompt are a trie of tokens.  Its root is the prompt; one token is drawn behind it, with the
-log-probabilities of the first tokens of all answers.  The other inner nodes are prompts of their own, which begin with
-what is computed of the first; they share steps, and each has the log-probabilities of the tokens that follow it.
+One token is drawn behind the prompt, with the log-probabilities of the first tokens of all answers.  Longer answers are
+prompts of their own up to their last token, which begin with what is computed of the first one; they share steps, score
+their own tokens, and have the log-probabilities of the tokens that may end them.
 """
 
 from __future__ import annotations
@@ -62,33 +62,38 @@ class Decider:
         return [job.result() for job in jobs]
 
     async def _decide(self, prompt: Sequence[int], answers: Sequence[Ids]) -> Decision:
-        nodes: dict[Ids, dict[int, float]] = {}  # by path, the log-probabilities of what follows it
-        for answer in answers:
-            for n in range(len(answer)):
-                nodes.setdefault(answer[:n], {})[answer[n]] = 0.0
-        first = nodes[()]
-        end = await self._follow(prompt, first, publishes=True)
+        first, last = dict.fromkeys([ids[0] for ids in answers], 0.0), dict[Ids, dict[int, float]]()
+        for ids in answers:
+            if len(ids) > 1:
+                last.setdefault(ids[:-1], {})[ids[-1]] = 0.0
+        end = await self._follow(prompt, first)
         self.context.prompt_tokens += end.usage.prompt_tokens
         self.context.queue_s = end.timings.queue_s
         self.metrics.queue.observe(end.timings.queue_s)
         async with asyncio.TaskGroup() as group:
-            for path, following in nodes.items():
-                if path:
-                    group.create_task(self._follow([*prompt, *path], following, publishes=False))
-        logprobs = [sum(nodes[answer[:n]][answer[n]] for n in range(len(answer))) for answer in answers]
+            jobs = {path: group.create_task(self._follow(prompt, last[path], path)) for path in last}
+        logprobs = [first[ids[0]] for ids in answers]
+        for i, ids in enumerate(answers):
+            if len(ids) > 1:
+                n_middle = len(ids) - 2
+                scores = jobs[ids[:-1]].result().prompt_scores
+                logprobs[i] += last[ids[:-1]][ids[-1]] + sum(one.logprob for one in scores[len(scores) - n_middle :])
         return Decision(logprobs, end.usage.cached_tokens)
 
-    async def _follow(self, ids: Sequence[int], following: dict[int, float], *, publishes: bool) -> FinishedEvent:
-        """Fill in the log-probabilities of the tokens behind ``ids``."""
+    async def _follow(self, prompt: Sequence[int], following: dict[int, float], path: Ids = ()) -> FinishedEvent:
+        """Fill in the log-probabilities of the tokens that follow the prompt and the beginning of an answer, and score
+        the tokens of that but the first."""
         named = tuple(following)
         async with self._limit:
             request = GenerationRequest(
                 request_id=f"{self._ids}-{len(self.handles)}",
-                prompt=ids,
+                prompt=[*prompt, *path] if path else prompt,
                 max_tokens=1,
                 sampling=SamplingParams(temperature=0.0, n_top_logprobs=0, logprob_token_ids=named),
                 client_id=self.context.caller.share,
-                publishes=publishes,
+                publishes=not path,
+                score_prompt=len(path) > 1,
+                score_from=len(prompt) if path else 0,
             )
             with self.engine.submit(request) as handle:
                 self.handles.append(handle)

@@ -82,7 +82,9 @@ class PrefixReuse:
             len(request.prompt), turns, self._limits.prefix, block_granular=self.index.block_granular
         )
         stays = self._limits.stays_whole
-        use.checkpoints = {at: why for at, why in use.checkpoints.items() if stays(at + 1) and not record.uncached}
+        use.checkpoints = {at: why for at, why in use.checkpoints.items() if stays(at + 1)}
+        if record.uncached or not request.publishes:
+            use.checkpoints = {}
         use.checkpoint_positions = list(use.checkpoints)
         self.resize(record)
 
@@ -99,10 +101,16 @@ class PrefixReuse:
             use.lookup = (self.index.version, self._match(record))
         return use.lookup[1]
 
+    @staticmethod
+    def _may_be_cached(record: RequestRecord) -> TokenBuffer:
+        """Return the tokens of a request up to the first row that is scored, which is computed."""
+        first = record.request.score_from
+        return TokenBuffer(record.tokens[: first + 1]) if first else record.tokens
+
     def _match(self, record: RequestRecord) -> PrefixMatch:
         """Return the cached prefix, without an image of which it has a part: some ids of other images may be the same,
         those of a whole one are not."""
-        match = self.index.match(record.tokens)
+        match = self.index.match(self._may_be_cached(record))
         for image in reversed(record.request.images):
             if image.span.start < match.position < image.span.stop:
                 match = self.index.match(TokenBuffer(record.tokens[: image.span.start + 1]))
@@ -248,7 +256,9 @@ class PrefixReuse:
     def publish_preempted(self, record: RequestRecord, now: float) -> list[Operation]:
         """Publish all that was computed of a request that is preempted, if a slot can hold it."""
         live = record.live
-        if live is None or record.computes_prompt or live.ranking or live.table.swaps_next:
+        if live is None or record.computes_prompt or not record.request.publishes:
+            return []
+        if live.ranking or live.table.swaps_next:
             return []  # it takes no cached prefix, or other pages would be out for its next token
         return self._publish_all(record, live, "preempted", now)
 

@@ -77,6 +77,7 @@ class GenerationRequest:
     output must be; of this request alone.  ``score_prompt``: tell the log-probabilities of the prompt's tokens, too,
     with the FinishedEvent.  ``pooled``: nothing is generated; the FinishedEvent has the prompt's pooled hidden state.
     ``images``: ascending.  ``publishes``: others may begin with what it computed.
+    ``score_from``: with ``score_prompt``, the first position whose row is scored; a prefix up to there may be cached.
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class GenerationRequest:
     pooled: bool = False
     images: tuple[PromptImage, ...] = ()
     publishes: bool = True
+    score_from: int = 0
 
     @property
     def image_spans(self) -> tuple[ImageSpan, ...]:

@@ -200,7 +200,7 @@ class RequestRecord:
     @property
     def computes_prompt(self) -> bool:
         """True if all rows of its prompt are wanted, so that no cached prefix can stand for them."""
-        return self.uncached or self.request.score_prompt
+        return self.uncached or (self.request.score_prompt and not self.request.score_from)
 
     def scored(self, start: int, stop: int) -> list[int]:
         """Return the tokens after positions ``[start, stop)`` whose log-probabilities are wanted."""

@@ -172,7 +172,12 @@ class ScriptedStage:
             seen = self.sequences[piece.sequence]
             if piece.scored:
                 tops = [[(token, -0.5)][: seen.sampling.n_top_logprobs] for token in piece.scored]
-                scored.append(PromptScores(piece.sequence, piece.start + 1, [-0.5] * len(tops), tops))
+                logprobs = [-0.5] * len(tops)
+                if seen.sampling.logprob_token_ids:
+                    at = len(seen.prompt)
+                    whole = seen.prompt + piece.tokens
+                    logprobs = [named_logprob(whole[: at + i + 1], token) for i, token in enumerate(piece.scored)]
+                scored.append(PromptScores(piece.sequence, piece.start + 1, logprobs, tops))
             seen.prompt += piece.tokens[: max(0, len(piece.tokens) if not seen.generated else 0)]
             if piece.pooled:
                 pooled += pooled_of(seen.prompt)

