@@ -39,6 +39,7 @@ class Decider:
     metrics: ModelMetrics
     engine: ServingEngine = field(init=False)
     handles: list[RequestHandle] = field(default_factory=list)
+    publishes: bool = True
     _ids: str = field(default_factory=lambda: f"decide-{secrets.token_hex(12)}")
     _limit: asyncio.Semaphore = field(init=False)
 
@@ -47,8 +48,12 @@ class Decider:
         self.context.handles = self.handles
         self._limit = asyncio.Semaphore(2 * max(1, self.ctx.max_sequences))  # others wait here, not in the queue
 
-    async def decide(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Ids]]) -> list[Decision]:
-        """Return the decision of each prompt between its answers, each of at least one token.  Raises ApiError."""
+    async def decide(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Ids]], *, publishes: bool = True
+    ) -> list[Decision]:
+        """Return the decision of each prompt between its answers, each of at least one token.  ``publishes``: prompts
+        stay cached.  Raises ApiError."""
+        self.publishes = publishes
         try:
             async with asyncio.TaskGroup() as group:
                 jobs = [group.create_task(self._decide(*pair)) for pair in zip(prompts, answers, strict=True)]
@@ -91,7 +96,7 @@ class Decider:
                 max_tokens=1,
                 sampling=SamplingParams(temperature=0.0, n_top_logprobs=0, logprob_token_ids=named),
                 client_id=self.context.caller.share,
-                publishes=not path,
+                publishes=self.publishes and not path,
                 score_prompt=len(path) > 1,
                 score_from=len(prompt) if path else 0,
             )

@@ -21,7 +21,7 @@ from lucevisor.api.app_context import AppContext, ModelControl
 from lucevisor.api.app_state import APP_CONTEXT, BUFFERED_BODIES, METRICS, MODELS
 from lucevisor.api.bodies import json_response, read_body
 from lucevisor.api.errors import ApiError, unavailable
-from lucevisor.api.parameters import check_model
+from lucevisor.api.parameters import check_model, yes_no_tokens
 from lucevisor.errors import LucevisorError
 from lucevisor.text.output_parser import OutputFormat
 
@@ -117,7 +117,7 @@ def abilities(ctx: AppContext) -> dict[str, bool]:
         "completions": ctx.pooling.generates,
         "embeddings": not ctx.pooling.ranks,
         "image_input": ctx.images is not None,
-        "rerank": ctx.pooling.ranks,
+        "rerank": ctx.pooling.ranks or bool(yes_no_tokens(ctx)),
         "structured_outputs": ctx.pooling.generates,
         "thinking": output.reasoning is not None,
         "tools": template is not None and output.tools is not None and "tools" in template.source,

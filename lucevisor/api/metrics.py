@@ -273,6 +273,7 @@ class ModelMetrics:
 
     prompt_tokens: Counter
     generated_tokens: Counter
+    pooled_texts: Counter
     time_to_first_token: Histogram
     request: Histogram
     queue: Histogram
@@ -302,6 +303,7 @@ class Metrics:
 
         prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of answered requests.", ("model",))
         generated_tokens = counter("generated_tokens", "Tokens generated for answered requests.", ("model",))
+        pooled_texts = counter("pooled_texts", "Texts that were pooled, for embeddings and rankings.", ("model",))
         first_token = histogram(
             "time_to_first_token_seconds", "From the head of a request to its first token.", _FIRST_TOKEN_S
         )
@@ -312,7 +314,7 @@ class Metrics:
         inter_token = histogram("inter_token_seconds", "Between two tokens of a choice.", _INTER_TOKEN_S)
 
         def of_model(model: str) -> ModelMetrics:
-            counters = prompt_tokens.labels(model), generated_tokens.labels(model)
+            counters = prompt_tokens.labels(model), generated_tokens.labels(model), pooled_texts.labels(model)
             return ModelMetrics(*counters, *(one.labels(model) for one in (first_token, request, queue, inter_token)))
 
         self._models = {ctx.model.name: of_model(ctx.model.name) for ctx in models}

@@ -44,9 +44,17 @@ def check_embeds(ctx: AppContext) -> None:
         raise _wrong_model(ctx, "only ranks texts; use /v1/rerank, or a model that makes embeddings")
 
 
+def yes_no_tokens(ctx: AppContext) -> tuple[tuple[int, ...], ...]:
+    """Return the answers by which a model with Qwen's markers judges documents, as a Qwen3 reranker does in a file
+    without a head; none for any other model."""
+    if not ctx.pooling.generates or ctx.tokenizer.token_id("<|im_start|>") is None:
+        return ()
+    return tuple(tuple(ctx.tokenizer.encode(word)) for word in ("yes", "no"))
+
+
 def check_ranks(ctx: AppContext) -> None:
     """Raise a 400 if the model does not rank texts."""
-    if not ctx.pooling.ranks:
+    if not ctx.pooling.ranks and not yes_no_tokens(ctx):
         raise _wrong_model(ctx, "does not rank texts; serve a reranker, whose file says pooling_type 4 (rank)")
 
 

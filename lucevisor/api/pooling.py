@@ -99,6 +99,7 @@ def _result(event: FinishedEvent, context: RequestContext, metrics: ModelMetrics
         raise from_request_error(event.error, retry_s)
     if event.pooled is None:  # it was cancelled
         raise unavailable("the request was cancelled; try again later", retry_s, "shutting_down")
+    metrics.pooled_texts.inc()
     context.prompt_tokens += event.usage.prompt_tokens
     context.queue_s = event.timings.queue_s
     metrics.queue.observe(event.timings.queue_s)

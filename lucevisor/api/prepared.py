@@ -50,9 +50,11 @@ class EmbeddingOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RerankOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a ranking.  ``documents``: to be returned with the results, else empty."""
+    """Options of a ranking.  ``documents``: to be returned with the results, else empty.  ``yes_no``: the tokens of the
+    answers of a model that generates; empty: the model scores."""
 
     top_n: int
+    yes_no: tuple[tuple[int, ...], ...] = ()
     documents: tuple[str, ...] = ()
 
 

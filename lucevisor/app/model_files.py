@@ -292,9 +292,11 @@ def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ModelSpec |
     path = resolve_file(config, "pflash.path", source, notify)
     try:
         spec = open_spec(path)
+        if spec.pooling.bidirectional:
+            raise GgufError(str(path), "metadata value 'general.architecture'", f"{spec.architecture!r} is an encoder")
         Tokenizer.from_gguf(spec.files.metadata if spec.files is not None else {})
     except (GgufError, TokenizerError, OSError) as error:
-        hint = "name a file of a family this version runs, such as Qwen3-0.6B"
+        hint = "name a file of a causal family this version runs, such as Qwen3-0.6B"
         raise _unreadable(config, "pflash.path", config.pflash.path, error, hint) from error
     return spec
 
@@ -316,6 +318,11 @@ def open_drafter(config: Config, target: ModelSpec, notify: _Notify = lambda _: 
     """Open the drafter that ``[draft]`` means for ``target``, None without one; raises ConfigError."""
     kind, source = config.draft.kind, config.draft.source
     if kind in ("off", "lookup"):
+        return None
+    if not target.pooling.generates:
+        if source is not None:
+            why, hint = f"{target.name} generates nothing, so there is nothing to draft", "remove the key"
+            raise ConfigError("draft.path", config.draft.path, why, hint, file=str(config.file))
         return None
     drafter = None
     if source is not None:

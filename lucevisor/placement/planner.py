@@ -431,7 +431,12 @@ class _PlanAttempt:
             raise PlacementError("engine.max_context", max_context, why, "nearest: 2", file=file)
         paged, flash_tokens, chunk = Space.FULL in spec.spaces(), config.kvflash.pool_tokens, engine.usual_chunk
         if spec.pooling.whole_texts:
-            chunk = max(chunk, min(spec.context_tokens, max_context or spec.context_tokens))
+            if max_context is not None and max_context > spec.context_tokens:
+                why = f"is more than the {spec.context_tokens} positions that {spec.name} knows"
+                raise PlacementError(
+                    "engine.max_context", max_context, why, f"nearest: {spec.context_tokens}", file=file
+                )
+            chunk = max(chunk, max_context or spec.context_tokens)
             if flash_tokens:
                 why = f"drops keys of a text that {spec.name} computes whole"
                 raise PlacementError("kvflash.pool_tokens", flash_tokens, why, "nearest: 0", file=file)

@@ -42,6 +42,7 @@ _MESSAGE_ENDING: Final = "<|end|>"
 # Tokens that end another role's message, in templates that close each role by its own tag.
 _TURN_ENDINGS: Final = frozenset(["</user>", "</system>"])
 
+_OF_WORDPIECE: Final = ("cls", "seperator")
 _ROLES: Final = {
     "bos": "bos_token",
     "eos": "eos_token",
@@ -93,9 +94,10 @@ class Vocabulary:
             raise TokenizerError(f"{counts}; convert the file again")
         _check_tokens(tokens)
         sentencepiece, wordpiece = (metadata.get(MODEL_KEY) == kind for kind in (SENTENCEPIECE, WORDPIECE))
+        names = ("bos", "eos", "eot", "eom", "unknown", "padding", "mask", *(_OF_WORDPIECE if wordpiece else ()))
         named = {
             name: token_id
-            for name in ("bos", "eos", "eot", "eom", "unknown", "padding", "mask", "cls", "seperator")
+            for name in names
             if (token_id := _token_id(metadata, f"tokenizer.ggml.{name}_token_id", len(tokens))) is not None
         }
         typed = TYPES_KEY in metadata

@@ -128,3 +128,12 @@ def test_a_model_made_for_embeddings_generates_nothing(live):
     able = httpx.get(server.url + "/v1/models").json()["data"][0]["capabilities"]
     assert (able["embeddings"]["supported"], able["completions"]["supported"]) == (True, False)
     assert post(server, "/api/show", {"model": MODEL})[1]["capabilities"] == ["embedding"]
+
+
+def test_metrics(live):
+    server = live(lambda: Rig())
+    post(server, "/v1/embeddings", {"input": ["a", "b c d"]})
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    assert f'lucevisor_pooled_texts_total{{model="{MODEL}"}} 2.0' in lines
+    n_tokens = len(ids_of("a")) + len(ids_of("b c d"))
+    assert f'lucevisor_prompt_tokens_total{{model="{MODEL}"}} {n_tokens:.1f}' in lines

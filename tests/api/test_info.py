@@ -13,7 +13,7 @@ from tests.waiting import until
 
 
 async def test_models(client):
-    supported = {"completions": True, "embeddings": True, "image_input": False, "rerank": False}
+    supported = {"completions": True, "embeddings": True, "image_input": False, "rerank": True}
     supported |= {"structured_outputs": True, "thinking": True, "tools": True}
     card = {
         "id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "lucevisor", "max_model_len": 512,

@@ -11,7 +11,7 @@ import pytest
 from lucevisor.api.dialects.rerank import PATHS, QWEN3_TEMPLATE
 from lucevisor.model.spec import Pooling, PoolingType
 from tests.api.conftest import Live
-from tests.api.scripted_model import MODEL, Rig, ids_of, pooled_of, tokenizer
+from tests.api.scripted_model import MODEL, Rig, ids_of, named_logprob, pooled_of, tokenizer
 
 RANKER = Pooling(PoolingType.RANK, width=1, generates=False)
 DOCUMENTS = ["about cats", "about dogs", "about fish", "about <|im_end|> birds"]
@@ -84,8 +84,22 @@ def test_refused(ranker, body, param, why):
     assert answer["error"]["message"].startswith(why)
 
 
-def test_models_do_what_they_are_made_for(server, ranker):
-    status, answer = post(server, "/v1/rerank", {"query": "a", "documents": ["b"]})
+def test_a_model_that_generates_is_asked_for_yes_or_no(server):
+    _, found = post(server, "/v1/rerank", {"query": "pets", "documents": DOCUMENTS[:3]})
+
+    def logprob(document: str, word: str) -> float:
+        ids, before = tokenizer().encode(word), prompt(document)
+        return sum(named_logprob([*before, *ids[:n]], ids[n]) for n in range(len(ids)))
+
+    margins = [logprob(one, "yes") - logprob(one, "no") for one in DOCUMENTS[:3]]
+    for one in found["results"]:
+        assert one["relevance_score"] == pytest.approx(1 / (1 + math.exp(-margins[one["index"]])))
+    assert [one["index"] for one in found["results"]] == sorted(range(3), key=lambda i: -margins[i])
+
+
+def test_models_do_what_they_are_made_for(live, ranker):
+    embedder = live(lambda: Rig(pooling=Pooling(PoolingType.LAST, generates=False)))
+    status, answer = post(embedder, "/v1/rerank", {"query": "a", "documents": ["b"]})
     assert (status, answer["error"]["param"]) == (400, "model")
     assert "does not rank texts" in answer["error"]["message"]
     for path, body in {"/v1/embeddings": {"input": "a"}, "/v1/completions": {"prompt": "a"}}.items():

@@ -13,6 +13,7 @@ from lucevisor.engine.request import FinishedEvent, GenerationRequest
 from lucevisor.model.families import open_spec
 from lucevisor.protocol.steps import SamplingParams
 from tests.e2e.service import TRANSPORTS, generate, running, write_config
+from tests.e2e.test_recovery import kill
 from tests.families.generate.bert import bert, pooled
 from tests.families.generate.made import Draw
 from tests.families.golden import opened
@@ -53,6 +54,22 @@ async def test_an_encoder(groups, transport, tmp_path):
         totals = service.only.engine.statistics().steps
         assert totals.n_steps < len(texts)  # several texts a step
         assert totals.n_tokens == sum(map(len, texts))
+
+
+async def test_daemons_are_killed_meanwhile(tmp_path):
+    """Each group once: all texts are answered, and right."""
+    draw = Draw(2)
+    made = bert(draw, "mean")
+    texts = [draw.ids(draw.between(1, 128), made.vocabulary) for _ in range(300)]
+    expected = torch.stack([pooled(made, text) for text in texts])
+    path = made.write(tmp_path / "model.gguf")
+    config = write_config(tmp_path, path, {"a": 1, "b": 1}, ["0-2", f"2-{made.n_layers}"], ENGINE)
+    async with running(config, tmp_path, ["recovery.restart_limit=99/60s", "server.max_queue=1000"]) as service:
+        for group in service.groups:
+            asked = asyncio.create_task(embed(service, texts))
+            await asyncio.sleep(0.05)
+            await kill(service, group)
+            assert distance(await asked, expected) < 1e-6
 
 
 async def test_a_chat_model_that_answers_meanwhile(tmp_path):

@@ -12,9 +12,10 @@ from msgspec import Meta
 from lucevisor.api.app_context import AppContext
 from lucevisor.api.app_state import METRICS, context_of, model_of
 from lucevisor.api.bodies import prepare_request
+from lucevisor.api.decisions import Decider
 from lucevisor.api.dialects.openai_embeddings import answer
 from lucevisor.api.errors import bad_parameter
-from lucevisor.api.parameters import check_length, check_model, check_ranks
+from lucevisor.api.parameters import check_length, check_model, check_ranks, yes_no_tokens
 from lucevisor.api.pooling import check_count, check_text, pool_texts
 from lucevisor.api.prepared import GenerationOptions, PreparedRequest, RerankOptions
 from lucevisor.api.schemas import Flag, ParameterRules, ignored, to_record
@@ -67,7 +68,9 @@ def parse_rerank(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
     options = GenerationOptions(
         sampling=SamplingParams(),
         turn_ends=[[] for _ in texts],
-        rerank=RerankOptions(top_n=min(body.top_n or len(texts), len(texts)), documents=returned),
+        rerank=RerankOptions(
+            top_n=min(body.top_n or len(texts), len(texts)), documents=returned, yes_no=yes_no_tokens(ctx)
+        ),
         ignored=ignored(RerankBody, fields, RULES),
     )
     return PreparedRequest(options, [*texts])
@@ -94,8 +97,14 @@ async def create_rerank(request: web.Request) -> web.Response:
     ctx, options = model_of(request), prepared.options.rerank
     assert options is not None
     metrics = request.app[METRICS].of_model(ctx.model.name)
-    pooled = await pool_texts(ctx, context_of(request), metrics, prepared.prompts, "documents")
-    scores = [1 / (1 + math.exp(-max(-700.0, one[0]))) for one in pooled]
+    context, prompts = context_of(request), prepared.prompts
+    if options.yes_no:
+        answers = [options.yes_no] * len(prompts)
+        decisions = await Decider(ctx, context, metrics).decide(prompts, answers, publishes=False)
+        margins = [one.logprobs[0] - one.logprobs[1] for one in decisions]
+    else:
+        margins = [one[0] for one in await pool_texts(ctx, context, metrics, prompts, "documents")]
+    scores = [1 / (1 + math.exp(-max(-700.0, margin))) for margin in margins]
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: options.top_n]
     results: list[dict[str, object]] = [{"index": i, "relevance_score": scores[i]} for i in order]
     for result, i in zip(results, order, strict=True):

@@ -29,6 +29,8 @@ class DraftModelParams:
 def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> DraftSpec:
     """Read a draft model and check that it can draft for ``target``.  Raises GgufError naming file and key."""
     spec, file = read_spec(files, options), str(files.paths[0])
+    if not spec.pooling.generates:
+        raise GgufError(file, "draft model", f"{spec.name} is made for embeddings or ranking, and generates nothing")
     if spec.spaces() != {Space.FULL}:
         reason = f"{spec.architecture!r} has layers with a window or recurrent state; a draft model has full attention"
         raise GgufError(file, "metadata value 'general.architecture'", reason)
