@@ -42,7 +42,8 @@ _MESSAGE_ENDING: Final = "<|end|>"
 # Tokens that end another role's message, in templates that close each role by its own tag.
 _TURN_ENDINGS: Final = frozenset(["</user>", "</system>"])
 
-_OF_WORDPIECE: Final = ("cls", "seperator")
+_OF_WORDPIECE: Final = {"cls": "[CLS]", "seperator": "[SEP]", "unknown": "[UNK]"}
+"""Tokens of WordPiece vocabularies by the names of their keys, which files may lack."""
 _ROLES: Final = {
     "bos": "bos_token",
     "eos": "eos_token",
@@ -94,12 +95,15 @@ class Vocabulary:
             raise TokenizerError(f"{counts}; convert the file again")
         _check_tokens(tokens)
         sentencepiece, wordpiece = (metadata.get(MODEL_KEY) == kind for kind in (SENTENCEPIECE, WORDPIECE))
-        names = ("bos", "eos", "eot", "eom", "unknown", "padding", "mask", *(_OF_WORDPIECE if wordpiece else ()))
+        names = ("bos", "eos", "eot", "eom", "unknown", "padding", "mask", *(("cls", "seperator") if wordpiece else ()))
         named = {
             name: token_id
             for name in names
             if (token_id := _token_id(metadata, f"tokenizer.ggml.{name}_token_id", len(tokens))) is not None
         }
+        for name, text in _OF_WORDPIECE.items() if wordpiece else ():
+            if name not in named and text in tokens and not (name == "cls" and "bos" in named):
+                named[name] = tokens.index(text)
         typed = TYPES_KEY in metadata
         endings = {i for name, i in named.items() if name in ("eos", "eot", "eom")}
         turn_endings: set[int] = set()

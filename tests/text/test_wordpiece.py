@@ -63,8 +63,16 @@ def test_text_of_ids():
     assert ours.encode_text("hello " * 50, max_tokens=9) == [2, *ours.encode("hello") * 7, 3]
 
 
+def test_ids_that_the_file_does_not_name():
+    words = vocabulary(cased=False)
+    fields = {key: value for key, value in metadata(words).items() if not key.endswith("_id")}
+    assert Tokenizer.from_gguf(fields).encode_text("hello %") == BOTH[False][0].encode_text("hello %")
+    bos = Tokenizer.from_gguf(fields | {"tokenizer.ggml.bos_token_id": 4})
+    assert bos.encode_text("hello")[0] == 4
+
+
 def test_without_an_unknown_token():
-    fields = metadata(vocabulary(cased=False))
+    fields = metadata(["[?]" if word == "[UNK]" else word for word in vocabulary(cased=False)])
     del fields["tokenizer.ggml.unknown_token_id"]
     with pytest.raises(TokenizerError, match="has no unknown token"):
         Tokenizer.from_gguf(fields)

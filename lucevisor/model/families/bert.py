@@ -84,10 +84,13 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
 
 def _separator(files: GgufFiles, keys: Keys) -> int:
     """Return the token behind which the types of a pair change."""
-    value = files.metadata.get("tokenizer.ggml.seperator_token_id")
-    ranks = keys.integer("pooling_type", 0, low=0) == PoolingType.RANK
     types = files.tensors.get(TYPES)
-    return value if ranks and isinstance(value, int) and types is not None and types.shape[0] > 1 else -1
+    if keys.integer("pooling_type", 0, low=0) != PoolingType.RANK or types is None or types.shape[0] < 2:
+        return -1
+    value, tokens = (files.metadata.get(f"tokenizer.ggml.{key}") for key in ("seperator_token_id", "tokens"))
+    if value is None and isinstance(tokens, list) and "[SEP]" in tokens:
+        value = tokens.index("[SEP]")
+    return value if isinstance(value, int) else -1
 
 
 def _pooling(files: GgufFiles, keys: Keys, e: int) -> tuple[Pooling, Shapes]:
