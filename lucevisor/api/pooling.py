@@ -31,12 +31,14 @@ def check_count(n_texts: int, param: str) -> None:
         raise bad_parameter(param, f"has {n_texts} texts; send 1 to {MAX_TEXTS}")
 
 
-def text_ids(text: str, param: str, ctx: AppContext, *, truncate: bool = False) -> list[int]:
-    """Return the ids of a text to pool; raises ApiError naming `param` where it is empty or too long."""
-    if not truncate:
+def text_ids(text: str, param: str, ctx: AppContext, *, max_tokens: int | None = None) -> list[int]:
+    """Return the ids of a text to pool, cut to `max_tokens` (-1: those of the context; None: not at all); raises
+    ApiError naming `param` where it is empty or too long."""
+    if max_tokens is None:
         check_length(text, param, ctx)
-    ids = ctx.tokenizer.encode_text(text, ctx.max_context if truncate and ctx.max_context else None)
-    return check_text(ids, param, ctx)
+    elif ctx.max_context and not 0 <= max_tokens < ctx.max_context:
+        max_tokens = ctx.max_context
+    return check_text(ctx.tokenizer.encode_text(text, max_tokens), param, ctx)
 
 
 def check_text(ids: list[int], param: str, ctx: AppContext) -> list[int]:

@@ -60,6 +60,13 @@ def test_token_ids_and_dimensions(client):
         assert [one.embedding for one in found.data] == [near(normed(pooled_of(ids)[:3])) for ids in expected]
 
 
+def test_truncated(server):
+    for most, expected in ((-1, 512), (7, 7), (600, 512)):
+        body = {"input": "word " * 900, "truncate_prompt_tokens": most}
+        status, found = post(server, "/v1/embeddings", body)
+        assert (status, found["usage"]["prompt_tokens"]) == (200, expected)
+
+
 def test_more_texts_than_the_queue_holds(client):
     texts = [f"text {i}" for i in range(200)]
     found = client.embeddings.create(model=MODEL, input=texts)

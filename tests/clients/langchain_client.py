@@ -7,7 +7,7 @@ from typing import Any
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from scenario import LOOK_UP, MODEL, QUESTION, URL, Answer, run
 
 
@@ -42,6 +42,12 @@ def structured(model: Any, method: str) -> None:
     assert isinstance(model.with_structured_output(Answer, method=method).invoke(QUESTION), Answer)
 
 
+def embeds() -> None:
+    model = OpenAIEmbeddings(base_url=f"{URL}/v1", api_key="none", model=MODEL, check_embedding_ctx_length=False)
+    first, again, other = model.embed_documents([QUESTION, QUESTION, "no"])
+    assert first == again == model.embed_query(QUESTION) != other
+
+
 run(
     {
         "ChatOpenAI: invoke, stream": lambda: talks(openai()),
@@ -50,6 +56,7 @@ run(
         "ChatOpenAI: with_structured_output, function_calling": lambda: structured(openai(), "function_calling"),
         "ChatOpenAI by responses: invoke, stream": lambda: talks(openai(use_responses_api=True)),
         "ChatOpenAI by responses: tools": lambda: calls(openai(use_responses_api=True)),
+        "OpenAIEmbeddings": embeds,
         "ChatAnthropic: invoke, stream": lambda: talks(anthropic()),
         "ChatAnthropic: tools": lambda: calls(anthropic()),
         "ChatAnthropic: with_structured_output": lambda: structured(anthropic(), "function_calling"),

@@ -44,6 +44,21 @@ def responses() -> None:
     assert litellm.responses(input=QUESTION, max_output_tokens=40, **OPENAI).output
 
 
+def embeddings() -> None:
+    where = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "none"}
+    first, again, other = (
+        one["embedding"] for one in litellm.embedding(input=[QUESTION, QUESTION, "no"], **where).data
+    )
+    assert first == again != other
+
+
+def rerank() -> None:
+    documents = ["It joins path segments.", "A recipe for bread."]
+    where = {"model": f"hosted_vllm/{MODEL}", "api_base": URL, "api_key": "none"}
+    found = litellm.rerank(query=QUESTION, documents=documents, top_n=2, **where)
+    assert {one["index"] for one in found.results} == {0, 1}
+
+
 run(
     {
         "openai: chat": lambda: chat(**OPENAI),
@@ -51,6 +66,8 @@ run(
         "openai: tool required": lambda: tools(**OPENAI),
         "openai: response_format": lambda: schema(**OPENAI),
         "openai: responses": responses,
+        "openai: embedding": embeddings,
+        "hosted_vllm: rerank": rerank,
         "anthropic: chat": lambda: chat(**ANTHROPIC),
         "anthropic: streamed": lambda: stream(**ANTHROPIC),
         "anthropic: tool required": lambda: tools(**ANTHROPIC),

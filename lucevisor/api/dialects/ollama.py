@@ -183,7 +183,7 @@ def parse_embed(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | by
     if not body.input:
         return msgspec.json.encode({"model": ctx.model.name, "embeddings": []})
     texts = read_texts([*body.input] if isinstance(body.input, list) else body.input, "input", ctx,
-                       truncate=body.truncate is not False)  # fmt: skip
+                       max_tokens=None if body.truncate is False else -1)  # fmt: skip
     options = EmbeddingOptions(dimensions=check_dimensions(body.dimensions or None, ctx))
     prepared = prepare_texts(texts, options, ctx, ignored(EmbedBody, fields, RULES))
     return prepared.with_options(keep_alive_s=keep_alive(body.keep_alive))
@@ -195,7 +195,7 @@ def parse_old_embeddings(fields: dict[str, Any], ctx: AppContext) -> PreparedReq
     check_model(body.model, ctx)
     if not body.prompt:
         return msgspec.json.encode({"embedding": []})
-    texts = read_texts(body.prompt, "prompt", ctx, truncate=True)
+    texts = read_texts(body.prompt, "prompt", ctx, max_tokens=-1)
     options = EmbeddingOptions(normalize=False)
     prepared = prepare_texts(texts, options, ctx, ignored(OldEmbeddingsBody, fields, RULES))
     return prepared.with_options(keep_alive_s=keep_alive(body.keep_alive))

@@ -34,7 +34,8 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     input: str | list[str | int | list[int]]
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    normalize: Flag = None  # vLLM's
+    normalize: Flag = None  # vLLM's, as is the next one
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
 
 
 RULES: Final = ParameterRules(aliases={"content": "input"})  # llama.cpp's
@@ -49,7 +50,8 @@ def parse_embeddings(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest
         normalize=body.normalize is not False,
         base64=body.encoding_format == "base64",
     )
-    return prepare_texts(read_texts(body.input, "input", ctx), options, ctx, ignored(EmbeddingsBody, fields, RULES))
+    texts = read_texts(body.input, "input", ctx, max_tokens=body.truncate_prompt_tokens)
+    return prepare_texts(texts, options, ctx, ignored(EmbeddingsBody, fields, RULES))
 
 
 def check_dimensions(dimensions: int | None, ctx: AppContext) -> int | None:
@@ -61,11 +63,11 @@ def check_dimensions(dimensions: int | None, ctx: AppContext) -> int | None:
 
 
 def read_texts(
-    given: str | list[str | int | list[int]], param: str, ctx: AppContext, *, truncate: bool = False
+    given: str | list[str | int | list[int]], param: str, ctx: AppContext, *, max_tokens: int | None = None
 ) -> list[list[int]]:
     """Return the ids of each text, which may be ids already; raises ApiError naming the one at fault."""
     if isinstance(given, str):
-        return [text_ids(given, param, ctx, truncate=truncate)]
+        return [text_ids(given, param, ctx, max_tokens=max_tokens)]
     if given and isinstance(given[0], int):
         return [_from_ids(given, param, ctx)]
     check_count(len(given), param)
@@ -73,7 +75,7 @@ def read_texts(
     for index, item in enumerate(given):
         where = f"{param}[{index}]"
         if isinstance(item, str):
-            found.append(text_ids(item, where, ctx, truncate=truncate))
+            found.append(text_ids(item, where, ctx, max_tokens=max_tokens))
         else:
             found.append(_from_ids(item, where, ctx))
     return found

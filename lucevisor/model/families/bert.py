@@ -88,9 +88,9 @@ def _separator(files: GgufFiles, keys: Keys) -> int:
     if keys.integer("pooling_type", 0, low=0) != PoolingType.RANK or types is None or types.shape[0] < 2:
         return -1
     value, tokens = (files.metadata.get(f"tokenizer.ggml.{key}") for key in ("seperator_token_id", "tokens"))
-    if value is None and isinstance(tokens, list) and "[SEP]" in tokens:
-        value = tokens.index("[SEP]")
-    return value if isinstance(value, int) else -1
+    if isinstance(value, int):
+        return value
+    return next((i for i, text in enumerate(tokens) if text == "[SEP]"), -1) if isinstance(tokens, list) else -1
 
 
 def _pooling(files: GgufFiles, keys: Keys, e: int) -> tuple[Pooling, Shapes]:
