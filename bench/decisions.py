@@ -3,8 +3,8 @@
     python bench/decisions.py MODEL.gguf [--words 700] [--labels 64] [--sequences auto] [--rounds 5]
         [--name NAME] [--save]
 
-Each prompt is new, so nothing of it is cached.  One label, `--labels` of one token and as many of several tokens take
-turns; medians count.  --save writes bench/results/decisions-NAME.json.
+Each prompt is new, so nothing of it is cached.  One label, and `--labels` of one, two and three tokens take turns;
+medians count.  --save writes bench/results/decisions-NAME.json.
 """
 
 import argparse
@@ -32,11 +32,16 @@ def tokens(url, text):
 
 
 def label_sets(url, n):
-    """One label, ``n`` of one token each, ``n`` of several."""
+    """One label, ``n`` of one token each, ``n`` of two, ``n`` of three."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     single = [f" {a}{b}" for a in letters for b in letters]
     single = [label for label in single if len(tokens(url, label)) == 1][:n]
-    return {"one": single[:1], "single": single, "several": [f"{label} it is" for label in single]}
+    return {
+        "one": single[:1],
+        "single": single,
+        "two": [f"{label} it" for label in single],
+        "three": [f"{label} it is" for label in single],
+    }
 
 
 def main():
@@ -52,7 +57,7 @@ def main():
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     options.model = str(options.model.resolve())
-    rng, found = random.Random(0), {"one": [], "single": [], "several": []}
+    rng, found = random.Random(0), {"one": [], "single": [], "two": [], "three": []}
 
     def config(folder):
         path = folder / "bench.toml"
