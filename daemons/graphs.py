@@ -168,7 +168,7 @@ class StepGraphs(Generic[Output]):
         layout, self.cold = self._padded(layout), False
         key = layout.graph_key
         if key is not None and self.device.type == "cpu" and not layout.is_padded:
-            key = GraphKey(key.n_slices, key.n_tokens, 0, key.max_host_length)  # its kernels read lengths from memory
+            key = key._replace(max_length=0)  # its kernels read lengths from memory
         if key is None or layout.n_rows > self.max_tokens or key in self._uncapturable:
             return self._run_eagerly(rows, layout, tables, await_rows)
         if not self._reads(tables):  # a table grew and moved

@@ -173,14 +173,15 @@ class Layout:
             return None
         if group.reads_host and not group.reads_in_place:
             return None
-        return GraphKey(len(group.starts), group.n, group.max_length, group.max_host_length)
+        return GraphKey(len(group.starts), group.n, group.max_length, group.max_host_length, bool(self.adapters))
 
     def padded(self, max_rows: int) -> Layout | None:
         """Return the step padded to at most ``max_rows`` rows for a graph; None where :meth:`SliceGroup.padded` is.
 
         Pad rows have id 0, the position of the last token, which is finite everywhere, and slot -1.
         """
-        group = self.groups[0].padded(max_rows) if len(self.groups) == 1 and not self.image_rows else None
+        others = self.image_rows or self.adapters
+        group = self.groups[0].padded(max_rows) if len(self.groups) == 1 and not others else None
         if group is None:
             return None
         one, n = copy(self), self.n_rows
@@ -428,8 +429,7 @@ class Batch:
         self.embeddings: Tensor | None = None  # of the image rows
         self.lora: LoraRows | None = None
         if layout.adapters:
-            active = sorted({*layout.adapters} - {NO_ADAPTER})
-            self.lora = LoraRows(metadata[at : at + n], active)
+            self.lora = LoraRows(metadata[at : at + n], None if captured else layout.adapters)
         self._rope_tables: dict[int, tuple[Tensor, Tensor]] = {}
         self.carried: Tensor | None = None
         self.layer_inputs: Tensor | None = None

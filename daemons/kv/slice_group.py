@@ -160,13 +160,14 @@ class SliceGroup:
 
 class GraphKey(NamedTuple):
     """Key of a step's CUDA graph: B slices of n tokens (n rows with pad rows for one long slice) that attend to at most
-    ``max_length`` positions, and to ``max_host_length`` in host memory.
+    ``max_length`` positions, and to ``max_host_length`` in host memory.  ``adapted``: some rows have LoRA adapters.
     """
 
     n_slices: int
     n_tokens: int
     max_length: int
     max_host_length: int = 0
+    adapted: bool = False
 
 
 def slots_of(sequence: OpenedSequence, space: Space, s: Slice, window: int, where: str) -> list[int]:

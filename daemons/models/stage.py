@@ -269,7 +269,6 @@ class LoadedStage:
         captures: list[Tensor] = []
         scores: list[dict[int, Tensor]] = []
         cold, self._lora = False, None
-        eager = hidden is not None or bool(layout.adapters)  # a graph has no adapters
         for shard, graphs in zip(self.shards, self.graphs, strict=True):
             device = shard.device
             tables = self.sequences.tables(device)
@@ -278,7 +277,7 @@ class LoadedStage:
             with launching(device):
                 if layout.reads_in_place:
                     shard.pools.finish_page_outs()
-                others = eager or layout.image_rows or (h is not None and h.dtype != self.dtype)
+                others = hidden is not None or layout.image_rows or (h is not None and h.dtype != self.dtype)
                 if graphs is None or others:
                     batch = Batch(layout, tables, layout.on(device))
                     if shard.embedding is not None and embeddings is not None:
@@ -286,17 +285,19 @@ class LoadedStage:
                     await_rows()
                     h = None if h is None else stream_dtype(h, self.dtype, device)
                     h, captured = shard.run(h, batch, hidden)
-                    self._lora = batch.lora
+                    adapters = batch.lora
                     if layout.is_ranked:
                         scores.append(rank_pages(batch, layout, shard.page_sums))
                 else:
                     out = graphs.run(h, layout, tables, await_rows)
-                    cold = cold or graphs.cold
+                    cold, adapters = cold or graphs.cold, graphs.batch.lora
                     h, captured = out.rows, out.captures
                     if h.shape[0] > (n := layout.n_rows):  # pad rows
                         h, captured = h[:n], None if captured is None else captured[:n]
                     if layout.is_ranked:
                         scores.append(rank_pages(graphs.batch, layout, shard.page_sums))
+            if adapters is not None:
+                self._lora = LoraRows(adapters.adapters[: layout.n_rows], layout.adapters)
             if captured is not None:
                 captures.append(captured if device == self.device else captured.to(self.device, non_blocking=True))
         self.sequences.record_updates(step.slices)

@@ -30,20 +30,27 @@ class LoraColumns:
 
 
 class LoraRows:
-    """The adapter of each row of a step: ``adapters`` int64 [T], NO_ADAPTER where there is none.  ``active``: those
-    among them, ascending.
+    """The adapter of each row of a step: ``adapters`` int64 [T], NO_ADAPTER where there is none.  ``known``: the
+    same on the host; None in a graph, which serves any.
     """
 
-    def __init__(self, adapters: Tensor, active: Sequence[int]) -> None:
-        self.adapters, self.active = adapters, active
+    def __init__(self, adapters: Tensor, known: Sequence[int] | None) -> None:
+        found = set() if known is None else {*known}
+        self.adapters = adapters
+        self.active = None if known is None else sorted(found - {NO_ADAPTER})
+        self.uniform = len(found) == 1  # all rows have the same
         self._masks: dict[LoraColumns, Tensor] = {}
 
     def take(self, rows: Tensor) -> LoraRows:
         """Return those of some rows."""
-        return LoraRows(self.adapters.index_select(0, rows), self.active)
+        taken = LoraRows(self.adapters.index_select(0, rows), self.active)
+        taken.uniform = self.uniform
+        return taken
 
     def own_columns(self, x: Tensor, columns: LoraColumns, span: tuple[int, int]) -> Tensor:
         """Return x [T, n], the columns of ``span``, with zeros in those of other adapters than the row's."""
+        if self.uniform and self.active and columns.spans.get(self.active[0]) == span:
+            return x
         mask = self._masks.get(columns)
         if mask is None:
             mask = self._masks[columns] = self.adapters[:, None] != columns.owners[None]
@@ -81,9 +88,9 @@ class LoraPart:
     columns: LoraColumns
 
     def span(self, context: LoraContext) -> tuple[int, int]:
-        """Return the columns to compute: all where the bits may not depend on other rows."""
+        """Return the columns to compute: all in a graph, and where the bits may not depend on other rows."""
         assert context.rows is not None
-        if context.product is not None:
+        if context.product is not None or context.rows.active is None:
             return 0, self.b.shape[1]
         found = [self.columns.spans[i] for i in context.rows.active if i in self.columns.spans]
         return (found[0][0], found[-1][1]) if found else (0, 0)
@@ -125,9 +132,14 @@ class LoraLinear:
         product = self.context.product or torch.nn.functional.linear
         for part in self.parts:
             low, high = span = part.span(self.context)
-            if low < high:
-                ranks = rows.own_columns(product(x, part.a[low:high]), part.columns, span)
-                y[:, part.first : part.first + part.b.shape[0]] += product(ranks, part.b[:, low:high])
+            if low == high:
+                continue
+            ranks, b = rows.own_columns(product(x, part.a[low:high]), part.columns, span), part.b[:, low:high]
+            place = y.narrow(1, part.first, len(b))
+            if self.context.product is None and y.dtype == x.dtype:
+                place.addmm_(ranks, b.t())
+            else:
+                place += product(ranks, b)
         return y
 
 
