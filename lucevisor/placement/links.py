@@ -88,14 +88,15 @@ class Traffic:
         prompt_s = links.message_s(a, b, self.chunk * self.row_bytes) * self.prompt_tokens / self.chunk
         return prompt_s + links.message_s(a, b, self.row_bytes) * self.answer_tokens
 
-    def ways_s(self, links: Links, hosts: Sequence[str]) -> tuple[float, ...]:
+    def ways_s(self, links: Links, hosts: Sequence[str], drafter: str | None = None) -> tuple[float, ...]:
         """Return the seconds on the way into each of the shards on ``hosts``.
 
-        Into the first one come the tokens of the last one, and before and behind all of them a message with the
-        supervisor.
+        Into the first one come the tokens of the last one, through the host of a ``drafter`` that reads its rows, and
+        before and behind all of them a message with the supervisor.
         """
         first, last = hosts[0], hosts[-1]
-        tokens_s = self.answer_tokens * links.message_s(last, first, 0)
+        drafter = last if drafter is None else drafter
+        tokens_s = self.boundary_s(links, last, drafter) + self.answer_tokens * links.message_s(drafter, first, 0)
         ends_s = links.message_s(SUPERVISOR, first, 0) + links.message_s(last, SUPERVISOR, 0)
         return (tokens_s + ends_s, *(self.boundary_s(links, a, b) for a, b in pairwise(hosts)))
 

@@ -410,7 +410,8 @@ class _PlanAttempt:
 
     def ways_s(self) -> tuple[float, ...]:
         """Return the seconds that the reference request is on the way into each shard."""
-        return self._traffic().ways_s(self.links, [target.host for target in self.targets])
+        drafter = None if self.draft is None else self.draft.target.host
+        return self._traffic().ways_s(self.links, [target.host for target in self.targets], drafter)
 
     def _traffic(self) -> Traffic:
         chunk = PROMPT_TOKENS if self.speed_model is None else self.speed_model.speeds.conditions.n_rows

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from lucevisor.config import Config, load
+from lucevisor.model.drafters import draft_paths, open_draft, read_draft_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import dtype_bytes
 from lucevisor.placement.devices import with_target_devices
@@ -21,6 +22,7 @@ from lucevisor.placement.report import plan_text
 from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.placement.speeds import ANSWER_TOKENS, PROMPT_TOKENS, Speeds, measurement_request
 from lucevisor.protocol.messages import Timing
+from tests.model.drafter_files import UPSTREAM
 from tests.placement.made import MIB, cpu
 
 WHEN = "2026-01-02 03:04 UTC"
@@ -93,6 +95,9 @@ def test_tokens_go_back_to_the_first_stage():
     assert back == pytest.approx(100 * one_s + one_s)
     assert there == pytest.approx(2 * (one_s + 256e3 / 1e9) + 100 * (one_s + 1e3 / 1e9))
     assert traffic.ways_s(links, ["attic"]) == pytest.approx((2 * one_s,))
+    drafted, _ = traffic.ways_s(links, ["", "attic"], "")  # rows to the drafter here, and its drafts stay here
+    assert drafted == pytest.approx(there + one_s)
+    assert traffic.ways_s(links, ["", "attic"], "attic") == (back, there)
 
 
 # ---- orders
@@ -124,6 +129,19 @@ def test_the_host_behind_a_slow_link_is_at_an_end(demo, tmp_path):
         r"2\.\d+ ms a token, 2\d\.\d ms for 512 tokens at once \(round trip 4(\.1)? ms, 19\.1 MiB/s, measured 2026",
         text,
     )
+
+
+def test_the_last_layers_are_where_the_drafter_is(small, tmp_path):
+    """Its rows cross no link then."""
+    text = configured(tmp_path, ["", "attic", "cellar"], more='target_layer_split = "auto"\n').file.read_text()
+    text = text.replace('kind = "off"', 'kind = "dflash"\npath = "d.gguf"\ndevice = "g1:0"')
+    (tmp_path / "box.toml").write_text(text)
+    drafter = read_draft_spec(open_draft(draft_paths(UPSTREAM)), small, "dflash")
+    config = load(tmp_path / "box.toml")
+    inventory = {name: [cpu()] for name in config.groups}
+    links = Links({"attic": WLAN, "cellar": WLAN})
+    result = plan(small, with_target_devices(config, inventory), inventory, None, drafter, links=links)
+    assert hosts_of(result)[-1] == "attic"
 
 
 def test_groups_of_a_host_are_together(demo, tmp_path):
