@@ -20,12 +20,12 @@ import numpy as np
 import structlog
 
 from lucevisor import suspend_clock
-from lucevisor.config import Config
+from lucevisor.config import Auto, Config
 from lucevisor.config.formats import DeviceRef
 from lucevisor.deployment.assembly import PipelineAssembly, RestoredLinks, SuccessorState
 from lucevisor.deployment.boundaries import Boundaries
 from lucevisor.deployment.group_settings import group_threads, spin_s, target_groups
-from lucevisor.deployment.measurements import LINK_S, links_for, speeds_for
+from lucevisor.deployment.measurements import LINK_S, links_for, read_links, speeds_for
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.vision import ROW_NUMBER_BYTES, VisionStage
@@ -511,7 +511,12 @@ class Deployment:
         inventory = {group: hello.devices for group, hello in hellos.items()}
         config, model = with_target_devices(self.config, inventory), self._model
         speeds = await speeds_for(model.spec, model.files, config, inventory)
-        links = await links_for(config, lambda group: self.groups[group].time_way(LINK_S))
+        automatic = isinstance(config.placement.split, Auto)
+        links = (
+            await links_for(config, lambda group: self.groups[group].time_way(LINK_S))
+            if automatic
+            else read_links(config)
+        )
         config = with_sizes(config, self._sizes)
         result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.scorer, links, model.encoder)
         self.infeasible_reason = infeasible_reason(result, self._sizes)
