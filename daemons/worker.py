@@ -12,9 +12,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -30,6 +32,7 @@ from daemons.heartbeat import Reporter
 from daemons.message_queue import MessageQueue, StepCancelled
 from daemons.ops.selection import triton_reject_reason
 from daemons.options import Options
+from daemons.parking import ParkableMemory, collecting, works
 from daemons.runner import NO_ROWS, ModelRunner
 from daemons.snapshots.transfers import TransferExecutor
 from daemons.step_output import StepOutput
@@ -42,7 +45,7 @@ from lucevisor.protocol.errors import LinkClosed, ProtocolError
 from lucevisor.protocol.files import ByteFile, FileClient, LocalFile
 from lucevisor.protocol.frames import POSTED, Frame
 from lucevisor.protocol.handshake import source_hash
-from lucevisor.protocol.loading import ArenaPlan, Hello, Load
+from lucevisor.protocol.loading import ArenaPlan, Hello, Load, Loaded
 from lucevisor.protocol.messages import (
     PROTOCOL_VERSION,
     Check,
@@ -144,6 +147,22 @@ class _StepFailed(Exception):
         self.code = code
 
 
+@dataclass(frozen=True, slots=True)
+class _ParkedModel:
+    """A model whose memory on the devices is free, and what it answered its Load with."""
+
+    load: Load
+    runtime: ModelRunner
+    transfers: TransferExecutor
+    loaded: Loaded
+
+
+def _same_load(a: Load, b: Load) -> bool:
+    """Return whether two loads are of the same weights and state in the same places."""
+    nothing: dict[str, Any] = {"arenas": [], "replay": [], "offered": [], "warm_up": True, "stays": True}
+    return bool(replace(a, **nothing) == replace(b, **nothing))
+
+
 class _MessageLoop:
     def __init__(
         self,
@@ -165,6 +184,9 @@ class _MessageLoop:
         self._messages = MessageQueue(link, self._endpoint.place, lock)
         self._runtime: ModelRunner | None = None
         self._transfers: TransferExecutor | None = None
+        self._loaded: tuple[Load, Loaded] | None = None
+        self._memory: ParkableMemory | None = None  # of the model, if it may be parked
+        self._parked: _ParkedModel | None = None
         self._arenas: tuple[list[ArenaPlan], Sequence[SharedBuffer]] | None = None  # since the first load
         self._broken = False
         self._pending_output: StepOutput | None = None  # the step that the device still computes
@@ -435,8 +457,12 @@ class _MessageLoop:
     def _load(self, load: Load, frame: Frame) -> int | None:
         self._reporter.phase("load")
         self._reporter.model = self._model
-        refused, loaded = None, None
+        refused, loaded, asked = None, None, load
         try:
+            if self._parked is not None and not load.arenas and _same_load(self._parked.load, load):
+                self._unpark(self._parked)
+                return None
+            self._drop_parked()
             n_files = bool(load.replay) + len(load.offered)
             n_arenas = len(frame.fds) - n_files if self._files is None else 0
             sources = self._files_of(replace(frame, fds=frame.fds[n_arenas:]))
@@ -448,9 +474,11 @@ class _MessageLoop:
             load = replace(load, arenas=arenas)
             located = self._locate(load, sources)
             try:
-                self._runtime, loaded = ModelRunner.load(
-                    located.load, self._options.backend, (), self._reporter, lambda *_: buffers, rows
-                )
+                self._memory = self._parkable_memory(load)
+                with collecting(self._memory):
+                    self._runtime, loaded = ModelRunner.load(
+                        located.load, self._options.backend, (), self._reporter, lambda *_: buffers, rows
+                    )
             finally:
                 located.close()
             loaded = replace(loaded, identities=located.as_asked(loaded.identities))
@@ -469,11 +497,13 @@ class _MessageLoop:
                 return self._fail("load", e, ", ".join(places))
             refused = failure("load", e, f"group {self._options.group}", ", ".join(places))
         if refused is not None:  # here the exception is gone, and with it the frames that held what was loaded
+            self._drop_parked()
             self._drop_model()
             self._link.send(Unloaded(problem=f"{refused.where}: {refused.reason}; {refused.advice}"))
             return None
         assert self._runtime is not None
         assert loaded is not None
+        self._loaded = asked, loaded
         self._messages.spin_s = load.spin_s
         self._runtime.draft_step = self._messages.draft_step
         self._runtime.await_captures = self._messages.await_captures
@@ -481,25 +511,68 @@ class _MessageLoop:
         self._link.send(loaded)
         return None
 
+    def _parkable_memory(self, load: Load) -> ParkableMemory | None:
+        """Return memory that can be given back and had again at the same addresses, where a model may be parked."""
+        if not load.parks or self._options.backend is Backend.CPU:
+            return None
+        for device in devices.accelerators(self._options.backend):
+            if why := works(device):
+                self._reporter.log("warning", "models are unloaded, not parked", device=str(device), reason=why)
+                return None
+        return ParkableMemory()
+
     def _unload(self, *, park: bool) -> int | None:
-        started = time.monotonic()
+        started, parked_bytes = time.monotonic(), 0
         self._reporter.phase("load")
         try:
             self._end_transfers("the model is unloaded")
-            self._drop_model()
+            if park and self._memory is not None and self._runtime is not None:
+                parked_bytes = self._park(self._memory, self._runtime)
+            if not parked_bytes:
+                self._drop_parked()
+                self._drop_model()
         except Exception as e:  # process boundary: report, then exit
             return self._fail("unload", e, "")
-        self._link.send(Unloaded(0, time.monotonic() - started))
+        self._link.send(Unloaded(parked_bytes, time.monotonic() - started))
         return None
+
+    def _park(self, memory: ParkableMemory, runtime: ModelRunner) -> int:
+        """Free the model's memory on the devices; return the bytes in host memory, 0 if there is too little of it."""
+        runtime.reset()
+        indices, parked_bytes = [*runtime.free_bytes()], memory.park()
+        if parked_bytes and self._loaded is not None and self._transfers is not None:
+            self._parked = _ParkedModel(self._loaded[0], runtime, self._transfers, self._loaded[1])
+            self._runtime, self._transfers, self._upkeep = None, None, None
+            self._forget_steps(indices)
+        return parked_bytes
+
+    def _unpark(self, parked: _ParkedModel) -> None:
+        assert self._memory is not None
+        started = time.monotonic()
+        self._memory.unpark()
+        self._parked, self._runtime, self._transfers = None, parked.runtime, parked.transfers
+        self._messages.spin_s = parked.load.spin_s
+        self._reporter.memory(parked.runtime.free_bytes())
+        self._link.send(replace(parked.loaded, seconds=time.monotonic() - started, replayed=False))
+
+    def _drop_parked(self) -> None:
+        if self._parked is not None:
+            self._parked.transfers.close()
+            self._parked, self._memory = None, None
 
     def _drop_model(self) -> None:
         """Free all that was loaded but the boundary memory."""
         if self._transfers is not None:
             self._transfers.close()
-        self._messages.clear()
-        self._messages.spin_s = 0.0
         indices = [] if self._runtime is None else [*self._runtime.free_bytes()]
         self._runtime, self._transfers, self._upkeep = None, None, None
+        self._memory, self._loaded = None, None
+        self._forget_steps(indices)
+
+    def _forget_steps(self, indices: Sequence[int]) -> None:
+        """Drop what belongs to the steps of a model that left, and the memory of devices that nothing uses."""
+        self._messages.clear()
+        self._messages.spin_s = 0.0
         self._cancelled, self._operations_applied = [], False
         for device in devices.accelerators(self._options.backend) or [devices.CPU]:
             devices.release_memory(device)

@@ -17,6 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from daemons import parking
 from daemons.device import allocating, host_zeros, torch_dtype
 from daemons.errors import LoadError, StateError
 from daemons.kv.state_updates import ApplyUpdates, StateUpdates
@@ -172,7 +173,7 @@ class Pools:
         n_bytes = sum(prod(extent) * kind.itemsize for extent, kind in parts)
         advice = "lower the number of pages or sequences, choose a smaller kv dtype, or give this device fewer layers"
         with allocating(self.device, what, n_bytes, advice):
-            tensors = [torch.zeros(extent, dtype=kind, device=self.device) for extent, kind in parts]
+            tensors = [parking.zeros(extent, kind, self.device) for extent, kind in parts]
         self._n_bytes += n_bytes
         return tensors
 

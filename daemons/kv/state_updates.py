@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from daemons import parking
 from daemons.cuda_graphs import RepeatedLaunches
 from daemons.device import allocating, launching
 from daemons.ops.operations import MAX_DECODE_TOKENS
@@ -43,7 +44,7 @@ class StateUpdates:
         extent = (n_layers, n_rows, width)
         advice = "lower the number of sequences or of cached states, or give this device fewer layers"
         with allocating(self.device, f"updates of {what}", 4 * prod(extent), advice):
-            updates = torch.zeros(extent, device=self.device)
+            updates = parking.zeros(extent, torch.float32, self.device)
         self.nbytes += updates.nbytes
         return updates
 

@@ -18,6 +18,7 @@ from math import lcm, prod
 import torch
 from torch import Tensor
 
+from daemons import parking
 from daemons.device import allocating, memory_free
 from daemons.errors import LoadError
 from daemons.models.lora import LoraWeights
@@ -30,7 +31,16 @@ from daemons.weights.packed import PackedWeights, empty_packed
 from daemons.weights.reading import HostMemory, ProgressMeter, StagingBuffers, TensorChunk, row_count
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.lora_files import EMBEDDING
-from lucevisor.model.quant_types import CPU_TILE_ROWS, DENSE, INT4_GROUP, NATIVE, GgmlType, WeightFormat, format_bytes
+from lucevisor.model.quant_types import (
+    CPU_TILE_ROWS,
+    DENSE,
+    INT4_GROUP,
+    NATIVE,
+    TILE_ROWS,
+    GgmlType,
+    WeightFormat,
+    format_bytes,
+)
 from lucevisor.model.weight_layout import QUANTISED_FORMATS, ROW_INDEXED, TensorLayout, TensorRole
 
 HALVES: dict[str, tuple[int, ...]] = {
@@ -284,13 +294,20 @@ class WeightLoader:
         several = n_matrices or 1
         kind, n, columns = chunks[0].tensor.kind, _total(chunks) // several, chunks[0].width
         with self._allocating(chunks, format_bytes(kind, (several, n, columns), WeightFormat.PACKED)):
-            out = empty_packed(kind, n, columns, self.selector.device, n_matrices)
+            out = self._empty_packed(kind, n, columns, n_matrices)
         self.n_bytes += out.nbytes
         for at, parts in self._batches(chunks, 1, expanded=False):
             # joined first: with many small experts in a batch, a launch for each would take longer than the work
             raw = [rows for _, rows in parts]
             self.selector.repack(out, at, raw[0] if len(raw) == 1 else torch.cat(raw))
         return out
+
+    def _empty_packed(self, kind: GgmlType, n: int, columns: int, n_matrices: int | None) -> PackedWeights:
+        shape = empty_packed(kind, n, columns, torch.device("meta"), n_matrices).tiles.shape
+        tiles = parking.empty(shape, torch.uint8, self.selector.device)
+        if n % TILE_ROWS:
+            tiles[..., -1, :, :] = 0
+        return PackedWeights(kind, tiles, n)
 
     def _tiles(self, rows: list[Rows]) -> Tiles:
         kernels, chunks = self.selector.cpu, self._tensor_chunks(rows)
@@ -371,7 +388,7 @@ class WeightLoader:
     def _empty(self, chunks: list[TensorChunk], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self._allocating(chunks, prod(shape) * dtype.itemsize):
             room = self._host.take(shape, dtype) if self._host is not None and not self.selector.packs(dtype) else None
-            out = torch.empty(shape, dtype=dtype, device=self.selector.device) if room is None else room
+            out = parking.empty(shape, dtype, self.selector.device) if room is None else room
         self.n_bytes += out.nbytes
         return out
 

@@ -239,6 +239,7 @@ class Deployment:
         self.groups: Mapping[str, GroupSupervisor] = {}  # those of its configuration; set when all models have one
         self.wanted = True  # its daemons load the model as they start
         self._with_buffers: set[str] = set()  # groups whose processes have the boundary memory
+        self._parked_links: dict[str, Channel] = {}  # of daemons that keep the model's weights in host memory
         self._unloading: dict[str, asyncio.Future[Unloaded]] = {}  # by group that has yet to answer
         self._n_progress = 0  # reports of progress, by which a load shows that it goes on
         self._active = asyncio.Event()  # there are daemons to watch
@@ -326,7 +327,7 @@ class Deployment:
         The engine has left the pipeline.  It is attached again when the model is loaded the next time.
         """
         self.wanted = False
-        links, self.links = self.links, {}
+        links, self.links = {**self._parked_links, **self.links}, {}
         if self._assembly is not None:
             self._assembly.detach()
         if self.transfers is not None:
@@ -336,6 +337,8 @@ class Deployment:
             with contextlib.suppress(ProtocolError):  # supervision notices a closed link, and calls on_lost
                 link.send(Unload(park))
         answers = await asyncio.gather(*self._unloading.values())
+        parked = [group for group, answer in zip(self._unloading, answers, strict=True) if answer.parked_bytes]
+        self._parked_links = {group: links[group] for group in parked if group in self._with_buffers}
         self._unloading.clear()
         self.loads.clear()
         self._draft_loaded = False
@@ -487,7 +490,10 @@ class Deployment:
         if group not in self._with_buffers:
             arenas, fds = self._boundaries.open(group, load.arenas, hello.rows_address)
         waits = self._engine is not None and self._engine.busy and not self.complete
-        load = msgspec.structs.replace(order.load, arenas=arenas, warm_up=order.load.warm_up and not waits)
+        others = [neighbour.config.model for neighbour in self.config.neighbours if not self.config.replica]
+        parks = not self.config.model.pin and any(other.ttl or not other.preload for other in others)
+        warm_up = order.load.warm_up and not waits
+        load = msgspec.structs.replace(order.load, arenas=arenas, warm_up=warm_up, parks=parks)
         if group in self._remote:
             offered, self._offered[group] = await asyncio.to_thread(open_offered, load)
             load = msgspec.structs.replace(load, offered=offered)
@@ -552,6 +558,7 @@ class Deployment:
             with contextlib.suppress(ProtocolError):
                 link.send(Unload())
             return
+        self._parked_links.pop(group, None)
         self.links[group], self.loads[group] = link, loaded
         assert self.placement is not None
         for index, measured in loaded.workspace_bytes.items():
@@ -601,6 +608,7 @@ class Deployment:
         if self._assembly is not None:
             self._assembly.on_lost(group, reason)
         self._with_buffers.discard(group)
+        self._parked_links.pop(group, None)
         if self._boundaries is not None:
             self._boundaries.on_lost(group)
         for part in (self.transfers, self.scoring, self.vision):

@@ -28,6 +28,8 @@ from lucevisor.deployment.model_swap import (
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.shell import Changes, Engine
 from lucevisor.errors import AdminError, LucevisorError
+from lucevisor.kv_transfer.host_memory import HostLease, HostMemory
+from lucevisor.placement.result import HostOwner
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
 
@@ -44,6 +46,9 @@ class SwappedModel(Protocol):
     config: Config
     deployment: Deployment
     engine: Engine | None
+
+    @property
+    def host_memory(self) -> HostMemory: ...
 
     @property
     def changes(self) -> Changes: ...
@@ -75,6 +80,7 @@ class ModelSwapper:
         self._policy = SwapPolicy(uses)
         self._problems: dict[str, str] = {}  # why models could not be loaded the last time
         self._timer: asyncio.TimerHandle | None = None
+        self._parked: dict[str, HostLease] = {}  # weights in the host memory of daemons
         self._ending: dict[str, asyncio.Task[None]] = {}  # groups that are being stopped
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -207,6 +213,9 @@ class ModelSwapper:
                     self._spawn(self._unload(name, park=park), f"unload {name}")
                 case StopGroup(group):
                     self._ending[group] = self._spawn(self._stop(group), f"stop {group}")
+        for name in [name for name in self._parked if self.state(name) is not ModelState.PARKED]:
+            if self.state(name) is not ModelState.LEAVING:
+                self._parked.pop(name).close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -253,6 +262,8 @@ class ModelSwapper:
         if service.engine is not None:
             service.engine.unload(NOT_LOADED)
         parked_bytes = await service.deployment.unload(park=park)
+        if parked_bytes:
+            self._parked[name] = service.host_memory.lease(HostOwner.WEIGHTS, parked_bytes)
         self._decide(self._policy.on_left(name, parked_bytes > 0, self._loop.time()))
         self._on_change()
 

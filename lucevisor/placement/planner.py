@@ -616,7 +616,7 @@ class _PlanAttempt:
             ),
             journal_bytes=_journal_bytes(sizing, config.recovery),
             host_cache_bytes=_host_cache_bytes(config, self.targets),
-            memory_shares={target.memory: _used_share(sizing, target) for target in inputs.all_targets},
+            memory_shares={target.memory: _used_share(config, sizing, target) for target in inputs.all_targets},
             prefix_slots=self.capacity.prefix_slots,
             cache_bytes=self.capacity.cache_bytes if self.capacity.cache_bytes < ALL_BYTES else n_state_bytes,
             draft=draft,
@@ -638,12 +638,12 @@ class _PlanAttempt:
         )
 
 
-def _used_share(sizing: Sizing, target: TargetDevice) -> float:
+def _used_share(config: Config, sizing: Sizing, target: TargetDevice) -> float:
     """Return the share of a memory that the model takes: on a GPU, which pages fill, all that it may have; on a cpu
-    often much less, so that others need not make room for it.
+    often much less, so that others need not make room for it.  A configured share is taken as a whole.
     """
     memory = sizing.memories[target.memory]
-    if not memory.usable_bytes:
+    if not memory.usable_bytes or "model.memory_share" in config.set_keys:
         return target.share
     return target.share * min(1.0, sizing.needed_bytes(memory.name) / memory.usable_bytes)
 
