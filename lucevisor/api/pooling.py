@@ -36,8 +36,8 @@ def text_ids(text: str, param: str, ctx: AppContext, *, max_tokens: int | None =
     ApiError naming `param` where it is empty or too long."""
     if max_tokens is None:
         check_length(text, param, ctx)
-    elif ctx.max_context and not 0 <= max_tokens < ctx.max_context:
-        max_tokens = ctx.max_context
+    elif max_tokens < 0 or 0 < ctx.max_context < max_tokens:
+        max_tokens = ctx.max_context or None  # not known before the model is loaded
     return check_text(ctx.tokenizer.encode_text(text, max_tokens), param, ctx)
 
 

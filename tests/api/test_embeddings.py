@@ -6,6 +6,7 @@ import base64
 import math
 from array import array
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,9 +14,10 @@ import ollama
 import openai
 import pytest
 
+from lucevisor.api.pooling import text_ids
 from lucevisor.model.spec import Pooling, PoolingType
 from tests.api.conftest import Live
-from tests.api.scripted_model import MODEL, Rig, ids_of, pooled_of
+from tests.api.scripted_model import MODEL, Rig, ids_of, pooled_of, tokenizer
 
 EMBEDDER = Pooling(PoolingType.LAST, generates=False)
 
@@ -65,6 +67,12 @@ def test_truncated(server):
         body = {"input": "word " * 900, "truncate_prompt_tokens": most}
         status, found = post(server, "/v1/embeddings", body)
         assert (status, found["usage"]["prompt_tokens"]) == (200, expected)
+
+
+def test_truncated_before_the_model_is_loaded():
+    ctx: Any = SimpleNamespace(max_context=0, tokenizer=tokenizer())
+    assert text_ids("word " * 900, "input", ctx, max_tokens=-1) == ids_of("word " * 900)
+    assert len(text_ids("word " * 900, "input", ctx, max_tokens=7)) == 7
 
 
 def test_more_texts_than_the_queue_holds(client):
