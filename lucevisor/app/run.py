@@ -491,7 +491,7 @@ class Supervisor:
                 self._reload_live_keys()
 
     async def restart(self, groups: list[str], *, now: bool) -> None:
-        await self._admin_operations.restart_all(groups or list(self.service.groups), now=now)
+        await self._admin_operations.restart_all(groups or self.service.used_groups, now=now)
 
     async def load(self, model: str) -> None:
         await self.service.swapper.load(self._find_model(model))

@@ -549,6 +549,16 @@ class Service:
         found = {name: group for service in self.models.values() for name, group in service.groups.items()}
         return {name: found[name] for name in dict.fromkeys([*self.config.groups, *found]) if name in found}
 
+    @property
+    def used_groups(self) -> list[str]:
+        """The groups without those that no placement gives anything to run."""
+        places = [(model.groups, model.placement) for model in self.models.values()]
+        return [
+            name
+            for name in self.groups
+            if any(name in groups and (placement is None or name in placement.groups) for groups, placement in places)
+        ]
+
     # ---- start and stop
 
     async def start(self) -> None:
