@@ -219,12 +219,12 @@ class ModelBody(msgspec.Struct):
 
 async def load_model(request: web.Request) -> web.Response:
     """Load a model, as llama.cpp's server does in router mode; answers when it is loaded."""
-    return await _order(request, ModelControl.load)
+    return await _order(request, lambda control: control.load())
 
 
 async def unload_model(request: web.Request) -> web.Response:
     """Unload a model when it has no requests, as llama.cpp's server does in router mode."""
-    return await _order(request, ModelControl.unload)
+    return await _order(request, lambda control: control.unload())
 
 
 async def _order(request: web.Request, order: Callable[[ModelControl], Awaitable[None]]) -> web.Response:

@@ -198,6 +198,8 @@ class AdminOperations:
         If both do not fit at once, end the present one first.
         """
         service = self._service
+        if model.control is not None:
+            await model.control.load()  # layers move from daemons to daemons
         earlier, later = model.deployment, service.deploy(model, config)
         try:
             await self._load(later)

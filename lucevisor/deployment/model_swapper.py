@@ -80,6 +80,7 @@ class ModelSwapper:
         self._policy = SwapPolicy(uses)
         self._problems: dict[str, str] = {}  # why models could not be loaded the last time
         self._timer: asyncio.TimerHandle | None = None
+        self._failing: set[str] = set()  # models whose load has failed and is being undone
         self._parked: dict[str, HostLease] = {}  # weights in the host memory of daemons
         self._ending: dict[str, asyncio.Task[None]] = {}  # groups that are being stopped
         self._tasks: set[asyncio.Task[None]] = set()
@@ -169,9 +170,11 @@ class ModelSwapper:
     def _fail(self, name: str, reason: str) -> None:
         service, text = self._models[name], f"model {name} could not be loaded: {reason}"
         self._problems[name] = reason
-        if self.state(name) is ModelState.LOADING:
-            self._spawn(self._end_load(name), f"end the load of {name}")
-        elif self.state(name) is not ModelState.LOADED:
+        if self.state(name) in (ModelState.LOADING, ModelState.LOADED):  # loaded: the next daemon could not
+            if name not in self._failing:
+                self._failing.add(name)
+                self._spawn(self._end_load(name), f"end the load of {name}")
+        elif self.state(name) is not ModelState.LEAVING:
             if service.engine is not None:
                 service.engine.unload(NOT_LOADED, RequestError("shard_lost", text))
             self._decide(self._policy.on_not_loaded(name, self._loop.time()))
@@ -184,7 +187,14 @@ class ModelSwapper:
         if service.engine is not None:
             service.engine.unload(NOT_LOADED, RequestError("shard_lost", text))
         await service.deployment.unload(park=False)
+        self._failing.discard(name)
         self._decide(self._policy.on_not_loaded(name, self._loop.time()))
+
+    def on_moved(self, name: str) -> None:
+        """A model has moved to other groups."""
+        self._policy.models[name].groups = frozenset(self._models[name].config.groups)
+        used = {group for use in self._policy.models.values() for group in use.groups}
+        self._policy.running_groups &= used
 
     def on_group_state(self, group: str, state: State, reason: str) -> None:
         """A group has changed its state."""

@@ -268,6 +268,7 @@ class ModelService:
         """Serve with another deployment, whose daemons have the ``restored`` state."""
         self.deployment.detach()
         self.deployment, self.config = later, config
+        self._owner.on_moved(self)
         for name, group in later.groups.items():
             self.on_state(later, name, group.state, "reloaded")
         engine.detach_frozen(_MOVING, None, 0)
@@ -687,6 +688,10 @@ class Service:
     def on_placed(self, service: ModelService) -> None:
         if self._swapper is not None:
             self._swapper.on_placed(self._key(service))
+
+    def on_moved(self, service: ModelService) -> None:
+        if self._swapper is not None:
+            self._swapper.on_moved(self._key(service))
 
     def on_complete(self, service: ModelService) -> None:
         if self._swapper is not None:

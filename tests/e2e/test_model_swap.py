@@ -15,6 +15,7 @@ import pytest
 
 from lucevisor.app.model_files import open_models, without_unusable
 from lucevisor.config import load
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.model_swap import ModelState
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.errors import AdminError, LucevisorError
@@ -141,6 +142,20 @@ async def test_a_lone_model_ends_with_its_ttl_too(tmp_path, expected):
         assert await generate(service, PROMPTS[2], N_TOKENS) == expected["dense", 2]
 
 
+async def test_a_reload_moves_the_layers_of_a_model_that_is_not_loaded(tmp_path, expected):
+    file = tmp_path / "config.toml"
+    placement = '[placement]\ntarget_devices = ["left:0", "left:1"]\ntarget_layer_split = ["0-2", "2-4"]\n'
+    file.write_text(f'[model]\npath = "{MODELS["qwen3"]}"\nttl = 30.0\n{GROUP}{placement}')
+    async with running(file, tmp_path) as service:
+        [name] = service.models
+        await service.swapper.unload(name)
+        changed = await AdminOperations(service).reload(load(file, ["placement.target_layer_split=0-1,1-4"]))
+        assert [*changed] == ["placement.target_layer_split"]
+        assert await generate(service, PROMPTS[0], N_TOKENS) == expected["dense", 0]
+        await service.swapper.unload(name)
+        assert await generate(service, PROMPTS[1], N_TOKENS) == expected["dense", 1]
+
+
 async def test_prefixes_are_in_host_memory_while_a_model_is_away(tmp_path, expected):
     more = '[cache]\nmin_tokens = 1\ncheckpoint_pages = 1\nhost = "64MiB"\n'
     async with running(write(tmp_path, *NAMES, more=more), tmp_path) as service:
@@ -209,7 +224,9 @@ def test_an_idle_supervisor_wakes_up_once_a_second_and_answers_over_http(cli: Cl
     assert n_wakeups(pid) - before <= 1.2 * (time.monotonic() - began) + 1
     body = {"model": "claude-x", "prompt": PROMPTS[0], "max_tokens": 2, "temperature": 0, "return_token_ids": True}
     assert post(url + "/v1/completions", body)[1]["model"] == "m"
+    wait_until(lambda: now()["models"][0]["residency"]["state"] == "unloaded")
     assert post(url + "/models/load", {"model": "m"}) == (200, {"success": True})
+    assert now()["models"][0]["residency"]["loads"] == 3
     assert post(url + "/api/generate", {"model": "m", "keep_alive": -1})[1]["done_reason"] == "load"
     residency = now()["models"][0]["residency"]
     assert (residency["state"], residency["unloads_in_s"], residency["loads"]) == ("loaded", None, residency["loads"])
