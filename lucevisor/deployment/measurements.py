@@ -243,6 +243,8 @@ def _read_link_file() -> dict[str, Link]:
 
 async def measure_links(config: Config) -> Links:
     """Measure the links to all hosts with a probe of one group on each."""
+    if not remote_groups(config):
+        return Links()
     with probe_launcher(config) as launcher:
 
         async def time_way(group: str) -> TcpPath | None:
