@@ -65,15 +65,25 @@ async def prepare_request(
         return await _embedded(read, ctx)
     if ctx.compressor is None or read.options.score_prompt:  # all tokens of a prompt that is scored stay
         return read
+    if max(map(len, read.prompts), default=0) >= ctx.compressor.settings.threshold:
+        await _load(ctx)  # its scoring model comes with it
     return await _compressed(read, ctx.compressor)
+
+
+async def _load(ctx: AppContext) -> None:
+    """Wait until the model is loaded; raises ApiError."""
+    try:
+        if ctx.control is not None:
+            await ctx.control.load()
+    except LucevisorError as error:
+        raise unavailable(str(error), ctx.retry_after_s(), "model_not_loaded") from None
 
 
 async def _embedded(read: PreparedRequest, ctx: AppContext) -> PreparedRequest:
     """Return the request with the embedding rows of its images, all of which stay in the prompt."""
     found = []
+    await _load(ctx)  # its encoder comes with it
     try:
-        if ctx.control is not None:  # its encoder comes with it
-            await ctx.control.load()
         for start, image in read.images:
             rows = await ctx.encode_image(image)
             found.append(PromptImage(ImageSpan(start, *image.grid), rows, len(rows) // len(image.ids)))

@@ -54,7 +54,7 @@ function draw(now, at) {
   }
   setState(now.state, now.state);
   if (!last) showSampling(now.model.name);
-  setText("model", `${now.model.name} · ${now.model.architecture} · ${now.model.layers} layers · ${now.model.quant}`);
+  setText("model", modelLine(now));
   document.title = `${[...new Set(now.models.map((model) => model.name))].join(", ")} – Lucevisor`;
   const colours = stageColours(now);
   drawFigures(totals(now));
@@ -68,6 +68,15 @@ function draw(now, at) {
   drawDrafts(now.draft);
   drawScoring(now.pflash);
   last = { now, at };
+}
+
+// The model, or all models and whether they are loaded.
+function modelLine(now) {
+  const states = now.models.filter((model) => !model.replica && model.residency);
+  const { name, architecture, layers, quant } = now.model;
+  if (states.length > 1) return states.map((model) => `${model.name}: ${model.residency.state}`).join(" · ");
+  const away = states.length && states[0].residency.state !== "loaded" ? ` · ${states[0].residency.state}` : "";
+  return `${name} · ${architecture} · ${layers} layers · ${quant}${away}`;
 }
 
 // The parts of the status that have pipelines of the model: its replicas, or the whole status.
@@ -102,7 +111,8 @@ function loadingLine(group) {
 }
 
 function drawRecovery(now) {
-  const away = now.groups.filter((group) => group.state !== "ready");
+  const idle = (group) => group.state === "stopped" && now.state === "ready"; // its models are not loaded
+  const away = now.groups.filter((group) => group.state !== "ready" && !idle(group));
   const { done, of: all } = now.engine.recovery.rebuilding_tokens;
   byId("recovery").hidden = now.state === "ready" && !away.length && !now.engine.held && !all;
   const parts = [make("h2", "", now.state === "starting" ? "Starting" : "Recovery")];
