@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, Protocol
 
@@ -97,6 +97,21 @@ class ServingEngine(Protocol):
     @property
     def replicas(self) -> Mapping[str, Engine]:
         """Its engines, by replica; the name of a lone one is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AdaptedEngine:
+    """The engine of a model for texts with a LoRA adapter."""
+
+    engine: ServingEngine
+    adapter: str
+
+    def submit(self, request: GenerationRequest, /) -> RequestHandle:
+        return self.engine.submit(replace(request, prompt=TokenBuffer(request.prompt, self.adapter)))
+
+    @property
+    def replicas(self) -> Mapping[str, Engine]:
+        return self.engine.replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,14 +300,11 @@ class AppContext:
         """The LoRA adapter that requests are computed with; empty: none."""
         return self.model.name if self.model.parent else ""
 
-    def text(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return ids as a text that is computed with the adapter."""
-        return TokenBuffer(ids, self.adapter) if self.adapter else ids
-
     def of_adapter(self, card: ModelCard) -> AppContext:
         """Return the context of requests for a LoRA adapter of the model, as of now."""
         own = copy(self)
         own.model = card
+        own.engine = None if self.engine is None else _AdaptedEngine(self.engine, card.name)
         return own
 
     @property

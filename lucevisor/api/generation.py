@@ -42,7 +42,7 @@ def make_choice_runs(prepared: PreparedRequest, ctx: AppContext, response_id: st
         for i in range(options.n):
             request = GenerationRequest(
                 request_id=f"{response_id}-{options.n * p + i}",
-                prompt=ctx.text(prompt),
+                prompt=prompt,
                 max_tokens=room if options.max_tokens is None else options.max_tokens,
                 sampling=msgspec.structs.replace(options.sampling, seed=seed_of_choice(options.sampling.seed, i)),
                 stop_ids=ends,

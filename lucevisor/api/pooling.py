@@ -70,7 +70,7 @@ async def pool_texts(
         for index, ids in waiting:
             request = GenerationRequest(
                 request_id=f"{prefix}-{index}",
-                prompt=ctx.text(ids),
+                prompt=ids,
                 max_tokens=1,
                 sampling=SamplingParams(),
                 client_id=context.caller.share,

@@ -123,3 +123,12 @@ async def test_embeddings_are_made_with_the_adapter(server: Server) -> None:
     for name, adapter in (("sql", "sql"), ("base", "")):
         status, answer = await server.post("/v1/embeddings", model=name, input="Hi")
         assert (status, answer["model"], adapters(server)) == (200, name, [adapter]), answer
+
+
+async def test_labels_are_decided_and_ranked_with_the_adapter(server: Server) -> None:
+    for name, adapter in (("sql", "sql"), ("base", "")):
+        body = {"prompt": "Is it so?", "labels": ["yes", "no"]}
+        status, answer = await server.post("/v1/decisions", model=name, **body)
+        assert (status, {*adapters(server)}) == (200, {adapter}), answer
+        status, answer = await server.post("/v1/rerank", model=name, query="Is it?", documents=["yes", "no"])
+        assert (status, {*adapters(server)}) == (200, {adapter}), answer
