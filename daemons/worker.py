@@ -187,6 +187,7 @@ class _MessageLoop:
         self._loaded: tuple[Load, Loaded] | None = None
         self._memory: ParkableMemory | None = None  # of the model, if it may be parked
         self._parked: _ParkedModel | None = None
+        self._knows_parking = False  # it was reported that it does not work
         self._arenas: tuple[list[ArenaPlan], Sequence[SharedBuffer]] | None = None  # since the first load
         self._broken = False
         self._pending_output: StepOutput | None = None  # the step that the device still computes
@@ -517,7 +518,9 @@ class _MessageLoop:
             return None
         for device in devices.accelerators(self._options.backend):
             if why := works(device):
-                self._reporter.log("warning", "models are unloaded, not parked", device=str(device), reason=why)
+                if not self._knows_parking:
+                    self._reporter.log("warning", "models are unloaded, not parked", device=str(device), reason=why)
+                self._knows_parking = True
                 return None
         return ParkableMemory()
 

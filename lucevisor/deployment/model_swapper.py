@@ -154,7 +154,7 @@ class ModelSwapper:
     def _note_busy(self, name: str) -> None:
         engine = self._models[name].engine
         busy = engine is not None and engine.busy
-        if busy != self._policy.models[name].busy:
+        if busy or self._policy.models[name].busy:  # between two calls requests may have ended, and others come
             self._decide(self._policy.on_busy(name, busy, self._loop.time()))
 
     def on_complete(self, name: str) -> None:
@@ -178,6 +178,7 @@ class ModelSwapper:
             if service.engine is not None:
                 service.engine.unload(NOT_LOADED, RequestError("shard_lost", text))
             self._decide(self._policy.on_not_loaded(name, self._loop.time()))
+            self._note_busy(name)
         self._on_change()
 
     async def _end_load(self, name: str) -> None:
@@ -189,6 +190,7 @@ class ModelSwapper:
         await service.deployment.unload(park=False)
         self._failing.discard(name)
         self._decide(self._policy.on_not_loaded(name, self._loop.time()))
+        self._note_busy(name)  # requests that came meanwhile try again
 
     def on_moved(self, name: str) -> None:
         """A model has moved to other groups."""

@@ -189,6 +189,26 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_the_others_serve(tmp_p
         assert {group.restarts for group in service.groups.values()} == {0}
 
 
+async def test_weights_that_cannot_be_loaded_fail_the_requests_of_their_model_alone(tmp_path, expected):
+    """The daemon refuses them, frees what it had of them, and goes on."""
+    copy, content = tmp_path / "model.gguf", bytearray(MODELS["qwen35"].read_bytes())
+    content[-4096:] = b"\xff" * 4096  # not numbers
+    copy.write_bytes(content)
+    file = write(tmp_path, "dense", "hybrid")
+    file.write_text(file.read_text().replace(str(MODELS["qwen35"]), str(copy)))
+    async with running(file, tmp_path) as service:
+        assert await generate(service.models["dense"], PROMPTS[0], N_TOKENS) == expected["dense", 0]
+        pid = service.groups["left"].pid
+        for _ in range(2):
+            _, finished = await generate_all(service.models["hybrid"], PROMPTS[0], N_TOKENS)
+            assert finished.error is not None
+            assert "model hybrid could not be loaded: group left: " in finished.error.message
+            assert "tensor" in finished.error.message
+            assert states(service)["hybrid"] == "unloaded"
+        assert await generate(service.models["dense"], PROMPTS[1], N_TOKENS) == expected["dense", 1]
+        assert service.groups["left"].pid == pid
+
+
 async def test_a_folder_of_files_is_served_without_those_that_cannot_be(tmp_path, expected):
     folder = tmp_path / "models"
     folder.mkdir()
