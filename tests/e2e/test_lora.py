@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lucevisor.config import load
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
 from lucevisor.model.lora_files import open_adapter, with_adapters
@@ -113,7 +114,7 @@ async def test_each_has_its_answers_its_prefixes_and_its_files(tmp_path: Path, n
         assert sum(changed) > N_ADAPTERS // 2
 
 
-async def test_a_daemon_is_killed_while_adapters_answer(tmp_path: Path, name: str) -> None:
+async def test_daemons_are_killed_and_restarted_while_adapters_answer(tmp_path: Path, name: str) -> None:
     path, n_tokens = configure(tmp_path, name, 2), 60
     settings = ["recovery.restart_limit=9999/60s", "recovery.spares=1", "cache.prefix_slots=0"]
     async with running(path, tmp_path, settings, limits=BRISK) as service:
@@ -133,6 +134,9 @@ async def test_a_daemon_is_killed_while_adapters_answer(tmp_path: Path, name: st
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
             assert await asyncio.gather(*asked) == wanted
+        asked = [asyncio.create_task(ask(adapter)) for adapter in NAMES]
+        await AdminOperations(service).restart_all([*service.groups][:1], now=False)
+        assert await asyncio.gather(*asked) == wanted
         assert service.only.engine is not None
         assert service.only.engine.statistics().recovery.n_continued >= len(NAMES)
 

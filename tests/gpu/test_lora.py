@@ -80,5 +80,5 @@ def test_a_graph_serves_any_adapters_and_steps_without_one_have_their_own(tmp_pa
     for chosen in ((1, 2), (1, 2), (1, 2), (3, 0), (4, 5), (0, 4), (0, 4), (0, 4), (5, 3)):
         found, wanted = (p.run(*((one, golden.ids[20:21]) for one in chosen)).cpu() for p in pipelines)
         assert_near(found, wanted)
-    assert {key.adapted for key in graphs._graphs} == {False, True}
-    assert len(graphs._graphs) == 2
+    of_two = [key.adapted for key in graphs._graphs if key.n_slices == 2]
+    assert sorted(of_two) == [False, True]
