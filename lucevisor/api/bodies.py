@@ -56,7 +56,7 @@ async def prepare_request(
     if not isinstance(read, PreparedRequest):
         return read
     if read.options.pooled:
-        return read
+        return await _embedded(read, ctx) if read.images else read
     check_generates(ctx)
     if read.options.grammar is not None:
         # Off the loop: the worker has found that it compiles within its bounds.

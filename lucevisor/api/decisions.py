@@ -16,7 +16,14 @@ from lucevisor.api.app_context import AppContext, RequestContext, ServingEngine
 from lucevisor.api.errors import from_request_error, from_submit_error, unavailable
 from lucevisor.api.generation import engine_of
 from lucevisor.api.metrics import ModelMetrics
-from lucevisor.engine.request import FinishedEvent, GenerationRequest, RequestHandle, SubmitError, TokenEvent
+from lucevisor.engine.request import (
+    FinishedEvent,
+    GenerationRequest,
+    PromptImage,
+    RequestHandle,
+    SubmitError,
+    TokenEvent,
+)
 from lucevisor.protocol.steps import SamplingParams
 
 Ids = tuple[int, ...]
@@ -32,14 +39,15 @@ class Decision:
 
 @dataclass(slots=True)
 class Decider:
-    """Runs the requests of one HTTP request."""
+    """Runs the requests of one HTTP request.  ``publishes``: its prompts stay cached; ``images``: of all prompts."""
 
     ctx: AppContext
     context: RequestContext
     metrics: ModelMetrics
+    publishes: bool = True
+    images: tuple[PromptImage, ...] = ()
     engine: ServingEngine = field(init=False)
     handles: list[RequestHandle] = field(default_factory=list)
-    publishes: bool = True
     _ids: str = field(default_factory=lambda: f"decide-{secrets.token_hex(12)}")
     _limit: asyncio.Semaphore = field(init=False)
 
@@ -48,12 +56,8 @@ class Decider:
         self.context.handles = self.handles
         self._limit = asyncio.Semaphore(2 * max(1, self.ctx.max_sequences))  # others wait here, not in the queue
 
-    async def decide(
-        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Ids]], *, publishes: bool = True
-    ) -> list[Decision]:
-        """Return the decision of each prompt between its answers, each of at least one token.  ``publishes``: prompts
-        stay cached.  Raises ApiError."""
-        self.publishes = publishes
+    async def decide(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Ids]]) -> list[Decision]:
+        """Return the decision of each prompt between its answers, each of at least one token.  Raises ApiError."""
         try:
             async with asyncio.TaskGroup() as group:
                 jobs = [group.create_task(self._decide(*pair)) for pair in zip(prompts, answers, strict=True)]
@@ -99,6 +103,7 @@ class Decider:
                 publishes=self.publishes and not path,
                 score_prompt=len(path) > 1,
                 score_from=len(prompt) if path else 0,
+                images=self.images,
             )
             with self.engine.submit(request) as handle:
                 self.handles.append(handle)

@@ -105,7 +105,7 @@ class PrefixReuse:
     def _may_be_cached(record: RequestRecord) -> TokenBuffer:
         """Return the tokens of a request up to the first row that is scored, which is computed."""
         first = record.request.score_from
-        return TokenBuffer(record.tokens[: first + 1]) if first else record.tokens
+        return record.tokens.first(first + 1) if first else record.tokens
 
     def _match(self, record: RequestRecord) -> PrefixMatch:
         """Return the cached prefix, without an image of which it has a part: some ids of other images may be the same,
@@ -113,7 +113,7 @@ class PrefixReuse:
         match = self.index.match(self._may_be_cached(record))
         for image in reversed(record.request.images):
             if image.span.start < match.position < image.span.stop:
-                match = self.index.match(TokenBuffer(record.tokens[: image.span.start + 1]))
+                match = self.index.match(record.tokens.first(image.span.start + 1))
         return match
 
     def fetch(self, record: RequestRecord, match: PrefixMatch) -> bool:

@@ -26,6 +26,7 @@ from lucevisor.kv.page_table import Growth, MakeRoom, PageTable, Swap
 from lucevisor.kv.prefix_cache import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE, CacheTier, Origin
 from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.model.vision import IMAGE_ID
 from lucevisor.protocol.steps import Drafted, Operation, PageIn, PageOut, Sampled, SetPages
 
 
@@ -204,7 +205,11 @@ class RequestRecord:
 
     def scored(self, start: int, stop: int) -> list[int]:
         """Return the tokens after positions ``[start, stop)`` whose log-probabilities are wanted."""
-        return [*self.tokens[start + 1 : min(stop + 1, len(self.request.prompt))]] if self.request.score_prompt else []
+        if not self.request.score_prompt or stop <= self.request.score_from:
+            return []
+        return [
+            id_ if id_ < IMAGE_ID else 0 for id_ in self.tokens[start + 1 : min(stop + 1, len(self.request.prompt))]
+        ]
 
     def append(self, sampled: Sampled) -> None:
         self.tokens.append(sampled.token)

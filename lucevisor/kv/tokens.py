@@ -73,6 +73,10 @@ class TokenBuffer(Sequence[int]):
         """Return ids ``[start, stop)``, four bytes each."""
         return self._ids[start:stop].tobytes()
 
+    def first(self, n: int) -> TokenBuffer:
+        """Return a copy of the first ``n`` ids, with the same adapter."""
+        return TokenBuffer.from_packed(self.packed(0, n), self.adapter)
+
     def n_common_pages(self, pages: bytes, first: int, n_pages: int) -> int:
         """Return how many of the first ``n_pages`` packed pages of ``pages`` equal those from page ``first`` on."""
         with memoryview(self._ids) as ids, ids.cast("B") as view:

@@ -144,6 +144,22 @@ def test_an_image_waits_for_the_encoder(cli: Cli, files: Path) -> None:
     cli.stop()
 
 
+def test_a_decision_sees_the_image(cli: Cli, files: Path) -> None:
+    """Also where nothing of its prompt stays cached for the labels of several tokens."""
+    chats, found = [question(image)["messages"] for image in (ONE, TWO)], []
+    for path in (config(files, 2), config(files, 1)):
+        if found:
+            path.write_text(path.read_text().replace("min_tokens = 1", "prefix_slots = 0"))
+        url = cli.start(path)["url"]
+        for messages in chats:
+            code, answer = post(f"{url}/v1/decisions", {"messages": messages, "labels": ["yes", "no", "a long label"]})
+            assert code == 200, answer
+            found.append([one["logprob"] for one in answer["labels"]])
+        cli.stop()
+    assert found[:2] == [pytest.approx(one, abs=1e-3) for one in found[2:]]
+    assert found[0] != pytest.approx(found[1], abs=1e-3)
+
+
 def test_local_files_are_those_of_one_directory(cli: Cli, files: Path) -> None:
     url = cli.start(config(files, 1))["url"]
     named = (files / "media" / "one.png").as_uri()

@@ -322,6 +322,21 @@ def test_an_image_is_reused_whole_or_not_at_all() -> None:
         assert slices(plans, "c")[0][0] == start
 
 
+def test_a_prompt_that_is_cut_keeps_its_adapter() -> None:
+    """One that is scored from a position on, and one with an image that begins like another."""
+    text, ids = [*range(100)], [IMAGE_ID + i for i in range(64)]
+    placed, _ = image(100, ids)
+    first = request("a", [*text, *ids, *range(60)], n=1, images=(placed,))
+    scored = replace(first, request_id="b", score_from=200)
+    other = replace(first, request_id="c", prompt=[*text, *ids[:40], *(i + 64 for i in ids[40:]), *range(60)])
+    for adapter, starts in (("", (192, 64)), ("sql", (0, 0))):
+        scheduler = Scheduler(warm(spaces=FULL, prefix=replace(ON, checkpoint_pages=1), prefill_chunk=64))
+        run_one(scheduler, first)
+        for one, start in zip((scored, other), starts, strict=True):
+            plans = run_one(scheduler, replace(one, prompt=TokenBuffer(one.prompt, adapter), publishes=False))
+            assert slices(plans, one.request_id)[0][0] == start
+
+
 def test_steps_carry_the_rows_of_their_images() -> None:
     scheduler = Scheduler(warm(spaces=HYBRID, prefill_chunk=64))
     ids = [IMAGE_ID + i for i in range(64)]

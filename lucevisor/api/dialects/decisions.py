@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -66,18 +67,19 @@ def parse_decision(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
         raise bad_parameter("prompt", "send either prompt or messages")
     chat = {name: value for name in _OF_CHATS if (value := getattr(body, name)) is not None}
     if body.messages is not None:
-        prompt = _chat_prompt(body.messages, chat, ctx)
+        found = _read_chat(body.messages, chat, ctx)
+        prompt, images = found.prompts[0], found.images
     elif chat:
         raise bad_parameter(min(chat), "is a parameter of chats; send messages, or leave it out")
     else:
         [read] = read_prompts(body.prompt if isinstance(body.prompt, str) else [*(body.prompt or ())], ctx)
-        prompt = read.ids
+        prompt, images = read.ids, ()
     decision = DecisionOptions(answers=[_label_ids(body.labels, ctx)], labels=body.labels)
-    return _prepared([prompt], decision, ctx, ignored(DecisionsBody, fields, RULES))
+    return replace(_prepared([prompt], decision, ignored(DecisionsBody, fields, RULES)), images=images)
 
 
-def _chat_prompt(messages: list[dict[str, Any]], fields: Mapping[str, Any], ctx: AppContext) -> Sequence[int]:
-    """Return the ids of a chat whose answer begins at once."""
+def _read_chat(messages: list[dict[str, Any]], fields: Mapping[str, Any], ctx: AppContext) -> PreparedRequest:
+    """Return a chat whose answer begins at once."""
     template = ctx.template
     chat = {"messages": messages, **fields}
     if template is not None and "enable_thinking" in template.source:
@@ -86,7 +88,7 @@ def _chat_prompt(messages: list[dict[str, Any]], fields: Mapping[str, Any], ctx:
     if prepared.options.reasoning_open:
         why = "the model's template begins every answer with reasoning; send a prompt"
         raise bad_parameter("messages", why, "unsupported_value")
-    return prepared.prompts[0]
+    return prepared
 
 
 def _label_ids(labels: Sequence[Label], ctx: AppContext) -> list[list[int]]:
@@ -103,9 +105,7 @@ def _label_ids(labels: Sequence[Label], ctx: AppContext) -> list[list[int]]:
     return found
 
 
-def _prepared(
-    prompts: Sequence[Sequence[int]], decision: DecisionOptions, ctx: AppContext, names: tuple[str, ...]
-) -> PreparedRequest:
+def _prepared(prompts: Sequence[Sequence[int]], decision: DecisionOptions, names: tuple[str, ...]) -> PreparedRequest:
     empty: list[list[int]] = [[] for _ in prompts]
     options = GenerationOptions(sampling=SamplingParams(), turn_ends=empty, decision=decision, ignored=names)
     return PreparedRequest(options, [*prompts])
@@ -149,7 +149,8 @@ async def create_decision(request: web.Request) -> web.Response:
 async def _decide(request: web.Request, prepared: PreparedRequest) -> list[Decision]:
     ctx, options = model_of(request), prepared.options.decision
     assert options is not None
-    decider = Decider(ctx, context_of(request), request.app[METRICS].of_model(ctx.model.name))
+    metrics = request.app[METRICS].of_model(ctx.model.name)
+    decider = Decider(ctx, context_of(request), metrics, images=prepared.embedded)
     answers = [[tuple(ids) for ids in one] for one in options.answers]
     return await decider.decide(prepared.prompts, answers)
 
@@ -201,13 +202,13 @@ def parse_system_one(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest
         content = f"State:\n{_text(body.state)}\n\nQuestion: {_text(question.instructions)}\n\nOptions:\n{listed}"
         try:
             messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
-            prompts.append(_chat_prompt(messages, {}, ctx))
+            prompts.append(_read_chat(messages, {}, ctx).prompts[0])
         except ApiError as error:
             raise error.renamed(where if error.param == "messages" else error.param or "") from None
         answers.append(_label_ids(letters, ctx))
         questions.append((name, question.type, keys, texts))
     decision = DecisionOptions(answers=answers, questions=questions)
-    return _prepared(prompts, decision, ctx, ignored(SystemOneBody, fields, RULES))
+    return _prepared(prompts, decision, ignored(SystemOneBody, fields, RULES))
 
 
 def _options(question: Question, where: str) -> tuple[list[str], list[str]]:

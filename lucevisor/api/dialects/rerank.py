@@ -100,7 +100,7 @@ async def create_rerank(request: web.Request) -> web.Response:
     context, prompts = context_of(request), prepared.prompts
     if options.yes_no:
         answers = [options.yes_no] * len(prompts)
-        decisions = await Decider(ctx, context, metrics).decide(prompts, answers, publishes=False)
+        decisions = await Decider(ctx, context, metrics, publishes=False).decide(prompts, answers)
         margins = [one.logprobs[0] - one.logprobs[1] for one in decisions]
     else:
         margins = [one[0] for one in await pool_texts(ctx, context, metrics, prompts, "documents")]
