@@ -18,12 +18,13 @@ from tests.families.generate.bert import bert, pooled
 from tests.families.generate.made import Draw
 from tests.families.golden import opened
 from tests.families.test_pooling import distance, last_hidden_states
+from tests.waiting import until
 
 ENGINE = '[engine]\ndtype = "float32"\nmax_context = 128\n'
 
 
 async def embed(service: Service, texts: list[list[int]]) -> torch.Tensor:
-    engine = service.only.engine
+    engine = service.only.engine if service.replicated is None else service.replicated
     assert engine is not None
 
     async def one(index: int, ids: list[int]) -> list[float]:
@@ -70,6 +71,26 @@ async def test_daemons_are_killed_meanwhile(tmp_path):
             await asyncio.sleep(0.05)
             await kill(service, group)
             assert distance(await asked, expected) < 1e-6
+
+
+async def test_replicas_share_texts_of_which_one_is_killed(tmp_path):
+    draw = Draw(2)
+    made = bert(draw, "mean")
+    texts = [draw.ids(draw.between(1, 128), made.vocabulary) for _ in range(300)]
+    expected = torch.stack([pooled(made, text) for text in texts])
+    path, both = made.write(tmp_path / "model.gguf"), [f"0-{made.n_layers}"]
+    replicas = '[replicas.x]\ngroups = ["a"]\n[replicas.y]\ngroups = ["b"]\n[recovery]\nrestart_limit = "99/60s"\n'
+    config = write_config(tmp_path, path, {"a": 1, "b": 1}, both, ENGINE + replicas)
+    async with running(config, tmp_path, ["server.max_queue=1000"]) as service:
+        assert service.replicated is not None
+        await until(lambda: all(model.state == "ready" for model in service.models.values()))
+        for group in service.groups:
+            asked = asyncio.create_task(embed(service, texts))
+            await asyncio.sleep(0.05)
+            await kill(service, group)
+            assert distance(await asked, expected) < 1e-6
+        steps = [engine.statistics().steps.n_steps for engine in service.replicated.replicas.values()]
+        assert min(steps) > 0
 
 
 async def test_a_chat_model_that_answers_meanwhile(tmp_path):
