@@ -81,11 +81,16 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
     return asyncio.run(all_beside())
 
 
-@pytest.mark.parametrize("n_requests", [30, slow(200)])
+CASES = [(30, "shared_memory"), slow(200, "shared_memory"), slow(30, "tcp")]
+
+
+@pytest.mark.parametrize(("n_requests", "transport"), CASES)
 async def test_alternating_requests_are_answered_while_models_swap_and_daemons_are_killed(
-    tmp_path, expected, n_requests: int
+    tmp_path, expected, n_requests: int, transport: str
 ):
-    async with running(write(tmp_path, *NAMES, more=TWO_GROUPS), tmp_path) as service:
+    file = write(tmp_path, *NAMES, more=TWO_GROUPS)
+    file.write_text(file.read_text().replace("threads = 1\n", f'threads = 1\ntransport = "{transport}"\n'))
+    async with running(file, tmp_path) as service:
         assert states(service) == dict.fromkeys(NAMES, "unloaded")
         choices, n_swaps = random.Random(7), set()
 
