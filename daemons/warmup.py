@@ -60,7 +60,7 @@ longer contexts are captured when they come to be used.
 """
 WARM_GRAPHS = MAX_GRAPHS - 24
 """Graphs of verify slices captured at load, so that those of several sequences find room."""
-GRAPH_SECONDS = 1.0
+GRAPH_SECONDS = 2.0
 """Capturing ends after so long, whatever is left; after a third of it verify slices of one sequence leave the rest to
 those of several, and after two thirds to chunks.
 """
