@@ -6,6 +6,7 @@ because a device that failed once cannot be trusted; the supervisor starts a fre
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import sys
@@ -92,6 +93,7 @@ def run_worker(
         link.send(hello(options, endpoint.address))
         for device in devices.accelerators(options.backend):
             triton_reject_reason(device, torch.bfloat16)  # imports Triton: half a second that the load need not take
+        gc.freeze()  # what was imported is not visited whenever a model leaves
         reporter.phase("idle")
         try:
             return _MessageLoop(link, reporter, options, endpoint, lock, model, files).run()
