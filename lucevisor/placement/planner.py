@@ -438,6 +438,9 @@ class _PlanAttempt:
                     "engine.max_context", max_context, why, f"nearest: {spec.context_tokens}", file=file
                 )
             chunk = max(chunk, max_context or spec.context_tokens)
+            if engine.deterministic:
+                why, hint = f"has no kernels for the whole texts of {spec.name}", "nearest: false"
+                raise PlacementError("engine.deterministic", True, why, hint, file=file)
             if flash_tokens:
                 why = f"drops keys of a text that {spec.name} computes whole"
                 raise PlacementError("kvflash.pool_tokens", flash_tokens, why, "nearest: 0", file=file)

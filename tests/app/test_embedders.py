@@ -42,11 +42,12 @@ def test_a_shorter_context(tmp_path):
     ("key", "value", "why"),
     [
         ("engine.max_context", 161, "is more than the 160 positions that"),
+        ("engine.deterministic", "true", "has no kernels for the whole texts of"),
         ("kvflash.pool_tokens", 4096, "drops keys of a text"),
         ("draft.path", str(GOLDEN / "qwen3" / "model.gguf"), "generates nothing, so there is nothing to draft"),
     ],
 )
 def test_settings_that_make_no_sense(key, value, why, tmp_path):
     with pytest.raises(ConfigError, match=why) as caught:
-        placed(tmp_path, "bert", f"{key}={value}")
+        placed(tmp_path, "bert", f"{key}={value}", "engine.dtype=bfloat16")
     assert caught.value.key == key
