@@ -11,6 +11,7 @@ from daemons.device import allocating
 from daemons.errors import LoadError
 from daemons.ops.linear import Linear, Table
 from daemons.ops.lora import LoraColumns, LoraContext, LoraLinear, LoraPart, LoraTable
+from daemons.parking import empty
 from daemons.weights.dequant import dequantise
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import TensorInfo
@@ -82,7 +83,7 @@ class LoraWeights:
     def _load(self, name: str, tensors: Sequence[Tensor], dim: int) -> Tensor:
         joined = torch.cat([*tensors], dim=dim).to(self._dtype).contiguous()
         with allocating(self._device, f"adapters of {name}", joined.nbytes, _ADVICE):
-            out = joined.to(self._device)
+            out = empty(joined.shape, self._dtype, self._device).copy_(joined)
         self.n_bytes += out.nbytes
         return out
 
