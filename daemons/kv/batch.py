@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from daemons.errors import StateError
-from daemons.kv.images import PLACEHOLDER_ID, image_rows, rope_positions, shift
+from daemons.kv.images import PLACEHOLDER_ID, blocks_in, image_rows, rope_positions, shift
 from daemons.kv.sequences import HOST, OpenedSequence, Sequences, Tables
 from daemons.kv.slice_group import GraphKey, SliceGroup, slots_of
 from daemons.ops.attention import Causal, is_flash_device, visible
@@ -123,6 +123,8 @@ class Layout:
                 )
                 self.groups.append(group)
             group.add(len(columns[0]) - n, start, sequence, states, ranked=s.sequence in ranked)
+            if spec.whole_images and (blocks := blocks_in(sequence.images, start, n, where)):
+                group.blocks[len(group.starts) - 1] = blocks
             if bounded:
                 if not 0 <= s.draft_from <= start:
                     raise StateError(where, f"it attends to positions from {s.draft_from} on")
@@ -340,6 +342,16 @@ class Group:
             return Pages(index.reshape(-1), self.n_slices, 0, end), Causal()
         return (self._padded if self.n_slices > 1 else self._single)(space, window, causal, symmetric)
 
+    def _ends(self) -> Tensor | None:
+        """Return the last position that each row sees in a layer with a window [B, n]; None: its own."""
+        if not self.layout.blocks:
+            return None
+        ends = torch.arange(self.n_tokens).repeat(self.n_slices, 1)
+        for b, blocks in self.layout.blocks.items():
+            for first, stop in blocks:
+                ends[b, first:stop] = stop - 1
+        return ends.to(self.starts.device) + self.starts[:, None]
+
     def _lows(self, space: Space, window: int) -> list[int]:
         """The first position that each slice sees."""
         lows = self.layout.lows or [0] * self.n_slices
@@ -362,11 +374,12 @@ class Group:
         if self.n_tokens == 1 or not (causal or window):
             return pages, None
         device = self.starts.device
-        if causal and window and is_flash_device(device):
+        ends = self._ends() if window else None
+        if causal and window and ends is None and is_flash_device(device):
             return pages, Causal(window)
         queries = torch.arange(start, end, device=device)
         keys = torch.arange(low, end, device=device)
-        return pages, visible(queries[None], keys[None], window, causal, symmetric=symmetric)
+        return pages, visible(queries[None], keys[None], window, causal, None, ends, symmetric=symmetric)
 
     def _bounded(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor]:
         """One slice of a graph: as many positions as the bound, from the first visible one on.
@@ -401,7 +414,8 @@ class Group:
             positions = torch.arange(count * PAGE_TOKENS, device=device).expand(self.n_slices, -1)
         pages = Pages(index.reshape(-1), self.n_slices, 0, count * PAGE_TOKENS)
         queries = starts[:, None] + torch.arange(self.n_tokens, device=device)
-        return pages, visible(queries, positions, window, causal, self.lows, symmetric=symmetric)
+        ends = self._ends() if window else None
+        return pages, visible(queries, positions, window, causal, self.lows, ends, symmetric=symmetric)
 
 
 class Batch:

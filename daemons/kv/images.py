@@ -43,6 +43,17 @@ def image_rows(images: Sequence[ImageSpan], start: int, n: int) -> list[int]:
     return rows
 
 
+def blocks_in(images: Sequence[ImageSpan], start: int, n: int, where: str) -> list[tuple[int, int]]:
+    """Return the rows of each image in a slice, from the first to behind the last.  Raises StateError for one that the
+    slice has a part of."""
+    inside = [image for image in images if image.start < start + n and start < image.stop]
+    blocks = [(image.start - start, image.stop - start) for image in inside]
+    for first, stop in blocks:
+        if first < 0 or stop > n:
+            raise StateError(where, f"rows {first} to {stop} of {n} are an image, of which it has a part")
+    return blocks
+
+
 def shift(images: Sequence[ImageSpan], position: int) -> int:
     """Return how far a text at ``position`` stands before it, because of the images that have ended there."""
     ended = [image for image in images if image.stop <= position]

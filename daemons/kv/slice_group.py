@@ -35,6 +35,7 @@ class SliceGroup:
     ``lows``: first position that each slice attends to; empty: all of them.
     ``n_valid``: tokens of the only slice, which is padded to ``n`` rows; 0: it is not padded.
     In space full positions are places in the table, which pages that were paged out left: ``full_starts``, ``lows``.
+    ``blocks``: of images whose tokens see each other in layers with a window.
     ``state_rows``: state s is in row ``s * state_rows`` of the layers' tensors.
     """
 
@@ -49,6 +50,7 @@ class SliceGroup:
     states: list[list[int]] = field(default_factory=list)  # the states each slice writes, after its last tokens
     lows: list[int] = field(default_factory=list)
     ranked: list[int] = field(default_factory=list)  # slices that ask how much they attend to each page
+    blocks: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # rows that see each other, by slice
     state_rows: int = 1
     in_place: bool = False  # whether attention can read host memory in place
 

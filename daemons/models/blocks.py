@@ -418,7 +418,8 @@ class Attention:
             group.ask(self.keys, q, self.shape.scale)
         if self.host_attention is not None and group.layout.reads_host:
             return self.host_attention(group, q)
-        if self.paged_attention is not None and group.n_tokens <= self.longest_paged_slice:
+        sees_ahead = self.shape.window and group.layout.blocks
+        if self.paged_attention is not None and group.n_tokens <= self.longest_paged_slice and not sees_ahead:
             found = self.paged_attention(q.flatten(0, 1), self.keys, self.values, group.query(self.shape.space))
             return found.view(q.shape[0], q.shape[1], *found.shape[1:])
         s, window = self.shape, self.shape.window

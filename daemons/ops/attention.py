@@ -35,17 +35,19 @@ def visible(
     window: int,
     causal: bool = True,
     lows: Tensor | None = None,
+    ends: Tensor | None = None,
     *,
     symmetric: bool = False,
 ) -> Tensor:
     """Mask ``[B, 1, n, L]``: positions up to the query, without ``causal`` up to the last query of its slice; limited
     to the last ``window`` positions if there is a window (``symmetric``: and to as many ahead), and to those from
-    ``lows`` [B] on.
+    ``lows`` [B] on.  ``ends`` [B, n]: the last position that each query sees, in place of its own.
 
     ``queries`` [B, n] and ``keys`` [B, L] are positions; a window includes the query itself; 0: none.
     """
     q, k = queries[:, None, :, None], keys[:, None, None, :]
-    mask = k <= (q if causal else q[:, :, -1:].expand_as(q))
+    last = q if ends is None else ends[:, None, :, None]
+    mask = k <= (last if causal else q[:, :, -1:].expand_as(q))
     if window:
         mask = mask & (k > q - window)
         if symmetric:

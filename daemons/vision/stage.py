@@ -14,14 +14,19 @@ from torch import Tensor
 
 from daemons.device import allocating, launching, memory_free, prepare, torch_device, torch_dtype
 from daemons.errors import LoadError, StateError
+from daemons.vision.blocks import Weight
+from daemons.vision.gemma4v import Gemma4Encoder
 from daemons.vision.qwen3vl import Qwen3VlEncoder
 from daemons.weights.dequant import dequantise
 from lucevisor.model.values import Backend, LayerRange
-from lucevisor.model.vision import QWEN3VL, VisionSpec, open_vision
+from lucevisor.model.vision import GEMMA4V, QWEN3VL, VisionSpec, is_exact, open_vision
 from lucevisor.protocol.loading import DeviceUse, Load, VisionPlan
 from lucevisor.protocol.messages import EncodeImage, Progress
 
-ENCODERS = {QWEN3VL: Qwen3VlEncoder}
+ENCODERS: dict[str, Callable[[VisionSpec, Weight], Callable[[Tensor], Tensor]]] = {
+    QWEN3VL: Qwen3VlEncoder,
+    GEMMA4V: Gemma4Encoder,
+}
 _ADVICE = "name another device in vision.device, or lower vision.max_tokens"
 
 
@@ -84,8 +89,7 @@ class VisionStage:
         spec, files = self.spec, self.spec.files
         assert files is not None
         tensor, shape = files.tensors[name], spec.tensors[name]
-        exact = len(shape) == 1 or name == "v.position_embd.weight"
-        dtype = torch.float32 if exact else self.dtype
+        dtype = torch.float32 if is_exact(name, shape) else self.dtype
         what = f"{files.paths[tensor.part]}: tensor {name!r}"
         raw = torch.frombuffer(bytearray(files.read(tensor)), dtype=torch.uint8).view(math.prod(shape[:-1]), -1)
         values = dequantise(tensor.kind, raw, dtype).view(shape)

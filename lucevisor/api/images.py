@@ -19,7 +19,16 @@ import numpy as np
 
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.errors import show
-from lucevisor.model.vision import IMAGE_ID, EncoderImage, ImageGrid, ImageSize, VisionSpec, resized
+from lucevisor.model.vision import (
+    IMAGE_ID,
+    EncoderImage,
+    ImageGrid,
+    ImageSize,
+    Projector,
+    VisionSpec,
+    filled,
+    resized,
+)
 from lucevisor.text.template import EncodedPrompt
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -35,15 +44,15 @@ MAX_IMAGES: Final = 64
 class ImageReader:
     """How the served model takes images; crosses process boundaries.
 
-    ``cell``: side of the square of pixels that a token stands for.  ``placeholder``: the token that the chat template
-    writes for an image.  ``encoder``: tells one encoder's file from others, as what it makes is cached by the ids of
-    images.  ``media_path``: directory of files that requests may name; None: none.
+    ``cell``: side of the square of pixels that a token stands for.  ``encoder``: tells one encoder's file from others,
+    as what it makes is cached by the ids of images.  ``media_path``: directory of files that requests may name; None:
+    none.
     """
 
     cell: int
     min_tokens: int
     max_tokens: int
-    placeholder: str
+    projector: Projector
     encoder: bytes
     media_path: Path | None
     max_file_bytes: int
@@ -56,7 +65,7 @@ class ImageReader:
             cell=spec.cell_pixels,
             min_tokens=limits[0],
             max_tokens=limits[1],
-            placeholder=spec.placeholder,
+            projector=spec.of_projector,
             encoder=repr([spec.projector, spec.files.identities]).encode(),
             media_path=media_path,
             max_file_bytes=max_file_bytes,
@@ -74,7 +83,7 @@ class ImageReader:
                     why = f"has {opened.width} x {opened.height} pixels, more than {MAX_PIXELS}; send a smaller one"
                     raise bad_parameter(where, why, "image_too_large")
                 image = ImageOps.exif_transpose(opened).convert("RGB")
-            size = resized(ImageSize(*image.size), self.cell, self.min_tokens, self.max_tokens)
+            size = self.size_of(ImageSize(*image.size))
             if size != image.size:
                 image = image.resize(size, Image.Resampling.BICUBIC)
         except UnidentifiedImageError:
@@ -87,6 +96,12 @@ class ImageReader:
         pixels = image.tobytes()
         grid = self.grid(size)
         return EncoderImage(size, grid, pixels, self._ids(size, pixels, grid.n_tokens))
+
+    def size_of(self, size: ImageSize) -> ImageSize:
+        """Return the size that an image is resized to; raises ValueError."""
+        if self.projector.fills:
+            return filled(size, self.cell, self.max_tokens)
+        return resized(size, self.cell, self.min_tokens, self.max_tokens)
 
     def grid(self, size: ImageSize) -> ImageGrid:
         return ImageGrid(size.height // self.cell, size.width // self.cell)
@@ -188,21 +203,25 @@ def take_images(messages: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def place_images(
-    encoded: EncodedPrompt, images: Sequence[EncoderImage], tokenizer: Tokenizer, placeholder: str
+    encoded: EncodedPrompt, images: Sequence[EncoderImage], tokenizer: Tokenizer, projector: Projector
 ) -> tuple[EncodedPrompt, tuple[int, ...]]:
     """Put the tokens of images in place of the template's placeholders; return the prompt, and where images start."""
-    token_id = tokenizer.token_id(placeholder)
+    token_id = tokenizer.token_id(projector.placeholder)
+    before, behind = (
+        [found] if name and (found := tokenizer.token_id(name)) is not None else []
+        for name in (projector.before, projector.behind)
+    )
     places = [at for at, token in enumerate(encoded.ids) if token == token_id]
     if len(places) != len(images):
         why = f"messages have {len(images)} images, for which the model's chat template writes {len(places)} places"
         raise ApiError(400, f"{why}; send images in the user's messages", code="template_error", param="messages")
-    ids, starts, before = list[int](), list[int](), 0
+    ids, starts, last = list[int](), list[int](), 0
     for at, image in zip(places, images, strict=True):
-        ids += encoded.ids[before:at]
+        ids += encoded.ids[last:at] + before
         starts.append(len(ids))
-        ids += image.ids
-        before = at + 1
-    ids += encoded.ids[before:]
-    growth = [len(image.ids) - 1 for image in images]
+        ids += [*image.ids, *behind]
+        last = at + 1
+    ids += encoded.ids[last:]
+    growth = [len(before) + len(image.ids) + len(behind) - 1 for image in images]
     ends = [end + sum(n for at, n in zip(places, growth, strict=True) if at < end) for end in encoded.turn_ends]
     return EncodedPrompt(ids, ends), tuple(starts)

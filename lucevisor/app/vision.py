@@ -21,7 +21,8 @@ def make_image_reader(config: Config, model: ServedModel, settings: ApiSettings)
     if model.encoder is None:
         return None
     media_path = Path(config.vision.media_path) if config.vision.media_path else None
-    return ImageReader.of(model.encoder, image_tokens(config, model.encoder), media_path, settings.max_body_bytes)
+    limits = image_tokens(config, model.encoder, model.spec)
+    return ImageReader.of(model.encoder, limits, media_path, settings.max_body_bytes)
 
 
 def make_encoder(services: Sequence[ModelService]) -> Callable[[EncoderImage], Awaitable[memoryview]]:

@@ -400,9 +400,10 @@ class VisionConfig:
     device: Annotated[DeviceRef | None, OPTIONAL_DEVICE] = None
     """Device of the encoder: any device of any group, also of one without layers. Empty: that of the first layers."""
     min_tokens: Annotated[Annotated[int, Meta(ge=8, le=16384)] | AutoWord, Key(unit="tokens")] = "auto"
-    """Smaller images are enlarged to as many. `auto`: as the file says."""
+    """Smaller images are enlarged to as many. `auto`: as the file says. Gemma 4's are always enlarged to
+    `max_tokens`."""
     max_tokens: Annotated[Annotated[int, Meta(ge=8, le=16384)] | AutoWord, Key(unit="tokens")] = "auto"
-    """Larger images are reduced to as many. `auto`: as the file says, or 4096."""
+    """Larger images are reduced to as many. `auto`: as the file says, or 4096; for Gemma 4 280."""
     media_path: Annotated[str, PATH] = ""
     """Directory of images that requests may name by `file://` URLs. Empty: none; they send images themselves. Relative
     to the directory of this file."""

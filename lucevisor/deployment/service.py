@@ -93,6 +93,7 @@ def engine_limits(
         residency=_residency(placement),
         speculation=placement.drafting,
         whole_texts=spec.pooling.whole_texts,
+        whole_images=spec.whole_images,
     )
 
 

@@ -23,7 +23,8 @@ class EngineLimits:
     that a sliding layer sees, itself included; None without such layers.  ``prefix``: what prefix slots may take; off
     by default, as is ``speculation``.  ``residency``: the bound of KV Flash; None: off.  ``long_prefill_tokens``:
     prompt tokens of a step while others run beside a prompt with more of them to compute; 0: ``prefill_chunk``.
-    ``whole_texts``: no prompt is cut, and a chunk is as long as the context.
+    ``whole_texts``: no prompt is cut, and a chunk is as long as the context; ``whole_images``: no image is, and none is
+    longer than a chunk.
     """
 
     max_sequences: int
@@ -38,6 +39,7 @@ class EngineLimits:
     residency: Residency | None = None
     long_prefill_tokens: int = 0
     whole_texts: bool = False
+    whole_images: bool = False
 
     def __post_init__(self) -> None:
         if not self.long_prefill_tokens or self.whole_texts:

@@ -16,7 +16,6 @@ import dataclasses
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Final
 
 from msgspec.structs import replace
@@ -128,7 +127,7 @@ class Rebuilder:
         rebuilt: set[int] = set()  # window pages
         for live, (record, stop) in self._stops.items():
             spare = self._spare_pages(live, stop, rebuilt)
-            for start, end in self._chunks(stop, {slot.n_tokens for slot in self._slots[live]}):
+            for start, end in self._chunks(record, stop, {slot.n_tokens for slot in self._slots[live]}):
                 tokens = [*record.tokens[start:end]]
                 step = self._step(self._window_tables(live, start, end, stop, spare), [
                     Slice(live.sequence, start, tokens, sample=False)
@@ -180,9 +179,15 @@ class Rebuilder:
         self._n_steps += 1
         return FIRST_STEP + self._n_steps
 
-    def _chunks(self, stop: int, cuts: Collection[int]) -> Iterator[tuple[int, int]]:
+    def _chunks(self, record: RequestRecord, stop: int, cuts: Collection[int]) -> Iterator[tuple[int, int]]:
         """Yield slices up to ``stop`` that end at ``cuts``, too."""
-        yield from pairwise(sorted({*range(0, stop, self._limits.prefill_chunk), *cuts, stop}))
+        start, chunk = 0, self._limits.prefill_chunk
+        while start < stop:
+            end = min([(start // chunk + 1) * chunk, stop, *(cut for cut in cuts if cut > start)])
+            if self._limits.whole_images:
+                end = record.beside_images(start, end)
+            yield start, end
+            start = end
 
     def _keep(self, slot: PrefixSlot) -> None:
         """Keep a slot if a sequence begins with it, on its whole pages.  Window pages are not rebuilt for slots."""

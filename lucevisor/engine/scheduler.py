@@ -506,26 +506,31 @@ class Scheduler:
         if self.n_stages > 1:
             decodes = with_same_draft_step(decodes)
         chosen = self.drafting.with_drafts(decodes[: self._n_decodes(records)])
-        n_left = min(n_left, self.limits.max_step_tokens - sum(slice_.n_tokens for slice_ in chosen))
-        chosen += self._choose_prompts(prompts, n_left, alone=not chosen)
+        room = self.limits.max_step_tokens - sum(slice_.n_tokens for slice_ in chosen)
+        chosen += self._choose_prompts(prompts, min(n_left, room), room, alone=not chosen)
         return chosen or self.choose_ahead(records)
 
-    def _choose_prompts(self, prompts: Iterable[RequestRecord], n_left: int, *, alone: bool) -> list[ScheduledSlice]:
-        """Choose slices of prompts, in order, ``n_left`` tokens at most; ``alone``: the step has no decode."""
+    def _choose_prompts(
+        self, prompts: Iterable[RequestRecord], n_left: int, room: int, *, alone: bool
+    ) -> list[ScheduledSlice]:
+        """Choose slices of prompts, in order, ``n_left`` tokens at most, and ``room`` where an image takes more;
+        ``alone``: the step has no decode."""
         chosen: list[ScheduledSlice] = []
         for record in prompts:
             if record.wanted is not None and (chosen or not alone):
                 continue  # its rows are the step's payload, so no other request may be in it
-            if (chunk := self._prompt_chunk(record, n_left)) is None:
+            if (chunk := self._prompt_chunk(record, n_left, room)) is None:
                 continue
             chosen.append(chunk)
             n_left -= chunk.n_tokens
+            room -= chunk.n_tokens
             if record.wanted is not None:
                 break
         return chosen
 
-    def _prompt_chunk(self, record: RequestRecord, n_left: int) -> ScheduledSlice | None:
-        """Return the next slice of a prompt, cut at a page if it has more than ``n_left`` tokens."""
+    def _prompt_chunk(self, record: RequestRecord, n_left: int, room: int) -> ScheduledSlice | None:
+        """Return the next slice of a prompt, cut at a page if it has more than ``n_left`` tokens; where no image may be
+        cut, it may have up to ``room``."""
         assert record.live is not None
         start = record.live.n_scheduled
         stop = record.next_stop(start, self.limits.prefill_chunk)
@@ -535,6 +540,9 @@ class Scheduler:
             return None
         if stop - start > n_left and record.wanted is None:  # its slices are limited by rows
             stop = (start + n_left) // PAGE_TOKENS * PAGE_TOKENS
+        if self.limits.whole_images and record.request.images and stop > start:
+            stop = record.beside_images(start, stop)
+            stop = stop if stop - start <= max(n_left, room) else start
         return ScheduledSlice(record, record.live, stop) if stop > start else None
 
     def _n_decodes(self, records: Collection[RequestRecord]) -> int:

@@ -233,6 +233,14 @@ class RequestRecord:
         self.state = state
         self.ended = not TRANSITIONS[state]
 
+    def beside_images(self, start: int, stop: int) -> int:
+        """Return where a slice that is to end at ``stop`` ends if it has no part of an image: before one, or, where it
+        begins with that, behind it."""
+        for image in self.request.image_spans:
+            if image.start < stop < image.stop:
+                return image.stop if image.start <= start else image.start
+        return stop
+
     def next_stop(self, start: int, chunk: int) -> int:
         """Return where a slice that begins at ``start`` ends, its drafts not counted.
 

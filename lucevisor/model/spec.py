@@ -146,7 +146,8 @@ class ModelSpec:
 
     ``boundary_width``: numbers per token that cross a boundary (hidden states plus the family's additions).
     ``embedding_scale`` multiplies rows of the token table.  ``options``: the model options that affect this file.
-    ``mrope``: tokens of images have positions in three axes.  ``adapters``: those that sequences may name.
+    ``mrope``: tokens of images have positions in three axes; ``whole_images``: in sliding layers they see those behind
+    them, too, so an image lies in one slice.  ``adapters``: those that sequences may name.
     """
 
     architecture: str
@@ -165,6 +166,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     pooling: Pooling = LAST_ROW
     mrope: bool = False
+    whole_images: bool = False
     skipped: tuple[str, ...] = ()  # unused tensors of the file, such as an MTP block
     files: GgufFiles | None = field(default=None, repr=False, compare=False)
     adapters: tuple[LoraAdapter, ...] = field(default=(), repr=False, compare=False)

@@ -13,20 +13,37 @@ from typing import Final, NamedTuple
 
 from lucevisor.model.gguf_files import GgufFiles, open_model, part_paths
 from lucevisor.model.gguf_header import GgufError
-from lucevisor.model.spec import MAX_LAYERS, Keys, ModelSpec, Shapes, check_tensors, main_quant, model_name
+from lucevisor.model.spec import MAX_LAYERS, Keys, ModelSpec, Shapes, check_tensors, main_quant, model_name, tensor
 from lucevisor.model.values import Dtype, dtype_bytes
 
 ARCHITECTURE: Final = "clip"
 QWEN3VL: Final = "qwen3vl_merger"
-PROJECTORS: Final = {QWEN3VL: ("qwen35", "qwen35moe")}
-"""Projectors that this version runs, and the families of the models that read what they make."""
-PLACEHOLDERS: Final = {QWEN3VL: "<|image_pad|>"}
-"""The token that chat templates write where an image stands."""
+GEMMA4V: Final = "gemma4v"
 IMAGE_ID: Final = 1 << 31
 """Ids of an image's tokens begin here, where no vocabulary reaches: 31 bits each of a hash of its content, so that two
 images have the same ids where they are the same, and nowhere else."""
 MAX_ASPECT: Final = 200
 """The longer side of an image divided by the shorter one, as the model's own processor has it."""
+
+
+class Projector(NamedTuple):
+    """What goes with a projector: the families that read what it makes, the token that chat templates write for an
+    image, and those that stand before and behind an image's own; "": the template writes them.
+
+    ``fills``: images are enlarged to as many tokens as they may have.
+    """
+
+    families: tuple[str, ...]
+    placeholder: str
+    before: str = ""
+    behind: str = ""
+    fills: bool = False
+
+
+PROJECTORS: Final = {
+    QWEN3VL: Projector(("qwen35", "qwen35moe"), "<|image_pad|>"),
+    GEMMA4V: Projector(("gemma4",), "<|image|>", "<|image>", "<image|>", fills=True),
+}
 
 
 class ImageSize(NamedTuple):
@@ -90,9 +107,8 @@ class VisionSpec:
         return self.patch * self.merge
 
     @property
-    def placeholder(self) -> str:
-        """The token that a chat template writes for an image."""
-        return PLACEHOLDERS[self.projector]
+    def of_projector(self) -> Projector:
+        return PROJECTORS[self.projector]
 
     def grid(self, size: ImageSize) -> ImageGrid:
         return ImageGrid(size.height // self.cell_pixels, size.width // self.cell_pixels)
@@ -101,7 +117,7 @@ class VisionSpec:
         """Bytes of the weights on a device: matrices in ``dtype``, the position embeddings and vectors in float32."""
         total = 0
         for name, shape in self.tensors.items():
-            exact = len(shape) == 1 or name == "v.position_embd.weight"
+            exact = is_exact(name, shape)
             total += math.prod(shape) * (4 if exact else dtype_bytes(dtype, 1))
         return total
 
@@ -111,6 +127,26 @@ class VisionSpec:
         widest = max(3 * self.hidden_size, self.feed_forward, 3 * 2 * self.patch * self.patch)
         numbers = n_patches * (2 * widest + 8 * self.hidden_size)
         return numbers * max(4, dtype_bytes(dtype, 1))
+
+
+def is_exact(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor is kept in float32: vectors, and the table of positions."""
+    return len(shape) == 1 or name == "v.position_embd.weight"
+
+
+def filled(size: ImageSize, cell: int, max_tokens: int) -> ImageSize:
+    """Return the largest size of whole cells, ``max_tokens`` of them at most, in the aspect ratio of an image; for one
+    that is too narrow a single row or column.  Raises ValueError where that has no cell either."""
+    width, height = size
+    factor = math.sqrt(max_tokens * cell * cell / (width * height))
+    rows, columns = (math.floor(factor * side / cell) for side in (height, width))
+    if not rows and not columns:
+        raise ValueError(f"is {width} x {height} pixels, and has no place among {max_tokens} tokens")
+    if not rows:
+        rows, columns = 1, min(width // height, max_tokens)
+    elif not columns:
+        rows, columns = min(height // width, max_tokens), 1
+    return ImageSize(columns * cell, rows * cell)
 
 
 def resized(size: ImageSize, cell: int, min_tokens: int, max_tokens: int) -> ImageSize:
@@ -142,7 +178,7 @@ def read_vision_spec(files: GgufFiles, target: ModelSpec | None = None) -> Visio
     projector = keys.text(key, "")
     if projector not in PROJECTORS:
         raise keys.error(key, f"is {projector!r}; this version runs {', '.join(sorted(PROJECTORS))}")
-    spec = _read_qwen3vl(files, keys)
+    spec = _read_qwen3vl(files, keys) if projector == QWEN3VL else _read_gemma4v(files, keys)
     if target is not None:
         _check_target(spec, target, keys)
     return spec
@@ -154,17 +190,19 @@ def open_vision(path: Path, target: ModelSpec | None = None) -> VisionSpec:
 
 
 def _check_target(spec: VisionSpec, target: ModelSpec, keys: Keys) -> None:
-    if target.architecture not in PROJECTORS[spec.projector]:
-        reads = " and ".join(PROJECTORS[spec.projector])
+    of = spec.of_projector
+    if target.architecture not in of.families:
+        reads = " and ".join(of.families)
         raise keys.error("projector_type", f"is {spec.projector!r}, which {reads} read, not {target.architecture}")
     if spec.output_size != target.hidden_size:
         reason = f"is {spec.output_size}, and rows of {target.name} have {target.hidden_size} numbers: take the mmproj"
         raise keys.error("vision.projection_dim", f"{reason} file of this model")
-    if not target.mrope:
+    if spec.projector == QWEN3VL and not target.mrope:
         raise keys.error("projector_type", f"is {spec.projector!r}, and {target.name} has no rope.dimension_sections")
     tokens = None if target.files is None else target.files.metadata.get("tokenizer.ggml.tokens")
-    if isinstance(tokens, list) and spec.placeholder not in tokens:
-        raise keys.error("projector_type", f"is {spec.projector!r}, and {target.name} has no token {spec.placeholder}")
+    for name in filter(None, (of.placeholder, of.before, of.behind)):
+        if isinstance(tokens, list) and name not in tokens:
+            raise keys.error("projector_type", f"is {spec.projector!r}, and {target.name} has no token {name}")
 
 
 def _read_qwen3vl(files: GgufFiles, keys: Keys) -> VisionSpec:
@@ -218,6 +256,61 @@ def _read_qwen3vl(files: GgufFiles, keys: Keys) -> VisionSpec:
         output_size=output,
         min_tokens=max(1, keys.integer("vision.image_min_pixels", 65536) // cell),
         max_tokens=max(1, keys.integer("vision.image_max_pixels", 4096 * cell) // cell),
+        tensors=tensors,
+        files=files,
+    )
+
+
+def _read_gemma4v(files: GgufFiles, keys: Keys) -> VisionSpec:
+    """Gemma 4: norms before and after each block, rotary positions by column and row, squares of patches averaged."""
+    n_layers = keys.integer("vision.block_count", high=MAX_LAYERS)
+    e, f = keys.integer("vision.embedding_length"), keys.integer("vision.feed_forward_length")
+    heads, patch = keys.integer("vision.attention.head_count"), keys.integer("vision.patch_size", high=256)
+    merge, output = keys.integer("vision.projector.scale_factor", 3, high=16), keys.integer("vision.projection_dim")
+    side = tensor(files, "v.position_embd.weight").shape[-2]
+    width = tensor(files, "v.blk.0.attn_q.weight").shape[0] if n_layers else heads
+    if width % heads or (width // heads) % 4:
+        raise keys.error("vision.attention.head_count", f"{heads} heads do not divide {width} numbers into fours")
+    tensors: Shapes = {
+        "v.patch_embd.weight": (e, 3, patch, patch),
+        "v.position_embd.weight": (2, side, e),
+        "mm.input_projection.weight": (output, e),
+    }
+    for i in range(n_layers):
+        b = f"v.blk.{i}."
+        shapes: Shapes = {"attn_out": (e, width), "ffn_gate": (f, e), "ffn_up": (f, e), "ffn_down": (e, f)}
+        for n in "qkv":
+            shapes[f"attn_{n}"] = (width, e)
+        for n in "qk":
+            shapes[f"attn_{n}_norm"] = (width // heads,)
+        for norm in ("ln1", "attn_post_norm", "ln2", "ffn_post_norm"):
+            shapes[norm] = (e,)
+        tensors |= {f"{b}{name}.weight": shape for name, shape in shapes.items()}
+    for name in ("v.std_bias", "v.std_scale"):
+        if name in files.tensors:
+            tensors[name] = (e,)
+    for name in [*tensors]:  # bounds of what goes in and out
+        stem = name.removesuffix(".weight")
+        bounds = [f"{stem}.{side_}_{end}" for side_ in ("input", "output") for end in ("min", "max")]
+        tensors |= {bound: (1,) for bound in bounds if bound in files.tensors}
+    check_tensors(files, tensors)
+    return VisionSpec(
+        projector=GEMMA4V,
+        name=model_name(files),
+        quant=main_quant(files),
+        n_layers=n_layers,
+        hidden_size=e,
+        feed_forward=f,
+        n_heads=heads,
+        eps=keys.number("vision.attention.layer_norm_epsilon", 1e-6, above=0.0),
+        patch=patch,
+        merge=merge,
+        side=side,
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+        output_size=output,
+        min_tokens=1,
+        max_tokens=max(1, min(280, side // merge)),
         tensors=tensors,
         files=files,
     )

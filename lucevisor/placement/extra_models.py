@@ -217,10 +217,13 @@ class EncoderSizing:
         return PlacedEncoder(device, backend, self.spec.name, self.min_tokens, self.max_tokens)
 
 
-def image_tokens(config: Config, encoder: VisionSpec) -> tuple[int, int]:
-    """Return the least and the most tokens of an image."""
+def image_tokens(config: Config, encoder: VisionSpec, target_model: ModelSpec) -> tuple[int, int]:
+    """Return the least and the most tokens of an image; one that a model reads in one step fits a chunk."""
     vision = config.vision
     most = encoder.max_tokens if vision.max_tokens == "auto" else vision.max_tokens
+    if target_model.whole_images:
+        most = min(most, config.engine.usual_chunk)
+        return min(encoder.min_tokens, most), most
     least = min(encoder.min_tokens, most) if vision.min_tokens == "auto" else vision.min_tokens
     return least, max(least, most)
 
@@ -228,6 +231,7 @@ def image_tokens(config: Config, encoder: VisionSpec) -> tuple[int, int]:
 def place_encoder(
     config: Config,
     encoder: VisionSpec | None,
+    target_model: ModelSpec,
     targets: Sequence[TargetDevice],
     inventory: Inventory | None,
     dtype: Dtype,
@@ -237,9 +241,13 @@ def place_encoder(
     if encoder is None:
         return None
     target = _target(config, "vision.device", config.vision.device, inventory) or targets[0]
-    least, most = image_tokens(config, encoder)
-    if (limit := MAX_PAYLOAD_BYTES // (4 * encoder.output_size)) < most:
-        why = f"rows of so many tokens are more than a message takes: {encoder.output_size} numbers each"
+    least, most = image_tokens(config, encoder, target_model)
+    limit = MAX_PAYLOAD_BYTES // (4 * encoder.output_size)
+    limits = [(limit, f"rows of so many tokens are more than a message takes: {encoder.output_size} numbers each")]
+    if encoder.of_projector.fills:  # the narrowest image has all of them in a row
+        limits.append((encoder.side // encoder.merge, f"the encoder has {encoder.side} positions for patches of a row"))
+    limit, why = min(limits)
+    if most > limit:
         raise PlacementError("vision.max_tokens", most, why, f"nearest: {limit}", file=str(config.file))
     use = MemoryUse(
         weight_bytes=encoder.weight_bytes(dtype), state_bytes=0, workspace_bytes=encoder.workspace_bytes(most, dtype)

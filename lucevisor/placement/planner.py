@@ -212,7 +212,7 @@ class _Case:
         kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
         draft = place_drafter(config, self.drafter, targets, self.inventory)
         scoring = place_scorer(config, self.scorer, targets, self.inventory, (dtype.dtype, kv_dtype.dtype))
-        extras = scoring, place_encoder(config, self.encoder, targets, self.inventory, dtype.dtype)
+        extras = scoring, place_encoder(config, self.encoder, self.spec, targets, self.inventory, dtype.dtype)
         slots = MANY_SLOTS if _are_known_gpus(targets) else FEW_SLOTS
         capacity = Capacity.configured(config, slots, self.spec.pooling)
         dtypes = dtype, kv_dtype
@@ -591,6 +591,11 @@ class _PlanAttempt:
             scorer_device = _device_plan(sizing, scorer.target, scorer.layers, scorer.use)
         if (encoder := inputs.encoder) is not None:
             encoder_device = _device_plan(sizing, encoder.target, encoder.layers, encoder.use)
+            n, most = min(sizing.prefill_chunk, sizing.max_context), encoder.max_tokens
+            if spec.whole_images and n < min(most, sizing.max_context):
+                why = f"the model reads an image in one step, and the pool of KV Flash allows steps of {n} tokens"
+                hint = f"nearest: {n}; or raise kvflash.pool_tokens"
+                raise PlacementError("vision.max_tokens", most, why, hint, file=str(config.file))
         return Placement(
             model=spec.name,
             architecture=spec.architecture,
@@ -881,6 +886,10 @@ def _reduced(config: Config, sizing: Sizing, drafting: SpeculationSettings) -> I
     if config.draft.width != "auto" and drafting.max_drafts > sizing.drafting.max_drafts:
         why = f"a step verifies fewer drafts than engine.prefill_chunk, {n}"
         yield f"draft.width = {config.draft.width} is cut to {sizing.drafting.max_drafts}: {why}"
+    encoder, asked = sizing.inputs.encoder, config.vision.max_tokens
+    if encoder is not None and asked != "auto" and asked > encoder.max_tokens:
+        why = "the model reads an image in one step, of engine.prefill_chunk"
+        yield f"vision.max_tokens = {asked} is cut to {encoder.max_tokens}: {why}"
     if pool is None:
         return
     if config.kvflash.pool_tokens not in ("auto", pool * PAGE_TOKENS):

@@ -10,7 +10,7 @@ import pytest
 from lucevisor.api import images
 from lucevisor.api.errors import ApiError
 from lucevisor.api.images import ImageReader, has_images, place_images
-from lucevisor.model.vision import IMAGE_ID, EncoderImage, ImageGrid, ImageSize
+from lucevisor.model.vision import GEMMA4V, IMAGE_ID, PROJECTORS, QWEN3VL, EncoderImage, ImageGrid, ImageSize
 from lucevisor.text.template import EncodedPrompt
 from tests.e2e.vision_files import data_url, png
 
@@ -18,7 +18,7 @@ WHERE = "messages[0].content[0].image_url"
 
 
 def reader(folder: Path | None = None, **changes: object) -> ImageReader:
-    fields = {"cell": 16, "min_tokens": 8, "max_tokens": 64, "placeholder": "<|image_pad|>", "encoder": b"x"}
+    fields = {"cell": 16, "min_tokens": 8, "max_tokens": 64, "projector": PROJECTORS[QWEN3VL], "encoder": b"x"}
     return ImageReader(**{**fields, "media_path": folder, "max_file_bytes": 1 << 20, **changes})  # type: ignore[arg-type]
 
 
@@ -120,7 +120,7 @@ class Words:
     """A tokenizer with one special token."""
 
     def token_id(self, text: str) -> int:
-        return 9
+        return {"<|image>": 7, "<image|>": 8}.get(text, 9)
 
 
 def image(n: int, first: int) -> EncoderImage:
@@ -129,12 +129,25 @@ def image(n: int, first: int) -> EncoderImage:
 
 def test_images_take_the_places_of_placeholders() -> None:
     prompt = EncodedPrompt([1, 9, 2, 3, 9, 4], [3, 6])
-    found, starts = place_images(prompt, [image(3, 100), image(2, 200)], Words(), "")  # type: ignore[arg-type]
+    found, starts = place_images(prompt, [image(3, 100), image(2, 200)], Words(), PROJECTORS[QWEN3VL])  # type: ignore[arg-type]
     assert found.ids == [1, 100, 101, 102, 2, 3, 200, 201, 4]
     assert found.turn_ends == [5, 9]
     assert starts == (1, 6)
     with pytest.raises(ApiError, match=r"3 images, for which .* writes 2 places"):
-        place_images(prompt, [image(1, 1)] * 3, Words(), "")  # type: ignore[arg-type]
+        place_images(prompt, [image(1, 1)] * 3, Words(), PROJECTORS[QWEN3VL])  # type: ignore[arg-type]
+
+
+def test_tokens_stand_around_images_where_the_template_writes_none() -> None:
+    prompt = EncodedPrompt([1, 9, 2, 9, 4], [3, 5])
+    found, starts = place_images(
+        prompt,
+        [image(2, 100), image(1, 200)],
+        Words(),  # type: ignore[arg-type]
+        PROJECTORS[GEMMA4V],
+    )
+    assert found.ids == [1, 7, 100, 101, 8, 2, 7, 200, 8, 4]
+    assert found.turn_ends == [6, 10]
+    assert starts == (2, 7)
 
 
 def test_bodies_with_images_are_known_before_they_are_read() -> None:

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from tests.e2e.process import Cli, post
-from tests.e2e.vision_files import data_url, png, write_mmproj, write_model
+from tests.e2e.vision_files import data_url, png, write_gemma_mmproj, write_mmproj, write_model
 from tests.waiting import wait_until
 
 pytest.importorskip("PIL", reason="Pillow reads the images")
@@ -26,18 +26,31 @@ PLACES = {
     2: ["left:0", "right:0"],
     3: ["left:0", "right:0", "third:0"],
 }
+SPLITS = {
+    "qwen35": {1: ["0-8"], 2: ["0-3", "3-8"], 3: ["0-3", "3-5", "5-8"]},
+    "gemma4_moe": {1: ["0-6"], 2: ["0-3", "3-6"], 3: ["0-2", "2-4", "4-6"]},
+}
 WORDS = " ".join(f"rule {i}" for i in range(16))
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("vision")
-    write_model(folder / "model.gguf")
-    write_mmproj(folder / "mmproj.gguf")
-    (folder / "media").mkdir()
-    (folder / "media" / "one.png").write_bytes(png(1))
-    (folder / "secret.png").write_bytes(png(2))
-    return folder
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each family."""
+    parent = tmp_path_factory.mktemp("vision")
+    for family in SPLITS:
+        folder = parent / family
+        (folder / "media").mkdir(parents=True)
+        (folder / "media" / "one.png").write_bytes(png(1))
+        (folder / "secret.png").write_bytes(png(2))
+        write_model(folder / "model.gguf", family)
+    write_mmproj(parent / "qwen35" / "mmproj.gguf")
+    write_gemma_mmproj(parent / "gemma4_moe" / "mmproj.gguf")
+    return parent
+
+
+@pytest.fixture
+def files(made: Path) -> Path:
+    return made / "qwen35"
 
 
 def config(files: Path, n_groups: int, encoder: str = "", extra: str = "") -> Path:
@@ -46,9 +59,9 @@ def config(files: Path, n_groups: int, encoder: str = "", extra: str = "") -> Pa
     for device in devices:
         text += f'[groups.{device[:-2]}]\nbackend = "cpu"\nthreads = 1\n'
     text += f"[placement]\ntarget_devices = {devices}\ntarget_layer_split = ".replace("'", '"')
-    text += {1: '["0-8"]', 2: '["0-3", "3-8"]', 3: '["0-3", "3-5", "5-8"]'}[n_groups]
+    text += f"{SPLITS[files.name][n_groups]}".replace("'", '"')
     text += f'\n[engine]\ndtype = "float32"\n[vision]\npath = "{files / "mmproj.gguf"}"\n'
-    text += f'device = "{encoder or devices[-1]}"\nmedia_path = "{files / "media"}"\n'
+    text += f'device = "{encoder or devices[-1]}"\nmedia_path = "{files / "media"}"\nmax_tokens = 100\n'
     path = files / f"config-{n_groups}.toml"
     path.write_text(text + "[cache]\nmin_tokens = 1\n" + extra)
     return path
@@ -77,18 +90,23 @@ def kill(cli: Cli, group: str) -> None:
 ONE, TWO = data_url(png(1)), data_url(png(2, 40, 90))
 
 
-def test_answers_are_the_same_over_any_split(cli: Cli, files: Path) -> None:
-    found = {}
+@pytest.mark.parametrize("family", SPLITS)
+def test_answers_are_the_same_over_any_split(cli: Cli, made: Path, family: str) -> None:
+    files, found = made / family, {}
     for n_groups in PLACES:
-        url = cli.start(config(files, n_groups), "cache.prefix_slots=0")["url"]
+        chunk = "engine.prefill_chunk=100" if n_groups == 3 else "engine.prefill_chunk=512"
+        url = cli.start(config(files, n_groups), "cache.prefix_slots=0", chunk)["url"]
         found[n_groups] = [ask(url, *images)[0] for images in ((ONE,), (TWO,), (ONE, TWO), (TWO, ONE))]
         cli.stop()
     assert found[1] == found[2] == found[3]
     assert found[1][0] != found[1][1], "an answer does not depend on its image"
 
 
-def test_the_same_image_hits_the_prefix_cache_also_after_a_restart(cli: Cli, files: Path, tmp_path: Path) -> None:
-    path = config(files, 2, "left:0", f'dir = "{tmp_path / "cache"}"\n')
+@pytest.mark.parametrize("family", SPLITS)
+def test_the_same_image_hits_the_prefix_cache_also_after_a_restart(
+    cli: Cli, made: Path, family: str, tmp_path: Path
+) -> None:
+    path = config(made / family, 2, "left:0", f'dir = "{tmp_path / "cache"}"\n')
     url = cli.start(path)["url"]
     first, n_prompt, n_cached = ask(url, ONE)
     assert n_cached == 0
@@ -108,10 +126,10 @@ def test_the_same_image_hits_the_prefix_cache_also_after_a_restart(cli: Cli, fil
     cli.stop()
 
 
-@pytest.mark.parametrize("n_groups", [2, 3])
-def test_a_daemon_that_is_killed_loses_nothing(cli: Cli, files: Path, n_groups: int) -> None:
+@pytest.mark.parametrize(("family", "n_groups"), [("qwen35", 2), ("qwen35", 3), ("gemma4_moe", 3)])
+def test_a_daemon_that_is_killed_loses_nothing(cli: Cli, made: Path, family: str, n_groups: int) -> None:
     """Every daemon in turn, that of the first stage with the embedding rows among them, and that of the encoder."""
-    status = cli.start(config(files, n_groups))
+    status = cli.start(config(made / family, n_groups))
     url = status["url"]
     images = (ONE, TWO)
     right = [ask(url, image, n=200)[0] for image in images]

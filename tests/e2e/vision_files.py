@@ -1,4 +1,4 @@
-"""A model that sees, of random weights: the golden ``qwen35`` with tokens and a template for images, and an encoder."""
+"""Models that see, of random weights: golden ones with tokens and a template for images, and their encoders."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from gguf import GGUFReader, GGUFValueType, LlamaFileType
 from bench.gguf_writing import finish, new_file
 from tests.e2e.service import GOLDEN
 
-NAMES = {"<unk>": "<|image_pad|>", "<pad>": "<|vision_start|>", "<mask>": "<|vision_end|>"}
-"""Tokens of the golden vocabulary, and what they are here."""
+NAMES = {
+    "qwen35": {"<unk>": "<|image_pad|>", "<pad>": "<|vision_start|>", "<mask>": "<|vision_end|>"},
+    "gemma4_moe": {"<|endoftext|>": "<|image|>", "<pad>": "<|image>", "<mask>": "<image|>"},
+}
+"""Tokens of the golden vocabularies, and what they are here."""
+MARKS = {"qwen35": "<|vision_start|><|image_pad|><|vision_end|>", "gemma4_moe": "<|image|>"}
+"""What templates write for an image."""
 CONTROL = 3
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role + '\n' }}"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% if part.type == 'image' %}{{ 'MARK' }}"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
 )
@@ -28,22 +33,23 @@ E, F, HEADS, LAYERS, PATCH, MERGE, SIDE = 32, 48, 2, 2, 8, 2, 6
 CELL = PATCH * MERGE
 
 
-def write_model(path: Path) -> Path:
-    """The golden model under another vocabulary."""
-    reader = GGUFReader(GOLDEN / "qwen35" / "model.gguf")
-    writer = new_file(path, "qwen35", {})
+def write_model(path: Path, golden: str = "qwen35") -> Path:
+    """A golden model under another vocabulary."""
+    reader = GGUFReader(GOLDEN / golden / "model.gguf")
+    names = NAMES[golden]
+    writer = new_file(path, golden.removesuffix("_moe"), {})
     for key, found in reader.fields.items():
         if key.startswith("GGUF.") or key == "general.architecture":
             continue
         value, kind = found.contents(), found.types[0]
         if key == "tokenizer.ggml.tokens":
-            renamed = [value.index(old) for old in NAMES]
-            value = [NAMES.get(token, token) for token in value]
+            renamed = [value.index(old) for old in names]
+            value = [names.get(token, token) for token in value]
         elif key == "tokenizer.ggml.token_type":
             value = [CONTROL if i in renamed else kind_ for i, kind_ in enumerate(value)]
         sub_type = found.types[-1] if kind is GGUFValueType.ARRAY else None
         writer.add_key_value(key, value, kind, sub_type=sub_type)
-    writer.add_chat_template(TEMPLATE)
+    writer.add_chat_template(TEMPLATE.replace("MARK", MARKS[golden]))
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     finish(writer)
@@ -80,6 +86,36 @@ def write_mmproj(path: Path, output: int = 64) -> Path:
     for name, shape in shapes.items():
         norm = "ln" in name and name.endswith("weight")
         values = rng.normal(1.0 if norm else 0.0, 0.1 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5, shape)
+        writer.add_tensor(name, values.astype(np.float32))
+    finish(writer)
+    return path
+
+
+def write_gemma_mmproj(path: Path, output: int = 64) -> Path:
+    """The same for Gemma 4."""
+    rng = np.random.default_rng(7)
+    writer = new_file(
+        path, "clip",
+        {
+            "has_vision_encoder": True, "vision.projector_type": "gemma4v", "vision.projection_dim": output,
+            "vision.image_size": SIDE * PATCH, "vision.patch_size": PATCH, "vision.embedding_length": E,
+            "vision.feed_forward_length": F, "vision.block_count": LAYERS, "vision.attention.head_count": HEADS,
+            "vision.attention.layer_norm_epsilon": 1e-6, "vision.projector.scale_factor": MERGE,
+        },
+    )  # fmt: skip
+    writer.add_file_type(LlamaFileType.ALL_F32)
+    shapes: dict[str, tuple[int, ...]] = {
+        "v.patch_embd.weight": (E, 3, PATCH, PATCH), "v.position_embd.weight": (2, 256, E),
+        "mm.input_projection.weight": (output, E),
+    }  # fmt: skip
+    for i in range(LAYERS):
+        matrices = {"attn_out": (E, E), "ffn_gate": (F, E), "ffn_up": (F, E), "ffn_down": (E, F)}
+        matrices |= {f"attn_{n}": (E, E) for n in "qkv"} | {f"attn_{n}_norm": (E // HEADS,) for n in "qk"}
+        matrices |= dict.fromkeys(("ln1", "ln2", "attn_post_norm", "ffn_post_norm"), (E,))
+        shapes |= {f"v.blk.{i}.{name}.weight": shape for name, shape in matrices.items()}
+    for name, shape in shapes.items():
+        norm = len(shape) == 1
+        values = rng.normal(1.0 if norm else 0.0, 0.1 if norm else 1.5 / shape[-1] ** 0.5, shape)
         writer.add_tensor(name, values.astype(np.float32))
     finish(writer)
     return path

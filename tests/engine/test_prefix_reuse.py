@@ -25,7 +25,7 @@ from lucevisor.protocol.steps import (
     Sampled,
     StepResult,
 )
-from tests.engine.scheduler_steps import FULL, ON, run, run_one, slices, warm
+from tests.engine.scheduler_steps import FULL, ON, answer, plans, run, run_one, shape, slices, warm
 from tests.engine.toy_engine import HYBRID, attached, events_of, request, told
 
 # ---- where prompts are cut
@@ -347,6 +347,29 @@ def test_steps_carry_the_rows_of_their_images() -> None:
     assert len(rows) == 2
     opened = [one for plan in plans for one in plan.step.operations if isinstance(one, OpenSequence)]
     assert opened[0].images == (ImageSpan(100, 8, 8),)
+
+
+@pytest.mark.parametrize("chunk", [64, 80, 128])
+def test_images_are_not_cut_where_their_tokens_see_each_other(chunk: int) -> None:
+    """Two that touch, and one at a place of its own; two requests at once, and what one reuses."""
+    scheduler = Scheduler(warm(spaces=FULL, prefix=ON, prefill_chunk=chunk, max_step_tokens=192, whole_images=True))
+    ids = [IMAGE_ID + i for i in range(192)]
+    text = [*range(40), *ids[:128], *range(50), *ids[128:], *range(30)]
+    starts = 40, 104, 218
+    placed = tuple(image(start, [])[0] for start in starts)
+    for name in "ab":
+        scheduler.submit(request(name, prompt=(text if name == "a" else [9, *text[1:]]), n=1, images=placed), 0.0)
+    found: dict[str, list[tuple[int, int]]] = {"a": [], "b": []}
+    while any(found_ := plans(scheduler)):
+        for plan in found_:
+            for name, start, n, _ in shape(plan):
+                found[name].append((start, start + n))
+            scheduler.apply(answer(plan), 0.0)
+    for spans in found.values():
+        assert [spans[0][0], spans[-1][1]] == [0, len(text)]
+        assert not [s for s in starts for span in spans for end in span if s < end < s + 64]
+    again = run_one(scheduler, request("c", [*text, 7], n=1, images=placed))
+    assert slices(again, "c")[0][0] >= 272
 
 
 def test_looked_up_drafts_end_before_an_image() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +16,7 @@ from daemons.kv.images import rope_positions
 from daemons.vision.stage import VisionStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype
-from lucevisor.model.vision import IMAGE_ID, ImageSize, open_vision, resized
+from lucevisor.model.vision import IMAGE_ID, ImageSize, filled, open_vision, resized
 from lucevisor.protocol.loading import Load, PoolSizes, VisionPlan
 from lucevisor.protocol.messages import EncodeImage
 from lucevisor.protocol.steps import ImageSpan
@@ -22,21 +25,22 @@ from tests.families.generate.made import Draw
 from tests.families.pipeline import Pipeline, load_stages
 from tests.numerics import RUNS, Bound, Exact
 
-MADE = {"qwen35": vision.qwen35}
+MADE = {"qwen35": vision.qwen35, "gemma4": vision.gemma4}
 NEAR = 3e-5
 """Of the largest number: two float32 runs of a few layers."""
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
 
-def reference(made: vision.MadeVision, ids: list[int], rows: list[Tensor], grids: Tensor) -> Bound:
+def reference(made: vision.MadeVision, ids: list[int], rows: list[Tensor], grids: Tensor | None) -> Bound:
     """Exact logits [T, V] of a text with the rows of its images, and how far float32 may be from them."""
 
     def run(n: int) -> Tensor:
         types = torch.tensor([[int(i == made.image_id) for i in ids]] * n)
+        of_qwen = {} if grids is None else {"image_grid_thw": grids.repeat(n, 1)}
         return made.model(
             torch.tensor([ids] * n),
+            **of_qwen,
             mm_token_type_ids=types,
-            image_grid_thw=grids.repeat(n, 1),
             mm_encoder_outputs={"image": BaseModelOutputWithPooling(pooler_output=rows * n)},
             use_cache=False,
         ).logits
@@ -45,6 +49,12 @@ def reference(made: vision.MadeVision, ids: list[int], rows: list[Tensor], grids
         [exact] = run(1)
     with torch.no_grad(), Exact(seed=0):
         return Bound.of(exact, run(RUNS))
+
+
+def chunk_ends(n: int, size: int, whole: list[ImageSpan]) -> list[int]:
+    """Ends of chunks of ``size`` tokens, none of which is inside of an image that must be ``whole``."""
+    ends = [*range(size, n, size), n]
+    return [end for end in ends if not any(image.start < end < image.stop for image in whole)]
 
 
 def seeds(quick: int = 2, every: int = 12) -> list[object]:
@@ -75,16 +85,28 @@ def encode(stage: VisionStage, pixels: Tensor) -> Tensor:
 
 def processed(made: vision.MadeVision, images: list[Tensor]) -> dict[str, Tensor]:
     """What transformers' own processor makes of images that have their size already."""
-    pytest.importorskip("PIL", reason="transformers' processor needs it")
+    pytest.importorskip("PIL", reason="transformers' processors need it")
+    by_colour, v = [image.permute(2, 0, 1).numpy() for image in images], made.model.config.vision_config
+    if made.text.architecture == "gemma4":
+        return processed_by_gemma(by_colour, v.patch_size, v.pooling_kernel_size)
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    v = made.model.config.vision_config
     processor = Qwen2VLImageProcessorPil(patch_size=v.patch_size, merge_size=v.spatial_merge_size, do_resize=False)
-    found = [processor.rescale(i.permute(2, 0, 1).numpy(), 1 / 255) for i in images]
-    found = [processor.normalize(i, [0.5] * 3, [0.5] * 3) for i in found]
+    found = [processor.normalize(processor.rescale(i, 1 / 255), [0.5] * 3, [0.5] * 3) for i in by_colour]
     parts = [processor.patchify(i, v.patch_size, v.spatial_merge_size, 2) for i in found]
     values = torch.cat([torch.from_numpy(part[0].copy()) for part in parts])
     return {"pixel_values": values.float(), "image_grid_thw": torch.tensor([[1, h, w] for _, h, w in parts])}
+
+
+def processed_by_gemma(images: list[Any], patch: int, merge: int) -> dict[str, Tensor]:
+    from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma
+
+    values = [gemma.convert_image_to_patches(image / 255, patch) for image in images]
+    places = [np.stack(np.meshgrid(*map(np.arange, (i.shape[2] // patch, i.shape[1] // patch))), -1) for i in images]
+    n = max(map(len, values))
+    parts = [gemma.pad_along_first_dim(v, p.reshape(-1, 2), n) for v, p in zip(values, places, strict=True)]
+    found, at = (torch.from_numpy(np.stack(part)) for part in zip(*parts, strict=True))
+    return {"pixel_values": found.float(), "image_position_ids": at}
 
 
 @pytest.mark.parametrize(("family", "seed"), seeds())
@@ -118,13 +140,14 @@ def test_models_read_images_as_in_transformers(family: str, seed: int, tmp_path:
             spans.append(ImageSpan(len(ids), *grid))
             ids += [IMAGE_ID + i for i in draw.ids(grid.n_tokens, IMAGE_ID)]
             theirs += [made.image_id] * grid.n_tokens
-    bound = reference(made, theirs, rows, processed(made, images)["image_grid_thw"])
+    bound = reference(made, theirs, rows, processed(made, images).get("image_grid_thw"))
     boundaries = [b for b in range(1, spec.n_layers) if spec.legal_boundary(b)]
     for split in ([], boundaries[:1], boundaries[:: max(1, len(boundaries) - 1)][:2]):
         for size in (len(ids), draw.one(1, 3, 7)):
             pipeline = Pipeline(spec, load_stages(spec, split))
             pipeline.open(0, images=dict(zip(spans, rows, strict=True)))
-            worst = bound.worst(pipeline.run_in_chunks(0, ids, size))
+            ends = [0, *chunk_ends(len(ids), size, spans if spec.whole_images else [])]
+            worst = bound.worst(torch.cat([pipeline.run((0, ids[a:b])) for a, b in pairwise(ends)]))
             assert worst <= 1.0, f"split {split}, chunks of {size}: {worst:.2f} times what rounding explains"
 
 
@@ -152,3 +175,16 @@ def test_sizes_are_those_of_the_processor() -> None:
             continue
         wanted = smart_resize(height, width, cell, least * cell * cell, most * cell * cell)
         assert resized(ImageSize(width, height), cell, least, most) == wanted[::-1]
+
+
+def test_sizes_are_those_of_gemmas_processor() -> None:
+    pytest.importorskip("PIL", reason="transformers' processor needs it")
+    from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma
+
+    draw = Draw(0)
+    for _ in range(1000):
+        width, height = draw.between(1, draw.one(20, 4000)), draw.between(1, draw.one(20, 4000))
+        merge, patch, most = draw.between(1, 3), draw.one(8, 14, 16), draw.one(4, 70, 280, 1120)
+        budget = most * merge * merge
+        wanted = gemma.get_aspect_ratio_preserving_size(height, width, patch, budget, merge)
+        assert filled(ImageSize(width, height), patch * merge, most) == wanted[::-1]

@@ -18,7 +18,7 @@ def test_an_encoder_fits_the_model_that_it_was_made_for(tmp_path: Path) -> None:
     mmproj = write_mmproj(tmp_path / "mmproj.gguf")
     spec = open_vision(mmproj, open_spec(write_model(tmp_path / "model.gguf")))
     assert (spec.cell_pixels, spec.min_tokens, spec.max_tokens) == (16, 8, 100)
-    assert spec.placeholder == "<|image_pad|>"
+    assert spec.of_projector.placeholder == "<|image_pad|>"
     with pytest.raises(GgufError, match=r"has no token <\|image_pad\|>"):
         open_vision(mmproj, open_spec(GOLDEN / "qwen35" / "model.gguf"))
     with pytest.raises(GgufError, match="qwen35 and qwen35moe read, not llama"):

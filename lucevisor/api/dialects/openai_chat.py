@@ -486,7 +486,7 @@ def _encoded(
         check_tokens(len(encoded.ids), "messages", ctx)
         return encoded, ()
     found = [ctx.images.read(url, where) for where, url in urls]
-    encoded, starts = images.place_images(encoded, found, ctx.tokenizer, ctx.images.placeholder)
+    encoded, starts = images.place_images(encoded, found, ctx.tokenizer, ctx.images.projector)
     check_tokens(len(encoded.ids), "messages", ctx)
     return encoded, tuple(zip(starts, found, strict=True))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lucevisor.model.experts import Experts, read_experts, routed_tensors
 from lucevisor.model.gguf_files import GgufFiles
@@ -198,4 +198,6 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     # the embedding row and the id cross boundaries too: each shard computes its layers' inputs from them
     carried = p.hidden_size + ID_WIDTH if p.layer_input else 0
     scale = math.sqrt(p.hidden_size)
-    return assemble(files, keys, p, layers, carried=carried, shared=shared, embedding_scale=scale)
+    found = assemble(files, keys, p, layers, carried=carried, shared=shared, embedding_scale=scale)
+    # E2B and E4B alone are trained with causal attention inside images; no key says so
+    return replace(found, whole_images=not p.layer_input)

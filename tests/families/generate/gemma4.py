@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers
+from torch import Tensor, nn
 
 from bench.gguf_writing import Value
 from tests.families.generate.made import PLAIN, Draw, Made, build, ends, renamed
@@ -52,7 +55,7 @@ def kinds_of(draw: Draw, n_layers: int) -> tuple[list[bool], int]:
 
 
 # Long: one statement per hyperparameter, and splitting it would hide which depend on which.
-def gemma4(draw: Draw) -> Made:
+def text_config(draw: Draw, **more: Any) -> Any:
     """Per-layer inputs or experts or neither; sharing; values that are keys; heads of two sizes."""
     n_layers, n_heads = draw.between(3, 7), draw.one(2, 3, 4, 6)
     sliding, n_shared = kinds_of(draw, n_layers)
@@ -64,7 +67,7 @@ def gemma4(draw: Draw) -> Made:
     key_values = draw.flag()
     vocabulary = draw.between(60, 200)
     full = {i: {"head_dim": wide, "num_key_value_heads": kv[1]} for i in range(n_layers) if not sliding[i]}
-    config = transformers.Gemma4TextConfig(
+    return transformers.Gemma4TextConfig(
         vocab_size=vocabulary,
         vocab_size_per_layer_input=vocabulary,
         hidden_size=draw.between(17, 70),
@@ -87,14 +90,29 @@ def gemma4(draw: Draw) -> Made:
         top_k_experts=draw.between(1, n_experts) if n_experts else None,
         moe_intermediate_size=draw.between(9, 40) if n_experts else None,
         **PLAIN,
+        **more,
         output_hidden_states=True,  # else prompt rows skip the sharing layers
         rope_parameters={
             "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         },
     )
+
+
+def gemma4(draw: Draw) -> Made:
+    config = text_config(draw)
     model = build(transformers.Gemma4ForCausalLM, config, draw)
-    state = model.state_dict()
+    return of_config(config, model, model.state_dict(), draw)
+
+
+def of_config(config: Any, model: nn.Module, state: dict[str, Tensor], draw: Draw) -> Made:
+    """The file of a model with this ``state``."""
+    n_layers, n_heads, n_shared = config.num_hidden_layers, config.num_attention_heads, config.num_kv_shared_layers
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    of_full, of_window = (config.per_layer_config[sliding.index(s)] for s in (False, True))
+    wide, d = of_full.head_dim, of_window.head_dim
+    kv = of_window.num_key_value_heads, of_full.num_key_value_heads
+    layer_input, n_experts = config.hidden_size_per_layer_input, config.num_experts or 0
     tensors = renamed(state, NAMES, n_layers)
     shared = range(n_layers - n_shared, n_layers)
     without = {f"blk.{i}.attn_{n}.weight" for i in shared for n in ("k", "v", "k_norm")}
