@@ -388,7 +388,9 @@ class Acceptor:
                 raise AuthenticationError(f"nothing expects its connection for {purpose.name.lower()} (any more)")
             pending.stream.send(pending.handshake.confirm(pending.response))
             watch_peer(pending.sock, purpose)
-            self._epoll.unregister(pending.sock.fileno())
+            fd = pending.sock.fileno()
+            self._epoll.unregister(fd)
+            del self._pending[fd]  # first: a relay closes the socket as soon as the peer goes
             sock = _for_frames(pending.stream)
         except BlockingIOError:
             return
@@ -397,7 +399,6 @@ class Acceptor:
         except (OSError, MemoryError) as error:  # with TLS, also no descriptor or thread for it
             self._refuse(pending, f"it went away: {error}", now)
         else:
-            del self._pending[pending.sock.fileno()]
             yield Accepted(sock, pending.stream, purpose, channel)
 
     def _refuse(self, pending: _Pending, reason: str, now: float) -> None:

@@ -405,6 +405,27 @@ def test_over_tls_an_acceptor_without_descriptors_for_a_connection_goes_on(encry
         connect(server.address, encrypted, Purpose.LINK, CHANNEL).close()
 
 
+def test_over_tls_a_peer_that_is_gone_once_it_has_authenticated_ends_no_acceptor(
+    encrypted: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def relayed_to_the_end(stream: TlsStream) -> socket.socket:
+        inner = relay(stream)
+        wait_until(lambda: stream.sock.fileno() == -1)
+        return inner
+
+    monkeypatch.setattr("lucevisor.protocol.tls.relay", relayed_to_the_end)
+    with listening(CHANNEL, credentials=encrypted) as server:
+        tls = encrypted.tls
+        assert tls is not None
+        with server.raw() as sock:
+            stream = tls.connect(sock)
+            handshake = ClientHandshake(KEY, Purpose.LINK, CHANNEL, tls.binding)
+            stream.send(handshake.respond(stream.recv(CHALLENGE_BYTES)))
+        wait_until(lambda: server.accepted)
+        monkeypatch.undo()
+        connect(server.address, encrypted, Purpose.LINK, CHANNEL).close()
+
+
 def test_over_tls_all_arrives_that_a_peer_sent_before_it_was_lost(encrypted: Credentials) -> None:
     """Also what was not read by then, and without a loop that waits for nothing."""
     data = random.Random(2).randbytes(500_000)
