@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import hosts, needs_namespaces
+from tests.cluster.splits import SPLITS
 from tests.combinations import slow
 from tests.e2e.golden import ENGINE, FACTOR, assert_golden_numbers, model_of
 from tests.e2e.service import GOLDEN, running
 
 pytestmark = needs_namespaces
+
+
+NAMES, OVER_TLS = ("here", "attic", "cellar"), ("gemma4_e2b", "mistral3")
 
 
 def network_of(pid: int) -> str:
@@ -26,21 +30,7 @@ def network_of(pid: int) -> str:
         ("llama", ["here", "attic"], [2], False),
         ("qwen35", ["attic", "here", "cellar"], [2, 6], True),
         slow("qwen35", ["attic", "here", "cellar"], [2, 6], False),
-        slow("gemma3", ["attic", "cellar"], [3], False),
-        slow("gpt_oss", ["attic", "here", "cellar"], [1, 2], False),
-        slow("qwen3next", ["here", "attic"], [2], False),
-        slow("gemma4_e2b", ["attic", "cellar"], [3], True),
-        slow("gemma4_moe", ["here", "attic", "cellar"], [2, 4], False),
-        slow("glm4moe", ["attic", "here", "cellar"], [1, 2], False),
-        slow("granite", ["here", "attic"], [1], False),
-        slow("granitemoe", ["attic", "cellar"], [2], False),
-        slow("laguna", ["here", "attic"], [2], False),
-        slow("laguna_mscale", ["attic", "here", "cellar"], [1, 4], False),
-        slow("mistral3", ["here", "attic", "cellar"], [1, 3], True),
-        slow("qwen2", ["attic", "here"], [1], False),
-        slow("qwen3", ["here", "attic", "cellar"], [1, 3], False),
-        slow("qwen35moe", ["attic", "cellar"], [1], False),
-        slow("qwen3moe", ["here", "attic"], [2], False),
+        *(slow(name, [NAMES[host] for host in on], cuts, name in OVER_TLS) for name, on, cuts in SPLITS),
     ],
     ids=str,
 )

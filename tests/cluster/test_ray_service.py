@@ -22,6 +22,8 @@ import pytest
 
 from lucevisor.deployment.service import Service
 from tests.cluster.ray_hosts import RayCluster, needs_ray, ray_cluster
+from tests.cluster.splits import SPLITS
+from tests.combinations import slow
 from tests.e2e.golden import ENGINE, FACTOR, assert_golden_numbers, model_of
 from tests.e2e.process import DEMO, Cli
 from tests.e2e.service import GOLDEN, running
@@ -57,7 +59,13 @@ def daemon_of(service: Service, group: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "groups", "cuts"), [("llama", ["b", "c"], [2]), ("qwen35", ["c", "a", "b"], [2, 6])], ids=str
+    ("name", "groups", "cuts"),
+    [
+        ("llama", ["b", "c"], [2]),
+        ("qwen35", ["c", "a", "b"], [2, 6]),
+        *(slow(name, ["abc"[host] for host in on], cuts) for name, on, cuts in SPLITS),
+    ],
+    ids=str,
 )
 async def test_daemons_that_ray_started_give_the_golden_numbers(cluster, name, groups, cuts, tmp_path):
     ranges = [f"{start}-{stop}" for start, stop in pairwise([0, *cuts, model_of(name)[0].n_layers])]
