@@ -209,7 +209,14 @@ class TestEndings:
         assert tokens.eos_ids == frozenset()
 
 
-@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*/model.gguf")), ids=lambda path: path.parent.name)
+WITHOUT_VOCABULARY = {"bert", "gemma_embedding", "qwen3_embedding"}  # golden files of token ids alone
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted(GOLDEN.glob("*/model.gguf")) if path.parent.name not in WITHOUT_VOCABULARY],
+    ids=lambda path: path.parent.name,
+)
 def test_the_files_of_every_family_load(path):
     fields = GGUFReader(path).fields
     metadata = {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer")}
@@ -234,7 +241,7 @@ class TestRefusals:
         ("change", "message"),
         [
             ({"pre": "martian"}, r"tokenizer.ggml.pre = 'martian' is not known.*known are .*laguna.*qwen35"),
-            ({"model": "bert"}, r"tokenizer.ggml.model = 'bert' is not known; known are 'gpt2'"),
+            ({"model": "t5"}, r"tokenizer.ggml.model = 't5' is not known; known are 'gpt2'"),
             ({"model": 3}, r"tokenizer.ggml.model is a int, must be a str"),
             ({"tokens": None}, r"tokenizer.ggml.tokens is a NoneType"),
             ({"tokens": ["a", 5]}, r"token_type has 265 entries, tokenizer.ggml.tokens has 2"),
