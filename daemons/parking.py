@@ -1,10 +1,10 @@
-"""Memory of a GPU that a model can give back and get again at the same addresses, so CUDA graphs stay valid.
+"""Park models: free their GPU memory and map it again at the same addresses, so that CUDA graphs stay valid.
 
-Addresses are reserved once; behind them lie chunks of physical memory that come and go (CUDA's virtual memory
-management).  Weights are copied to page-locked host memory when the model is parked for the first time, and that copy
-stays; state comes back as zeros.  Where this does not work (cpus, HIP, an old driver) memory is torch's, and a model
-that leaves is unloaded.
-Invariant: tensors of an arena keep their addresses as long as it exists.
+As vLLM's sleep mode and its CuMemAllocator do, with CUDA's virtual memory management: addresses are reserved once, and
+chunks of physical memory are mapped behind them.  Weights are copied to page-locked host memory when the model is
+parked for the first time, and that copy stays; state comes back as zeros.  Where this is not supported (cpus, HIP, an
+old driver), torch allocates the memory, and a model that leaves is unloaded.
+Invariant: tensors in a MappedMemory keep their addresses as long as it exists.
 """
 
 from __future__ import annotations
@@ -90,17 +90,17 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 class _Bytes:
-    """Memory of an arena, as torch.as_tensor takes it; keeps the arena."""
+    """A range of mapped memory, as torch.as_tensor takes it; keeps its owner alive."""
 
-    def __init__(self, arena: Arena, address: int, n_bytes: int) -> None:
-        self._arena = arena
+    def __init__(self, owner: MappedMemory, address: int, n_bytes: int) -> None:
+        self._owner = owner
         self.__cuda_array_interface__ = {
             "shape": (n_bytes,), "typestr": "|u1", "data": (address, False), "version": 2,
         }  # fmt: skip
 
 
-class Arena:
-    """Memory of one device from a reserved range of addresses, taken in order and given back as a whole."""
+class MappedMemory:
+    """Memory of one device at a reserved range of addresses: taken in order, parked and unparked as a whole."""
 
     def __init__(self, device: torch.device, n_reserved: int = 0) -> None:
         self.device = device
@@ -119,11 +119,6 @@ class Arena:
         self._n_chunks = 0  # while it is not parked
         self._host: Tensor | None = None
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes on the device."""
-        return len(self._handles) * self._chunk
-
     def take(self, extent: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return uninitialised memory.  Raises RuntimeError when the device is full."""
         n_bytes = prod(extent) * dtype.itemsize
@@ -140,8 +135,8 @@ class Arena:
         data = torch.as_tensor(_Bytes(self, self._base + start, n_bytes), device=self.device)
         return data.view(dtype).view(*extent)
 
-    def give_back(self, *, copies: bool) -> None:
-        """Free the memory; ``copies``: its bytes are kept in host memory.  Nothing uses it until ``get_again``."""
+    def park(self, *, copies: bool) -> None:
+        """Free the memory; ``copies``: keep its bytes in host memory.  Nothing may use it until ``unpark``."""
         torch.cuda.synchronize(self.device)
         if copies and self._host is None and self.n_bytes:
             host, _ = host_zeros((self.n_bytes,), torch.uint8, self.device, "weights of a parked model", "unload it")
@@ -151,9 +146,9 @@ class Arena:
         self._n_chunks = len(self._handles)
         self._unmap()
 
-    def get_again(self) -> None:
-        """Have the memory again, with the bytes that were kept, or zeros.  Raises RuntimeError when the device is full;
-        then it has none of it."""
+    def unpark(self) -> None:
+        """Map the memory again, with the bytes that were kept, or zeros.  Raises RuntimeError when the device is full;
+        nothing is mapped then."""
         try:
             with torch.cuda.device(self.device):
                 while len(self._handles) < self._n_chunks:
@@ -199,19 +194,19 @@ class Arena:
 
 
 @cache
-def works(device: torch.device) -> str:
-    """Try it on a device; return why it does not work, or empty."""
+def unsupported_reason(device: torch.device) -> str:
+    """Try to park memory of a device; return why that does not work, or empty."""
     if device.type == "cpu":
         return "a cpu's memory is host memory"
     if torch.version.hip:
         return "it is not implemented for HIP"
     try:
-        arena = Arena(device, 2 * CHUNK_BYTES)
-        numbers = arena.take((1024,), torch.float32)
+        mapped = MappedMemory(device, 2 * CHUNK_BYTES)
+        numbers = mapped.take((1024,), torch.float32)
         numbers.copy_(torch.arange(1024.0))
         address = numbers.data_ptr()
-        arena.give_back(copies=True)
-        arena.get_again()
+        mapped.park(copies=True)
+        mapped.unpark()
         if numbers.data_ptr() != address or float((numbers * 2).sum()) != 1024 * 1023:
             return "memory that was parked came back with other bytes"
     except (OSError, AttributeError, RuntimeError, DeviceError) as error:
@@ -220,39 +215,39 @@ def works(device: torch.device) -> str:
 
 
 class ParkableMemory:
-    """The arenas of one model: of its weights and of its state, on each device."""
+    """The memory of one model that may be parked: of its weights and of its state, on each device."""
 
     def __init__(self) -> None:
-        self._arenas: dict[tuple[torch.device, bool], Arena] = {}
+        self._mapped: dict[tuple[torch.device, bool], MappedMemory] = {}
         self.parked_bytes = 0
 
     def take(self, extent: Sequence[int], dtype: torch.dtype, device: torch.device, *, is_state: bool) -> Tensor:
         key = device, is_state
-        if key not in self._arenas:
-            self._arenas[key] = Arena(device)
-        return self._arenas[key].take(extent, dtype)
+        if key not in self._mapped:
+            self._mapped[key] = MappedMemory(device)
+        return self._mapped[key].take(extent, dtype)
 
     def park(self) -> int:
-        """Free the memory of the devices; return the bytes in host memory, 0 if half of what is free is too little:
-        then nothing was done."""
-        n_bytes = sum(arena.n_bytes for (_, is_state), arena in self._arenas.items() if not is_state)
-        has_copy = all(arena._host is not None for (_, is_state), arena in self._arenas.items() if not is_state)
+        """Free the memory of the devices; return the bytes kept in host memory.  0: they are more than half of what is
+        free there, and nothing was done."""
+        n_bytes = sum(mapped.n_bytes for (_, is_state), mapped in self._mapped.items() if not is_state)
+        has_copy = all(mapped._host is not None for (_, is_state), mapped in self._mapped.items() if not is_state)
         if not n_bytes or (not has_copy and 2 * n_bytes > memory_free(CPU)):
             return 0
-        for (_, is_state), arena in self._arenas.items():
-            arena.give_back(copies=not is_state)
+        for (_, is_state), mapped in self._mapped.items():
+            mapped.park(copies=not is_state)
         self.parked_bytes = n_bytes
         return n_bytes
 
     def unpark(self) -> None:
-        """Have all memory again.  Raises DeviceError when a device is full; then the model is lost."""
-        for arena in self._arenas.values():
+        """Map all memory again.  Raises DeviceError when a device is full; then the model is lost."""
+        for mapped in self._mapped.values():
             try:
-                arena.get_again()
+                mapped.unpark()
             except RuntimeError as error:
-                free = memory_free(arena.device)
-                reason = f"{arena.n_bytes} bytes for a parked model, {free} are free ({error})"
-                raise DeviceError(str(arena.device), reason, "unload other models, or lower their shares") from error
+                free = memory_free(mapped.device)
+                reason = f"{mapped.n_bytes} bytes for a parked model, {free} are free ({error})"
+                raise DeviceError(str(mapped.device), reason, "unload other models, or lower their shares") from error
         self.parked_bytes = 0
 
 
@@ -260,8 +255,8 @@ _thread = threading.local()
 
 
 @contextmanager
-def collecting(memory: ParkableMemory | None) -> Iterator[None]:
-    """Take memory that this thread allocates for weights and state from ``memory``; None: from torch."""
+def use_memory(memory: ParkableMemory | None) -> Iterator[None]:
+    """Allocate what this thread allocates for weights and state in ``memory``; None: with torch."""
     before, _thread.memory = getattr(_thread, "memory", None), memory
     try:
         yield

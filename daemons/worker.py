@@ -33,7 +33,7 @@ from daemons.heartbeat import Reporter
 from daemons.message_queue import MessageQueue, StepCancelled
 from daemons.ops.selection import triton_reject_reason
 from daemons.options import Options
-from daemons.parking import ParkableMemory, collecting, works
+from daemons.parking import ParkableMemory, unsupported_reason, use_memory
 from daemons.runner import NO_ROWS, ModelRunner
 from daemons.snapshots.transfers import TransferExecutor
 from daemons.step_output import StepOutput
@@ -189,7 +189,7 @@ class _MessageLoop:
         self._loaded: tuple[Load, Loaded] | None = None
         self._memory: ParkableMemory | None = None  # of the model, if it may be parked
         self._parked: _ParkedModel | None = None
-        self._knows_parking = False  # it was reported that it does not work
+        self._reported_no_parking = False  # why it does not work is in the log
         self._arenas: tuple[list[ArenaPlan], Sequence[SharedBuffer]] | None = None  # since the first load
         self._broken = False
         self._pending_output: StepOutput | None = None  # the step that the device still computes
@@ -478,7 +478,7 @@ class _MessageLoop:
             located = self._locate(load, sources)
             try:
                 self._memory = self._parkable_memory(load)
-                with collecting(self._memory):
+                with use_memory(self._memory):
                     self._runtime, loaded = ModelRunner.load(
                         located.load, self._options.backend, (), self._reporter, lambda *_: buffers, rows
                     )
@@ -515,14 +515,14 @@ class _MessageLoop:
         return None
 
     def _parkable_memory(self, load: Load) -> ParkableMemory | None:
-        """Return memory that can be given back and had again at the same addresses, where a model may be parked."""
+        """Return memory that can be parked, for a model that may be; None where that is not supported."""
         if not load.parks or self._options.backend is Backend.CPU:
             return None
         for device in devices.accelerators(self._options.backend):
-            if why := works(device):
-                if not self._knows_parking:
+            if why := unsupported_reason(device):
+                if not self._reported_no_parking:
                     self._reporter.log("warning", "models are unloaded, not parked", device=str(device), reason=why)
-                self._knows_parking = True
+                self._reported_no_parking = True
                 return None
         return ParkableMemory()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from daemons.parking import CHUNK_BYTES, Arena, ParkableMemory, collecting, empty, works, zeros
+from daemons.parking import CHUNK_BYTES, MappedMemory, ParkableMemory, empty, unsupported_reason, use_memory, zeros
 from lucevisor.deployment.service import Service
 from tests.e2e.service import MODELS, generate, running
 
@@ -47,12 +47,12 @@ def free_bytes() -> int:
 
 
 def test_it_works_on_this_device() -> None:
-    assert works(DEVICE) == ""
+    assert unsupported_reason(DEVICE) == ""
 
 
 def test_bytes_and_addresses_are_the_same_after_a_park_and_a_graph_reads_them() -> None:
     memory = ParkableMemory()
-    with collecting(memory):
+    with use_memory(memory):
         weights = empty((3 * CHUNK_BYTES // 4,), torch.float32, DEVICE)
         small = empty((5, 7), torch.bfloat16, DEVICE)
         state = zeros((1000,), torch.float32, DEVICE)
@@ -80,14 +80,14 @@ def test_bytes_and_addresses_are_the_same_after_a_park_and_a_graph_reads_them() 
         state.fill_(5.0)
 
 
-def test_memory_of_an_arena_that_is_dropped_is_free() -> None:
+def test_memory_of_a_mapping_that_is_dropped_is_free() -> None:
     torch.empty(1, device=DEVICE)
     before = free_bytes()
-    arena = Arena(DEVICE)
-    tensor = arena.take((4 * CHUNK_BYTES,), torch.uint8)
-    del arena
+    mapped = MappedMemory(DEVICE)
+    tensor = mapped.take((4 * CHUNK_BYTES,), torch.uint8)
+    del mapped
     gc.collect()
-    tensor.fill_(1)  # it keeps the arena
+    tensor.fill_(1)  # it keeps the mapped memory
     assert before - free_bytes() >= 4 * CHUNK_BYTES
     del tensor
     gc.collect()
@@ -95,9 +95,9 @@ def test_memory_of_an_arena_that_is_dropped_is_free() -> None:
 
 
 def test_more_than_the_device_has_is_refused() -> None:
-    arena = Arena(DEVICE)
+    mapped = MappedMemory(DEVICE)
     with pytest.raises(RuntimeError, match="cannot allocate memory"):
-        arena.take((torch.cuda.mem_get_info(DEVICE)[1] * 2,), torch.uint8)
+        mapped.take((torch.cuda.mem_get_info(DEVICE)[1] * 2,), torch.uint8)
 
 
 async def answers(service: Service) -> dict[str, list[list[int]]]:
