@@ -1,8 +1,8 @@
 """Decisions: log-probabilities of given answers to a prompt, without decoding.
 
-One token is drawn behind the prompt, with the log-probabilities of the first tokens of all answers.  Longer answers are
-prompts of their own up to their last token, which begin with what is computed of the first one; they share steps, score
-their own tokens, and have the log-probabilities of the tokens that may end them.
+One token is sampled after the prompt, with the log-probabilities of the first tokens of all answers.  An answer of
+several tokens is one more prompt, up to its last token, which starts from the cached first one.  These prompts share
+steps; each scores its own tokens, and returns the log-probabilities of the tokens that may end it.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Decider:
         return Decision(logprobs, end.usage.cached_tokens)
 
     async def _follow(self, prompt: Sequence[int], following: dict[int, float], path: Ids = ()) -> FinishedEvent:
-        """Fill in the log-probabilities of the tokens that follow the prompt and the beginning of an answer, and score
-        the tokens of that but the first."""
+        """Fill in the log-probabilities of tokens that may follow the prompt and ``path``, the beginning of an answer.
+        The event has those of the tokens of ``path`` but the first."""
         named = tuple(following)
         async with self._limit:
             request = GenerationRequest(

@@ -85,7 +85,7 @@ class ModelConfig:
     preload: bool = True
     """Load the model at the start. `false`: when a request names it, in place of models that nobody uses if memory is
     short. Its `memory_share` is then the smallest of an eighth, a quarter, a half and all of the memory in which a
-    context of 32,768 tokens fits."""
+    context of 32,768 tokens fits. See docs/models-on-demand.md."""
     pin: bool = False
     """Keep the model loaded: it never makes room for others, and `ttl` does not unload it."""
     ttl: Annotated[float, Meta(ge=0.0, le=31536000.0), Key(unit="seconds")] = 0.0
@@ -187,7 +187,7 @@ class ReplicaConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
     """A LoRA adapter of the model. Requests name it as their model. With several models: `[models.NAME.lora.ADAPTER]`.
-    `NAME` is yours, as those of groups."""
+    `NAME` is yours, as those of groups. See docs/lora.md."""
 
     name: str = field(metadata={"in_file": False})
     path: Annotated[str, MODEL_PATH]
@@ -208,7 +208,7 @@ class PlacementConfig:
     devices: Annotated[tuple[DeviceRef, ...], DEVICE, Key(name="target_devices")] = ()
     """Devices in layer order; each holds one contiguous range of layers. All indices of a cpu group share one memory,
     so `left:0` and `left:1` are two shards in one process. Empty: all devices of all groups, in the order of this
-    file; on several hosts, with an automatic split, those and in the order that make a request the fastest."""
+    file; on several hosts, with an automatic split, the hosts and their order that make a request the fastest."""
     split: Annotated[Split, SPLIT, Key(name="target_layer_split")] = field(default=Auto())
     """Split of the layers over `target_devices`. Weights are shares and need not add up to 1; ranges name
     the layers: `["0-4", "4-8"]` is layers 0 to 3, then 4 to 7. With replicas it is the split of each. `"auto"`: the
@@ -281,8 +281,8 @@ class ServerConfig:
     """Time that a stop waits for running requests; then they end with an error."""
     models_dir: Annotated[str, PATH] = ""
     """Folder of GGUF files, each of which is a model with `preload = false` and its file's name as id, besides those of
-    `[models.NAME]`; also files in folders of it. Projectors (`mmproj`) and files that cannot be served are left out.
-    Empty: none."""
+    `[models.NAME]`; also those in its direct subfolders. Projectors (`mmproj`) and files that cannot be served
+    are left out. Empty: none."""
     cors_origins: Annotated[tuple[str, ...], ORIGIN] = ()
     """Origins whose pages may call the endpoint from a browser. Empty: none."""
 
@@ -400,10 +400,10 @@ class VisionConfig:
     device: Annotated[DeviceRef | None, OPTIONAL_DEVICE] = None
     """Device of the encoder: any device of any group, also of one without layers. Empty: that of the first layers."""
     min_tokens: Annotated[Annotated[int, Meta(ge=8, le=16384)] | AutoWord, Key(unit="tokens")] = "auto"
-    """Smaller images are enlarged to as many. `auto`: as the file says. Gemma 4's are always enlarged to
+    """Smaller images are enlarged to at least that many. `auto`: as the file says. Gemma 4's are always enlarged to
     `max_tokens`."""
     max_tokens: Annotated[Annotated[int, Meta(ge=8, le=16384)] | AutoWord, Key(unit="tokens")] = "auto"
-    """Larger images are reduced to as many. `auto`: as the file says, or 4096; for Gemma 4 280."""
+    """Larger images are reduced to at most that many. `auto`: as the file says, or 4096; for Gemma 4 280."""
     media_path: Annotated[str, PATH] = ""
     """Directory of images that requests may name by `file://` URLs. Empty: none; they send images themselves. Relative
     to the directory of this file."""

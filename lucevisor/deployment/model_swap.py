@@ -1,9 +1,9 @@
-"""ModelState: which models are loaded, which one makes room for another, and when idle ones leave.
+"""The swap policy: which models are loaded, which one makes room for another, and when idle ones leave.
 
 Pure: events in, instructions out; ``now`` is seconds of a monotonic clock.  A model takes a share of each memory that
 it was placed in; a model is loaded when the shares of all that are there leave enough.  Where they do not, the least
-recently used idle models leave, or, if only busy ones could, one that has been there for its turn starts no further
-request and leaves when its running ones have ended.  Who waits longest is served first.
+recently used idle models leave (LRU eviction).  If only busy ones are left, one whose turn is over starts no further
+request and leaves when its running ones have ended.  The model that has waited longest is loaded first.
 
 Invariants: the shares in a memory add up to at most 1; a model with running requests and a pinned one never leave; a
 model that requests wait for is loaded as soon as the others allow it; a group is stopped only when nothing is loaded
@@ -21,7 +21,7 @@ from typing import Final
 TURN_S: Final = 5.0
 """Time for which a model is served before it makes room while it is busy; four times its load if that is longer."""
 EPSILON: Final = 1e-6
-"""Of sums of shares."""
+"""Tolerance of sums of shares."""
 
 
 class ModelState(StrEnum):
@@ -187,7 +187,7 @@ class SwapPolicy:
         times = [model.due_at() for model in self._present() if not model.pin and model.state is ModelState.LOADED]
         if any(model.wanted_since is not None and model.state not in IN_MEMORY for model in self.models.values()):
             times += [model.turn_ends_at for model in self._present() if model.busy and not model.pin]
-        times += [self._over_at(group) for group in self.running_groups]
+        times += [self._group_due_at(group) for group in self.running_groups]
         return min(times, default=inf)
 
     # ---- decisions
@@ -207,14 +207,14 @@ class SwapPolicy:
             if model.state is ModelState.LOADED and not model.pin and now >= model.due_at():
                 self._leave(model, park=not self._ends_with_group(model, now))
         for group in sorted(self.running_groups):
-            if self._is_over(group, now) and not any(model.state in IN_MEMORY for model in self._of_group(group)):
+            if self._group_is_due(group, now) and not any(model.state in IN_MEMORY for model in self._of_group(group)):
                 self.running_groups.discard(group)
                 self._out.append(StopGroup(group))
         instructions, self._out = self._out, []
         return instructions
 
     def _load_wanted(self, now: float) -> None:
-        """Load what is waited for, who waits longest first; the memories of one that waits on are kept for it."""
+        """Load what is waited for, the longest wait first; later ones do not take the memories of one that waits on."""
         waiting = [model for model in self.models.values() if model.wanted_since is not None]
         reserved: set[str] = set()
         for model in sorted(waiting, key=lambda model: model.wanted_since or 0.0):
@@ -234,7 +234,7 @@ class SwapPolicy:
         return all(used[memory] + share <= 1.0 + EPSILON for memory, share in model.shares.items())
 
     def _make_room(self, model: ModelUse, now: float) -> None:
-        """Let as few models leave as it takes, idle ones first, the least recently used one first."""
+        """Evict as few models as it takes: idle ones first, and of these the least recently used one."""
         assert model.shares is not None
         leaving = [other for other in self._present() if other.state is ModelState.LEAVING]
         if self._fits(model, leaving):
@@ -264,8 +264,9 @@ class SwapPolicy:
         model.state = ModelState.LEAVING
         self._out.append(UnloadModel(model.name, park))
 
-    def _over_at(self, group: str) -> float:
-        """Return when all models of a group are due, if one has a ``ttl_s``; one without is, unless it is loaded."""
+    def _group_due_at(self, group: str) -> float:
+        """Return when all models of a group are due; infinity unless one has a ``ttl_s``.  One without a ``ttl_s``
+        is due when it is not loaded and no request waits for it."""
         models = self._of_group(group)
         if not all(model.known for model in models):
             return inf  # it has to be there for their placement
@@ -275,9 +276,9 @@ class SwapPolicy:
         ]  # fmt: skip
         return max((model.due_at() for model in bound), default=inf) if any(m.ttl_s for m in models) else inf
 
-    def _is_over(self, group: str, now: float) -> bool:
-        return now >= self._over_at(group)
+    def _group_is_due(self, group: str, now: float) -> bool:
+        return now >= self._group_due_at(group)
 
     def _ends_with_group(self, model: ModelUse, now: float) -> bool:
         """Return whether a model's daemons end when it has left, and with them what they would keep."""
-        return any(self._is_over(group, now) for group in model.groups)
+        return any(self._group_is_due(group, now) for group in model.groups)

@@ -135,8 +135,8 @@ def is_exact(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def filled(size: ImageSize, cell: int, max_tokens: int) -> ImageSize:
-    """Return the largest size of whole cells, ``max_tokens`` of them at most, in the aspect ratio of an image; for one
-    that is too narrow a single row or column.  Raises ValueError where that has no cell either."""
+    """Return Gemma 4's size: the largest of whole cells, ``max_tokens`` of them at most, in the aspect ratio of an
+    image; for one that is too narrow a single row or column.  Raises ValueError where that has no cell either."""
     width, height = size
     factor = math.sqrt(max_tokens * cell * cell / (width * height))
     rows, columns = (math.floor(factor * side / cell) for side in (height, width))
@@ -150,7 +150,7 @@ def filled(size: ImageSize, cell: int, max_tokens: int) -> ImageSize:
 
 
 def resized(size: ImageSize, cell: int, min_tokens: int, max_tokens: int) -> ImageSize:
-    """Return the size that an image is resized to: whole cells, ``min_tokens`` to ``max_tokens`` of them, and its
+    """Return Qwen's size (``smart_resize``): whole cells, ``min_tokens`` to ``max_tokens`` of them, and its
     aspect ratio as far as that allows.  Raises ValueError for one that is too narrow."""
     width, height = size
     if max(width, height) > MAX_ASPECT * min(width, height):

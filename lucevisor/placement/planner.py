@@ -278,12 +278,12 @@ def _order_reason(chosen: Order, taken: tuple[float, float], configured: tuple[f
     what = f"hosts: {_hosts(chosen)}, in this order"
     (total_s, ways_s), (before_s, ways_before_s) = taken, configured
     if (total_s, ways_s) == (before_s, ways_before_s):
-        return f"{what}, that of the configuration: no other is {SLACK:.0%} faster"
+        return f"{what}, which is that of the configuration: no other is {SLACK:.0%} faster"
     if isfinite(before_s) and before_s > 0:
-        saved = f"{format_seconds(total_s)}, in that of the configuration {format_seconds(before_s)}"
-        return f"{what}: {_REQUEST} take {saved}"
-    saved = f"{format_seconds(ways_s)} on the way, in that of the configuration {format_seconds(ways_before_s)}"
-    return f"{what}: {_REQUEST} take {saved}"
+        times = format_seconds(total_s), format_seconds(before_s)
+    else:
+        times = f"{format_seconds(ways_s)} on the links", format_seconds(ways_before_s)
+    return f"{what}: {_REQUEST} take {times[0]}, and {times[1]} in the order of the configuration"
 
 
 def _left_out_reason(out: Sequence[str], left: Sequence[str], seconds: float, with_all_s: float) -> str:
