@@ -38,6 +38,7 @@ def run_step(
     await_rows=None,
     posted=False,
     poll_previous=None,
+    embeddings=b"",
 ):
     """In place of ModelRunner.run_step.  After a pause the step takes no time."""
     global _due_s

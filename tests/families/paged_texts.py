@@ -84,8 +84,8 @@ def masked(out: Mapping[int, Collection[int]]) -> object:
     """``Group.keys`` over a whole table, in which the pages that are out by the start of a slice are masked."""
     real = Group.keys
 
-    def keys(group: Group, space: Space, window: int, causal: bool = True) -> tuple[Pages, Tensor | None]:
-        pages, mask = real(group, space, window, causal)
+    def keys(group: Group, space: Space, *alike: bool | int) -> tuple[Pages, Tensor | None]:
+        pages, mask = real(group, space, *alike)
         start = group.layout.starts[0]
         if space is not Space.FULL or not out[start]:
             return pages, mask
