@@ -15,6 +15,7 @@ import ollama
 import openai
 import pytest
 
+from tests.combinations import slow
 from tests.e2e.process import Cli, post
 from tests.e2e.vision_files import data_url, png, write_gemma_mmproj, write_mmproj, write_model
 from tests.waiting import wait_until
@@ -126,7 +127,7 @@ def test_the_same_image_hits_the_prefix_cache_also_after_a_restart(
     cli.stop()
 
 
-@pytest.mark.parametrize(("family", "n_groups"), [("qwen35", 2), ("qwen35", 3), ("gemma4_moe", 3)])
+@pytest.mark.parametrize(("family", "n_groups"), [("qwen35", 3), slow("qwen35", 2), slow("gemma4_moe", 3)])
 def test_a_daemon_that_is_killed_loses_nothing(cli: Cli, made: Path, family: str, n_groups: int) -> None:
     """Every daemon in turn, that of the first stage with the embedding rows among them, and that of the encoder."""
     status = cli.start(config(made / family, n_groups))

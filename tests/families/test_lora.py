@@ -135,6 +135,7 @@ def test_eight_adapters_in_one_step_answer_as_each_alone(name, n_stages, tmp_pat
     assert len({tuple(logits[0, :4].tolist()) for logits in alone.values()}) == len(prompts)
 
 
+@pytest.mark.slow
 def test_with_deterministic_neighbours_change_no_bit(tmp_path):
     golden, dtype = opened("qwen35"), Dtype.BFLOAT16
     spec = eight(golden.spec, tmp_path)
