@@ -8,13 +8,10 @@ import torch
 from torch import Tensor
 
 from daemons.device import allocating
-from daemons.errors import LoadError
 from daemons.ops.linear import Linear, Table
 from daemons.ops.lora import LoraColumns, LoraContext, LoraLinear, LoraPart, LoraTable
 from daemons.parking import empty
-from daemons.weights.dequant import dequantise
-from lucevisor.model.gguf_files import GgufFiles
-from lucevisor.model.gguf_header import TensorInfo
+from daemons.weights.numbers import read_numbers
 from lucevisor.model.lora import LoraAdapter
 from lucevisor.model.lora_files import EMBEDDING
 
@@ -43,7 +40,9 @@ class LoraWeights:
         for name, n_rows, select in stacked:
             if changing := self._changing(name) if name != EMBEDDING else []:
                 if name not in known:
-                    known[name] = self._load(name, [self._read(one, one.pairs[name].a) for _, one in changing], 0)
+                    known[name] = self._load(
+                        name, [read_numbers(one.files, one.pairs[name].a) for _, one in changing], 0
+                    )
                 b = self._load(name, [select(self._b(one, name)) for _, one in changing], 1)
                 parts.append(LoraPart(first, known[name], b, self._columns_of(name)))
             first += n_rows
@@ -54,7 +53,7 @@ class LoraWeights:
         changing = self._changing(EMBEDDING)
         if not changing:
             return table
-        a = self._load(EMBEDDING, [self._read(one, one.pairs[EMBEDDING].a) for _, one in changing], 1)
+        a = self._load(EMBEDDING, [read_numbers(one.files, one.pairs[EMBEDDING].a) for _, one in changing], 1)
         b = self._load(EMBEDDING, [self._b(one, EMBEDDING) for _, one in changing], 1)
         return LoraTable(table, a, b, self._columns_of(EMBEDDING), self.context)
 
@@ -63,22 +62,7 @@ class LoraWeights:
 
     def _b(self, adapter: LoraAdapter, name: str) -> Tensor:
         pair = adapter.pairs[name]
-        return self._read(adapter, pair.b) * adapter.factor(pair)
-
-    def _read(self, adapter: LoraAdapter, tensor: TensorInfo) -> Tensor:
-        """Return a tensor as float32.  Raises LoadError naming it."""
-        files: GgufFiles = adapter.files
-        where = f"{files.paths[0]}: tensor {tensor.name!r}"
-        try:
-            raw = torch.frombuffer(bytearray(files.read(tensor)), dtype=torch.uint8)
-            found = dequantise(tensor.kind, raw.view(tensor.shape[0], -1), torch.float32)
-        except (NotImplementedError, KeyError, ValueError) as error:
-            reason = f"its type {tensor.kind.name} is not supported ({error})"
-            raise LoadError(where, reason, "convert the adapter to f16", configuration=True) from error
-        if not found.isfinite().all():
-            advice = "download or convert the file again"
-            raise LoadError(where, "it has numbers that are NaN or infinite", advice, configuration=True)
-        return found
+        return read_numbers(adapter.files, pair.b) * adapter.factor(pair)
 
     def _load(self, name: str, tensors: Sequence[Tensor], dim: int) -> Tensor:
         joined = torch.cat([*tensors], dim=dim).to(self._dtype).contiguous()

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from daemons.device import allocating, launching, memory_free, prepare, torch_device, torch_dtype
-from daemons.errors import LoadError, StateError
+from daemons.errors import StateError
 from daemons.vision.blocks import Weight
 from daemons.vision.gemma4v import Gemma4Encoder
 from daemons.vision.qwen3vl import Qwen3VlEncoder
-from daemons.weights.dequant import dequantise
+from daemons.weights.numbers import read_numbers
 from lucevisor.model.values import Backend, LayerRange
 from lucevisor.model.vision import GEMMA4V, QWEN3VL, VisionSpec, is_exact, open_vision
 from lucevisor.protocol.loading import DeviceUse, Load, VisionPlan
@@ -91,11 +91,7 @@ class VisionStage:
         tensor, shape = files.tensors[name], spec.tensors[name]
         dtype = torch.float32 if is_exact(name, shape) else self.dtype
         what = f"{files.paths[tensor.part]}: tensor {name!r}"
-        raw = torch.frombuffer(bytearray(files.read(tensor)), dtype=torch.uint8).view(math.prod(shape[:-1]), -1)
-        values = dequantise(tensor.kind, raw, dtype).view(shape)
-        if not values.isfinite().all():
-            advice = "download or convert the file again"
-            raise LoadError(what, "it has numbers that are NaN or infinite", advice, configuration=True)
+        values = read_numbers(files, tensor, dtype).view(shape)
         n_bytes = values.numel() * values.element_size()
         with allocating(self.device, what, n_bytes, _ADVICE):
             values = values.to(self.device)

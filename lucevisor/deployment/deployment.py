@@ -231,6 +231,7 @@ class Deployment:
         self._draft_loaded = False  # the draft group is READY and has loaded the drafter
         self._draft_problem = ""  # why the draft group runs without the drafter
         self._detached = ""  # why the engine dropped the drafter
+        self._image_links: dict[str, Channel] = {}  # by group, those with room for images
         self._replacements = SuccessorState()
         self._engine: Engine | None = None
         self._assembly: PipelineAssembly | None = None
@@ -592,6 +593,9 @@ class Deployment:
         assert placement is not None
         assert placement.encoder is not None
         assert encoder is not None
+        if self._image_links.get(group) is link:  # the model was loaded over it before
+            return
+        self._image_links[group] = link
         if group == placement.encoder.group:
             link.max_queued_bytes += 3 * encoder.cell_pixels**2 * placement.encoder.max_tokens
         if group == placement.stages[0].group:
