@@ -23,6 +23,7 @@ def test_a_feature_has_a_state_and_what_is_here_a_test(row):
         "Ollama",
         "llama-swap",
         "LM Studio",
+        "Lucebox",
         "exo",
         "SGLang",
         "none",
