@@ -36,6 +36,10 @@ EXPERT_TILE = GroupedGemmConfig(16, 64, 4, 2, 2)
 """The same for experts, which have fewer rows each."""
 SPLIT_TOKENS = 512
 """Positions of a split of attention."""
+PARTIAL_BYTES = 1 << 27
+"""Memory for the splits of attention of a part of a long slice."""
+DELTA_NET_TOKENS = 256
+"""Tokens of a slice that a launch of the delta net walks."""
 
 
 class BatchInvariantPackedLinear:
@@ -84,12 +88,12 @@ class BatchInvariantDeltaNet:
     def __call__(self, y: Tensor, pools: DeltaNetPools, ids: Tensor, kept: Tensor, spans: Tensor) -> Tensor:
         n_slices, n = len(ids), y.shape[0] // len(ids)
         if n <= MAX_DECODE_TOKENS:
-            return recurrent_gated_delta_net(y, pools, ids, kept, self.params)
+            return recurrent_gated_delta_net(y, pools, ids, kept, self.params, DELTA_NET_TOKENS)
         parts = []
-        for part in y.view(n_slices, n, -1).split(MAX_DECODE_TOKENS, dim=1):  # type: ignore[no-untyped-call]
+        for part in y.view(n_slices, n, -1).split(DELTA_NET_TOKENS, dim=1):  # type: ignore[no-untyped-call]
             last = ids.new_full((n_slices, part.shape[1]), -1)
             last[:, -1] = ids
-            found = recurrent_gated_delta_net(part.flatten(0, 1), pools, ids, last, self.params)
+            found = recurrent_gated_delta_net(part.flatten(0, 1), pools, ids, last, self.params, DELTA_NET_TOKENS)
             parts.append(found.view(n_slices, -1, found.shape[1]))
         return torch.cat(parts, dim=1).flatten(0, 1)
 
@@ -120,15 +124,21 @@ class BatchInvariantTritonOperations(TritonOperations):
     def paged_attention(
         self, *, window: int, scale: float, softcap: float, causal: bool = True, sinks: Tensor | None = None
     ) -> PagedAttention | None:
+        if not causal:
+            return super().paged_attention(window=window, scale=scale, softcap=softcap, causal=causal, sinks=sinks)
+
         def attend(q: Tensor, keys: PagedTensor, values: PagedTensor, where: PagedQuery) -> Tensor:
             return paged_attention(
                 q, keys, values, where.tables, where.rows, where.starts, where.n_tokens, window=window, scale=scale,
                 softcap=softcap, max_length=where.max_length, lows=where.lows, sinks=sinks, split_tokens=SPLIT_TOKENS,
             )  # fmt: skip
 
-        if not causal:
-            return super().paged_attention(window=window, scale=scale, softcap=softcap, causal=causal, sinks=sinks)
-        return in_short_slices(attend, MAX_DECODE_TOKENS)
+        def attend_all(q: Tensor, keys: PagedTensor, values: PagedTensor, where: PagedQuery) -> Tensor:
+            n_splits, n_slices = -(-where.max_length // SPLIT_TOKENS), len(where.starts)
+            token_bytes = n_slices * n_splits * q[0].numel() * 4
+            return in_short_slices(attend, max(MAX_DECODE_TOKENS, PARTIAL_BYTES // token_bytes), q, keys, values, where)
+
+        return attend_all
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         return BatchInvariantDeltaNet(weights)

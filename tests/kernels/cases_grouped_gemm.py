@@ -32,7 +32,7 @@ def _one_matrix(kind: str, dtype: str) -> Case:
     """The product with one tile for any number of rows."""
     pointers, absent = random_packed(kind)
     pointers |= {"x": f"*{dtype}", "out": f"*{dtype}"}
-    signature = pointers | dict.fromkeys(("n_rows", "n_out", "n_chunks", "width"), "i32")
+    signature = pointers | dict.fromkeys(("n_rows", "n_out", "n_chunks", "n_splits", "splits_each", "width"), "i32")
     constants = absent | {"KIND": kind, "TILE": tile_bytes(kind), "BM": TILE.rows, "BN": TILE.columns, "PADDED": False}
     options = {"num_warps": TILE.n_warps, "num_stages": TILE.n_stages}
     aligned = (*pointers, "n_out", "width")
@@ -42,7 +42,9 @@ def _one_matrix(kind: str, dtype: str) -> Case:
 
 
 def _plain(dtype: str) -> Case:
-    signature = dict.fromkeys(("x", "weight", "out"), f"*{dtype}") | dict.fromkeys(("n_rows", "n_out", "width"), "i32")
+    signature = dict.fromkeys(("x", "weight", "out"), f"*{dtype}") | dict.fromkeys(
+        ("n_rows", "n_out", "n_splits", "splits_each", "width"), "i32"
+    )
     constants = {"BM": dense_gemm.ROWS, "BN": dense_gemm.COLUMNS, "BK": dense_gemm.DEPTH, "PADDED": False}
     aligned = ("x", "weight", "out", "n_out", "width")
     options = {"num_warps": 4, "num_stages": 3}

@@ -10,6 +10,7 @@ from daemons.ops.triton.recurrent_delta_rule import (
     recurrent_options,
     updates_options,
 )
+from daemons.ops.triton_batch_invariant import DELTA_NET_TOKENS
 from tests.kernels.targets import Case, for_some
 
 POINTERS = ("qkv", "gates", "conv_states", "conv_weight", "states", "updates", "decay_rates", "dt_bias", "norm")
@@ -21,11 +22,12 @@ def _cases(dtype: str, n_key: int, n_value: int, dim: int, conv_width: int = 4) 
     signature = activations | dict.fromkeys(POINTERS, "*fp32")
     signature |= {"ids": "*i64", "kept": "*i64", "rows": "*i64", "eps": "fp32"}
     signature |= dict.fromkeys(("n", "y_stride", "source", "target", "states_stride", "updates_stride"), "i32")
-    found = []
+    found, sizes = [], (n_key, n_value, dim, conv_width)
     for what, kernel, options in (
-        ("convolve", causal_conv1d_kernel, conv1d_options(n_key, n_value, dim, conv_width, keep=True)),
-        ("convolve long", causal_conv1d_kernel, conv1d_options(n_key, n_value, dim, conv_width, keep=False)),
-        ("recur", delta_rule_recurrent_kernel, recurrent_options(n_key, n_value, dim, conv_width)),
+        ("convolve", causal_conv1d_kernel, conv1d_options(*sizes, keep=True)),
+        ("convolve long", causal_conv1d_kernel, conv1d_options(*sizes, keep=False)),
+        ("recur", delta_rule_recurrent_kernel, recurrent_options(*sizes)),
+        ("recur long", delta_rule_recurrent_kernel, recurrent_options(*sizes, DELTA_NET_TOKENS)),
         ("make states", apply_updates_kernel, updates_options(n_key, n_value, dim)),
     ):
         own = {k: v for k, v in signature.items() if k in kernel.arg_names}

@@ -6,6 +6,8 @@ units compute all numbers of a tile alike, so the interpreter does, too, here.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from torch.nn.functional import linear
 
 pytest.importorskip("triton")
 
+from daemons.ops import triton_batch_invariant
 from daemons.ops.expert_pairs import ExpertPairs
 from daemons.ops.operations import PagedQuery
 from daemons.ops.triton.dense_gemm import dense_gemm
@@ -91,6 +94,23 @@ def test_products_with_plain_matrices(n_out: int, width: int, dtype: torch.dtype
     check()
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", None])
+def test_splits_of_a_long_inner_dimension_have_one_order(kind: str | None) -> None:
+    """Few rows compute the splits side by side, more than 64 one after another."""
+    width = 1792
+    if kind is None:
+        weight = normal(40, width, dtype=HALF, seed=2)
+        product, numbers = partial(dense_gemm, weight=weight), weight
+    else:
+        m = Matrix.random(kind, 40, width)
+        product, numbers = BatchInvariantPackedLinear(m.packed, width), m.numbers.to(HALF)
+    x = normal(70, width, dtype=HALF)
+    whole = product(x)
+    assert_near(whole, lambda x: linear(x, numbers.float()), x)
+    for rows in ([0], [69], [*range(3, 67)]):
+        assert torch.equal(product(x[rows]), whole[rows])
+
+
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.lists(st.sampled_from([(0, 1), (2, 0), (3, 2), (1, 3)]), min_size=1, max_size=MOST))
 def test_experts(routes: list[tuple[int, int]]) -> None:
@@ -108,8 +128,8 @@ def test_experts(routes: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("window", [0, 37])
 @pytest.mark.parametrize(("kv", "softcap"), [(HALF, 0.0), (None, 0.0), (HALF, 3.0)])
-def test_attention(kv: torch.dtype | None, softcap: float, window: int) -> None:
-    """A slice of 40 tokens over two splits, or its rows alone, or a few of them beside another sequence."""
+def test_attention(kv: torch.dtype | None, softcap: float, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of 40 tokens over two splits, whole, or in parts, or its rows alone, or a few beside another sequence."""
     n, scene = 40, Scene(Problem((600, 90), 40, dtype=HALF, kv=kv, window=window, softcap=softcap))
     attend = BatchInvariantTritonOperations().paged_attention(window=window, scale=0.1, softcap=softcap)
     assert attend is not None
@@ -120,6 +140,8 @@ def test_attention(kv: torch.dtype | None, softcap: float, window: int) -> None:
         return attend(q, scene.keys, scene.values, where).view(len(slices), count, *scene.q.shape[1:])
 
     whole = run([0], 0, n, 1024)[0]
+    monkeypatch.setattr(triton_batch_invariant, "PARTIAL_BYTES", 0)
+    assert torch.equal(run([0], 0, n, 1024)[0], whole)
     for first, count, slices, bound in [
         (0, 1, [0], 1024),
         (39, 1, [0], 4096),
@@ -130,7 +152,10 @@ def test_attention(kv: torch.dtype | None, softcap: float, window: int) -> None:
         assert torch.equal(found[slices.index(0)], whole[first : first + count])
 
 
-def test_the_delta_net_of_long_slices_is_that_of_single_tokens_and_of_verified_drafts() -> None:
+def test_the_delta_net_of_long_slices_is_that_of_single_tokens_and_of_verified_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_batch_invariant, "DELTA_NET_TOKENS", 32)
     a = Layer.random(1, 2, 32, 4, (0.1, 8.0), 8)
     b, c = a.twin(), a.twin()
     y, ids = a.inputs(40).to(HALF), torch.tensor([3], device=DEVICE)

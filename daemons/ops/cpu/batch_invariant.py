@@ -6,6 +6,8 @@ rows, and of the chunks in which attention of a long slice was computed.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -87,7 +89,7 @@ class BatchInvariantCpuOperations(CpuOperations):
     ) -> PagedAttention | None:
         attend = super().paged_attention(window=window, scale=scale, softcap=softcap, causal=causal, sinks=sinks)
         assert attend is not None
-        return in_short_slices(attend, SHORT_SLICE) if causal else attend
+        return partial(in_short_slices, attend, SHORT_SLICE) if causal else attend
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         found = super().gated_delta_net(weights)

@@ -25,6 +25,8 @@ from daemons.ops.triton.codes import (
     spread_bits,
     upper_bits,
 )
+from daemons.ops.triton.dependent_launch import dependent_launch, wait_for_inputs
+from daemons.ops.triton.split_k import MAX_SPLIT_ROWS, fixed_splits, reduce_splits, split_buffer
 from daemons.weights.packed import PackedWeights, tile_bytes
 from lucevisor.model.quant_types import CHUNK
 
@@ -42,35 +44,37 @@ def grouped_gemm_kernel(
     expert = tl.program_id(1).to(tl.int64)
     stop = tl.load(offsets + expert + 1)
     place = tl.load(offsets + expert) + tl.program_id(2) * BM
+    columns = tl.program_id(0) * BN + tl.arange(0, BN)
     while place < stop:
-        _gemm_tile(
-            x, codes, high, scales, steps, sorted_pairs, out,
-            n_out, n_chunks, width, pairs_per_row, expert, place, stop, KIND, TILE, BM, BN, PADDED,
+        places = place + tl.arange(0, BM)
+        row_mask = places < stop
+        pair_ids = tl.load(sorted_pairs + places, mask=row_mask, other=0)
+        acc = _multiply(
+            x, codes, high, scales, steps, expert, columns, pair_ids // pairs_per_row, row_mask,
+            0, n_chunks, n_chunks, n_out, width, KIND, TILE, BM, BN, PADDED,
         )  # fmt: skip
+        inside = (columns < n_out)[:, None] & row_mask[None, :]
+        tl.store(out + pair_ids[None, :] * n_out + columns[:, None], acc.to(out.dtype.element_ty), mask=inside)
         place += tl.num_programs(2) * BM
 
 
 @triton.jit
-def _gemm_tile(
-    x, codes, high, scales, steps, sorted_pairs, out, n_out, n_chunks, width, pairs_per_row, expert, place, stop,
+def _multiply(
+    x, codes, high, scales, steps, matrix, columns, rows, row_mask, begin, end, n_chunks, n_out, width,
     KIND: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One tile: up to BM sorted pairs in [``place``, ``stop``)."""
+    """``columns`` [BN] of ``matrix`` times ``rows`` int64 [BM] of x, over chunks ``begin`` .. ``end`` - 1: [BN, BM]."""
     L: tl.constexpr = 16 if KIND == "Q6_K" else 32
     HAS_FIFTH_BIT: tl.constexpr = KIND == "Q5_K" or KIND == "Q5_0" or KIND == "Q5_1"
     K_QUANT: tl.constexpr = KIND == "Q4_K" or KIND == "Q5_K"
     CODEBOOK: tl.constexpr = KIND == "IQ4_NL" or KIND == "IQ4_XS" or KIND == "MXFP4"
-    columns = tl.program_id(0) * BN + tl.arange(0, BN)
     weight_row = tl.minimum(columns, n_out - 1)
-    first_tile, tile_row = expert * tl.cdiv(n_out, 16) + (weight_row // 16).to(tl.int64), weight_row % 16
-    places = place + tl.arange(0, BM)
-    row_mask = places < stop
-    pair_ids = places.to(tl.int64) if sorted_pairs is None else tl.load(sorted_pairs + places, mask=row_mask, other=0)
-    x_at = x + (pair_ids // pairs_per_row)[None, :] * width + tl.arange(0, L)[:, None]
+    first_tile, tile_row = matrix * tl.cdiv(n_out, 16) + (weight_row // 16).to(tl.int64), weight_row % 16
+    x_at = x + rows[None, :] * width + tl.arange(0, L)[:, None]
     element = tl.arange(0, L)[None, :]
     word = tl.arange(0, L // 2)[None, :]
     acc = tl.zeros([BN, BM], tl.float32)
-    for chunk in range(n_chunks):
+    for chunk in range(begin, end):
         tile = first_tile * n_chunks + chunk
         words_at, halves_at = tile * (TILE // 4), tile * (TILE // 2)
         if KIND == "Q6_K":
@@ -109,20 +113,32 @@ def _gemm_tile(
             mask = column_mask(row_mask, chunk * 256 + L * j, width, PADDED)
             part = tl.load(x_at + chunk * 256 + L * j, mask=mask[None, :], other=0.0)
             acc = tl.dot(number.to(x.dtype.element_ty), part, acc, input_precision="ieee")
-    inside = (columns < n_out)[:, None] & row_mask[None, :]
-    tl.store(out + pair_ids[None, :] * n_out + columns[:, None], acc.to(out.dtype.element_ty), mask=inside)
+    return acc
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "n_splits", "splits_each"])
 def packed_gemm_kernel(
-    x, codes, high, scales, steps, out, n_rows, n_out, n_chunks, width,
+    x, codes, high, scales, steps, out, n_rows, n_out, n_chunks, n_splits, splits_each, width,
     KIND: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, s): BN columns of the product of BM rows of x with one matrix."""
-    _gemm_tile(
-        x, codes, high, scales, steps, None, out,
-        n_out, n_chunks, width, 1, 0, tl.program_id(1) * BM, n_rows, KIND, TILE, BM, BN, PADDED,
-    )  # fmt: skip
+    """Program (i, s, k): BN columns of the product of BM rows of x with one matrix, in ``splits_each`` of the splits of
+    its chunks, summed in order, to ``out`` [n_splits / splits_each, n_rows, n_out].
+    """
+    wait_for_inputs(PDL)
+    columns = tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
+    row_mask = rows < n_rows
+    inside = (columns < n_out)[:, None] & row_mask[None, :]
+    total = tl.zeros([BN, BM], tl.float32)
+    for split in range(tl.program_id(2) * splits_each, (tl.program_id(2) + 1) * splits_each):
+        begin, end = split * n_chunks // n_splits, (split + 1) * n_chunks // n_splits
+        total += _multiply(
+            x, codes, high, scales, steps, 0, columns, rows, row_mask, begin, end, n_chunks, n_out, width,
+            KIND, TILE, BM, BN, PADDED,
+        )  # fmt: skip
+    out += tl.program_id(2).to(tl.int64) * n_rows * n_out
+    tl.store(out + rows[None, :] * n_out + columns[:, None], total.to(out.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +187,22 @@ def packed_grouped_gemm(
 
 
 def packed_gemm(packed: PackedWeights, x: Tensor, config: GroupedGemmConfig) -> Tensor:
-    """``x [T, K] W'`` -> [T, N] of x's dtype, for any T; with one ``config`` a row's bits depend on that row alone."""
+    """``x [T, K] W'`` -> [T, N] of x's dtype, for any T; with one ``config`` a row's bits depend on that row alone.
+
+    The splits of the inner dimension depend on the matrix alone.  Few rows compute them in parallel, many in turn.
+    """
     assert x.is_contiguous()
     kind, n_out, (n_rows, width) = packed.kind.name, packed.n_rows, x.shape
     out = x.new_empty(n_rows, n_out)
-    packed_gemm_kernel[(triton.cdiv(n_out, config.columns), triton.cdiv(n_rows, config.rows))](
-        x, packed.codes, packed.high, packed.scales, packed.steps, out, n_rows, n_out, packed.n_chunks, width,
+    n_columns = triton.cdiv(n_out, config.columns)
+    n_splits = fixed_splits(n_columns, packed.n_chunks)
+    splits_each = 1 if n_rows <= MAX_SPLIT_ROWS else n_splits
+    parts = split_buffer(out, n_splits // splits_each)
+    packed_gemm_kernel[(n_columns, triton.cdiv(n_rows, config.rows), n_splits // splits_each)](
+        x, packed.codes, packed.high, packed.scales, packed.steps, parts,
+        n_rows, n_out, packed.n_chunks, n_splits, splits_each, width,
         KIND=kind, TILE=tile_bytes(kind), BM=config.rows, BN=config.columns, PADDED=width % CHUNK != 0,
-        num_warps=config.n_warps, num_stages=config.n_stages,
+        num_warps=config.n_warps, num_stages=config.n_stages, **dependent_launch(x.device),
     )  # fmt: skip
+    reduce_splits(parts, out)
     return out

@@ -269,13 +269,15 @@ def conv1d_options(n_key: int, n_value: int, dim: int, conv_width: int, *, keep:
     return heads | {"EPS": L2_EPS / dim, "SCALE": l2_scale(dim), "num_warps": 1}
 
 
-def recurrent_options(n_key: int, n_value: int, dim: int, conv_width: int) -> dict[str, int]:
+def recurrent_options(
+    n_key: int, n_value: int, dim: int, conv_width: int, max_tokens: int = MAX_DECODE_TOKENS
+) -> dict[str, int]:
     """What :func:`delta_rule_recurrent_kernel` is compiled for, and its warps."""
     block, part = triton.next_power_of_2(dim), triton.cdiv((2 * n_key + n_value) * dim, n_value)
     heads = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "CONV_WIDTH": conv_width, "BLOCK": block}
     window = {"WINDOW_CHANNELS": triton.next_power_of_2(part), "WINDOW_ROWS": triton.next_power_of_2(conv_width - 1)}
     heads["UPDATE_WIDTH"] = update_width(n_key, n_value, dim)
-    return heads | window | {"TOKENS": MAX_DECODE_TOKENS, "num_warps": 8 if block > 64 else 4}
+    return heads | window | {"TOKENS": max_tokens, "num_warps": 8 if block > 64 else 4}
 
 
 def updates_options(n_key: int, n_value: int, dim: int) -> dict[str, int]:
@@ -298,15 +300,21 @@ def apply_updates(states: Tensor, updates: Tensor, source: int, rows: Tensor, ta
 
 
 def recurrent_gated_delta_net(
-    y: Tensor, pools: DeltaNetPools, ids: Tensor, kept: Tensor, params: GatedDeltaNetParams
+    y: Tensor,
+    pools: DeltaNetPools,
+    ids: Tensor,
+    kept: Tensor,
+    params: GatedDeltaNetParams,
+    max_tokens: int = MAX_DECODE_TOKENS,
 ) -> Tensor:
     """Input columns [B n, columns] to gated outputs [B n, n_value dim], in the dtype of ``y``; writes states.
 
     ``y``: columns q, k, v (the C channels), z, alpha, beta; slice b has rows b n .. b n + n - 1, n from 1 to
-    MAX_DECODE_TOKENS; its last dimension is contiguous.  Slices start from rows ``ids`` [B] int64 of the float32 pools
-    ``conv_states`` [states, conv width - 1, C] and ``states`` [states, n_value, Dk, Dv], and write the state after each
-    token to its row in ``kept`` [B, n] int64; -1: to none.  If the first of several tokens has a row, all have, and the
-    rows of ``updates`` get what the tokens do to S instead.  All rows of a slice differ from all rows of another.
+    ``max_tokens``, a power of two; its last dimension is contiguous.  Slices start from rows ``ids`` [B] int64 of the
+    float32 pools ``conv_states`` [states, conv width - 1, C] and ``states`` [states, n_value, Dk, Dv], and write the
+    state after each token to its row in ``kept`` [B, n] int64; -1: to none.  If the first of several tokens has a row,
+    all have, and the rows of ``updates`` get what the tokens do to S instead.  All rows of a slice differ from all rows
+    of another.
     """
     conv_states, states, updates = pools
     m, conv_width, channels = params, params.conv_weight.shape[0], params.channels
@@ -316,7 +324,7 @@ def recurrent_gated_delta_net(
     assert y.stride(1) == 1
     assert conv_states.shape[1:] == (conv_width - 1, channels)
     assert states.shape[1:] == (m.n_value, m.dim, m.dim)
-    assert 1 <= n <= MAX_DECODE_TOKENS
+    assert 1 <= n <= max_tokens
     assert kept.shape == (n_slices, n)
     assert updates.shape[1] == update_width(m.n_key, m.n_value, m.dim)
     assert all(x.is_contiguous() for x in (*pools, ids, kept))
@@ -332,7 +340,7 @@ def recurrent_gated_delta_net(
     )
     delta_rule_recurrent_kernel[(m.n_value, n_slices)](
         *(y, qkv, gates, out, *pools, ids, kept, m.norm.weight, m.norm.epsilon, n, y.stride(0)),
-        **recurrent_options(*sizes),
+        **recurrent_options(*sizes, max_tokens),
         **dependent_launch(y.device),
     )
     return out

@@ -19,6 +19,10 @@ WARPS_PER_PROCESSOR = 36
 """Warps per multiprocessor that splitting aims for: enough to hide memory latency."""
 MIN_CHUNKS = 2
 """Fewest chunks in a split."""
+FIXED_PROGRAMS = 1024
+"""Programs of one tile of rows that :func:`fixed_splits` aims for: two waves of the largest GPUs."""
+MAX_SPLIT_ROWS = 64
+"""Rows up to which fixed splits run in parallel.  More rows fill a device without, and their parts take memory."""
 
 
 @triton.jit(do_not_specialize=["n_splits", "size"])
@@ -66,6 +70,11 @@ def gemv_config(tile: GemvTile, n_deep: int, n_out: int, n_chunks: int, device: 
     while n_warps * splits * 2 <= max_warps and n_chunks // (2 * splits) >= MIN_CHUNKS:
         splits *= 2
     return GemvConfig(tile.columns, tile.n_warps, tile.n_stages, splits)
+
+
+def fixed_splits(n_programs: int, n_chunks: int) -> int:
+    """Splits of a matrix whose columns take ``n_programs``: by its shape alone, so that sums have one order."""
+    return max(1, min(FIXED_PROGRAMS // n_programs, n_chunks // MIN_CHUNKS))
 
 
 def rows_per_program(n_rows: int, experts: Tensor | None) -> int:
