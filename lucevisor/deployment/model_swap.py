@@ -70,29 +70,41 @@ Instruction = LoadModel | UnloadModel | StopGroup
 class ModelUse:
     """A model.  ``shares``: of memories, by name.  ``ttl_s``: idle time after which it leaves; 0: never.
 
-    ``load_s``: of the last of ``n_loads``.  ``wanted_since``: requests wait for it, or an operator does.  ``leave``: it
-    is to leave when it is idle.  ``known``: it was placed, or cannot be.
+    ``keep_alive_s``: a request's, in place of ``ttl_s`` for load number ``keep_alive_load``, as in Ollama.  ``load_s``:
+    of the last of ``n_loads``.  ``wanted_since``: requests wait for it, or an operator does (``ordered``).  ``leave``:
+    it is to leave when it is idle.  ``known``: it was placed, or cannot be.
     """
 
     name: str
     groups: frozenset[str]
     pin: bool = False
     ttl_s: float = 0.0
+    keep_alive_s: float | None = None
+    keep_alive_load: int = 0
     state: ModelState = ModelState.UNLOADED
     shares: Mapping[str, float] | None = None  # None: not placed yet
     busy: bool = False
     used_at: float = 0.0
     wanted_since: float | None = None
+    ordered: bool = False
     loading_since: float = 0.0
     loaded_at: float = 0.0
     load_s: float = 0.0
     n_loads: int = 0
+    n_unloads: int = 0
     leave: bool = False
     known: bool = False
 
+    @property
+    def idle_s(self) -> float:
+        """Idle time after which it leaves; 0: never."""
+        if self.pin:
+            return 0.0
+        return self.ttl_s if self.keep_alive_s is None else self.keep_alive_s
+
     def due_at(self) -> float:
-        """Return when an idle model leaves by its ``ttl_s``."""
-        return inf if self.busy or not self.ttl_s or self.wanted_since is not None else self.used_at + self.ttl_s
+        """Return when an idle model leaves by its ``idle_s``."""
+        return inf if self.busy or not self.idle_s or self.wanted_since is not None else self.used_at + self.idle_s
 
     @property
     def turn_ends_at(self) -> float:
@@ -122,10 +134,12 @@ class SwapPolicy:
         return self._decide(now)
 
     def want(self, name: str, now: float) -> Sequence[Instruction]:
-        """Requests, or an operator, wait for a model."""
+        """An operator waits for a model: until it is no longer ``ordered``."""
         model = self.models[name]
-        if model.state is not ModelState.LOADED and model.wanted_since is None:
-            model.wanted_since = now
+        if model.state is not ModelState.LOADED:
+            model.ordered = True
+            if model.wanted_since is None:
+                model.wanted_since = now
         model.used_at, model.leave = now, False
         return self._decide(now)
 
@@ -135,27 +149,31 @@ class SwapPolicy:
         model.busy, model.used_at = busy, now
         if busy and model.state is not ModelState.LOADED and model.wanted_since is None:
             model.wanted_since = now
-        if not busy and model.state in (ModelState.UNLOADED, ModelState.PARKED):
+        if not busy and not model.ordered and model.state in (ModelState.UNLOADED, ModelState.PARKED):
             model.wanted_since = None  # they were cancelled
         return self._decide(now)
 
     def on_loaded(self, name: str, now: float) -> Sequence[Instruction]:
         model = self.models[name]
-        model.state, model.wanted_since = ModelState.LOADED, None
+        model.state, model.wanted_since, model.ordered = ModelState.LOADED, None, False
         model.loaded_at, model.load_s, model.used_at = now, now - model.loading_since, now
         model.n_loads += 1
+        if model.keep_alive_load != model.n_loads:
+            model.keep_alive_s = None
         return self._decide(now)
 
     def on_not_loaded(self, name: str, now: float) -> Sequence[Instruction]:
         """A load failed; those who waited for it know."""
         model = self.models[name]
-        model.state, model.wanted_since, model.leave, model.known = ModelState.UNLOADED, None, False, True
+        model.state, model.wanted_since, model.ordered = ModelState.UNLOADED, None, False
+        model.leave, model.known = False, True
         return self._decide(now)
 
     def on_left(self, name: str, parked: bool, now: float) -> Sequence[Instruction]:
         """A model has freed its memory.  Requests that came meanwhile wait for it."""
         model = self.models[name]
-        model.state, model.leave = ModelState.PARKED if parked else ModelState.UNLOADED, False
+        model.state, model.n_unloads = ModelState.PARKED if parked else ModelState.UNLOADED, model.n_unloads + 1
+        model.leave = model.leave and parked and not model.busy  # ordered while it was being parked
         if model.busy and model.wanted_since is None:
             model.wanted_since = now
         return self._decide(now)
@@ -168,15 +186,17 @@ class SwapPolicy:
         return self._decide(now)
 
     def unload(self, name: str, now: float) -> Sequence[Instruction]:
-        """An operator wants a model to leave, as soon as it is idle, parked or not."""
+        """An operator wants a model to leave, as soon as it is idle, parked or not.  Who ordered it gives way."""
         model = self.models[name]
-        model.leave = model.state in (*IN_MEMORY, ModelState.PARKED)
+        model.leave, model.ordered = model.state in (*IN_MEMORY, ModelState.PARKED), False
         if not model.busy:
             model.wanted_since = None
         return self._decide(now)
 
-    def set_ttl(self, name: str, ttl_s: float, now: float) -> Sequence[Instruction]:
-        self.models[name].ttl_s = ttl_s
+    def keep_alive(self, name: str, seconds: float, now: float) -> Sequence[Instruction]:
+        """A request wants a model to leave after so much idle time; 0: never.  Holds until it is loaded again."""
+        model = self.models[name]
+        model.keep_alive_s, model.keep_alive_load = seconds, model.n_loads + (model.state is not ModelState.LOADED)
         return self._decide(now)
 
     def tick(self, now: float) -> Sequence[Instruction]:
@@ -265,16 +285,16 @@ class SwapPolicy:
         self._out.append(UnloadModel(model.name, park))
 
     def _group_due_at(self, group: str) -> float:
-        """Return when all models of a group are due; infinity unless one has a ``ttl_s``.  One without a ``ttl_s``
-        is due when it is not loaded and no request waits for it."""
+        """Return when all models of a group are due; infinity unless one has an ``idle_s``.  One without it is due when
+        it is not loaded and no request waits for it."""
         models = self._of_group(group)
         if not all(model.known for model in models):
             return inf  # it has to be there for their placement
         bound = [
-            model for model in models if model.ttl_s or model.wanted_since is not None
+            model for model in models if model.idle_s or model.wanted_since is not None
             or model.state is not ModelState.UNLOADED
         ]  # fmt: skip
-        return max((model.due_at() for model in bound), default=inf) if any(m.ttl_s for m in models) else inf
+        return max((model.due_at() for model in bound), default=inf) if any(m.idle_s for m in models) else inf
 
     def _group_is_due(self, group: str, now: float) -> bool:
         return now >= self._group_due_at(group)

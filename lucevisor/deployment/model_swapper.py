@@ -17,6 +17,7 @@ import structlog
 from lucevisor.config import Config
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.model_swap import (
+    IN_MEMORY,
     Instruction,
     LoadModel,
     ModelState,
@@ -114,30 +115,39 @@ class ModelSwapper:
     # ---- operators
 
     async def load(self, name: str) -> None:
-        """Load a model; returns when it is loaded.  Raises LucevisorError."""
+        """Load a model; returns when it was loaded.  Raises LucevisorError."""
+        use = self._policy.models[name]
+        n_loads = use.n_loads
         self._problems.pop(name, None)
         self._decide(self._policy.want(name, self._loop.time()))
-        service = self._models[name]
-        await service.changes.wait_for(
-            lambda: self.state(name) is ModelState.LOADED or bool(self.problem(name)) or self._closed
-        )
-        if self.state(name) is not ModelState.LOADED:
-            raise LucevisorError(f"model {name} is not loaded: {self.problem(name) or 'the supervisor is stopping'}")
+        changes = self._models[name].changes
+        changes.notify()  # who unloads it gives way
+        await changes.wait_for(lambda: not use.ordered or bool(self.problem(name)) or self._closed)
+        if self.state(name) is not ModelState.LOADED and use.n_loads == n_loads:
+            gone = "the supervisor is stopping" if self._closed else "it was unloaded meanwhile; load it again"
+            raise LucevisorError(f"model {name} is not loaded: {self.problem(name) or gone}")
 
     async def unload(self, name: str) -> None:
         """Unload a model once it has no requests; returns when its memory is free.  Raises AdminError."""
-        if self._policy.models[name].pin:
+        use = self._policy.models[name]
+        if use.pin:
             raise AdminError(f"model {name} is pinned ([models.{name}] pin = true): it is never unloaded")
         self._decide(self._policy.unload(name, self._loop.time()))
-        await self._models[name].changes.wait_for(lambda: self.state(name) is ModelState.UNLOADED or self._closed)
+        changes = self._models[name].changes
+        changes.notify()  # who loads it gives way
+        n_unloads = use.n_unloads
+        await changes.wait_for(lambda: (not use.leave and use.state is not ModelState.LEAVING) or self._closed)
+        if use.state in IN_MEMORY and use.n_unloads == n_unloads:
+            why = "the supervisor is stopping" if self._closed else "it was loaded again meanwhile"
+            raise AdminError(f"model {name} is not unloaded: {why}")
 
     def keep_alive(self, name: str, seconds: float) -> None:
-        """Set the ``ttl`` of a model until the supervisor stops; negative: it stays, 0: it leaves when it is idle."""
+        """Set the idle time of a model until it is loaded again; negative: it stays, 0: it leaves when it is idle."""
         now, pinned = self._loop.time(), self._policy.models[name].pin
         if seconds == 0:
             self._decide(() if pinned else self._policy.unload(name, now))
         else:
-            self._decide(self._policy.set_ttl(name, max(0.0, seconds), now))
+            self._decide(self._policy.keep_alive(name, max(0.0, seconds), now))
 
     # ---- events of models and groups
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -138,6 +139,51 @@ def test_an_operator_unloads_a_busy_model_when_its_requests_have_ended() -> None
     assert made.want("a", 5.0) == [LoadModel("a")]
 
 
+def test_an_order_to_load_outlives_a_request_that_is_cancelled() -> None:
+    made = alternatives("a", "b", loaded=["a"])
+    assert made.on_busy("a", True, 1.0) == []
+    assert made.want("b", 2.0) == []
+    assert made.on_busy("b", True, 2.0) == []
+    assert made.on_busy("b", False, 2.5) == []  # its client left
+    assert made.on_busy("a", False, 3.0) == [UnloadModel("a", park=True)]
+    assert made.on_left("a", True, 4.0) == [LoadModel("b")]
+
+
+def test_an_order_to_unload_a_model_that_is_being_parked_frees_what_was_parked() -> None:
+    made = alternatives("a", "b", loaded=["a"])
+    assert made.want("b", 10.0) == [UnloadModel("a", park=True)]
+    assert made.unload("a", 11.0) == []
+    assert made.on_left("a", True, 12.0) == [UnloadModel("a", park=False)]
+    assert made.on_left("a", False, 13.0) == [LoadModel("b")]
+
+
+@pytest.mark.parametrize("keep_alive_s", [None, 20.0])
+def test_time_changes_nothing_for_a_pinned_model_with_a_ttl(keep_alive_s: float | None) -> None:
+    made = alternatives("a", loaded=["a"], pin=True, ttl_s=20.0)
+    if keep_alive_s is not None:
+        assert made.keep_alive("a", keep_alive_s, 1.0) == []
+    assert made.next_at() == inf
+    assert made.tick(1000.0) == []
+
+
+def test_a_keep_alive_holds_until_the_model_is_loaded_again() -> None:
+    made = alternatives("a", loaded=["a"], ttl_s=300.0)
+    assert made.keep_alive("a", 20.0, 1.0) == []
+    assert made.next_at() == 20.0
+    assert made.tick(20.0) == [UnloadModel("a", park=False)]
+    assert made.on_left("a", False, 21.0) == [StopGroup(GROUP)]  # its daemon as well
+    assert made.on_busy("a", True, 30.0) == [LoadModel("a")]
+    assert made.keep_alive("a", 40.0, 30.0) == []  # of the request that loads it
+    assert made.on_loaded("a", 31.0) == []
+    assert made.on_busy("a", False, 32.0) == []
+    assert made.models["a"].due_at() == 72.0
+    assert made.unload("a", 40.0) == [UnloadModel("a", park=False)]
+    assert made.on_left("a", False, 41.0) == []
+    assert made.want("a", 50.0) == [LoadModel("a")]
+    assert made.on_loaded("a", 51.0) == []
+    assert made.models["a"].due_at() == 351.0
+
+
 def test_a_load_that_fails_makes_room_for_others_and_is_tried_again_on_demand() -> None:
     made = alternatives("a", "b")
     assert made.on_busy("a", True, 1.0) == [LoadModel("a")]
@@ -167,12 +213,14 @@ class World:
     leaving: dict[str, bool] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)  # models with running requests
     queued: set[str] = field(default_factory=set)
+    present: set[str] = field(default_factory=set)  # models that take memory; one that was parked takes none
 
     def take(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case LoadModel(name):
                     self.loading.add(name)
+                    self.present.add(name)
                 case UnloadModel(name, park):
                     assert not self.policy.models[name].pin
                     self.leaving[name] = park
@@ -181,7 +229,7 @@ class World:
                     assert not self.queued | self.running
                     self.take(self.policy.on_daemon_lost(group, self.now))
         memories = {memory for use in self.policy.models.values() for memory in use.shares or {}}
-        present = [use for use in self.policy.models.values() if use.state in IN_MEMORY]
+        present = [self.policy.models[name] for name in self.present]
         for memory in memories:
             assert sum((use.shares or {}).get(memory, 0.0) for use in present) <= 1.000001
 
@@ -197,6 +245,10 @@ class World:
             self.running.discard(name)
             if name not in self.queued:
                 self.take(self.policy.on_busy(name, False, self.now))
+        elif what == "cancel" and name in self.queued:
+            self.queued.discard(name)
+            if name not in self.running:
+                self.take(self.policy.on_busy(name, False, self.now))
         elif what == "loaded" and name in self.loading:
             self.loading.discard(name)
             if name in self.queued:
@@ -204,16 +256,19 @@ class World:
                 self.running.add(name)
             self.take(self.policy.on_loaded(name, self.now))
         elif what == "left" and name in self.leaving and name not in self.running:
+            self.present.discard(name)
             self.take(self.policy.on_left(name, self.leaving.pop(name), self.now))
         elif what == "unload":
             self.take(self.policy.unload(name, self.now))
-        elif what == "ttl":
-            self.take(self.policy.set_ttl(name, 0.0 if use.ttl_s else 30.0, self.now))
+        elif what == "load":
+            self.take(self.policy.want(name, self.now))
+        elif what == "keep alive":
+            self.take(self.policy.keep_alive(name, 0.0 if use.idle_s else 30.0, self.now))
         self.take(self.policy.tick(self.now))
 
 
 NAMES = ("a", "b", "c", "d")
-ACTIONS = ("request", "end", "loaded", "left", "unload", "ttl")
+ACTIONS = ("request", "end", "cancel", "loaded", "left", "load", "unload", "keep alive")
 SHARES = st.sampled_from([0.125, 0.25, 0.5, 1.0])
 
 
@@ -233,7 +288,7 @@ def test_every_request_is_served_and_no_memory_is_overcommitted(shares, actions)
             for what in ("loaded", "left", "end"):
                 world.act(what, name)
     assert not world.queued | world.running | world.loading | {*world.leaving}
-    assert not any(use.busy or use.wanted_since is not None for use in world.policy.models.values())
+    assert not any(use.busy or use.ordered or use.wanted_since is not None for use in world.policy.models.values())
 
 
 @pytest.mark.parametrize("state", ModelState)

@@ -272,3 +272,23 @@ async def test_a_pinned_model_is_not_unloaded(tmp_path):
     async with running(file, tmp_path) as service:
         with pytest.raises(AdminError, match="model dense is pinned"):
             await service.swapper.unload("dense")
+
+
+async def test_orders_that_another_one_revokes_are_answered(tmp_path):
+    async with running(write(tmp_path, "dense"), tmp_path) as service:
+        swapper = service.swapper
+        loading = asyncio.ensure_future(swapper.load("dense"))
+        await until(lambda: states(service)["dense"] == "loading")
+        await swapper.unload("dense")
+        with pytest.raises(LucevisorError, match="model dense is not loaded: it was unloaded meanwhile; load it again"):
+            await asyncio.wait_for(loading, 20.0)
+        await swapper.load("dense")
+        answer = asyncio.ensure_future(generate(service.models["dense"], PROMPTS[0], 200))
+        await until(lambda: service.models["dense"].engine.busy)
+        unloading = asyncio.ensure_future(swapper.unload("dense"))
+        await asyncio.sleep(0)
+        await swapper.load("dense")
+        with pytest.raises(AdminError, match="model dense is not unloaded: it was loaded again meanwhile"):
+            await asyncio.wait_for(unloading, 20.0)
+        await answer
+        assert states(service)["dense"] == "loaded"

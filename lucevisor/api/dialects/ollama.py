@@ -216,23 +216,26 @@ def _load_order(body: OllamaBody, ctx: AppContext, what: dict[str, object]) -> M
     return ModelOrder(msgspec.json.encode({**head, **what, **rest}), keep_alive_s)
 
 
-_DURATION: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+MAX_KEEP_ALIVE_S: Final = 100 * 365 * 86400.0
+"""Longest `keep_alive`; a longer one counts as this one."""
+_SECONDS: Final = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
+_DURATION: Final = re.compile(rf"({_SECONDS.pattern})(ns|us|µs|ms|s|m|h)")
 _UNITS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def keep_alive(value: float | str | None) -> float | None:
     """Return `keep_alive` in seconds: a number, or a duration of Go such as "5m" or "1h30m"; raises ApiError."""
-    if value is None or isinstance(value, float | int):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, float | int):
+        return min(value, MAX_KEEP_ALIVE_S)
     text = value.strip()
     sign, digits = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)
-    try:
-        return sign * float(digits)
-    except ValueError:
-        parts = _DURATION.findall(digits)
-    if not parts or "".join(number + unit for number, unit in parts) != digits:
+    written = f"{digits}s" if _SECONDS.fullmatch(digits) else digits
+    parts = _DURATION.findall(written)
+    if not parts or "".join(number + unit for number, unit in parts) != written:
         raise bad_parameter("keep_alive", f'{show(value)} is no duration; send seconds, or text such as "5m"')
-    return sign * sum(float(number) * _UNITS[unit] for number, unit in parts)
+    return min(sign * sum(float(number) * _UNITS[unit] for number, unit in parts), MAX_KEEP_ALIVE_S)
 
 
 def _with_ignored(
