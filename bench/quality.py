@@ -1,17 +1,18 @@
 """Are the answers of real models as good as llama.cpp's?  Every question is asked of both servers in the same run.
 
-    python bench/quality.py FOLDER --llama DIRECTORY [--models NAME ...] [--parts NAME ...] [--prompts 60] [--save]
+    python bench/quality.py FOLDER --llama DIRECTORY [--models NAME ...] [--parts NAME ...] [--at-once 4] [--save]
     python bench/quality.py --page
 
 FOLDER has the files that `python -m tests.real.models FOLDER` downloads, DIRECTORY the programs llama-server and
 llama-perplexity.  Ours is started as a user starts it, with a configuration of four lines and its defaults.  Parts:
 
     perplexity  a public-domain text (bench/data/alice.txt) in windows of 512, as llama-perplexity reads it
-    greedy      templates, token ids, and the first 64 tokens; where they part, the logits of the two candidates
+    greedy      templates, token ids, and the first 64 tokens; where they part, the logits of the two candidates, by
+                our float32, too, which rounds no activations
     code        40 functions in Python, whose assertions are run in a process with limits
     tools       30 requests that need one call: its name and arguments
     needle      a number at four depths of a text
-    arms        ours alone, in float32: a conversation of ten turns is the same with and without what may change it
+    arms        ours alone, in float32: a conversation of twenty turns is the same with and without what may change it
     drafts      tokens a second with the 0.5B as draft model of the 1.5B, of both servers in turns
 
 --save writes bench/results/quality-cpu.json, keeping the parts that are not run now, and from it docs/quality.md
@@ -35,9 +36,10 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import quality_page
@@ -132,11 +134,12 @@ def ours(model, *overrides, config=four_lines):
 
 @contextlib.contextmanager
 def llama_server(options, model, *arguments):
-    """llama-server on the same file and as many threads, one slot."""
+    """llama-server on the same file and as many threads, with a slot for each request at once."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [options.llama / "llama-server", "-m", model.path, "--port", port, "-np", 1, "-c", 8192, "-t", CORES]
+    command = [options.llama / "llama-server", "-m", model.path, "--port", port, "-t", CORES]
+    command += ["-np", options.at_once, "-c", 8192 * options.at_once]
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen([*map(str, command), *arguments], stdout=log, stderr=log) as process,
@@ -233,21 +236,27 @@ def greedy(model, own, their, options):
         prompts.append(ids[0])
     swings, parted = [], []
     eos = open_model([model.path]).metadata["tokenizer.ggml.eos_token_id"]
-    for ids in prompts:
-        a, b = [_tokens(server, ids, eos) for server in (own, their)]
+    own_answers = at_once(options, lambda ids: _tokens(own, ids, eos), prompts)
+    their_answers = at_once(options, lambda ids: _tokens(their, ids, eos), prompts)
+    for ids, a, b in zip(prompts, own_answers, their_answers, strict=True):
         at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x["id"] != y["id"]), None)
         for x, y in zip(a[:at], b[:at], strict=False):
             swings.append(_swing(x, y, [top["id"] for top in y["top_logprobs"][:2]]))
         if at is not None:
-            parted.append((ids, at, a[at], b[at]))
+            parted.append((ids, at, a[at], b[at], [token["id"] for token in a[:at]]))
     swings = [swing for swing in swings if swing is not None]
     cases = []
-    for ids, at, x, y in parted:
-        swing = _swing(x, y, [x["id"], y["id"]])
-        text = own.ask("/detokenize", {"tokens": ids})["content"]
-        gaps = [distance(token, [token["id"], other["id"]]) for token, other in ((x, y), (y, x))]
-        within = swing is not None and swing <= max(swings)
-        cases.append({"prompt": text[-80:], "token": at, "gaps": gaps, "swing": swing, "within": within})
+    with ours(model, "engine.dtype=float32", "engine.max_context=4096") as exact:
+        for ids, at, x, y, before in parted:
+            pair = [x["id"], y["id"]]
+            swing = _swing(x, y, pair)
+            texts = [own.ask("/detokenize", {"tokens": part})["content"] for part in (ids, before, pair[:1], pair[1:])]
+            [exactly] = _ask_tokens(exact, [*ids, *before], 1)["completion_probabilities"]
+            cases.append({
+                "prompt": texts[0][-80:], "token": at, "before": texts[1][-40:], "candidates": texts[2:],
+                "gaps": [distance(x, pair), distance(y, pair[::-1])], "float32": distance(exactly, pair),
+                "swing": swing, "within": swing is not None and swing <= max(swings),
+            })  # fmt: skip
     return {
         "prompts": len(prompts), "templates_equal": templates, "ids_equal": ids_equal,
         "answers_equal": len(prompts) - len(parted), "parted": cases,
@@ -263,17 +272,18 @@ def _questions(n):
 
 def _tokens(server, ids, eos):
     """The likeliest tokens with the best candidates of each, to the one that ends the answer: our server omits that."""
-
-    def ask(prompt, n, **fields):
-        body = {"prompt": prompt, "n_predict": n, "temperature": 0, "n_probs": N_TOP, "cache_prompt": False, **fields}
-        return server.ask("/completion", body)
-
-    answer = ask(ids, N_GREEDY)
+    answer = _ask_tokens(server, ids, N_GREEDY)
     tokens = answer["completion_probabilities"]
     if answer["stop_type"] == "limit" or tokens[-1]["id"] == eos:
         return tokens
-    [end] = ask([*ids, *(token["id"] for token in tokens)], 1, ignore_eos=True)["completion_probabilities"]
+    text = [*ids, *(token["id"] for token in tokens)]
+    [end] = _ask_tokens(server, text, 1, ignore_eos=True)["completion_probabilities"]
     return [*tokens, {**end, "id": eos}]
+
+
+def _ask_tokens(server, ids, n, **fields):
+    body = {"prompt": ids, "n_predict": n, "temperature": 0, "n_probs": N_TOP, "cache_prompt": False, **fields}
+    return server.ask("/completion", body)
 
 
 def distance(token, pair):
@@ -288,6 +298,12 @@ def _swing(a, b, pair):
     return None if None in distances else abs(distances[0] - distances[1])
 
 
+def at_once(options, ask, items):
+    """Answers in the order of ``items``, asked a few at once."""
+    with ThreadPoolExecutor(options.at_once) as pool:
+        return [*pool.map(ask, items)]
+
+
 # Tasks
 
 
@@ -298,17 +314,19 @@ def code(model, own, their, options):
         if verdict := run_code(task["solution"], task["tests"]):
             raise SystemExit(f"{task['signature']}: its own solution fails: {verdict}")
     found, unlike = {"tasks": len(tasks), "ours": 0, "llama.cpp": 0}, []
-    for task in tasks:
+
+    def verdict_of(server, task):
         question = f"Write a Python function `{task['signature']}` that {task['task']}. Answer with one block of code."
-        verdicts = []
-        for name, server in (("ours", own), ("llama.cpp", their)):
-            messages = [{"role": "user", "content": question}]  # what is said behind the block would only take time
-            said = _chat(server, messages, max_tokens=300, stop=["\n```\n"])["content"] or ""
-            block = said.split("```python")[-1].split("```")[0]
-            verdicts.append(run_code(block, task["tests"]))
-            found[name] += not verdicts[-1]
-        if bool(verdicts[0]) != bool(verdicts[1]):
-            unlike.append({"task": task["signature"], "verdicts": verdicts})
+        messages = [{"role": "user", "content": question}]  # what is said behind the block would only take time
+        said = _chat(server, messages, max_tokens=300, stop=["\n```\n"])["content"] or ""
+        return run_code(said.split("```python")[-1].split("```")[0], task["tests"])
+
+    verdicts = [at_once(options, partial(verdict_of, server), tasks) for server in (own, their)]
+    for task, *pair in zip(tasks, *verdicts, strict=True):
+        for name, verdict in zip(("ours", "llama.cpp"), pair, strict=True):
+            found[name] += not verdict
+        if bool(pair[0]) != bool(pair[1]):
+            unlike.append({"task": task["signature"], "verdicts": pair})
     return {**found, "unlike": unlike}
 
 
@@ -343,21 +361,22 @@ def tools(model, own, their, options):
     """Right calls by server and choice: with `auto` the model may answer without a call."""
     asked = data("tools")
     found, unlike = {"tasks": len(asked["tasks"])}, []
+
+    def answer_of(server, choice, task):
+        """True, or the wrong answer."""
+        messages = [{"role": "user", "content": task["question"]}]
+        fields = {"tools": asked["tools"], "tool_choice": choice, "parallel_tool_calls": False}
+        said = _chat(server, messages, max_tokens=160, **fields)
+        return _is_right(said.get("tool_calls") or [], task) or said.get("tool_calls") or said.get("content")
+
     for choice in ("auto", "required"):
-        counts = {"ours": 0, "llama.cpp": 0}
-        for task in asked["tasks"]:
-            right = {}
-            for name, server in (("ours", own), ("llama.cpp", their)):
-                messages = [{"role": "user", "content": task["question"]}]
-                fields = {"tools": asked["tools"], "tool_choice": choice, "parallel_tool_calls": False}
-                said = _chat(server, messages, max_tokens=160, **fields)
-                right[name] = _is_right(said.get("tool_calls") or [], task)
-                counts[name] += right[name]
-                if not right[name]:
-                    right[name] = said.get("tool_calls") or said.get("content")
+        both = [at_once(options, partial(answer_of, server, choice), asked["tasks"]) for server in (own, their)]
+        answers = dict(zip(("ours", "llama.cpp"), both, strict=True))
+        found[choice] = {name: sum(answer is True for answer in given) for name, given in answers.items()}
+        for i, task in enumerate(asked["tasks"]):
+            right = {name: given[i] for name, given in answers.items()}
             if (right["ours"] is True) != (right["llama.cpp"] is True):
                 unlike.append({"question": task["question"], "choice": choice, **right})
-        found[choice] = counts
     return {**found, "unlike": unlike}
 
 
@@ -466,10 +485,10 @@ def arms(model, options):
     with tempfile.TemporaryDirectory() as folder:
         on_disk = [*plain, no_drafts, f"cache.dir={folder}"]
         with ours(model, *on_disk) as server:
-            done = talk(server, n=5)
+            done = talk(server, n=(half := len(reference) // 2))
         with ours(model, *on_disk) as server:
             done.go_on(server)
-            note("cache on disk, restarted after 5 turns", done, {"cached_at_restart": done.cached[5]})
+            note(f"cache on disk, restarted after {half} turns", done, {"cached_at_restart": done.cached[half]})
     with ours(model, *plain, no_drafts, config=two_groups) as server:
         layers = [group["devices"][0]["layers"] for group in status(server)["groups"]]
         note("two daemons", talk(server), {"layers": layers})
@@ -486,15 +505,22 @@ def arms(model, options):
         note("KV Flash, policy exact, 512 tokens", done, {"pages_out": max(most)})
     with ours(model, *plain, "draft.kind=lookup", "draft.width=4") as server:
         note("drafts by lookup, width 4", talk(server), {"accepted": status(server)["draft"]["lookups"]["accepted"]})
+    if model.name == DRAFTED:
+        with ours(model, *plain, "draft.kind=model", f"draft.path={drafter_of(model)}") as server:
+            note("drafts by the 0.5B", talk(server), {"tokens_per_step": status(server)["draft"]["tokens_per_step"]})
     return found
 
 
 # Drafts
 
 
+def drafter_of(model):
+    return model.path.with_name(f"{DRAFTER}.gguf")
+
+
 def drafts(model, options):
     """Tokens a second of the same answers with and without a draft model, of both servers in turns."""
-    drafter = model.path.with_name(f"{DRAFTER}.gguf")
+    drafter = drafter_of(model)
     with contextlib.ExitStack() as stack:
         pair = ["--spec-type", "draft-simple", "-md", str(drafter), "--spec-draft-n-max", "8"]
         few = ["engine.max_context=4096", "engine.max_sequences=2", "cache.prefix_slots=0"]
@@ -564,7 +590,8 @@ def main():
     parser.add_argument("--llama", type=Path, help="the directory of llama-server and llama-perplexity")
     parser.add_argument("--models", nargs="+", help="beginnings of file names; all")
     parser.add_argument("--parts", nargs="+", choices=[*BESIDE, *ALONE], default=[*BESIDE, *ALONE])
-    parser.add_argument("--prompts", type=int, default=60, help="of the greedy answers, 200 at most")
+    parser.add_argument("--prompts", type=int, default=200, help="of the greedy answers")
+    parser.add_argument("--at-once", type=int, default=4, help="requests, of greedy answers, code and tools")
     parser.add_argument("--windows", type=int, default=24, help="of the perplexity")
     parser.add_argument("--turn-tokens", type=int, default=32, help="of each answer in a conversation")
     parser.add_argument("--rounds", type=int, default=2, help="of all prompts for drafts")

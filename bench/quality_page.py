@@ -22,10 +22,12 @@ downloads the files, `bench/quality.py FOLDER --llama DIRECTORY --save` repeats 
   token counts; ± is the standard error of the difference. Both round activations that meet quantised matrices to 8
   bits. Ours keeps the others in bfloat16, llama.cpp in float32; our float32 rounds none.
 - *Greedy answers*: the first 64 tokens. Where two answers part, the distance of the two candidates' logits is compared
-  between the servers. It is rounding if it differs by no more than it does where both chose the same token.
+  between the servers. It is rounding if it differs by no more than it does where both chose the same token. The record
+  has each case with the candidates, and how far they are apart in each server and in our float32.
 - *Code*: functions in Python whose assertions pass. *Tools*: requests answered with the right call, by `tool_choice`.
-- *Arms*: ours alone in float32, a conversation of ten turns. A turn counts if all its tokens are those of the service
-  with nothing on.
+  These and greedy answers were asked four at once.
+- *Arms*: ours alone in float32, a conversation of twenty turns. A turn counts if all its tokens are those of the
+  service with nothing on.
 """
 
 
@@ -86,6 +88,8 @@ def _greedy_rows(f):
     worst = max((case["swing"] for case in parted if case["swing"] is not None), default=0)
     yield (f"the others part by rounding (at most {worst:.2f}, elsewhere {f['swings']['most']:.2f})",
            f"{rounding} of {len(parted)}", "", "all", _met(rounding == len(parted)))  # fmt: skip
+    exact = [case["float32"] for case in parted if case["float32"] is not None]
+    yield "of these, our float32 chooses as", sum(gap > 0 for gap in exact), sum(gap < 0 for gap in exact), "", ""
 
 
 def _task_row(what, ours, theirs, n):
@@ -128,6 +132,7 @@ def _drafts_rows(f):
             "",
             "",
         )
+    yield "answers equal with drafts", *(f"{n} of {f['prompts']}" for n in f["answers_equal"].values()), "", ""
     yield (
         "ratio",
         f"{f['ratio']['ours']:.2f}",
