@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from pathlib import PurePath
 from typing import Annotated, Any, Final, Protocol
 
 import msgspec
@@ -147,8 +148,13 @@ class ModelCard:
         return name in (self.name, self.tagged)
 
     def alias_length(self, name: str) -> int:
-        """Return the length of the longest alias that a name, or Ollama's form of it, matches; 0: none does."""
+        """Return the length of the longest alias that a name, or Ollama's form of it, matches; 0: none does.
+
+        The name of the model's file without its ending is one.
+        """
         plain = name.removesuffix(":latest")
+        if plain == PurePath(self.path).stem:
+            return len(plain)
         matching = (alias for alias in self.aliases if fnmatchcase(name, alias) or fnmatchcase(plain, alias))
         return max(map(len, matching), default=0)
 

@@ -49,7 +49,11 @@ async def server() -> AsyncIterator[Server]:
     rigs = {
         name: Rig(
             model=ModelCard(
-                name=name, created_s=1_700_000_000, path=f"{name}.gguf", architecture="qwen35", aliases=ALIASES[name]
+                name=name,
+                created_s=1_700_000_000,
+                path=f"/models/{name}-Q8_0.gguf",
+                architecture="qwen35",
+                aliases=ALIASES[name],
             ),
             preprocessor=preprocessor,
             max_context=1024 if name == "large" else 512,
@@ -89,7 +93,13 @@ async def test_each_dialect_asks_the_model_that_the_request_names(server: Server
     assert server.opened() == {"large": 0, "small": 0}
 
 
-ALIASED = [("claude-sonnet-4-5", "large"), ("claude-haiku-4", "small"), ("gpt-4o:latest", "small"), ("small", "small")]
+ALIASED = [
+    ("claude-sonnet-4-5", "large"),
+    ("claude-haiku-4", "small"),
+    ("gpt-4o:latest", "small"),
+    ("small", "small"),
+    ("small-Q8_0", "small"),
+]
 
 
 @pytest.mark.parametrize(("asked", "name"), ALIASED)
