@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -91,14 +91,14 @@ class VisionSpec:
     n_heads: int
     eps: float
     patch: int
-    merge: int
-    side: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
     output_size: int
-    min_tokens: int
-    max_tokens: int
-    tensors: Shapes
+    merge: int = 1
+    side: int = 0
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    min_tokens: int = 1
+    max_tokens: int = 1
+    tensors: Shapes = field(default_factory=dict)
     files: GgufFiles | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -178,7 +178,8 @@ def read_vision_spec(files: GgufFiles, target: ModelSpec | None = None) -> Visio
     projector = keys.text(key, "")
     if projector not in PROJECTORS:
         raise keys.error(key, f"is {projector!r}; this version runs {', '.join(sorted(PROJECTORS))}")
-    spec = _read_qwen3vl(files, keys) if projector == QWEN3VL else _read_gemma4v(files, keys)
+    spec = (_read_qwen3vl if projector == QWEN3VL else _read_gemma4v)(_read_common(projector, files, keys), files, keys)
+    check_tensors(files, spec.tensors)
     if target is not None:
         _check_target(spec, target, keys)
     return spec
@@ -205,16 +206,34 @@ def _check_target(spec: VisionSpec, target: ModelSpec, keys: Keys) -> None:
             raise keys.error("projector_type", f"is {spec.projector!r}, and {target.name} has no token {name}")
 
 
-def _read_qwen3vl(files: GgufFiles, keys: Keys) -> VisionSpec:
+def _read_common(projector: str, files: GgufFiles, keys: Keys) -> VisionSpec:
+    """What all mmproj files say; the rest is that of a projector that says nothing else."""
+    return VisionSpec(
+        projector=projector,
+        name=model_name(files),
+        quant=main_quant(files),
+        n_layers=keys.integer("vision.block_count", high=MAX_LAYERS),
+        hidden_size=keys.integer("vision.embedding_length"),
+        feed_forward=keys.integer("vision.feed_forward_length"),
+        n_heads=keys.integer("vision.attention.head_count"),
+        eps=keys.number("vision.attention.layer_norm_epsilon", 1e-6, above=0.0),
+        patch=keys.integer("vision.patch_size", high=256),
+        output_size=keys.integer("vision.projection_dim"),
+        files=files,
+    )
+
+
+def _check_heads(n_heads: int, width: int, keys: Keys) -> None:
+    if width % n_heads or (width // n_heads) % 4:
+        raise keys.error("vision.attention.head_count", f"{n_heads} heads do not divide {width} numbers into fours")
+
+
+def _read_qwen3vl(spec: VisionSpec, files: GgufFiles, keys: Keys) -> VisionSpec:
     """Qwen3-VL, Qwen3.5 and Qwen3.6: pre-norm blocks with rotary positions, learned positions, a merger of squares."""
-    n_layers = keys.integer("vision.block_count", high=MAX_LAYERS)
-    e, f = keys.integer("vision.embedding_length"), keys.integer("vision.feed_forward_length")
-    heads, patch = keys.integer("vision.attention.head_count"), keys.integer("vision.patch_size", high=256)
+    e, f, patch, output = spec.hidden_size, spec.feed_forward, spec.patch, spec.output_size
     merge = keys.integer("vision.spatial_merge_size", 2, high=16)
-    output = keys.integer("vision.projection_dim")
-    if e % heads or (e // heads) % 4:
-        raise keys.error("vision.attention.head_count", f"{heads} heads do not divide {e} numbers into fours")
-    if any(keys.flags("vision.is_deepstack_layers", n_layers) or ()):
+    _check_heads(spec.n_heads, e, keys)
+    if any(keys.flags("vision.is_deepstack_layers", spec.n_layers) or ()):
         raise keys.error("vision.is_deepstack_layers", "names layers whose features the model's layers add (Qwen3-VL)")
     side = keys.integer("vision.image_size", high=1 << 16) // patch
     merged = e * merge * merge
@@ -230,53 +249,39 @@ def _read_qwen3vl(files: GgufFiles, keys: Keys) -> VisionSpec:
         "mm.2.weight": (output, merged),
         "mm.2.bias": (output,),
     }
-    for i in range(n_layers):
+    for i in range(spec.n_layers):
         b = f"v.blk.{i}."
         shapes = {"attn_qkv": (3 * e, e), "attn_out": (e, e), "ffn_up": (f, e), "ffn_down": (e, f)}
         for name, shape in shapes.items():
             tensors |= {f"{b}{name}.weight": shape, f"{b}{name}.bias": shape[:1]}
         for name in ("ln1", "ln2"):
             tensors |= {f"{b}{name}.weight": (e,), f"{b}{name}.bias": (e,)}
-    check_tensors(files, tensors)
     cell = (patch * merge) ** 2
-    return VisionSpec(
-        projector=QWEN3VL,
-        name=model_name(files),
-        quant=main_quant(files),
-        n_layers=n_layers,
-        hidden_size=e,
-        feed_forward=f,
-        n_heads=heads,
-        eps=keys.number("vision.attention.layer_norm_epsilon", 1e-6, above=0.0),
-        patch=patch,
+    return replace(
+        spec,
         merge=merge,
         side=side,
         mean=_colours(keys, "vision.image_mean"),
         std=_colours(keys, "vision.image_std"),
-        output_size=output,
         min_tokens=max(1, keys.integer("vision.image_min_pixels", 65536) // cell),
         max_tokens=max(1, keys.integer("vision.image_max_pixels", 4096 * cell) // cell),
         tensors=tensors,
-        files=files,
     )
 
 
-def _read_gemma4v(files: GgufFiles, keys: Keys) -> VisionSpec:
+def _read_gemma4v(spec: VisionSpec, files: GgufFiles, keys: Keys) -> VisionSpec:
     """Gemma 4: norms before and after each block, rotary positions by column and row, squares of patches averaged."""
-    n_layers = keys.integer("vision.block_count", high=MAX_LAYERS)
-    e, f = keys.integer("vision.embedding_length"), keys.integer("vision.feed_forward_length")
-    heads, patch = keys.integer("vision.attention.head_count"), keys.integer("vision.patch_size", high=256)
-    merge, output = keys.integer("vision.projector.scale_factor", 3, high=16), keys.integer("vision.projection_dim")
+    e, f, heads, patch = spec.hidden_size, spec.feed_forward, spec.n_heads, spec.patch
+    merge = keys.integer("vision.projector.scale_factor", 3, high=16)
     side = tensor(files, "v.position_embd.weight").shape[-2]
-    width = tensor(files, "v.blk.0.attn_q.weight").shape[0] if n_layers else heads
-    if width % heads or (width // heads) % 4:
-        raise keys.error("vision.attention.head_count", f"{heads} heads do not divide {width} numbers into fours")
+    width = tensor(files, "v.blk.0.attn_q.weight").shape[0] if spec.n_layers else heads
+    _check_heads(heads, width, keys)
     tensors: Shapes = {
         "v.patch_embd.weight": (e, 3, patch, patch),
         "v.position_embd.weight": (2, side, e),
-        "mm.input_projection.weight": (output, e),
+        "mm.input_projection.weight": (spec.output_size, e),
     }
-    for i in range(n_layers):
+    for i in range(spec.n_layers):
         b = f"v.blk.{i}."
         shapes: Shapes = {"attn_out": (e, width), "ffn_gate": (f, e), "ffn_up": (f, e), "ffn_down": (e, f)}
         for n in "qkv":
@@ -293,27 +298,7 @@ def _read_gemma4v(files: GgufFiles, keys: Keys) -> VisionSpec:
         stem = name.removesuffix(".weight")
         bounds = [f"{stem}.{side_}_{end}" for side_ in ("input", "output") for end in ("min", "max")]
         tensors |= {bound: (1,) for bound in bounds if bound in files.tensors}
-    check_tensors(files, tensors)
-    return VisionSpec(
-        projector=GEMMA4V,
-        name=model_name(files),
-        quant=main_quant(files),
-        n_layers=n_layers,
-        hidden_size=e,
-        feed_forward=f,
-        n_heads=heads,
-        eps=keys.number("vision.attention.layer_norm_epsilon", 1e-6, above=0.0),
-        patch=patch,
-        merge=merge,
-        side=side,
-        mean=(0.5, 0.5, 0.5),
-        std=(0.5, 0.5, 0.5),
-        output_size=output,
-        min_tokens=1,
-        max_tokens=max(1, min(280, side // merge)),
-        tensors=tensors,
-        files=files,
-    )
+    return replace(spec, merge=merge, side=side, max_tokens=max(1, min(280, side // merge)), tensors=tensors)
 
 
 def _colours(keys: Keys, key: str) -> tuple[float, float, float]:
