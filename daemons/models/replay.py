@@ -243,7 +243,6 @@ class LayerwiseReplay:
         self.sequences: Sequences | None = None
         self.problem = ""
         self.max_rows = 0  # rows computed together; 0: those of a step
-        self.whole = False  # also compute the unused output rows of the last layer, for tests
         self._replay, self._load, self._spec, self._rows = replay, load, spec, rows
         self._layers = plan.shards[0].layers
         self._chunks: list[_Chunk] = []
@@ -360,7 +359,7 @@ class LayerwiseReplay:
                 chunk.rows = self._first_rows(shard, chunk, batch)
             # the last kernel is torch's, which waits for all earlier ones: the next chunk reads what they wrote
             with shard.lora.of(batch.lora):
-                if index + 1 == self._layers.stop and not self.whole:
+                if index + 1 == self._layers.stop:
                     advance_state(layer, chunk.rows, batch)  # the output rows of the last layer are not needed
                     chunk.rows = chunk.rows[:1].clone()
                 else:
