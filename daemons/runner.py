@@ -38,9 +38,9 @@ from daemons.warmup import warm_up_all
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.values import Backend
-from lucevisor.protocol.arena import SharedBuffer, open_arenas
+from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.files import ByteFile
-from lucevisor.protocol.loading import ArenaPlan, DeviceUse, Load, Loaded, StagePlan
+from lucevisor.protocol.loading import DeviceUse, Load, Loaded, StagePlan
 from lucevisor.protocol.steps import DraftStep, PageScores, Sampled, Scored, Slice, Step, StepResult
 
 NO_ROWS = memoryview(b"")
@@ -91,19 +91,18 @@ class ModelRunner:
         cls,
         load: Load,
         backend: Backend,
-        fds: Sequence[int],
+        arenas: Sequence[SharedBuffer],
         reporter: Reporter,
-        open_buffers: Callable[[Sequence[ArenaPlan], Sequence[int]], Sequence[SharedBuffer]] = open_arenas,
         rows: ByteFile | None = None,
     ) -> tuple[ModelRunner, Loaded]:
-        """Open the boundary memory, load and warm up every stage, and load the draft, scoring and vision stages.
+        """Load and warm up every stage, and load the draft, scoring and vision stages.
 
-        ``fds``: of the boundary memory; ``rows``: the file of those to replay.
+        ``rows``: the file of those to replay.
 
-        Raises GgufError, ArenaError, LoadError or DeviceError.
+        Raises GgufError, LoadError or DeviceError.
         """
         started = time.monotonic()
-        runner = cls(load, backend, open_buffers(load.arenas, fds), open_files(load))
+        runner = cls(load, backend, arenas, open_files(load))
         replays = {} if rows is None else layerwise_replays(load, runner.spec, rows)
         uses, kernels = list[DeviceUse](), dict[str, str]()
         for plan in load.stages:

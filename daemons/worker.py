@@ -480,7 +480,7 @@ class _MessageLoop:
                 self._memory = self._parkable_memory(load)
                 with use_memory(self._memory):
                     self._runtime, loaded = ModelRunner.load(
-                        located.load, self._options.backend, (), self._reporter, lambda *_: buffers, rows
+                        located.load, self._options.backend, buffers, self._reporter, rows
                     )
             finally:
                 located.close()

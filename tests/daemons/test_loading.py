@@ -32,7 +32,7 @@ from lucevisor.model.weight_layout import shard_layouts, weight_bytes
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Placement
 from lucevisor.placement.stages import LoadFiles, load_message
-from lucevisor.protocol.arena import Arena, descriptors
+from lucevisor.protocol.arena import Arena, descriptors, open_arenas
 from lucevisor.protocol.loading import Load, Loaded, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step
@@ -300,7 +300,7 @@ def run(load: Load) -> tuple[ModelRunner, Loaded]:
     fds = [os.dup(fd) for fd in descriptors(arenas)]  # those of a daemon, which are its own
     for arena in arenas:
         arena.close()
-    return ModelRunner.load(load, Backend.CPU, fds, Reporter())  # type: ignore[arg-type]
+    return ModelRunner.load(load, Backend.CPU, open_arenas(load.arenas, fds), Reporter())  # type: ignore[arg-type]
 
 
 WHERE = (

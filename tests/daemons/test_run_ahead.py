@@ -32,7 +32,7 @@ from lucevisor.model.drafters import open_draft, read_draft_spec
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
-from lucevisor.protocol.arena import Arena, SharedBuffer
+from lucevisor.protocol.arena import Arena, SharedBuffer, open_arenas
 from lucevisor.protocol.frames import POSTED, encode
 from lucevisor.protocol.loading import (
     ArenaPlan,
@@ -266,7 +266,8 @@ class TwoStages:
             fds = [os.dup(a.fd) for a in self.arenas] + [os.dup(a.wake_fd) for a in self.arenas]
             sizes = pools_of(spec), 4, 80
             load = Load(files, Dtype.FLOAT32, Dtype.FLOAT32, [plan], plans, *sizes, draft=draft, spin_s=spin_s)
-            runner, _ = ModelRunner.load(load, backend, fds, Reporter())  # type: ignore[arg-type]
+            arenas = open_arenas(plans, fds)
+            runner, _ = ModelRunner.load(load, backend, arenas, Reporter())  # type: ignore[arg-type]
             if spin_s:
                 runner._queues = True
             ours, theirs = socket.socketpair()
