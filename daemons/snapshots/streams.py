@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -60,54 +59,34 @@ class SnapshotIO:
             raise SnapshotIOError(where, reason, advice) from error
 
 
-class CopyStream(Protocol):
-    """One thread's copies between files and the memory of one device."""
+def copy_stream_for(device: torch.device) -> CopyStream:
+    return CopyStream() if device.type == "cpu" else DeviceCopyStream(device)
 
-    def wait_for(self, event: torch.cuda.Event | None) -> None:
+
+class CopyStream:
+    """One thread's copies between files and a pool in host memory, or the host part of a GPU's pool: synchronous."""
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
         """Make later copies wait for ``event``, recorded by the compute thread."""
+        event.synchronize()
 
     def save(self, segment: StateSegment, file: SnapshotIO) -> None:
         """Write a segment, no later than the next ``finish``."""
+        file.write(segment.name, _views(segment), segment.offset)
 
     def restore(self, segment: StateSegment, file: SnapshotIO) -> None:
         """Read a segment, no later than the next ``finish``."""
+        file.read(segment.name, _views(segment), segment.offset)
 
     def convert(self, conversion: Conversion, file: SnapshotIO) -> None:
         """Read rows of another number format and store them in the pool's."""
+        _convert(conversion, file, pinned=False)
 
     def finish(self, file: SnapshotIO) -> None:
         """Complete all copies."""
 
     def drop(self) -> None:
         """Discard what a failed transfer left in the buffers."""
-
-
-def copy_stream_for(device: torch.device) -> CopyStream:
-    return HostCopyStream() if device.type == "cpu" else DeviceCopyStream(device)
-
-
-class HostCopyStream:
-    """Copies for a pool in host memory, or for the host part of a GPU's pool."""
-
-    def wait_for(self, event: torch.cuda.Event | None) -> None:
-        """cpu operations finish before they return; a GPU may still be copying."""
-        if event is not None:
-            event.synchronize()
-
-    def save(self, segment: StateSegment, file: SnapshotIO) -> None:
-        file.write(segment.name, _views(segment), segment.offset)
-
-    def restore(self, segment: StateSegment, file: SnapshotIO) -> None:
-        file.read(segment.name, _views(segment), segment.offset)
-
-    def convert(self, conversion: Conversion, file: SnapshotIO) -> None:
-        _convert(conversion, file, pinned=False)
-
-    def finish(self, file: SnapshotIO) -> None:
-        """Copies are synchronous: nothing is pending."""
-
-    def drop(self) -> None:
-        """Nothing is buffered."""
 
 
 def _views(segment: StateSegment) -> list[memoryview]:
@@ -131,7 +110,7 @@ class _Buffer:
         return self.memory[:n_bytes]
 
 
-class DeviceCopyStream:
+class DeviceCopyStream(CopyStream):
     """Copies for a pool on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -141,9 +120,8 @@ class DeviceCopyStream:
             _Buffer(torch.empty(SEGMENT_BYTES, dtype=torch.uint8, pin_memory=True), _event()) for _ in range(2)
         ]
 
-    def wait_for(self, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            self.stream.wait_event(event)
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        self.stream.wait_event(event)
 
     def save(self, segment: StateSegment, file: SnapshotIO) -> None:
         buffer = self._next()
