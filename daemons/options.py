@@ -26,15 +26,15 @@ class Options:
 
     group: str
     backend: Backend
-    links: tuple[str, ...]
+    links: Sequence[str]
     heartbeat: str
     parent_pid: int
     threads: int
     cores: tuple[int, ...]
     secret: int | None = None
     rows: str = ""
-    files: tuple[str, ...] = ()
-    tls: tuple[str, ...] = ()
+    files: Sequence[str] = ()
+    tls: Sequence[str] = ()
     cache_dir: str = ""
 
 
@@ -44,31 +44,23 @@ def parse(argv: Sequence[str]) -> Options:
         prog="python -m daemons", description="A shard daemon; started by `lucevisor start`."
     )
     parser.add_argument("--group", required=True)
-    parser.add_argument("--backend", required=True, choices=[backend.value for backend in Backend])
+    parser.add_argument("--backend", required=True, type=Backend, choices=list(Backend))
     parser.add_argument(
-        "--link", required=True, action="append", help="fd:NUMBER or tcp:HOST:PORT/CHANNEL, once for each model"
+        "--link", dest="links", required=True, action="append", help="fd:N or tcp:HOST:PORT/CHANNEL, once for each model"
     )
     parser.add_argument("--heartbeat", required=True, help="as --link")
     parser.add_argument("--parent-pid", required=True, type=int)
     parser.add_argument("--threads", required=True, type=int)
-    parser.add_argument("--cores", required=True, help="comma-separated, empty for no pinning")
+    parser.add_argument("--cores", required=True, type=_numbers, help="comma-separated, empty for no pinning")
     parser.add_argument("--secret", required=True, help="descriptor with the key of connections, empty for none")
     parser.add_argument("--rows", required=True, help="address to listen at for rows, empty for none; over TCP its own")
     parser.add_argument("--files", action="append", default=[], help="as --link, once for each link over TCP")
     parser.add_argument("--tls", action="append", default=[], help="a certificate's file, then its key's")
     parser.add_argument("--cache-dir", default="", help="directory for copies of model files")
     given = parser.parse_args(argv)
-    return Options(
-        group=given.group,
-        backend=Backend(given.backend),
-        links=tuple(given.link),
-        heartbeat=given.heartbeat,
-        parent_pid=given.parent_pid,
-        threads=given.threads,
-        cores=tuple(int(core) for core in given.cores.split(",") if core),
-        secret=int(given.secret) if given.secret else None,
-        rows=given.rows,
-        files=tuple(given.files),
-        tls=tuple(given.tls),
-        cache_dir=given.cache_dir,
-    )
+    given.secret = int(given.secret) if given.secret else None
+    return Options(**vars(given))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
