@@ -124,9 +124,6 @@ class Dflash(Drafter):
     def draft_tokens(self, newest: int, n: int) -> list[int]:
         return [newest] + [self.params.mask_token] * n
 
-    def first_visible(self, draft_from: int) -> int:
-        return draft_from
-
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states of the masks, [B, n, E], after the output norm."""
         h = self.vocabulary.table(batch.ids)

@@ -52,10 +52,7 @@ class DraftModel(Drafter):
         return self.output(h) if self.output.softcap else self.vocabulary.logits(self.output.norm(h))
 
     def draft_tokens(self, newest: int, n: int) -> list[int]:
-        return [min(newest, self.last_id)] + [0] * (n - 1)  # the others follow from the drafts
-
-    def first_visible(self, draft_from: int) -> int:
-        return draft_from
+        return super().draft_tokens(min(newest, self.last_id), n)
 
     def draft(self, hidden: Tensor | None, batch: Batch) -> Drafts:
         rows = batch.by_token(self.operations)

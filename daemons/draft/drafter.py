@@ -66,13 +66,13 @@ class Drafter(ABC):
     def extend(self, captures: Tensor | None, batch: Batch) -> Tensor:
         """Add rows [T, n E] captured from the target to the context; returns hidden states [T, E]."""
 
-    @abstractmethod
     def draft_tokens(self, newest: int, n: int) -> list[int]:
         """The tokens that are rows of a draft of ``n`` tokens behind ``newest``; the first is ``newest``."""
+        return [newest] + [0] * (n - 1)  # the others follow from the drafts
 
-    @abstractmethod
     def first_visible(self, draft_from: int) -> int:
         """The first position that a draft attends to where the context begins at ``draft_from``."""
+        return draft_from
 
     @abstractmethod
     def draft(self, hidden: Tensor | None, batch: Batch) -> Drafts:

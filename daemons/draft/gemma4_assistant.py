@@ -86,12 +86,6 @@ class Gemma4Assistant(Drafter):
             writer(streams[writer.at], batch)
         return self.target_norm.float32(streams[self.hidden_at].contiguous())
 
-    def draft_tokens(self, newest: int, n: int) -> list[int]:
-        return [newest] + [0] * (n - 1)  # the others follow from the drafts
-
-    def first_visible(self, draft_from: int) -> int:
-        return draft_from
-
     def row(self, ids: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits [B, V] after tokens and hidden states [B, E] of the target or of the draft before, and the
         hidden states for the next draft."""

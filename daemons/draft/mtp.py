@@ -65,9 +65,6 @@ class Mtp(Drafter):
         embedded = self.embedding_norm(self.vocabulary.table(ids))
         return self.project(self.operations.concatenate((embedded, self.hidden_norm.rounded(hidden, self.dtype))))
 
-    def draft_tokens(self, newest: int, n: int) -> list[int]:
-        return [newest] + [0] * (n - 1)  # the others follow from the drafts
-
     def first_visible(self, draft_from: int) -> int:
         return draft_from + 1  # the hidden state before draft_from is unknown, and there is none before position 0
 
