@@ -45,9 +45,8 @@ def parse(argv: Sequence[str]) -> Options:
     )
     parser.add_argument("--group", required=True)
     parser.add_argument("--backend", required=True, type=Backend, choices=list(Backend))
-    parser.add_argument(
-        "--link", dest="links", required=True, action="append", help="fd:N or tcp:HOST:PORT/CHANNEL, once for each model"
-    )
+    addresses = "fd:NUMBER or tcp:HOST:PORT/CHANNEL, once for each model"
+    parser.add_argument("--link", dest="links", required=True, action="append", help=addresses)
     parser.add_argument("--heartbeat", required=True, help="as --link")
     parser.add_argument("--parent-pid", required=True, type=int)
     parser.add_argument("--threads", required=True, type=int)

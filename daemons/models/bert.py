@@ -44,9 +44,8 @@ class BertFamily(Family):
     def attention(self, index: int) -> Attention:
         p, b = self.p, f"blk.{index}."
         shape = AttentionShape(p.n_heads, p.n_heads, p.head_dim, p.head_dim**-0.5, causal=False)
-        pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
         inputs, output = self.biased(b, "attn_q", "attn_k", "attn_v"), self.biased(b, "attn_output")
-        return Attention(shape, inputs, output, pages, lambda x, batch: x, self.operations)
+        return Attention(shape, inputs, output, self.pages(index), lambda x, batch: x, self.operations)
 
     def biased(self, prefix: str, *names: str) -> Linear:
         """The product with stacked matrices, plus their biases."""

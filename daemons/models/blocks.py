@@ -130,6 +130,18 @@ class Family(ABC):
             factors = linear if factors is None else factors * linear
         return rope(rotary, self.device, factors)
 
+    def pages(self, index: int) -> tuple[PagedTensor, PagedTensor]:
+        """The keys and values of a layer."""
+        return self.pools.paged(index, "k"), self.pools.paged(index, "v")
+
+    def qk_norm(self, prefix: str, n_heads: int, n_kv_heads: int) -> Norm:
+        """The norm of each query head, then of each key head; without the latter where there are 0."""
+        weights = [self.w.exact(prefix + "attn_q_norm.weight").expand(n_heads, -1)]
+        if n_kv_heads:
+            weights.append(self.w.exact(prefix + "attn_k_norm.weight").expand(n_kv_heads, -1))
+        per_head = torch.cat(weights)
+        return self.operations.norm(per_head, per_head.shape[-1], self.eps)
+
     def embedding(self) -> Callable[[Batch], Tensor]:
         """Token ids to boundary rows [T, boundary width]."""
         return Embedding(self.w.table("token_embd.weight"), self.spec.embedding_scale)
@@ -304,6 +316,12 @@ class GatedMlp:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         return self.down(gated_product(self.gate_up, x, self.activation, self.operations))
+
+
+def gated_mlp(w: WeightLoader, prefix: str, suffix: str = "", activation: str = "silu") -> GatedMlp:
+    """The MLP of the layer ``prefix`` ("blk.3."), or its shared expert (``suffix`` "_shexp")."""
+    gate_up = w.linear(f"{prefix}ffn_gate{suffix}.weight", f"{prefix}ffn_up{suffix}.weight")
+    return GatedMlp(gate_up, w.linear(f"{prefix}ffn_down{suffix}.weight"), w.selector.operations, activation)
 
 
 class BiasedLinear:

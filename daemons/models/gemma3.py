@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,11 +16,11 @@ from daemons.models.blocks import (
     AttentionShape,
     Block,
     Family,
-    GatedMlp,
     NormedBlock,
     Pooler,
     QkNormRope,
     SandwichNormLayer,
+    gated_mlp,
 )
 from daemons.models.loader import WeightLoader
 from lucevisor.model.families.gemma3 import DENSE, Gemma3Params
@@ -39,8 +38,7 @@ class Gemma3Family(Family):
 
     def layer(self, index: int) -> Block:
         b = f"blk.{index}."
-        gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
-        mlp = GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations, "gelu_tanh")
+        mlp = gated_mlp(self.w, b, activation="gelu_tanh")
         norms = [self.norm(f"{b}{n}.weight") for n in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")]
         return SandwichNormLayer(
             NormedBlock(norms[0], self.attention(index), norms[1]),
@@ -49,17 +47,15 @@ class Gemma3Family(Family):
         )
 
     def attention(self, index: int) -> Attention:
-        p, b, d, layer = self.p, f"blk.{index}.", self.p.head_dim, self.spec.layers[index]
+        p, b, layer = self.p, f"blk.{index}.", self.spec.layers[index]
         inputs = self.w.linear(b + "attn_q.weight", b + "attn_k.weight", b + "attn_v.weight")
-        q_norm, k_norm = self.w.exact(b + "attn_q_norm.weight"), self.w.exact(b + "attn_k_norm.weight")
-        per_head = torch.cat((q_norm.expand(p.n_heads, -1), k_norm.expand(p.n_kv_heads, -1)))
-        shape = AttentionShape(p.n_heads, p.n_kv_heads, d, p.scale, space=layer.space, window=layer.window)
+        shape = AttentionShape(p.n_heads, p.n_kv_heads, p.head_dim, p.scale, space=layer.space, window=layer.window)
         if p.bidirectional:
             window = p.window // 2 + 1 if p.sliding[index] else 0
             shape = replace(shape, causal=False, window=window, symmetric=True)
-        pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
-        positions = QkNormRope(self.operations.norm(per_head, d, p.eps), self.ropes[p.sliding[index]], self.operations)
-        return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions, self.operations)
+        positions = QkNormRope(self.qk_norm(b, p.n_heads, p.n_kv_heads), self.ropes[p.sliding[index]], self.operations)
+        output = self.w.linear(b + "attn_output.weight")
+        return Attention(shape, inputs, output, self.pages(index), positions, self.operations)
 
     def pooler(self, norm: Callable[[Tensor], Tensor]) -> Pooler:
         dense = [self.w.exact(name) for name in DENSE if name in self.spec.output_tensors]

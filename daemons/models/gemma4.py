@@ -13,7 +13,7 @@ from torch import Tensor
 
 from daemons.kv.batch import Batch
 from daemons.kv.pools import Pools
-from daemons.models.blocks import Attention, AttentionShape, Block, Family, GatedMlp, NormedBlock, QkNormRope
+from daemons.models.blocks import Attention, AttentionShape, Block, Family, NormedBlock, QkNormRope, gated_mlp
 from daemons.models.loader import WeightLoader
 from daemons.models.moe import build_experts, build_router
 from daemons.ops.linear import Linear
@@ -134,8 +134,7 @@ class Gemma4Family(Family):
 
     def layer(self, index: int) -> Block:
         b, moe = f"blk.{index}.", self.p.experts is not None
-        gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
-        mlp = GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations, "gelu_tanh")
+        mlp = gated_mlp(self.w, b, activation="gelu_tanh")
         pre, post = self.norm(b + "attn_norm.weight"), self.norm(b + "post_attention_norm.weight")
         mlp_norm = self.norm(b + "ffn_norm.weight")
         return Gemma4Block(
@@ -167,25 +166,22 @@ class Gemma4Family(Family):
 
     def attention(self, index: int) -> Block:
         p, b, layer = self.p, f"blk.{index}.", self.p.layers[index]
-        d, owns = layer.head_dim, p.owns(index)
-        names, norms = [b + "attn_q.weight"], [self.w.exact(b + "attn_q_norm.weight").expand(p.n_heads, -1)]
-        if owns:
+        d, n_kv_heads = layer.head_dim, layer.n_kv_heads if p.owns(index) else 0
+        names = [b + "attn_q.weight"]
+        if n_kv_heads:
             names += [b + "attn_k.weight"] + ([] if layer.key_values else [b + "attn_v.weight"])
-            norms.append(self.w.exact(b + "attn_k_norm.weight").expand(layer.n_kv_heads, -1))
         spec = self.spec.layers[index]
         shape = AttentionShape(
             n_heads=p.n_heads,
-            n_kv_heads=layer.n_kv_heads if owns else 0,
+            n_kv_heads=n_kv_heads,
             head_dim=d,
             scale=1.0,
             space=spec.space,
             window=spec.window,
             key_values=layer.key_values,
         )
-        pages = self.pools.paged(layer.source, "k"), self.pools.paged(layer.source, "v")
-        positions = QkNormRope(
-            self.operations.norm(torch.cat(norms), d, p.eps), self.ropes[layer.sliding], self.operations
-        )
+        norm, pages = self.qk_norm(b, p.n_heads, n_kv_heads), self.pages(layer.source)
+        positions = QkNormRope(norm, self.ropes[layer.sliding], self.operations)
         value_norm = self.operations.norm(torch.ones(d, device=self.device), d, p.eps)
         output = self.w.linear(b + "attn_output.weight")
         return Attention(shape, self.w.linear(*names), output, pages, positions, self.operations, value_norm)

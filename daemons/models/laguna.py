@@ -4,8 +4,6 @@ one.  Maths: docs/families.md.
 
 from __future__ import annotations
 
-import torch
-
 from daemons.kv.pools import Pools
 from daemons.models.blocks import (
     Attention,
@@ -43,8 +41,6 @@ class LagunaFamily(Family):
         n_heads, layer = p.heads[index], self.spec.layers[index]
         gate = [b + "attn_gate.weight"] if p.gates[index] else []
         inputs = self.w.linear(b + "attn_q.weight", b + "attn_k.weight", *gate, b + "attn_v.weight")
-        q_norm, k_norm = self.w.exact(b + "attn_q_norm.weight"), self.w.exact(b + "attn_k_norm.weight")
-        per_head = torch.cat((q_norm.expand(n_heads, -1), k_norm.expand(p.n_kv_heads, -1)))
         shape = AttentionShape(
             n_heads,
             p.n_kv_heads,
@@ -55,6 +51,6 @@ class LagunaFamily(Family):
             window=layer.window,
             softplus=True,
         )
-        pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
-        positions = QkNormRope(self.operations.norm(per_head, d, p.eps), self.ropes[p.sliding[index]], self.operations)
-        return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions, self.operations)
+        positions = QkNormRope(self.qk_norm(b, n_heads, p.n_kv_heads), self.ropes[p.sliding[index]], self.operations)
+        output = self.w.linear(b + "attn_output.weight")
+        return Attention(shape, inputs, output, self.pages(index), positions, self.operations)

@@ -56,8 +56,9 @@ class LlamaFamily(Family):
 
     def attention(self, index: int) -> Attention:
         b, shape = f"blk.{index}.", self.attention_shape(index)
-        pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
-        positions = QkNormRope(self.qk_norm(b), self.rope, self.operations)
+        p, pages = self.p, self.pages(index)
+        norm = self.qk_norm(b, p.n_heads, p.n_kv_heads)
+        positions = QkNormRope(norm, self.rope, self.operations)
         output = self.biased(b, self.w.linear(b + "attn_output.weight"), "attn_output")
         return Attention(shape, self.inputs(b), output, pages, positions, self.operations, sinks=self.sinks(b))
 
@@ -85,10 +86,7 @@ class LlamaFamily(Family):
         paired = p.adjacent_pairs and name in INPUTS[:2]
         return halves_of_pairs(bias.unsqueeze(1), p.head_dim, p.rotary.n).flatten() if paired else bias
 
-    def qk_norm(self, prefix: str) -> Norm:
-        p, d = self.p, self.p.head_dim
-        if not p.qk_norm:
-            return no_norm(self.operations, p.n_heads + p.n_kv_heads, d, self.device)
-        q_norm, k_norm = self.w.exact(prefix + "attn_q_norm.weight"), self.w.exact(prefix + "attn_k_norm.weight")
-        per_head = torch.cat((q_norm.expand(p.n_heads, -1), k_norm.expand(p.n_kv_heads, -1)))
-        return self.operations.norm(per_head, d, p.eps)
+    def qk_norm(self, prefix: str, n_heads: int, n_kv_heads: int) -> Norm:
+        if self.p.qk_norm:
+            return super().qk_norm(prefix, n_heads, n_kv_heads)
+        return no_norm(self.operations, n_heads + n_kv_heads, self.p.head_dim, self.device)

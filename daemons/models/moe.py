@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from daemons.kv.batch import Batch
-from daemons.models.blocks import Block, GatedMlp
+from daemons.models.blocks import Block, GatedMlp, gated_mlp
 from daemons.models.loader import WeightLoader
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.router import RouteFn, Router
@@ -55,17 +55,10 @@ def build_experts(w: WeightLoader, prefix: str, activation: str, x: Experts | No
     return ExpertMlp(*matrices, activation, w.selector.operations, biases)
 
 
-def build_shared_expert(w: WeightLoader, prefix: str) -> GatedMlp:
-    """The shared expert of the layer ``prefix``."""
-    gate_up = w.linear(prefix + "ffn_gate_shexp.weight", prefix + "ffn_up_shexp.weight")
-    return GatedMlp(gate_up, w.linear(prefix + "ffn_down_shexp.weight"), w.selector.operations)
-
-
 def build_mlp(w: WeightLoader, prefix: str, x: Experts | None) -> Block:
     """The MLP of the layer ``prefix``: dense where ``x`` is None, else routed experts and a shared one if there is
     one."""
     if x is None:
-        gate_up = w.linear(prefix + "ffn_gate.weight", prefix + "ffn_up.weight")
-        return GatedMlp(gate_up, w.linear(prefix + "ffn_down.weight"), w.selector.operations)
-    shared = build_shared_expert(w, prefix) if x.shared_width else None
+        return gated_mlp(w, prefix)
+    shared = gated_mlp(w, prefix, "_shexp") if x.shared_width else None
     return MoeMlp(build_router(w, prefix, x), build_experts(w, prefix, "silu"), shared)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from daemons.kv.pools import Pools
 from daemons.models.blocks import (
     Attention,
@@ -13,9 +11,9 @@ from daemons.models.blocks import (
     GatedDeltaNet,
     GatedDeltaNetShape,
     GatedDeltaNetWeights,
-    GatedMlp,
     PreNormLayer,
     QkNormRope,
+    gated_mlp,
 )
 from daemons.models.loader import Rows, WeightLoader
 from lucevisor.model.families.qwen35 import Qwen35Params
@@ -38,9 +36,7 @@ class Qwen35Family(Family):
         return PreNormLayer(norms[0], mixer, norms[1], self.mlp(index), self.operations)
 
     def mlp(self, index: int) -> Block:
-        b = f"blk.{index}."
-        gate_up = self.w.linear(b + "ffn_gate.weight", b + "ffn_up.weight")
-        return GatedMlp(gate_up, self.w.linear(b + "ffn_down.weight"), self.operations)
+        return gated_mlp(self.w, f"blk.{index}.")
 
     def attention(self, index: int) -> Attention:
         p, b = self.p, f"blk.{index}."
@@ -49,12 +45,10 @@ class Qwen35Family(Family):
         q = Rows(b + "attn_q.weight", tuple((2 * h * d, 2 * h * d + d) for h in range(p.n_heads)))
         gate = Rows(b + "attn_q.weight", tuple((2 * h * d + d, 2 * h * d + 2 * d) for h in range(p.n_heads)))
         inputs = self.w.linear(q, b + "attn_k.weight", gate, b + "attn_v.weight")
-        q_norm, k_norm = self.w.exact(b + "attn_q_norm.weight"), self.w.exact(b + "attn_k_norm.weight")
-        per_head = torch.cat((q_norm.expand(p.n_heads, -1), k_norm.expand(p.n_kv_heads, -1)))
         shape = AttentionShape(p.n_heads, p.n_kv_heads, d, p.scale, gate=p.n_heads * d)
-        pages = self.pools.paged(index, "k"), self.pools.paged(index, "v")
-        positions = QkNormRope(self.operations.norm(per_head, d, p.eps), self.rope, self.operations)
-        return Attention(shape, inputs, self.w.linear(b + "attn_output.weight"), pages, positions, self.operations)
+        positions = QkNormRope(self.qk_norm(b, p.n_heads, p.n_kv_heads), self.rope, self.operations)
+        output = self.w.linear(b + "attn_output.weight")
+        return Attention(shape, inputs, output, self.pages(index), positions, self.operations)
 
     def delta_net(self, index: int) -> Block:
         states = self.pools.state(index, "conv"), self.pools.state(index, "delta")

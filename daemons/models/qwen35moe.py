@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from daemons.models.blocks import Block
-from daemons.models.moe import MoeMlp, build_experts, build_router, build_shared_expert
+from daemons.models.blocks import Block, gated_mlp
+from daemons.models.moe import MoeMlp, build_experts, build_router
 from daemons.models.qwen35 import Qwen35Family
 from lucevisor.model.families.qwen35moe import Qwen35MoeParams
 
@@ -17,5 +17,5 @@ class Qwen35MoeFamily(Qwen35Family):
         return MoeMlp(
             route=build_router(self.w, b, self.p.experts, shared_gate="ffn_gate_inp_shexp.weight"),
             routed=build_experts(self.w, b, "silu"),
-            shared=build_shared_expert(self.w, b),
+            shared=gated_mlp(self.w, b, "_shexp"),
         )
