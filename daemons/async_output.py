@@ -26,20 +26,16 @@ def recorded(device: torch.device, *, timed: bool = False) -> torch.cuda.Event:
 class QueuedStep:
     """A step without a result for the host: at most boundary rows being copied to a region."""
 
-    done: torch.cuda.Event
+    copied: torch.cuda.Event
 
     @property
     def ready(self) -> bool:
-        """True if ``wait`` returns at once."""
-        return bool(self.done.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        """Wait for the device."""
-        self.done.synchronize()
+        """True if the device is done, and ``wait`` of a result returns at once."""
+        return bool(self.copied.query())  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True, eq=False)
-class AsyncTokens:
+class AsyncTokens(QueuedStep):
     """Tokens of a step, one per sequence: ``tokens`` int64 [n] on the device, being copied to ``host``.
 
     ``invalid``: after ``wait``, the sequences whose row of logits was not ``valid``.
@@ -48,7 +44,6 @@ class AsyncTokens:
     sequences: list[int]
     tokens: Tensor
     host: Tensor
-    copied: torch.cuda.Event
     invalid: list[int] = field(default_factory=list)
 
     @classmethod
@@ -56,12 +51,7 @@ class AsyncTokens:
         """Start the copy to the host, where invalid tokens are negative."""
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens if valid is None else torch.where(valid, tokens, ~tokens), non_blocking=True)
-        return cls([*sequences], tokens, host, recorded(tokens.device))
-
-    @property
-    def ready(self) -> bool:
-        """True if ``wait`` returns at once."""
-        return bool(self.copied.query())  # type: ignore[no-untyped-call]
+        return cls(recorded(tokens.device), [*sequences], tokens, host)
 
     def wait(self) -> dict[int, int]:
         """Wait for the device; return the tokens by sequence."""
@@ -73,7 +63,7 @@ class AsyncTokens:
 
 
 @dataclass(slots=True, eq=False)
-class AsyncDrafts:
+class AsyncDrafts(QueuedStep):
     """Drafts of equal length: ``tokens`` int64 [B, n] on the device, valid until the next ones.
 
     They are being copied to the host with their probabilities.
@@ -83,7 +73,6 @@ class AsyncDrafts:
     tokens: Tensor
     host: tuple[Tensor, Tensor]
     began: torch.cuda.Event
-    copied: torch.cuda.Event
 
     @classmethod
     def of(
@@ -94,17 +83,12 @@ class AsyncDrafts:
         ids, chances = (torch.empty(x.shape, dtype=x.dtype, pin_memory=locked) for x in (tokens, probabilities))
         ids.copy_(tokens, non_blocking=True)
         chances.copy_(probabilities, non_blocking=True)
-        return cls([*sequences], tokens, (ids, chances), began, recorded(tokens.device, timed=True))
+        return cls(recorded(tokens.device, timed=True), [*sequences], tokens, (ids, chances), began)
 
     @property
     def seconds(self) -> float:
         """Seconds that the device took, after ``wait``."""
         return float(self.began.elapsed_time(self.copied)) / 1e3
-
-    @property
-    def ready(self) -> bool:
-        """True if ``wait`` returns at once."""
-        return bool(self.copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[Drafted]:
         """Wait for the device."""

@@ -215,7 +215,7 @@ class ModelRunner:
                 inputs.store_slices(step, step.slices)
         self._apply(stage, plan, step)
         arrival, cold = RowArrival(), False
-        async_output: AsyncTokens | QueuedStep | None = None
+        async_output: QueuedStep | None = None
         payload, sampled, scored, page_scores = Payload(), list[Sampled](), list[Scored](), list[PageScores]()
         written: list[BoundaryBuffer] = []
         if step.n_tokens:
@@ -299,14 +299,14 @@ class ModelRunner:
     def finish_step(self, output: StepOutput) -> StepOutput:
         """Wait for a step's asynchronous tokens, drafts or rows; return its complete output."""
         async_output, sampled, drafts, now = output.async_output, output.result.sampled, output.result.drafts, math.inf
-        if isinstance(async_output, QueuedStep):
-            async_output.wait()
-        elif isinstance(async_output, AsyncDrafts) and self._draft_inputs is not None:
+        if async_output is None:
+            return output
+        if isinstance(async_output, AsyncDrafts) and self._draft_inputs is not None:
             drafts, now = self._draft_inputs.finish_drafts(async_output), output.started + async_output.seconds
         elif isinstance(async_output, AsyncTokens) and self._sampler is not None:
             sampled = self._sampler.finish_tokens(async_output)
         else:
-            return output
+            async_output.copied.synchronize()
         now, self._has_unfinished_step = min(now, time.monotonic()), False
         if output.step is not None:
             _ring(output.written, output.step)
@@ -440,7 +440,7 @@ class ModelRunner:
     def _sample(
         self, stage: LoadedStage, step: Step, rows: Tensor, masks: MaskSource, payload: Payload,
         finish_and_share: Callable[[], list[Slice] | None], poll_previous: Callable[[], object], queues: bool,
-    ) -> list[Sampled] | AsyncTokens | QueuedStep:  # fmt: skip
+    ) -> list[Sampled] | QueuedStep:  # fmt: skip
         poll_previous()
         if step.want_logits:
             finish_and_share()

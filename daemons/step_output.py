@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from daemons.async_output import AsyncDrafts, AsyncTokens, QueuedStep
+from daemons.async_output import AsyncDrafts, QueuedStep
 from daemons.boundary import BoundaryBuffer
 from lucevisor.protocol.steps import Drafted, DraftStep, Step, StepResult
 
@@ -37,7 +37,7 @@ class StepOutput:
 
     result: StepResult
     payload: list[Tensor]
-    async_output: AsyncTokens | QueuedStep | AsyncDrafts | None = None
+    async_output: QueuedStep | None = None
     step: Step | None = None
     started: float = 0.0
     written: Sequence[BoundaryBuffer] = ()
