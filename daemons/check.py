@@ -10,7 +10,7 @@ from torch import Tensor
 
 from daemons import device as devices
 from daemons.models.stage import LoadedStage
-from daemons.timing import release, time_span
+from daemons.timing import time_span
 from daemons.tuning import tune
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import open_model
@@ -54,7 +54,7 @@ def _measure(order: Check, measure: Measure, backend: Backend) -> Checked:
     for span in measure.spans:
         try:
             timings.append(time_span(spec, order, measure, backend, span))
-            release(devices.torch_device(backend, span.device))
+            devices.release_memory(devices.torch_device(backend, span.device))
         except Exception as e:  # any: the planner continues without speeds and reports why
             return Checked(
                 [CheckLine(f"{backend}:{span.device} layers {span.layers}", False, f"{type(e).__name__}: {e}")]

@@ -15,7 +15,7 @@ from torch import Tensor
 from daemons import device as devices
 from daemons.graphs import Graph, capture, memory_pool
 from daemons.kv.batch import Batch, Layout
-from daemons.models.shard import ShardModel, stream_dtype
+from daemons.models.shard import stream_dtype
 from daemons.models.stage import LoadedStage
 from daemons.ops.cpu.recording import UnrecordableError
 from lucevisor.model.spec import ModelSpec
@@ -80,10 +80,10 @@ def _timed(spec: ModelSpec, stage: LoadedStage, slice_: Slice) -> tuple[float, f
         return h
 
     ends = 0.0
-    if shard.embedding is not None:
-        ends += seconds(lambda _: _embed(shard, batch), shard.device)
-    if shard.output is not None:
-        ends += seconds(lambda call: _output(shard, inputs[call : call + 1]), shard.device)
+    if (embedding := shard.embedding) is not None:
+        ends += seconds(lambda _: embedding(batch), shard.device)
+    if (output := shard.output) is not None and spec.pooling.generates:
+        ends += seconds(lambda call: output(inputs[call : call + 1]), shard.device)
     captured = stage.graphs[0] is not None and layout.graph_key is not None
     return seconds(Captured(shard.device, layers) if captured else layers, shard.device), ends
 
@@ -107,16 +107,6 @@ class Captured:
         self.graphs[call].replay()
 
 
-def _embed(shard: ShardModel, batch: Batch) -> None:
-    if shard.embedding is not None:
-        shard.embedding(batch)
-
-
-def _output(shard: ShardModel, row: Tensor) -> None:
-    if shard.output is not None and shard.spec.pooling.generates:
-        shard.output(row)
-
-
 def seconds(work: Callable[[int], object], device: torch.device) -> float:
     """Per call, queued behind each other as in a step: synchronises once a round."""
 
@@ -131,9 +121,3 @@ def seconds(work: Callable[[int], object], device: torch.device) -> float:
     warm = min(once(1) for _ in range(2))
     n_calls = max(1, min(MAX_CALLS, round(ROUND_S / max(warm, 1e-9))))
     return min(once(n_calls) for _ in range(N_ROUNDS))
-
-
-def release(device: torch.device) -> None:
-    """Release the memory of a span for the next one."""
-    if device.type != "cpu":
-        torch.cuda.empty_cache()

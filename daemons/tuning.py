@@ -20,7 +20,7 @@ from daemons.ops.cpu.linear import TiledLinear
 from daemons.ops.expert_pairs import ExpertPairs
 from daemons.ops.kernel_thresholds import CANDIDATES, NO_DIRECTORY, KernelThreshold, KernelThresholds, conditions, write
 from daemons.ops.selection import KernelSelector
-from daemons.timing import Captured, release, seconds
+from daemons.timing import Captured, seconds
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import open_model
 from lucevisor.model.quant_types import DENSE
@@ -67,7 +67,7 @@ def _tune_device(
         if found:
             limits.setdefault(kind, {}).update(found)
         lines += [CheckLine(f"{subject} {kind}", True, f"{what} to {at}") for what, at in found.items()]
-        release(device)
+        devices.release_memory(device)
     if limits:
         write(conditions(device, torch_dtype), limits)
     return lines
