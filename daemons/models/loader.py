@@ -20,13 +20,13 @@ from torch import Tensor
 
 from daemons import parking
 from daemons.device import allocating, memory_free
-from daemons.errors import LoadError
 from daemons.models.lora import LoraWeights
 from daemons.ops.cpu.library import Tiles
 from daemons.ops.experts import ConcatExperts, ExpertWeights
 from daemons.ops.linear import ConcatLinear, Linear, Table
 from daemons.ops.selection import KernelSelector
-from daemons.weights.dequant import dequantise, four_bit, iq1_m_scale
+from daemons.weights.dequant import four_bit, iq1_m_scale
+from daemons.weights.numbers import decode, not_finite
 from daemons.weights.packed import PackedWeights, empty_packed
 from daemons.weights.reading import HostMemory, ProgressMeter, StagingBuffers, TensorChunk, row_count
 from lucevisor.model.gguf_files import GgufFiles
@@ -145,18 +145,13 @@ class WeightLoader:
         flags = torch.stack([torch.stack(flags).any() for flags in found.values()]).tolist() if found else []
         for name, invalid in zip(found, flags, strict=True):
             if invalid:
-                raise self._not_finite(name)
+                raise not_finite(self.files, self.files.tensors[name])
 
     def _check(self, chunk: TensorChunk, flag: Tensor) -> None:
         if self.staging.accelerated:
             self._invalid.setdefault(chunk.tensor.name, []).append(flag)
         elif flag:
-            raise self._not_finite(chunk.tensor.name)
-
-    def _not_finite(self, name: str) -> LoadError:
-        where = f"{self.files.paths[self.files.tensors[name].part]}: tensor {name!r}"
-        advice = "download or convert the file again"
-        return LoadError(where, "it has numbers that are NaN or infinite", advice, configuration=True)
+            raise not_finite(self.files, chunk.tensor)
 
     # ---- the interface of blocks
 
@@ -366,14 +361,8 @@ class WeightLoader:
     # ---- reading
 
     def _numbers(self, chunk: TensorChunk, raw: Tensor, dtype: torch.dtype) -> Tensor:
-        tensor = chunk.tensor
-        try:
-            found = dequantise(tensor.kind, raw, dtype)
-        except (NotImplementedError, KeyError, ValueError) as error:  # what gguf-py raises for types it does not know
-            where = f"{self.files.paths[tensor.part]}: tensor {tensor.name!r}"
-            reason = f"its type {tensor.kind.name} is not supported ({error})"
-            raise LoadError(where, reason, "use a file with another quant type", configuration=True) from error
-        if not checks_blocks(tensor.kind):
+        found = decode(self.files, chunk.tensor, raw, dtype)
+        if not checks_blocks(chunk.tensor.kind):
             self._check(chunk, any_not_finite(found))
         return found if found.shape[1] == chunk.width else found.narrow(1, _leading(chunk), chunk.width)
 

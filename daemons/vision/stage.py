@@ -90,12 +90,10 @@ class VisionStage:
         assert files is not None
         tensor, shape = files.tensors[name], spec.tensors[name]
         dtype = torch.float32 if is_exact(name, shape) else self.dtype
-        what = f"{files.paths[tensor.part]}: tensor {name!r}"
         values = read_numbers(files, tensor, dtype).view(shape)
-        n_bytes = values.numel() * values.element_size()
-        with allocating(self.device, what, n_bytes, _ADVICE):
+        with allocating(self.device, files.where(tensor), values.nbytes, _ADVICE):
             values = values.to(self.device)
-        self.weight_bytes += n_bytes
+        self.weight_bytes += values.nbytes
         self._done += tensor.n_bytes
         self._report(self._done, files.total_bytes)
         return values

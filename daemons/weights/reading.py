@@ -163,25 +163,17 @@ class StagingBuffers:
             try:
                 n = os.preadv(self.descriptors[tensor.part], [target[at:]], tensor.offset + skip + at)
             except OSError as error:
-                raise self._failed(
-                    tensor, f"reading failed: {error.strerror}", "check the disk and the file"
-                ) from error
+                reason, advice = f"reading failed: {error.strerror}", "check the disk and the file"
+                raise LoadError(self.files.where(tensor), reason, advice) from error
             if n == 0:
-                raise self._failed(
-                    tensor, "unexpected end of file: it was truncated after it was opened", "download the file again"
-                )
+                reason = "unexpected end of file: it was truncated after it was opened"
+                raise LoadError(self.files.where(tensor), reason, "download the file again")
             at += n
-
-    def _failed(self, tensor: TensorInfo, reason: str, advice: str) -> LoadError:
-        return LoadError(f"{self.files.paths[tensor.part]}: tensor {tensor.name!r}", reason, advice)
 
 
 def row_count(tensor: TensorInfo) -> int:
     """Rows of a tensor: the product of all extents but the last."""
-    n = 1
-    for extent in tensor.shape[:-1]:
-        n *= extent
-    return n
+    return prod(tensor.shape[:-1])
 
 
 @dataclass(slots=True)

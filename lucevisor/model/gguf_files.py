@@ -117,6 +117,10 @@ class GgufFiles:
             raise GgufError(str(self.paths[tensor.part]), f"tensor {tensor.name!r}", _CUT)
         return raw
 
+    def where(self, tensor: TensorInfo) -> str:
+        """Name a tensor and its file, for messages."""
+        return f"{self.paths[tensor.part]}: tensor {tensor.name!r}"
+
     @property
     def identities(self) -> tuple[FileIdentity, ...]:
         return tuple(part.identity for part in self.parts)
