@@ -96,19 +96,12 @@ class Staging:
         self._parts: list[tuple[Tensor, torch.cuda.Event]] = []
         self._turn = 0
 
-    def refills(self, metadata: Tensor) -> Callable[[Layout], None]:
-        """Return a function that overwrites a graph's metadata with those of another step of the same key."""
-        if metadata.device.type != "cpu":
-            return partial(self._refill, metadata)
-        numbers = metadata.numpy()
-
-        def refill(layout: Layout) -> None:
-            numbers[:] = layout.numbers  # less than a copy by torch
+    def refill(self, metadata: Tensor, layout: Layout) -> None:
+        """Overwrite a graph's metadata with those of another step of the same key."""
+        if metadata.device.type == "cpu":
+            metadata.numpy()[:] = layout.numbers
             layout.fill(metadata)
-
-        return refill
-
-    def _refill(self, metadata: Tensor, layout: Layout) -> None:
+            return
         n = len(layout.numbers)
         if not self._parts or len(self._parts[0][0]) < n:
             memory = torch.empty(STAGED, max(n, 512), dtype=torch.int64, pin_memory=True)  # 16 slices of 4
@@ -254,7 +247,7 @@ class StepGraphs(Generic[Output]):
             self._pool = None  # an aborted capture never frees its pool
             self.warn(not_captured(f"steps of {key.n_slices} x {key.n_tokens} tokens on {self.device} run", error))
             return None
-        return CapturedGraph(graph, batch, static_rows, out, self._staging.refills(metadata))
+        return CapturedGraph(graph, batch, static_rows, out, partial(self._staging.refill, metadata))
 
     def _static_rows(self, rows: Tensor, layout: Layout) -> Tensor:
         """Return memory from which a graph reads its boundary rows."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from torch import Tensor
 from daemons import parking
 from daemons.cuda_graphs import RepeatedLaunches
 from daemons.device import allocating, launching
-from daemons.ops.operations import MAX_DECODE_TOKENS
 
 ApplyUpdates = Callable[[Tensor, Tensor, int, Tensor, int], None]
 """See :func:`daemons.ops.delta_rule.apply_updates`."""
@@ -30,14 +28,10 @@ class StateUpdates:
         """``state_rows``: state s is in row ``s * state_rows``."""
         self.device, self._apply, self._state_rows = device, apply, state_rows
         self.nbytes = 0
-        # Stacks [layers, rows, ...] of what is written whole after each token; on a cpu arrays, which numpy copies in
-        # half of the time that torch takes when neither is in the cache (10 instead of 20 us).
-        self._windows: list[Any] = []
+        self._windows: list[Tensor] = []  # stacks [layers, rows, ...] of what is written whole after each token
         self._stacks: list[tuple[Tensor, Tensor]] = []  # matrices and updates, [layers, rows, ...]
         self._by_layer: dict[int, Tensor] = {}
         self.launches = RepeatedLaunches(device, "states of verified tokens are made")
-        rows = torch.empty(MAX_DECODE_TOKENS, dtype=torch.int64)  # those of a cpu, kept for the same reason
-        self._rows, self._first_rows = rows.numpy(), [rows[:n] for n in range(MAX_DECODE_TOKENS + 1)]
 
     def allocate(self, n_layers: int, n_rows: int, width: int, what: str) -> Tensor:
         """Allocate rows for the states of some layers and of drafts.  Raises DeviceError."""
@@ -55,8 +49,7 @@ class StateUpdates:
 
     def add_windows(self, stacks: Sequence[Tensor]) -> None:
         """Add stacks [layers, rows, ...] (convolution windows) that are written whole after each token."""
-        on_host = self.device.type == "cpu"
-        self._windows += [stack.view(torch.uint8).numpy() for stack in stacks] if on_host else stacks
+        self._windows += stacks
 
     def of_layer(self, layer: int) -> Tensor:
         """Updates of a layer, ``[rows, width]``."""
@@ -86,10 +79,6 @@ class StateUpdates:
             self.launches.launch(key, work)
 
     def _at(self, rows: Sequence[int]) -> Tensor:
-        """Rows on the device; on a cpu valid until the next call."""
-        n = len(rows)
-        if self.device.type == "cpu" and n < len(self._first_rows):
-            self._rows[:n] = rows
-            return self._first_rows[n]
+        """Rows on the device."""
         at = torch.tensor(rows, dtype=torch.int64)
         return at if self.device.type == "cpu" else at.pin_memory().to(self.device, non_blocking=True)

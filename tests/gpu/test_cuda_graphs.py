@@ -74,5 +74,5 @@ def test_metadata_of_queued_steps_are_their_own():
     torch.cuda._sleep(50_000_000)  # the device is busy meanwhile
     for i, target in enumerate(targets):
         layout = SimpleNamespace(numbers=[i] * 5, fill=lambda metadata: metadata[:1].fill_(-1))
-        staging.refills(target)(layout)
+        staging.refill(target, layout)
     assert [target.tolist() for target in targets] == [[-1, *[i] * 4] for i in range(n)]
