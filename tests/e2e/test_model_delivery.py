@@ -5,6 +5,7 @@ The "host" is a mount namespace in which the folder of the model is empty.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import shutil
@@ -18,7 +19,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from daemons.weights.copies import PIECE_BYTES, RUN_PIECES, Journal
+from daemons.weights.copies import RUN_PIECES, Journal
 from lucevisor.app.model_files import open_models
 from lucevisor.config import load
 from lucevisor.deployment.service import Observer, Service
@@ -99,13 +100,17 @@ class Sent:
         return sum(n for _, n in self.chunks)
 
 
-@pytest.fixture
-async def answer(tmp_path: Path) -> list[int]:
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     """What the model says where all groups have it."""
-    (tmp_path / "plain").mkdir()
-    config = write_config(tmp_path / "plain", DEMO, {"a": 1, "b": 1}, ["0-1", "1-2"], ENGINE)
-    async with running(config, tmp_path / "plain", ["placement.target_layer_split=1.0,1.0"]) as service:
-        return await generate(service, PROMPT, 16)
+
+    async def ask() -> list[int]:
+        folder = tmp_path_factory.mktemp("plain")
+        config = write_config(folder, DEMO, {"a": 1, "b": 1}, ["0-1", "1-2"], ENGINE)
+        async with running(config, folder, ["placement.target_layer_split=1.0,1.0"]) as service:
+            return await generate(service, PROMPT, 16)
+
+    return asyncio.run(ask())
 
 
 async def test_a_daemon_gets_what_its_layers_need_and_keeps_it(
@@ -180,22 +185,6 @@ async def test_a_file_with_other_bytes_is_not_used(
         assert await generate(service, PROMPT, 16) == answer
     assert sent.n_bytes > 0
     assert list(host.cache.glob("*/model.gguf"))
-
-
-async def test_a_damaged_copy_is_repaired(answer: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host, sent = Host(tmp_path, DEMO), Sent(monkeypatch)
-    config, overrides = host.config()
-    async with running(config, tmp_path, overrides):
-        pass
-    [copy] = host.cache.glob("*/model.gguf")
-    piece = max(host.journal().pieces[0])
-    with copy.open("r+b") as file:
-        file.seek(piece * PIECE_BYTES + 100)
-        file.write(b"damage")
-    sent.chunks.clear()
-    async with running(config, tmp_path, overrides) as service:
-        assert await generate(service, PROMPT, 16) == answer
-    assert [offset // PIECE_BYTES for offset, _ in sent.chunks] == [piece]
 
 
 async def test_two_groups_of_a_host_share_a_copy(

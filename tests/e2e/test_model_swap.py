@@ -120,7 +120,7 @@ async def test_alternating_requests_are_answered_while_models_swap_and_daemons_a
 async def test_memory_is_back_at_the_same_level_after_each_round(tmp_path, expected):
     async with running(write(tmp_path, *NAMES), tmp_path) as service:
         levels = []
-        for _ in range(4):
+        for _ in range(3):
             assert await answers(service) == expected
             await service.swapper.unload("window")
             assert states(service) == dict.fromkeys(NAMES, "unloaded")
@@ -168,7 +168,7 @@ async def test_prefixes_are_in_host_memory_while_a_model_is_away(tmp_path, expec
     async with running(write(tmp_path, *NAMES, more=more), tmp_path) as service:
         for name, model in service.models.items():
             cached = []
-            for other in ("", *(other for other in NAMES if other != name)):
+            for other in ("", next(other for other in NAMES if other != name)):
                 if other:
                     await generate(service.models[other], PROMPTS[1], 1)
                     assert model.model_state is not ModelState.LOADED
@@ -176,7 +176,7 @@ async def test_prefixes_are_in_host_memory_while_a_model_is_away(tmp_path, expec
                 assert tokens == expected[name, 0]
                 cached.append(finished.usage.cached_tokens)
             assert cached[0] == 0
-            assert min(cached[1:]) >= 64, cached
+            assert cached[1] >= 64, cached
 
 
 async def test_a_model_that_cannot_be_loaded_says_why_and_the_others_serve(tmp_path, expected):
@@ -247,7 +247,7 @@ def test_an_idle_supervisor_wakes_up_once_a_second_and_answers_over_http(cli: Cl
     assert now()["models"][0]["residency"]["state"] == "unloaded"
     time.sleep(1.0)
     before, began = n_wakeups(pid), time.monotonic()
-    time.sleep(5.0)
+    time.sleep(3.0)
     assert n_wakeups(pid) - before <= 1.2 * (time.monotonic() - began) + 1
     body = {"model": "claude-x", "prompt": PROMPTS[0], "max_tokens": 2, "temperature": 0, "return_token_ids": True}
     assert post(url + "/v1/completions", body)[1]["model"] == "m"

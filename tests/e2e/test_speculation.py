@@ -172,7 +172,7 @@ def assert_lossless(case: Case, prompts: list[list[int]], found: list[list[int]]
 
 
 async def check(
-    case: Case, tmp_path: Path, n_groups: int, place: str, n_prompts: int, n: int, n_again: int, n_streams: int = 8
+    case: Case, tmp_path: Path, n_groups: int, place: str, n_prompts: int, n: int, n_again: int, transport: str = ""
 ) -> None:
     """Fresh; the last ``n_again`` of ``n`` tokens again, restored from memory, and after a restart from disk."""
     for name in ("plain", "one", "two"):
@@ -183,13 +183,14 @@ async def check(
     again = [prompt + answer[:-n_again] for prompt, answer in zip(prompts, wanted, strict=True)]
     rest = [answer[-n_again:] for answer in wanted]
     config = config_of(case, tmp_path, n_groups, place, tmp_path / "cache", n_prompts)
-    async with running(config, tmp_path / "one") as service:
+    transports = [f"groups.{group}.transport={transport}" for group in load(config).groups] if transport else []
+    async with running(config, tmp_path / "one", transports) as service:
         assert service.only.engine is not None
-        assert_lossless(case, prompts, await answers(service, prompts, turns, n, n_streams), wanted)
+        assert_lossless(case, prompts, await answers(service, prompts, turns, n, 8), wanted)
         assert_lossless(case, again, await answers(service, again, turns, n_again, 8), rest)
         assert service.only.engine.statistics().cache.n_hits
         await service.save_prefixes(120.0)  # what was saved meanwhile are the longest slots: the answers' ends
-    async with running(config, tmp_path / "two") as service:
+    async with running(config, tmp_path / "two", transports) as service:
         assert service.only.engine is not None
         assert_lossless(case, again, await answers(service, again, turns, n_again, 8), rest)
         if case.prompts:  # of the others some are computed sooner than read
@@ -197,14 +198,16 @@ async def check(
 
 
 SHORT = [
-    ("dflash2", 2, "alone"), ("mtp", 1, "tail"), ("laguna_mscale-random", 2, "head"),
-    ("gemma4_e2b-assistant", 2, "alone"), ("qwen35moe-lookup", 2, "tail"), ("model", 2, "alone"),
+    ("dflash2", 2, "alone", "tcp"), ("mtp", 1, "tail", ""), ("laguna_mscale-random", 2, "head", "tcp"),
+    ("gemma4_e2b-assistant", 2, "alone", ""), ("qwen35moe-lookup", 2, "tail", ""), ("model", 2, "alone", ""),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "n_groups", "place"), SHORT)
-async def test_output_is_that_of_plain_decoding(name: str, n_groups: int, place: str, tmp_path: Path) -> None:
-    await check(CASES[name], tmp_path, n_groups, place, n_prompts=4, n=24, n_again=12)
+@pytest.mark.parametrize(("name", "n_groups", "place", "transport"), SHORT)
+async def test_output_is_that_of_plain_decoding(
+    name: str, n_groups: int, place: str, transport: str, tmp_path: Path
+) -> None:
+    await check(CASES[name], tmp_path, n_groups, place, n_prompts=4, n=24, n_again=12, transport=transport)
 
 
 async def test_every_draft_of_a_model_for_itself_is_accepted(tmp_path: Path) -> None:
@@ -240,23 +243,6 @@ async def test_a_copied_text_is_verified_in_long_slices(
         drafts = service.only.engine.statistics().drafts
         assert len(drafts.verified) == longest
         assert drafts.accepted[-1] > 0
-
-
-@pytest.mark.parametrize(("name", "place"), [("dflash2", "alone"), ("laguna_mscale-random", "head")])
-async def test_captures_and_drafts_over_tcp_give_the_tokens_of_plain_decoding(
-    name: str, place: str, tmp_path: Path
-) -> None:
-    case = CASES[name]
-    for directory in ("plain", "tcp"):
-        (tmp_path / directory).mkdir()
-    prompts = prompts_of(case, 4)
-    turns = [len(prompt) - 1 for prompt in prompts]
-    wanted = await plain(case, tmp_path, prompts, turns, 24)
-    config = config_of(case, tmp_path, 2, place)
-    over_tcp = [f"groups.{group}.transport=tcp" for group in load(config).groups]
-    async with running(config, tmp_path / "tcp", over_tcp) as service:
-        assert_lossless(case, prompts, await answers(service, prompts, turns, 24, 8), wanted)
-        assert service.only.deployment.drafting
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ PLACES = {
 }
 SPLITS = {
     "qwen35": {1: ["0-8"], 2: ["0-3", "3-8"], 3: ["0-3", "3-5", "5-8"]},
-    "gemma4_moe": {1: ["0-6"], 2: ["0-3", "3-6"], 3: ["0-2", "2-4", "4-6"]},
+    "gemma4_moe": {2: ["0-3", "3-6"], 3: ["0-2", "2-4", "4-6"]},
 }
 WORDS = " ".join(f"rule {i}" for i in range(16))
 
@@ -94,13 +94,13 @@ ONE, TWO = data_url(png(1)), data_url(png(2, 40, 90))
 @pytest.mark.parametrize("family", SPLITS)
 def test_answers_are_the_same_over_any_split(cli: Cli, made: Path, family: str) -> None:
     files, found = made / family, {}
-    for n_groups in PLACES:
+    for n_groups in SPLITS[family]:
         chunk = "engine.prefill_chunk=100" if n_groups == 3 else "engine.prefill_chunk=512"
         url = cli.start(config(files, n_groups), "cache.prefix_slots=0", chunk)["url"]
         found[n_groups] = [ask(url, *images)[0] for images in ((ONE,), (TWO,), (ONE, TWO), (TWO, ONE))]
         cli.stop()
-    assert found[1] == found[2] == found[3]
-    assert found[1][0] != found[1][1], "an answer does not depend on its image"
+    assert all(answers == found[2] for answers in found.values())
+    assert found[2][0] != found[2][1], "an answer does not depend on its image"
 
 
 @pytest.mark.parametrize("family", SPLITS)
