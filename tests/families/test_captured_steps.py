@@ -20,7 +20,7 @@ from lucevisor.protocol.steps import Slice, Step
 from tests.combinations import combinations
 from tests.daemons.cpu_kernels import needs_cpu_kernels
 from tests.daemons.tiny_models import write_data
-from tests.families.golden import FIXTURES, Golden
+from tests.families.golden import KINDS, Golden
 from tests.families.pipeline import How, Pipeline, load_stages
 from tests.families.test_weight_formats import MODELS
 from tests.numerics import Bound
@@ -122,7 +122,7 @@ def test_a_recalled_step_changes_nothing(tmp_path: Path) -> None:
 # ---- captures of the residual stream
 
 
-@combinations(indirect=["golden"], golden=FIXTURES, shards=[False, True])
+@combinations(indirect=["golden"], golden=KINDS, shards=[False, True])
 def test_captures_of_every_layer_split_are_the_golden_hidden_states(golden: Golden, shards: bool) -> None:
     n, cuts = golden.spec.n_layers, golden.layer_splits()[1::2]
     layers = sorted({0, 1, n // 2, n - 1})

@@ -17,7 +17,7 @@ from lucevisor.model.values import Q8_GROUP, Backend, Dtype, LayerRange, Space, 
 from lucevisor.model.weight_layout import weight_bytes
 from lucevisor.protocol.steps import CopyPage, CopyState, SetPages
 from tests.combinations import combinations
-from tests.families.golden import FIXTURES, Golden, each_kind, opened
+from tests.families.golden import FIXTURES, KINDS, Golden, each_kind, opened
 from tests.families.pipeline import How, Pipeline, load_stages, pools_of
 from tests.families.rounding import Formats, middle_error
 from tests.numerics import UNIT, q8_error
@@ -39,6 +39,7 @@ def test_greedy_tokens(golden):
     golden.assert_tokens(c.greedy(0, golden.prompt, 32))
 
 
+@each_kind
 def test_every_cut_in_two_changes_no_bit(golden):
     assert golden.layer_splits()
     whole, hidden, tokens = everything(golden.pipeline(), golden)
@@ -98,6 +99,7 @@ def test_chunks_of_a_prompt(golden, size):
     golden.assert_logits(c.run_in_chunks(0, golden.ids, size))
 
 
+@each_kind
 def test_many_sequences_in_one_step(golden):
     """Prefill chunks of several lengths and decode rows of others share steps; each sequence gets its own logits."""
     c, ids = golden.pipeline(), golden.ids
@@ -212,11 +214,10 @@ def test_half_precision_is_as_near_as_its_roundings(golden, dtype):
 # ---- keys and values in fewer bits
 
 
-NAMES = tuple(name for name in FIXTURES if name != "laguna_mscale")
 BITS = {Dtype.FLOAT16: 16, Dtype.BFLOAT16: 16, Dtype.Q8_0: 8.5}
 
 
-@combinations(kv_dtype=BITS, name=NAMES)
+@combinations(kv_dtype=BITS, name=KINDS)
 def test_accuracy_and_memory_of_smaller_keys_and_values(name, kv_dtype):
     golden, formats = opened(name), Formats(kv=kv_dtype)
     stages = load_stages(golden.spec, how=How(kv_dtype=kv_dtype))
