@@ -12,13 +12,12 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import wraps
 from math import prod
 from mmap import mmap
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +34,6 @@ _VISIBILITY = {
     Backend.HIP: ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"],
 }
 """Variables that hide devices."""
-P = ParamSpec("P")
-Result = TypeVar("Result")
 
 
 def built_backend() -> Backend:
@@ -290,19 +287,6 @@ class _HostMemory(mmap):
     def __del__(self) -> None:
         if self.locked and not sys.is_finalizing():
             _unregister(self.address)
-
-
-def inferring(work: Callable[P, Result]) -> Callable[P, Result]:
-    """Run a function in torch's inference mode, which is entered only if its caller has not: that takes a while."""
-
-    @wraps(work)
-    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
-        if torch.is_inference_mode_enabled():
-            return work(*args, **kwargs)
-        with torch.inference_mode():
-            return work(*args, **kwargs)
-
-    return run
 
 
 def launching(device: torch.device) -> AbstractContextManager[object]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from daemons.async_output import AsyncDrafts, recorded
-from daemons.device import inferring, launching, memory_free, prepare, torch_device, torch_dtype
+from daemons.device import launching, memory_free, prepare, torch_device, torch_dtype
 from daemons.draft.dflash import Dflash
 from daemons.draft.draft_model import DraftModel
 from daemons.draft.drafter import Drafter, Drafts
@@ -317,7 +317,7 @@ class DraftStage:
         unchanged(spec.files)
         return cls(spec, load, drafter, pools, weights, part)
 
-    @inferring
+    @torch.inference_mode()
     def apply(self, operations: Sequence[Operation]) -> None:
         """Apply the target's state operations in order.  Raises StateError at the first invalid one."""
         if not self._pending_rows.allows(operations):
@@ -344,7 +344,7 @@ class DraftStage:
         ahead = self._ahead_of(step)
         return ahead is not None and ahead.drafts is not None
 
-    @inferring
+    @torch.inference_mode()
     def extend(self, step: Step, captures: Sequence[Tensor], drawn: Tensor | None) -> None:
         """Apply a step's operations and add its rows to the context, before ``run``.
 
@@ -379,7 +379,7 @@ class DraftStage:
             drafts = self._draft_at(found.layout, hidden, found.row)
             return AsyncDrafts.of([s.sequence], *drafts, began)
 
-    @inferring
+    @torch.inference_mode()
     def run(
         self, step: Step, captures: Sequence[Tensor], tokens: Sequence[Sequence[int]], *, defer: bool = False
     ) -> list[Drafted] | AsyncDrafts:
@@ -448,7 +448,7 @@ class DraftStage:
         if self._pending_rows.n_rows:
             self._add_pending_rows()
 
-    @inferring
+    @torch.inference_mode()
     def _add_pending_rows(self) -> None:
         slices, features = self._pending_rows.pop_all()
         with launching(self.device):  # of any length: a graph of each would be used once

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from daemons.device import inferring, launching, prepare, torch_device, torch_dtype
+from daemons.device import launching, prepare, torch_device, torch_dtype
 from daemons.errors import LoadError, StateError
 from daemons.graphs import StepGraphs
 from daemons.kv.batch import Batch, Group, Layout
@@ -231,13 +231,13 @@ class LoadedStage:
             self.sequences = found
         return found is not None
 
-    @inferring
+    @torch.inference_mode()
     def apply(self, operations: Sequence[Operation]) -> None:
         """Apply state operations in order.  Raises StateError at the first invalid one; earlier ones stay applied."""
         for operation in operations:
             self.sequences.apply(operation)
 
-    @inferring
+    @torch.inference_mode()
     def forward(
         self,
         step: Step,
@@ -319,7 +319,7 @@ class LoadedStage:
         if (wanted := [len(layout.image_rows), self.spec.hidden_size]) != (shape or [0, self.spec.hidden_size]):
             raise StateError(where, f"embedding rows {shape or 'none'} came for the tokens of images, {wanted}")
 
-    @inferring
+    @torch.inference_mode()
     def logits(self, rows: Tensor, indices: Sequence[int] | None) -> Tensor:
         """Float32 logits [n, V] of some rows (None: all) of the last :meth:`forward`'s output.  Output stages only."""
         output, lora = self.shards[-1].output, self._lora
@@ -334,7 +334,7 @@ class LoadedStage:
         with launching(rows.device), self.shards[-1].lora.of(lora):
             return output(rows)
 
-    @inferring
+    @torch.inference_mode()
     def pooled(self, rows: Tensor, slices: Sequence[Slice]) -> Tensor:
         """Float32 results [n, width] of the texts that end with the slices of a step, whose output is ``rows``."""
         output, spans, stop = self.shards[-1].output, list[tuple[int, int]](), 0
