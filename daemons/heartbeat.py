@@ -167,6 +167,13 @@ class Reporter:
         )
 
 
+def progress_of(
+    report: Callable[[Progress], None], stage: int, device: int, what: str = "read"
+) -> Callable[[int, int], None]:
+    """Return what takes the parts done, and all, of a stage's load on a device."""
+    return lambda done, total: report(Progress(stage, device, done, total, what))
+
+
 def _rss_bytes() -> int:
     """Return the resident bytes of this process; 0 when out of descriptors."""
     try:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ import torch
 from daemons import device as devices
 from daemons.draft.stage import DraftStage
 from daemons.graphs import CAPTURE_AT, CAPTURED, MAX_GRAPHS
-from daemons.heartbeat import Reporter
+from daemons.heartbeat import Reporter, progress_of
 from daemons.kv.sequences import Sequences
 from daemons.kv.slice_group import PADDED_ROWS
 from daemons.models.stage import LoadedStage
@@ -28,7 +27,6 @@ from daemons.ops.operations import MAX_DECODE_TOKENS
 from daemons.ops.page_scores import QUERIES
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes, StagePlan
-from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import (
     CloseSequence,
     OpenSequence,
@@ -92,18 +90,14 @@ def warm_up_all(stages: Sequence[tuple[StagePlan, LoadedStage]], draft: DraftSta
         runs = any(stage.graphs) or stage.spec.pooling.bidirectional
         if runs and (compiles or (recorded and stage.max_drafts)):
             started, device, number = time.monotonic(), plan.shards[0].device, plan.stage
-            warm_up(stage, partial(_report_progress, reporter, number, device), compiles=compiles)
+            warm_up(stage, progress_of(reporter.progress, number, device, "warm up"), compiles=compiles)
             what = "kernels are ready" if compiles else "verify slices are recorded"
             reporter.log(
                 "info" if compiles else "debug", what, stage=number, seconds=round(time.monotonic() - started, 2)
             )
     if draft is not None and draft.graphs is not None:
-        report = partial(_report_progress, reporter, draft.plan.stage, draft.plan.device)
+        report = progress_of(reporter.progress, draft.plan.stage, draft.plan.device, "warm up")
         warm_up_draft(draft, report, compiles=draft.device.type != "cpu")
-
-
-def _report_progress(reporter: Reporter, stage: int, device: int, done: int, total: int) -> None:
-    reporter.progress(Progress(stage, device, done, total, "warm up"))
 
 
 def warm_up(stage: LoadedStage, report: Report = lambda done, total: None, *, compiles: bool = True) -> None:

@@ -29,6 +29,7 @@ from daemons.draft.vocabulary import DraftVocabulary, draft_vocabulary, shared_w
 from daemons.errors import StateError
 from daemons.file_identity import check_identities, unchanged
 from daemons.graphs import StepGraphs
+from daemons.heartbeat import progress_of
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.pools import Pools
 from daemons.kv.sequences import Sequences
@@ -294,11 +295,8 @@ class DraftStage:
         layouts = spec.layouts(
             backend, load.dtype, with_output=shared.lm_head is not None, with_embedding=shared.table is not None
         )
-
-        def report(done: int, total: int) -> None:
-            progress(Progress(plan.stage, plan.device, done, total, "read"))
-
         assert spec.model.files is not None
+        report = progress_of(progress, plan.stage, plan.device)
         weights = WeightLoader(spec.model.files, layouts, selector, report)
         try:
             part: DraftVocabulary | None = None

@@ -17,6 +17,7 @@ from torch import Tensor
 from daemons.device import launching, prepare, torch_device, torch_dtype
 from daemons.errors import LoadError, StateError
 from daemons.graphs import StepGraphs
+from daemons.heartbeat import progress_of
 from daemons.kv.batch import Batch, Group, Layout
 from daemons.kv.sequences import Sequences
 from daemons.kv.slice_group import SliceGroup
@@ -212,10 +213,7 @@ class LoadedStage:
             device = config.plan.device
             progress(Progress(plan.stage, device, 0, 0, "kernels"))  # the first load of a version compiles some
             selector = KernelSelector(torch_device(backend, device), dtype, batch_invariant=load.deterministic)
-
-            def report(done: int, total: int, device: int = device) -> None:
-                progress(Progress(plan.stage, device, done, total, "read"))
-
+            report = progress_of(progress, plan.stage, device)
             progress(Progress(plan.stage, device, 0, 0, "pools"))
             if replay is None:
                 shards.append(ShardModel(config, selector, report))

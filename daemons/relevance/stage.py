@@ -14,6 +14,7 @@ from torch import Tensor
 
 from daemons.device import launching, memory_free, prepare, torch_device, torch_dtype
 from daemons.errors import LoadError, StateError
+from daemons.heartbeat import progress_of
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Sequences
 from daemons.models.shard import ShardConfig, ShardModel, check
@@ -68,11 +69,8 @@ class ScoreStage:
         )
         check(config)
         selector = KernelSelector(torch_device(backend, plan.device), torch_dtype(load.dtype))
-
-        def report(done: int, total: int) -> None:
-            progress(Progress(-1, plan.device, done, total, "read"))
-
-        stage = cls(spec, plan, ShardModel(config, selector, report), pools)
+        shard = ShardModel(config, selector, progress_of(progress, -1, plan.device))
+        stage = cls(spec, plan, shard, pools)
         n = min(plan.window_tokens, plan.step_tokens)
         stage.score(ScoreWindow(0, 0, [0] * n, n_query=min(n, 8)))
         return stage

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from daemons.device import allocating, launching, memory_free, prepare, torch_device, torch_dtype
 from daemons.errors import StateError
+from daemons.heartbeat import progress_of
 from daemons.vision.blocks import Weight
 from daemons.vision.gemma4v import Gemma4Encoder
 from daemons.vision.qwen3vl import Qwen3VlEncoder
@@ -52,11 +53,7 @@ class VisionStage:
         assert plan is not None
         prepare(backend, load.threads)
         spec = open_vision(Path(plan.files[0]))
-
-        def report(done: int, total: int) -> None:
-            progress(Progress(-1, plan.device, done, total, "read"))
-
-        device = torch_device(backend, plan.device)
+        device, report = torch_device(backend, plan.device), progress_of(progress, -1, plan.device)
         stage = cls(spec, plan, device, torch_dtype(load.dtype), report)
         side = spec.cell_pixels * max(1, math.isqrt(min(plan.max_tokens, 64)))
         stage.encode(EncodeImage(0, side, side), memoryview(bytearray(3 * side * side)))
