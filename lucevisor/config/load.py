@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -15,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from lucevisor.config.checks import OVERRIDE, PendingConfig, check_values, unused_settings, used_groups
-from lucevisor.config.formats import GROUP_NAME, PATH, InvalidValue, absolute, kind_of
+from lucevisor.config.formats import GROUP_NAME, PATH, InvalidValue, absolute, kind_of, line
 from lucevisor.config.schema import FieldKey, Text, keys_of, plain
 from lucevisor.config.sections import (
     GROUPS,
@@ -27,10 +29,11 @@ from lucevisor.config.sections import (
     Config,
     GroupConfig,
     LoraConfig,
+    Notice,
     ReplicaConfig,
     file_key,
 )
-from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors, nearest, suggest
+from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors, nearest, show, suggest
 
 MAX_FILE_BYTES: Final = 64 * 1024
 """Time and memory of tomllib grow with the square of the parts of a dotted name."""
@@ -80,6 +83,10 @@ _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")
 _FIRST_PART = re.compile(r"-00001-of-\d{5}$")
 
 
+def _stem(path: Path) -> str:
+    return _FIRST_PART.sub("", path.stem)
+
+
 def _with_files_of_folder(pending: PendingConfig, sections: dict[str, object], file: Path) -> list[str]:
     """Add a model for each GGUF file of `server.models_dir`; return the names of their sections."""
     server, models = sections.get("server"), sections.get(MODELS, {})
@@ -94,20 +101,35 @@ def _with_files_of_folder(pending: PendingConfig, sections: dict[str, object], f
     hint = "name a folder with GGUF files"
     if not folder.is_dir():
         pending.refuse("server.models_dir", str(written), "is no folder", hint)
-    tables = [table for table in models.values() if isinstance(table, dict) and "path" in table]
-    own = {str(file.parent / str(table["path"])) for table in tables}
+    tables = {name: table for name, table in models.items() if isinstance(table, dict) and "path" in table}
+    own = {str(file.parent / os.path.expanduser(str(table["path"]))) for table in tables.values()}
+    files = [
+        path for path in files
+        if str(path) not in own and "mmproj" not in path.name.lower() and not _LATER_PART.search(path.stem)
+    ]  # fmt: skip
+    ids = {str(table.get("name") or name) for name, table in tables.items()}
+    n_files = Counter(_stem(path) for path in files)
     added: dict[str, object] = {}
     for path in files:
-        if str(path) in own or "mmproj" in path.name.lower() or _LATER_PART.search(path.stem):
+        stem = _stem(path)
+        if path.parent != folder and (n_files[stem] > 1 or stem in ids):
+            stem = f"{path.parent.name}/{stem}"
+        try:
+            line(str(path)), line(stem)
+            if stem in ids:
+                raise InvalidValue(f"has the id of another model, {show(stem)}")
+        except InvalidValue as error:
+            why = f"has a file that is left out, as its name {error.why}: {show(str(path.relative_to(folder)))}"
+            pending.notices.append(Notice(key="server.models_dir", value=written, why=why, hint="rename the file"))
             continue
-        stem = _FIRST_PART.sub("", path.stem)
+        ids.add(stem)
         name = plain = re.sub(r"[^a-z0-9_-]", "-", stem.lower())[:28] or "model"
         for n in count(2):
             if name not in models and name not in added:
                 break
             name = f"{plain}-{n}"
         added[name] = {"path": str(path), "name": stem, "preload": False}
-    if folder.is_dir() and not added and not models:
+    if folder.is_dir() and not files and not models:
         pending.refuse("server.models_dir", str(written), "has no GGUF files", hint)
     sections[MODELS] = {**models, **added}
     return [*added]
@@ -161,7 +183,8 @@ def _read_models(pending: PendingConfig, sections: Mapping[str, object], file: P
         return None
     _check_models(pending, configs)
     first = next(iter(configs.values()))
-    notices = tuple({str(notice): notice for config in configs.values() for notice in config.notices}.values())
+    of_models = [notice for config in configs.values() for notice in config.notices]
+    notices = tuple({str(notice): notice for notice in (*pending.notices, *of_models)}.values())
     configs = {name: dataclasses.replace(config, groups=used_groups(config)) for name, config in configs.items()}
     several = dataclasses.replace(
         first, models=MappingProxyType(configs), notices=notices, section="", own_keys=frozenset()

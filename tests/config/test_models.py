@@ -150,6 +150,37 @@ def test_each_file_of_a_folder_is_a_model_that_is_loaded_on_demand(tmp_path: Pat
     assert config.found == {"a-b", "big", "inner"}
 
 
+def test_files_of_one_name_have_the_names_of_their_folders(tmp_path: Path) -> None:
+    for name in ["a.gguf", "x/a.gguf", "y/a.gguf", "y/small.gguf", "y/b.gguf"]:
+        (tmp_path / "models" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "models" / name).write_bytes(b"")
+    file = tmp_path / "box.toml"
+    file.write_text(FOLDER + '[models.small]\npath = "s.gguf"\n')
+    ids = {own.model.name: Path(own.model.path).parent.name for own in load(file).models.values()}
+    own = {"small": tmp_path.name, "a": "models"}
+    assert ids == {**own, "x/a": "x", "y/a": "y", "b": "y", "y/small": "y"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shown", "why"),
+    [
+        ("new\nline.gguf", '"new\\nline.gguf"', "holds a control character"),
+        ("\udcff.gguf", '"\\udcff.gguf"', "holds a control character"),
+        (" a.gguf", '" a.gguf"', "has surrounding spaces"),
+        ("mine.gguf", '"mine.gguf"', 'has the id of another model, "mine"'),
+    ],
+)
+def test_a_file_that_cannot_be_a_model_is_left_out_with_a_warning(tmp_path: Path, name, shown, why) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / name).write_bytes(b"")
+    file = tmp_path / "box.toml"
+    file.write_text(FOLDER + '[models.mine]\npath = "s.gguf"\n')
+    config = load(file)
+    assert [*config.models] == ["mine"]
+    said = f'server.models_dir = "models": has a file that is left out, as its name {why}: {shown}; rename the file'
+    assert [str(notice) for notice in config.notices] == [said]
+
+
 def test_a_folder_without_models_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "box.toml"
     assert refusal(file, FOLDER)[0] == "server.models_dir: is no folder"
