@@ -17,7 +17,7 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.engine.shell import Engine, EngineSettings
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Sampled, SamplingParams, StepResult
 
@@ -39,7 +39,7 @@ def measure(n_sequences: int, n_stages: int, n_steps: int) -> list[float]:
         max_context=n_steps + 256,
         prefill_chunk=64,
         max_step_tokens=64 + 64 * n_sequences,
-        spaces=frozenset({Space.FULL, Space.RECURRENT}),
+        kv_groups=frozenset({KvGroup.FULL, KvGroup.RECURRENT}),
         pools=PoolSizes(pages, 0, 2 * n_sequences),
     )
     engine = Engine(limits, EngineSettings(max_queue=n_sequences, hold_s=60.0))

@@ -22,7 +22,7 @@ from daemons.models.stage import LoadedStage
 from daemons.ops.cuda.driver import Kernel
 from daemons.ops.triton import dependent_launch as launches
 from lucevisor.model.families import open_spec
-from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import Backend, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step, ZeroState
 
@@ -55,13 +55,15 @@ def switched(graphs, on):
 
 def opened(stage, most):
     """Sequences 0 to ``most`` - 1, each with a prompt of PROMPT tokens."""
-    spaces = stage.spec.spaces()
+    kv_groups = stage.spec.kv_groups()
     stage.reset()
     for s in range(most):
         tables = [
-            SetPages(s, x, 0, list(range(PAGES * s, PAGES * s + PAGES))) for x in spaces if x is not Space.RECURRENT
+            SetPages(s, x, 0, list(range(PAGES * s, PAGES * s + PAGES)))
+            for x in kv_groups
+            if x is not KvGroup.RECURRENT
         ]
-        states = [ZeroState(s)] if Space.RECURRENT in spaces else []
+        states = [ZeroState(s)] if KvGroup.RECURRENT in kv_groups else []
         stage.apply([*states, OpenSequence(s, s, SamplingParams()), *tables])
         step(stage, [Slice(s, 0, [0] * PROMPT, True)], s)
 

@@ -21,7 +21,7 @@ from records import conditions, write_json
 from daemons.device import prepare, synchronize
 from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.steps import (
     OpenSequence,
@@ -57,18 +57,18 @@ class Arm:
 
     def open(self):
         self.stage.reset()
-        spaces = self.spec.spaces()
+        kv_groups = self.spec.kv_groups()
         for i in range(STREAMS):
-            states = [ZeroState(i)] if Space.RECURRENT in spaces else []
+            states = [ZeroState(i)] if KvGroup.RECURRENT in kv_groups else []
             pages = list(range(i * PAGES, (i + 1) * PAGES))
-            tables = [SetPages(i, s, 0, pages) for s in (Space.FULL, Space.WINDOW) if s in spaces]
+            tables = [SetPages(i, s, 0, pages) for s in (KvGroup.FULL, KvGroup.WINDOW) if s in kv_groups]
             self.stage.apply([*states, OpenSequence(i, i, SamplingParams()), *tables])
 
     @torch.inference_mode()
     def run(self, *parts, drafts=0):
         """Logits of the rows of parts (sequence, start, count), which are the text from there on."""
         states = []
-        if drafts and Space.RECURRENT in self.spec.spaces():
+        if drafts and KvGroup.RECURRENT in self.spec.kv_groups():
             states = [parts[0][0], *range(STREAMS, STREAMS + drafts)]
         slices = [Slice(s, at, self.ids[at : at + n], True, drafts, states) for s, at, n in parts]
         rows = None if self.rows is None else torch.cat([self.rows[at : at + n] for _, at, n in parts])
@@ -105,7 +105,7 @@ class Arm:
         while at < LENGTH:
             n = min(1 + DRAFTS, LENGTH - at)
             rows.append(self.run((0, at, n), drafts=n - 1).clone())
-            if n > 1 and Space.RECURRENT in self.spec.spaces():
+            if n > 1 and KvGroup.RECURRENT in self.spec.kv_groups():
                 self.stage.apply([UseState(0, STREAMS + n - 2)])
             at += n
         return torch.cat(rows)

@@ -19,18 +19,18 @@ from records import conditions, write_json
 from daemons.device import prepare
 from daemons.random_sampling import draw, draw_key, uniform
 from lucevisor.model.families import open_spec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, Space
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup
 from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step, ZeroState
 
 
 @torch.inference_mode()
 def logits(stage, text, n):
     """Logits [tokens - 1, V] of one text that is read ``n`` tokens at a time."""
-    spaces = stage.spec.spaces()
+    kv_groups = stage.spec.kv_groups()
     stage.reset()
     pages = list(range(-(-len(text) // PAGE_TOKENS)))
-    states = [ZeroState(0)] if Space.RECURRENT in spaces else []
-    tables = [SetPages(0, space, 0, pages) for space in spaces - {Space.RECURRENT}]
+    states = [ZeroState(0)] if KvGroup.RECURRENT in kv_groups else []
+    tables = [SetPages(0, kv_group, 0, pages) for kv_group in kv_groups - {KvGroup.RECURRENT}]
     stage.apply([*states, OpenSequence(0, 0, SamplingParams()), *tables])
     rows = []
     for at in range(0, len(text) - 1, n):

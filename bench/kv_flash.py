@@ -29,7 +29,7 @@ from daemons.device import host_zeros, prepare
 from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.pages import HEAD_PAGES
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.steps import (
     CloseSequence,
@@ -72,7 +72,7 @@ def reopen(stage, operations):
 
 def resident(context):
     """All pages of a context on the device."""
-    return [SetPages(0, Space.FULL, 0, list(range(context // PAGE_TOKENS + 1)))]
+    return [SetPages(0, KvGroup.FULL, 0, list(range(context // PAGE_TOKENS + 1)))]
 
 
 def dropped(context, pool):
@@ -81,8 +81,8 @@ def dropped(context, pool):
     if n_out <= 0:
         return resident(context)
     out = list(range(HEAD_PAGES, HEAD_PAGES + n_out))
-    tail = SetPages(0, Space.FULL, out[-1] + 1, list(range(HEAD_PAGES, pool)))
-    return [SetPages(0, Space.FULL, 0, list(range(HEAD_PAGES))), PageOut(0, out), tail]
+    tail = SetPages(0, KvGroup.FULL, out[-1] + 1, list(range(HEAD_PAGES, pool)))
+    return [SetPages(0, KvGroup.FULL, 0, list(range(HEAD_PAGES))), PageOut(0, out), tail]
 
 
 def seconds(stage, n, start, ranked=()):
@@ -121,14 +121,14 @@ def pinned():
 
 
 def page_bytes(stage):
-    return stage.spec.unit_bytes(Space.FULL, stage.plan.shards[0].layers, Dtype.BFLOAT16)
+    return stage.spec.unit_bytes(KvGroup.FULL, stage.plan.shards[0].layers, Dtype.BFLOAT16)
 
 
 def fill(stage):
     """Write the same numbers into every page of a layer, so that stages with other pages can be compared."""
     [shard] = stage.shards
     for i, layer in enumerate(stage.spec.layers):
-        if layer.space is Space.FULL:
+        if layer.kv_group is KvGroup.FULL:
             generator = torch.Generator("cuda").manual_seed(i)
             for name in "kv":
                 pages = shard.pools.paged(i, name).pages
@@ -143,7 +143,7 @@ def lru(options, spec, pool):
         row = {"context": context}
         for name, operations in {"pool": dropped(context, pool), "all": resident(context)}.items():
             reopen(stage, operations)
-            n_pages = len(stage.sequences.get(0, "here").pages[Space.FULL])
+            n_pages = len(stage.sequences.get(0, "here").pages[KvGroup.FULL])
             row |= {f"{name}_ms": median_ms(stage, options, 1, context), f"{name}_bytes": n_pages * page_bytes(stage)}
         rows.append(row)
         print(row, flush=True)
@@ -152,19 +152,19 @@ def lru(options, spec, pool):
 
 def page_out(stage, context, pool):
     """Bring a sequence to a length as prefill does: slices of half the pool push pages out; GB/s of the copies."""
-    reopen(stage, [SetPages(0, Space.FULL, 0, list(range(pool)))])
+    reopen(stage, [SetPages(0, KvGroup.FULL, 0, list(range(pool)))])
     n_pages, host, seconds_out = context // PAGE_TOKENS + 1, stage.sequences.sizes.full_pages, 0.0
     first = HEAD_PAGES
     for stop in range(pool, n_pages, pool // 2):
         n = min(pool // 2, n_pages - stop)
-        table = stage.sequences.get(0, "here").pages[Space.FULL]
+        table = stage.sequences.get(0, "here").pages[KvGroup.FULL]
         free = table[HEAD_PAGES : HEAD_PAGES + n]
         torch.cuda.synchronize()
         began = time.perf_counter()
         stage.apply([PageOut(0, list(range(first, first + n)), list(range(host, host + n)))])
         torch.cuda.synchronize()
         seconds_out += time.perf_counter() - began
-        stage.apply([SetPages(0, Space.FULL, stop, free)])
+        stage.apply([SetPages(0, KvGroup.FULL, stop, free)])
         first, host = first + n, host + n
     n_out = first - HEAD_PAGES
     return n_out, n_out * page_bytes(stage) / 1e9 / seconds_out
@@ -201,7 +201,7 @@ def swap(stage, n, n_out):
     """Seconds of ``n`` pages that leave for host memory, and of as many that come back."""
     sequence, host = stage.sequences.get(0, "here"), stage.sequences.sizes.full_pages
     back = sequence.out[:n]
-    table = sequence.pages[Space.FULL][HEAD_PAGES : HEAD_PAGES + n]
+    table = sequence.pages[KvGroup.FULL][HEAD_PAGES : HEAD_PAGES + n]
     leaving = [entry for entry in range(n_out + HEAD_PAGES + n + 8) if entry not in set(sequence.out)][HEAD_PAGES:][:n]
     used = set(sequence.hosts.values())
     hosts = [host + row for row in range(stage.sequences.sizes.host_pages) if row not in used][:n]

@@ -34,7 +34,7 @@ from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.model.families import open_spec
 from lucevisor.model.pages import pages_of
-from lucevisor.model.values import PAGE_TOKENS, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup, LayerRange
 from lucevisor.protocol.steps import SamplingParams
 
 CONFIG = """
@@ -117,7 +117,7 @@ async def measured(options, policy, directory):
         if not await service.wait_ready(options.timeout):
             raise RuntimeError(f"not ready: {service.reason()}")
         ready_s, before = time.perf_counter() - began, memory_in_use()
-        page_bytes = spec.unit_bytes(Space.FULL, range_of(spec), service.only.placement.kv_dtype)
+        page_bytes = spec.unit_bytes(KvGroup.FULL, range_of(spec), service.only.placement.kv_dtype)
         for context in options.contexts:
             rate, above = await decode(service, options, context)
             row = {"context": context, "tokens_per_s": round(rate, 2), "ms": round(1e3 / rate, 3)}

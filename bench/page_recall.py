@@ -24,7 +24,7 @@ from daemons.ops.paged import Pages
 from lucevisor.kv.residency import Residency
 from lucevisor.model.families import open_spec
 from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, ZeroState
 from lucevisor.text.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def attend(stage, tokens):
     opening = [
         ZeroState(0),
         OpenSequence(0, 0, SamplingParams()),
-        SetPages(0, Space.FULL, 0, list(range(-(-n // PAGE_TOKENS)))),
+        SetPages(0, KvGroup.FULL, 0, list(range(-(-n // PAGE_TOKENS)))),
     ]
     stage.reset()
     stage.apply(opening)
@@ -62,7 +62,9 @@ def attend(stage, tokens):
             batch.probe = lambda attention, q: seen.append((attention, q[-1 - N_QUERIES :].clone()))
         stage.shards[0].run(rows, batch, None)
     pages = Pages(None, 1, 0, n)
-    return [(q, a.keys.read(pages, torch.float32)[0], a.shape.scale) for a, q in seen if a.shape.space is Space.FULL]
+    return [
+        (q, a.keys.read(pages, torch.float32)[0], a.shape.scale) for a, q in seen if a.shape.kv_group is KvGroup.FULL
+    ]
 
 
 def by_page(weights):

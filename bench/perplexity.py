@@ -34,7 +34,7 @@ from daemons.models.stage import LoadedStage
 from daemons.ops import selection
 from daemons.ops.cpu.compiler import CpuCompileError
 from lucevisor.model.families import open_spec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step, ZeroState
 from lucevisor.text.tokenizer import Tokenizer
@@ -89,11 +89,11 @@ NOTHING = {
 
 def loaded(spec, path, backend, n_texts, n_tokens):
     """The whole model as one stage, for all texts at once."""
-    spaces, n_pages = spec.spaces(), n_texts * -(-n_tokens // PAGE_TOKENS)
+    kv_groups, n_pages = spec.kv_groups(), n_texts * -(-n_tokens // PAGE_TOKENS)
     pools = PoolSizes(
-        n_pages if Space.FULL in spaces else 0,
-        n_pages if Space.WINDOW in spaces else 0,
-        n_texts if Space.RECURRENT in spaces else 0,
+        n_pages if KvGroup.FULL in kv_groups else 0,
+        n_pages if KvGroup.WINDOW in kv_groups else 0,
+        n_texts if KvGroup.RECURRENT in kv_groups else 0,
     )
     layers = LayerRange(0, spec.n_layers)
     plan = StagePlan(0, [ShardPlan(0, layers)], source=None, target=None, embedding=True, output=True)
@@ -109,12 +109,14 @@ def loaded(spec, path, backend, n_texts, n_tokens):
 def read(stage, texts, mode):
     """Of each text and position: log-probability of the next token, and the most likely one."""
     (n, together), length = mode, len(texts[0])
-    spaces = stage.spec.spaces()
+    kv_groups = stage.spec.kv_groups()
     stage.reset()
     n_pages = -(-length // PAGE_TOKENS)
     for i in range(len(texts)):
-        pages = [SetPages(i, s, 0, list(range(i * n_pages, i * n_pages + n_pages))) for s in spaces - {Space.RECURRENT}]
-        states = [ZeroState(i)] if Space.RECURRENT in spaces else []
+        pages = [
+            SetPages(i, s, 0, list(range(i * n_pages, i * n_pages + n_pages))) for s in kv_groups - {KvGroup.RECURRENT}
+        ]
+        states = [ZeroState(i)] if KvGroup.RECURRENT in kv_groups else []
         stage.apply([*states, OpenSequence(i, i, SamplingParams()), *pages])
     scores, choices = torch.zeros(len(texts), length - 1), torch.zeros(len(texts), length - 1, dtype=torch.int64)
     for first in range(0, len(texts), together):

@@ -43,7 +43,7 @@ from lucevisor.engine.sequence import LiveSequence
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import PageTable
 from lucevisor.kv_transfer.host_memory import HostMemory
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import ArenaPlan, PoolSizes
 from lucevisor.protocol.steps import SamplingParams, Slice, Step
@@ -277,10 +277,10 @@ async def measure(options, cost, keep):
 
 
 def journal_alone():
-    pools = PagePools({Space.FULL}, PoolSizes(2000, 0, 0))
+    pools = PagePools({KvGroup.FULL}, PoolSizes(2000, 0, 0))
     arena, copies = Arena.create(ArenaPlan(0, CHUNK * ROW_BYTES, 3)), []
     rows = JournalRows({0: arena}, ROW_BYTES, 2 << 30, HostMemory())
-    journal = Journal(copies, rows.has_rows, pools[Space.FULL], rows.n_pages)
+    journal = Journal(copies, rows.has_rows, pools[KvGroup.FULL], rows.n_pages)
     lives = {i: LiveSequence(i, -1, PageTable(pools, None)) for i in range(8)}
     for live in lives.values():
         live.table.grow(0, 8000)

@@ -27,7 +27,7 @@ from daemons.ops.cpu.library import cpu_kernels
 from daemons.sampling import Sampler
 from lucevisor.model.drafters import draft_paths, open_draft, read_draft_spec
 from lucevisor.model.families import open_spec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.loading import CaptureSource, DraftKind, DraftPlan, Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step, ZeroState
 
@@ -77,10 +77,12 @@ class Bench:
         )  # fmt: skip
         self.stage = LoadedStage.load(spec, stage, load, Backend.CPU, lambda _: None)
         self.draft = DraftStage.load(spec, load, Backend.CPU, lambda _: None, self.stage) if plan else None
-        self.sampler, self.spaces, self.context = Sampler(spec.vocabulary, torch.device("cpu")), spec.spaces(), 0
+        self.sampler, self.kv_groups, self.context = Sampler(spec.vocabulary, torch.device("cpu")), spec.kv_groups(), 0
         self.sampler.open(0, SamplingParams(temperature=0.0), [])
-        states = [ZeroState(0)] if Space.RECURRENT in self.spaces else []
-        tables = [SetPages(0, s, 0, list(range(n_pages))) for s in (Space.FULL, Space.WINDOW) if s in self.spaces]
+        states = [ZeroState(0)] if KvGroup.RECURRENT in self.kv_groups else []
+        tables = [
+            SetPages(0, s, 0, list(range(n_pages))) for s in (KvGroup.FULL, KvGroup.WINDOW) if s in self.kv_groups
+        ]
         self.apply([*states, OpenSequence(0, 0, SamplingParams()), *tables])
         while self.context < options.context:
             n = min(256, options.context - self.context)
@@ -109,7 +111,7 @@ class Bench:
 
     def slice_of(self, n, num_draft_tokens=0):
         """``n`` rows that verify n - 1 drafts, and leave the sequence's state as it was."""
-        states = list(range(2, 2 + n)) if Space.RECURRENT in self.spaces else []
+        states = list(range(2, 2 + n)) if KvGroup.RECURRENT in self.kv_groups else []
         return Slice(0, self.context, [7] * n, True, n_drafts=n - 1, states=states, num_draft_tokens=num_draft_tokens)
 
     def steps(self, rows):

@@ -43,7 +43,7 @@ from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEven
 from lucevisor.engine.router import Candidate, Health, Router
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.frames import HEADER_BYTES, decode, encode, parse_header
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import Drafted, DraftStep, Sampled, SamplingParams, Slice, Step, StepResult
@@ -559,14 +559,14 @@ def limits_of(setup: Setup) -> EngineLimits:
     pages = most * (context // PAGE_TOKENS + 2)
     prefix = PrefixSettings()
     if setup.slots:
-        prefix = PrefixSettings(max_slots=setup.slots, memory_bytes=1 << 50, unit_bytes={Space.FULL: 1})
+        prefix = PrefixSettings(max_slots=setup.slots, memory_bytes=1 << 50, unit_bytes={KvGroup.FULL: 1})
         pages += pages // 2
     return EngineLimits(
         max_sequences=most,
         max_context=context,
         prefill_chunk=setup.chunk,
         max_step_tokens=setup.chunk + most * (1 + setup.drafts),
-        spaces=frozenset({Space.FULL}),
+        kv_groups=frozenset({KvGroup.FULL}),
         pools=PoolSizes(pages, 0, 0),
         prefix=prefix,
         speculation=speculation,

@@ -33,7 +33,7 @@ from daemons.snapshots.state_map import StateMap
 from daemons.snapshots.transfers import TransferExecutor
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, attention_state
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.files import LocalFile
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Restore, Save, SlotPlace, TransferFailed
@@ -56,9 +56,9 @@ def made_spec(shape):
         StateTensor("delta", (delta_heads, delta_dim, delta_dim), Dtype.FLOAT32),
     )
     layers = tuple(
-        LayerSpec(i, Space.FULL, {}, attention_state(heads, dim, dim))
+        LayerSpec(i, KvGroup.FULL, {}, attention_state(heads, dim, dim))
         if i % 4 == 3
-        else LayerSpec(i, Space.RECURRENT, {}, recurrent)
+        else LayerSpec(i, KvGroup.RECURRENT, {}, recurrent)
         for i in range(n)
     )
     return ModelSpec("made", shape, "none", 1, 1000, 1 << 20, layers, {}, {}, 1, None)
@@ -143,9 +143,9 @@ class Bench:
 
     def same(self):
         """Whether the restored rows equal the saved ones."""
-        for space, tensors in self.pools._stacks:
+        for kv_group, tensors in self.pools._stacks:
             for t in tensors:
-                if space is Space.RECURRENT:
+                if kv_group is KvGroup.RECURRENT:
                     assert torch.equal(t[:, 1], t[:, 2])
                 else:
                     assert torch.equal(t[:, self.saved_from.full], t[:, self.restored_to.full])
@@ -180,7 +180,7 @@ class Decoder:
         plan = StagePlan(0, [ShardPlan(0, LayerRange(0, self.spec.n_layers))], None, None, embedding=True, output=True)
         load = Load([], dtype, dtype, [plan], [], PoolSizes(64, 64, 2), 1, 512, threads=1)
         self.stage = LoadedStage.load(self.spec, plan, load, backend, lambda _: None)
-        pages = [SetPages(0, s, 0, list(range(64))) for s in self.spec.spaces() if s is not Space.RECURRENT]
+        pages = [SetPages(0, s, 0, list(range(64))) for s in self.spec.kv_groups() if s is not KvGroup.RECURRENT]
         self.stage.apply([OpenSequence(0, 0, SamplingParams()), *pages])
         self.position = 0
 

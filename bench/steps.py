@@ -21,7 +21,7 @@ from records import conditions, write_json
 from daemons.device import prepare, synchronize
 from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange
 from lucevisor.model.workspace import GRAPH_ROWS
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step, ZeroState
@@ -40,9 +40,9 @@ def loaded(options, spec):
     longest = max(GRAPH_ROWS, *(n for n, _ in options.steps))
     load = Load(files, Dtype.BFLOAT16, Dtype.BFLOAT16, [plan], [], PoolSizes(n_pages, n_pages, 4), 4, longest)
     stage = LoadedStage.load(spec, plan, load, Backend(options.device), lambda _: None)
-    spaces = spec.spaces()
-    states = [ZeroState(0)] if Space.RECURRENT in spaces else []
-    tables = [SetPages(0, s, 0, list(range(n_pages))) for s in (Space.FULL, Space.WINDOW) if s in spaces]
+    kv_groups = spec.kv_groups()
+    states = [ZeroState(0)] if KvGroup.RECURRENT in kv_groups else []
+    tables = [SetPages(0, s, 0, list(range(n_pages))) for s in (KvGroup.FULL, KvGroup.WINDOW) if s in kv_groups]
     stage.apply([*states, OpenSequence(0, 0, SamplingParams()), *tables])
     return stage
 

@@ -15,7 +15,7 @@ from daemons.tuning import tune
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import open_model
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import Backend, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.errors import ArenaError
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
@@ -115,10 +115,10 @@ def _layer(
     operations: list[Operation] = [
         ZeroState(0),
         OpenSequence(0, 0, SamplingParams()),
-        SetPages(0, Space.FULL, 0, [0]),
-        SetPages(0, Space.WINDOW, 0, [0]),
+        SetPages(0, KvGroup.FULL, 0, [0]),
+        SetPages(0, KvGroup.WINDOW, 0, [0]),
     ]
     step = Step(0, 0, operations, [Slice(0, 0, [0] * N_TOKENS, False)])
-    stage.apply([o for o in operations if not isinstance(o, SetPages) or o.space in spec.spaces()])
+    stage.apply([o for o in operations if not isinstance(o, SetPages) or o.kv_group in spec.kv_groups()])
     out = stage.forward(step, rows.to(devices.torch_dtype(dtype)))
     return out.rows.float().cpu(), stage.warnings

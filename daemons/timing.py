@@ -19,7 +19,7 @@ from daemons.models.shard import stream_dtype
 from daemons.models.stage import LoadedStage
 from daemons.ops.cpu.recording import UnrecordableError
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Space
+from lucevisor.model.values import PAGE_TOKENS, Backend, KvGroup
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Check, Measure, Span, Timing
 from lucevisor.protocol.steps import OpenSequence, Operation, SamplingParams, SetPages, Slice, ZeroState
@@ -50,8 +50,10 @@ def time_span(spec: ModelSpec, order: Check, measure: Measure, backend: Backend,
     )  # fmt: skip
     stage = LoadedStage.load(spec, plan, load, backend, lambda _: None)
     pages = list(range(n_pages))
-    tables: list[Operation] = [SetPages(0, s, 0, pages) for s in (Space.FULL, Space.WINDOW) if s in spec.spaces()]
-    states: list[Operation] = [ZeroState(0)] if Space.RECURRENT in spec.spaces() else []
+    tables: list[Operation] = [
+        SetPages(0, s, 0, pages) for s in (KvGroup.FULL, KvGroup.WINDOW) if s in spec.kv_groups()
+    ]
+    states: list[Operation] = [ZeroState(0)] if KvGroup.RECURRENT in spec.kv_groups() else []
     stage.apply([*states, OpenSequence(0, 0, SamplingParams()), *tables])
     with devices.launching(stage.device):
         prefill = _timed(spec, stage, Slice(0, 0, [i % spec.vocabulary for i in range(measure.n_rows)], False))

@@ -25,7 +25,7 @@ from daemons.kv.slice_group import PADDED_ROWS
 from daemons.models.stage import LoadedStage
 from daemons.ops.operations import MAX_DECODE_TOKENS
 from daemons.ops.page_scores import QUERIES
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.loading import PoolSizes, StagePlan
 from lucevisor.protocol.steps import (
     CloseSequence,
@@ -104,7 +104,8 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None, *, co
     """Run all steps and wait for them.  ``compiles``: else those of verify slices alone, to capture them."""
     sizes = stage.sequences.units
     pages = min(
-        (n for space, n in sizes.items() if n and space is not Space.RECURRENT), default=SPLIT_START // PAGE_TOKENS + 4
+        (n for kv_group, n in sizes.items() if n and kv_group is not KvGroup.RECURRENT),
+        default=SPLIT_START // PAGE_TOKENS + 4,
     )
     pools = stage.sequences.sizes
     n_states = 1 + pools.draft_states if pools.device_states else stage.max_step_tokens
@@ -112,7 +113,7 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None, *, co
     if stage.spec.pooling.bidirectional:  # beyond the context there may be no row of a table of positions
         n_positions = min(n_positions, stage.spec.context_tokens)
     steps = [WarmStep(start, n) for start, n in _slices(n_positions, stage.max_step_tokens)]
-    if stage.ranks_pages and sizes[Space.FULL] > 2:
+    if stage.ranks_pages and sizes[KvGroup.FULL] > 2:
         steps += [WarmStep(2 * PAGE_TOKENS, n, ranks=True) for n in (1, QUERIES) if n <= stage.max_step_tokens]
     most = min(1 + stage.max_drafts, n_states, MAX_DECODE_TOKENS, stage.max_step_tokens)
     verifies = [WarmStep(0, n, n - 1) for n in range(1, most + 1)] if stage.max_drafts else []
@@ -132,7 +133,7 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None, *, co
             for i in range(one.sequences)
         ]
         if one.ranks:
-            stage.apply([PageOut(0, [0], [sizes[Space.FULL]])])
+            stage.apply([PageOut(0, [0], [sizes[KvGroup.FULL]])])
         out = stage.forward(Step(number, 0, [], slices, rank_pages=[0] if one.ranks else []), rows)
         if stage.output and stage.spec.pooling.generates:
             stage.logits(out.rows, range(0 if one.sequences > 1 else max(0, n_rows - MAX_DECODE_TOKENS), n_rows))
@@ -177,7 +178,7 @@ def _states(pools: PoolSizes, one: WarmStep, i: int) -> list[int]:
 def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None, *, compiles: bool = True) -> None:
     """Warm a draft stage up: extend contexts by every kind of step and make drafts of all widths."""
     most = stage.spec.max_drafts
-    n_positions = stage.sequences.units[Space.FULL] * PAGE_TOKENS - most - 1
+    n_positions = stage.sequences.units[KvGroup.FULL] * PAGE_TOKENS - most - 1
     lengths = list(_slices(n_positions, stage.max_step_tokens))
     steps = [WarmStep(start, n) for start, n in lengths]
     ahead = sorted({*range(1, stage.max_drafts + 1), stage.spec.default_drafts, most})
@@ -249,7 +250,7 @@ def _run_all(
 def _most_sequences(sequences: Sequences) -> int:
     """Return how many sequences may be open at once, each with a recurrent state if the model has any."""
     pools = sequences.sizes
-    if not sequences.units[Space.RECURRENT]:
+    if not sequences.units[KvGroup.RECURRENT]:
         return sequences.max_sequences
     if pools.state_pages:  # a page is left beside the states
         return min(sequences.max_sequences, pools.device_states, (pools.full_pages - 1) // pools.state_pages)
@@ -258,15 +259,15 @@ def _most_sequences(sequences: Sequences) -> int:
 
 def _opening(sequences: Sequences, n_tokens: int, n: int = 1) -> list[Operation]:
     """Operations that open ``n`` sequences, with the same pages for ``n_tokens`` and an empty state each."""
-    spaces = [space for space, size in sequences.units.items() if size]
-    states = [ZeroState(i) for i in range(n)] if Space.RECURRENT in spaces else []
+    kv_groups = [kv_group for kv_group, size in sequences.units.items() if size]
+    states = [ZeroState(i) for i in range(n)] if KvGroup.RECURRENT in kv_groups else []
     table, pools = range((n_tokens - 1) // PAGE_TOKENS + 1), sequences.sizes
     first = n * pools.state_pages  # behind the memory of the states
     tables = [
-        SetPages(i, space, 0, [first + at % (pools.full_pages - first) for at in table] if first else [*table])
+        SetPages(i, kv_group, 0, [first + at % (pools.full_pages - first) for at in table] if first else [*table])
         for i in range(n)
-        for space in spaces
-        if space is not Space.RECURRENT
+        for kv_group in kv_groups
+        if kv_group is not KvGroup.RECURRENT
     ]
     return [*states, *(OpenSequence(i, i if states else 0, SamplingParams()) for i in range(n)), *tables]
 

@@ -27,7 +27,7 @@ from lucevisor.model.drafters.gemma4_assistant import (
     KeyValueSource,
 )
 from lucevisor.model.drafters.spec import DraftSpec
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 
 
 class KeyValueWriter:
@@ -51,7 +51,7 @@ class KeyValueWriter:
     def __call__(self, h: Tensor, batch: Batch) -> None:
         found = self.project(self.norm(h.contiguous()))
         k, v = (found, found) if self.key_values else found.chunk(2, dim=-1)
-        slots = batch.slots[Space.FULL]
+        slots = batch.slots[KvGroup.FULL]
         self.keys.write(slots, self.positions(k.reshape(self.shape), batch))
         self.values.write(slots, self.value_norm(v.reshape(self.shape)))
 

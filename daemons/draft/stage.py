@@ -44,7 +44,7 @@ from lucevisor.model.drafters.gemma4_assistant import AssistantParams
 from lucevisor.model.drafters.mtp import MtpParams
 from lucevisor.model.drafters.spec import DraftSpec
 from lucevisor.model.spec import LayerSpec, ModelSpec
-from lucevisor.model.values import Backend, Space
+from lucevisor.model.values import Backend, KvGroup
 from lucevisor.protocol.loading import DeviceUse, DraftPlan, Load, PoolSizes
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import Drafted, Operation, SetPages, Slice, Step
@@ -252,7 +252,7 @@ class DraftStage:
         if vocabulary is not None:
             self.kernels[f"{self.device} draft vocabulary"] = str(vocabulary)
             self.weight_bytes += vocabulary.n_bytes
-        self._spaces = spec.model.spaces()
+        self._kv_groups = spec.model.kv_groups()
         self.warn: Callable[[str], None] = self.warnings.append
         pools.updates.launches.warn = lambda text: self.warn(text)
         self.graphs: DraftGraphs | None = None
@@ -321,7 +321,7 @@ class DraftStage:
         if not self._pending_rows.allows(operations):
             self.flush()
         for operation in operations:
-            if not isinstance(operation, SetPages) or operation.space in self._spaces:
+            if not isinstance(operation, SetPages) or operation.kv_group in self._kv_groups:
                 self.sequences.apply(operation)
 
     def extends_ahead(self, step: Step) -> bool:
@@ -422,7 +422,7 @@ class DraftStage:
             else:
                 hidden = self.graphs.extend.run(features, layout, self.sequences.tables(self.device))
                 self.cold = self.cold or self.graphs.extend.cold
-        if Space.RECURRENT in self._spaces:
+        if KvGroup.RECURRENT in self._kv_groups:
             self.sequences.record_updates(step.slices)  # of the drafter's own states
         return hidden
 
@@ -481,7 +481,7 @@ class DraftStage:
 
     def _layout(self, slices: Sequence[Slice]) -> Layout:
         self.sequences.flush()
-        if Space.RECURRENT not in self._spaces:
+        if KvGroup.RECURRENT not in self._kv_groups:
             slices = [msgspec.structs.replace(s, states=[]) if s.states else s for s in slices]
         if self.drafter.attends_to_context:  # nothing reads rows before draft_from
             slices = [

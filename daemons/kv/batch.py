@@ -31,7 +31,7 @@ from daemons.ops.page_scores import QUERIES
 from daemons.ops.paged import PagedTensor, Pages
 from lucevisor.model.pages import first_visible, first_visible_page, pages_of
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.steps import ImageSpan, Slice
 
 
@@ -89,10 +89,10 @@ class Layout:
         self.image_rows: list[int] = []  # whose embedding rows come with the step
         self.axes: tuple[list[int], list[int]] | None = None  # rows and columns of all tokens, if they have images
         self.fill: Callable[[Tensor], None] = lambda metadata: None
-        spaces = spec.spaces()
-        self.spaces = [s for s in (Space.FULL, Space.WINDOW) if s in spaces]
-        columns: list[list[int]] = [[], [], *([] for _ in self.spaces)]  # ids, positions, slots of each space
-        windows = [spec.window if space is Space.WINDOW else 0 for space in self.spaces]
+        kv_groups = spec.kv_groups()
+        self.kv_groups = [s for s in (KvGroup.FULL, KvGroup.WINDOW) if s in kv_groups]
+        columns: list[list[int]] = [[], [], *([] for _ in self.kv_groups)]  # ids, positions, slots of each KV group
+        windows = [spec.window if kv_group is KvGroup.WINDOW else 0 for kv_group in self.kv_groups]
         self.groups: list[SliceGroup] = []
         by_key: dict[tuple[int, int, int], SliceGroup] = {}
         seen: set[int] = set()
@@ -106,15 +106,15 @@ class Layout:
                 s = self._without_ids(s, sequence, len(columns[0]))
             check_slice(s, where, seen, spec.vocabulary)
             states = s.states or [sequence.state]
-            if Space.RECURRENT in spaces:
+            if KvGroup.RECURRENT in kv_groups:
                 check_states(s, where, sequence, sequences, used)
             elif s.states:
                 raise StateError(where, f"{len(s.states)} recurrent states to write, and the model has none")
             adapters += [sequence.adapter] * n
             columns[0] += s.tokens
             self._add_positions(columns[1], sequence.images if spec.mrope else (), start, n)
-            for column, space, window in zip(columns[2:], self.spaces, windows, strict=True):
-                column += slots_of(sequence, space, s, window, where)
+            for column, kv_group, window in zip(columns[2:], self.kv_groups, windows, strict=True):
+                column += slots_of(sequence, kv_group, s, window, where)
             key = (n, start % CHUNK if n > SHORT_SLICE else 0, 0 if states == [sequence.state] else len(states))
             group = by_key.get(key)
             if group is None or n > SHORT_SLICE:  # long ones alone: each gathers what it attends to
@@ -188,7 +188,7 @@ class Layout:
             return None
         one, n = copy(self), self.n_rows
         one.n_rows, one.groups, one.is_padded = group.n, [group], True
-        pads = [0, self.numbers[2 * n - 1], *(-1 for _ in self.spaces)]
+        pads = [0, self.numbers[2 * n - 1], *(-1 for _ in self.kv_groups)]
         columns = [self.numbers[i * n : (i + 1) * n] + [pad] * (group.n - n) for i, pad in enumerate(pads)]
         one.numbers = [*chain.from_iterable(columns), *group.numbers()]
         return one
@@ -242,7 +242,7 @@ class Group:
             slice(layout.rows[0], layout.rows[0] + b * n) if layout.contiguous else metadata[end:]
         )
         self.is_whole_step = layout.contiguous and b * n == n_rows
-        self._memo: dict[tuple[Space, int, bool, bool], tuple[Pages, Tensor | Causal | None]] = {}
+        self._memo: dict[tuple[KvGroup, int, bool, bool], tuple[Pages, Tensor | Causal | None]] = {}
         ids = layout.live_rows
         self._on_host = host = metadata.device.type == "cpu" and not captured  # a graph would replay a baked-in address
         self.state_run = ids[0] if host and ids == list(range(ids[0], ids[0] + b)) else None
@@ -311,10 +311,10 @@ class Group:
         ids = self.kept_states[:, token : token + values.shape[1]]
         pool.index_copy_(0, ids.reshape(-1), values.flatten(0, 1))
 
-    def query(self, space: Space) -> PagedQuery:
+    def query(self, kv_group: KvGroup) -> PagedQuery:
         """Return the group's queries, for attention that reads pages in place."""
-        table = self.tables[space]
-        return PagedQuery(table, self.table_rows, self.starts_in(space), self.n_tokens, self.max_length, self.lows)
+        table = self.tables[kv_group]
+        return PagedQuery(table, self.table_rows, self.starts_in(kv_group), self.n_tokens, self.max_length, self.lows)
 
     def host_query(self) -> PagedQuery:
         """Return the queries for pages in host memory, which need no causal mask because all precede the queries."""
@@ -322,25 +322,27 @@ class Group:
         starts = self.host_lengths - self.n_tokens
         return PagedQuery(self.tables[HOST], self.table_rows, starts, self.n_tokens, self.layout.max_host_length)
 
-    def starts_in(self, space: Space) -> Tensor:
-        """Return the positions at which slices start in the table of a space, [B]."""
-        return self.full_starts if space is Space.FULL else self.starts
+    def starts_in(self, kv_group: KvGroup) -> Tensor:
+        """Return the positions at which slices start in the table of a KV group, [B]."""
+        return self.full_starts if kv_group is KvGroup.FULL else self.starts
 
     def keys(
-        self, space: Space, window: int, causal: bool = True, symmetric: bool = False
+        self, kv_group: KvGroup, window: int, causal: bool = True, symmetric: bool = False
     ) -> tuple[Pages, Tensor | Causal | None]:
         """Pages to read and the mask [B, 1, n, L] (None: all visible), shared by the layers that attend alike."""
-        key = space, window, causal, symmetric
+        key = kv_group, window, causal, symmetric
         return self._memo.get(key) or self._memo.setdefault(key, self._keys(*key))
 
-    def _keys(self, space: Space, window: int, causal: bool, symmetric: bool) -> tuple[Pages, Tensor | Causal | None]:
+    def _keys(
+        self, kv_group: KvGroup, window: int, causal: bool, symmetric: bool
+    ) -> tuple[Pages, Tensor | Causal | None]:
         if self.is_padded:
-            return self._bounded(space, window, causal)
-        end = self.layout.common_end(space) if causal and not window else 0
+            return self._bounded(kv_group, window, causal)
+        end = self.layout.common_end(kv_group) if causal and not window else 0
         if end and is_flash_device(self.starts.device):
-            index = self.tables[space][:, : pages_of(end)].index_select(0, self.table_rows)
+            index = self.tables[kv_group][:, : pages_of(end)].index_select(0, self.table_rows)
             return Pages(index.reshape(-1), self.n_slices, 0, end), Causal()
-        return (self._padded if self.n_slices > 1 else self._single)(space, window, causal, symmetric)
+        return (self._padded if self.n_slices > 1 else self._single)(kv_group, window, causal, symmetric)
 
     def _ends(self) -> Tensor | None:
         """Return the last position that each row sees in a layer with a window [B, n]; None: its own."""
@@ -352,22 +354,26 @@ class Group:
                 ends[b, first:stop] = stop - 1
         return ends.to(self.starts.device) + self.starts[:, None]
 
-    def _lows(self, space: Space, window: int) -> list[int]:
+    def _lows(self, kv_group: KvGroup, window: int) -> list[int]:
         """The first position that each slice sees."""
         lows = self.layout.lows or [0] * self.n_slices
         if not window:
             return lows
-        return [max(low, first_visible(s, window)) for s, low in zip(self.layout.starts_in(space), lows, strict=True)]
+        return [
+            max(low, first_visible(s, window)) for s, low in zip(self.layout.starts_in(kv_group), lows, strict=True)
+        ]
 
-    def _single(self, space: Space, window: int, causal: bool, symmetric: bool) -> tuple[Pages, Tensor | Causal | None]:
+    def _single(
+        self, kv_group: KvGroup, window: int, causal: bool, symmetric: bool
+    ) -> tuple[Pages, Tensor | Causal | None]:
         """One slice: exactly the positions it sees, so a decode row needs no mask."""
-        [start], [low] = self.layout.starts_in(space), self._lows(space, window)
+        [start], [low] = self.layout.starts_in(kv_group), self._lows(kv_group, window)
         end = start + self.n_tokens
         first, count = low // PAGE_TOKENS, pages_of(end) - low // PAGE_TOKENS
-        sequence, table = self.layout.sequences[0], self.tables[space]
+        sequence, table = self.layout.sequences[0], self.tables[kv_group]
         skip = low - first * PAGE_TOKENS
-        if self._on_host and sequence.breaks.get(space, 0) >= first + count:
-            pages = Pages(None, 1, sequence.pages[space][first] * PAGE_TOKENS + skip, end - low)
+        if self._on_host and sequence.breaks.get(kv_group, 0) >= first + count:
+            pages = Pages(None, 1, sequence.pages[kv_group][first] * PAGE_TOKENS + skip, end - low)
         else:
             index = table[:, first : first + count].index_select(0, self.table_rows).view(-1)
             pages = Pages(index, 1, skip, end - low)
@@ -381,27 +387,27 @@ class Group:
         keys = torch.arange(low, end, device=device)
         return pages, visible(queries[None], keys[None], window, causal, None, ends, symmetric=symmetric)
 
-    def _bounded(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor]:
+    def _bounded(self, kv_group: KvGroup, window: int, causal: bool) -> tuple[Pages, Tensor]:
         """One slice of a graph: as many positions as the bound, from the first visible one on.
 
         Those behind its last token repeat it: masked numbers are the sequence's own.  A NaN in another one's page would
         come in, since it is NaN times a weight of 0, too.  Pad rows see what the last token sees.
         """
-        start, device = self.starts_in(space), self.starts.device
+        start, device = self.starts_in(kv_group), self.starts.device
         last = start + self.spans[:, 1] - 1
         length = pages_of(window - 1 + self.n_tokens) * PAGE_TOKENS if window else self.max_length
         first = (start - window + 1).clamp_(min=0) if window else torch.zeros_like(start)
         positions = first + torch.arange(length, device=device)
         at = torch.minimum(positions, last)
-        page = self.tables[space].index_select(0, self.table_rows).view(-1).index_select(0, at // PAGE_TOKENS)
+        page = self.tables[kv_group].index_select(0, self.table_rows).view(-1).index_select(0, at // PAGE_TOKENS)
         slots = page.to(torch.int64) * PAGE_TOKENS + at % PAGE_TOKENS
         queries = torch.minimum(start + torch.arange(self.n_tokens, device=device), last)
         return Pages(slots, 1, 0, length, by_slot=True), visible(queries[None], positions[None], window, causal)
 
-    def _padded(self, space: Space, window: int, causal: bool, symmetric: bool) -> tuple[Pages, Tensor | None]:
+    def _padded(self, kv_group: KvGroup, window: int, causal: bool, symmetric: bool) -> tuple[Pages, Tensor | None]:
         """Several slices: padded to the pages of the longest one, and masked."""
-        table, starts, device = self.tables[space], self.starts_in(space), self.starts.device
-        on_host = self.layout.starts_in(space)
+        table, starts, device = self.tables[kv_group], self.starts_in(kv_group), self.starts.device
+        on_host = self.layout.starts_in(kv_group)
         lows = [first_visible_page(s, window) if window else 0 for s in on_host]
         count = max((s + self.n_tokens - 1) // PAGE_TOKENS - low for s, low in zip(on_host, lows, strict=True)) + 1
         if window:
@@ -419,14 +425,16 @@ class Group:
 
 
 class Batch:
-    """A step on one device.  ``ids``, ``positions`` [T] int64; ``slots[space]`` [T]: where keys and values go."""
+    """A step on one device.  ``ids``, ``positions`` [T] int64; ``slots[kv_group]`` [T]: where keys and values go."""
 
     def __init__(self, layout: Layout, tables: Tables, metadata: Tensor, *, captured: bool = False) -> None:
         """``metadata``: that of the layout, on the device.  ``captured``: other metadata will take its place."""
         self.n_rows, self.device = layout.n_rows, metadata.device
-        n, at = self.n_rows, (2 + len(layout.spaces)) * self.n_rows
+        n, at = self.n_rows, (2 + len(layout.kv_groups)) * self.n_rows
         self.ids, self.positions = metadata[:n], metadata[n : 2 * n]
-        self.slots: dict[Space, Tensor] = {s: metadata[i * n : (i + 1) * n] for i, s in enumerate(layout.spaces, 2)}
+        self.slots: dict[KvGroup, Tensor] = {
+            s: metadata[i * n : (i + 1) * n] for i, s in enumerate(layout.kv_groups, 2)
+        }
         self.groups: list[Group] = []
         for group in layout.groups:
             n_columns = 4 + group.state_columns + group.span_columns + bool(group.lows) + group.reads_host
@@ -461,7 +469,7 @@ class Batch:
             one = copy(self)
             one.n_rows, one.ids, one.positions = b, ids[token], positions[token]
             one.axes, one.image_rows = None if axes is None else axes[token], None
-            one.slots = {space: x[token] for space, x in slots.items()}
+            one.slots = {kv_group: x[token] for kv_group, x in slots.items()}
             one.groups, one._rope_tables = [group.token(token, operations)], {}
             out.append(one)
         return out

@@ -27,7 +27,7 @@ from daemons.ops.page_scores import KeySketches
 from daemons.ops.paged import DensePages, PagedTensor, Pages, Q8Pages
 from lucevisor.model.extents import PAGE_ROWS, Extent, extent_of
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP, Dtype, LayerRange, Space, Tier, q8_groups
+from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP, Dtype, KvGroup, LayerRange, Tier, q8_groups
 from lucevisor.protocol.loading import PoolSizes
 
 
@@ -35,7 +35,7 @@ from lucevisor.protocol.loading import PoolSizes
 class _StateShape:
     """Layers with equal shapes share an allocation."""
 
-    space: Space
+    kv_group: KvGroup
     name: str
     shape: tuple[int, ...]
     dtype: Dtype
@@ -63,16 +63,16 @@ class Pools:
         self._rank_pages = rank_pages
         self.device, self.layers = device, layers
         n_states = sizes.n_state_ids
-        self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: n_states}
+        self.units = {KvGroup.FULL: sizes.full_pages, KvGroup.WINDOW: sizes.window_pages, KvGroup.RECURRENT: n_states}
         self._sizes = sizes
         self.states_locked = True  # of the states in host memory, if there are any
         members: dict[_StateShape, list[int]] = {}
         for i in range(layers.start, layers.stop):
             layer = spec.layers[i]
             for t in layer.state:
-                shape = _StateShape(layer.space, t.name, t.shape, t.dtype or kv_dtype, t.update_width)
+                shape = _StateShape(layer.kv_group, t.name, t.shape, t.dtype or kv_dtype, t.update_width)
                 members.setdefault(shape, []).append(i)
-        self._stacks: list[tuple[Space, list[Tensor]]] = []
+        self._stacks: list[tuple[KvGroup, list[Tensor]]] = []
         self._stack_layers: list[list[int]] = []  # of each of them
         self._paged: dict[tuple[int, str], PagedTensor] = {}
         self._states: dict[tuple[int, str], Tensor] = {}
@@ -82,18 +82,18 @@ class Pools:
         self._host_pages = HostPages(device, sizes.host_pages, page_copy) if sizes.host_pages else None
         extent = _extent(spec, layers, kv_dtype, sizes)
         self.page_rows, self.state_rows = (PAGE_ROWS, extent.layers) if extent is not None else (1, 1)
-        """Rows of a layer's tensor that a page of space full and a state take."""
+        """Rows of a layer's tensor that a page of KV group full and a state take."""
         self._used_states: set[int] = set()  # those whose bytes are in the memory of pages
         self._n_bytes = 0
         self.updates = StateUpdates(device, apply_updates, self.state_rows)
-        paged = [shape for shape in members if shape.space is not Space.RECURRENT]
+        paged = [shape for shape in members if shape.kv_group is not KvGroup.RECURRENT]
         if extent is not None and paged:
             self._allocate_pages(paged, members[paged[0]])
         else:
             for shape in paged:
                 self._allocate_pages([shape], members[shape])
         for shape, indices in members.items():
-            if shape.space is Space.RECURRENT:
+            if shape.kv_group is KvGroup.RECURRENT:
                 self._allocate_states(shape, indices, self._extents(shape, paged, members))
         if self._host_pages is not None:
             self._host_pages.prepare()
@@ -101,7 +101,7 @@ class Pools:
     def _allocate_pages(self, shapes: Sequence[_StateShape], indices: list[int]) -> None:
         """Allocate pages of layers; those of several tensors of equal shape adjoin."""
         shape, width = shapes[0], shapes[0].shape[-1]
-        n, quantised = (len(indices), len(shapes) * self.units[shape.space]), shape.dtype is Dtype.Q8_0
+        n, quantised = (len(indices), len(shapes) * self.units[shape.kv_group]), shape.dtype is Dtype.Q8_0
         if quantised:
             groups = q8_groups(width)
             parts = [
@@ -110,11 +110,11 @@ class Pools:
             ]
         else:
             parts = [((*n, *shape.shape), torch_dtype(shape.dtype))]
-        tensors = self._zeros(parts, self._what(shapes, indices, self.units[shape.space]))
-        self._stacks.append((shape.space, tensors))
+        tensors = self._zeros(parts, self._what(shapes, indices, self.units[shape.kv_group]))
+        self._stacks.append((shape.kv_group, tensors))
         self._stack_layers.append(indices)
         hosts = []
-        if self._host_pages is not None and shape.space is Space.FULL:
+        if self._host_pages is not None and shape.kv_group is KvGroup.FULL:
             hosts = [self._host_pages.add(tensor) for tensor in tensors]
         for at, i in enumerate(indices):
             for first, one in enumerate(shapes):
@@ -154,7 +154,7 @@ class Pools:
             if not (layers := indices[first * n : (first + 1) * n]):
                 break
             stack = memory[: len(layers), first:]
-            self._stacks.append((Space.RECURRENT, [stack]))
+            self._stacks.append((KvGroup.RECURRENT, [stack]))
             self._stack_layers.append(layers)
             self._allocate_host(shape, layers, stack.dtype)
             if updates is None:
@@ -165,8 +165,8 @@ class Pools:
 
     @staticmethod
     def _what(shapes: Sequence[_StateShape], indices: list[int], n_units: int) -> str:
-        names, space = " and ".join(repr(shape.name) for shape in shapes), shapes[0].space
-        return f"state {names} of layers {indices[0]}..{indices[-1]} ({n_units} units of space {space.value})"
+        names, kv_group = " and ".join(repr(shape.name) for shape in shapes), shapes[0].kv_group
+        return f"state {names} of layers {indices[0]}..{indices[-1]} ({n_units} units of KV group {kv_group.value})"
 
     def _zeros(self, parts: Sequence[tuple[tuple[int, ...], torch.dtype]], what: str) -> list[Tensor]:
         """Allocate tensors on the device.  Raises DeviceError."""
@@ -179,8 +179,8 @@ class Pools:
 
     def _n_rows(self, shape: _StateShape) -> int:
         """Rows on the device of a tensor: drafts' states have none where updates stand for them."""
-        if shape.space is not Space.RECURRENT:
-            return self.units[shape.space]
+        if shape.kv_group is not KvGroup.RECURRENT:
+            return self.units[shape.kv_group]
         return self._sizes.device_states if shape.update_width else self._sizes.device_rows
 
     def _allocate_host(self, shape: _StateShape, indices: list[int], dtype: torch.dtype) -> None:
@@ -216,21 +216,21 @@ class Pools:
             return self._states[layer, name], index * self.state_rows
         return self._host_states[layer, name], index
 
-    def copy_page(self, space: Space, source: int, target: int, n_tokens: int, layer: int | None = None) -> None:
-        """Copy the first ``n_tokens`` positions of a page, in every layer of ``space`` or in one."""
-        if space is Space.FULL:
+    def copy_page(self, kv_group: KvGroup, source: int, target: int, n_tokens: int, layer: int | None = None) -> None:
+        """Copy the first ``n_tokens`` positions of a page, in every layer of ``kv_group`` or in one."""
+        if kv_group is KvGroup.FULL:
             self.take_pages([target])
-        n = self.page_rows if space is Space.FULL else 1
+        n = self.page_rows if kv_group is KvGroup.FULL else 1
         to, of = slice(target * n, (target + 1) * n), slice(source * n, (source + 1) * n)
-        for tensor in self._of(space, layer):
+        for tensor in self._of(kv_group, layer):
             tensor[:, to, :n_tokens] = tensor[:, of, :n_tokens]
 
     def take_pages(self, pages: Sequence[int]) -> None:
-        """Pages of space full come into use: those in the memory of a state that was used become zeros."""
+        """Pages of KV group full come into use: those in the memory of a state that was used become zeros."""
         n = self._sizes.state_pages
         for state in sorted({page // n for page in pages} & self._used_states) if self._used_states else ():
             self._used_states.remove(state)
-            for tensor in self._of(Space.FULL):
+            for tensor in self._of(KvGroup.FULL):
                 tensor[:, state * n * self.page_rows : (state + 1) * n * self.page_rows].zero_()
 
     def take_state(self, state: int) -> None:
@@ -239,7 +239,7 @@ class Pools:
             self._used_states.add(state)
 
     def page_out(self, pages: Sequence[int], rows: Sequence[int]) -> None:
-        """Copy pages of space full to rows of host memory, in every layer."""
+        """Copy pages of KV group full to rows of host memory, in every layer."""
         if self._host_pages is None:
             return
         if self._ranked:
@@ -253,27 +253,27 @@ class Pools:
         self._host_pages.page_out(pages, rows)
 
     def page_in(self, rows: Sequence[int], pages: Sequence[int]) -> None:
-        """Copy rows of host memory to pages of space full, in every layer."""
+        """Copy rows of host memory to pages of KV group full, in every layer."""
         if self._host_pages is not None:
             self._host_pages.page_in(rows, pages)
 
-    def place_of_page(self, space: Space, page: int, where: str) -> tuple[Tier, int]:
+    def place_of_page(self, kv_group: KvGroup, page: int, where: str) -> tuple[Tier, int]:
         """Return the memory that a page lies in, and its row in the layers' tensors there.
 
         Raises StateError naming ``where``.
         """
-        n = self.units[space]
+        n = self.units[kv_group]
         if 0 <= page < n:
-            return Tier.DEVICE, page * self.page_rows if space is Space.FULL else page
-        in_host = self._host_pages.n_pages if self._host_pages is not None and space is Space.FULL else 0
+            return Tier.DEVICE, page * self.page_rows if kv_group is KvGroup.FULL else page
+        in_host = self._host_pages.n_pages if self._host_pages is not None and kv_group is KvGroup.FULL else 0
         if n <= page < n + in_host:
             return Tier.HOST, page - n
         more = f" and the {in_host} in host memory" if in_host else ""
         raise StateError(where, f"page {page} is outside the pool of {n}{more}")
 
     def forget_sketches(self, pages: Sequence[int]) -> None:
-        """Pages of space full get other bytes: sketches of those in host memory are made when they are needed."""
-        rows = [page - self.units[Space.FULL] for page in pages if page >= self.units[Space.FULL]]
+        """Pages of KV group full get other bytes: sketches of those in host memory are made when they are needed."""
+        rows = [page - self.units[KvGroup.FULL] for page in pages if page >= self.units[KvGroup.FULL]]
         for keys in self._ranked if rows else ():
             assert keys.sketches is not None
             keys.sketches.missing.update(rows)
@@ -282,7 +282,7 @@ class Pools:
         """Copy a recurrent state in every layer or in one; at most one of the two is in host memory."""
         to, of = self._sizes.place_of_state(target), self._sizes.place_of_state(source)
         self.take_state(target)
-        for device, host in zip(self._of(Space.RECURRENT, layer), self._host_of(layer), strict=True):
+        for device, host in zip(self._of(KvGroup.RECURRENT, layer), self._host_of(layer), strict=True):
             stacks = {Tier.DEVICE: device[:, :: self.state_rows], Tier.HOST: host}
             if to.tier is of.tier:
                 stacks[to.tier][:, to.row] = stacks[of.tier][:, of.row]
@@ -293,18 +293,18 @@ class Pools:
 
     def zero_state(self, state: int) -> None:
         self.take_state(state)
-        for tensor in self._of(Space.RECURRENT):
+        for tensor in self._of(KvGroup.RECURRENT):
             tensor[:, state * self.state_rows].zero_()
 
-    def _of(self, space: Space, layer: int | None = None) -> list[Tensor]:
-        """Stacks of ``space``, or a layer's part of them."""
+    def _of(self, kv_group: KvGroup, layer: int | None = None) -> list[Tensor]:
+        """Stacks of ``kv_group``, or a layer's part of them."""
         stacks = zip(self._stacks, self._stack_layers, strict=True)
-        return [t for (s, tensors), layers in stacks if s is space for t in _part(tensors, layers, layer)]
+        return [t for (s, tensors), layers in stacks if s is kv_group for t in _part(tensors, layers, layer)]
 
     def _host_of(self, layer: int | None) -> list[Tensor]:
         """Stacks of the states in host memory, or a layer's part of them."""
         stacks = zip(self._stacks, self._stack_layers, strict=True)
-        own = [layers for (space, _), layers in stacks if space is Space.RECURRENT]
+        own = [layers for (kv_group, _), layers in stacks if kv_group is KvGroup.RECURRENT]
         return [t for host, layers in zip(self._host_stacks, own, strict=True) for t in _part([host], layers, layer)]
 
     @property

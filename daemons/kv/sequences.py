@@ -20,7 +20,7 @@ from daemons.errors import StateError
 from daemons.kv.images import check_images
 from daemons.kv.pools import Pools
 from daemons.ops.lora import NO_ADAPTER
-from lucevisor.model.values import PAGE_TOKENS, Space, Tier
+from lucevisor.model.values import PAGE_TOKENS, KvGroup, Tier
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
     CloseSequence,
@@ -39,7 +39,7 @@ from lucevisor.protocol.steps import (
 
 HOST: Final = "host"
 """Key of the table of a sequence's rows in host memory, where attention reads them in place."""
-Tables = dict[Space | Literal["host"], Tensor]
+Tables = dict[KvGroup | Literal["host"], Tensor]
 """Page tables on a device, int32 [max_sequences, entries]."""
 NO_PAGE = -1
 """A skipped table entry: a sliding sequence may start past its first window."""
@@ -55,7 +55,7 @@ MAX_ENTRIES = 1 << 20
 class OpenedSequence:
     """One sequence.  ``row``: its row in the device tables.
 
-    ``breaks[space]``: first entry whose page id is not the previous one plus 1; the table's length when there is none.
+    ``breaks[kv_group]``: first entry whose page id is not the previous one plus 1; the table's length if there is none.
     ``out``: entries of the ``full`` table that were paged out, ascending: those behind them moved up.  ``host_rows``:
     where those that are attended to lie in host memory, ascending, as order means nothing to attention.  ``updates``:
     states after tokens of its last slice that are not made yet, in order; ``state`` is from before them.
@@ -66,16 +66,16 @@ class OpenedSequence:
     row: int
     state: int
     adapter: int = NO_ADAPTER
-    pages: dict[Space, list[int]] = field(default_factory=dict)
-    breaks: dict[Space, int] = field(default_factory=dict)
+    pages: dict[KvGroup, list[int]] = field(default_factory=dict)
+    breaks: dict[KvGroup, int] = field(default_factory=dict)
     out: list[int] = field(default_factory=list)
     hosts: dict[int, int] = field(default_factory=dict)  # where those that were kept lie in host memory, by entry
     host_rows: list[int] = field(default_factory=list)
     updates: list[int] = field(default_factory=list)
     images: tuple[ImageSpan, ...] = ()
 
-    def table(self, space: Space) -> list[int]:
-        return self.pages.setdefault(space, [])
+    def table(self, kv_group: KvGroup) -> list[int]:
+        return self.pages.setdefault(kv_group, [])
 
     @property
     def out_tokens(self) -> int:
@@ -113,9 +113,9 @@ class Sequences:
         self.pools, self.attend_host, self.adapters = list(pools), attend_host, adapters
         self.reads_in_place = attend_host and in_place
         n_states = sizes.n_state_ids
-        self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: n_states}
+        self.units = {KvGroup.FULL: sizes.full_pages, KvGroup.WINDOW: sizes.window_pages, KvGroup.RECURRENT: n_states}
         self.sizes = sizes
-        self._page_rows = {Space.FULL: self.pools[0].page_rows if self.pools else 1, Space.WINDOW: 1}
+        self._page_rows = {KvGroup.FULL: self.pools[0].page_rows if self.pools else 1, KvGroup.WINDOW: 1}
         self.state_rows = self.pools[0].state_rows if self.pools else 1  # the same in all shards
         self._n_device_states = sizes.device_states, sizes.device_rows  # whole ones, and with those of drafts
         self.max_sequences = max_sequences
@@ -124,9 +124,9 @@ class Sequences:
         self.by_id: dict[int, OpenedSequence] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._tables: dict[torch.device, Tables] = {p.device: {} for p in self.pools}
-        self._changed: dict[Space | Literal["host"], dict[tuple[int, int], int]] = {
-            Space.FULL: {},
-            Space.WINDOW: {},
+        self._changed: dict[KvGroup | Literal["host"], dict[tuple[int, int], int]] = {
+            KvGroup.FULL: {},
+            KvGroup.WINDOW: {},
             HOST: {},
         }
 
@@ -156,14 +156,14 @@ class Sequences:
                 self._commit_state(closed, closed.state)
                 self._free_rows.append(closed.row)
                 del self.by_id[sequence]
-            case CopyPage(space, source, target, n_tokens):
-                where = f"CopyPage of space {space.value}"
-                self._check_unit(where, space, source)
-                self._check_unit(where, space, target)
-                if space is Space.RECURRENT or not 0 <= n_tokens <= PAGE_TOKENS:
+            case CopyPage(kv_group, source, target, n_tokens):
+                where = f"CopyPage of KV group {kv_group.value}"
+                self._check_unit(where, kv_group, source)
+                self._check_unit(where, kv_group, target)
+                if kv_group is KvGroup.RECURRENT or not 0 <= n_tokens <= PAGE_TOKENS:
                     raise StateError(where, f"{n_tokens} tokens of a page of {PAGE_TOKENS}")
                 for pool in self.pools:
-                    pool.copy_page(space, source, target, n_tokens)
+                    pool.copy_page(kv_group, source, target, n_tokens)
             case CopyState(source, target):
                 self._check_whole("CopyState", source)
                 self._check_whole("CopyState", target)
@@ -237,13 +237,13 @@ class Sequences:
             for state in states:
                 pool.take_state(state)
 
-    def _check_unit(self, where: str, space: Space, unit: int) -> None:
-        if not 0 <= unit < self.units[space]:
-            kind = "state" if space is Space.RECURRENT else f"page of space {space.value}"
-            raise StateError(where, f"{kind} {unit} is outside the pool of {self.units[space]}")
+    def _check_unit(self, where: str, kv_group: KvGroup, unit: int) -> None:
+        if not 0 <= unit < self.units[kv_group]:
+            kind = "state" if kv_group is KvGroup.RECURRENT else f"page of KV group {kv_group.value}"
+            raise StateError(where, f"{kind} {unit} is outside the pool of {self.units[kv_group]}")
 
     def _check_whole(self, where: str, state: int) -> None:
-        self._check_unit(where, Space.RECURRENT, state)
+        self._check_unit(where, KvGroup.RECURRENT, state)
         if self.sizes.is_draft_state(state):
             raise StateError(where, f"state {state} is a draft's: only a verify slice and its UseState may name it")
 
@@ -255,7 +255,7 @@ class Sequences:
     def check_device(self, where: str, state: int) -> bool:
         """Raise StateError unless a slice may leave ``state``; return whether it is a draft's."""
         if not 0 <= state < self._n_device_states[1]:
-            self._check_unit(where, Space.RECURRENT, state)
+            self._check_unit(where, KvGroup.RECURRENT, state)
             raise StateError(where, f"state {state} lies in host memory, where checkpoints are; a live one cannot")
         return state >= self._n_device_states[0]
 
@@ -274,7 +274,7 @@ class Sequences:
             if operation.adapter not in self.adapters:
                 raise StateError(where, f"the adapter {operation.adapter!r} is not loaded")
             adapter = self.adapters.index(operation.adapter)
-        if self.units[Space.RECURRENT]:
+        if self.units[KvGroup.RECURRENT]:
             self.check_live(where, operation.state)
             self._take_states([operation.state])
         opened = OpenedSequence(operation.sequence, self._free_rows.pop(), operation.state, images=operation.images)
@@ -282,41 +282,41 @@ class Sequences:
         self.by_id[operation.sequence] = opened
 
     def _set_pages(self, operation: SetPages) -> None:
-        where = f"SetPages of sequence {operation.sequence}, space {operation.space.value}"
+        where = f"SetPages of sequence {operation.sequence}, KV group {operation.kv_group.value}"
         sequence = self.get(operation.sequence, where)
-        if operation.space is Space.RECURRENT:
+        if operation.kv_group is KvGroup.RECURRENT:
             raise StateError(where, "recurrent states have no page table")
         for page in operation.pages:
-            self._check_unit(where, operation.space, page)
-        table, first = sequence.table(operation.space), operation.first
-        if sequence.out and operation.space is Space.FULL:
+            self._check_unit(where, operation.kv_group, page)
+        table, first = sequence.table(operation.kv_group), operation.first
+        if sequence.out and operation.kv_group is KvGroup.FULL:
             if first <= sequence.out[-1]:
                 raise StateError(where, f"entry {first} lies before those that were paged out, or among them")
             first -= len(sequence.out)
         if not 0 <= first <= MAX_ENTRIES - len(operation.pages):
             raise StateError(where, f"entry {first} is outside a table of at most {MAX_ENTRIES}")
-        if operation.space is Space.FULL and first > len(table):
+        if operation.kv_group is KvGroup.FULL and first > len(table):
             raise StateError(where, f"entry {first} leaves a gap behind the {len(table)} entries there are")
-        pages = self._rows_of(operation.space, operation.pages)
+        pages = self._rows_of(operation.kv_group, operation.pages)
         table += [NO_PAGE] * (first - len(table))
         table[first : first + len(pages)] = pages
-        changed = self._changed[operation.space]
+        changed = self._changed[operation.kv_group]
         for i, page in enumerate(pages, first):
             changed[sequence.row, i] = page
-        self._find_break(sequence, operation.space, first)
+        self._find_break(sequence, operation.kv_group, first)
 
-    def _rows_of(self, space: Space, pages: list[int]) -> list[int]:
+    def _rows_of(self, kv_group: KvGroup, pages: list[int]) -> list[int]:
         """Return the rows of pages that come into use: what tables hold."""
-        if not self.sizes.state_pages or space is not Space.FULL:
+        if not self.sizes.state_pages or kv_group is not KvGroup.FULL:
             return pages
         for pool in self.pools:
             pool.take_pages(pages)
-        return [page * self._page_rows[space] for page in pages]
+        return [page * self._page_rows[kv_group] for page in pages]
 
     def _page_out(self, operation: PageOut) -> None:
         where = f"PageOut of sequence {operation.sequence}"
         sequence = self.get(operation.sequence, where)
-        table, entries, hosts = sequence.table(Space.FULL), operation.entries, operation.hosts
+        table, entries, hosts = sequence.table(KvGroup.FULL), operation.entries, operation.hosts
         places = self._entry_places(where, sequence, entries)
         if hosts and len(hosts) != len(entries):
             raise StateError(where, f"{len(hosts)} pages in host memory for {len(entries)} entries")
@@ -332,7 +332,7 @@ class Sequences:
 
     def _moved(self, sequence: OpenedSequence, first: int) -> None:
         """Pages came into the ``full`` table or left it, from place ``first`` on."""
-        table, changed = sequence.pages[Space.FULL], self._changed[Space.FULL]
+        table, changed = sequence.pages[KvGroup.FULL], self._changed[KvGroup.FULL]
         if self.attend_host:
             before, sequence.host_rows = sequence.host_rows, sorted(sequence.hosts.values())
             if self.reads_in_place:
@@ -343,7 +343,7 @@ class Sequences:
                 self._changed[HOST].update({(sequence.row, i): row for i, row in rows})
         for i, page in enumerate(table[first:], first):
             changed[sequence.row, i] = page
-        self._find_break(sequence, Space.FULL, first)
+        self._find_break(sequence, KvGroup.FULL, first)
 
     def _page_in(self, operation: PageIn) -> None:
         where = f"PageIn of sequence {operation.sequence}"
@@ -354,12 +354,12 @@ class Sequences:
         if missing := [entry for entry in entries if entry not in kept]:
             raise StateError(where, f"entry {missing[0]} is not in host memory")
         for page in pages:
-            self._check_unit(where, Space.FULL, page)
+            self._check_unit(where, KvGroup.FULL, page)
         if not self.forgets:
             rows = [sequence.hosts.pop(entry) for entry in entries]
             for pool in self.pools:
                 pool.page_in(rows, pages)
-        back, table = set(entries), sequence.table(Space.FULL)
+        back, table = set(entries), sequence.table(KvGroup.FULL)
         sequence.out = [entry for entry in sequence.out if entry not in back]
         for entry, page in zip(entries, pages, strict=True):
             table.insert(entry - bisect_left(sequence.out, entry), page)
@@ -368,7 +368,7 @@ class Sequences:
     @staticmethod
     def _entry_places(where: str, sequence: OpenedSequence, entries: Sequence[int]) -> list[int]:
         """The places of entries in the ``full`` table; those right behind it were never there."""
-        out, n_places = sequence.out, len(sequence.table(Space.FULL))
+        out, n_places = sequence.out, len(sequence.table(KvGroup.FULL))
         stop = n_places + len(out)
         ascending = bool(entries) and entries[0] >= 0 and all(a < b for a, b in pairwise(entries))
         known = [entry for entry in entries if entry < stop]
@@ -385,36 +385,36 @@ class Sequences:
         return row
 
     @staticmethod
-    def _find_break(sequence: OpenedSequence, space: Space, first: int) -> None:
+    def _find_break(sequence: OpenedSequence, kv_group: KvGroup, first: int) -> None:
         """Update where the run of consecutive pages from entry 0 ends; entries before ``first`` are unchanged."""
-        table = sequence.pages[space]
-        at = min(sequence.breaks.get(space, 0), first)
+        table = sequence.pages[kv_group]
+        at = min(sequence.breaks.get(kv_group, 0), first)
         at = max(at, 1)
         while at < len(table) and table[at] == table[at - 1] + 1:
             at += 1
-        sequence.breaks[space] = at
+        sequence.breaks[kv_group] = at
 
     def tables(self, device: torch.device) -> Tables:
         """Page tables on ``device``.  Call :meth:`flush` first."""
         return self._tables[device]
 
     def flush(self) -> None:
-        """Upload the entries that changed since the last call: one copy per space and device."""
-        for space, changed in self._changed.items():
+        """Upload the entries that changed since the last call: one copy per KV group and device."""
+        for kv_group, changed in self._changed.items():
             if not changed:
                 continue
             rows, columns = zip(*changed, strict=True)
             entries = torch.tensor([rows, columns, tuple(changed.values())], dtype=torch.int64)
             for device, tables in self._tables.items():
-                table = self._grown(tables, space, device, max(columns) + 1)
+                table = self._grown(tables, kv_group, device, max(columns) + 1)
                 row, column, page = (entries.pin_memory() if device.type != "cpu" else entries).to(
                     device, non_blocking=True
                 )
                 table.index_put_((row, column), page.to(torch.int32))
             changed.clear()
 
-    def _grown(self, tables: Tables, space: Space | Literal["host"], device: torch.device, entries: int) -> Tensor:
-        table = tables.get(space)
+    def _grown(self, tables: Tables, kv_group: KvGroup | Literal["host"], device: torch.device, entries: int) -> Tensor:
+        table = tables.get(kv_group)
         have = 0 if table is None else table.shape[1]
         if table is None or have < entries:
             grown = torch.zeros(
@@ -422,5 +422,5 @@ class Sequences:
             )
             if table is not None:
                 grown[:, :have] = table
-            tables[space] = table = grown
+            tables[kv_group] = table = grown
         return table

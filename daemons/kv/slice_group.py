@@ -14,7 +14,7 @@ from daemons.errors import StateError
 from daemons.kv.sequences import NO_PAGE, OpenedSequence
 from daemons.ops.operations import MAX_DECODE_TOKENS, SHORT_SLICE
 from lucevisor.model.pages import first_visible_page
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.model.workspace import GRAPH_LENGTH
 from lucevisor.protocol.steps import Slice
 
@@ -34,7 +34,7 @@ class SliceGroup:
     ``n_states``: after how many of its last tokens each slice keeps a recurrent state; 0: only the live one changes.
     ``lows``: first position that each slice attends to; empty: all of them.
     ``n_valid``: tokens of the only slice, which is padded to ``n`` rows; 0: it is not padded.
-    In space full positions are places in the table, which pages that were paged out left: ``full_starts``, ``lows``.
+    In KV group full positions are places in the table, which pages that were paged out left: ``full_starts``, ``lows``.
     ``blocks``: of images whose tokens see each other in layers with a window.
     ``state_rows``: state s is in row ``s * state_rows`` of the layers' tensors.
     """
@@ -68,12 +68,12 @@ class SliceGroup:
     def contiguous(self) -> bool:
         return len(self.rows) == 1 or all(b - a == self.n for a, b in pairwise(self.rows))
 
-    def starts_in(self, space: Space) -> list[int]:
-        return self.full_starts if space is Space.FULL else self.starts
+    def starts_in(self, kv_group: KvGroup) -> list[int]:
+        return self.full_starts if kv_group is KvGroup.FULL else self.starts
 
-    def common_end(self, space: Space) -> int:
-        """Return the common end of slices of several tokens in a space, if all see all positions before it; else 0."""
-        ends = {start + self.n for start in self.starts_in(space)}
+    def common_end(self, kv_group: KvGroup) -> int:
+        """Return the common end of slices of several tokens in a KV group if all see all before it, else 0."""
+        ends = {start + self.n for start in self.starts_in(kv_group)}
         return ends.pop() if len(ends) == 1 and self.n > 1 and not (self.lows or self.reads_host) else 0
 
     @property
@@ -140,9 +140,9 @@ class SliceGroup:
         return found if found.max_length <= GRAPH_LENGTH else None
 
     def numbers(self) -> list[int]:
-        """Starts, those in space full, table rows, live states, the states to write or the spans, the first positions
-        to attend to if there are bounds, positions in host memory if there are some, and the rows of the step unless
-        they are one range.
+        """Starts, those in KV group full, table rows, live states, the states to write or the spans, the first
+        positions to attend to if there are bounds, positions in host memory if there are some, and the rows of the
+        step unless they are one range.
 
         States to write are [B, state_columns]: after each token of a slice, -1 for none.  Spans are [B, 2]: how far
         inside a chunk a slice starts, and its tokens.
@@ -172,15 +172,15 @@ class GraphKey(NamedTuple):
     adapted: bool = False
 
 
-def slots_of(sequence: OpenedSequence, space: Space, s: Slice, window: int, where: str) -> list[int]:
+def slots_of(sequence: OpenedSequence, kv_group: KvGroup, s: Slice, window: int, where: str) -> list[int]:
     """Slots ``page * 64 + offset`` of the slice's positions.  Raises StateError when a page is missing."""
-    table, n = sequence.pages.get(space, []), len(s.tokens)
-    start = s.start - (sequence.out_tokens if space is Space.FULL else 0)
+    table, n = sequence.pages.get(kv_group, []), len(s.tokens)
+    start = s.start - (sequence.out_tokens if kv_group is KvGroup.FULL else 0)
     first, last = start // PAGE_TOKENS, (start + n - 1) // PAGE_TOKENS
     oldest = first_visible_page(start, window) if window else first  # a full table has no gaps
-    last_out = sequence.out[-1] if space is Space.FULL and sequence.out else -1
+    last_out = sequence.out[-1] if kv_group is KvGroup.FULL and sequence.out else -1
     if last >= len(table) or NO_PAGE in table[oldest : last + 1] or s.start < (last_out + 1) * PAGE_TOKENS:
-        missing = f"the {space.value} table of {len(table)} entries lacks a page for"
+        missing = f"the {kv_group.value} table of {len(table)} entries lacks a page for"
         raise StateError(where, f"{missing} positions {s.start - start + oldest * PAGE_TOKENS} to {s.start + n - 1}")
     found: list[int] = []
     at = start % PAGE_TOKENS

@@ -35,11 +35,11 @@ from daemons.ops.paged import PagedTensor, Pages
 from daemons.ops.partial_attention import Partial, partial_attention
 from lucevisor.model.rope import Rotary
 from lucevisor.model.spec import SCORE, ModelSpec, PoolingType
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 
 
 class HostAttention:
-    """Attention of one layer of space full; ``fused`` is the device's form of it, None for plain torch."""
+    """Attention of one layer of KV group full; ``fused`` is the device's form of it, None for plain torch."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class HostAttention:
 
     def _resident(self, group: Group, q: Tensor) -> Partial:
         if self.fused is not None:
-            return self.fused(q.flatten(0, 1), self.keys, self.values, group.query(Space.FULL), True)
-        pages, mask = group.keys(Space.FULL, 0)
+            return self.fused(q.flatten(0, 1), self.keys, self.values, group.query(KvGroup.FULL), True)
+        pages, mask = group.keys(KvGroup.FULL, 0)
         assert not isinstance(mask, Causal)  # part of what it attends to is in host memory
         k, v = self.keys.read(pages, q.dtype), self.values.read(pages, q.dtype)
         return partial_attention(q, k, v, mask, scale=self.scale, softcap=self.softcap)
@@ -355,7 +355,7 @@ class AttentionShape:
     head_dim: int
     scale: float
     gate: int = 0
-    space: Space = Space.FULL
+    kv_group: KvGroup = KvGroup.FULL
     window: int = 0
     softcap: float = 0.0
     softplus: bool = False
@@ -426,7 +426,7 @@ class Attention:
             q = (q * (1.0 + s.temperature[0] * self.operations.log1p(steps)).view(-1, 1, 1)).to(q.dtype)
         if s.n_kv_heads:
             v = qk[:, s.n_heads :] if s.key_values else v.view(rows, -1, d)
-            slots = batch.slots[s.space]
+            slots = batch.slots[s.kv_group]
             v = v if self.value_norm is None else self.value_norm(v)
             self.operations.write_pages(self.keys, self.values, slots, k, v)
         return q, gate
@@ -438,12 +438,12 @@ class Attention:
             return self.host_attention(group, q)
         sees_ahead = self.shape.window and group.layout.blocks
         if self.paged_attention is not None and group.n_tokens <= self.longest_paged_slice and not sees_ahead:
-            found = self.paged_attention(q.flatten(0, 1), self.keys, self.values, group.query(self.shape.space))
+            found = self.paged_attention(q.flatten(0, 1), self.keys, self.values, group.query(self.shape.kv_group))
             return found.view(q.shape[0], q.shape[1], *found.shape[1:])
         s, window = self.shape, self.shape.window
         if s.symmetric and group.n_tokens <= window:  # it reaches beyond both ends
             window = 0
-        pages, mask = group.keys(s.space, window, s.causal, s.symmetric)
+        pages, mask = group.keys(s.kv_group, window, s.causal, s.symmetric)
         k, v = self.keys.read(pages, q.dtype), self.values.read(pages, q.dtype)
         return attention(q, k, v, mask, scale=self.shape.scale, softcap=self.shape.softcap, sinks=self.sinks)
 

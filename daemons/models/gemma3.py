@@ -49,7 +49,9 @@ class Gemma3Family(Family):
     def attention(self, index: int) -> Attention:
         p, b, layer = self.p, f"blk.{index}.", self.spec.layers[index]
         inputs = self.w.linear(b + "attn_q.weight", b + "attn_k.weight", b + "attn_v.weight")
-        shape = AttentionShape(p.n_heads, p.n_kv_heads, p.head_dim, p.scale, space=layer.space, window=layer.window)
+        shape = AttentionShape(
+            p.n_heads, p.n_kv_heads, p.head_dim, p.scale, kv_group=layer.kv_group, window=layer.window
+        )
         if p.bidirectional:
             window = p.window // 2 + 1 if p.sliding[index] else 0
             shape = replace(shape, causal=False, window=window, symmetric=True)

@@ -176,7 +176,7 @@ class Gemma4Family(Family):
             n_kv_heads=n_kv_heads,
             head_dim=d,
             scale=1.0,
-            space=spec.space,
+            kv_group=spec.kv_group,
             window=spec.window,
             key_values=layer.key_values,
         )

@@ -22,7 +22,9 @@ class GptOssFamily(LlamaFamily):
 
     def attention_shape(self, index: int) -> AttentionShape:
         p, layer = self.p, self.spec.layers[index]
-        return AttentionShape(p.n_heads, p.n_kv_heads, p.head_dim, p.scale, space=layer.space, window=layer.window)
+        return AttentionShape(
+            p.n_heads, p.n_kv_heads, p.head_dim, p.scale, kv_group=layer.kv_group, window=layer.window
+        )
 
     def sinks(self, prefix: str) -> Tensor:
         return self.w.exact(prefix + SINKS)

@@ -47,7 +47,7 @@ class LagunaFamily(Family):
             d,
             d**-0.5,
             gate=p.gates[index],
-            space=layer.space,
+            kv_group=layer.kv_group,
             window=layer.window,
             softplus=True,
         )

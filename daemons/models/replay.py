@@ -34,7 +34,7 @@ from daemons.ops.selection import KernelSelector
 from daemons.weights.packed import TILES, empty_packed
 from lucevisor.model.quant_types import TILE_ROWS
 from lucevisor.model.spec import LayerSpec, ModelSpec
-from lucevisor.model.values import LayerRange, Space
+from lucevisor.model.values import KvGroup, LayerRange
 from lucevisor.protocol.files import ByteFile, FileError
 from lucevisor.protocol.loading import Load, StagePlan, StageReplay
 from lucevisor.protocol.steps import CopyPage, CopyState, Operation, Slice, Step
@@ -57,7 +57,7 @@ def load_kernels(spec: ModelSpec, layers: LayerRange, selector: KernelSelector, 
     _attention(own, selector)
     if layers.start == 0:
         _lookup(spec, selector, n_rows)
-    recurrent = next((layer for layer in own if layer.space is Space.RECURRENT), None)
+    recurrent = next((layer for layer in own if layer.kv_group is KvGroup.RECURRENT), None)
     if recurrent is not None:
         _delta_net(recurrent, selector, n_rows)
 
@@ -108,7 +108,7 @@ def _delta_net(layer: LayerSpec, selector: KernelSelector, n_rows: int) -> None:
 
 def _attention(layers: tuple[LayerSpec, ...], selector: KernelSelector) -> None:
     """Few rows do: the library's kernels are loaded together."""
-    paged = next((layer for layer in layers if layer.space is Space.FULL and layer.state), None)
+    paged = next((layer for layer in layers if layer.kv_group is KvGroup.FULL and layer.state), None)
     if paged is not None:
         heads, dim = paged.state[0].shape[-2:]
         x = torch.zeros(1, SHORT_SLICE, heads, dim, dtype=selector.dtype, device=selector.device)
@@ -254,7 +254,7 @@ class LayerwiseReplay:
         self._missing_bytes = 0  # of weights, when the last layer was loaded
         if len(plan.shards) > 1:
             self.problem = "the stage runs on several devices"
-        elif Space.WINDOW in spec.spaces():
+        elif KvGroup.WINDOW in spec.kv_groups():
             self.problem = "sliding layers take pages in turn"
 
     @contextmanager
@@ -471,8 +471,8 @@ class LayerwiseReplay:
 
 def _copy(shard: ShardModel, operation: Operation, layer: int) -> None:
     match operation:
-        case CopyPage(space, source, target, n_tokens):
-            shard.pools.copy_page(space, source, target, n_tokens, layer)
+        case CopyPage(kv_group, source, target, n_tokens):
+            shard.pools.copy_page(kv_group, source, target, n_tokens, layer)
         case CopyState(source, target):
             shard.pools.copy_state(source, target, layer)
 

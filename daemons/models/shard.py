@@ -153,7 +153,7 @@ class ShardModel:
         layer, files = self.spec.layers[i], _files(self.spec)
         tensors = ((name.removeprefix(f"blk.{i}."), files.tensors[name]) for name in sorted(layer.tensors))
         shapes = tuple((name, tensor.kind, tensor.shape) for name, tensor in tensors)
-        return layer.space, layer.window, layer.state, layer.shares_with is not None, shapes
+        return layer.kv_group, layer.window, layer.state, layer.shares_with is not None, shapes
 
     def run(self, rows: Tensor | None, batch: Batch, hidden: list[Tensor] | None = None) -> ShardOutput:
         """Boundary rows [T, boundary width] through the layers.

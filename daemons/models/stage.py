@@ -29,7 +29,7 @@ from daemons.ops.page_scores import queries_by_head, scores_of
 from daemons.ops.paged import PagedTensor, Pages
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, Space
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup
 from lucevisor.model.workspace import GRAPH_ROWS
 from lucevisor.protocol.loading import DeviceUse, Load, StagePlan
 from lucevisor.protocol.messages import Progress
@@ -51,7 +51,7 @@ def rank_pages(batch: Batch, layout: Layout, page_sums: PageSums) -> dict[int, T
 
 def _scores(group: Group, of: SliceGroup, b: int, page_sums: PageSums) -> Tensor:
     """The sum over the layers for one slice."""
-    sequence, table = of.sequences[b], of.sequences[b].pages[Space.FULL]
+    sequence, table = of.sequences[b], of.sequences[b].pages[KvGroup.FULL]
     n_entries, device = of.starts[b] // PAGE_TOKENS, group.starts.device
     out = sorted(entry for entry in sequence.hosts if entry < n_entries)
     resident = sorted({*range(n_entries)}.difference(sequence.out))
@@ -159,10 +159,10 @@ class LoadedStage:
     def _decode_capture(self, load: Load) -> str:
         """Return whether decodes are captured on a cpu, for the report of kernel selection."""
         sequences = Sequences([s.pools for s in self.shards], load.pools, 1)
-        spaces = [space for space in self.spec.spaces() if space is not Space.RECURRENT]
-        last = {Space.FULL: load.pools.full_pages - 1, Space.WINDOW: load.pools.window_pages - 1}  # beside state 0
+        kv_groups = [kv_group for kv_group in self.spec.kv_groups() if kv_group is not KvGroup.RECURRENT]
+        last = {KvGroup.FULL: load.pools.full_pages - 1, KvGroup.WINDOW: load.pools.window_pages - 1}  # beside state 0
         operations: list[Operation] = [OpenSequence(0, 0, SamplingParams())]
-        operations += [SetPages(0, space, 0, [last[space]]) for space in spaces]
+        operations += [SetPages(0, kv_group, 0, [last[kv_group]]) for kv_group in kv_groups]
         for operation in operations:
             sequences.apply(operation)
         sequences.flush()

@@ -24,7 +24,7 @@ from daemons.relevance.attention import AttentionScores
 from lucevisor.model.families import open_spec
 from lucevisor.model.pages import pages_of
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend, LayerRange, Space
+from lucevisor.model.values import Backend, KvGroup, LayerRange
 from lucevisor.protocol.loading import DeviceUse, Load, PoolSizes, ScorePlan, ShardPlan, score_pools
 from lucevisor.protocol.messages import Progress, ScoreWindow
 from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, SamplingParams, SetPages, Slice, ZeroState
@@ -52,10 +52,10 @@ class ScoreStage:
         assert plan is not None
         prepare(backend, load.threads)
         spec = open_spec(Path(plan.files[0]))
-        if not any(layer.space is Space.FULL for layer in spec.layers):
+        if not any(layer.kv_group is KvGroup.FULL for layer in spec.layers):
             reason = "no layer attends to all positions, so it cannot score"
             raise LoadError(spec.name, reason, "name another model in pflash.path", configuration=True)
-        pools = score_pools(spec.spaces(), plan.window_tokens)
+        pools = score_pools(spec.kv_groups(), plan.window_tokens)
         layers = LayerRange(0, spec.n_layers)
         config = ShardConfig(
             spec=spec,
@@ -112,9 +112,9 @@ class ScoreStage:
         operations.append(OpenSequence(0, 0, SamplingParams()))
         if self._pools.states:
             operations.append(ZeroState(0))
-        for space, n_pages in ((Space.FULL, self._pools.full_pages), (Space.WINDOW, self._pools.window_pages)):
+        for kv_group, n_pages in ((KvGroup.FULL, self._pools.full_pages), (KvGroup.WINDOW, self._pools.window_pages)):
             if n_pages:
-                operations.append(SetPages(0, space, 0, list(range(n_pages))))
+                operations.append(SetPages(0, kv_group, 0, list(range(n_pages))))
         for operation in operations:
             self._sequences.apply(operation)
 

@@ -18,7 +18,7 @@ from daemons.errors import StateError
 from daemons.kv.pools import Pools
 from daemons.ops.paged import PagedTensor, Q8Pages
 from lucevisor.model.spec import LayerSpec, ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP, SCALE, Space, Tier, q8_groups
+from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP, SCALE, KvGroup, Tier, q8_groups
 from lucevisor.protocol.messages import SlotPlace, TransferTensor
 
 SEGMENT_BYTES = 8 << 20
@@ -134,7 +134,7 @@ class StateMap:
         """Return the segments of a Save.  Raises StateError."""
         segments: list[StateSegment] = []
         for tensor in tensors:
-            if self._space(tensor) is not Space.RECURRENT and place.n_tokens != tensor.first + tensor.shape[0]:
+            if self._kv_group(tensor) is not KvGroup.RECURRENT and place.n_tokens != tensor.first + tensor.shape[0]:
                 raise _misfit(tensor, f"a slot of {place.n_tokens} tokens")
             segments += self._segments(place, tensor)
         return segments
@@ -162,7 +162,7 @@ class StateMap:
     # ---- one tensor
 
     def _segments(self, place: SlotPlace, tensor: TransferTensor) -> Iterator[StateSegment]:
-        if self._space(tensor) is Space.RECURRENT:
+        if self._kv_group(tensor) is KvGroup.RECURRENT:
             rows, row = self._state(tensor, place.state)
             parts, shape = [(rows, [(row, 1)])], tensor.shape
         else:
@@ -208,7 +208,7 @@ class StateMap:
                 done += n_rows(ranges)
 
     def _same_format(self, tensor: TransferTensor, scale: TransferTensor | None) -> bool:
-        if self._space(tensor) is Space.RECURRENT:
+        if self._kv_group(tensor) is KvGroup.RECURRENT:
             return True  # its format is fixed by the model; any other is rejected
         paged = self._paged(tensor)
         if isinstance(paged, Q8Pages):
@@ -227,8 +227,8 @@ class StateMap:
     def _pool(self, tensor: TransferTensor) -> Pools:
         return self._layer(tensor)[1]
 
-    def _space(self, tensor: TransferTensor) -> Space:
-        return self._layer(tensor)[0].space
+    def _kv_group(self, tensor: TransferTensor) -> KvGroup:
+        return self._layer(tensor)[0].kv_group
 
     def _tiers(self, tensor: TransferTensor) -> list[Tier]:
         """Return the memories that pages of the tensor's layer may lie in."""
@@ -255,7 +255,7 @@ class StateMap:
     def _state(self, tensor: TransferTensor, state: int) -> tuple[Tensor, int]:
         """The rows that hold a recurrent state, and its index among them."""
         pool = self._pool(tensor)
-        n = pool.units[Space.RECURRENT]
+        n = pool.units[KvGroup.RECURRENT]
         if not 0 <= state < n:
             raise StateError(f"tensor {tensor.name}", f"state {state} is outside the pool of {n}")
         try:
@@ -267,10 +267,10 @@ class StateMap:
         """Slots ``page * 64 + offset`` of positions ``tensor.first`` .. ``place.n_tokens``, adjacent ones merged, in
         runs on the device and in host memory.
         """
-        space = self._space(tensor)
-        pages, base = (place.full, 0) if space is Space.FULL else (place.window, place.first_window)
+        kv_group = self._kv_group(tensor)
+        pages, base = (place.full, 0) if kv_group is KvGroup.FULL else (place.window, place.first_window)
         end = tensor.first + tensor.shape[0]
-        if not tensor.first <= place.n_tokens <= end or (space is Space.WINDOW and place.n_tokens != end):
+        if not tensor.first <= place.n_tokens <= end or (kv_group is KvGroup.WINDOW and place.n_tokens != end):
             raise _misfit(tensor, f"a slot of {place.n_tokens} tokens")
         found: list[tuple[Tier, list[RowRange]]] = []
         position = tensor.first
@@ -279,7 +279,7 @@ class StateMap:
             n = min(PAGE_TOKENS - inside, place.n_tokens - position)
             if not 0 <= entry - base < len(pages):
                 raise StateError(f"tensor {tensor.name}", f"no page is given for position {position}")
-            tier, row = self._pool(tensor).place_of_page(space, pages[entry - base], f"tensor {tensor.name}")
+            tier, row = self._pool(tensor).place_of_page(kv_group, pages[entry - base], f"tensor {tensor.name}")
             if not found or found[-1][0] is not tier:
                 found.append((tier, []))
             ranges, slot = found[-1][1], row * PAGE_TOKENS + inside

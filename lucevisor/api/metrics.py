@@ -19,7 +19,7 @@ from lucevisor.engine.replicas import ReplicatedEngine
 from lucevisor.engine.router import Router
 from lucevisor.engine.spec_decode.statistics import DraftStatistics
 from lucevisor.engine.statistics import EngineStatistics
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.snapshots.file_format import Fault
 from lucevisor.snapshots.store import FAILED_SAVES, NOT_RESTORED, SnapshotStore
 from lucevisor.supervision.events import State
@@ -166,13 +166,13 @@ def _engine(out: _Families, now: EngineStatistics, row_bytes: int) -> Iterator[M
     yield out.gauge("requests_queued", "Requests that wait in the queue.", now.queued)
     yield from _recovery(out, now.recovery)
     pages: list[tuple[Sequence[str], int]] = []
-    for space, use in now.pages.items():
-        pages.append(([space, "sequences"], use.used - use.evictable))
-        pages.append(([space, "cached"], use.evictable))
-        pages.append(([space, "free"], use.free))
-    pages.append(([Space.FULL, "host"], now.host_pages.used))
-    pages.append(([Space.FULL, "host_free"], now.host_pages.total - now.host_pages.used))
-    yield out.gauges("pages", "Pages of a space by owner.", ["space", "where"], pages)
+    for kv_group, use in now.pages.items():
+        pages.append(([kv_group, "sequences"], use.used - use.evictable))
+        pages.append(([kv_group, "cached"], use.evictable))
+        pages.append(([kv_group, "free"], use.free))
+    pages.append(([KvGroup.FULL, "host"], now.host_pages.used))
+    pages.append(([KvGroup.FULL, "host_free"], now.host_pages.total - now.host_pages.used))
+    yield out.gauges("pages", "Pages of a KV group by owner.", ["space", "where"], pages)
     yield out.gauge("pages_paged_out", "Pages of running sequences that KV Flash paged out.", now.pages_out)
     stages, boundaries = now.steps.stages, now.steps.boundaries
     times = [(str(index), stage.n_steps, stage.compute_s) for index, stage in enumerate(stages)]

@@ -17,7 +17,7 @@ from lucevisor.engine.recovery import RecoveryStatistics
 from lucevisor.engine.spec_decode.statistics import DraftStatistics
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics
 from lucevisor.kv.page_pool import PageUse
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.placement.result import HostOwner
 from lucevisor.protocol.loading import DeviceUse
 from lucevisor.protocol.messages import Progress
@@ -290,9 +290,9 @@ def _recovery(now: RecoveryStatistics) -> dict[str, Any]:
     }
 
 
-def _pages(spaces: Mapping[str, PageUse], n_out: int = 0, host: PageUse | None = None) -> dict[str, Any]:
-    """Pages of 64 tokens, without recurrent states; ``spaces`` has both apart, with the totals that `plan` shows."""
-    pages = [use for space, use in spaces.items() if space != Space.RECURRENT]
+def _pages(kv_groups: Mapping[str, PageUse], n_out: int = 0, host: PageUse | None = None) -> dict[str, Any]:
+    """Pages of 64 tokens, without recurrent states; ``kv_groups`` has both apart, with the totals that `plan` shows."""
+    pages = [use for kv_group, use in kv_groups.items() if kv_group != KvGroup.RECURRENT]
     return {
         "total": sum(p.total for p in pages),
         "used": sum(p.used - p.evictable for p in pages),
@@ -301,8 +301,8 @@ def _pages(spaces: Mapping[str, PageUse], n_out: int = 0, host: PageUse | None =
         "host_total": 0 if host is None else host.total,
         "out": n_out,
         "spaces": {
-            space: {"total": p.total, "used": p.used - p.evictable, "cached": p.evictable}
-            for space, p in spaces.items()
+            kv_group: {"total": p.total, "used": p.used - p.evictable, "cached": p.evictable}
+            for kv_group, p in kv_groups.items()
         },
     }
 

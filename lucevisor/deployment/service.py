@@ -86,7 +86,7 @@ def engine_limits(
         prefill_chunk=placement.prefill_chunk,
         long_prefill_tokens=_long_prefill_tokens(placement),
         max_step_tokens=placement.max_step_tokens,
-        spaces=placement.spaces,
+        kv_groups=placement.kv_groups,
         pools=placement.pools,
         window_tokens=placement.window_tokens,
         prefix=_prefix_settings(cache, spec, placement, drafter),
@@ -122,7 +122,7 @@ def _prefix_settings(
         memory_bytes=placement.cache_bytes,
         min_tokens=cache.min_tokens,
         checkpoint_pages=cache.checkpoint_pages,
-        unit_bytes={space: unit_bytes[space] for space in placement.spaces},
+        unit_bytes={kv_group: unit_bytes[kv_group] for kv_group in placement.kv_groups},
     )
 
 

@@ -42,7 +42,7 @@ from lucevisor.engine.request import Event, GenerationRequest, NotReady, QueueFu
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.statistics import EngineStatistics, RateWindow, StepTotals
 from lucevisor.engine.step import ScheduledStep, StepPlan, WrongResult
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.protocol.steps import Operation, Step, StepResult
 from lucevisor.protocol.validation import UnansweredStep
 
@@ -85,11 +85,11 @@ class Transition(NamedTuple):
 class FrozenState:
     """All state that sequences and prefix slots have in the shards, between two steps.
 
-    ``units``: the pages and states in use, by space.  ``reopen_operations`` open the running sequences over them in a
-    daemon that has these units.  ``n_tokens``: of these sequences.
+    ``units``: the pages and states in use, by KV group.  ``reopen_operations`` open the running sequences over them in
+    a daemon that has these units.  ``n_tokens``: of these sequences.
     """
 
-    units: dict[Space, Sequence[int]]
+    units: dict[KvGroup, Sequence[int]]
     reopen_operations: Sequence[Operation]
     n_tokens: int
 

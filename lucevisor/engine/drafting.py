@@ -38,7 +38,7 @@ from lucevisor.engine.step import (
 )
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_tree import NO_STATE
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.protocol.steps import PENDING, CloseSequence, Drafted, Operation, Sampled, Slice, StepResult
 
 
@@ -254,7 +254,7 @@ class Drafting:
         if not self.active:
             return 0
         epoch, position = live.draft_from
-        if epoch != (now := self._pools[Space.FULL].epoch):
+        if epoch != (now := self._pools[KvGroup.FULL].epoch):
             position = live.table.draft_from()
             live.draft_from = now, position
         return position
@@ -380,7 +380,7 @@ class Drafting:
 
     def _within_states(self, widths: list[int]) -> list[int]:
         """Cut the longest slices until there is an id for the recurrent state after every draft."""
-        if Space.RECURRENT not in self._pools:
+        if KvGroup.RECURRENT not in self._pools:
             return widths
         n_free, most = self._pools.draft_states.n_free, max(widths)
         while sum(min(width, most) for width in widths) > n_free:

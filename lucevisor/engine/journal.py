@@ -17,7 +17,7 @@ import msgspec
 
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.kv.page_pool import PageAllocator, PagePools
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.steps import CopyPage, Step
 
 
@@ -91,7 +91,7 @@ class _Filing:
 
 
 class Journal:
-    """Rows by boundary and page.  ``out`` takes the instructions.  ``pages``: the allocator of space ``full``."""
+    """Rows by boundary and page.  ``out`` takes the instructions.  ``pages``: the allocator of KV group ``full``."""
 
     def __init__(self, out: MutableSequence[Any], has_rows: HasRows, pages: PageAllocator, n_blocks: int) -> None:
         self._out, self._has_rows, self._pages = out, has_rows, pages
@@ -109,7 +109,7 @@ class Journal:
         copied = [
             (self._key(operation.source), self._key(operation.target), operation.n_tokens)
             for operation in step.operations
-            if isinstance(operation, CopyPage) and operation.space is Space.FULL
+            if isinstance(operation, CopyPage) and operation.kv_group is KvGroup.FULL
         ]
         filing, row = _Filing(step, copied), 0
         parts, generation_of = filing.parts, self._pages.generation_of
@@ -120,7 +120,7 @@ class Journal:
                 len(slice_.tokens),
                 live_sequences[slice_.sequence],
             )
-            page = live.table.page(Space.FULL, start // PAGE_TOKENS) if n == 1 else None
+            page = live.table.page(KvGroup.FULL, start // PAGE_TOKENS) if n == 1 else None
             if page is not None:  # a decode, of which a step may have many
                 parts.append(_PageRun(sequence, page, generation_of(page), start % PAGE_TOKENS, row, 1))
             else:
@@ -257,12 +257,12 @@ class Journal:
 
 
 def pages_between(live: LiveSequence, start: int, stop: int) -> list[int]:
-    """Return the pages of space ``full`` with some positions of a sequence, in order."""
-    return live.table.entries(Space.FULL, start // PAGE_TOKENS, -(-stop // PAGE_TOKENS))
+    """Return the pages of KV group ``full`` with some positions of a sequence, in order."""
+    return live.table.entries(KvGroup.FULL, start // PAGE_TOKENS, -(-stop // PAGE_TOKENS))
 
 
 def make_journal(out: MutableSequence[Any], has_rows: HasRows, pools: PagePools, n_blocks: int) -> Journal | None:
-    """Return a journal of ``n_blocks`` pages; None without any, or where the model has no pages of space ``full``."""
-    if n_blocks < 1 or Space.FULL not in pools:
+    """Return a journal of ``n_blocks`` pages; None without any, or for a model without KV group ``full``."""
+    if n_blocks < 1 or KvGroup.FULL not in pools:
         return None
-    return Journal(out, has_rows, pools[Space.FULL], n_blocks)
+    return Journal(out, has_rows, pools[KvGroup.FULL], n_blocks)

@@ -9,7 +9,7 @@ from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import max_window_pages, pages_of
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings, arena_regions
 
 
@@ -31,7 +31,7 @@ class EngineLimits:
     max_context: int
     prefill_chunk: int
     max_step_tokens: int
-    spaces: frozenset[Space]
+    kv_groups: frozenset[KvGroup]
     pools: PoolSizes
     window_tokens: int | None = None
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
@@ -59,7 +59,7 @@ class EngineLimits:
         """Positions of a sequence that the ``full`` pool allows, with the pages in host memory; ``max_context`` without
         such layers, or where pages are dropped.
         """
-        if Space.FULL not in self.spaces:
+        if KvGroup.FULL not in self.kv_groups:
             return self.max_context
         if self.residency is None:
             return (self.pools.full_pages - self.pools.state_pages) * PAGE_TOKENS  # beside its state
@@ -96,14 +96,14 @@ class EngineLimits:
         """Return whether all pages of so long a sequence are kept, on the devices or in host memory."""
         return self.stays_resident(n_tokens) or (self.residency is not None and self.residency.keeps_host)
 
-    def pages_needed(self, n_tokens: int) -> dict[Space, int]:
-        """Return how many pages of each space ``n_tokens`` of a sequence hold at once."""
+    def pages_needed(self, n_tokens: int) -> dict[KvGroup, int]:
+        """Return how many pages of each KV group ``n_tokens`` of a sequence hold at once."""
         n_pages = pages_of(n_tokens)
         n_full = n_pages if self.residency is None else min(n_pages, self.residency.pool_pages)
-        needs = {Space.FULL: n_full} if Space.FULL in self.spaces else {}
+        needs = {KvGroup.FULL: n_full} if KvGroup.FULL in self.kv_groups else {}
         if self.window_tokens is not None:
             most = max_window_pages(self.window_tokens, self.prefill_chunk, self.max_context)
-            needs[Space.WINDOW] = min(n_pages, most)
+            needs[KvGroup.WINDOW] = min(n_pages, most)
         return needs
 
     def host_pages_needed(self, n_tokens: int) -> int:
@@ -122,4 +122,4 @@ class EngineLimits:
 
     def make_pools(self) -> PagePools:
         """Return fresh allocators with every id free."""
-        return PagePools(self.spaces, self.pools)
+        return PagePools(self.kv_groups, self.pools)

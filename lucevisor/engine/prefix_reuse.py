@@ -23,7 +23,7 @@ from lucevisor.kv.prefix_cache import PrefixIndex, PrefixMatch, PrefixSettings, 
 from lucevisor.kv.prefix_tree import NO_STATE, CacheTier, Origin, SlotSource
 from lucevisor.kv.residency import page_table
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.steps import CopyPage, CopyState, OpenSequence, Operation, ZeroState
 
 
@@ -161,12 +161,12 @@ class PrefixReuse:
         adopted = [operation for growth in table.growths() for operation in page_operations(sequence, growth)]
         needs = table.missing(position)
         if self.index.recurrent:
-            needs[Space.RECURRENT] = 1
+            needs[KvGroup.RECURRENT] = 1
         swap, growths = None, None
         with suppress(NoRoom, HostMemoryFull):
             swap = table.arrange(match.paged_out, self.make_room)
             growths = table.grow(position, position) if self.index.reclaim(needs) else None
-        states = self._pools[Space.RECURRENT].allocate(1) if growths is not None and self.index.recurrent else None
+        states = self._pools[KvGroup.RECURRENT].allocate(1) if growths is not None and self.index.recurrent else None
         if match.slot is not None:
             self.index.unpin(match.slot)
         if growths is None:
@@ -185,9 +185,9 @@ class PrefixReuse:
         operations += adopted + swap_operations(sequence, swap)
         for growth in growths:
             operations += page_operations(sequence, growth)
-            source, n_tokens = match.tail[growth.space], position % PAGE_TOKENS
-            self._pools[growth.space].stamp(growth.pages, self._pools[growth.space].epoch_of(source))
-            operations.append(CopyPage(growth.space, source, growth.pages[0], n_tokens))
+            source, n_tokens = match.tail[growth.kv_group], position % PAGE_TOKENS
+            self._pools[growth.kv_group].stamp(growth.pages, self._pools[growth.kv_group].epoch_of(source))
+            operations.append(CopyPage(growth.kv_group, source, growth.pages[0], n_tokens))
         return live, operations
 
     def reserve(self, n_tokens: int, paged_out: PagedOut | None = None) -> Reservation | None:
@@ -207,8 +207,8 @@ class PrefixReuse:
         return self.index.reserve(n_tokens, out)
 
     def make_room(self, n_device: int, n_host: int) -> None:
-        """Evict slots for pages of space full on the devices and in host memory, as far as that is possible."""
-        self.index.reclaim({Space.FULL: n_device})
+        """Evict slots for pages of KV group full on the devices and in host memory, as far as that is possible."""
+        self.index.reclaim({KvGroup.FULL: n_device})
         self.index.reclaim_host(n_host)
 
     def on_started(self, record: RequestRecord, match: PrefixMatch, now: float) -> None:

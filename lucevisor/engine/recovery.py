@@ -31,7 +31,7 @@ from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.pages import first_visible_page, pages_of
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.loading import StageReplay
 from lucevisor.protocol.steps import CopyPage, CopyState, OpenSequence, Operation, SetPages, Slice, Step, ZeroState
 
@@ -137,8 +137,8 @@ class Rebuilder:
                 ending = [slot for slot in self._slots[live] if slot.n_tokens == end]
                 if copies := [operation for slot in ending for operation in self._copies(live, slot)]:
                     plan.steps.append(RebuildStep(self._step(copies, [])))
-            if stop and Space.WINDOW in self._pools:
-                plan.steps.append(RebuildStep(self._step(self._tables(live, Space.WINDOW), [])))
+            if stop and KvGroup.WINDOW in self._pools:
+                plan.steps.append(RebuildStep(self._step(self._tables(live, KvGroup.WINDOW), [])))
                 rebuilt.update(page for _, page in self._window_pages(live, stop))
         for step in self._waiting.behind(stage):
             alone = replace(step, step_id=self._next_id(), operations=[])
@@ -192,9 +192,9 @@ class Rebuilder:
     def _keep(self, slot: PrefixSlot) -> None:
         """Keep a slot if a sequence begins with it, on its whole pages.  Window pages are not rebuilt for slots."""
         n, n_pages = slot.n_tokens, slot.n_tokens // PAGE_TOKENS
-        for live, (record, stop) in self._stops.items() if Space.WINDOW not in self._pools else ():
-            pages = slot.pages(Space.FULL)[:n_pages] if Space.FULL in self._pools else []
-            same = not pages or pages == live.table.entries(Space.FULL, 0, n_pages)
+        for live, (record, stop) in self._stops.items() if KvGroup.WINDOW not in self._pools else ():
+            pages = slot.pages(KvGroup.FULL)[:n_pages] if KvGroup.FULL in self._pools else []
+            same = not pages or pages == live.table.entries(KvGroup.FULL, 0, n_pages)
             if 0 < n <= stop and same and record.tokens.n_common(slot.tokens, n) == n:
                 self._slots[live].append(slot)
                 return
@@ -203,10 +203,10 @@ class Rebuilder:
         """Yield what gives a slot its own part, when its sequence has just been computed up to its end."""
         if slot.state != NO_STATE:
             yield CopyState(live.state, slot.state)
-        for space, page in slot.tail.items():
-            [source] = live.table.entries(space, slot.n_tokens // PAGE_TOKENS, slot.n_tokens // PAGE_TOKENS + 1)
+        for kv_group, page in slot.tail.items():
+            [source] = live.table.entries(kv_group, slot.n_tokens // PAGE_TOKENS, slot.n_tokens // PAGE_TOKENS + 1)
             if source != page:
-                yield CopyPage(space, source, page, slot.n_tokens % PAGE_TOKENS)
+                yield CopyPage(kv_group, source, page, slot.n_tokens % PAGE_TOKENS)
 
     def _opening(self) -> list[Operation]:
         operations: list[Operation] = []
@@ -224,32 +224,32 @@ class Rebuilder:
             operations.append(opening)
             if live.state != NO_STATE:
                 operations.append(ZeroState(live.state))
-            for space in (Space.FULL, Space.WINDOW):
-                operations += self._tables(live, space)
+            for kv_group in (KvGroup.FULL, KvGroup.WINDOW):
+                operations += self._tables(live, kv_group)
         return operations
 
-    def _tables(self, live: LiveSequence, space: Space) -> list[Operation]:
-        if space not in self._pools:
+    def _tables(self, live: LiveSequence, kv_group: KvGroup) -> list[Operation]:
+        if kv_group not in self._pools:
             return []
-        known = live.table.known(space)
-        return [SetPages(live.sequence, space, known.first, known.pages)] if known.pages else []
+        known = live.table.known(kv_group)
+        return [SetPages(live.sequence, kv_group, known.first, known.pages)] if known.pages else []
 
     # ---- window pages: a sequence needs those it has released again while it is computed from the start
 
     def _check_window_pages(self) -> None:
         """Raise CannotRebuild if waiting steps of a sequence see or write a page, released meanwhile, that is rebuilt
         for another one."""
-        if Space.WINDOW not in self._pools:
+        if KvGroup.WINDOW not in self._pools:
             return
         rebuilt: dict[int, list[LiveSequence]] = {}
         for live, (_, stop) in self._stops.items():
             for _, page in self._window_pages(live, stop):
                 rebuilt.setdefault(page, []).append(live)
         for live, (_, stop) in self._stops.items():
-            held = set(live.table.held(Space.WINDOW))
+            held = set(live.table.held(KvGroup.WINDOW))
             for page in self._visible_pages(live, stop):
                 for other in rebuilt.get(page, ()):
-                    if other is not live and not (page in held and page in other.table.held(Space.WINDOW)):
+                    if other is not live and not (page in held and page in other.table.held(KvGroup.WINDOW)):
                         raise CannotRebuild(
                             "a window page was given to another sequence while steps waited for the stage"
                         )
@@ -257,22 +257,22 @@ class Rebuilder:
     def _visible_pages(self, live: LiveSequence, stop: int) -> list[int]:
         """Return the pages that tokens at ``stop`` and after it attend to or write."""
         assert self._limits.window_tokens is not None
-        known = live.table.known(Space.WINDOW)
+        known = live.table.known(KvGroup.WINDOW)
         return known.pages[max(0, first_visible_page(stop, self._limits.window_tokens) - known.first) :]
 
     def _window_pages(self, live: LiveSequence, stop: int) -> list[tuple[int, int]]:
         """Return the entries below ``stop`` that a token there attends to, and their pages."""
         assert self._limits.window_tokens is not None
-        known, first = live.table.known(Space.WINDOW), first_visible_page(stop, self._limits.window_tokens)
+        known, first = live.table.known(KvGroup.WINDOW), first_visible_page(stop, self._limits.window_tokens)
         entries = range(max(first, known.first), pages_of(stop))
         return [(entry, known.pages[entry - known.first]) for entry in entries]
 
     def _spare_pages(self, live: LiveSequence, stop: int, rebuilt: set[int]) -> list[int]:
         """Return window pages that may hold what the sequence has released, until others are rebuilt."""
-        if Space.WINDOW not in self._pools:
+        if KvGroup.WINDOW not in self._pools:
             return []
         needed = {page for _, page in self._window_pages(live, stop)}
-        return [page for page in self._pools[Space.WINDOW].ids if page not in rebuilt and page not in needed]
+        return [page for page in self._pools[KvGroup.WINDOW].ids if page not in rebuilt and page not in needed]
 
     def _window_tables(self, live: LiveSequence, start: int, end: int, stop: int, spare: list[int]) -> list[Operation]:
         """Return the window table for a chunk of a sequence that is rebuilt up to ``stop``: its own pages from the last
@@ -281,7 +281,7 @@ class Rebuilder:
         if window is None:
             return []
         first, last = first_visible_page(start, window), pages_of(end)
-        known = live.table.known(Space.WINDOW)
+        known = live.table.known(KvGroup.WINDOW)
         first_own = max(known.first, first_visible_page(stop, window))
         n_spare = min(last, first_own) - first
         if n_spare <= 0:
@@ -289,7 +289,7 @@ class Rebuilder:
         if n_spare > len(spare):
             raise CannotRebuild(f"{n_spare} window pages are needed for a while, {len(spare)} are there")
         pages = [spare[entry % len(spare)] for entry in range(first, first + n_spare)]
-        return [SetPages(live.sequence, Space.WINDOW, first, pages)]
+        return [SetPages(live.sequence, KvGroup.WINDOW, first, pages)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,7 +507,7 @@ class StageRecovery:
         """
         if self._pipeline is None or self.reopen_operations is not None:
             raise CannotRebuild("no stage is lost, or its state is kept")
-        if Space.WINDOW in self._scheduler.pools:
+        if KvGroup.WINDOW in self._scheduler.pools:
             raise CannotRebuild("sliding layers take pages in turn")
         if not self._plans:
             pipeline = self._pipeline

@@ -19,7 +19,7 @@ from lucevisor.kv.page_pool import Extents, PageAllocator, PagePools
 from lucevisor.kv.page_table import HostMemoryFull
 from lucevisor.kv.prefix_cache import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.steps import CloseSequence, CopyPage, OpenSequence, Operation, PageIn, UseState, ZeroState
 
 _MOVE_AGAIN = 16
@@ -72,7 +72,7 @@ class RunningRequests(Collection[RequestRecord]):
     def free_extent(self) -> list[Operation]:
         """Move the pages of an extent elsewhere if none is free for a state, though so much memory is."""
         extents = self._pools.extents
-        if extents is None or extents.free or self._pools[Space.FULL].n_free < extents.n_pages:
+        if extents is None or extents.free or self._pools[KvGroup.FULL].n_free < extents.n_pages:
             return []
         self._n_waits = max(0, self._n_waits - 1)
         if self._n_waits and self._records:  # who run plan further steps
@@ -88,8 +88,8 @@ class RunningRequests(Collection[RequestRecord]):
         """
         pools, index = self._pools, self._reuse.index
         lives = [record.live for record in self._records.values() if record.live is not None]
-        owners = Counter(page for live in lives for page in live.table.held(Space.FULL))
-        pinned, full = index.pinned_pages(), pools[Space.FULL]
+        owners = Counter(page for live in lives for page in live.table.held(KvGroup.FULL))
+        pinned, full = index.pinned_pages(), pools[KvGroup.FULL]
         for extent in extents.by_use():
             used = extents.used_pages(extent)
             known = all(full.ref_count(page) == owners[page] + index.n_owners(page) for page in used)
@@ -98,19 +98,19 @@ class RunningRequests(Collection[RequestRecord]):
         else:
             return []
         extents.close(extent)
-        targets = pools[Space.FULL].allocate(len(used))
+        targets = pools[KvGroup.FULL].allocate(len(used))
         if targets is None:
             extents.reopen(extent)
             return []
         moves = dict(zip(used, targets, strict=True))
-        operations: list[Operation] = [CopyPage(Space.FULL, page, to, PAGE_TOKENS) for page, to in moves.items()]
+        operations: list[Operation] = [CopyPage(KvGroup.FULL, page, to, PAGE_TOKENS) for page, to in moves.items()]
         for live in lives:
             for growth in live.table.move_pages(moves):
                 operations += page_operations(live.sequence, growth)
         index.move_pages(moves)
         extents.reopen(extent)
         for page, to in moves.items():
-            pools[Space.FULL].move(page, to)
+            pools[KvGroup.FULL].move(page, to)
         return operations
 
     def opening_operations(self, *, restored: bool) -> list[Operation]:
@@ -187,7 +187,7 @@ class RunningRequests(Collection[RequestRecord]):
             return []
         live.table.release()
         if live.state != NO_STATE:
-            self._pools[Space.RECURRENT].release([live.state])
+            self._pools[KvGroup.RECURRENT].release([live.state])
         self._pools.draft_states.release(live.draft_states)
         self.sequence_ids.release([live.sequence])
         del self._records[live.sequence]
@@ -218,15 +218,15 @@ class RunningRequests(Collection[RequestRecord]):
     def fits(self, record: RequestRecord, match: PrefixMatch) -> bool:
         """Return whether there is room for a request beside what the running ones still need."""
         needs = self._limits.pages_needed(len(record.tokens))
-        if Space.FULL in needs:
-            ids = self._pools[Space.FULL].ids
-            needs[Space.FULL] -= sum(page in ids for page in match.full)
+        if KvGroup.FULL in needs:
+            ids = self._pools[KvGroup.FULL].ids
+            needs[KvGroup.FULL] -= sum(page in ids for page in match.full)
         for other in self._records.values():
-            for space, n in self._limits.pages_needed(len(other.tokens) + PAGE_TOKENS).items():
-                held = 0 if other.live is None else len(other.live.table.held(space))
-                needs[space] += max(0, n - held)  # promised to it, and one to grow by
-        if Space.RECURRENT in self._pools:
-            needs[Space.RECURRENT] = 1
+            for kv_group, n in self._limits.pages_needed(len(other.tokens) + PAGE_TOKENS).items():
+                held = 0 if other.live is None else len(other.live.table.held(kv_group))
+                needs[kv_group] += max(0, n - held)  # promised to it, and one to grow by
+        if KvGroup.RECURRENT in self._pools:
+            needs[KvGroup.RECURRENT] = 1
         if not self._fits_host(record, match):
             return False
-        return self._reuse.index.can_reclaim(needs, {Space.FULL: match.full, Space.WINDOW: match.window})
+        return self._reuse.index.can_reclaim(needs, {KvGroup.FULL: match.full, KvGroup.WINDOW: match.window})

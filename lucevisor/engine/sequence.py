@@ -83,7 +83,7 @@ def page_operations(sequence: int, growth: Growth) -> list[Operation]:
     leaving: list[Operation] = []
     if growth.paged_out:
         leaving.append(PageOut(sequence, [*growth.paged_out], [*growth.hosts]))
-    return [*leaving, SetPages(sequence, growth.space, growth.first, growth.pages)] if growth.pages else leaving
+    return [*leaving, SetPages(sequence, growth.kv_group, growth.first, growth.pages)] if growth.pages else leaving
 
 
 def swap_operations(sequence: int, swap: Swap | None) -> list[Operation]:

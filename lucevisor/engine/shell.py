@@ -52,7 +52,7 @@ from lucevisor.kv.page_table import PagedOut
 from lucevisor.kv.prefix_cache import PrefixIndex, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.loading import StageReplay
 from lucevisor.protocol.messages import SlotPlace
@@ -636,7 +636,7 @@ class SlotAccess:
         """
         self._index.pin(slot)
         if slot.alive and await self.synchronize() and slot.alive:
-            full, window = (slot.pages(space) for space in (Space.FULL, Space.WINDOW))
+            full, window = (slot.pages(kv_group) for kv_group in (KvGroup.FULL, KvGroup.WINDOW))
             return SlotPlace(slot.n_tokens, full, window, slot.first_window, slot.state)
         self.release(slot)
         return None

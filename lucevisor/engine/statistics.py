@@ -151,7 +151,7 @@ class EngineStatistics:
     window_s: float
     generated_tokens: int
     preemptions: int
-    pages: dict[str, PageUse]  # by space
+    pages: dict[str, PageUse]  # by KV group
     pages_out: int  # pages of running sequences that KV Flash paged out
     host_pages: PageUse  # pages that KV Flash keeps in host memory
     steps: StepTotals
@@ -186,7 +186,7 @@ class EngineStatistics:
             window_s=generated.window_s,
             generated_tokens=scheduler.n_generated_tokens,
             preemptions=scheduler.preemption.n_preempted,
-            pages={str(space): use for space, use in scheduler.pools.usage().items()},
+            pages={str(kv_group): use for kv_group, use in scheduler.pools.usage().items()},
             host_pages=PageUse(scheduler.pools.host_pages.n_used, scheduler.pools.host_pages.n_total),
             pages_out=sum(record.live.table.n_out for record in scheduler.running if record.live is not None),
             steps=copy.deepcopy(totals),

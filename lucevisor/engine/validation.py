@@ -20,7 +20,7 @@ from lucevisor.kv.validation import (
     index_problems,
     pool_problems,
 )
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 
 if TYPE_CHECKING:
     from lucevisor.engine.scheduler import Scheduler
@@ -49,11 +49,11 @@ def _sequence_owners(scheduler: Scheduler) -> Iterator[Owner]:
             continue
         yield Owner(name, scheduler.pools.host_pages, live.table.hosts)
         yield Owner(name, scheduler.pools.draft_states, live.draft_states)
-        for space in scheduler.pools.spaces:
-            if space is not Space.RECURRENT:
-                yield Owner(name, scheduler.pools[space], live.table.held(space))
+        for kv_group in scheduler.pools.kv_groups:
+            if kv_group is not KvGroup.RECURRENT:
+                yield Owner(name, scheduler.pools[kv_group], live.table.held(kv_group))
             elif live.state != NO_STATE:
-                yield Owner(name, scheduler.pools[space], [live.state])
+                yield Owner(name, scheduler.pools[kv_group], [live.state])
 
 
 def _sequence_problems(scheduler: Scheduler) -> Iterator[str]:

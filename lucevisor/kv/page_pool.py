@@ -15,7 +15,7 @@ from copy import copy
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from lucevisor.model.values import Space, Tier
+from lucevisor.model.values import KvGroup, Tier
 from lucevisor.protocol.loading import PoolSizes
 
 
@@ -209,7 +209,7 @@ class PageAllocator:
 
 
 class Extents:
-    """Which memory is free that holds either a recurrent state or pages of space full (:mod:`lucevisor.model.extents`).
+    """Which memory is free that holds a recurrent state or pages of KV group full (:mod:`lucevisor.model.extents`).
 
     Pages fill extents that others use already, those with the highest ids first, and states take the lowest free one.
     So both need few.
@@ -299,10 +299,10 @@ class Extents:
 
 
 class ExtentPages(PageAllocator):
-    """Pages of space full, of which the first share their memory with states.  The others are given out first."""
+    """Pages of KV group full, of which the first share their memory with states.  The others are given out first."""
 
     def __init__(self, n_total: int, extents: Extents) -> None:
-        super().__init__(n_total, f"space {Space.FULL}")
+        super().__init__(n_total, f"KV group {KvGroup.FULL}")
         self._extents = extents
         self._free = [page for page in self._free if page not in extents]
 
@@ -331,7 +331,7 @@ class ExtentStates(PageAllocator):
     """Recurrent states that share their memory with pages."""
 
     def __init__(self, extents: Extents) -> None:
-        super().__init__(len(extents), f"space {Space.RECURRENT}")
+        super().__init__(len(extents), f"KV group {KvGroup.RECURRENT}")
         self._extents = extents
 
     @property
@@ -353,8 +353,8 @@ class ExtentStates(PageAllocator):
 
 @dataclass(frozen=True, slots=True)
 class PageUse:
-    """Id counts of one space; ``evictable`` of the used ones belong to prefix slots alone.  ``lent``: neither used nor
-    free, as another space uses their memory.
+    """Id counts of one KV group; ``evictable`` of the used ones belong to prefix slots alone.  ``lent``: neither used
+    nor free, as another KV group uses their memory.
     """
 
     used: int
@@ -368,54 +368,60 @@ class PageUse:
 
 
 class PagePools:
-    """One allocator per space of the model: pages of ``full`` and ``window``, states of ``recurrent``.
+    """One allocator per KV group of the model: pages of ``full`` and ``window``, states of ``recurrent``.
 
     A drafter keeps its keys and values under the ids of ``full`` pages: each carries the draft epoch of its allocation.
     ``slot_pools`` is where prefix slots allocate: the same allocators, unless recurrent checkpoints live in host
     memory.  Then slots get all host states and these pools all device states, so neither takes from the other.
-    ``host_pages``: those of space full that KV Flash paged out.  ``draft_states``: those after verified drafts.
+    ``host_pages``: those of KV group full that KV Flash paged out.  ``draft_states``: those after verified drafts.
     ``extents``: the memory that pages and states share; None: they do not.
     """
 
-    def __init__(self, spaces: Iterable[Space], pools: PoolSizes) -> None:
+    def __init__(self, kv_groups: Iterable[KvGroup], pools: PoolSizes) -> None:
         """``pools``: sizes as sent in Load."""
-        sizes = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.device_states}
-        self._allocators = {space: PageAllocator(sizes[space], f"space {space}") for space in sorted(spaces)}
+        sizes = {
+            KvGroup.FULL: pools.full_pages,
+            KvGroup.WINDOW: pools.window_pages,
+            KvGroup.RECURRENT: pools.device_states,
+        }
+        self._allocators = {
+            kv_group: PageAllocator(sizes[kv_group], f"KV group {kv_group}") for kv_group in sorted(kv_groups)
+        }
         self.extents: Extents | None = None
         if pools.state_pages:
             self.extents = extents = Extents(pools.device_states, pools.state_pages)
-            self._allocators[Space.FULL] = ExtentPages(pools.full_pages, extents)
-            self._allocators[Space.RECURRENT] = ExtentStates(extents)
+            self._allocators[KvGroup.FULL] = ExtentPages(pools.full_pages, extents)
+            self._allocators[KvGroup.RECURRENT] = ExtentStates(extents)
         self.host_pages = PageAllocator(pools.host_pages, "pages in host memory", pools.full_pages, Tier.HOST)
         self.draft_states = PageAllocator(pools.draft_states, "states after drafts", pools.device_states)
         self._n_epochs = 0
         self.slot_pools = self
-        if pools.host_states and Space.RECURRENT in self:
+        if pools.host_states and KvGroup.RECURRENT in self:
             self.slot_pools = copy(self)
             in_host = PageAllocator(pools.host_states, "states in host memory", pools.device_rows, Tier.HOST)
             self.slot_pools.slot_pools = self.slot_pools
-            self.slot_pools._allocators = {**self._allocators, Space.RECURRENT: in_host}
+            self.slot_pools._allocators = {**self._allocators, KvGroup.RECURRENT: in_host}
 
     @property
     def copies_states(self) -> bool:
         """True if a slot needs a copy of a live state instead of taking it over."""
-        return Space.RECURRENT in self and self.slot_pools[Space.RECURRENT].tier is not self[Space.RECURRENT].tier
+        return KvGroup.RECURRENT in self and self.slot_pools[KvGroup.RECURRENT].tier is not self[KvGroup.RECURRENT].tier
 
     @property
-    def spaces(self) -> Sequence[Space]:
-        """Spaces of the model, in a fixed order."""
+    def kv_groups(self) -> Sequence[KvGroup]:
+        """KV groups of the model, in a fixed order."""
         return tuple(self._allocators)
 
-    def __contains__(self, space: Space) -> bool:
-        return space in self._allocators
+    def __contains__(self, kv_group: KvGroup) -> bool:
+        return kv_group in self._allocators
 
-    def __getitem__(self, space: Space) -> PageAllocator:
-        return self._allocators[space]
+    def __getitem__(self, kv_group: KvGroup) -> PageAllocator:
+        return self._allocators[kv_group]
 
-    def tiers(self, space: Space, ids: Iterable[int]) -> list[tuple[PageAllocator, list[int]]]:
-        """Return ids of a space by allocator: pages of space full may lie in host memory."""
-        device, in_host = self._allocators[space], self.host_pages
-        if space is not Space.FULL or not in_host.n_total:
+    def tiers(self, kv_group: KvGroup, ids: Iterable[int]) -> list[tuple[PageAllocator, list[int]]]:
+        """Return ids of a KV group by allocator: pages of KV group full may lie in host memory."""
+        device, in_host = self._allocators[kv_group], self.host_pages
+        if kv_group is not KvGroup.FULL or not in_host.n_total:
             return [(device, [*ids])]
         by_tier: tuple[list[int], list[int]] = [], []
         host_ids = in_host.ids
@@ -423,88 +429,90 @@ class PagePools:
             by_tier[page in host_ids].append(page)
         return [(device, by_tier[0]), (in_host, by_tier[1])]
 
-    def allocator_of(self, space: Space, unit: int) -> PageAllocator:
-        in_host = space is Space.FULL and unit in self.host_pages.ids
-        return self.host_pages if in_host else self._allocators[space]
+    def allocator_of(self, kv_group: KvGroup, unit: int) -> PageAllocator:
+        in_host = kv_group is KvGroup.FULL and unit in self.host_pages.ids
+        return self.host_pages if in_host else self._allocators[kv_group]
 
-    def epoch_of(self, space: Space, unit: int) -> int:
+    def epoch_of(self, kv_group: KvGroup, unit: int) -> int:
         """``PageAllocator.epoch_of`` for an id of any tier."""
-        return self.allocator_of(space, unit).epoch_of(unit)
+        return self.allocator_of(kv_group, unit).epoch_of(unit)
 
-    def retain(self, space: Space, ids: Iterable[int]) -> None:
+    def retain(self, kv_group: KvGroup, ids: Iterable[int]) -> None:
         """``PageAllocator.retain`` for ids of any tier."""
-        for allocator, tier_ids in self.tiers(space, ids):
+        for allocator, tier_ids in self.tiers(kv_group, ids):
             allocator.retain(tier_ids)
 
-    def release(self, space: Space, ids: Iterable[int]) -> None:
+    def release(self, kv_group: KvGroup, ids: Iterable[int]) -> None:
         """``PageAllocator.release`` for ids of any tier."""
-        for allocator, tier_ids in self.tiers(space, ids):
+        for allocator, tier_ids in self.tiers(kv_group, ids):
             allocator.release(tier_ids)
 
-    def allocate(self, needs: Mapping[Space, int]) -> dict[Space, list[int]] | None:
-        """Take ``needs[space]`` ids per space, or None, taking nothing, if any space has too few."""
+    def allocate(self, needs: Mapping[KvGroup, int]) -> dict[KvGroup, list[int]] | None:
+        """Take ``needs[kv_group]`` ids per KV group, or None, taking nothing, if any has too few."""
         if not self.fits(needs):
             return None
         # States first: those of one memory need whole extents.
-        states_first = sorted(needs.items(), key=lambda need: need[0] is not Space.RECURRENT)
-        taken = {space: self._allocators[space].allocate(n) for space, n in states_first}
-        return {space: ids for space, ids in taken.items() if ids is not None}
+        states_first = sorted(needs.items(), key=lambda need: need[0] is not KvGroup.RECURRENT)
+        taken = {kv_group: self._allocators[kv_group].allocate(n) for kv_group, n in states_first}
+        return {kv_group: ids for kv_group, ids in taken.items() if ids is not None}
 
-    def fits(self, needs: Mapping[Space, int]) -> bool:
-        """Return whether so many ids of each space are free."""
-        if any(n > self._allocators[space].n_free for space, n in needs.items()):
+    def fits(self, needs: Mapping[KvGroup, int]) -> bool:
+        """Return whether so many ids of each KV group are free."""
+        if any(n > self._allocators[kv_group].n_free for kv_group, n in needs.items()):
             return False
-        return not self.shares(needs) or self.shared_pages(needs) <= self._allocators[Space.FULL].n_free
+        return not self.shares(needs) or self.shared_pages(needs) <= self._allocators[KvGroup.FULL].n_free
 
-    def fits_elsewhere(self, needs: Mapping[Space, int]) -> bool:
+    def fits_elsewhere(self, needs: Mapping[KvGroup, int]) -> bool:
         """Return whether all that is missing is a free extent: the memory for it is free, in several."""
-        if not self.shares(needs) or self.shared_pages(needs) > self._allocators[Space.FULL].n_free:
+        if not self.shares(needs) or self.shared_pages(needs) > self._allocators[KvGroup.FULL].n_free:
             return False
-        if self.extents is not None and needs.get(Space.RECURRENT, 0) > self.extents.n_without_state:
+        if self.extents is not None and needs.get(KvGroup.RECURRENT, 0) > self.extents.n_without_state:
             return False  # free pages beside the extents hold no state
-        others = {space: n for space, n in needs.items() if not self.shares([space])}
-        return self.fits(others) and needs.get(Space.RECURRENT, 0) > self._allocators[Space.RECURRENT].n_free
+        others = {kv_group: n for kv_group, n in needs.items() if not self.shares([kv_group])}
+        return self.fits(others) and needs.get(KvGroup.RECURRENT, 0) > self._allocators[KvGroup.RECURRENT].n_free
 
-    def shares(self, spaces: Collection[Space]) -> bool:
-        """Return whether one of some spaces shares its memory with another space here."""
-        states = self._allocators.get(Space.RECURRENT)
-        return isinstance(states, ExtentStates) and not {Space.FULL, Space.RECURRENT}.isdisjoint(spaces)
+    def shares(self, kv_groups: Collection[KvGroup]) -> bool:
+        """Return whether one of some KV groups shares its memory with another one here."""
+        states = self._allocators.get(KvGroup.RECURRENT)
+        return isinstance(states, ExtentStates) and not {KvGroup.FULL, KvGroup.RECURRENT}.isdisjoint(kv_groups)
 
-    def shared_pages(self, needs: Mapping[Space, int]) -> int:
-        """Return the pages whose memory takes what is needed of the spaces that share theirs."""
+    def shared_pages(self, needs: Mapping[KvGroup, int]) -> int:
+        """Return the pages whose memory takes what is needed of the KV groups that share theirs."""
         n_pages = self.extents.n_pages if self.extents is not None else 0
-        return needs.get(Space.FULL, 0) + n_pages * needs.get(Space.RECURRENT, 0)
+        return needs.get(KvGroup.FULL, 0) + n_pages * needs.get(KvGroup.RECURRENT, 0)
 
-    def memory_of(self, spaces: Collection[Space]) -> list[Space]:
-        """Return some spaces, and those with which they share their memory."""
-        return [*spaces] if not self.shares(spaces) else [*{*spaces, Space.FULL, Space.RECURRENT}]
+    def memory_of(self, kv_groups: Collection[KvGroup]) -> list[KvGroup]:
+        """Return some KV groups, and those with which they share their memory."""
+        return [*kv_groups] if not self.shares(kv_groups) else [*{*kv_groups, KvGroup.FULL, KvGroup.RECURRENT}]
 
     def begin_draft_epoch(self) -> None:
         """A drafter is attached: it has no state of what was computed before."""
         self._n_epochs += 1
-        self[Space.FULL].epoch = self._n_epochs
+        self[KvGroup.FULL].epoch = self._n_epochs
 
     def resume_draft_epoch(self) -> None:
         """A drafter is attached that has the state of the last one, and nothing was computed in between."""
-        self[Space.FULL].epoch = self._n_epochs
+        self[KvGroup.FULL].epoch = self._n_epochs
 
     def end_draft_epoch(self) -> None:
         """The drafter is detached: nothing allocated from now on has its state."""
-        self[Space.FULL].epoch = 0
+        self[KvGroup.FULL].epoch = 0
 
-    def in_use(self) -> dict[Space, list[int]]:
-        """Return the ids in use by space, device and host together, without states after drafts."""
-        units = {space: allocator.in_use() for space, allocator in self._allocators.items()}
-        for space, cached in self.slot_pools._allocators.items():
-            if cached is not self._allocators[space]:
-                units[space] += cached.in_use()
-        if Space.FULL in units:
-            units[Space.FULL] += self.host_pages.in_use()
+    def in_use(self) -> dict[KvGroup, list[int]]:
+        """Return the ids in use by KV group, device and host together, without states after drafts."""
+        units = {kv_group: allocator.in_use() for kv_group, allocator in self._allocators.items()}
+        for kv_group, cached in self.slot_pools._allocators.items():
+            if cached is not self._allocators[kv_group]:
+                units[kv_group] += cached.in_use()
+        if KvGroup.FULL in units:
+            units[KvGroup.FULL] += self.host_pages.in_use()
         return units
 
-    def usage(self) -> dict[Space, PageUse]:
-        """Ids in use by space, device and host together, states after drafts left out."""
-        return {space: _use_of(allocator, self.slot_pools[space]) for space, allocator in self._allocators.items()}
+    def usage(self) -> dict[KvGroup, PageUse]:
+        """Ids in use by KV group, device and host together, states after drafts left out."""
+        return {
+            kv_group: _use_of(allocator, self.slot_pools[kv_group]) for kv_group, allocator in self._allocators.items()
+        }
 
 
 def _use_of(live: PageAllocator, cached: PageAllocator) -> PageUse:

@@ -1,4 +1,4 @@
-"""The page table (block table) of one sequence: its pages in order of position, in each paged space.
+"""The page table (block table) of one sequence: its pages in order of position, in each paged KV group.
 
 ``full`` pages live as long as the sequence; ``window`` pages are released once no later token can see them.  KV Flash
 pages some out: its table is in residency.py, and the methods that only it implements do nothing here.  Invariant:
@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.model.pages import ResidencyPolicy, first_visible_page, pages_of
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 
-PAGED = (Space.FULL, Space.WINDOW)
+PAGED = (KvGroup.FULL, KvGroup.WINDOW)
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """New entries of a table: ``table[space][first : first + len(pages)] = pages``.
+    """New entries of a table: ``table[kv_group][first : first + len(pages)] = pages``.
 
     ``paged_out``: entries that leave the table before that, ``hosts``: their pages in host memory, if they have some.
     """
 
-    space: Space
+    kv_group: KvGroup
     first: int
     pages: list[int]
     paged_out: tuple[int, ...] = ()
@@ -82,7 +82,7 @@ class HostMemoryFull(Exception):
 
 @dataclass(slots=True)
 class Entries:
-    """The entries of a table in one space."""
+    """The entries of a table in one KV group."""
 
     first_held: int = 0  # entries below were released
     pages: list[int] = field(default_factory=list)  # entries first_held, ..., without those paged out
@@ -101,41 +101,41 @@ class PageTable:
         layers."""
         self._pools = pools
         self._window_tokens = window_tokens
-        self._entries: dict[Space, Entries] = {space: Entries() for space in PAGED if space in pools}
+        self._entries: dict[KvGroup, Entries] = {kv_group: Entries() for kv_group in PAGED if kv_group in pools}
 
     def adopt(self, full: Sequence[int], first_window: int, window: Sequence[int]) -> None:
         """Start an empty table with whole shared pages, becoming one of their owners.
 
         ``full`` are the entries from 0 on, ``window`` those from ``first_window`` on, up to the same position.
         """
-        shared = {Space.FULL: (0, full), Space.WINDOW: (first_window, window)}
-        for space, entries in self._entries.items():
-            first, pages = shared[space]
-            self._pools.retain(space, pages)
+        shared = {KvGroup.FULL: (0, full), KvGroup.WINDOW: (first_window, window)}
+        for kv_group, entries in self._entries.items():
+            first, pages = shared[kv_group]
+            self._pools.retain(kv_group, pages)
             entries.first_held, entries.pages = first, [*pages]
 
-    def entries(self, space: Space, start: int, stop: int) -> list[int]:
+    def entries(self, kv_group: KvGroup, start: int, stop: int) -> list[int]:
         """Return the pages of entries ``[start, stop)``, on the devices or in host memory; those that it does not hold
         are left out.
         """
-        entries = self._entries[space]
+        entries = self._entries[kv_group]
         return entries.pages[max(0, start - entries.first_held) : max(0, stop - entries.first_held)]
 
-    def page(self, space: Space, entry: int) -> int | None:
+    def page(self, kv_group: KvGroup, entry: int) -> int | None:
         """Return the page of an entry; None if it does not hold it, or some are paged out (see ``entries``)."""
-        entries = self._entries[space]
+        entries = self._entries[kv_group]
         place = entry - entries.first_held
         return entries.pages[place] if 0 <= place < len(entries.pages) else None
 
-    def missing(self, n_tokens: int, n_ahead: int = 0) -> dict[Space, int]:
-        """Return the pages that positions ``0 .. n_tokens - 1`` need beyond those held; only spaces that need some.
+    def missing(self, n_tokens: int, n_ahead: int = 0) -> dict[KvGroup, int]:
+        """Return the pages that positions ``0 .. n_tokens - 1`` need beyond those held; only KV groups that need some.
 
         ``n_ahead``: positions after those that need pages of ``full`` alone, for drafts.
         """
-        needs = {space: pages_of(n_tokens) - entries.stop for space, entries in self._entries.items()}
+        needs = {kv_group: pages_of(n_tokens) - entries.stop for kv_group, entries in self._entries.items()}
         if n_ahead:
-            needs[Space.FULL] = pages_of(n_tokens + n_ahead) - self._entries[Space.FULL].stop
-        return {space: n for space, n in needs.items() if n > 0}
+            needs[KvGroup.FULL] = pages_of(n_tokens + n_ahead) - self._entries[KvGroup.FULL].stop
+        return {kv_group: n for kv_group, n in needs.items() if n > 0}
 
     def draft_from(self) -> int:
         """Return the first position from which all ``full`` pages are of the current draft epoch."""
@@ -143,7 +143,7 @@ class PageTable:
 
     def _n_old_pages(self) -> int:
         """Return how many of the first resident pages of ``full`` have another draft epoch."""
-        pages, pool = self._entries[Space.FULL].pages, self._pools[Space.FULL]
+        pages, pool = self._entries[KvGroup.FULL].pages, self._pools[KvGroup.FULL]
         n_old = len(pages)
         while n_old and pool.epoch_of(pages[n_old - 1]) == pool.epoch:
             n_old -= 1
@@ -154,7 +154,7 @@ class PageTable:
         return self._window_tokens is None and self._holds(stop)
 
     def _holds(self, stop: int) -> bool:
-        """Return whether all spaces have the pages of positions before ``stop``, or had them."""
+        """Return whether all KV groups have the pages of positions before ``stop``, or had them."""
         return all(entries.stop * PAGE_TOKENS >= stop for entries in self._entries.values())
 
     def grow(self, start: int, stop: int, n_ahead: int = 0) -> list[Growth] | None:
@@ -162,31 +162,31 @@ class PageTable:
         of ``full`` for ``n_ahead`` positions more.  With KV Flash pages leave that it pushes out.
 
         Released pages are invisible to this slice and all later ones, so another sequence may get them in the same
-        step.  Returns None, allocating nothing, if a space has too few free pages.  Raises HostMemoryFull, changing
+        step.  Returns None, allocating nothing, if a KV group has too few free pages.  Raises HostMemoryFull, changing
         nothing, if host memory has too few for those that leave.
         """
         self.slide(start)
         if self._holds(stop + n_ahead) or not (needs := self.missing(stop, n_ahead)):
             return []
-        leaving = self._page_out(stop) if Space.FULL in needs else ((), ())
+        leaving = self._page_out(stop) if KvGroup.FULL in needs else ((), ())
         taken = self._pools.allocate(needs) if leaving is not None else None
         if taken is None:
             return None
         growths = []
-        for space, pages in taken.items():
-            entries = self._entries[space]
-            growths.append(Growth(space, entries.stop, pages, *(leaving or ()) if space is Space.FULL else ()))
+        for kv_group, pages in taken.items():
+            entries = self._entries[kv_group]
+            growths.append(Growth(kv_group, entries.stop, pages, *(leaving or ()) if kv_group is KvGroup.FULL else ()))
             entries.pages += pages
         return growths
 
     def slide(self, start: int) -> None:
         """Release the window pages that no token at ``start`` or later attends to."""
-        entries = self._entries.get(Space.WINDOW)
+        entries = self._entries.get(KvGroup.WINDOW)
         if entries is None or self._window_tokens is None:
             return
         n_old = min(len(entries.pages), first_visible_page(start, self._window_tokens) - entries.first_held)
         if n_old > 0:
-            self._pools[Space.WINDOW].release(entries.pages[:n_old])
+            self._pools[KvGroup.WINDOW].release(entries.pages[:n_old])
             entries.slid += entries.pages[:n_old]
             del entries.pages[:n_old]
             entries.first_held += n_old
@@ -194,39 +194,39 @@ class PageTable:
     def shrink(self, n_tokens: int) -> int:
         """Release the pages after positions ``0 .. n_tokens - 1``; return how many."""
         n_released = 0
-        for space, entries in self._entries.items():
+        for kv_group, entries in self._entries.items():
             n_surplus = max(0, min(len(entries.pages), entries.stop - pages_of(n_tokens)))
             at = len(entries.pages) - n_surplus
-            self._pools[space].release(entries.pages[at:])
+            self._pools[kv_group].release(entries.pages[at:])
             del entries.pages[at:]
             n_released += n_surplus
         return n_released
 
-    def held(self, space: Space) -> list[int]:
-        """Return the pages owned in a space, oldest first."""
-        return list(self._entries[space].pages) if space in self._entries else []
+    def held(self, kv_group: KvGroup) -> list[int]:
+        """Return the pages owned in a KV group, oldest first."""
+        return list(self._entries[kv_group].pages) if kv_group in self._entries else []
 
-    def known(self, space: Space) -> Growth:
+    def known(self, kv_group: KvGroup) -> Growth:
         """Return all entries there ever were, as one growth.  Pages that left the window belong to others now."""
-        e = self._entries[space]
-        return Growth(space, e.first_held - len(e.slid), [*e.slid, *e.pages])
+        e = self._entries[kv_group]
+        return Growth(kv_group, e.first_held - len(e.slid), [*e.slid, *e.pages])
 
     def move_pages(self, moves: Mapping[int, int]) -> list[Growth]:
-        """Own other pages of space full with the same content; return the entries that changed."""
-        entries = self._entries[Space.FULL]
+        """Own other pages of KV group full with the same content; return the entries that changed."""
+        entries = self._entries[KvGroup.FULL]
         changed = [at for at, page in enumerate(entries.pages) if page in moves]
         for at in changed:
             entries.pages[at] = moves[entries.pages[at]]
-        return [Growth(Space.FULL, entries.first_held + at, [entries.pages[at]]) for at in changed]
+        return [Growth(KvGroup.FULL, entries.first_held + at, [entries.pages[at]]) for at in changed]
 
     def growths(self) -> list[Growth]:
-        return [Growth(space, e.first_held, list(e.pages)) for space, e in self._entries.items() if e.pages]
+        return [Growth(kv_group, e.first_held, list(e.pages)) for kv_group, e in self._entries.items() if e.pages]
 
     def release(self) -> None:
         """Release all pages; the table is empty afterwards."""
-        for space, entries in self._entries.items():
-            self._pools[space].release(entries.pages)
-            self._entries[space] = type(entries)()
+        for kv_group, entries in self._entries.items():
+            self._pools[kv_group].release(entries.pages)
+            self._entries[kv_group] = type(entries)()
 
     # ---- only pages that KV Flash pages out
 
@@ -253,7 +253,7 @@ class PageTable:
         """Return the resident pages of ``full``, by their place, that positions ``0 .. n_tokens - 1`` push out."""
         return []
 
-    def needs(self, n_tokens: int) -> dict[Space, int]:
+    def needs(self, n_tokens: int) -> dict[KvGroup, int]:
         """Return ``missing``, less the pages that become free when the surplus is paged out."""
         return self.missing(n_tokens)
 

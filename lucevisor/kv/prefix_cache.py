@@ -28,11 +28,11 @@ from lucevisor.kv.prefix_tree import (
 from lucevisor.kv.residency import Residency
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.pages import pages_of
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.messages import SlotPlace
 
-SHARED: Final = (Space.FULL, Space.RECURRENT)
-"""The spaces that may share memory."""
+SHARED: Final = (KvGroup.FULL, KvGroup.RECURRENT)
+"""The KV groups that may share memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class PrefixSettings:
     memory_bytes: int = 0
     min_tokens: int = 256
     checkpoint_pages: int = 4
-    unit_bytes: Mapping[Space, int] = field(default_factory=dict)
+    unit_bytes: Mapping[KvGroup, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class PrefixMatch:
     full: tuple[int, ...] = ()
     first_window: int = 0
     window: tuple[int, ...] = ()
-    tail: Mapping[Space, int] = field(default_factory=dict)
+    tail: Mapping[KvGroup, int] = field(default_factory=dict)
     state: int = NO_STATE
     slot: PrefixSlot | None = None
     paged_out: PagedOut | None = None
@@ -83,7 +83,7 @@ class Reservation:
 
     n_tokens: int
     first_window: int
-    ids: dict[Space, list[int]]
+    ids: dict[KvGroup, list[int]]
     draft_epoch: int = 0
     paged_out: PagedOut | None = None
     origin: Origin = "disk"
@@ -96,18 +96,18 @@ class Reservation:
     @property
     def state(self) -> int:
         """The state to restore into, or NO_STATE."""
-        return self.ids[Space.RECURRENT][0] if Space.RECURRENT in self.ids else NO_STATE
+        return self.ids[KvGroup.RECURRENT][0] if KvGroup.RECURRENT in self.ids else NO_STATE
 
     @property
     def place(self) -> SlotPlace:
         """The ids as daemons are told them."""
-        full, window = self.ids.get(Space.FULL, []), self.ids.get(Space.WINDOW, [])
+        full, window = self.ids.get(KvGroup.FULL, []), self.ids.get(KvGroup.WINDOW, [])
         return SlotPlace(self.n_tokens, full, window, self.first_window, self.state)
 
-    def entries(self, space: Space, start: int, stop: int) -> list[int]:
+    def entries(self, kv_group: KvGroup, start: int, stop: int) -> list[int]:
         """Return the pages of entries ``[start, stop)``; those outside are left out."""
-        first = self.first_window if space is Space.WINDOW else 0
-        return self.ids[space][max(0, start - first) : max(0, stop - first)]
+        first = self.first_window if kv_group is KvGroup.WINDOW else 0
+        return self.ids[kv_group][max(0, start - first) : max(0, stop - first)]
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class PrefixIndex:
     ) -> None:
         self.settings: Final = settings
         self.hooks: Final = PrefixHooks()
-        self.recurrent = Space.RECURRENT in pools
+        self.recurrent = KvGroup.RECURRENT in pools
         self.block_granular = not self.recurrent and window_tokens is None  # a prompt can resume at any cached page
         self.n_evictions = 0
         self.version = 0  # changes whenever the result of a match may
@@ -154,7 +154,7 @@ class PrefixIndex:
 
     @property
     def enabled(self) -> bool:
-        state_bytes = self.settings.unit_bytes.get(Space.RECURRENT, 0) if self.recurrent else 0
+        state_bytes = self.settings.unit_bytes.get(KvGroup.RECURRENT, 0) if self.recurrent else 0
         return self.settings.max_slots > 0 and state_bytes <= self.settings.memory_bytes
 
     @property
@@ -203,7 +203,7 @@ class PrefixIndex:
         """Allocate a state for a checkpoint that saves so many tokens, if need be by evicting a slot worth less."""
         if not self.reclaim_checkpoint(n_tokens_saved):
             return None
-        taken = self.pools[Space.RECURRENT].allocate(1)
+        taken = self.pools[KvGroup.RECURRENT].allocate(1)
         return None if taken is None else taken[0]
 
     def n_saved(self, tokens: Sequence[int], n_tokens: int) -> int:
@@ -226,7 +226,7 @@ class PrefixIndex:
             known = self.tree.find_slot(packed, source.n_tokens)
             made = self._add(packed, source, now) if known is None else None
         if source.state != NO_STATE:  # a slot that was made has a reference of its own
-            self.pools[Space.RECURRENT].release([source.state])
+            self.pools[KvGroup.RECURRENT].release([source.state])
         if known is not None:
             self.touch(known, now)
             known.pins += pinned
@@ -247,9 +247,9 @@ class PrefixIndex:
         """
         leaving = paged_out.entries if paged_out is not None else ()
         n_device = pages_of(n_tokens) - len(leaving)
-        first, needs = self.tree.first_window(n_tokens), {Space.FULL: n_device, Space.RECURRENT: 1}
-        needs[Space.WINDOW] = pages_of(n_tokens) - first
-        needs = {space: n for space, n in needs.items() if space in self.pools}
+        first, needs = self.tree.first_window(n_tokens), {KvGroup.FULL: n_device, KvGroup.RECURRENT: 1}
+        needs[KvGroup.WINDOW] = pages_of(n_tokens) - first
+        needs = {kv_group: n for kv_group, n in needs.items() if kv_group in self.pools}
         if not self.worth_caching(n_tokens) or not self.reclaim_host(len(leaving)):
             return None
         if not self.reclaim_for_slot(needs):
@@ -258,13 +258,13 @@ class PrefixIndex:
         if ids is None or hosts is None:
             return None
         reservation = Reservation(n_tokens, first, ids, paged_out=paged_out)
-        if Space.FULL in ids:
-            pool = self.pools[Space.FULL]
+        if KvGroup.FULL in ids:
+            pool = self.pools[KvGroup.FULL]
             reservation.draft_epoch = pool.epoch
-            pool.stamp(ids[Space.FULL], 0)  # until it is known that the file has the drafter's state
-            held, out = iter(ids[Space.FULL]), dict(zip(leaving, hosts, strict=True))
+            pool.stamp(ids[KvGroup.FULL], 0)  # until it is known that the file has the drafter's state
+            held, out = iter(ids[KvGroup.FULL]), dict(zip(leaving, hosts, strict=True))
             entries = range(pages_of(n_tokens))
-            ids[Space.FULL] = [out[entry] if entry in out else next(held) for entry in entries]
+            ids[KvGroup.FULL] = [out[entry] if entry in out else next(held) for entry in entries]
         self.reservations.add(reservation)
         return reservation
 
@@ -282,12 +282,12 @@ class PrefixIndex:
         if len(tokens) != reservation.n_tokens:
             raise ValueError(f"{len(tokens)} tokens are adopted into ids reserved for {reservation.n_tokens}")
         self.reservations.remove(reservation)
-        if drafted and Space.FULL in reservation.ids:
-            for allocator, pages in self.pools.tiers(Space.FULL, reservation.ids[Space.FULL]):
+        if drafted and KvGroup.FULL in reservation.ids:
+            for allocator, pages in self.pools.tiers(KvGroup.FULL, reservation.ids[KvGroup.FULL]):
                 allocator.stamp(pages, reservation.draft_epoch)
         out = reservation.paged_out
         source = SlotSource(reservation.n_tokens, reservation.entries, reservation.state, reservation.origin, out)
-        reservation.ids.pop(Space.RECURRENT, None)  # the index takes it over
+        reservation.ids.pop(KvGroup.RECURRENT, None)  # the index takes it over
         slot = self.publish(tokens, source, now, pinned=True)
         self._release(reservation)
         self.trim()
@@ -295,9 +295,9 @@ class PrefixIndex:
 
     def drafted(self, slot: PrefixSlot) -> bool:
         """Return whether the drafter that is attached has the state of all of a slot."""
-        if Space.FULL not in self.pools:
+        if KvGroup.FULL not in self.pools:
             return False
-        epoch, tiers = self.pools[Space.FULL].epoch, self.pools.tiers(Space.FULL, slot.pages(Space.FULL))
+        epoch, tiers = self.pools[KvGroup.FULL].epoch, self.pools.tiers(KvGroup.FULL, slot.pages(KvGroup.FULL))
         return epoch > 0 and all(allocator.epoch_of(page) == epoch for allocator, pages in tiers for page in pages)
 
     def cancel(self, reservation: Reservation) -> None:
@@ -344,33 +344,34 @@ class PrefixIndex:
     def n_bytes(self) -> int:
         """Bytes of pages and states that only slots hold."""
         return sum(
-            self.pools[space].n_evictable * self.settings.unit_bytes.get(space, 0) for space in self.pools.spaces
+            self.pools[kv_group].n_evictable * self.settings.unit_bytes.get(kv_group, 0)
+            for kv_group in self.pools.kv_groups
         )
 
-    def can_reclaim(self, needs: Mapping[Space, int], shared: Mapping[Space, Collection[int]]) -> bool:
-        """Return whether evicting all unpinned slots would free so many ids of each space for a sequence.
+    def can_reclaim(self, needs: Mapping[KvGroup, int], shared: Mapping[KvGroup, Collection[int]]) -> bool:
+        """Return whether evicting all unpinned slots would free so many ids of each KV group for a sequence.
 
         ``shared``: ids that the caller is about to own as well; they would stay.
         """
         pools = self._sequence_pools
-        for space, n in needs.items():
-            n_missing = 0 if pools.shares([space]) else n - pools[space].n_free
-            if n_missing > 0 and n_missing > self._n_reclaimable(space, shared.get(space, ())):
+        for kv_group, n in needs.items():
+            n_missing = 0 if pools.shares([kv_group]) else n - pools[kv_group].n_free
+            if n_missing > 0 and n_missing > self._n_reclaimable(kv_group, shared.get(kv_group, ())):
                 return False
         if pools.shares(needs) and pools.extents is not None:
-            n_states = needs.get(Space.RECURRENT, 0) - pools.extents.n_without_state
-            if n_states > 0 and n_states > self._n_reclaimable(Space.RECURRENT, shared.get(Space.RECURRENT, ())):
+            n_states = needs.get(KvGroup.RECURRENT, 0) - pools.extents.n_without_state
+            if n_states > 0 and n_states > self._n_reclaimable(KvGroup.RECURRENT, shared.get(KvGroup.RECURRENT, ())):
                 return False
-            n_missing = pools.shared_pages(needs) - pools[Space.FULL].n_free
+            n_missing = pools.shared_pages(needs) - pools[KvGroup.FULL].n_free
             if n_missing > 0:
-                found = {space: self._n_reclaimable(space, shared.get(space, ())) for space in SHARED}
+                found = {kv_group: self._n_reclaimable(kv_group, shared.get(kv_group, ())) for kv_group in SHARED}
                 return n_missing <= pools.shared_pages(found)
         return True
 
-    def _n_reclaimable(self, space: Space, shared: Collection[int]) -> int:
+    def _n_reclaimable(self, kv_group: KvGroup, shared: Collection[int]) -> int:
         """Return how many ids evicting all unpinned slots would free; ``shared`` ones would stay."""
-        allocator = self._sequence_pools[space]
-        pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, space)}
+        allocator = self._sequence_pools[kv_group]
+        pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, kv_group)}
         return allocator.n_evictable - allocator.n_evictable_of(pinned.union(shared))
 
     def can_reclaim_host(self, n: int, shared: Collection[int]) -> bool:
@@ -378,7 +379,7 @@ class PrefixIndex:
         hosts = self.pools.host_pages
         if n <= hosts.n_free:
             return True
-        pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, Space.FULL)}
+        pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, KvGroup.FULL)}
         return n <= hosts.n_free + hosts.n_evictable - hosts.n_evictable_of(pinned.union(shared))
 
     def reclaim_host(self, n: int) -> bool:
@@ -391,24 +392,24 @@ class PrefixIndex:
             self._evict(victim)
         return True
 
-    def reclaim(self, needs: Mapping[Space, int]) -> bool:
-        """Evict slots until so many ids of each space are free for a sequence; False if that is not enough."""
+    def reclaim(self, needs: Mapping[KvGroup, int]) -> bool:
+        """Evict slots until so many ids of each KV group are free for a sequence; False if that is not enough."""
         return self._reclaim(self._sequence_pools, needs)
 
-    def reclaim_for_slot(self, needs: Mapping[Space, int]) -> bool:
-        """Evict slots until so many ids of each space are free for a slot; False if that is not enough."""
+    def reclaim_for_slot(self, needs: Mapping[KvGroup, int]) -> bool:
+        """Evict slots until so many ids of each KV group are free for a slot; False if that is not enough."""
         return self._reclaim(self.pools, needs)
 
     def reclaim_checkpoint(self, n_tokens_saved: int) -> bool:
         """Evict a slot for the state of one that saves so many tokens, unless a state is free; False if all are worth
         more.
         """
-        need, states = {Space.RECURRENT: 1}, self.pools[Space.RECURRENT]
+        need, states = {KvGroup.RECURRENT: 1}, self.pools[KvGroup.RECURRENT]
         if states.n_free:
             return True
         if self.pools.fits_elsewhere(need):  # the next step frees an extent
             return False
-        victim = self._next_victim([self.pools[space] for space in self.pools.memory_of(need)])
+        victim = self._next_victim([self.pools[kv_group] for kv_group in self.pools.memory_of(need)])
         if victim is None or self._value(victim) >= n_tokens_saved:
             return False
         self._evict(victim)
@@ -419,22 +420,22 @@ class PrefixIndex:
         it shared now count for the slots alone.
         """
         while len(self._slots) > self.settings.max_slots or self.n_bytes > self.settings.memory_bytes:
-            spaces = self.pools.spaces if self.n_bytes > self.settings.memory_bytes else ()
-            victim = self._next_victim([self.pools[space] for space in spaces])
+            kv_groups = self.pools.kv_groups if self.n_bytes > self.settings.memory_bytes else ()
+            victim = self._next_victim([self.pools[kv_group] for kv_group in kv_groups])
             if victim is None:
                 return
             self._evict(victim)
 
     def n_owners(self, page: int) -> int:
-        """Return as how many owners of a page of space full slots count."""
-        return int(self.tree.holds(Space.FULL)[page] > 0)
+        """Return as how many owners of a page of KV group full slots count."""
+        return int(self.tree.holds(KvGroup.FULL)[page] > 0)
 
     def pinned_pages(self) -> set[int]:
-        """Return the pages of space full of pinned slots."""
-        return {page for slot in self._slots.values() if slot.pins for page in slot.pages(Space.FULL)}
+        """Return the pages of KV group full of pinned slots."""
+        return {page for slot in self._slots.values() if slot.pins for page in slot.pages(KvGroup.FULL)}
 
     def move_pages(self, moves: Mapping[int, int]) -> None:
-        """Hold other pages of space full with the same content."""
+        """Hold other pages of KV group full with the same content."""
         self.tree.move_pages(moves)
         self.version += 1
 
@@ -500,52 +501,52 @@ class PrefixIndex:
             self.n_evictions += 1
             self._remove(slot)
 
-    def _reclaim(self, pools: PagePools, needs: Mapping[Space, int]) -> bool:
+    def _reclaim(self, pools: PagePools, needs: Mapping[KvGroup, int]) -> bool:
         while not pools.fits(needs):
             if pools.fits_elsewhere(needs):  # the next step frees an extent
                 return False
-            exhausted = [space for space, n in needs.items() if n > pools[space].n_free] or [*needs]
+            exhausted = [kv_group for kv_group, n in needs.items() if n > pools[kv_group].n_free] or [*needs]
             exhausted = pools.memory_of(exhausted)
-            gives = all(pools[space] is self.pools[space] for space in exhausted) or pools.shares(exhausted)
-            victim = self._next_victim([pools[space] for space in exhausted]) if gives else None  # of others none
+            gives = all(pools[kv_group] is self.pools[kv_group] for kv_group in exhausted) or pools.shares(exhausted)
+            victim = self._next_victim([pools[kv_group] for kv_group in exhausted]) if gives else None  # of others none
             if victim is None:
                 return False
             self._evict(victim)
         return True
 
-    def _ids(self, slot: PrefixSlot, space: Space) -> list[int]:
-        if space is Space.RECURRENT:
+    def _ids(self, slot: PrefixSlot, kv_group: KvGroup) -> list[int]:
+        if kv_group is KvGroup.RECURRENT:
             return [slot.state] if slot.state != NO_STATE else []
-        return slot.pages(space)
+        return slot.pages(kv_group)
 
     def _would_free(self, slot: PrefixSlot, exhausted: Collection[PageAllocator]) -> bool:
         """Return whether removing a slot frees an id of one of the allocators at once."""
-        if slot.state != NO_STATE and self._is_sole_owner(Space.RECURRENT, slot.state, exhausted):
+        if slot.state != NO_STATE and self._is_sole_owner(KvGroup.RECURRENT, slot.state, exhausted):
             return True
-        if any(self._is_sole_owner(space, page, exhausted) for space, page in slot.tail.items()):
+        if any(self._is_sole_owner(kv_group, page, exhausted) for kv_group, page in slot.tail.items()):
             return True
         at = slot.node
         while at.parent is not None and (at.n_slots == 1 or at.n_windows == 1):
-            for space, pages in at.pages.items():
-                n_needing = at.n_windows if space is Space.WINDOW else at.n_slots
-                needed = space is not Space.WINDOW or at.start >= slot.first_window
-                if n_needing == 1 and needed and any(self._is_sole_owner(space, page, exhausted) for page in pages):
+            for kv_group, pages in at.pages.items():
+                n_needing = at.n_windows if kv_group is KvGroup.WINDOW else at.n_slots
+                needed = kv_group is not KvGroup.WINDOW or at.start >= slot.first_window
+                if n_needing == 1 and needed and any(self._is_sole_owner(kv_group, page, exhausted) for page in pages):
                     return True
             at = at.parent
         return False
 
-    def _is_sole_owner(self, space: Space, unit: int, exhausted: Collection[PageAllocator]) -> bool:
-        allocator = self.pools.allocator_of(space, unit)
-        return allocator in exhausted and self.tree.holds(space)[unit] == 1 and allocator.evictable(unit)
+    def _is_sole_owner(self, kv_group: KvGroup, unit: int, exhausted: Collection[PageAllocator]) -> bool:
+        allocator = self.pools.allocator_of(kv_group, unit)
+        return allocator in exhausted and self.tree.holds(kv_group)[unit] == 1 and allocator.evictable(unit)
 
     def _match(self, nodes: Sequence[Node], position: int, n_known: int, slot: PrefixSlot | None) -> PrefixMatch:
         first, n_pages = self.tree.first_window(position), position // PAGE_TOKENS
         return PrefixMatch(
             position,
             n_known,
-            full=tuple(pages_of_path(nodes, Space.FULL, 0, n_pages)),
+            full=tuple(pages_of_path(nodes, KvGroup.FULL, 0, n_pages)),
             first_window=first,
-            window=tuple(pages_of_path(nodes, Space.WINDOW, first, n_pages)),
+            window=tuple(pages_of_path(nodes, KvGroup.WINDOW, first, n_pages)),
             tail=dict(slot.tail) if slot is not None else {},
             state=slot.state if slot is not None else NO_STATE,
             slot=slot,
@@ -553,5 +554,5 @@ class PrefixIndex:
         )
 
     def _release(self, reservation: Reservation) -> None:
-        for space, ids in reservation.ids.items():
-            self.pools.release(space, ids)
+        for kv_group, ids in reservation.ids.items():
+            self.pools.release(kv_group, ids)

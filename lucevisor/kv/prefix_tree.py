@@ -18,7 +18,7 @@ from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import PAGED, PagedOut
 from lucevisor.kv.tokens import PAGE_BYTES, TOKEN_BYTES, TokenBuffer
 from lucevisor.model.pages import first_visible_page
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 
 NO_STATE: Final = -1
 """State id of models without recurrent layers."""
@@ -30,8 +30,8 @@ two prompts diverge after it, it came back from host memory or from disk, or its
 CacheTier = Literal["device", "host", "disk"]
 """The memory that a cached prefix came from: the devices', host memory, or ``cache.dir``."""
 
-PageLookup = Callable[[Space, int, int], list[int]]
-"""The pages of entries [start, stop) in a space, as in a page table; those it does not hold are left out."""
+PageLookup = Callable[[KvGroup, int, int], list[int]]
+"""The pages of entries [start, stop) in a KV group, as in a page table; those it does not hold are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ class SlotSource:
 class Node:
     """Pages ``[start, stop)`` of the texts that lead through it; a root has none.
 
-    ``tokens`` are packed; ``adapter`` is that of a root's texts.  ``pages[space]`` has one id per page, or is missing:
-    ``window`` while no slot needs it.
+    ``tokens`` are packed; ``adapter`` is that of a root's texts.  ``pages[kv_group]`` has one id per page, or is
+    missing: ``window`` while no slot needs it.
     """
 
     start: int
     tokens: bytes
     parent: Node | None
-    pages: dict[Space, list[int]] = field(default_factory=dict)
+    pages: dict[KvGroup, list[int]] = field(default_factory=dict)
     children: dict[bytes, Node] = field(default_factory=dict)  # by their first page of tokens
     slots: dict[bytes, PrefixSlot] = field(default_factory=dict)  # by remainder: those that end here
     n_slots: int = 0  # leading through it
@@ -90,7 +90,7 @@ class PrefixSlot:
     origin: Origin
     first_window: int
     state: int
-    tail: dict[Space, int] = field(default_factory=dict)
+    tail: dict[KvGroup, int] = field(default_factory=dict)
     parent: PrefixSlot | None = None
     alive: bool = True
     pins: int = 0
@@ -112,11 +112,11 @@ class PrefixSlot:
             root = root.parent
         return TokenBuffer.from_packed(b"".join(node.tokens for node in path) + self.remainder, root.adapter)
 
-    def pages(self, space: Space) -> list[int]:
-        """Page ids of a space, oldest first: all of ``full``, and ``window`` from entry ``first_window`` on."""
-        first = self.first_window if space is Space.WINDOW else 0
-        pages = pages_of_path(path_to(self.node), space, first, self.node.stop)
-        return pages + ([self.tail[space]] if space in self.tail else [])
+    def pages(self, kv_group: KvGroup) -> list[int]:
+        """Page ids of a KV group, oldest first: all of ``full``, and ``window`` from entry ``first_window`` on."""
+        first = self.first_window if kv_group is KvGroup.WINDOW else 0
+        pages = pages_of_path(path_to(self.node), kv_group, first, self.node.stop)
+        return pages + ([self.tail[kv_group]] if kv_group in self.tail else [])
 
     def begins_with(self, other: PrefixSlot) -> bool:
         if other.n_tokens >= self.n_tokens:
@@ -154,12 +154,12 @@ def path_to(node: Node) -> list[Node]:
     return path[::-1]
 
 
-def pages_of_path(path: Iterable[Node], space: Space, start: int, stop: int) -> list[int]:
-    """Return the ids of pages ``[start, stop)`` in a space; pages that are not held are left out."""
+def pages_of_path(path: Iterable[Node], kv_group: KvGroup, start: int, stop: int) -> list[int]:
+    """Return the ids of pages ``[start, stop)`` in a KV group; pages that are not held are left out."""
     ids: list[int] = []
     for node in path:
-        if space in node.pages and start < node.stop and node.start < stop:
-            ids += node.pages[space][max(0, start - node.start) : stop - node.start]
+        if kv_group in node.pages and start < node.stop and node.start < stop:
+            ids += node.pages[kv_group][max(0, start - node.start) : stop - node.start]
     return ids
 
 
@@ -169,13 +169,13 @@ class PrefixTree:
     def __init__(self, pools: PagePools, window_tokens: int | None) -> None:
         self._pools = pools
         self._window_tokens = window_tokens
-        self._spaces = tuple(space for space in PAGED if space in pools)
-        self._holds: dict[Space, Counter[int]] = {space: Counter() for space in pools.spaces}
+        self._kv_groups = tuple(kv_group for kv_group in PAGED if kv_group in pools)
+        self._holds: dict[KvGroup, Counter[int]] = {kv_group: Counter() for kv_group in pools.kv_groups}
         self._roots: dict[str, Node] = {}
 
     @property
-    def spaces(self) -> Sequence[Space]:
-        return self._pools.spaces
+    def kv_groups(self) -> Sequence[KvGroup]:
+        return self._pools.kv_groups
 
     @property
     def nodes(self) -> Iterator[Node]:
@@ -186,9 +186,9 @@ class PrefixTree:
             yield node
             stack += node.children.values()
 
-    def holds(self, space: Space) -> Counter[int]:
-        """Return the reference counts that nodes and slots hold, by id of a space."""
-        return self._holds[space]
+    def holds(self, kv_group: KvGroup) -> Counter[int]:
+        """Return the reference counts that nodes and slots hold, by id of a KV group."""
+        return self._holds[kv_group]
 
     # ---- lookups
 
@@ -241,7 +241,7 @@ class PrefixTree:
         held_stop = walk.n_pages  # pages [node.start, held_stop) are held, as far as looked at
         for node in reversed(walk.nodes[1:]):
             stop = min(node.stop, walk.n_pages)
-            if Space.WINDOW not in node.pages:
+            if KvGroup.WINDOW not in node.pages:
                 held_stop = node.start
                 if self.first_window(stop * PAGE_TOKENS) >= stop:  # a window of one position needs no page
                     return stop
@@ -266,19 +266,19 @@ class PrefixTree:
             path.append(self._split(walk.partial, walk.n_pages))
         if walk.n_pages < n_pages:
             path.append(self._grow(path[-1], tokens, n_pages, fresh))
-        if Space.WINDOW in self._pools:
-            path = self._hold_windows(path, first_window, fresh[Space.WINDOW])
+        if KvGroup.WINDOW in self._pools:
+            path = self._hold_windows(path, first_window, fresh[KvGroup.WINDOW])
         for node in path:
             node.n_slots += 1
         remainder = tokens.packed(n_pages * PAGE_TOKENS, source.n_tokens)
         slot = PrefixSlot(number, path[-1], remainder, source.origin, first_window, source.state)
         slot.paged_out = source.paged_out
         if remainder:
-            slot.tail = {space: fresh[space][n_pages] for space in self._spaces}
-            for space, page in slot.tail.items():
-                self._hold(space, [page])
+            slot.tail = {kv_group: fresh[kv_group][n_pages] for kv_group in self._kv_groups}
+            for kv_group, page in slot.tail.items():
+                self._hold(kv_group, [page])
         if slot.state != NO_STATE:
-            self._hold(Space.RECURRENT, [slot.state])
+            self._hold(KvGroup.RECURRENT, [slot.state])
         path[-1].slots[remainder] = slot
         return slot
 
@@ -286,59 +286,59 @@ class PrefixTree:
         """Remove a slot and release the pages that no other slot needs."""
         slot.alive = False
         del slot.node.slots[slot.remainder]
-        for space, page in slot.tail.items():
-            self._let_go(space, [page])
+        for kv_group, page in slot.tail.items():
+            self._let_go(kv_group, [page])
         if slot.state != NO_STATE:
-            self._let_go(Space.RECURRENT, [slot.state])
+            self._let_go(KvGroup.RECURRENT, [slot.state])
         at: Node | None = slot.node
         while at is not None:
             parent = at.parent
             at.n_slots -= 1
-            if Space.WINDOW in at.pages and at.start >= slot.first_window:
+            if KvGroup.WINDOW in at.pages and at.start >= slot.first_window:
                 at.n_windows -= 1
                 if at.n_windows == 0:
-                    self._let_go(Space.WINDOW, at.pages.pop(Space.WINDOW))
+                    self._let_go(KvGroup.WINDOW, at.pages.pop(KvGroup.WINDOW))
             if parent is not None:
                 if at.n_slots == 0:
                     del parent.children[at.key]
-                    for space, pages in at.pages.items():
-                        self._let_go(space, pages)
+                    for kv_group, pages in at.pages.items():
+                        self._let_go(kv_group, pages)
                 else:
                     _merge(at, parent)
             at = parent
 
     def move_pages(self, moves: Mapping[int, int]) -> None:
-        """Hold other pages of space full with the same content."""
-        holds = self._holds[Space.FULL]
+        """Hold other pages of KV group full with the same content."""
+        holds = self._holds[KvGroup.FULL]
         for node in self.nodes:
-            pages = node.pages.get(Space.FULL)
+            pages = node.pages.get(KvGroup.FULL)
             if pages is not None and not moves.keys().isdisjoint(pages):
-                node.pages[Space.FULL] = [moves.get(page, page) for page in pages]
+                node.pages[KvGroup.FULL] = [moves.get(page, page) for page in pages]
             for slot in node.slots.values():
-                if slot.tail.get(Space.FULL) in moves:
-                    slot.tail[Space.FULL] = moves[slot.tail[Space.FULL]]
+                if slot.tail.get(KvGroup.FULL) in moves:
+                    slot.tail[KvGroup.FULL] = moves[slot.tail[KvGroup.FULL]]
         for source, target in moves.items():
             if source in holds:
                 holds[target] = holds.pop(source)
 
     # ---- inside
 
-    def _fresh_pages(self, walk: Walk, source: SlotSource, first_window: int) -> dict[Space, dict[int, int]] | None:
-        """Return the pages of a new slot that the tree does not hold, by space and entry; None if one is missing."""
+    def _fresh_pages(self, walk: Walk, source: SlotSource, first_window: int) -> dict[KvGroup, dict[int, int]] | None:
+        """Return the pages of a new slot that the tree does not hold, by KV group and entry; None if one is missing."""
         n_pages = source.n_tokens // PAGE_TOKENS
-        wanted = {Space.FULL: [(walk.n_pages, n_pages)], Space.WINDOW: [(max(first_window, walk.n_pages), n_pages)]}
+        wanted = {KvGroup.FULL: [(walk.n_pages, n_pages)], KvGroup.WINDOW: [(max(first_window, walk.n_pages), n_pages)]}
         for node in walk.nodes:
-            if Space.WINDOW not in node.pages:
-                wanted[Space.WINDOW].append((max(first_window, node.start), min(node.stop, walk.n_pages)))
+            if KvGroup.WINDOW not in node.pages:
+                wanted[KvGroup.WINDOW].append((max(first_window, node.start), min(node.stop, walk.n_pages)))
         tail = (n_pages, n_pages + bool(source.n_tokens % PAGE_TOKENS))
-        fresh: dict[Space, dict[int, int]] = {}
-        for space in self._spaces:
-            fresh[space] = {}
-            for start, stop in (*wanted[space], tail):
-                pages = source.entries(space, start, stop) if start < stop else []
+        fresh: dict[KvGroup, dict[int, int]] = {}
+        for kv_group in self._kv_groups:
+            fresh[kv_group] = {}
+            for start, stop in (*wanted[kv_group], tail):
+                pages = source.entries(kv_group, start, stop) if start < stop else []
                 if len(pages) < stop - start:
                     return None
-                fresh[space].update(zip(range(start, stop), pages, strict=False))
+                fresh[kv_group].update(zip(range(start, stop), pages, strict=False))
         return fresh
 
     def _split(self, node: Node, at: int) -> Node:
@@ -347,19 +347,19 @@ class PrefixTree:
         n = at - node.start
         first = Node(node.start, node.tokens[: n * PAGE_BYTES], node.parent)
         first.n_slots, first.n_windows = node.n_slots, node.n_windows
-        first.pages = {space: pages[:n] for space, pages in node.pages.items()}
+        first.pages = {kv_group: pages[:n] for kv_group, pages in node.pages.items()}
         node.parent.children[first.key] = first
         node.start, node.tokens, node.parent = at, node.tokens[n * PAGE_BYTES :], first
-        node.pages = {space: pages[n:] for space, pages in node.pages.items()}
+        node.pages = {kv_group: pages[n:] for kv_group, pages in node.pages.items()}
         first.children[node.key] = node
         return first
 
-    def _grow(self, parent: Node, tokens: TokenBuffer, n_pages: int, fresh: dict[Space, dict[int, int]]) -> Node:
+    def _grow(self, parent: Node, tokens: TokenBuffer, n_pages: int, fresh: dict[KvGroup, dict[int, int]]) -> Node:
         start = parent.stop
         node = Node(start, tokens.packed(start * PAGE_TOKENS, n_pages * PAGE_TOKENS), parent)
-        if Space.FULL in self._pools:
-            node.pages[Space.FULL] = [fresh[Space.FULL][i] for i in range(start, n_pages)]
-            self._hold(Space.FULL, node.pages[Space.FULL])
+        if KvGroup.FULL in self._pools:
+            node.pages[KvGroup.FULL] = [fresh[KvGroup.FULL][i] for i in range(start, n_pages)]
+            self._hold(KvGroup.FULL, node.pages[KvGroup.FULL])
         parent.children[node.key] = node
         return node
 
@@ -372,27 +372,27 @@ class PrefixTree:
             cut.append(node)
         for node in cut:
             if node.parent is not None and node.start >= first_window:
-                if Space.WINDOW not in node.pages:
-                    node.pages[Space.WINDOW] = [fresh[i] for i in range(node.start, node.stop)]
-                    self._hold(Space.WINDOW, node.pages[Space.WINDOW])
+                if KvGroup.WINDOW not in node.pages:
+                    node.pages[KvGroup.WINDOW] = [fresh[i] for i in range(node.start, node.stop)]
+                    self._hold(KvGroup.WINDOW, node.pages[KvGroup.WINDOW])
                 node.n_windows += 1
         return cut
 
-    def _hold(self, space: Space, pages: Sequence[int]) -> None:
-        holds = self._holds[space]
-        for allocator, ids in self._pools.tiers(space, [page for page in pages if page not in holds]):
+    def _hold(self, kv_group: KvGroup, pages: Sequence[int]) -> None:
+        holds = self._holds[kv_group]
+        for allocator, ids in self._pools.tiers(kv_group, [page for page in pages if page not in holds]):
             allocator.cache(ids)
         holds.update(pages)
 
-    def _let_go(self, space: Space, pages: Sequence[int]) -> None:
-        holds, last = self._holds[space], []
+    def _let_go(self, kv_group: KvGroup, pages: Sequence[int]) -> None:
+        holds, last = self._holds[kv_group], []
         for page in pages:
             if holds[page] == 1:
                 del holds[page]
                 last.append(page)
             else:
                 holds[page] -= 1
-        for allocator, ids in self._pools.tiers(space, last):
+        for allocator, ids in self._pools.tiers(kv_group, last):
             allocator.uncache(ids)
 
 
@@ -403,5 +403,5 @@ def _merge(node: Node, parent: Node) -> None:
     [child] = node.children.values()
     if (child.n_slots, child.n_windows) == (node.n_slots, node.n_windows):
         child.start, child.tokens, child.parent = node.start, node.tokens + child.tokens, parent
-        child.pages = {space: node.pages[space] + pages for space, pages in child.pages.items()}
+        child.pages = {kv_group: node.pages[kv_group] + pages for kv_group, pages in child.pages.items()}
         parent.children[child.key] = child

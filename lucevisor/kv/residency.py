@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import Entries, Growth, HostMemoryFull, MakeRoom, NoRoom, PagedOut, PageTable, Swap
 from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_host_pages, pages_of
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +140,10 @@ class _FullEntries(Entries):
             stop = self.out[n_out] if n_out < len(self.out) else self.stop
             left = slice(at, n_out)
             pages = self.pages[place : place + stop - first]
-            growths.append(Growth(Space.FULL, first, pages, tuple(self.out[left]), tuple(self.hosts[left])))
+            growths.append(Growth(KvGroup.FULL, first, pages, tuple(self.out[left]), tuple(self.hosts[left])))
             place, at = place + len(pages), n_out
         if at < len(self.out):  # after all pages
-            growths.append(Growth(Space.FULL, self.stop, [], tuple(self.out[at:]), tuple(self.hosts[at:])))
+            growths.append(Growth(KvGroup.FULL, self.stop, [], tuple(self.out[at:]), tuple(self.hosts[at:])))
         return growths
 
 
@@ -154,7 +154,7 @@ class ResidentPageTable(PageTable):
         super().__init__(pools, window_tokens)
         self._bound = residency
         self._full = _FullEntries()
-        self._entries[Space.FULL] = self._full
+        self._entries[KvGroup.FULL] = self._full
         self._scores: Sequence[float] = ()  # of the first entries of full, as they were ranked last
         self._is_ranked = False  # since the last swap
 
@@ -197,10 +197,10 @@ class ResidentPageTable(PageTable):
     def hosts(self) -> list[int]:
         return list(self._full.hosts)
 
-    def entries(self, space: Space, start: int, stop: int) -> list[int]:
+    def entries(self, kv_group: KvGroup, start: int, stop: int) -> list[int]:
         entries = self._full
-        if space is not Space.FULL or not entries.out:
-            return super().entries(space, start, stop)
+        if kv_group is not KvGroup.FULL or not entries.out:
+            return super().entries(kv_group, start, stop)
         n_out, n_left = bisect_left(entries.out, start), bisect_left(entries.out, stop)
         first = entries.first_held + n_out
         resident = entries.pages[max(0, start - first) : max(0, stop - first - (n_left - n_out))]
@@ -209,11 +209,11 @@ class ResidentPageTable(PageTable):
         left, pages = dict(zip(entries.out[n_out:n_left], entries.hosts[n_out:n_left], strict=True)), iter(resident)
         return [left[entry] if entry in left else next(pages) for entry in range(start, min(stop, entries.stop))]
 
-    def page(self, space: Space, entry: int) -> int | None:
-        return None if space is Space.FULL and self._full.out else super().page(space, entry)
+    def page(self, kv_group: KvGroup, entry: int) -> int | None:
+        return None if kv_group is KvGroup.FULL and self._full.out else super().page(kv_group, entry)
 
     def surplus(self, n_tokens: int) -> list[int]:
-        n_new = self.missing(n_tokens).get(Space.FULL, 0)
+        n_new = self.missing(n_tokens).get(KvGroup.FULL, 0)
         if len(self._full.pages) + n_new <= self._bound.pool_pages:
             return []
         return self._bound.surplus(self._full.resident(), n_new, self._scores)
@@ -246,7 +246,7 @@ class ResidentPageTable(PageTable):
 
     def _exchange(self, out: list[int], back: list[int], make_room: MakeRoom) -> Swap | None:
         """Move resident entries ``out`` to host memory and ``back`` from there; None if too few pages are free."""
-        entries, full, hosts = self._full, self._pools[Space.FULL], self._pools.host_pages
+        entries, full, hosts = self._full, self._pools[KvGroup.FULL], self._pools.host_pages
         held = dict(zip(entries.resident(), entries.pages, strict=True))
         left = dict(zip(entries.out, entries.hosts, strict=True))
         leaving, coming = [held.pop(entry) for entry in out], [left.pop(entry) for entry in back]
@@ -271,17 +271,17 @@ class ResidentPageTable(PageTable):
 
     def _stamp_hosts(self, pages: Iterable[int], hosts: Iterable[int]) -> None:
         """Keep the draft epoch of what leaves where drafters page theirs out, too."""
-        full = self._pools[Space.FULL]
+        full = self._pools[KvGroup.FULL]
         if self._bound.ranks_pages:
             for page, host in zip(pages, hosts, strict=False):
                 self._pools.host_pages.stamp([host], full.epoch_of(page))
 
-    def needs(self, n_tokens: int) -> dict[Space, int]:
+    def needs(self, n_tokens: int) -> dict[KvGroup, int]:
         needs, surplus = self.missing(n_tokens), self.surplus(n_tokens)
-        if Space.FULL in needs and surplus:
-            pool = self._pools[Space.FULL]
-            needs[Space.FULL] -= sum(pool.ref_count(self._full.pages[place]) == 1 for place in surplus)
-        return {space: n for space, n in needs.items() if n > 0}
+        if KvGroup.FULL in needs and surplus:
+            pool = self._pools[KvGroup.FULL]
+            needs[KvGroup.FULL] -= sum(pool.ref_count(self._full.pages[place]) == 1 for place in surplus)
+        return {kv_group: n for kv_group, n in needs.items() if n > 0}
 
     def draft_from(self) -> int:
         n_old = self._n_old_pages()
@@ -304,7 +304,7 @@ class ResidentPageTable(PageTable):
                 reason = f"{len(surplus)} pages leave the devices, {free} of {total} are free"
                 raise HostMemoryFull(len(surplus), reason)
             hosts = taken
-        left, full = [entries.entry_of(place) for place in surplus], self._pools[Space.FULL]
+        left, full = [entries.entry_of(place) for place in surplus], self._pools[KvGroup.FULL]
         pages = [entries.pages[place] for place in surplus]
         self._stamp_hosts(pages, hosts)
         full.release(pages)
@@ -319,17 +319,17 @@ class ResidentPageTable(PageTable):
     def growths(self) -> list[Growth]:
         if not self._full.out:
             return super().growths()
-        return self._full.runs() + [growth for growth in super().growths() if growth.space is not Space.FULL]
+        return self._full.runs() + [growth for growth in super().growths() if growth.kv_group is not KvGroup.FULL]
 
     def release(self) -> None:
         self._pools.host_pages.release(self._full.hosts)
         super().release()
         self._full = _FullEntries()
-        self._entries[Space.FULL] = self._full
+        self._entries[KvGroup.FULL] = self._full
 
 
 def page_table(pools: PagePools, window_tokens: int | None, residency: Residency | None) -> PageTable:
     """Return an empty page table for a sequence, with KV Flash if there is a ``residency``."""
-    if residency is None or Space.FULL not in pools:
+    if residency is None or KvGroup.FULL not in pools:
         return PageTable(pools, window_tokens)
     return ResidentPageTable(pools, window_tokens, residency)

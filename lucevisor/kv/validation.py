@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lucevisor.kv.page_pool import PageAllocator, PagePools
 from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_tree import NO_STATE, Node, PrefixSlot, PrefixTree
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 
 _MAX_LISTED = 20
 
@@ -43,8 +43,8 @@ def pool_problems(pools: PagePools, owners: Iterable[Owner]) -> Iterator[str]:
     by_allocator: dict[int, list[Owner]] = defaultdict(list)
     for owner in owners:
         by_allocator[id(owner.allocator)].append(owner)
-    for space in pools.spaces:
-        for allocator in {id(one): one for one in (pools[space], pools.slot_pools[space])}.values():
+    for kv_group in pools.kv_groups:
+        for allocator in {id(one): one for one in (pools[kv_group], pools.slot_pools[kv_group])}.values():
             yield from allocator_problems(allocator, by_allocator[id(allocator)])
     for allocator in (pools.host_pages, pools.draft_states):
         yield from allocator_problems(allocator, by_allocator[id(allocator)])
@@ -72,12 +72,12 @@ def allocator_problems(allocator: PageAllocator, owners: Iterable[Owner]) -> Ite
 def index_owners(index: PrefixIndex) -> Iterator[Owner]:
     """Yield the prefix index and its reservations as owners, from what the tree holds."""
     pools = index.pools
-    for space, held in _held(index.tree).items():
-        for allocator, ids in pools.tiers(space, held):
+    for kv_group, held in _held(index.tree).items():
+        for allocator, ids in pools.tiers(kv_group, held):
             yield Owner("the prefix index", allocator, ids, cached=True)
     for reservation in index.reservations:
-        for space, units in reservation.ids.items():
-            for allocator, ids in pools.tiers(space, units):
+        for kv_group, units in reservation.ids.items():
+            for allocator, ids in pools.tiers(kv_group, units):
                 yield Owner(f"a reservation of {reservation.n_tokens} tokens", allocator, ids)
 
 
@@ -90,9 +90,9 @@ def index_problems(index: PrefixIndex) -> Iterator[str]:
     for slot in by_number.values():
         if not slot.alive or slot.pins < 0 or (slot.parent is not None and not slot.parent.alive):
             yield f"slot {slot.number} is in the tree: alive {slot.alive}, {slot.pins} pins, parent {slot.parent}"
-    for space, held in _held(tree).items():
-        if held != tree.holds(space):
-            yield f"space {space}: the tree holds {dict(held)} and counts {dict(tree.holds(space))}"
+    for kv_group, held in _held(tree).items():
+        if held != tree.holds(kv_group):
+            yield f"KV group {kv_group}: the tree holds {dict(held)} and counts {dict(tree.holds(kv_group))}"
     for node in tree.nodes:
         yield from _node_problems(node, index.pools)
 
@@ -106,14 +106,14 @@ def _node_problems(node: Node, pools: PagePools) -> Iterator[str]:
             yield f"{where}: its child at page {child.start} is not linked to it"
     if node.parent is None:
         return
-    n_windows = sum(node.start >= slot.first_window for slot in slots) if Space.WINDOW in pools else 0
+    n_windows = sum(node.start >= slot.first_window for slot in slots) if KvGroup.WINDOW in pools else 0
     if node.n_windows != n_windows:
         yield f"{where}: {n_windows} slots need its window pages, {node.n_windows} are counted"
-    needed = {Space.FULL: Space.FULL in pools, Space.WINDOW: n_windows > 0}
-    for space, needs in needed.items():
-        n_wanted, n_pages = (node.stop - node.start) * needs, len(node.pages.get(space, ()))
+    needed = {KvGroup.FULL: KvGroup.FULL in pools, KvGroup.WINDOW: n_windows > 0}
+    for kv_group, needs in needed.items():
+        n_wanted, n_pages = (node.stop - node.start) * needs, len(node.pages.get(kv_group, ()))
         if n_pages != n_wanted:
-            yield f"{where}: {n_pages} pages of space {space}, {n_wanted} are needed"
+            yield f"{where}: {n_pages} pages of KV group {kv_group}, {n_wanted} are needed"
 
 
 def _nodes(root: Node) -> Iterator[Node]:
@@ -129,14 +129,14 @@ def _slots_through(node: Node) -> Iterator[PrefixSlot]:
         yield from below.slots.values()
 
 
-def _held(tree: PrefixTree) -> dict[Space, Counter[int]]:
-    held: dict[Space, Counter[int]] = {space: Counter() for space in tree.spaces}
+def _held(tree: PrefixTree) -> dict[KvGroup, Counter[int]]:
+    held: dict[KvGroup, Counter[int]] = {kv_group: Counter() for kv_group in tree.kv_groups}
     for node in tree.nodes:
-        for space, pages in node.pages.items():
-            held[space].update(pages)
+        for kv_group, pages in node.pages.items():
+            held[kv_group].update(pages)
         for slot in node.slots.values():
-            for space, page in slot.tail.items():
-                held[space][page] += 1
+            for kv_group, page in slot.tail.items():
+                held[kv_group][page] += 1
             if slot.state != NO_STATE:
-                held[Space.RECURRENT][slot.state] += 1
+                held[KvGroup.RECURRENT][slot.state] += 1
     return held

@@ -17,7 +17,7 @@ from lucevisor.kv_transfer.host_memory import HostMemory
 from lucevisor.kv_transfer.layout import unit_tensors
 from lucevisor.kv_transfer.transfers import HostState, KvTransfer, Transfer
 from lucevisor.model.spec import LayerSpec
-from lucevisor.model.values import PAGE_TOKENS, Dtype, Space
+from lucevisor.model.values import PAGE_TOKENS, Dtype, KvGroup
 from lucevisor.placement.result import HostOwner
 from lucevisor.protocol.messages import SlotPlace
 
@@ -32,11 +32,11 @@ class ExportedState:
         memory: HostMemory,
         layers: Sequence[LayerSpec],
         kv_dtype: Dtype,
-        units: Mapping[Space, Sequence[int]],
+        units: Mapping[KvGroup, Sequence[int]],
         draft_layers: Sequence[LayerSpec] = (),
     ) -> None:
-        places = [(space, place) for space, ids in units.items() for place in _slot_places(space, ids)]
-        tensors = [unit_tensors(space, place.n_tokens, layers, kv_dtype, draft_layers) for space, place in places]
+        places = [(kv_group, place) for kv_group, ids in units.items() for place in _slot_places(kv_group, ids)]
+        tensors = [unit_tensors(kv_group, place.n_tokens, layers, kv_dtype, draft_layers) for kv_group, place in places]
         self._state = HostState(memory, HostOwner.EXPORTS, "the state of running requests in host memory", tensors)
         self.with_draft, self.n_bytes = bool(draft_layers), self._state.n_bytes
         self.units = [(file, place) for file, (_, place) in zip(self._state.units, places, strict=True)]
@@ -67,11 +67,11 @@ class ExportedState:
         self._state.close()
 
 
-def _slot_places(space: Space, ids: Sequence[int]) -> list[SlotPlace]:
+def _slot_places(kv_group: KvGroup, ids: Sequence[int]) -> list[SlotPlace]:
     """Return what holds these units: all pages as if of one sequence, states one by one."""
-    if space is Space.RECURRENT:
+    if kv_group is KvGroup.RECURRENT:
         return [SlotPlace(0, state=state) for state in ids]
     if not ids:
         return []
     n_tokens = PAGE_TOKENS * len(ids)
-    return [SlotPlace(n_tokens, full=[*ids]) if space is Space.FULL else SlotPlace(n_tokens, window=[*ids])]
+    return [SlotPlace(n_tokens, full=[*ids]) if kv_group is KvGroup.FULL else SlotPlace(n_tokens, window=[*ids])]

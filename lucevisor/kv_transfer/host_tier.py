@@ -24,7 +24,7 @@ from lucevisor.kv_transfer.host_memory import HostMemory, HostMemoryShort
 from lucevisor.kv_transfer.layout import slot_tensors
 from lucevisor.kv_transfer.transfers import HostState, TransferFile
 from lucevisor.model.spec import LayerSpec
-from lucevisor.model.values import PAGE_TOKENS, Dtype, Space
+from lucevisor.model.values import PAGE_TOKENS, Dtype, KvGroup
 from lucevisor.placement.result import HostOwner
 from lucevisor.protocol.messages import SlotPlace, TransferTensor
 
@@ -89,7 +89,7 @@ class HostTier:
         self._index, self._layers, self._draft_layers, self._kv_dtype = index, layers, draft_layers, kv_dtype
         self._memory, self._limit_bytes = memory, limit_bytes
         both = [(False, layer) for layer in layers] + [(True, layer) for layer in draft_layers]
-        self._full = {(is_draft, layer.index) for is_draft, layer in both if layer.space is Space.FULL}
+        self._full = {(is_draft, layer.index) for is_draft, layer in both if layer.kv_group is KvGroup.FULL}
         self._max_slots = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8  # each has a file
         self._slots: list[HostSlot] = []  # those that can be found, least recently used first
         self._numbers = count(1)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from lucevisor.model.pages import first_visible
 from lucevisor.model.spec import LayerSpec
-from lucevisor.model.values import Q8_GROUP, SCALE, Dtype, Space, q8_groups
+from lucevisor.model.values import Q8_GROUP, SCALE, Dtype, KvGroup, q8_groups
 from lucevisor.protocol.messages import TransferTensor
 
 TARGET, DRAFT = "layers", "draft"
@@ -39,20 +39,24 @@ def slot_tensors(
     """
     tensors: list[TransferTensor] = []
     for draft, layer in _of_both(layers, draft_layers):
-        in_window = layer.space is Space.WINDOW and layer.window
+        in_window = layer.kv_group is KvGroup.WINDOW and layer.window
         first = first_visible(n_tokens, layer.window or 0) if in_window else start
         tensors += _layer_tensors(layer, n_tokens - first, kv_dtype, first, draft=draft)
     return sorted(tensors, key=lambda t: (-ITEM_BYTES[t.dtype], t.draft, t.layer, t.kind))
 
 
 def unit_tensors(
-    space: Space, n_tokens: int, layers: Sequence[LayerSpec], kv_dtype: Dtype, draft_layers: Sequence[LayerSpec] = ()
+    kv_group: KvGroup,
+    n_tokens: int,
+    layers: Sequence[LayerSpec],
+    kv_dtype: Dtype,
+    draft_layers: Sequence[LayerSpec] = (),
 ) -> list[TransferTensor]:
     """Return the tensors, with offsets 0, of pages that hold ``n_tokens`` positions, or of one recurrent state."""
     return [
         tensor
         for draft, layer in _of_both(layers, draft_layers)
-        if layer.space is space
+        if layer.kv_group is kv_group
         for tensor in _layer_tensors(layer, n_tokens, kv_dtype, 0, draft=draft)
     ]
 
@@ -76,7 +80,7 @@ def _layer_tensors(
     layer: LayerSpec, n_rows: int, kv_dtype: Dtype, first: int, *, draft: bool
 ) -> Iterator[TransferTensor]:
     for state in layer.state:
-        shape = state.shape if layer.space is Space.RECURRENT else (n_rows, *state.shape[1:])
+        shape = state.shape if layer.kv_group is KvGroup.RECURRENT else (n_rows, *state.shape[1:])
         for kind, dtype, extents in _stored(state.name, state.dtype or kv_dtype, shape):
             name = f"{DRAFT if draft else TARGET}.{layer.index}.{kind}"
             yield TransferTensor(name, layer.index, kind, dtype, extents, 0, tensor_bytes(dtype, extents), first, draft)

@@ -1,4 +1,4 @@
-"""Extents: memory that holds either one recurrent state or some pages of space ``full``, so that both share one pool.
+"""Extents: memory that holds one recurrent state or some pages of KV group ``full``, so that both share one pool.
 
 In each attention layer the keys and values of a page adjoin, and ``pages`` of them take as many bytes as the matrices
 of ``layers`` recurrent layers.  State s of the pool lies in the memory of pages ``s * pages`` .. ``(s + 1) * pages -
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor
-from lucevisor.model.values import Q8_GROUP, Dtype, Space, dtype_bytes, q8_groups
+from lucevisor.model.values import Q8_GROUP, Dtype, KvGroup, dtype_bytes, q8_groups
 
 PAGE_ROWS = 2
 """Rows of an attention layer's memory that a page takes: its keys and its values."""
@@ -30,22 +30,24 @@ class Extent:
 
     def holds(self, layers: Iterable[LayerSpec]) -> bool:
         """Return whether the attention layers of a shard have room for the matrices of its recurrent ones."""
-        spaces = [layer.space for layer in layers]
-        return spaces.count(Space.RECURRENT) <= self.layers * spaces.count(Space.FULL)
+        kv_groups = [layer.kv_group for layer in layers]
+        return kv_groups.count(KvGroup.RECURRENT) <= self.layers * kv_groups.count(KvGroup.FULL)
 
 
 def extent_of(spec: ModelSpec, kv_dtype: Dtype) -> Extent | None:
     """Return the extent of a model; None if its layers differ, or their sizes do not divide one another."""
-    paged = {layer.state for layer in spec.layers if layer.space is Space.FULL}
-    recurrent = {layer.state for layer in spec.layers if layer.space is Space.RECURRENT}
-    if set(spec.spaces()) != {Space.FULL, Space.RECURRENT} or len(paged) != 1 or len(recurrent) != 1:
+    paged = {layer.state for layer in spec.layers if layer.kv_group is KvGroup.FULL}
+    recurrent = {layer.state for layer in spec.layers if layer.kv_group is KvGroup.RECURRENT}
+    if set(spec.kv_groups()) != {KvGroup.FULL, KvGroup.RECURRENT} or len(paged) != 1 or len(recurrent) != 1:
         return None
     [pair], [state] = paged, recurrent
     matrices = [t for t in state if t.update_width and t.dtype is Dtype.FLOAT32]
     if len(pair) != PAGE_ROWS or pair[0].shape != pair[1].shape or len(matrices) != 1:
         return None
     page_bytes, matrix_bytes = PAGE_ROWS * _row_bytes(pair[0], kv_dtype), matrices[0].n_bytes(kv_dtype)
-    counts = [sum(layer.space is space for layer in spec.layers) for space in (Space.RECURRENT, Space.FULL)]
+    counts = [
+        sum(layer.kv_group is kv_group for layer in spec.layers) for kv_group in (KvGroup.RECURRENT, KvGroup.FULL)
+    ]
     fewest = -(-counts[0] // counts[1])
     for n in range(fewest, int(fewest * MAX_PADDING) + 1):
         if n * matrix_bytes % page_bytes == 0:

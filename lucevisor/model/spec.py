@@ -15,7 +15,7 @@ from math import prod
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError, TensorInfo, Value
 from lucevisor.model.lora import LoraAdapter
-from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space, dtype_bytes
+from lucevisor.model.values import PAGE_TOKENS, Dtype, KvGroup, LayerRange, dtype_bytes
 
 Shapes = dict[str, tuple[int, ...]]
 """Name in the file -> row-major shape."""
@@ -78,7 +78,7 @@ class LayerSpec:
     """
 
     index: int
-    space: Space
+    kv_group: KvGroup
     tensors: Mapping[str, tuple[int, ...]]
     state: tuple[StateTensor, ...]
     window: int = 0
@@ -183,23 +183,23 @@ class ModelSpec:
     @property
     def window(self) -> int:
         """Longest window of the sliding-window layers; 0 if none."""
-        return max((layer.window for layer in self.layers if layer.space is Space.WINDOW), default=0)
+        return max((layer.window for layer in self.layers if layer.kv_group is KvGroup.WINDOW), default=0)
 
-    def spaces(self) -> frozenset[Space]:
-        return frozenset(layer.space for layer in self.layers)
+    def kv_groups(self) -> frozenset[KvGroup]:
+        return frozenset(layer.kv_group for layer in self.layers)
 
     def legal_boundary(self, boundary: int) -> bool:
         """Return whether the model may be split before layer ``boundary``: no later layer reads the pages of an earlier
         one."""
         return all(x.shares_with is None or x.shares_with >= boundary for x in self.layers[boundary:])
 
-    def unit_bytes(self, space: Space, layers: LayerRange, kv_dtype: Dtype) -> int:
-        """Bytes that one page (or state) of ``space`` takes on a shard of ``layers``."""
-        return sum(x.unit_bytes(kv_dtype) for x in self.layers[layers.start : layers.stop] if x.space is space)
+    def unit_bytes(self, kv_group: KvGroup, layers: LayerRange, kv_dtype: Dtype) -> int:
+        """Bytes that one page (or state) of ``kv_group`` takes on a shard of ``layers``."""
+        return sum(x.unit_bytes(kv_dtype) for x in self.layers[layers.start : layers.stop] if x.kv_group is kv_group)
 
     def draft_state_bytes(self, layers: LayerRange, kv_dtype: Dtype) -> int:
         """Bytes that a verified draft's state takes on a shard of ``layers``."""
-        recurrent = (x for x in self.layers[layers.start : layers.stop] if x.space is Space.RECURRENT)
+        recurrent = (x for x in self.layers[layers.start : layers.stop] if x.kv_group is KvGroup.RECURRENT)
         return sum(x.draft_state_bytes(kv_dtype) for x in recurrent)
 
 

@@ -28,12 +28,16 @@ class Dtype(StrEnum):
     Q8_0 = "q8_0"  # attention state only: blocks of 32 int8 with one float16 scale
 
 
-class Space(StrEnum):
-    """Kind of a layer's state by its lifetime."""
+class KvGroup(StrEnum):
+    """KV cache group: the layers of a model whose state has the same lifetime."""
 
     FULL = "full"  # attention over all positions: pages live as long as the sequence
     WINDOW = "window"  # sliding attention: pages older than the window are released
     RECURRENT = "recurrent"  # one state per sequence, overwritten each step
+
+
+KvGroup = KvGroup
+"""Its former name, in a test of kernels, until it is run and recorded again."""
 
 
 class Tier(StrEnum):

@@ -38,7 +38,7 @@ from lucevisor.model.lora_files import adapter_bytes
 from lucevisor.model.pages import pages_of
 from lucevisor.model.quant_types import WeightFormat
 from lucevisor.model.spec import LayerSpec, ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space, dtype_bytes
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange, dtype_bytes
 from lucevisor.model.weight_layout import QUANTISED_FORMATS, TensorLayout, TensorRole, layer_layouts, non_layer_layouts
 from lucevisor.model.workspace import (
     DEQUANT_ELEMENTS,
@@ -64,7 +64,7 @@ LIBRARY_BYTES = 96 << 20
 @dataclass(frozen=True, slots=True)
 class StepSizes:
     """Sizes of steps and pools.  ``n_together``: sequences decoded in one step.  ``resident``: positions of a sequence
-    in space full that are attended to at once.
+    in KV group full that are attended to at once.
     """
 
     max_tokens: int
@@ -109,7 +109,7 @@ class _Weights:
 class _Layer:
     """What the workspace of a layer depends on.  Most layers of a model are equal in it."""
 
-    space: Space
+    kv_group: KvGroup
     window: int
     n_rows: int  # of its matrices: outputs per token
     state_rows: int
@@ -129,12 +129,12 @@ class _Range:
     largest_int8: int  # in layers
     end_int8: int  # in the embedding and the output
     layers: frozenset[_Layer]
-    device_units: dict[Space, int]  # bytes of a page or state on the device
-    host_units: dict[Space, int]
+    device_units: dict[KvGroup, int]  # bytes of a page or state on the device
+    host_units: dict[KvGroup, int]
     draft_state_bytes: int
     sketch_bytes: int  # of a page in host memory
     page_bytes: int  # one layer of each shape
-    n_attention: int  # layers of space full
+    n_attention: int  # layers of KV group full
     n_recurrent: int
     state_row_bytes: int  # of a recurrent layer's state, what lies in no extent
 
@@ -168,16 +168,16 @@ class CostModel:
         if pools.state_pages and self.extent is not None:
             own = self._range(shard)
             n_rows = pools.device_rows * self.extent.layers * own.n_attention if own.n_recurrent else 0
-            return pools.full_pages * own.device_units[Space.FULL] + n_rows * own.state_row_bytes
-        n = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.device_states}
+            return pools.full_pages * own.device_units[KvGroup.FULL] + n_rows * own.state_row_bytes
+        n = {KvGroup.FULL: pools.full_pages, KvGroup.WINDOW: pools.window_pages, KvGroup.RECURRENT: pools.device_states}
         found = self._range(shard)
         of_drafts = pools.draft_states * found.draft_state_bytes
-        return of_drafts + sum(n[space] * n_bytes for space, n_bytes in found.device_units.items())
+        return of_drafts + sum(n[kv_group] * n_bytes for kv_group, n_bytes in found.device_units.items())
 
     def host_state_bytes(self, shard: Shard, pools: PoolSizes) -> int:
         """Bytes of the shard's recurrent states and pages in host memory."""
-        n = {Space.FULL: pools.host_pages, Space.RECURRENT: pools.host_states}
-        return sum(n.get(space, 0) * n_bytes for space, n_bytes in self._range(shard).host_units.items())
+        n = {KvGroup.FULL: pools.host_pages, KvGroup.RECURRENT: pools.host_states}
+        return sum(n.get(kv_group, 0) * n_bytes for kv_group, n_bytes in self._range(shard).host_units.items())
 
     def workspace_bytes(self, shard: Shard, steps: StepSizes) -> int:
         """Estimate the workspace of a step; see the module docstring."""
@@ -230,10 +230,10 @@ class CostModel:
         own = [self.spec.layers[i] for i in indices]
         found = [self._layer(backend, i) for i in indices]
         weights = [one for one, _ in found]
-        device_units, host_units = Counter[Space](), Counter[Space]()
+        device_units, host_units = Counter[KvGroup](), Counter[KvGroup]()
         for layer in own:
-            device_units[layer.space] += layer.device_unit_bytes(kv_dtype)
-            host_units[layer.space] += layer.unit_bytes(kv_dtype)
+            device_units[layer.kv_group] += layer.device_unit_bytes(kv_dtype)
+            host_units[layer.kv_group] += layer.unit_bytes(kv_dtype)
         return _Range(
             weight_bytes=sum(one.n_bytes for one in (ends, *weights)) + adapters,
             stored_bytes=sum(one.stored_bytes for one in (ends, *weights)) + adapters,
@@ -243,14 +243,16 @@ class CostModel:
             layers=frozenset(layer for _, layer in found),
             device_units=device_units,
             host_units=host_units,
-            draft_state_bytes=sum(layer.draft_state_bytes(kv_dtype) for layer in own if layer.space is Space.RECURRENT),
-            sketch_bytes=sum(map(_sketch_bytes, own)),
-            n_attention=sum(layer.space is Space.FULL for layer in own),
-            n_recurrent=sum(layer.space is Space.RECURRENT for layer in own),
-            state_row_bytes=max(
-                (layer.draft_state_bytes(kv_dtype) for layer in own if layer.space is Space.RECURRENT), default=0
+            draft_state_bytes=sum(
+                layer.draft_state_bytes(kv_dtype) for layer in own if layer.kv_group is KvGroup.RECURRENT
             ),
-            page_bytes=sum({layer.unit_bytes(kv_dtype) for layer in own if layer.space is Space.FULL}),
+            sketch_bytes=sum(map(_sketch_bytes, own)),
+            n_attention=sum(layer.kv_group is KvGroup.FULL for layer in own),
+            n_recurrent=sum(layer.kv_group is KvGroup.RECURRENT for layer in own),
+            state_row_bytes=max(
+                (layer.draft_state_bytes(kv_dtype) for layer in own if layer.kv_group is KvGroup.RECURRENT), default=0
+            ),
+            page_bytes=sum({layer.unit_bytes(kv_dtype) for layer in own if layer.kv_group is KvGroup.FULL}),
         )
 
     def _layer(self, backend: Backend, i: int) -> tuple[_Weights, _Layer]:
@@ -262,7 +264,7 @@ class CostModel:
             self._layers[backend, i] = (
                 weights,
                 _Layer(
-                    layer.space,
+                    layer.kv_group,
                     layer.window or 0,
                     weights.n_rows,
                     max((prod(t.shape[:-1]) for t in layer.state), default=0),
@@ -277,10 +279,10 @@ class CostModel:
 
 def _mixer_bytes(layer: _Layer, backend: Backend, steps: StepSizes, rule_copies: int, number: int) -> int:
     """Attention or delta rule of a layer, in numbers of ``number`` bytes."""
-    if layer.space is Space.RECURRENT:
+    if layer.kv_group is KvGroup.RECURRENT:
         return steps.max_tokens * layer.state_rows * rule_copies * 4 + steps.n_together * layer.unit_bytes * 2
     seen, n_pages = steps.resident, steps.pools.full_pages
-    if layer.space is Space.WINDOW:
+    if layer.kv_group is KvGroup.WINDOW:
         seen, n_pages = steps.max_context, steps.pools.window_pages
         if layer.window:
             seen = min(seen, layer.window - 1 + steps.max_tokens)
@@ -335,7 +337,7 @@ def _query_groups(layer: LayerSpec) -> int:
 
 def _sketch_bytes(layer: LayerSpec) -> int:
     """Return the bytes of the sketches of a page's keys; 0 for a layer without pages that leave."""
-    keys = next((t for t in layer.state if t.name == "k" and layer.space is Space.FULL), None)
+    keys = next((t for t in layer.state if t.name == "k" and layer.kv_group is KvGroup.FULL), None)
     if keys is None:
         return 0
     n_heads, width = prod(keys.shape[1:-1]), keys.shape[-1]

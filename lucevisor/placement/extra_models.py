@@ -14,7 +14,7 @@ from lucevisor.config import Config, DeviceRef
 from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.drafters.spec import MAX_DRAFT_TOKENS, MAX_RECURRENT_DRAFTS
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import Backend, Dtype, KvGroup, LayerRange
 from lucevisor.model.vision import VisionSpec
 from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes
 from lucevisor.placement.devices import Inventory, TargetDevice, find_device, memory_share
@@ -104,7 +104,7 @@ def choose_drafting(
     kind = DraftKind.MTP if draft is None else draft.kind
     if (draft is None and not lookup) or not spec.pooling.generates:
         return SpeculationSettings()
-    recurrent = Space.RECURRENT in spec.spaces()
+    recurrent = KvGroup.RECURRENT in spec.kv_groups()
     most = MAX_RECURRENT_DRAFTS if recurrent else MAX_DRAFT_TOKENS
     limit = 8 if draft is None else min(most, draft.spec.max_drafts)
     settings = SpeculationSettings(drafter=draft is not None, lookup=lookup, kind=kind)
@@ -182,7 +182,7 @@ def place_scorer(
     if scorer is None:
         return None
     target, file = _target(config, "pflash.device", config.pflash.device, inventory) or targets[-1], str(config.file)
-    if Space.FULL not in scorer.spaces():
+    if KvGroup.FULL not in scorer.kv_groups():
         why = "is a model none of whose layers attends to all positions: it cannot score"
         raise PlacementError("pflash.path", config.pflash.path, why, "name another model", file=file)
     window_tokens = min(config.pflash.window, scorer.context_tokens)
@@ -191,7 +191,7 @@ def place_scorer(
         raise PlacementError("pflash.path", config.pflash.path, why, "name another model", file=file)
     step_tokens = min(window_tokens, CPU_STEP_TOKENS if target.backend is Backend.CPU else GPU_STEP_TOKENS)
     shard = Shard(target.device, target.backend, LayerRange(0, scorer.n_layers), first=True, last=False)
-    pools = score_pools(scorer.spaces(), window_tokens)
+    pools = score_pools(scorer.kv_groups(), window_tokens)
     steps = StepSizes(step_tokens, 1, window_tokens, window_tokens, 1, pools)
     use = memory_use(CostModel(scorer, *dtypes), shard, steps)
     return ScorerSizing(scorer, target, window_tokens, step_tokens, use)

@@ -19,7 +19,7 @@ from lucevisor.config.sections import Goal
 from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.pages import HEAD_PAGES, MIN_POOL_PAGES, TAIL_PAGES, max_resident_chunk, pages_of, pool_pages
 from lucevisor.model.spec import LAST_ROW, ModelSpec, Pooling
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space, dtype_bytes
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange, dtype_bytes
 from lucevisor.model.vision import VisionSpec
 from lucevisor.placement.cost import MemoryUse
 from lucevisor.placement.devices import (
@@ -430,7 +430,7 @@ class _PlanAttempt:
         if max_context is not None and max_context < 2:
             why = "leaves no room for an answer: one prompt token and one generated token need 2"
             raise PlacementError("engine.max_context", max_context, why, "nearest: 2", file=file)
-        paged, flash_tokens, chunk = Space.FULL in spec.spaces(), config.kvflash.pool_tokens, engine.usual_chunk
+        paged, flash_tokens, chunk = KvGroup.FULL in spec.kv_groups(), config.kvflash.pool_tokens, engine.usual_chunk
         if spec.pooling.whole_texts:
             if max_context is not None and max_context > spec.context_tokens:
                 why = f"is more than the {spec.context_tokens} positions that {spec.name} knows"
@@ -608,8 +608,8 @@ class _PlanAttempt:
             prefill_chunk=sizing.prefill_chunk,
             max_step_tokens=sizing.max_step_tokens,
             pools=sizing.pools,
-            spaces=spec.spaces(),
-            window_tokens=spec.window if Space.WINDOW in spec.spaces() else None,
+            kv_groups=spec.kv_groups(),
+            window_tokens=spec.window if KvGroup.WINDOW in spec.kv_groups() else None,
             devices=tuple(devices),
             stages=stages,
             arenas=arenas_of(
@@ -746,7 +746,7 @@ def _journal_bytes(sizing: Sizing, recovery: RecoveryConfig) -> int:
 
 
 def _kv_saving(inputs: SizingInputs) -> Iterator[str]:
-    paged = [layer for layer in inputs.spec.layers if layer.space is not Space.RECURRENT]
+    paged = [layer for layer in inputs.spec.layers if layer.kv_group is not KvGroup.RECURRENT]
     if paged and inputs.kv_dtype is not inputs.dtype:
         kept, plain = (sum(layer.unit_bytes(f) for layer in paged) for f in (inputs.kv_dtype, inputs.dtype))
         change = f"{format_bytes(kept)} as {inputs.kv_dtype}, {format_bytes(plain)} as {inputs.dtype}"
@@ -857,14 +857,14 @@ def _unused(config: Config, sizing: Sizing) -> Iterator[str]:
     if inputs.max_context is not None and inputs.max_context > spec.context_tokens:
         what = f"the {spec.context_tokens} tokens the model was trained for: answers may get worse beyond that"
         yield f"engine.max_context = {inputs.max_context} exceeds {what}"
-    if spec.spaces() == {Space.RECURRENT} and engine.kv_dtype != "auto":
+    if spec.kv_groups() == {KvGroup.RECURRENT} and engine.kv_dtype != "auto":
         yield f"engine.kv_dtype = {engine.kv_dtype} has no effect: the model has no attention layers"
     cache = config.cache
-    if Space.RECURRENT not in spec.spaces() and cache.prefix_slots and cache.states == "host":
+    if KvGroup.RECURRENT not in spec.kv_groups() and cache.prefix_slots and cache.states == "host":
         yield "cache.states = host has no effect: the model has no recurrent layers, and pages stay on the devices"
     if inputs.pages is None:
         return
-    if Space.FULL not in spec.spaces():
+    if KvGroup.FULL not in spec.kv_groups():
         yield f"engine.pages = {inputs.pages} has no effect: no layer of the model attends to all positions"
         return
     n_usable = inputs.max_sequences * inputs.sequence_pages(sizing.max_context) + inputs.n_slot_pages

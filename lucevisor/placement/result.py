@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lucevisor.config import DeviceRef
 from lucevisor.errors import ConfigError
 from lucevisor.model.pages import ResidencyPolicy
-from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import Backend, Dtype, KvGroup, LayerRange
 from lucevisor.placement.formatting import format_bytes
 from lucevisor.protocol.loading import ArenaPlan, DraftKind, PoolSizes, SpeculationSettings
 
@@ -189,7 +189,7 @@ class Placement:
     prefill_chunk: int
     max_step_tokens: int
     pools: PoolSizes
-    spaces: frozenset[Space]
+    kv_groups: frozenset[KvGroup]
     window_tokens: int | None
     devices: tuple[DevicePlan, ...]
     stages: tuple[Stage, ...]

@@ -24,7 +24,7 @@ from lucevisor.model.pages import (
     pages_of,
 )
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space, dtype_bytes
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange, dtype_bytes
 from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes
 from lucevisor.placement.devices import HOST, HOST_PAGES, Memory, TargetDevice, memories_of
 from lucevisor.placement.extra_models import REFERENCE_TOKENS, DrafterSizing, EncoderSizing, ScorerSizing, memory_use
@@ -94,17 +94,17 @@ class SizingInputs:
     @property
     def host_page_limit(self) -> int:
         """Pages of all layers that fit into ``host_bytes``."""
-        page_bytes = self.spec.unit_bytes(Space.FULL, LayerRange(0, self.spec.n_layers), self.kv_dtype)
+        page_bytes = self.spec.unit_bytes(KvGroup.FULL, LayerRange(0, self.spec.n_layers), self.kv_dtype)
         return self.host_bytes // page_bytes if page_bytes else 0
 
     def even_boundaries(self) -> Collection[int]:
         """Return the boundaries between which every range has the model's ratio of layers, so that pages and states can
         share memory; none where they cannot, or if there are too few for the targets.
         """
-        spec, spaces = self.spec, [layer.space for layer in self.spec.layers]
+        spec, kv_groups = self.spec, [layer.kv_group for layer in self.spec.layers]
         if self.cost(spec).extent is None or not self.one_memory:
             return ()
-        n, n_attention = len(spaces), [*accumulate(space is Space.FULL for space in spaces)]
+        n, n_attention = len(kv_groups), [*accumulate(kv_group is KvGroup.FULL for kv_group in kv_groups)]
         legal = filter(spec.legal_boundary, range(1, n))
         even = {i for i in legal if n_attention[i - 1] * n == n_attention[-1] * i}
         return even if len(even) >= len(self.targets) - 1 else ()
@@ -130,21 +130,24 @@ def largest_fitting(high: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def slot_unit_bytes(spec: ModelSpec, kv_dtype: Dtype, drafter: ModelSpec | None) -> dict[Space, int]:
-    """Return the bytes of a page or a state of each space over all shards and the drafter."""
+def slot_unit_bytes(spec: ModelSpec, kv_dtype: Dtype, drafter: ModelSpec | None) -> dict[KvGroup, int]:
+    """Return the bytes of a page or a state of each KV group over all shards and the drafter."""
     models = [spec] if drafter is None else [spec, drafter]
-    return {space: sum(m.unit_bytes(space, LayerRange(0, m.n_layers), kv_dtype) for m in models) for space in Space}
+    return {
+        kv_group: sum(m.unit_bytes(kv_group, LayerRange(0, m.n_layers), kv_dtype) for m in models)
+        for kv_group in KvGroup
+    }
 
 
 def slot_window_pages(spec: ModelSpec) -> int:
     """Return the most window pages that one prefix slot holds; 0 without sliding-window layers."""
-    return max_slot_window_pages(spec.window) if spec.window and Space.WINDOW in spec.spaces() else 0
+    return max_slot_window_pages(spec.window) if spec.window and KvGroup.WINDOW in spec.kv_groups() else 0
 
 
 def reserved_slots(
     spec: ModelSpec, kv_dtype: Dtype, max_slots: int, memory_bytes: int, drafter: ModelSpec | None = None
 ) -> tuple[int, int]:
-    """Return for how many prefix slots states and window pages are reserved, and how many pages of the full space the
+    """Return for how many prefix slots states and window pages are reserved, and how many pages of KV group full the
     rest of their memory holds.
 
     No slots are reserved for a model with neither recurrent nor sliding layers: its slots take only full pages.
@@ -152,9 +155,9 @@ def reserved_slots(
     if not max_slots:
         return 0, 0
     unit_bytes = slot_unit_bytes(spec, kv_dtype, drafter)
-    slot_bytes = unit_bytes[Space.RECURRENT] + slot_window_pages(spec) * unit_bytes[Space.WINDOW]
+    slot_bytes = unit_bytes[KvGroup.RECURRENT] + slot_window_pages(spec) * unit_bytes[KvGroup.WINDOW]
     n_slots = min(max_slots, memory_bytes // slot_bytes) if slot_bytes else 0
-    page_bytes = unit_bytes[Space.FULL]
+    page_bytes = unit_bytes[KvGroup.FULL]
     return n_slots, (memory_bytes - n_slots * slot_bytes) // page_bytes if page_bytes else 0
 
 
@@ -218,8 +221,8 @@ class Sizing:
 
     @cached_property
     def pools(self) -> PoolSizes:
-        inputs, spec, spaces = self.inputs, self.inputs.spec, self.inputs.spec.spaces()
-        recurrent, n_kept = Space.RECURRENT in spaces, self.n_kept_states
+        inputs, spec, kv_groups = self.inputs, self.inputs.spec, self.inputs.spec.kv_groups()
+        recurrent, n_kept = KvGroup.RECURRENT in kv_groups, self.n_kept_states
         host_states = n_kept if recurrent and inputs.states_in_host else 0
         device_states = inputs.max_sequences + n_kept - host_states if recurrent else 0
         if self.state_pages:
@@ -233,8 +236,8 @@ class Sizing:
             n_out = max_host_pages(n_context, inputs.pool_pages, inputs.residency_policy)
             host_pages = min(inputs.max_sequences * n_out, inputs.host_page_limit)
         return PoolSizes(
-            full_pages=self.n_pages if Space.FULL in spaces else 0,
-            window_pages=window_pages + inputs.n_slots * slot_window_pages(spec) if Space.WINDOW in spaces else 0,
+            full_pages=self.n_pages if KvGroup.FULL in kv_groups else 0,
+            window_pages=window_pages + inputs.n_slots * slot_window_pages(spec) if KvGroup.WINDOW in kv_groups else 0,
             states=device_states + host_states,
             host_states=host_states,
             host_pages=host_pages,
@@ -426,7 +429,7 @@ def _with_pages(sizing: Sizing) -> Sizing:
         return replace(sizing, n_pages=n)
 
     n, why = enough, f"enough for {what}"
-    if Space.FULL not in inputs.spec.spaces():
+    if KvGroup.FULL not in inputs.spec.kv_groups():
         n, why = 0, "no layer of the model attends to all positions"
     elif inputs.pages is not None:
         n, why = inputs.pages, "as configured"

@@ -209,7 +209,7 @@ def _layer_facts(spec: ModelSpec, layer: LayerSpec, start: int) -> object:
     parts = [(name, part.shape, _type(spec, name)) for name, part in layer.parts.items()]
     own = f"blk.{layer.index}."
     tensors = sorted((name.replace(own, ""), *decisions) for name, *decisions in _tensor_facts(spec, layer.tensors))
-    return (layer.space.value, layer.window, layer.n_routed, shared, state, parts, tensors)
+    return (layer.kv_group.value, layer.window, layer.n_routed, shared, state, parts, tensors)
 
 
 def _tensor_facts(spec: ModelSpec, tensors: Mapping[str, tuple[int, ...]]) -> list[tuple[str, tuple[int, ...], str]]:

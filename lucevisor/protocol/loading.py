@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, FileIdentity, LayerRange, Space, Tier
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, FileIdentity, KvGroup, LayerRange, Tier
 from lucevisor.protocol.steps import Step
 
 
@@ -200,7 +200,7 @@ class PoolSizes(msgspec.Struct, frozen=True):
     Ids of recurrent states: those on the device, which alone may be live; ``draft_states`` after verified drafts, of
     which there is only what tokens do to the state before them (updates, and windows of the convolution);
     ``host_states`` in the daemon's host memory, which hold checkpoints.
-    ``host_pages`` pages of space full lie there, too, with ids from ``full_pages`` on: what KV Flash paged out.
+    ``host_pages`` pages of KV group full lie there, too, with ids from ``full_pages`` on: what KV Flash paged out.
     ``state_pages``: state s of the device shares its memory with so many pages, from ``s * state_pages`` on, and only
     one of the two may be in use (:mod:`lucevisor.model.extents`); 0: states have memory of their own.
     """
@@ -237,13 +237,13 @@ class PoolSizes(msgspec.Struct, frozen=True):
         return self.states + self.draft_states
 
 
-def score_pools(spaces: Collection[Space], window_tokens: int) -> PoolSizes:
-    """Return the pools of one window of a scoring model with layers of these spaces."""
+def score_pools(kv_groups: Collection[KvGroup], window_tokens: int) -> PoolSizes:
+    """Return the pools of one window of a scoring model with layers of these KV groups."""
     n_pages = -(-window_tokens // PAGE_TOKENS)
     return PoolSizes(
-        full_pages=n_pages if Space.FULL in spaces else 0,
-        window_pages=n_pages if Space.WINDOW in spaces else 0,
-        states=1 if Space.RECURRENT in spaces else 0,
+        full_pages=n_pages if KvGroup.FULL in kv_groups else 0,
+        window_pages=n_pages if KvGroup.WINDOW in kv_groups else 0,
+        states=1 if KvGroup.RECURRENT in kv_groups else 0,
     )
 
 

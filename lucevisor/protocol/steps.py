@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 
 PENDING = -1
 """Stands for tokens that the supervisor does not know yet.  The only token of a slice: what ``Step.depends_on_step``,
@@ -142,10 +142,10 @@ class CloseSequence(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class SetPages(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """``table[space][first : first + len(pages)] = pages``: entry i holds positions [64 i, 64 i + 64)."""
+    """``table[kv_group][first : first + len(pages)] = pages``: entry i holds positions [64 i, 64 i + 64)."""
 
     sequence: int
-    space: Space
+    kv_group: KvGroup
     first: int
     pages: list[int]
 
@@ -153,7 +153,7 @@ class SetPages(msgspec.Struct, frozen=True, array_like=True, tag=3):
 class CopyPage(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Copy the first ``n_tokens`` positions of a page (copy-on-write of a partial page)."""
 
-    space: Space
+    kv_group: KvGroup
     source: int
     target: int
     n_tokens: int

@@ -18,7 +18,7 @@ from lucevisor.kv.page_table import PagedOut
 from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
 from lucevisor.kv_transfer.layout import ITEM_BYTES, slot_tensors, tensor_bytes, with_offsets
 from lucevisor.model.spec import LayerSpec
-from lucevisor.model.values import PAGE_TOKENS, Dtype, Space
+from lucevisor.model.values import PAGE_TOKENS, Dtype, KvGroup
 from lucevisor.protocol.messages import TransferTensor
 
 FORMAT = "lucevisor-snapshot"
@@ -139,7 +139,7 @@ class SnapshotHeader:
 
 def whole_only(layers: Sequence[LayerSpec]) -> bool:
     """Return whether state of these layers is usable at its full length only."""
-    return any(layer.space is not Space.FULL for layer in layers)
+    return any(layer.kv_group is not KvGroup.FULL for layer in layers)
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

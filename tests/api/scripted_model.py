@@ -21,7 +21,7 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.shell import Engine, EngineSettings
 from lucevisor.model.gguf_files import open_model, part_paths
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.messages import Role
@@ -211,7 +211,7 @@ class Rig:
             max_context=max_context,
             prefill_chunk=128,
             max_step_tokens=256,
-            spaces=frozenset({Space.FULL, Space.RECURRENT}),
+            kv_groups=frozenset({KvGroup.FULL, KvGroup.RECURRENT}),
             pools=PoolSizes(full_pages=max(64, max_context // 64), window_pages=0, states=4),
         )
         self.stage = ScriptedStage()

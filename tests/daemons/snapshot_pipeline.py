@@ -18,7 +18,7 @@ from lucevisor.model.extents import extent_of
 from lucevisor.model.families import open_spec
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.pages import first_visible_page
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.files import LocalFile
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Restore, Save, SlotPlace, TransferFailed
@@ -27,7 +27,7 @@ from lucevisor.snapshots.file_format import SlotRecord, StateModel
 from lucevisor.snapshots.store import SnapshotStore
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-PAGED = (Space.FULL, Space.WINDOW)
+PAGED = (KvGroup.FULL, KvGroup.WINDOW)
 
 
 def golden_spec(name):
@@ -60,11 +60,11 @@ class SlotPipeline:
         one_memory=False,
     ):
         self.spec = spec
-        spaces = spec.spaces()
+        kv_groups = spec.kv_groups()
         pools = PoolSizes(
-            n_pages if Space.FULL in spaces else 0,
-            n_pages if Space.WINDOW in spaces else 0,
-            8 if Space.RECURRENT in spaces else 0,
+            n_pages if KvGroup.FULL in kv_groups else 0,
+            n_pages if KvGroup.WINDOW in kv_groups else 0,
+            8 if KvGroup.RECURRENT in kv_groups else 0,
             host_states,
         )
         n_before = 0  # pages in the memory of states
@@ -82,8 +82,8 @@ class SlotPipeline:
             first, last = i == 0, i == len(layer_split) - 1
             plan = StagePlan(i, shards, None if first else i - 1, None if last else i, first, last)
             self.stages.append(LoadedStage.load(spec, plan, load, backend, lambda _: None))
-        self.free = {space: random.Random(seed).sample(range(n_pages), n_pages) for space in PAGED}
-        self.free[Space.FULL] = [n_before + page for page in self.free[Space.FULL]]
+        self.free = {kv_group: random.Random(seed).sample(range(n_pages), n_pages) for kv_group in PAGED}
+        self.free[KvGroup.FULL] = [n_before + page for page in self.free[KvGroup.FULL]]
         self.pages = {}
         self.lengths = {}
         self.answers = []
@@ -100,21 +100,21 @@ class SlotPipeline:
             stage.apply(operations)
 
     def open(self, sequence, state=0):
-        self.pages[sequence] = {space: [] for space in PAGED if space in self.spec.spaces()}
+        self.pages[sequence] = {kv_group: [] for kv_group in PAGED if kv_group in self.spec.kv_groups()}
         self.lengths[sequence] = 0
         self.apply(OpenSequence(sequence, state, SamplingParams()))
-        if Space.RECURRENT in self.spec.spaces():
+        if KvGroup.RECURRENT in self.spec.kv_groups():
             self.apply(ZeroState(state))
 
     def run(self, sequence, tokens):
         """Append tokens; the logits of the last one."""
         start = self.lengths[sequence]
         operations = []
-        for space, pages in self.pages[sequence].items():
+        for kv_group, pages in self.pages[sequence].items():
             missing = -(-(start + len(tokens)) // PAGE_TOKENS) - len(pages)
-            new = [self.free[space].pop() for _ in range(missing)]
+            new = [self.free[kv_group].pop() for _ in range(missing)]
             if new:
-                operations.append(SetPages(sequence, space, len(pages), new))
+                operations.append(SetPages(sequence, kv_group, len(pages), new))
                 pages += new
         self.lengths[sequence] = start + len(tokens)
         step = Step(1, 0, operations, [Slice(sequence, start, list(tokens), True)])
@@ -135,16 +135,16 @@ class SlotPipeline:
     def place(self, sequence, state=-1):
         """The slot of all of a sequence's tokens; ``state`` holds its checkpoint."""
         n, pages = self.lengths[sequence], self.pages[sequence]
-        first = first_visible_page(n, self.spec.window) if Space.WINDOW in pages else 0
-        return SlotPlace(n, list(pages.get(Space.FULL, [])), pages.get(Space.WINDOW, [])[first:], first, state)
+        first = first_visible_page(n, self.spec.window) if KvGroup.WINDOW in pages else 0
+        return SlotPlace(n, list(pages.get(KvGroup.FULL, [])), pages.get(KvGroup.WINDOW, [])[first:], first, state)
 
     def fresh_place(self, n_tokens, state=-1):
         """Free pages for a slot to restore."""
         n = -(-n_tokens // PAGE_TOKENS)
-        has = self.spec.spaces()
-        first = first_visible_page(n_tokens, self.spec.window) if Space.WINDOW in has else 0
-        full = [self.free[Space.FULL].pop() for _ in range(n)] if Space.FULL in has else []
-        window = [self.free[Space.WINDOW].pop() for _ in range(n - first)] if Space.WINDOW in has else []
+        has = self.spec.kv_groups()
+        first = first_visible_page(n_tokens, self.spec.window) if KvGroup.WINDOW in has else 0
+        full = [self.free[KvGroup.FULL].pop() for _ in range(n)] if KvGroup.FULL in has else []
+        window = [self.free[KvGroup.WINDOW].pop() for _ in range(n - first)] if KvGroup.WINDOW in has else []
         return SlotPlace(n_tokens, full, window, first, state)
 
     def save(self, store: SnapshotStore, tokens, place, *, with_draft=False):
@@ -171,10 +171,13 @@ class SlotPipeline:
         """Start a sequence from a restored slot."""
         self.open(sequence, live_state)
         operations = [CopyState(place.state, live_state)] if place.state >= 0 else []
-        for space, first, pages in ((Space.FULL, 0, place.full), (Space.WINDOW, place.first_window, place.window)):
-            if space in self.pages[sequence]:
-                self.pages[sequence][space] = [-1] * first + list(pages)
-                operations.append(SetPages(sequence, space, first, list(pages)))
+        for kv_group, first, pages in (
+            (KvGroup.FULL, 0, place.full),
+            (KvGroup.WINDOW, place.first_window, place.window),
+        ):
+            if kv_group in self.pages[sequence]:
+                self.pages[sequence][kv_group] = [-1] * first + list(pages)
+                operations.append(SetPages(sequence, kv_group, first, list(pages)))
         self.lengths[sequence] = place.n_tokens
         self.apply(*operations)
 
@@ -196,9 +199,9 @@ class SlotPipeline:
             self.answers.append(message)
             self._came.notify_all()
 
-    def bytes_of(self, space):
-        """All bytes of a space's pools, to see what a restore touched."""
-        return [t.clone() for s in self.stages for k in s.shards for t in k.pools._of(space)]
+    def bytes_of(self, kv_group):
+        """All bytes of a KV group's pools, to see what a restore touched."""
+        return [t.clone() for s in self.stages for k in s.shards for t in k.pools._of(kv_group)]
 
 
 def states_of(pipeline, state):
@@ -206,7 +209,7 @@ def states_of(pipeline, state):
     found = {}
     for pools in (shard.pools for stage in pipeline.stages for shard in stage.shards):
         for layer in pipeline.spec.layers[pools.layers.start : pools.layers.stop]:
-            for t in layer.state if layer.space is Space.RECURRENT else ():
+            for t in layer.state if layer.kv_group is KvGroup.RECURRENT else ():
                 rows, row = pools.rows_with(layer.index, t.name, state)
                 found[layer.index, t.name] = rows[row].detach().to("cpu", copy=True)
     return found
@@ -218,7 +221,7 @@ def ids_of(spec, n, seed=1):
 
 def checkpoint(pipeline, sequence, state):
     """The place of a slot of all the sequence's tokens, its recurrent state copied aside."""
-    if Space.RECURRENT not in pipeline.spec.spaces():
+    if KvGroup.RECURRENT not in pipeline.spec.kv_groups():
         return pipeline.place(sequence)
     pipeline.apply(CopyState(0, state))
     return pipeline.place(sequence, state)

@@ -19,7 +19,7 @@ from daemons.kv.batch import Batch
 from daemons.models.shard import ShardOutput, SharedOutput
 from daemons.models.stage import LoadedStage
 from daemons.ops.operations import SHORT_SLICE
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from tests.families.golden import KINDS, opened
 from tests.families.pipeline import Pipeline, load_stages
 
@@ -129,8 +129,8 @@ def test_numbers_of_other_sequences_never_come_in(name):
     golden = opened(name)
     [stage] = stages = load_stages(golden.spec)
     repeating(stages)
-    for pool_space, tensors in stage.shards[0].pools._stacks:
-        if pool_space is not Space.RECURRENT:
+    for pool_group, tensors in stage.shards[0].pools._stacks:
+        if pool_group is not KvGroup.RECURRENT:
             for tensor in tensors:
                 with torch.inference_mode():
                     tensor.fill_(float("nan"))

@@ -10,7 +10,7 @@ from daemons.errors import LoadError
 from daemons.kv.pools import Pools
 from daemons.kv.sequences import Sequences
 from lucevisor.model.extents import Extent, extent_of
-from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import CopyPage, CopyState, OpenSequence, SamplingParams, SetPages, UseState, ZeroState
 from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model, states_of
@@ -74,24 +74,26 @@ def pools_of(n_states: int = 4, alone: int = 5, kv_dtype: Dtype = Dtype.FLOAT32)
     return pools, Sequences([pools], sizes, max_sequences=3), extent
 
 
-def layers_of(space: Space) -> list[int]:
-    return [layer.index for layer in golden_spec("qwen35").layers if layer.space is space]
+def layers_of(kv_group: KvGroup) -> list[int]:
+    return [layer.index for layer in golden_spec("qwen35").layers if layer.kv_group is kv_group]
 
 
 def page(pools: Pools, number: int) -> list[torch.Tensor]:
-    return [pools.paged(i, name).pages[number * pools.page_rows] for i in layers_of(Space.FULL) for name in ("k", "v")]
+    return [
+        pools.paged(i, name).pages[number * pools.page_rows] for i in layers_of(KvGroup.FULL) for name in ("k", "v")
+    ]
 
 
 def matrices(pools: Pools, state: int) -> list[torch.Tensor]:
-    return [rows[at] for i in layers_of(Space.RECURRENT) for rows, at in [pools.rows_with(i, "delta", state)]]
+    return [rows[at] for i in layers_of(KvGroup.RECURRENT) for rows, at in [pools.rows_with(i, "delta", state)]]
 
 
 def test_every_number_of_a_state_lies_in_its_own_pages():
     """All pages and states are filled with a number of their own; whatever is written last is whole, and the rest is
     as it was, so no two lie in the same memory but those that should."""
     pools, _, extent = pools_of()
-    n_pages = pools.units[Space.FULL]
-    for i in layers_of(Space.FULL):  # as kernels ask
+    n_pages = pools.units[KvGroup.FULL]
+    for i in layers_of(KvGroup.FULL):  # as kernels ask
         keys, values = pools.paged(i, "k").pages, pools.paged(i, "v").pages
         assert keys.shape == values.shape
         assert keys.is_contiguous()
@@ -121,11 +123,11 @@ def test_pages_in_the_place_of_a_state_become_zeros():
     for part in page(pools, 0) + page(pools, 2 * extent.pages):
         part.fill_(7.0)
     sequences.apply(OpenSequence(0, 3, SamplingParams()))
-    sequences.apply(SetPages(0, Space.FULL, 0, [0, 2 * extent.pages - 1]))
+    sequences.apply(SetPages(0, KvGroup.FULL, 0, [0, 2 * extent.pages - 1]))
     assert all(torch.all(part == 0) for n in range(extent.pages) for part in page(pools, extent.pages + n))
     for part in page(pools, extent.pages):
         part.fill_(5.0)
-    sequences.apply(SetPages(0, Space.FULL, 2, [extent.pages]))  # used since: what is there stays
+    sequences.apply(SetPages(0, KvGroup.FULL, 2, [extent.pages]))  # used since: what is there stays
     assert all(torch.all(part == 5) for part in page(pools, extent.pages))
     assert all(torch.all(part == 7) for part in page(pools, 0) + page(pools, 2 * extent.pages))
 
@@ -143,7 +145,7 @@ def test_whatever_uses_a_state_is_noted(by):
     first = 2 * extent.pages
     for part in page(pools, 0):
         part.fill_(3.0)
-    sequences.apply(CopyPage(Space.FULL, 0, first, 10))
+    sequences.apply(CopyPage(KvGroup.FULL, 0, first, 10))
     assert all(torch.all(part[:10] == 3) and torch.all(part[10:] == 0) for part in page(pools, first))
     assert all(torch.all(part == 0) for part in page(pools, first + 1))
 

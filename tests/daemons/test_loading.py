@@ -27,7 +27,7 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.gguf_files import GgufFiles, open_model
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.quant_types import BY_NAME
-from lucevisor.model.values import Backend, Dtype, FileIdentity, LayerRange, Space
+from lucevisor.model.values import Backend, Dtype, FileIdentity, KvGroup, LayerRange
 from lucevisor.model.weight_layout import shard_layouts, weight_bytes
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Placement
@@ -352,7 +352,7 @@ def test_the_output_stage_serves_without_a_drafter_that_cannot_be_loaded(tmp_pat
     assert answer.draft is None
     assert answer.draft_problem.startswith("the drafter cannot be loaded: ")
     assert "d.gguf" in answer.draft_problem
-    operations = [OpenSequence(0, 0, SamplingParams(temperature=0.0)), SetPages(0, Space.FULL, 0, [0])]
+    operations = [OpenSequence(0, 0, SamplingParams(temperature=0.0)), SetPages(0, KvGroup.FULL, 0, [0])]
     output = runner.run_step(Step(1, 0, operations, [Slice(0, 0, [5, 6, 7], sample=True)]), 0, 0.0)
     assert len(output.result.sampled) == 1
     runner.reset()

@@ -26,7 +26,7 @@ from daemons.ops.linear import (
 from daemons.ops.partial_attention import merged, partial_attention
 from daemons.ops.selection import has_packed_bfloat16
 from lucevisor.model.spec import LayerSpec, ModelSpec, attention_state
-from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.model.values import Dtype, KvGroup, LayerRange
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import OpenSequence, PageOut, SamplingParams, SetPages, Slice
 from tests.numerics import BFLOAT16, Narrow, bound, narrow_error, product_error
@@ -265,7 +265,7 @@ def test_convolution_is_torchs_depth_wise_one(n):
 # ---- attention over host memory in place
 
 
-LAYERS = (LayerSpec(0, Space.FULL, {}, attention_state(2, 32, 32)),)
+LAYERS = (LayerSpec(0, KvGroup.FULL, {}, attention_state(2, 32, 32)),)
 SPEC = ModelSpec("test", "test", "F32", 16, 100, 4096, LAYERS, {}, {}, 0, None)
 SIZES = PoolSizes(40, 0, 0, host_pages=30)
 CPU = torch.device("cpu")
@@ -280,7 +280,7 @@ def opened(kv_dtype: Dtype, *, in_place: bool) -> tuple[Pools, Sequences]:
         pools.paged(0, name).write(slots, torch.randn(len(slots), 2, 32))
     sequences = Sequences([pools], SIZES, 4, attend_host=True, in_place=in_place)
     operations = [OpenSequence(i, 0, SamplingParams()) for i in range(3)]
-    operations += [SetPages(i, Space.FULL, 0, list(range(12 * i, 12 * i + 10))) for i in range(3)]
+    operations += [SetPages(i, KvGroup.FULL, 0, list(range(12 * i, 12 * i + 10))) for i in range(3)]
     operations += [PageOut(0, [1, 2, 5], [50, 47, 61]), PageOut(2, list(range(1, 8)), list(range(63, 70)))]
     operations += [PageOut(0, [7], [41])]
     for operation in operations:

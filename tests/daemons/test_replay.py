@@ -17,7 +17,7 @@ import torch
 from daemons.models.replay import LayerwiseReplay, RowFile, layerwise_replays
 from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
-from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import Backend, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.files import LocalFile
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan, StageReplay
 from lucevisor.protocol.steps import (
@@ -45,10 +45,10 @@ def tokens(seed: int, n: int) -> list[int]:
 
 def steps_of(spec) -> list[Step]:
     """Two sequences in chunks of several lengths; of the first one a slot at 70 is kept, in host memory."""
-    recurrent = Space.RECURRENT in spec.spaces()
-    opening, copies = [], [CopyPage(Space.FULL, 2, 5, 6)]
+    recurrent = KvGroup.RECURRENT in spec.kv_groups()
+    opening, copies = [], [CopyPage(KvGroup.FULL, 2, 5, 6)]
     for sequence, pages in enumerate(([1, 2, 3], [7, 6, 4])):
-        opening += [OpenSequence(sequence, sequence, SamplingParams()), SetPages(sequence, Space.FULL, 0, pages)]
+        opening += [OpenSequence(sequence, sequence, SamplingParams()), SetPages(sequence, KvGroup.FULL, 0, pages)]
         opening += [ZeroState(sequence)] * recurrent
     copies += [CopyState(0, 4)] * recurrent
     slices = [Slice(0, 0, tokens(1, 70), sample=False), Slice(0, 70, tokens(2, 80), sample=False)]
@@ -73,7 +73,7 @@ def loaded(spec, plan, load, replay=None, backend=Backend.CPU) -> LoadedStage:
 
 
 def pools_for(spec) -> PoolSizes:
-    recurrent = Space.RECURRENT in spec.spaces()
+    recurrent = KvGroup.RECURRENT in spec.kv_groups()
     return POOLS if recurrent else PoolSizes(full_pages=9, window_pages=0, states=0)
 
 
@@ -195,7 +195,7 @@ def test_a_verify_slice_on_its_way_leaves_what_its_tokens_do_to_a_state(dtype: D
     """Its verdict comes when all stages are back, and with it the state is made."""
     spec = open_spec(DEMO)
     plan = StagePlan(0, [ShardPlan(0, LayerRange(0, 2))], None, 0, embedding=True, output=False)
-    opening = [OpenSequence(0, 0, SamplingParams()), ZeroState(0), SetPages(0, Space.FULL, 0, [1])]
+    opening = [OpenSequence(0, 0, SamplingParams()), ZeroState(0), SetPages(0, KvGroup.FULL, 0, [1])]
     prompt = Slice(0, 0, tokens(1, 9), sample=False)
     verify = Slice(0, 9, [7, 8, 9], sample=True, n_drafts=2, states=[0, 6, 4])
     steps = [Step(0, 0, opening), Step(1, 0, [], [prompt]), Step(2, 0, [], [verify])]

@@ -31,7 +31,7 @@ from daemons.worker import _MessageLoop
 from lucevisor.model.drafters import open_draft, read_draft_spec
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import Backend, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.arena import Arena, SharedBuffer, open_arenas
 from lucevisor.protocol.frames import POSTED, encode
 from lucevisor.protocol.loading import (
@@ -104,9 +104,9 @@ class Reporter:
 
 def opening(spec: ModelSpec, sequence: int, sampling: SamplingParams) -> list[Operation]:
     operations: list[Operation] = [OpenSequence(sequence, sequence, sampling)]
-    for space in spec.spaces():
-        recurrent = space is Space.RECURRENT
-        operations.append(ZeroState(sequence) if recurrent else SetPages(sequence, space, 0, [sequence]))
+    for kv_group in spec.kv_groups():
+        recurrent = kv_group is KvGroup.RECURRENT
+        operations.append(ZeroState(sequence) if recurrent else SetPages(sequence, kv_group, 0, [sequence]))
     return operations
 
 

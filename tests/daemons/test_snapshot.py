@@ -15,7 +15,7 @@ from daemons.errors import StateError
 from daemons.ops.paged import Pages
 from daemons.snapshots.state_map import StateMap
 from daemons.snapshots.transfers import TransferExecutor
-from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.model.values import Dtype, KvGroup, LayerRange
 from lucevisor.protocol import files
 from lucevisor.protocol.files import LocalFile
 from lucevisor.protocol.messages import Restore, Restored, Save, Saved, SlotPlace, TransferFailed
@@ -67,7 +67,7 @@ def test_saved_under_one_split_restored_under_others(name, tmp_path):
     for seed, layer_split in enumerate(splits):
         other = SlotPipeline(spec, layer_split, seed=10 + seed, n_pages=60)
         restarted = opened(tmp_path, state_model(spec))
-        fresh = other.fresh_place(N, 2 if Space.RECURRENT in spec.spaces() else -1)
+        fresh = other.fresh_place(N, 2 if KvGroup.RECURRENT in spec.kv_groups() else -1)
         answers = other.restore(restarted, restarted.find([*ids, 3], N).entry, fresh)
         assert all(isinstance(a, Restored) and a.converted == "" for a in answers)
         other.adopt(1, fresh, live_state=3)
@@ -83,7 +83,7 @@ def test_equal_formats_come_back_bit_by_bit(name, kv_dtype, tmp_path):
     with safe_open(tmp_path / first.file, "pt") as file:
         before = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
     other = SlotPipeline(spec, [[3], []] if spec.legal_boundary(3) else [[]], kv_dtype=kv_dtype, seed=2)
-    fresh = other.fresh_place(N, 2 if Space.RECURRENT in spec.spaces() else -1)
+    fresh = other.fresh_place(N, 2 if KvGroup.RECURRENT in spec.kv_groups() else -1)
     assert all(isinstance(a, Restored) for a in other.restore(store, first, fresh))
     second = other.save(store, ids_of(spec, N), fresh)
     with safe_open(tmp_path / second.file, "pt") as file:
@@ -111,13 +111,13 @@ def test_other_number_formats_are_converted(name, before, restored, limit, tmp_p
     store.close()
     store = opened(tmp_path, state_model(spec, restored))
     other = SlotPipeline(spec, [[2], []] if spec.legal_boundary(2) else [[]], kv_dtype=restored, seed=2)
-    fresh = other.fresh_place(N, 2 if Space.RECURRENT in spec.spaces() else -1)
+    fresh = other.fresh_place(N, 2 if KvGroup.RECURRENT in spec.kv_groups() else -1)
     answers = other.restore(store, entry, fresh)
     short = {Dtype.FLOAT32: "F32", Dtype.BFLOAT16: "BF16", Dtype.FLOAT16: "F16", Dtype.Q8_0: "q8_0"}
     assert {a.converted for a in answers} - {""} == {f"{short[before]} to {short[restored]}"}  # "": no attention there
     for layer in spec.layers:
         for state in layer.state:
-            if layer.space is Space.RECURRENT:
+            if layer.kv_group is KvGroup.RECURRENT:
                 continue
             found, wanted = (numbers(c, layer, state.name, p) for c, p in ((other, fresh), (one, place)))
             assert found.shape == wanted.shape
@@ -130,7 +130,7 @@ def numbers(pipeline, layer, name, place):
     for stage in pipeline.stages:
         for shard in stage.shards:
             if layer.index in shard.pools.layers:
-                full = layer.space is Space.FULL
+                full = layer.kv_group is KvGroup.FULL
                 index = torch.tensor(place.full if full else place.window)
                 first = 0 if full else max(0, place.n_tokens - layer.window + 1) - 64 * place.first_window
                 stop = place.n_tokens - (0 if full else 64 * place.first_window)
@@ -141,7 +141,7 @@ def numbers(pipeline, layer, name, place):
 
 def test_a_part_of_a_slot_where_slots_can_be_cut(tmp_path):
     spec = golden_spec("qwen3")
-    assert spec.spaces() == {Space.FULL}
+    assert spec.kv_groups() == {KvGroup.FULL}
     ids = ids_of(spec, N)
     one = SlotPipeline(spec, seed=1)
     one.open(0)
@@ -332,8 +332,8 @@ def test_cancel_returns_when_no_page_is_touched_any_more(spec, tmp_path):
     assert len(transfers) == 0
     assert all(isinstance(a, TransferFailed) and a.transfer == 9 for a in answers)
     assert all("dropped every sequence" in a.reason for a in answers)
-    before = pipeline.bytes_of(Space.FULL)
+    before = pipeline.bytes_of(KvGroup.FULL)
     time.sleep(0.05)
-    assert all(torch.equal(a, b) for a, b in zip(before, pipeline.bytes_of(Space.FULL), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, pipeline.bytes_of(KvGroup.FULL), strict=True))
     store.close_snapshot(reading)
     store.close()

@@ -27,7 +27,7 @@ from lucevisor.kv.residency import Residency, page_table
 from lucevisor.kv.validation import Owner, pool_problems
 from lucevisor.model.pages import ResidencyPolicy
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, attention_state, update_width
-from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
     CloseSequence,
@@ -54,10 +54,10 @@ def make_spec(window: int = 0, head_dim: int = 8) -> ModelSpec:
     pages = attention_state(2, head_dim, head_dim)
     recurrent = (StateTensor("conv", (3, 4), Dtype.FLOAT32), StateTensor("delta", (2, 4, 4), Dtype.FLOAT32))
     layers = (
-        LayerSpec(0, Space.FULL, {}, pages),
-        LayerSpec(1, Space.WINDOW, {}, pages, window=window or 70),
-        LayerSpec(2, Space.RECURRENT, {}, recurrent),
-        LayerSpec(3, Space.RECURRENT, {}, recurrent),
+        LayerSpec(0, KvGroup.FULL, {}, pages),
+        LayerSpec(1, KvGroup.WINDOW, {}, pages, window=window or 70),
+        LayerSpec(2, KvGroup.RECURRENT, {}, recurrent),
+        LayerSpec(3, KvGroup.RECURRENT, {}, recurrent),
     )
     return ModelSpec("test", "test", "F32", 16, 100, 4096, layers, {}, {}, 16, None)
 
@@ -122,17 +122,17 @@ def test_too_large_a_pool_names_device_and_bytes():
         (opened(1), "OpenSequence 1: the sequence is open already"),
         (opened(2, 5), "OpenSequence 2: state 5 is outside the pool of 5"),
         (CloseSequence(4), "CloseSequence: sequence 4 is not open"),
-        (SetPages(4, Space.FULL, 0, [1]), "sequence 4, space full: sequence 4 is not open"),
-        (SetPages(1, Space.FULL, 0, [12]), "page of space full 12 is outside the pool of 12"),
-        (SetPages(1, Space.WINDOW, 0, [0, -1]), "page of space window -1 is outside the pool of 8"),
-        (SetPages(1, Space.FULL, 1, [1]), "entry 1 leaves a gap behind the 0 entries"),
-        (SetPages(1, Space.WINDOW, 1 << 40, [1]), "is outside a table of at most"),
-        (SetPages(1, Space.FULL, -1, [1]), "entry -1 is outside"),
-        (SetPages(1, Space.RECURRENT, 0, [1]), "recurrent states have no page table"),
-        (CopyPage(Space.FULL, 0, 12, 3), "page of space full 12 is outside"),
-        (CopyPage(Space.WINDOW, 8, 0, 3), "page of space window 8 is outside"),
-        (CopyPage(Space.FULL, 0, 1, 65), "65 tokens of a page of 64"),
-        (CopyPage(Space.RECURRENT, 0, 1, 4), "4 tokens of a page"),
+        (SetPages(4, KvGroup.FULL, 0, [1]), "sequence 4, KV group full: sequence 4 is not open"),
+        (SetPages(1, KvGroup.FULL, 0, [12]), "page of KV group full 12 is outside the pool of 12"),
+        (SetPages(1, KvGroup.WINDOW, 0, [0, -1]), "page of KV group window -1 is outside the pool of 8"),
+        (SetPages(1, KvGroup.FULL, 1, [1]), "entry 1 leaves a gap behind the 0 entries"),
+        (SetPages(1, KvGroup.WINDOW, 1 << 40, [1]), "is outside a table of at most"),
+        (SetPages(1, KvGroup.FULL, -1, [1]), "entry -1 is outside"),
+        (SetPages(1, KvGroup.RECURRENT, 0, [1]), "recurrent states have no page table"),
+        (CopyPage(KvGroup.FULL, 0, 12, 3), "page of KV group full 12 is outside"),
+        (CopyPage(KvGroup.WINDOW, 8, 0, 3), "page of KV group window 8 is outside"),
+        (CopyPage(KvGroup.FULL, 0, 1, 65), "65 tokens of a page of 64"),
+        (CopyPage(KvGroup.RECURRENT, 0, 1, 4), "4 tokens of a page"),
         (CopyState(0, -1), "CopyState: state -1 is outside the pool of 5"),
         (PageOut(1, []), "PageOut of sequence 1: entries none of 0"),
         (PageOut(1, [1, 2]), "PageOut of sequence 1: entries 1, 2 of 0; 0 are out already"),
@@ -173,23 +173,25 @@ def test_device_tables_follow_the_operations(seed):
             first = rng.randint(max(0, len(model[s]) - 3), len(model[s]))
             start = rng.randrange(10)
             pages = list(range(start, start + rng.randint(1, 2))) if rng.random() < 0.7 else [rng.randrange(12)] * 80
-            sequences.apply(SetPages(s, Space.FULL, first, pages))
+            sequences.apply(SetPages(s, KvGroup.FULL, first, pages))
             model[s][first : first + len(pages)] = pages
         elif any(model.values()):
             sequences.flush()
-            table = sequences.tables(CPU)[Space.FULL]
+            table = sequences.tables(CPU)[KvGroup.FULL]
             for s, pages in model.items():
                 sequence = sequences.by_id[s]
                 assert table[sequence.row, : len(pages)].tolist() == pages
                 run = next((i for i in range(1, len(pages)) if pages[i] != pages[i - 1] + 1), len(pages))
-                assert sequence.breaks.get(Space.FULL, 0) == run
+                assert sequence.breaks.get(KvGroup.FULL, 0) == run
 
 
 # ---- layouts
 
 
-def table_of(sequences: Sequences, sequence: int, pages: list[int], space: Space = Space.FULL, first: int = 0) -> None:
-    sequences.apply(SetPages(sequence, space, first, pages))
+def table_of(
+    sequences: Sequences, sequence: int, pages: list[int], kv_group: KvGroup = KvGroup.FULL, first: int = 0
+) -> None:
+    sequences.apply(SetPages(sequence, kv_group, first, pages))
 
 
 def batch_of(spec: ModelSpec, sequences: Sequences, slices: list[Slice]) -> Batch:
@@ -216,8 +218,8 @@ def test_slices_that_contradict_the_tables_are_refused(slices, message):
     for s in (1, 2):
         sequences.apply(opened(s))
         table_of(sequences, s, [3, 4])
-    table_of(sequences, 1, [0, 1, 2], Space.WINDOW)
-    table_of(sequences, 2, [5], Space.WINDOW, first=1)  # its window reaches back to position 31, whose page is away
+    table_of(sequences, 1, [0, 1, 2], KvGroup.WINDOW)
+    table_of(sequences, 2, [5], KvGroup.WINDOW, first=1)  # its window reaches back to position 31, whose page is away
     with pytest.raises(StateError) as caught:
         Layout(slices, sequences, spec)
     assert message in str(caught.value)
@@ -247,8 +249,8 @@ def test_verify_slices_that_contradict_themselves_or_others_are_refused(slice_: 
     sequences = Sequences([Pools(spec, LayerRange(0, 4), CPU, Dtype.FLOAT32, sizes)], sizes, max_sequences=3)
     for s in (1, 2):
         sequences.apply(opened(s, s - 1))
-        for space in (Space.FULL, Space.WINDOW):
-            table_of(sequences, s, [s], space)
+        for kv_group in (KvGroup.FULL, KvGroup.WINDOW):
+            table_of(sequences, s, [s], kv_group)
     for slices in ([slice_, Slice(2, 0, [1], True)], [Slice(2, 0, [1], True), slice_]):
         with pytest.raises(StateError) as caught:
             Layout(slices, sequences, spec)
@@ -266,8 +268,8 @@ def test_states_are_kept_where_the_slices_say(data: st.DataObject) -> None:
     for s in range(data.draw(st.integers(1, 3))):
         live, free = free[0], free[1:]
         sequences.apply(opened(s, live))
-        for space in (Space.FULL, Space.WINDOW):
-            table_of(sequences, s, [s], space)
+        for kv_group in (KvGroup.FULL, KvGroup.WINDOW):
+            table_of(sequences, s, [s], kv_group)
         n = data.draw(st.integers(1, 4))
         n_states = data.draw(st.integers(0, min(n, len(free) - 2 + s, 3)))  # the next sequences need one each
         used = [live, *free[: n_states - 1]] if data.draw(st.booleans()) else list(free[:n_states])
@@ -302,23 +304,23 @@ def test_gathered_keys_are_those_a_position_may_see(seed, window):
     rng = random.Random(seed)
     spec, pools, sequences = make(window=window)
     slices, texts = [], {}
-    free = {Space.FULL: rng.sample(range(12), 12), Space.WINDOW: rng.sample(range(8), 8)}
+    free = {KvGroup.FULL: rng.sample(range(12), 12), KvGroup.WINDOW: rng.sample(range(8), 8)}
     if rng.random() < 0.3:
-        free = {space: sorted(pages, reverse=True) for space, pages in free.items()}
+        free = {kv_group: sorted(pages, reverse=True) for kv_group, pages in free.items()}
     for s in range(rng.randint(1, 3)):
         length = rng.randint(1, 150)
         n = rng.choice([1, 1, 1, rng.randint(1, length)])
         n = min(n, length)
         sequences.apply(opened(s, s))
         texts[s] = torch.randn(2, length, 2, 8)
-        for space in (Space.FULL, Space.WINDOW):
+        for kv_group in (KvGroup.FULL, KvGroup.WINDOW):
             last = (length - 1) // PAGE_TOKENS
-            first = max(0, length - n - window + 1) // PAGE_TOKENS if space is Space.WINDOW else 0
-            if len(free[space]) < last - first + 1:
+            first = max(0, length - n - window + 1) // PAGE_TOKENS if kv_group is KvGroup.WINDOW else 0
+            if len(free[kv_group]) < last - first + 1:
                 return
-            pages = [free[space].pop() for _ in range(last - first + 1)]
-            table_of(sequences, s, pages, space, first)
-            layer = 0 if space is Space.FULL else 1
+            pages = [free[kv_group].pop() for _ in range(last - first + 1)]
+            table_of(sequences, s, pages, kv_group, first)
+            layer = 0 if kv_group is KvGroup.FULL else 1
             at = torch.arange(first * PAGE_TOKENS, length)
             slots = torch.tensor(pages)[at // PAGE_TOKENS - first] * PAGE_TOKENS + at % PAGE_TOKENS
             pools.paged(layer, "k").write(slots, texts[s][0, at])
@@ -327,10 +329,10 @@ def test_gathered_keys_are_those_a_position_may_see(seed, window):
     rng.shuffle(slices)
     batch = batch_of(spec, sequences, slices)
     q = torch.randn(batch.n_rows, 4, 8)
-    for space, reach, layer in ((Space.FULL, 0, 0), (Space.WINDOW, window, 1)):
+    for kv_group, reach, layer in ((KvGroup.FULL, 0, 0), (KvGroup.WINDOW, window, 1)):
 
-        def attend(group, part, space=space, reach=reach, layer=layer):
-            pages, mask = group.keys(space, reach)
+        def attend(group, part, kv_group=kv_group, reach=reach, layer=layer):
+            pages, mask = group.keys(kv_group, reach)
             k, v = (pools.paged(layer, name).read(pages, part.dtype) for name in "kv")
             return reference(part, k, v, mask, scale=1.0)
 
@@ -363,7 +365,7 @@ def draft_model() -> ModelSpec:
         StateTensor("conv", (3, 8), Dtype.FLOAT32),
         StateTensor("delta", (N_VALUE, DIM, DIM), Dtype.FLOAT32, width),
     )
-    layers = tuple(LayerSpec(i, Space.RECURRENT, {}, state) for i in range(N_DRAFT_LAYERS))
+    layers = tuple(LayerSpec(i, KvGroup.RECURRENT, {}, state) for i in range(N_DRAFT_LAYERS))
     return ModelSpec("test", "test", "F32", 16, 100, 4096, layers, {}, {}, 16, None)
 
 
@@ -506,12 +508,12 @@ def equal(one, other):
 def test_the_device_holds_what_may_be_live_and_the_host_the_rest(spec):
     layers = LayerRange(0, spec.n_layers)
     pools = Pools(spec, layers, CPU, Dtype.FLOAT32, HOST_SIZES)
-    full, state = (spec.unit_bytes(space, layers, Dtype.FLOAT32) for space in (Space.FULL, Space.RECURRENT))
+    full, state = (spec.unit_bytes(kv_group, layers, Dtype.FLOAT32) for kv_group in (KvGroup.FULL, KvGroup.RECURRENT))
     updates = 4 * sum(t.update_width for layer in spec.layers for t in layer.state)
     assert updates
     assert pools.nbytes == 4 * full + 2 * (state + updates)
     assert pools.host_nbytes == 3 * state
-    first = next(layer.index for layer in spec.layers if layer.space is Space.RECURRENT)
+    first = next(layer.index for layer in spec.layers if layer.kv_group is KvGroup.RECURRENT)
     assert pools.state(first, "delta").shape[0] == 2
     for state_id, (n_rows, row) in enumerate([(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]):
         rows, found = pools.rows_with(first, "delta", state_id)
@@ -588,7 +590,7 @@ def test_memory_is_unlocked_before_it_is_unmapped(monkeypatch):
 
 POOL = 6
 MAX_SEQUENCES = 4
-LAYERS = tuple(LayerSpec(i, Space.FULL, {}, attention_state(1 + i, 4, 4)) for i in range(2))
+LAYERS = tuple(LayerSpec(i, KvGroup.FULL, {}, attention_state(1 + i, 4, 4)) for i in range(2))
 SPEC = ModelSpec("test", "test", "F32", 16, 100, 4096, LAYERS, {}, {}, 0, None)
 
 
@@ -619,7 +621,7 @@ class HostPagesMachine(RuleBasedStateMachine):
         host_pages = 0 if policy == "lru" else host_pages
         self.sizes = PoolSizes(full_pages=26, window_pages=0, states=0, host_pages=host_pages)
         self.residency = Residency(POOL, policy)
-        self.pools = PagePools([Space.FULL], self.sizes)
+        self.pools = PagePools([KvGroup.FULL], self.sizes)
         self.shards = [Pools(SPEC, LayerRange(i, i + 1), CPU, kv_dtype, self.sizes) for i in range(2)]
         self.daemon = Sequences(self.shards, self.sizes, MAX_SEQUENCES, attend_host=policy == "exact")
         self.held: dict[int, Held] = {}
@@ -646,13 +648,13 @@ class HostPagesMachine(RuleBasedStateMachine):
 
     def slice(self, sequence: int, held: Held, n_tokens: int) -> None:
         start = len(held.numbers)
-        before = held.table.held(Space.FULL), held.table.n_out
+        before = held.table.held(KvGroup.FULL), held.table.n_out
         try:
             operations = grow_table(sequence, held.table, start, start + n_tokens)
         except HostMemoryFull:
             operations = None
         if operations is None:
-            assert (held.table.held(Space.FULL), held.table.n_out) == before
+            assert (held.table.held(KvGroup.FULL), held.table.n_out) == before
             return
         for operation in operations:
             self.daemon.apply(operation)
@@ -661,7 +663,7 @@ class HostPagesMachine(RuleBasedStateMachine):
         slots = []
         for position in range(start, start + n_tokens):
             place = one.place(position)
-            slots.append(one.pages[Space.FULL][place // PAGE_TOKENS] * PAGE_TOKENS + place % PAGE_TOKENS)
+            slots.append(one.pages[KvGroup.FULL][place // PAGE_TOKENS] * PAGE_TOKENS + place % PAGE_TOKENS)
         for i, shard in enumerate(self.shards):
             for name in "kv":
                 rows = torch.tensor(held.numbers[start:]).view(-1, 1, 1).expand(-1, 1 + i, 4)
@@ -680,11 +682,11 @@ class HostPagesMachine(RuleBasedStateMachine):
         if held is None or held.table.n_out or len(self.held) == MAX_SEQUENCES:
             return 0
         n_pages = len(held.numbers) // PAGE_TOKENS
-        pages = held.table.entries(Space.FULL, 0, n_pages)
+        pages = held.table.entries(KvGroup.FULL, 0, n_pages)
         table = page_table(self.pools, None, self.residency)
         table.adopt(pages, 0, [])
         fork = self.opened(Held(table, held.numbers[: n_pages * PAGE_TOKENS]))
-        for operation in page_operations(fork, Growth(Space.FULL, 0, pages)) if pages else ():
+        for operation in page_operations(fork, Growth(KvGroup.FULL, 0, pages)) if pages else ():
             self.daemon.apply(operation)
         return fork
 
@@ -699,7 +701,7 @@ class HostPagesMachine(RuleBasedStateMachine):
     def ids_have_their_owners(self) -> None:
         owners = []
         for name, held in self.held.items():
-            owners.append(Owner(str(name), self.pools[Space.FULL], held.table.held(Space.FULL)))
+            owners.append(Owner(str(name), self.pools[KvGroup.FULL], held.table.held(KvGroup.FULL)))
             owners.append(Owner(str(name), self.pools.host_pages, held.table.hosts))
         assert not list(pool_problems(self.pools, owners))
 
@@ -707,8 +709,8 @@ class HostPagesMachine(RuleBasedStateMachine):
     def pages_hold_their_positions(self) -> None:
         for sequence, held in self.held.items():
             one = self.daemon.get(sequence, "test")
-            assert len(one.pages.get(Space.FULL, [])) <= POOL
-            assert one.pages.get(Space.FULL, []) == held.table.held(Space.FULL)
+            assert len(one.pages.get(KvGroup.FULL, [])) <= POOL
+            assert one.pages.get(KvGroup.FULL, []) == held.table.held(KvGroup.FULL)
             hosts = dict(zip(one.out, held.table.hosts, strict=False))
             rows = {entry: page - self.sizes.full_pages for entry, page in hosts.items()}
             assert rows == one.hosts
@@ -717,7 +719,7 @@ class HostPagesMachine(RuleBasedStateMachine):
                 numbers = held.numbers[entry * PAGE_TOKENS : (entry + 1) * PAGE_TOKENS]
                 if entry not in one.out:
                     place = one.place(entry * PAGE_TOKENS) // PAGE_TOKENS
-                    self.check(one.pages[Space.FULL][place], numbers, in_host=False)
+                    self.check(one.pages[KvGroup.FULL][place], numbers, in_host=False)
                 elif self.residency.keeps_host:
                     self.check(hosts[entry] - self.sizes.full_pages, numbers, in_host=True)
 
@@ -743,7 +745,7 @@ def test_pages_outside_host_memory_are_refused(page: int) -> None:
     sizes = PoolSizes(3, 0, 0, host_pages=2)
     sequences = Sequences([Pools(SPEC, LayerRange(0, 2), CPU, Dtype.FLOAT32, sizes)], sizes, 1)
     sequences.apply(OpenSequence(1, 0, SamplingParams()))
-    sequences.apply(SetPages(1, Space.FULL, 0, [0, 1]))
+    sequences.apply(SetPages(1, KvGroup.FULL, 0, [0, 1]))
     with pytest.raises(StateError, match=f"page {page} is outside the 2 pages in host memory"):
         sequences.apply(PageOut(1, [1], [page]))
     sequences.apply(PageOut(1, [1], [4]))
@@ -753,13 +755,13 @@ def test_a_page_that_the_target_alone_keeps_comes_back_empty():
     """A drafter under ``exact``: it has no host memory, and slots bring pages of the target back."""
     sizes = PoolSizes(full_pages=8, window_pages=0, states=0)
     pools = Pools(SPEC, LayerRange(0, 1), CPU, Dtype.FLOAT32, sizes)
-    opening = [OpenSequence(1, -1, SamplingParams(), []), SetPages(1, Space.FULL, 0, [1, 2, 3]), PageOut(1, [1], [8])]
+    opening = [OpenSequence(1, -1, SamplingParams(), []), SetPages(1, KvGroup.FULL, 0, [1, 2, 3]), PageOut(1, [1], [8])]
     drafter, target = Sequences([pools], sizes, 1, forgets=True), Sequences([pools], sizes, 1)
     for operation in opening:
         drafter.apply(operation)
         target.apply(operation)
     drafter.apply(PageIn(1, [1], [5]))
-    assert drafter.get(1, "test").table(Space.FULL) == [1, 5, 3]
+    assert drafter.get(1, "test").table(KvGroup.FULL) == [1, 5, 3]
     for sequences in (drafter, target):  # it is there, and it was never kept
         with pytest.raises(StateError, match="entry 1 is not in host memory"):
             sequences.apply(PageIn(1, [1], [6]))

@@ -21,7 +21,7 @@ from lucevisor.model.drafters import draft_paths, open_draft, read_draft_spec
 from lucevisor.model.drafters.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabularySizes
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Space
+from lucevisor.model.values import PAGE_TOKENS, Backend, KvGroup
 from lucevisor.protocol.loading import CaptureSource, DraftKind, DraftPlan, Load
 from lucevisor.protocol.steps import Drafted, OpenSequence, Operation, SamplingParams, SetPages, Slice, Step
 from tests.families.pipeline import How, Pipeline, Text, pools_of
@@ -81,10 +81,10 @@ class DraftedPipeline(Pipeline):
 
     def _grow(self, sequence: int, text: Text, n: int) -> list[Operation]:
         operations = super()._grow(sequence, text, n)
-        pages = text.pages[Space.FULL]
+        pages = text.pages[KvGroup.FULL]
         while len(pages) * PAGE_TOKENS < text.length + self.num_draft_tokens + 1:
-            pages.append(self.free[Space.FULL].pop())
-            operations.append(SetPages(sequence, Space.FULL, len(pages) - 1, pages[-1:]))
+            pages.append(self.free[KvGroup.FULL].pop())
+            operations.append(SetPages(sequence, KvGroup.FULL, len(pages) - 1, pages[-1:]))
         return operations
 
     def draft(
@@ -172,7 +172,7 @@ def context(
     """Give a new sequence 0 of a stage the features of a whole prompt, and draft behind ``newest``."""
 
     stage.reset()
-    stage.apply([OpenSequence(0, 0, SamplingParams()), SetPages(0, Space.FULL, 0, [5, 3])])
+    stage.apply([OpenSequence(0, 0, SamplingParams()), SetPages(0, KvGroup.FULL, 0, [5, 3])])
     step = Step(1, 0, [], [Slice(0, 0, list(ids), sample=True, num_draft_tokens=num_draft_tokens)])
     return stage.run(step, [features], [[newest]])
 

@@ -10,7 +10,7 @@ from daemons.draft.stage import DraftStage
 from daemons.models.stage import LoadedStage
 from lucevisor.model.drafters import open_draft, read_draft_spec
 from lucevisor.model.families import open_spec
-from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import Backend, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.loading import CaptureSource, DraftKind, DraftPlan, Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.steps import (
     CloseSequence,
@@ -59,7 +59,7 @@ class Service:
 
     def open(self, sequence: int) -> None:
         states = [ZeroState(sequence * 10 + i) for i in range(10)]
-        pages = SetPages(sequence, Space.FULL, 0, list(range(sequence * 5, sequence * 5 + 5)))
+        pages = SetPages(sequence, KvGroup.FULL, 0, list(range(sequence * 5, sequence * 5 + 5)))
         self.apply(*states, OpenSequence(sequence, sequence * 10, SamplingParams()), pages)
         self.lengths[sequence] = 0
 

@@ -19,7 +19,7 @@ from daemons.draft.vocabulary import FEW_TOKENS, DraftVocabulary, copy_rows
 from daemons.ops.selection import KernelSelector
 from daemons.weights.packed import PackedWeights, repack, unpack
 from lucevisor.model.quant_types import BY_NAME, REPACKED
-from lucevisor.model.values import Backend, Dtype, Space
+from lucevisor.model.values import Backend, Dtype, KvGroup
 from lucevisor.protocol.steps import Drafted, OpenSequence, SamplingParams, SetPages, Slice, Step
 from tests.drafters.drafted import FEW, KINDS, MANY, Packed, draft_batch
 
@@ -112,7 +112,7 @@ def drafted(stage: DraftStage, n: int = N_AHEAD, between: Sequence[int] = ()) ->
     """Drafts behind a prompt whose captures are random numbers; ``between``: tokens seen before its last one."""
     captures = torch.randn(len(IDS), width_of(stage), generator=torch.Generator().manual_seed(3))
     stage.reset()
-    stage.apply([OpenSequence(0, 0, SamplingParams()), SetPages(0, Space.FULL, 0, [5, 3])])
+    stage.apply([OpenSequence(0, 0, SamplingParams()), SetPages(0, KvGroup.FULL, 0, [5, 3])])
     assert stage.run(Step(1, 0, [], [Slice(0, 0, IDS[:-1], True)]), [captures[:-1]], [[]]) == []
     if stage.draft_vocabulary is not None:
         stage.draft_vocabulary.mark_used(between)

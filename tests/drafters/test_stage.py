@@ -24,7 +24,7 @@ from daemons.ops.topk import TOP_K_CHUNK, top_k
 from lucevisor.model.drafters import draft_paths, open_draft
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend, Dtype, Space
+from lucevisor.model.values import Backend, Dtype, KvGroup
 from lucevisor.protocol.loading import DraftKind, Load
 from lucevisor.protocol.steps import (
     CloseSequence,
@@ -94,7 +94,7 @@ class Driver:
         missing = -(-n // 64) - len(text.pages)
         new = [self.free.pop() for _ in range(missing)]
         text.pages += new
-        return [SetPages(text.sequence, Space.FULL, len(text.pages) - len(new), new)] if new else []
+        return [SetPages(text.sequence, KvGroup.FULL, len(text.pages) - len(new), new)] if new else []
 
     def step(self, *parts: tuple[Text, int, int], draft_from: int = 0) -> list[Drafted]:
         """Run n tokens of each text, and draft ahead behind the token that follows them."""
@@ -192,7 +192,7 @@ def test_a_restored_prefix_is_as_a_fresh_one(stage):
     driver.step((first, 20, 3))
     stage.apply([OpenSequence(1, 6, SamplingParams()), CopyState(5, 6)])
     own = driver.free.pop()
-    stage.apply([CopyPage(Space.FULL, kept[1], own, 36), SetPages(1, Space.FULL, 0, [kept[0], own])])
+    stage.apply([CopyPage(KvGroup.FULL, kept[1], own, 36), SetPages(1, KvGroup.FULL, 0, [kept[0], own])])
     second = Text(1, 6, first.ids, first.captures, 100, [kept[0], own])
     found = driver.step((second, 20, 5), (first, 10, 5))
     again = load_again(stage)
@@ -211,7 +211,7 @@ def test_positions_without_state_are_not_attended_to(stage):
         driver.step((other, 70, 0))
         stage.apply([CloseSequence(1)])
         text.length = 70
-        stage.apply([SetPages(0, Space.FULL, 0, text.pages)])
+        stage.apply([SetPages(0, KvGroup.FULL, 0, text.pages)])
         driver.step((text, 20, 3), draft_from=70)
         found += driver.step((text, 1, 5), draft_from=70)
     assert_same(found[0], found[1])
@@ -261,7 +261,7 @@ def test_a_head_with_experts_is_the_layer_it_is_made_of(name, full, tmp_path):
     [whole] = load_stages(model)
     rows, found = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)), []
     for one, layer in ((stage, stage.drafter.layer), (whole, whole.shards[0].layers[full])):
-        one.apply([OpenSequence(0, 0, SamplingParams()), SetPages(0, Space.FULL, 0, [3])])
+        one.apply([OpenSequence(0, 0, SamplingParams()), SetPages(0, KvGroup.FULL, 0, [3])])
         one.sequences.flush()
         layout = Layout([Slice(0, 0, [1] * 20, True)], one.sequences, one.spec if one is whole else one.spec.model)
         with torch.inference_mode():
@@ -277,7 +277,7 @@ def run(
     stage: DraftStage, s: Slice, captures: Sequence[Tensor] | None = None, tokens: Sequence[Sequence[int]] = ((1,),)
 ):
     width = Driver(stage).width
-    stage.apply([OpenSequence(0, 0, SamplingParams()), SetPages(0, Space.FULL, 0, [3])])
+    stage.apply([OpenSequence(0, 0, SamplingParams()), SetPages(0, KvGroup.FULL, 0, [3])])
     return stage.run(Step(4, 0, [], [s]), [torch.zeros(len(s.tokens), width)] if captures is None else captures, tokens)
 
 
@@ -355,7 +355,7 @@ def test_pending_rows_are_computed_before_a_prefix_is_taken_from_them(loaded: Dr
         driver.step((first, 1, 0))
     own = driver.free.pop()
     loaded.apply([CopyState(0, 5), OpenSequence(1, 6, SamplingParams()), CopyState(5, 6)])
-    loaded.apply([CopyPage(Space.FULL, first.pages[1], own, 36), SetPages(1, Space.FULL, 0, [first.pages[0], own])])
+    loaded.apply([CopyPage(KvGroup.FULL, first.pages[1], own, 36), SetPages(1, KvGroup.FULL, 0, [first.pages[0], own])])
     second = Text(1, 6, first.ids, first.captures, 100, [first.pages[0], own])
     [found] = driver.step((second, 20, 5))
     assert_same(found, alone(load_again(loaded), 1, 120, 5))

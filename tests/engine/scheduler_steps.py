@@ -9,7 +9,7 @@ from lucevisor.engine.request import GenerationRequest
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.step import StepPlan
 from lucevisor.kv.prefix_cache import PrefixSettings
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Sampled, StepResult
 from tests.engine.toy_engine import limits, request
@@ -52,13 +52,13 @@ def decoding(bounds: EngineLimits, names: str, n: int = 50, n_stages: int = 1) -
     return scheduler
 
 
-FULL = frozenset({Space.FULL})
+FULL = frozenset({KvGroup.FULL})
 ON = PrefixSettings(
     max_slots=100,
     memory_bytes=10**9,
     min_tokens=64,
     checkpoint_pages=1,
-    unit_bytes={Space.FULL: 1000, Space.WINDOW: 1000, Space.RECURRENT: 5000},
+    unit_bytes={KvGroup.FULL: 1000, KvGroup.WINDOW: 1000, KvGroup.RECURRENT: 5000},
 )
 
 

@@ -27,19 +27,19 @@ from lucevisor.engine.spec_decode.ngram import (
 from lucevisor.engine.step import StepPlan, WrongResult
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import CloseSequence, Drafted, OpenSequence, Sampled, StepResult
 from tests.costs import lines_of
 from tests.engine.scheduler_steps import plans
 from tests.engine.toy_engine import HYBRID, attached, events_of, limits, request, told
 
-FULL = frozenset({Space.FULL})
+FULL = frozenset({KvGroup.FULL})
 
 
 def speculating(max_drafts: int = 4, *, lookup: bool = False, **changes: object) -> EngineLimits:
     settings = SpeculationSettings(max_drafts=max_drafts, drafter=True, lookup=lookup, fixed=True)
-    usual = {"spaces": FULL, "pools": PoolSizes(16, 0, 0), "speculation": settings, "max_step_tokens": 128}
+    usual = {"kv_groups": FULL, "pools": PoolSizes(16, 0, 0), "speculation": settings, "max_step_tokens": 128}
     return limits(**{**usual, **changes})
 
 
@@ -126,7 +126,7 @@ def test_an_unused_drafter_is_suspended_without_sequences_and_resumed_like_a_new
     assert all(plan.draft_operations is None for plan in before)
     [closing] = decode(1)
     assert (closing.step.slices, closing.draft_operations) == ([], [*closing.step.operations, CloseSequence(0)])
-    assert (drafting.suspended, drafting.attached, bench.scheduler.pools[Space.FULL].epoch) == (True, True, 0)
+    assert (drafting.suspended, drafting.attached, bench.scheduler.pools[KvGroup.FULL].epoch) == (True, True, 0)
     assert not drafting.outstanding
     suspended = decode(2 * ACTIVE_STEPS)
     assert all(plan.draft_operations is None and not drafting.outstanding for plan in suspended)
@@ -188,9 +188,9 @@ def test_a_request_that_needs_a_page_gets_one_that_is_kept_for_drafts_before_any
         for plan in plans(bench.scheduler):
             bench.answer(plan)
             bench.draft(plan, n=0)
-    assert [len(bench.live(name).table.held(Space.FULL)) for name in "ab"] == [2, 1]
+    assert [len(bench.live(name).table.held(KvGroup.FULL)) for name in "ab"] == [2, 1]
     assert [s.start for s in bench.plan().step.slices] == [63, 64]
-    assert [len(bench.live(name).table.held(Space.FULL)) for name in "ab"] == [1, 2]
+    assert [len(bench.live(name).table.held(KvGroup.FULL)) for name in "ab"] == [1, 2]
     assert bench.scheduler.preemption.n_preempted == 0
 
 
@@ -335,13 +335,13 @@ def test_an_accepted_draft_that_was_not_proposed_is_a_wrong_result(drawn: list[i
     assert scheduler.n_generated_tokens == 1
 
 
-@pytest.mark.parametrize("spaces", [FULL, HYBRID], ids=["full", "recurrent"])
+@pytest.mark.parametrize("kv_groups", [FULL, HYBRID], ids=["full", "recurrent"])
 async def test_a_request_that_ends_in_the_middle_of_its_drafts_is_remembered_up_to_there(
-    spaces: frozenset[Space],
+    kv_groups: frozenset[KvGroup],
 ) -> None:
     """What was drafted behind the stop id is in the pages and states, and not in the slot."""
     cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1, checkpoint_pages=0)
-    toy = attached(speculating(8, spaces=spaces, prefix=cached, pools=PoolSizes(16, 0, 8, draft_states=12)))
+    toy = attached(speculating(8, kv_groups=kv_groups, prefix=cached, pools=PoolSizes(16, 0, 8, draft_states=12)))
     toy.attach_drafter(with_output=False)
     one = request("a", range(10), n=9)
     right = toy.alone(one)

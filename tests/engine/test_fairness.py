@@ -21,7 +21,7 @@ from lucevisor.engine.request import FinishedEvent
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.step import StepPlan
 from lucevisor.kv.prefix_cache import PrefixSettings
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Sampled, Step, StepResult
 from tests.engine.toy_engine import HYBRID, request
@@ -38,7 +38,7 @@ def demo_limits(**changes: object) -> EngineLimits:
         "prefill_chunk": 512,
         "max_step_tokens": 520,
         "long_prefill_tokens": 128,
-        "spaces": HYBRID,
+        "kv_groups": HYBRID,
         "pools": PoolSizes(full_pages=1024, window_pages=0, states=9),
     }
     return EngineLimits(**{**usual, **changes})  # type: ignore[arg-type]
@@ -339,8 +339,8 @@ def test_later_requests_take_a_bounded_amount_of_work_before_an_earlier_one(
 
 def slotted(**changes: object) -> TimedPipeline:
     """A pipeline whose preempted requests go on from prefix slots."""
-    prefix = PrefixSettings(max_slots=500, memory_bytes=1 << 40, min_tokens=64, unit_bytes={Space.FULL: 1})
-    bounds = demo_limits(pools=PoolSizes(8192, 0, 0), spaces=frozenset({Space.FULL}), prefix=prefix)
+    prefix = PrefixSettings(max_slots=500, memory_bytes=1 << 40, min_tokens=64, unit_bytes={KvGroup.FULL: 1})
+    bounds = demo_limits(pools=PoolSizes(8192, 0, 0), kv_groups=frozenset({KvGroup.FULL}), prefix=prefix)
     return TimedPipeline(bounds, max_queue=256, **changes)  # type: ignore[arg-type]
 
 

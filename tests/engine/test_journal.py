@@ -13,7 +13,7 @@ from lucevisor.engine.journal import (
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import PageTable
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import CopyPage, Slice, Step
 from tests.engine.toy_pipeline import ToyRows
@@ -23,10 +23,10 @@ class Bench:
     """A journal over one boundary; rows are numbers."""
 
     def __init__(self, n_blocks: int, n_pages: int = 8) -> None:
-        self.pools = PagePools({Space.FULL}, PoolSizes(n_pages, 0, 0))
+        self.pools = PagePools({KvGroup.FULL}, PoolSizes(n_pages, 0, 0))
         self.rows = ToyRows()
         self.out: list[RowInstruction] = []
-        self.journal = Journal(self.out, self.rows.has_rows, self.pools[Space.FULL], n_blocks)
+        self.journal = Journal(self.out, self.rows.has_rows, self.pools[KvGroup.FULL], n_blocks)
         self.n_steps = 0
 
     def sequence(self, n_tokens: int) -> LiveSequence:
@@ -91,8 +91,8 @@ def test_a_copied_page_has_the_rows_that_were_copied() -> None:
     bench = Bench(8)
     first, second = bench.sequence(40), bench.sequence(60)
     bench.file(first, 0, [*range(40)])
-    [source], [target] = first.table.held(Space.FULL), second.table.held(Space.FULL)
-    bench.file(second, 20, [5] * 3, CopyPage(Space.FULL, source, target, 20))
+    [source], [target] = first.table.held(KvGroup.FULL), second.table.held(KvGroup.FULL)
+    bench.file(second, 20, [5] * 3, CopyPage(KvGroup.FULL, source, target, 20))
     assert bench.read(second, 0, 23) == [*range(20), 5, 5, 5]
     assert bench.read(second, 0, 24) is None
 

@@ -12,13 +12,13 @@ from lucevisor.engine import validation
 from lucevisor.engine.request import RequestHandle
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.prefix_tree import PrefixSlot
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import CopyPage
 from tests.engine.toy_engine import ToyEngine, attached, check_answers, limits, request
 
 STATE_PAGES = 4
-UNITS = {Space.FULL: 1, Space.RECURRENT: STATE_PAGES}
+UNITS = {KvGroup.FULL: 1, KvGroup.RECURRENT: STATE_PAGES}
 
 
 def engine(n_extents: int, *, slots: int = 0, alone: int = 0, n_host: int = 0, **more: Any) -> ToyEngine:
@@ -130,8 +130,8 @@ def test_every_load_is_served_and_no_slot_is_evicted_while_memory_is_free(load: 
     most = STATE_PAGES + max(len(one.prompt) for one in requests) // PAGE_TOKENS + 5
 
     def evicted(_: PrefixSlot) -> None:
-        no_host_state = pools.copies_states and not pools.slot_pools[Space.RECURRENT].n_free
-        assert pools[Space.FULL].n_free < most or no_host_state
+        no_host_state = pools.copies_states and not pools.slot_pools[KvGroup.RECURRENT].n_free
+        assert pools[KvGroup.FULL].n_free < most or no_host_state
 
     toy.engine.core.scheduler.reuse.index.hooks.on_evict = evicted
     handles = {}

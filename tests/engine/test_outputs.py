@@ -22,10 +22,10 @@ from lucevisor.engine.spec_decode.ngram import MAX_MATCH, NgramLookup, NgramMatc
 from lucevisor.engine.step import StepPlan
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.pages import max_window_pages
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import Drafted, SamplingParams
-from tests.engine.toy_engine import ALL_SPACES, HYBRID, LOST, ToyEngine, events_of, told
+from tests.engine.toy_engine import ALL_KV_GROUPS, HYBRID, LOST, ToyEngine, events_of, told
 from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint, mix
 
 
@@ -99,10 +99,12 @@ class Scenario:
 
 
 def limits_of(draw: st.DrawFn) -> EngineLimits:
-    spaces = draw(st.sampled_from([HYBRID, ALL_SPACES, frozenset({Space.FULL}), frozenset({Space.FULL, Space.WINDOW})]))
+    kv_groups = draw(
+        st.sampled_from([HYBRID, ALL_KV_GROUPS, frozenset({KvGroup.FULL}), frozenset({KvGroup.FULL, KvGroup.WINDOW})])
+    )
     max_sequences = draw(st.sampled_from([1, 2, 4, 8]))
     chunk = draw(st.sampled_from([7, 32, 64, 100]))
-    window = draw(st.sampled_from([1, 40, 64, 130])) if Space.WINDOW in spaces else None
+    window = draw(st.sampled_from([1, 40, 64, 130])) if KvGroup.WINDOW in kv_groups else None
     max_context = draw(st.sampled_from([150, 260]))
     max_drafts = draw(st.integers(0, 6))
     n_window = max_window_pages(window, chunk, max_context) + draw(st.integers(0, 3)) if window is not None else 0
@@ -111,7 +113,7 @@ def limits_of(draw: st.DrawFn) -> EngineLimits:
     n_least, every = draw(st.sampled_from([1, 40])), draw(st.sampled_from([1, 4]))
     cached = PrefixSettings(max_slots=slots, memory_bytes=1 << 30, min_tokens=n_least, checkpoint_pages=every)
     n_full, n_host = draw(st.sampled_from([3, 4, 6, 12, 24])), draw(st.sampled_from([0, slots]))
-    state_pages = draw(st.sampled_from([0, 1, 3, 4])) if spaces == HYBRID else 0
+    state_pages = draw(st.sampled_from([0, 1, 3, 4])) if kv_groups == HYBRID else 0
     if state_pages:  # of one memory, which holds all states, or a few
         n_full = max(n_full, 2 * state_pages)
         n_states = min(n_states - n_host, n_full // state_pages) + n_host
@@ -120,7 +122,7 @@ def limits_of(draw: st.DrawFn) -> EngineLimits:
         max_context=max_context,
         prefill_chunk=chunk,
         max_step_tokens=chunk + max_sequences * (1 + max_drafts) + draw(st.sampled_from([0, 100])),
-        spaces=spaces,
+        kv_groups=kv_groups,
         pools=PoolSizes(
             n_full,
             n_window * draw(st.sampled_from([1, max_sequences])),
@@ -231,10 +233,10 @@ class Play:
         for record in scheduler.running:
             assert record.live is not None
             first = -(-record.live.n_computed // 64)
-            for space in (Space.FULL, Space.WINDOW):
-                if space in scheduler.pools:
-                    pages = record.live.table.entries(space, first, 1 << 20)
-                    assert all(scheduler.pools[space].ref_count(page) == 1 for page in pages)
+            for kv_group in (KvGroup.FULL, KvGroup.WINDOW):
+                if kv_group in scheduler.pools:
+                    pages = record.live.table.entries(kv_group, first, 1 << 20)
+                    assert all(scheduler.pools[kv_group].ref_count(page) == 1 for page in pages)
 
     def play(self) -> None:
         self.toy.attach()

@@ -15,7 +15,7 @@ from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.protocol.frames import encode
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Step, StepResult
-from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, attached, events_of, limits, request, told
+from tests.engine.toy_engine import ALL_KV_GROUPS, HYBRID, ToyEngine, attached, events_of, limits, request, told
 from tests.engine.toy_pipeline import ToyConstraint, ToyLimits, ToyModel, toy_daemons
 
 
@@ -23,7 +23,7 @@ def plain_loop(bounds: EngineLimits, n_stages: int = 1) -> PlainLoop:
     """The loop over a toy daemon for each stage, one after the other."""
     n_regions = bounds.n_regions(n_stages)
     announced = ToyLimits(n_stages, bounds.max_sequences, bounds.max_step_tokens, n_regions, bounds.max_context)
-    model = ToyModel(n_stages, bounds.spaces, bounds.window_tokens)
+    model = ToyModel(n_stages, bounds.kv_groups, bounds.window_tokens)
     daemons, _ = toy_daemons(model, bounds.pools, announced, range(n_stages), {})
 
     def run_step(step: Step, masks: MadeMasks | None) -> StepResult:
@@ -41,7 +41,7 @@ def plain_loop(bounds: EngineLimits, n_stages: int = 1) -> PlainLoop:
 BOUNDS = st.builds(
     lambda n_sequences, n_pages, n_slots, window: limits(
         max_sequences=n_sequences,
-        spaces=ALL_SPACES if window else HYBRID,
+        kv_groups=ALL_KV_GROUPS if window else HYBRID,
         window_tokens=70 if window else None,
         pools=PoolSizes(n_pages, 12 if window else 0, n_sequences + 3),
         prefix=PrefixSettings(max_slots=n_slots, memory_bytes=1 << 30, min_tokens=16),

@@ -16,7 +16,7 @@ from lucevisor.kv.page_pool import PageUse
 from lucevisor.kv.prefix_cache import PrefixMatch, PrefixSettings
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.model.vision import IMAGE_ID
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
@@ -56,12 +56,12 @@ def test_without_turns_a_multiple_of_pages_is_remembered_where_a_model_cannot_st
     assert find_checkpoints(63, [50], settings, block_granular=False) == {}
 
 
-@pytest.mark.parametrize("spaces", [HYBRID, FULL])
+@pytest.mark.parametrize("kv_groups", [HYBRID, FULL])
 @pytest.mark.parametrize("chunk", [64, 100])
-def test_cache_off_cold_and_warm_make_equal_slices(spaces: frozenset[Space], chunk: int) -> None:
+def test_cache_off_cold_and_warm_make_equal_slices(kv_groups: frozenset[KvGroup], chunk: int) -> None:
     """Behind the place where the warm one starts, slice for slice."""
     one = request("a", range(700), n=3, turn_boundaries=(150, 400, 590, 690))
-    base = warm(spaces=spaces, prefill_chunk=chunk, max_step_tokens=1024)
+    base = warm(kv_groups=kv_groups, prefill_chunk=chunk, max_step_tokens=1024)
     off = slices(run_one(Scheduler(replace(base, prefix=replace(ON, max_slots=0))), one), "a")
     scheduler = Scheduler(base)
     cold = slices(run_one(scheduler, one), "a")
@@ -78,8 +78,8 @@ def test_cache_off_cold_and_warm_make_equal_slices(spaces: frozenset[Space], chu
 
 
 def test_an_attention_model_reuses_any_page_and_a_hybrid_only_checkpoints() -> None:
-    for spaces, start in ((FULL, 192), (HYBRID, 0)):
-        scheduler = Scheduler(warm(spaces=spaces, prefix=replace(ON, checkpoint_pages=0)))
+    for kv_groups, start in ((FULL, 192), (HYBRID, 0)):
+        scheduler = Scheduler(warm(kv_groups=kv_groups, prefix=replace(ON, checkpoint_pages=0)))
         run_one(scheduler, request("a", range(300), n=1))
         plans = run_one(scheduler, request("b", [*range(200), 9, 9, 9], n=1))
         assert slices(plans, "b")[0][0] == start
@@ -115,10 +115,10 @@ def test_a_request_never_costs_a_slot_whose_state_it_cannot_have() -> None:
         run_one(scheduler, request(f"r{first}", range(first, first + 64), n=1))
     index = scheduler.reuse.index
     assert [slot.state for slot in index.slots] == [2, 3, 4]
-    needs = {Space.RECURRENT: 3}
+    needs = {KvGroup.RECURRENT: 3}
     assert not index.can_reclaim(needs, {})
     assert not index.reclaim(needs)
-    assert index.can_reclaim({Space.RECURRENT: 2}, {})
+    assert index.can_reclaim({KvGroup.RECURRENT: 2}, {})
     assert len(index.slots) == 3
     reservation = index.reserve(200)  # a prefix from disk takes the place of one
     assert reservation is not None
@@ -158,7 +158,7 @@ def test_200_sequences_of_one_prefix_need_one_prefix_and_200_tails() -> None:
     assert scheduler.n_running == n
     # 31 whole pages for all; 16 tokens of the prefix, 11 of the tail and what was generated lie in a page of each one's
     # own: the first one's holds the 16 for the slot as well
-    assert scheduler.pools.usage()[Space.FULL].used == 2000 // PAGE_TOKENS + n
+    assert scheduler.pools.usage()[KvGroup.FULL].used == 2000 // PAGE_TOKENS + n
     assert n_computed == 2000 + n * 11 + scheduler.n_generated_tokens - n
 
 
@@ -175,18 +175,18 @@ def test_prompts_that_begin_alike_wait_for_the_first_and_compute_nothing_twice()
 
 def test_equal_slots_share_their_pages_when_both_were_computed() -> None:
     """Two sequences that computed the same from the start: the slots point to one copy of it."""
-    scheduler = Scheduler(warm(spaces=FULL, prefix=replace(ON, min_tokens=100)))
+    scheduler = Scheduler(warm(kv_groups=FULL, prefix=replace(ON, min_tokens=100)))
     for name in "ab":  # too short to be waited for
         scheduler.submit(request(name, [*range(64), ord(name)], n=100), 0.0)
     run(scheduler)
     slots = scheduler.reuse.index.slots
     assert len(slots) == 2
-    assert slots[0].pages(Space.FULL)[0] == slots[1].pages(Space.FULL)[0]
-    assert scheduler.pools.usage()[Space.FULL].used == 5
+    assert slots[0].pages(KvGroup.FULL)[0] == slots[1].pages(KvGroup.FULL)[0]
+    assert scheduler.pools.usage()[KvGroup.FULL].used == 5
 
 
 def test_slots_of_a_request_whose_logits_are_no_numbers_are_dropped() -> None:
-    scheduler = Scheduler(warm(spaces=FULL))
+    scheduler = Scheduler(warm(kv_groups=FULL))
     run_one(scheduler, request("other", [90, *range(200)], n=2))
     kept = {slot.n_tokens for slot in scheduler.reuse.index.slots}
     scheduler.submit(request("bad", range(200), n=9), 0.0)
@@ -209,10 +209,10 @@ def test_slots_give_way_before_a_request_waits_or_is_preempted() -> None:
     scheduler = Scheduler(warm(max_sequences=2, pools=PoolSizes(6, 0, 6)))
     for name in "ab":
         run_one(scheduler, request(name, range(1000 * ord(name), 1000 * ord(name) + 100), n=1))
-    assert scheduler.pools.usage()[Space.FULL] == PageUse(4, 6, evictable=4)
+    assert scheduler.pools.usage()[KvGroup.FULL] == PageUse(4, 6, evictable=4)
     run_one(scheduler, request("c", range(250), n=100))
     assert scheduler.preemption.n_preempted == 0
-    assert scheduler.pools.usage()[Space.FULL].used <= 6
+    assert scheduler.pools.usage()[KvGroup.FULL].used <= 6
 
 
 def test_what_a_preempted_request_had_computed_after_all_was_not_cached() -> None:
@@ -310,8 +310,8 @@ def image(start: int, ids: list[int]) -> tuple[PromptImage, list[int]]:
 def test_an_image_is_reused_whole_or_not_at_all() -> None:
     """Also where the first ids of another one are the same."""
     text, ids = [*range(100)], [IMAGE_ID + i for i in range(64)]
-    for spaces, start in ((FULL, 64), (HYBRID, 0)):
-        scheduler = Scheduler(warm(spaces=spaces, prefix=replace(ON, checkpoint_pages=1), prefill_chunk=64))
+    for kv_groups, start in ((FULL, 64), (HYBRID, 0)):
+        scheduler = Scheduler(warm(kv_groups=kv_groups, prefix=replace(ON, checkpoint_pages=1), prefill_chunk=64))
         placed, _ = image(100, ids)
         first = request("a", [*text, *ids, *range(60)], n=1, images=(placed,))
         run_one(scheduler, first)
@@ -330,7 +330,7 @@ def test_a_prompt_that_is_cut_keeps_its_adapter() -> None:
     scored = replace(first, request_id="b", score_from=200)
     other = replace(first, request_id="c", prompt=[*text, *ids[:40], *(i + 64 for i in ids[40:]), *range(60)])
     for adapter, starts in (("", (192, 64)), ("sql", (0, 0))):
-        scheduler = Scheduler(warm(spaces=FULL, prefix=replace(ON, checkpoint_pages=1), prefill_chunk=64))
+        scheduler = Scheduler(warm(kv_groups=FULL, prefix=replace(ON, checkpoint_pages=1), prefill_chunk=64))
         run_one(scheduler, first)
         for one, start in zip((scored, other), starts, strict=True):
             plans = run_one(scheduler, replace(one, prompt=TokenBuffer(one.prompt, adapter), publishes=False))
@@ -338,7 +338,7 @@ def test_a_prompt_that_is_cut_keeps_its_adapter() -> None:
 
 
 def test_steps_carry_the_rows_of_their_images() -> None:
-    scheduler = Scheduler(warm(spaces=HYBRID, prefill_chunk=64))
+    scheduler = Scheduler(warm(kv_groups=HYBRID, prefill_chunk=64))
     ids = [IMAGE_ID + i for i in range(64)]
     placed, _ = image(100, ids)
     plans = run_one(scheduler, request("a", [*range(100), *ids, *range(60)], n=3, images=(placed,)))
@@ -352,7 +352,7 @@ def test_steps_carry_the_rows_of_their_images() -> None:
 @pytest.mark.parametrize("chunk", [64, 80, 128])
 def test_images_are_not_cut_where_their_tokens_see_each_other(chunk: int) -> None:
     """Two that touch, and one at a place of its own; two requests at once, and what one reuses."""
-    scheduler = Scheduler(warm(spaces=FULL, prefix=ON, prefill_chunk=chunk, max_step_tokens=192, whole_images=True))
+    scheduler = Scheduler(warm(kv_groups=FULL, prefix=ON, prefill_chunk=chunk, max_step_tokens=192, whole_images=True))
     ids = [IMAGE_ID + i for i in range(192)]
     text = [*range(40), *ids[:128], *range(50), *ids[128:], *range(30)]
     starts = 40, 104, 218

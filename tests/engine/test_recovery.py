@@ -14,12 +14,12 @@ from lucevisor.engine.request import NotReady, RequestError
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import ResidencyPolicy
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.protocol.loading import PoolSizes
 from tests.combinations import combinations
 from tests.engine.test_outputs import Play, Scenario, lookups, scenarios
 from tests.engine.toy_engine import (
-    ALL_SPACES,
+    ALL_KV_GROUPS,
     HYBRID,
     LOST,
     ToyEngine,
@@ -166,7 +166,7 @@ def end_loss(toy: ToyEngine) -> None:
 
 @pytest.mark.parametrize("lost", [(0,), (1,), (2,), (0, 2), (2, 0), (1, 2), (0, 1)])
 async def test_only_lost_stages_compute_again(lost: tuple[int, ...]) -> None:
-    toy = rebuilding(spaces=ALL_SPACES, window_tokens=70, pools=PoolSizes(16, 12, 4), max_step_tokens=200)
+    toy = rebuilding(kv_groups=ALL_KV_GROUPS, window_tokens=70, pools=PoolSizes(16, 12, 4), max_step_tokens=200)
     asked = [request(name, range(i, 190 + i), n=70) for i, name in enumerate("ab")]
     handles = [toy.engine.submit(one) for one in asked]
     for i in range(150):
@@ -206,15 +206,15 @@ async def test_sequences_with_pages_paged_out_are_computed_again() -> None:
     assert (len(tokens), finished.reason) == (20, "length")
 
 
-@combinations(lost=[0, 1, 2], spaces=[HYBRID, frozenset({Space.FULL})], n_host=[0, 8])
+@combinations(lost=[0, 1, 2], kv_groups=[HYBRID, frozenset({KvGroup.FULL})], n_host=[0, 8])
 async def test_slots_that_running_sequences_begin_with_come_back(
-    lost: int, spaces: frozenset[Space], n_host: int
+    lost: int, kv_groups: frozenset[KvGroup], n_host: int
 ) -> None:
     """The prompt's checkpoints, also inside a page; those of others are partial, for some of their bytes are gone."""
     prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
-    n_states = 16 if Space.RECURRENT in spaces else 0
+    n_states = 16 if KvGroup.RECURRENT in kv_groups else 0
     toy = rebuilding(
-        3, spaces=spaces, prefix=prefix, pools=PoolSizes(30, 0, n_states, host_states=n_host if n_states else 0)
+        3, kv_groups=kv_groups, prefix=prefix, pools=PoolSizes(30, 0, n_states, host_states=n_host if n_states else 0)
     )
     over = toy.engine.submit(request("o", range(40, 140), n=3))
     toy.run()
@@ -332,7 +332,13 @@ async def freeze(toy: ToyEngine) -> FrozenState:
 async def test_nothing_is_computed_again_and_slots_are_kept(n_stages: int, lost: int, journal_pages: int) -> None:
     pools = PoolSizes(24, 16, 8)
     toy = ready(
-        n_stages, journal_pages, spaces=ALL_SPACES, window_tokens=70, pools=pools, max_step_tokens=200, prefix=SLOTS
+        n_stages,
+        journal_pages,
+        kv_groups=ALL_KV_GROUPS,
+        window_tokens=70,
+        pools=pools,
+        max_step_tokens=200,
+        prefix=SLOTS,
     )
     asked = [request(name, range(i, 190 + i), n=70, turn_boundaries=(128,)) for i, name in enumerate("ab")]
     handles = [toy.engine.submit(one) for one in asked]

@@ -15,11 +15,11 @@ from lucevisor.engine.replicas import ReplicatedEngine
 from lucevisor.engine.request import NotReady, QueueFull
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.protocol.loading import PoolSizes
 from tests.engine.toy_engine import LOST, ToyEngine, attached, check_answers, events_of, limits, request, told
 
-CACHE = PrefixSettings(max_slots=20, memory_bytes=1 << 30, min_tokens=1, unit_bytes=dict.fromkeys(Space, 1))
+CACHE = PrefixSettings(max_slots=20, memory_bytes=1 << 30, min_tokens=1, unit_bytes=dict.fromkeys(KvGroup, 1))
 
 
 def replicated(*toys: ToyEngine) -> ReplicatedEngine:

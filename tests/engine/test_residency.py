@@ -20,7 +20,7 @@ from lucevisor.errors import ScoringError
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency, remembered, with_neighbours
 from lucevisor.model.pages import HEAD_PAGES, max_window_pages, pages_of
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import PENDING, PageIn, PageOut, SamplingParams, Slice
 from tests.engine.toy_engine import HYBRID, ToyEngine, attached, events_of, limits, request, told
@@ -29,12 +29,12 @@ from tests.engine.toy_pipeline import ToyModel, draw, mix
 POOL = Residency(6)
 EXACT = Residency(6, "exact")
 RANKED = Residency(6, "qk", tau=24)
-PLAIN = frozenset({Space.FULL})
-SLIDING = frozenset({Space.FULL, Space.WINDOW})
+PLAIN = frozenset({KvGroup.FULL})
+SLIDING = frozenset({KvGroup.FULL, KvGroup.WINDOW})
 
 
 def bounds(
-    spaces: frozenset[Space] = PLAIN,
+    kv_groups: frozenset[KvGroup] = PLAIN,
     *,
     full_pages: int = 12,
     drafts: int = 0,
@@ -43,19 +43,21 @@ def bounds(
     residency: Residency = EXACT,
 ) -> EngineLimits:
     """With ``host_pages`` the policy is ``exact``, unless another is given."""
-    window = 40 if Space.WINDOW in spaces else None
-    n_states = 3 * (1 + drafts) if Space.RECURRENT in spaces else 0
+    window = 40 if KvGroup.WINDOW in kv_groups else None
+    n_states = 3 * (1 + drafts) if KvGroup.RECURRENT in kv_groups else 0
     n_window = 3 * (max_window_pages(window, 64, 900) + 1) if window is not None else 0
     return limits(
         max_sequences=3,
         max_context=900,
         max_step_tokens=64 + 3 * (1 + drafts) + 30,
-        spaces=spaces,
+        kv_groups=kv_groups,
         pools=PoolSizes(full_pages, n_window, n_states, host_pages=host_pages),
         window_tokens=window,
         residency=residency if host_pages else POOL,
         speculation=SpeculationSettings(max_drafts=drafts, lookup=drafts > 0),
-        prefix=PrefixSettings(max_slots=slots, memory_bytes=1 << 20, min_tokens=64, unit_bytes=dict.fromkeys(Space, 1)),
+        prefix=PrefixSettings(
+            max_slots=slots, memory_bytes=1 << 20, min_tokens=64, unit_bytes=dict.fromkeys(KvGroup, 1)
+        ),
     )
 
 
@@ -86,7 +88,7 @@ class Masked:
                 parts = [row, sum(values[p] for p in resident)]
                 if self.model.window is not None:
                     parts.append(sum(values[max(0, position - self.model.window + 1) :]))
-                if Space.RECURRENT in self.model.spaces:
+                if KvGroup.RECURRENT in self.model.kv_groups:
                     parts.append(states[-1])
                 row = mix(*parts)
             out.append(row)
@@ -153,11 +155,11 @@ def requests(draw_: st.DrawFn) -> list[GenerationRequest]:
     st.lists(st.tuples(st.sampled_from(["work", "cancel"]), st.integers(0, 40)), max_size=8),
 )
 def test_tokens_are_those_of_the_pages_that_the_policy_attends_to(
-    spaces, n_stages, full_pages, policy, drafts, wanted, actions
+    kv_groups, n_stages, full_pages, policy, drafts, wanted, actions
 ) -> None:
     """The resident ones; under ``exact`` all of the context; ranked ones after they came back."""
     residency, host_pages = policy
-    bound = bounds(spaces, full_pages=full_pages, host_pages=host_pages, drafts=drafts, residency=residency)
+    bound = bounds(kv_groups, full_pages=full_pages, host_pages=host_pages, drafts=drafts, residency=residency)
     toy = attached(bound, n_stages=n_stages)
     handles = {}
     for one in wanted:
@@ -276,7 +278,7 @@ def test_neighbours_of_a_page_that_matters_stay_with_it() -> None:
 # ---- prefix slots with pages in host memory
 
 
-SPACES = [PLAIN, SLIDING, HYBRID]
+KV_GROUPS = [PLAIN, SLIDING, HYBRID]
 
 
 async def talk(toy: ToyEngine, name: str, prompt: Sequence[int], n: int, **more: object) -> tuple[list[int], int]:
@@ -290,14 +292,14 @@ async def talk(toy: ToyEngine, name: str, prompt: Sequence[int], n: int, **more:
 
 @settings(max_examples=10, deadline=None)
 @given(
-    st.sampled_from(SPACES),
+    st.sampled_from(KV_GROUPS),
     st.integers(1, 2),
     st.sampled_from([12, 14, 30]),
     st.sampled_from([14, 40]),
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 150), st.integers(1, 70)), min_size=2, max_size=7),
 )
-def test_exact_goes_on_from_any_slot(spaces, n_stages, full_pages, host_pages, turns) -> None:
-    bound = bounds(spaces, full_pages=full_pages, host_pages=host_pages, slots=6)
+def test_exact_goes_on_from_any_slot(kv_groups, n_stages, full_pages, host_pages, turns) -> None:
+    bound = bounds(kv_groups, full_pages=full_pages, host_pages=host_pages, slots=6)
     toy = attached(bound, n_stages=n_stages)
     texts = [[(i * k) % 89 for k in range(330)] for i in range(3)]
     for turn, (who, n_more, n_answer) in enumerate(turns):

@@ -19,7 +19,7 @@ from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.step import StepPlan, WrongResult
 from lucevisor.kv.page_pool import PageUse
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
     CloseSequence,
@@ -280,7 +280,7 @@ def test_the_youngest_gives_its_pages_to_an_older_one_and_goes_on_later() -> Non
                     order.append(name)
         if scheduler.preemption.n_preempted and preempted_at is None:
             preempted_at = dict(told)
-            assert scheduler.pools.usage()[Space.FULL] == PageUse(3, 4)
+            assert scheduler.pools.usage()[KvGroup.FULL] == PageUse(3, 4)
             assert (scheduler.n_running, scheduler.n_queued) == (1, 1)
     assert preempted_at == {
         "a": 69,

@@ -17,7 +17,7 @@ from lucevisor.engine.spec_decode.statistics import DraftStatistics
 from lucevisor.engine.step import ScheduledSequence
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.protocol.loading import DraftKind, PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import Drafted, Sampled
 from tests.combinations import combinations
@@ -367,14 +367,14 @@ def widths_of(toy: ToyEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("drafter", [False, True])
-@pytest.mark.parametrize("spaces", [frozenset({Space.FULL}), HYBRID])
+@pytest.mark.parametrize("kv_groups", [frozenset({KvGroup.FULL}), HYBRID])
 def test_a_copy_is_verified_in_long_slices_with_the_same_tokens(
-    monkeypatch: pytest.MonkeyPatch, spaces: frozenset[Space], *, drafter: bool
+    monkeypatch: pytest.MonkeyPatch, kv_groups: frozenset[KvGroup], *, drafter: bool
 ) -> None:
     """Twice: where the copy leaves its source, slices are short again until two are whole."""
     settings = SpeculationSettings(max_drafts=3, max_lookup=15, drafter=drafter, lookup=True)
-    pools = PoolSizes(16, 0, 4 if spaces == HYBRID else 0, draft_states=15 if spaces == HYBRID else 0)
-    toy = attached(limits(speculation=settings, pools=pools, spaces=spaces))
+    pools = PoolSizes(16, 0, 4 if kv_groups == HYBRID else 0, draft_states=15 if kv_groups == HYBRID else 0)
+    toy = attached(limits(speculation=settings, pools=pools, kv_groups=kv_groups))
     one = request("copy", list(range(40)), n=120)
     text = toy.texts[one.sampling.seed] = [*one.prompt, *toy.alone(one)]
     source = [*text]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
     CopyState,
@@ -124,7 +124,7 @@ class ToyDrafter(ToyStage):
         if bool(new) != piece.sample:
             raise Violation(f"sequence {piece.sequence}: sampled {new}, sample is {piece.sample}")
         self._settle(sequence, sequence.state)
-        if Space.RECURRENT in self.model.spaces and piece.start > piece.draft_from:
+        if KvGroup.RECURRENT in self.model.kv_groups and piece.start > piece.draft_from:
             before = (piece.start - 1, right[piece.start - 1])
             if self.after.get(sequence.state) != before:
                 raise Violation(
@@ -134,7 +134,7 @@ class ToyDrafter(ToyStage):
         after = self._states_after(sequence, piece)
         for i, token in enumerate(piece.tokens):
             position = piece.start + i
-            self._page(sequence, Space.FULL, position)[position % PAGE_TOKENS] = (position, mix(token, position))
+            self._page(sequence, KvGroup.FULL, position)[position % PAGE_TOKENS] = (position, mix(token, position))
             if len(piece.tokens) - i <= len(after):
                 self.after[after[i - len(piece.tokens)]] = (position, token)
 
@@ -146,14 +146,14 @@ class ToyDrafter(ToyStage):
         if piece.draft_from >= stop:
             raise Violation(f"sequence {piece.sequence}: drafts asked without context, {piece.draft_from} to {stop}")
         for position in range(piece.draft_from, stop):
-            if sequence.is_out(Space.FULL, position):
+            if sequence.is_out(KvGroup.FULL, position):
                 continue
-            held = self._page(sequence, Space.FULL, position)[position % PAGE_TOKENS]
+            held = self._page(sequence, KvGroup.FULL, position)[position % PAGE_TOKENS]
             if held != (position, mix(right[position], position)):
                 raise Violation(f"sequence {piece.sequence}: the drafter has {held} for position {position}")
         last = piece.start + len(piece.tokens) + piece.num_draft_tokens
         for position in range(stop, last + 1):  # noise, overwritten by what is kept
-            self._page(sequence, Space.FULL, position)[position % PAGE_TOKENS] = (-1, 0)
+            self._page(sequence, KvGroup.FULL, position)[position % PAGE_TOKENS] = (-1, 0)
         found = right[stop + 1 : stop + 1 + min(piece.num_draft_tokens, self._n_most)]
         self.n_drafted += len(found)
         return [

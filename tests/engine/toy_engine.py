@@ -15,15 +15,15 @@ from lucevisor.engine.pipeline import Pipeline, PipelineResult, StageFailure
 from lucevisor.engine.policy import FairShare, PolicyFactory
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, RequestHandle, TokenEvent
 from lucevisor.engine.shell import DraftStage, Engine, EngineSettings
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import DraftStep, PendingCancelled, SamplingParams, Step, StepResult
 from tests.engine.toy_drafter import ToyDrafter, drafter_daemon
 from tests.engine.toy_pipeline import ToyConstraint, ToyDaemon, ToyLimits, ToyModel, ToyRows, ToyStage, toy_daemons
 
 LOST = RequestError("shard_lost", "group left was killed; send the request again")
-HYBRID = frozenset({Space.FULL, Space.RECURRENT})
-ALL_SPACES = frozenset(Space)
+HYBRID = frozenset({KvGroup.FULL, KvGroup.RECURRENT})
+ALL_KV_GROUPS = frozenset(KvGroup)
 
 
 def limits(**changes: object) -> EngineLimits:
@@ -33,7 +33,7 @@ def limits(**changes: object) -> EngineLimits:
         max_context=1024,
         prefill_chunk=64,
         max_step_tokens=128,
-        spaces=HYBRID,
+        kv_groups=HYBRID,
         pools=PoolSizes(full_pages=16, window_pages=0, states=4),
     )
     return replace(usual, **changes)  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ class ToyEngine:
         self.rows, self.journal_pages = ToyRows(), journal_pages
         self.n_rebuilt = self.n_given_up = 0  # recoveries
         exact = limits.residency is not None and limits.residency.attends_host
-        self.model = ToyModel(n_stages, limits.spaces, limits.window_tokens, attends_host=exact)
+        self.model = ToyModel(n_stages, limits.kv_groups, limits.window_tokens, attends_host=exact)
         self._alone: dict[str, list[int]] = {}
         self.late = False  # answers arrive some time after they are given
         self._mail: list[tuple[ToyDaemon, StepResult | PendingCancelled, memoryview]] = []

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from lucevisor.engine.journal import RowCopy
 from lucevisor.engine.recovery import FIRST_STEP
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.frames import POSTED, encode, payload_segments
 from lucevisor.protocol.loading import PoolSizes
@@ -136,7 +136,7 @@ class ToyModel:
     """
 
     n_stages: int
-    spaces: frozenset[Space]
+    kv_groups: frozenset[KvGroup]
     window: int | None
     attends_host: bool = False
 
@@ -173,11 +173,11 @@ class ToyModel:
                 totals[stage] += kept[stage][-1]
                 states[stage] = mix(states[stage], row)
                 parts = [row]
-                if Space.FULL in self.spaces:
+                if KvGroup.FULL in self.kv_groups:
                     parts.append(totals[stage])
                 if self.window is not None:
                     parts.append(sum(kept[stage][-self.window :]))
-                if Space.RECURRENT in self.spaces:
+                if KvGroup.RECURRENT in self.kv_groups:
                     parts.append(states[stage])
                 row = mix(*parts)
             if rows is not None:
@@ -196,7 +196,7 @@ class _Open:
     states: list[int] = field(default_factory=list)  # after tokens of the last slice, not made yet
     rebuilt: bool = False  # its last slice was computed again, in a step of this stage alone
     drawn: tuple[int, int] | None = None  # the token drawn last and its position
-    tables: dict[Space, list[int]] = field(default_factory=dict)
+    tables: dict[KvGroup, list[int]] = field(default_factory=dict)
     hosts: dict[int, int] = field(default_factory=dict)  # by entry: its page in host memory
 
     def count(self, tokens: Sequence[int]) -> None:
@@ -204,9 +204,9 @@ class _Open:
         self.counts = (self.counts + sum(mix(t, i >= self.n_prompt) for i, t in enumerate(tokens))) & _MASK
         self.n_prompt = max(0, self.n_prompt - len(tokens))
 
-    def is_out(self, space: Space, position: int) -> bool:
+    def is_out(self, kv_group: KvGroup, position: int) -> bool:
         """Whether the page of a position was paged out."""
-        entry, table = position // PAGE_TOKENS, self.tables.get(space, [])
+        entry, table = position // PAGE_TOKENS, self.tables.get(kv_group, [])
         return entry < len(table) and table[entry] == _OUT
 
 
@@ -220,8 +220,8 @@ class ToyStage:
 
     def __init__(self, model: ToyModel, stage: int, pools: PoolSizes, regions: Regions):
         self.model, self.stage, self.regions = model, stage, regions
-        sizes = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages}
-        self.pages = {space: [[_EMPTY] * PAGE_TOKENS for _ in range(n)] for space, n in sizes.items()}
+        sizes = {KvGroup.FULL: pools.full_pages, KvGroup.WINDOW: pools.window_pages}
+        self.pages = {kv_group: [[_EMPTY] * PAGE_TOKENS for _ in range(n)] for kv_group, n in sizes.items()}
         ids = range(pools.full_pages, pools.full_pages + pools.host_pages)
         self.host_pages = {page: [_EMPTY] * PAGE_TOKENS for page in ids}
         self.states = {i: _POISON for i in range(pools.n_state_ids) if not pools.is_draft_state(i)}
@@ -347,16 +347,16 @@ class ToyStage:
             )
         return replace(piece, tokens=[token])
 
-    def take_over(self, other: ToyStage, units: Mapping[Space, Sequence[int]]) -> None:
+    def take_over(self, other: ToyStage, units: Mapping[KvGroup, Sequence[int]]) -> None:
         """Hold in these pages and states what another process of this stage held."""
-        for space, ids in units.items():
+        for kv_group, ids in units.items():
             for i in ids:
-                if space is Space.RECURRENT:
+                if kv_group is KvGroup.RECURRENT:
                     self.states[i] = other.states[i]
-                elif space is Space.FULL and i in self.host_pages:
+                elif kv_group is KvGroup.FULL and i in self.host_pages:
                     self.host_pages[i] = list(other.host_pages[i])
                 else:
-                    self.pages[space][i] = list(other.pages[space][i])
+                    self.pages[kv_group][i] = list(other.pages[kv_group][i])
 
     def replay(self, steps: Sequence[Step], rows: Sequence[int], max_sequences: int) -> None:
         """Run steps that were prepared for this stage; ``rows``: of the stage before, one step behind the other."""
@@ -405,16 +405,16 @@ class ToyStage:
                 if closed is None:
                     raise Violation(f"sequence {sequence} is closed but not open")
                 self._settle(closed, closed.state)
-            case SetPages(sequence=sequence, space=space, first=first, pages=pages):
+            case SetPages(sequence=sequence, kv_group=kv_group, first=first, pages=pages):
                 if sequence not in self.sequences:
                     raise Violation(f"pages are set for sequence {sequence}, which is not open")
-                table = self.sequences[sequence].tables.setdefault(space, [])
-                if (first > len(table) and space is not Space.WINDOW) or not pages:
+                table = self.sequences[sequence].tables.setdefault(kv_group, [])
+                if (first > len(table) and kv_group is not KvGroup.WINDOW) or not pages:
                     raise Violation(
                         f"sequence {sequence}: entries {first} + {len(pages)} leave a gap behind {len(table)}"
                     )
-                if not all(0 <= page < len(self.pages[space]) for page in pages):
-                    raise Violation(f"pages {pages} are outside the pool of space {space}")
+                if not all(0 <= page < len(self.pages[kv_group]) for page in pages):
+                    raise Violation(f"pages {pages} are outside the pool of KV group {kv_group}")
                 table += [_NO_PAGE] * (first - len(table))
                 table[first : first + len(pages)] = pages
             case PageOut():
@@ -439,30 +439,30 @@ class ToyStage:
                         self._settle(opened, source)
                         opened.states = left
                 self._set_state(target, self.states[source])
-            case CopyPage(space=space, source=source, target=target, n_tokens=n):
+            case CopyPage(kv_group=kv_group, source=source, target=target, n_tokens=n):
                 if source == target or not 0 < n <= PAGE_TOKENS:
                     raise Violation(f"{n} positions of page {source} are copied to {target}")
-                self._use_page(space, target)[:n] = self.pages[space][source][:n]
+                self._use_page(kv_group, target)[:n] = self.pages[kv_group][source][:n]
             case other:
                 raise Violation(f"an operation nobody plans: {other}")
 
     def _page_in(self, sequence: _Open, entries: list[int], pages: list[int]) -> None:
         for entry, page in zip(entries, pages, strict=True):
-            if entry not in sequence.hosts or not 0 <= page < len(self.pages[Space.FULL]):
+            if entry not in sequence.hosts or not 0 <= page < len(self.pages[KvGroup.FULL]):
                 raise Violation(f"entry {entry} cannot come back to page {page}")
-            self.pages[Space.FULL][page] = list(self.host_pages[sequence.hosts.pop(entry)])
-            sequence.tables[Space.FULL][entry] = page
+            self.pages[KvGroup.FULL][page] = list(self.host_pages[sequence.hosts.pop(entry)])
+            sequence.tables[KvGroup.FULL][entry] = page
 
     def _page_out(self, operation: PageOut) -> None:
         sequence, entries = self.sequences[operation.sequence], operation.entries
-        table = sequence.tables.setdefault(Space.FULL, [])
+        table = sequence.tables.setdefault(KvGroup.FULL, [])
         for i, entry in enumerate(entries):
             if entry > len(table) or (entry < len(table) and table[entry] < 0):
                 raise Violation(f"sequence {operation.sequence}: entry {entry} of {len(table)} cannot be paged out")
             if entry == len(table):  # known to have left before
                 table.append(_OUT)
             elif operation.hosts and self.host_pages:
-                self.host_pages[operation.hosts[i]] = list(self.pages[Space.FULL][table[entry]])
+                self.host_pages[operation.hosts[i]] = list(self.pages[KvGroup.FULL][table[entry]])
             table[entry] = _OUT
             if operation.hosts:
                 sequence.hosts[entry] = operation.hosts[i]
@@ -498,16 +498,16 @@ class ToyStage:
         for position, row in enumerate(rows, start=piece.start):
             value = mix(row, position, self.stage)
             parts = [row]
-            if Space.FULL in self.model.spaces:
-                self._page(sequence, Space.FULL, position)
-                page = self._use_page(Space.FULL, sequence.tables[Space.FULL][position // PAGE_TOKENS])
+            if KvGroup.FULL in self.model.kv_groups:
+                self._page(sequence, KvGroup.FULL, position)
+                page = self._use_page(KvGroup.FULL, sequence.tables[KvGroup.FULL][position // PAGE_TOKENS])
                 page[position % PAGE_TOKENS] = (position, value)
-                total = total + value if out else self._sum(sequence, Space.FULL, 0, position)
+                total = total + value if out else self._sum(sequence, KvGroup.FULL, 0, position)
                 parts.append(total)
             if self.model.window is not None:
-                self._page(sequence, Space.WINDOW, position)[position % PAGE_TOKENS] = (position, value)
-                parts.append(self._sum(sequence, Space.WINDOW, max(0, position - self.model.window + 1), position))
-            if Space.RECURRENT in self.model.spaces:
+                self._page(sequence, KvGroup.WINDOW, position)[position % PAGE_TOKENS] = (position, value)
+                parts.append(self._sum(sequence, KvGroup.WINDOW, max(0, position - self.model.window + 1), position))
+            if KvGroup.RECURRENT in self.model.kv_groups:
                 state = mix(state, row)
                 parts.append(state)
                 if len(after) > 1:
@@ -520,7 +520,7 @@ class ToyStage:
 
     def _states_after(self, sequence: _Open, piece: Slice) -> list[int]:
         """The state that a slice writes, or those that may be made of what it leaves, one after each token."""
-        if Space.RECURRENT not in self.model.spaces:
+        if KvGroup.RECURRENT not in self.model.kv_groups:
             return []
         states = piece.states or [sequence.state]
         if states[0] != sequence.state or len(set(states)) != len(states) or len(states) != 1 + piece.n_drafts:
@@ -539,35 +539,37 @@ class ToyStage:
         self.states[state] = value
         if state < self.pools.device_states:
             for page in range(state * self.pools.state_pages, (state + 1) * self.pools.state_pages):
-                self.pages[Space.FULL][page] = [_EMPTY] * PAGE_TOKENS
+                self.pages[KvGroup.FULL][page] = [_EMPTY] * PAGE_TOKENS
 
-    def _use_page(self, space: Space, page: int) -> list[tuple[int, int]]:
+    def _use_page(self, kv_group: KvGroup, page: int) -> list[tuple[int, int]]:
         """Return a page to write to: a state that shares its memory holds nothing then."""
         n = self.pools.state_pages
-        if n and space is Space.FULL and 0 <= page < n * self.pools.device_states:
+        if n and kv_group is KvGroup.FULL and 0 <= page < n * self.pools.device_states:
             self.states[page // n] = _POISON
-        return self.pages[space][page]
+        return self.pages[kv_group][page]
 
-    def _page(self, sequence: _Open, space: Space, position: int) -> list[tuple[int, int]]:
-        table = sequence.tables.get(space, [])
+    def _page(self, sequence: _Open, kv_group: KvGroup, position: int) -> list[tuple[int, int]]:
+        table = sequence.tables.get(kv_group, [])
         entry = position // PAGE_TOKENS
         if entry >= len(table) or table[entry] < 0:
-            raise Violation(f"position {position} has no page in space {space}")
-        return self.pages[space][table[entry]]
+            raise Violation(f"position {position} has no page in KV group {kv_group}")
+        return self.pages[kv_group][table[entry]]
 
-    def _sum(self, sequence: _Open, space: Space, first: int, last: int) -> int:
+    def _sum(self, sequence: _Open, kv_group: KvGroup, first: int, last: int) -> int:
         total = 0
         for start in range(first - first % PAGE_TOKENS, last + 1, PAGE_TOKENS):
-            if sequence.is_out(space, start):
+            if sequence.is_out(kv_group, start):
                 if not self.model.attends_host:
                     continue
                 page = self.host_pages[sequence.hosts[start // PAGE_TOKENS]]
             else:
-                page = self._page(sequence, space, start)
+                page = self._page(sequence, kv_group, start)
             low = max(first, start)
             for position, (written_for, value) in enumerate(page[low - start : last + 1 - start], low):
                 if written_for != position:
-                    raise Violation(f"position {position} of space {space} reads what was written for {written_for}")
+                    raise Violation(
+                        f"position {position} of KV group {kv_group} reads what was written for {written_for}"
+                    )
                 total += value
         return total
 

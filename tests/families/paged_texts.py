@@ -15,7 +15,7 @@ from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import PageTable
 from lucevisor.kv.residency import Residency, page_table
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.steps import OpenSequence, Operation, SamplingParams, Slice, Step, ZeroState
 from tests.families.pipeline import STATES
 
@@ -25,7 +25,7 @@ class Texts:
 
     def __init__(self, spec: ModelSpec, stages: Sequence[LoadedStage], residency: Residency | None) -> None:
         self.spec, self.stages, self.residency = spec, stages, residency
-        self.pools = PagePools(self.spec.spaces(), stages[0].sequences.sizes)
+        self.pools = PagePools(self.spec.kv_groups(), stages[0].sequences.sizes)
         self.tables: dict[int, PageTable] = {}
         self.lengths: dict[int, int] = {}
         self.scores: dict[int, list[float]] = {}  # of the last step
@@ -42,14 +42,14 @@ class Texts:
                 self.tables[s] = page_table(self.pools, self.spec.window or None, self.residency)
                 self.lengths[s] = 0
                 operations.append(OpenSequence(s, s % STATES, SamplingParams()))
-                if Space.RECURRENT in self.spec.spaces():
+                if KvGroup.RECURRENT in self.spec.kv_groups():
                     operations.append(ZeroState(s % STATES))
             table, start = self.tables[s], self.lengths[s]
             found = grow_table(s, table, start, start + n)
             assert found is not None
             operations += found
             if self.residency is not None:
-                assert len(table.held(Space.FULL)) <= self.residency.pool_pages
+                assert len(table.held(KvGroup.FULL)) <= self.residency.pool_pages
             slices.append(Slice(s, start, list(tokens), True))
             if table.ranks_next:
                 ranked.append(s)
@@ -84,10 +84,10 @@ def masked(out: Mapping[int, Collection[int]]) -> object:
     """``Group.keys`` over a whole table, in which the pages that are out by the start of a slice are masked."""
     real = Group.keys
 
-    def keys(group: Group, space: Space, *alike: bool | int) -> tuple[Pages, Tensor | None]:
-        pages, mask = real(group, space, *alike)
+    def keys(group: Group, kv_group: KvGroup, *alike: bool | int) -> tuple[Pages, Tensor | None]:
+        pages, mask = real(group, kv_group, *alike)
         start = group.layout.starts[0]
-        if space is not Space.FULL or not out[start]:
+        if kv_group is not KvGroup.FULL or not out[start]:
             return pages, mask
         length = start + group.n_tokens
         shown = torch.ones(1, 1, group.n_tokens, length, dtype=torch.bool) if mask is None else mask

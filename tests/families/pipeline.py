@@ -1,6 +1,4 @@
-"""A pipeline of stages in one process over both page spaces, with ids dealt out, and taken back, the way a supervisor
-would.
-"""
+"""A pipeline of stages in one process over both paged KV groups, with ids dealt out and taken back."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from torch import Tensor
 from daemons.models.stage import LoadedStage
 from lucevisor.model.extents import extent_of
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.steps import (
     CloseSequence,
@@ -36,14 +34,14 @@ DRAFT_STATES = 48
 
 
 def pools_of(spec: ModelSpec, host_pages: int = 0, pages: int = PAGES) -> PoolSizes:
-    """PoolSizes with only the spaces that the model has."""
-    spaces = spec.spaces()
+    """PoolSizes with only the KV groups that the model has."""
+    kv_groups = spec.kv_groups()
     return PoolSizes(
-        full_pages=pages if Space.FULL in spaces else 0,
-        window_pages=PAGES - 8 if Space.WINDOW in spaces else 0,
-        states=STATES if Space.RECURRENT in spaces else 0,
+        full_pages=pages if KvGroup.FULL in kv_groups else 0,
+        window_pages=PAGES - 8 if KvGroup.WINDOW in kv_groups else 0,
+        states=STATES if KvGroup.RECURRENT in kv_groups else 0,
         host_pages=host_pages,
-        draft_states=DRAFT_STATES if Space.RECURRENT in spaces else 0,
+        draft_states=DRAFT_STATES if KvGroup.RECURRENT in kv_groups else 0,
     )
 
 
@@ -111,14 +109,14 @@ def load_stages(
 
 @dataclass
 class Text:
-    """What the supervisor remembers of a sequence: its length, its state, its pages in each space (None: given
+    """What the supervisor remembers of a sequence: its length, its state, its pages in each KV group (None: given
     back).
     """
 
     state: int
     length: int = 0
     kept: list[int] = field(default_factory=list)  # the ids of states after tokens of the last verify slice
-    pages: dict[Space, list[int | None]] = field(default_factory=dict)
+    pages: dict[KvGroup, list[int | None]] = field(default_factory=dict)
     images: Mapping[ImageSpan, Tensor] = field(default_factory=dict)
 
 
@@ -132,11 +130,13 @@ class Pipeline:
         self, spec: ModelSpec, stages: list[LoadedStage], *, release: bool = True, tell_first: bool = False
     ) -> None:
         self.spec, self.stages, self.release, self.tell_first = spec, stages, release, tell_first
-        spaces = spec.spaces()
-        units, sizes = {Space.FULL: PAGES, Space.WINDOW: pools_of(spec).window_pages}, stages[0].sequences.sizes
-        first = {Space.FULL: STATES * sizes.state_pages, Space.WINDOW: 0}  # behind the memory of states
+        kv_groups = spec.kv_groups()
+        units, sizes = {KvGroup.FULL: PAGES, KvGroup.WINDOW: pools_of(spec).window_pages}, stages[0].sequences.sizes
+        first = {KvGroup.FULL: STATES * sizes.state_pages, KvGroup.WINDOW: 0}  # behind the memory of states
         self.free = {
-            space: [first[space] + (i * 37 + 5) % n for i in range(n)] for space, n in units.items() if space in spaces
+            kv_group: [first[kv_group] + (i * 37 + 5) % n for i in range(n)]
+            for kv_group, n in units.items()
+            if kv_group in kv_groups
         }
         self.free_states = [(i * 7 + 3) % STATES for i in range(STATES)]
         self.free_draft_states = [STATES + (i * 7 + 3) % DRAFT_STATES for i in range(DRAFT_STATES)]
@@ -150,18 +150,18 @@ class Pipeline:
 
     def open(self, sequence: int, images: Mapping[ImageSpan, Tensor] | None = None, adapter: str = "") -> None:
         """``images``: with their embedding rows."""
-        state = self.free_states.pop() if Space.RECURRENT in self.spec.spaces() else 0
-        self.texts[sequence] = Text(state, pages={space: [] for space in self.free}, images=images or {})
+        state = self.free_states.pop() if KvGroup.RECURRENT in self.spec.kv_groups() else 0
+        self.texts[sequence] = Text(state, pages={kv_group: [] for kv_group in self.free}, images=images or {})
         opening = OpenSequence(sequence, state, SamplingParams(), images=(*(images or {}),), adapter=adapter)
         operations: list[Operation] = [opening]
-        if Space.RECURRENT in self.spec.spaces():
+        if KvGroup.RECURRENT in self.spec.kv_groups():
             operations.append(ZeroState(state))
         self.apply(operations)
 
     def close(self, sequence: int) -> None:
         text = self.texts.pop(sequence)
-        for space, pages in text.pages.items():
-            self.free[space] += [page for page in pages if page is not None]
+        for kv_group, pages in text.pages.items():
+            self.free[kv_group] += [page for page in pages if page is not None]
         self.free_states.append(text.state)
         self.apply([CloseSequence(sequence)])
 
@@ -178,7 +178,7 @@ class Pipeline:
         slices = []
         for sequence, tokens, n_drafts in parts:
             text = self.texts[sequence]
-            if n_drafts and Space.RECURRENT in self.spec.spaces():
+            if n_drafts and KvGroup.RECURRENT in self.spec.kv_groups():
                 ids = self.free_draft_states if len(tokens) == n_drafts + 1 else self.free_states
                 text.kept = [text.state] + [ids.pop() for _ in range(n_drafts)]
             slices.append(Slice(sequence, text.length, list(tokens), True, n_drafts, list(text.kept)))
@@ -242,16 +242,16 @@ class Pipeline:
         once.
         """
         operations: list[Operation] = []
-        for space, pages in text.pages.items():
-            if space is Space.WINDOW and self.release:
+        for kv_group, pages in text.pages.items():
+            if kv_group is KvGroup.WINDOW and self.release:
                 for i in range(min(max(0, text.length - self.spec.window + 1) // PAGE_TOKENS, len(pages))):
                     if (page := pages[i]) is not None:
-                        self.free[space].append(page)
+                        self.free[kv_group].append(page)
                         pages[i] = None
             missing = -(-(text.length + n) // PAGE_TOKENS) - len(pages)
             if missing > 0:
-                new = [self.free[space].pop() for _ in range(missing)]
-                operations.append(SetPages(sequence, space, len(pages), new))
+                new = [self.free[kv_group].pop() for _ in range(missing)]
+                operations.append(SetPages(sequence, kv_group, len(pages), new))
                 pages += new
         text.length += n
         return operations

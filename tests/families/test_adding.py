@@ -21,7 +21,7 @@ from lucevisor.model.experts import shared_tensors
 from lucevisor.model.families.llama import hyperparameters, layer_tensors
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import Keys, LayerSpec, ModelSpec, assemble, attention_state
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from tests.families.generate import llama
 from tests.families.generate.made import Draw, Made, build, reference
 from tests.families.pipeline import Pipeline, load_stages
@@ -42,7 +42,7 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
         b, e = f"blk.{i}.", p.hidden_size
         tensors = layer_tensors(files, p, i) | shared_tensors(b, e, p.experts) | {b + SHARED_GATE: (1, e)}
         state = attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
-        layers.append(LayerSpec(i, Space.FULL, tensors, state, n_routed=p.experts.n_used))
+        layers.append(LayerSpec(i, KvGroup.FULL, tensors, state, n_routed=p.experts.n_used))
     return assemble(files, keys, p, layers)
 
 

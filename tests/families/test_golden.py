@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from daemons.ops.paged import Pages, Q8Pages
-from lucevisor.model.values import Q8_GROUP, Backend, Dtype, LayerRange, Space, q8_groups
+from lucevisor.model.values import Q8_GROUP, Backend, Dtype, KvGroup, LayerRange, q8_groups
 from lucevisor.model.weight_layout import weight_bytes
 from lucevisor.protocol.steps import CopyPage, CopyState, SetPages
 from tests.combinations import combinations
@@ -139,9 +139,9 @@ def test_window_pages_that_went_back_change_no_bit(name):
         part = text[at : at + 20]
         wanted, found = kept.run((0, part), (1, part[::-1])), released.run((0, part), (1, part[::-1]))
         assert torch.equal(found, wanted)
-    gone = released.texts[0].pages[Space.WINDOW].count(None)
+    gone = released.texts[0].pages[KvGroup.WINDOW].count(None)
     assert gone == (240 - golden.spec.window + 1) // 64
-    assert kept.texts[0].pages[Space.WINDOW].count(None) == 0
+    assert kept.texts[0].pages[KvGroup.WINDOW].count(None) == 0
 
 
 @each_kind
@@ -165,14 +165,14 @@ def test_a_prefix_is_continued_from_copies():
     c.apply([CopyState(first.state, kept)])
     c.run((0, [1, 2]))  # the first text goes its own way
     c.open(1)
-    second, own = c.texts[1], c.free[Space.FULL].pop()
-    shared, partial = first.pages[Space.FULL]
-    second.pages[Space.FULL], second.length = [shared, own], 70
+    second, own = c.texts[1], c.free[KvGroup.FULL].pop()
+    shared, partial = first.pages[KvGroup.FULL]
+    second.pages[KvGroup.FULL], second.length = [shared, own], 70
     c.apply(
         [
             CopyState(kept, second.state),
-            CopyPage(Space.FULL, partial, own, 6),
-            SetPages(1, Space.FULL, 0, [shared, own]),
+            CopyPage(KvGroup.FULL, partial, own, 6),
+            SetPages(1, KvGroup.FULL, 0, [shared, own]),
         ]
     )
     golden.bounds.assert_logits(c.run((1, golden.ids[70:])), golden.logits, slice(70, None))
@@ -233,13 +233,13 @@ def test_accuracy_and_memory_of_smaller_keys_and_values(name, kv_dtype):
 
 def paged_bytes(golden, kv_dtype: Dtype) -> int:
     pools, layers = pools_of(golden.spec), golden.spec.layers
-    units = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: 0}
-    return sum(units[layer.space] * layer.unit_bytes(kv_dtype) for layer in layers)
+    units = {KvGroup.FULL: pools.full_pages, KvGroup.WINDOW: pools.window_pages, KvGroup.RECURRENT: 0}
+    return sum(units[layer.kv_group] * layer.unit_bytes(kv_dtype) for layer in layers)
 
 
 def recurrent_bytes(golden) -> int:
     pools = pools_of(golden.spec)
-    recurrent = [x for x in golden.spec.layers if x.space is Space.RECURRENT]
+    recurrent = [x for x in golden.spec.layers if x.kv_group is KvGroup.RECURRENT]
     whole = pools.states * sum(x.device_unit_bytes(Dtype.FLOAT32) for x in recurrent)
     return whole + pools.draft_states * sum(x.draft_state_bytes(Dtype.FLOAT32) for x in recurrent)
 

@@ -14,7 +14,7 @@ from daemons.ops.page_scores import KeySketches, queries_by_head, scores_of
 from daemons.ops.page_sums import TorchPageSums
 from daemons.ops.paged import DensePages
 from lucevisor.kv.residency import Residency
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from tests.combinations import combinations
 from tests.families.golden import KINDS, Golden
 from tests.families.paged_texts import Texts, masked, tokens_at
@@ -30,9 +30,9 @@ def run(golden: Golden, texts: Texts, *, rank: bool) -> tuple[Tensor, dict[int, 
     for n in CHUNKS:
         logits.append(texts.run(a=tokens_at(start, n, golden.spec.vocabulary)))
         table = texts.tables[ord("a")]
-        held = table.held(Space.FULL)
+        held = table.held(KvGroup.FULL)
         pages = range(-(-(start + n) // PAGE_TOKENS))
-        out[start] = {e for growth in table.growths() for e in growth.paged_out if growth.space is Space.FULL}
+        out[start] = {e for growth in table.growths() for e in growth.paged_out if growth.kv_group is KvGroup.FULL}
         assert len(held) + len(out[start]) == len(pages)
         start += n
         if rank and table.ranks_next:

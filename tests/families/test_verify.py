@@ -7,7 +7,7 @@ from itertools import count, cycle
 
 import pytest
 
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from tests.families.golden import Golden, each_kind, opened
 from tests.families.pipeline import DRAFT_STATES, STATES, Pipeline, load_stages
 
@@ -70,7 +70,7 @@ def test_tokens_are_the_greedy_ones_whatever_is_drafted(golden: Golden) -> None:
     c = split_pipeline(golden)
     c.open(0)
     golden.assert_tokens(c.speculate(0, golden.prompt, 32, drafter(golden)))
-    if Space.RECURRENT in golden.spec.spaces():
+    if KvGroup.RECURRENT in golden.spec.kv_groups():
         c.close(0)
         assert sorted(c.free_states) == list(range(STATES))
         assert sorted(c.free_draft_states) == list(range(STATES, STATES + DRAFT_STATES))

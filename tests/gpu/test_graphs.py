@@ -13,7 +13,7 @@ from daemons.graphs import StepGraphs
 from daemons.kv.sequences import MIN_ENTRIES
 from daemons.models.shard import ShardOutput
 from daemons.models.stage import LoadedStage
-from lucevisor.model.values import Backend, Dtype, Space
+from lucevisor.model.values import Backend, Dtype, KvGroup
 from lucevisor.protocol.steps import SetPages
 from tests.families.golden import FIXTURES, opened
 from tests.families.pipeline import How, Pipeline, load_stages
@@ -72,7 +72,7 @@ def test_captured_steps_equal_eager_steps(name: str) -> None:
             runs = {(1, 1), (2, 1), (1, 3), (2, 5), (1, 16), (1, 32)}
             expected = {(b, n) for b, n in runs if b * n <= graphs.max_tokens}
             # torch's form of the delta rule, for head dims that kernels do not take, need not be capturable
-            optional = {(1, 32)} if Space.RECURRENT in golden.spec.spaces() else set()
+            optional = {(1, 32)} if KvGroup.RECURRENT in golden.spec.kv_groups() else set()
             assert {(p.n_slices, p.n_tokens) for p in graphs._uncapturable} <= optional
             assert {(p.n_slices, p.n_tokens) for p in graphs._graphs} | optional == expected | optional
 
@@ -150,15 +150,15 @@ def test_captured_chunks_equal_padded_eager_chunks(name: str, dtype: Dtype, monk
             refused = {(key.n_tokens, key.max_length) for key in graphs._uncapturable if key.n_tokens > 32}
             possible = {n for n in (48, 64, 96, 128) if n <= graphs.max_tokens}
             assert {n for n, _ in keys | refused} == possible
-            assert not refused or Space.RECURRENT in golden.spec.spaces()  # torch's form of the delta rule
+            assert not refused or KvGroup.RECURRENT in golden.spec.kv_groups()  # torch's form of the delta rule
 
 
 @torch.inference_mode()
 def fill_pages(stages: list[LoadedStage], value: float) -> None:
     for stage in stages:
         for shard in stage.shards:
-            for space, tensors in shard.pools._stacks:
-                for tensor in tensors if space is not Space.RECURRENT else []:
+            for kv_group, tensors in shard.pools._stacks:
+                for tensor in tensors if kv_group is not KvGroup.RECURRENT else []:
                     tensor.fill_(value)
 
 
@@ -191,7 +191,7 @@ def test_graphs_are_captured_again_when_a_table_grows() -> None:
         rows = [c.run((0, [token])).cpu() for token in golden.ids[:6]]
         for n_entries in (MIN_ENTRIES, 3 * MIN_ENTRIES):
             for stage in c.stages:
-                stage.apply([SetPages(0, Space.FULL, 1, [1] * n_entries)])  # behind what the sequence has filled
+                stage.apply([SetPages(0, KvGroup.FULL, 1, [1] * n_entries)])  # behind what the sequence has filled
             rows += [c.run((0, [token])).cpu() for token in golden.ids[:6]]
         found.append(torch.cat(rows))
     assert torch.equal(*found)

@@ -10,7 +10,7 @@ from daemons.kv.pools import Pools
 from daemons.ops.page_scores import sketches_of
 from lucevisor.kv.residency import Residency
 from lucevisor.model.spec import LayerSpec, ModelSpec, attention_state
-from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import Backend, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.loading import PoolSizes
 from tests.families.golden import FIXTURES, opened
 from tests.families.paged_texts import run
@@ -36,7 +36,7 @@ def test_logits_are_those_of_the_whole_context(name: str) -> None:
 
 
 def test_a_page_may_be_overwritten_at_once() -> None:
-    layers = tuple(LayerSpec(i, Space.FULL, {}, attention_state(2, 64, 64)) for i in range(3))
+    layers = tuple(LayerSpec(i, KvGroup.FULL, {}, attention_state(2, 64, 64)) for i in range(3))
     spec = ModelSpec("test", "test", "F32", 16, 100, 4096, layers, {}, {}, 0, None)
     sizes = PoolSizes(40, 0, 0, host_pages=300)
     pools = Pools(spec, LayerRange(0, 3), torch.device("cuda", 0), Dtype.BFLOAT16, sizes)
@@ -61,7 +61,7 @@ def test_a_page_may_be_overwritten_at_once() -> None:
 
 
 def test_pages_come_back_as_they_left() -> None:
-    layers = tuple(LayerSpec(i, Space.FULL, {}, attention_state(2, 64, 64)) for i in range(3))
+    layers = tuple(LayerSpec(i, KvGroup.FULL, {}, attention_state(2, 64, 64)) for i in range(3))
     spec = ModelSpec("test", "test", "F32", 16, 100, 4096, layers, {}, {}, 0, None)
     device, sizes = torch.device("cuda", 0), PoolSizes(40, 0, 0, host_pages=60)
     pools = Pools(spec, LayerRange(0, 3), device, Dtype.BFLOAT16, sizes, rank_pages=True)

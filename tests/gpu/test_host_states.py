@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from daemons.kv.pools import Pools
-from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import Backend, Dtype, KvGroup, LayerRange
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.messages import Restored
 from lucevisor.protocol.steps import CopyState
@@ -64,8 +64,8 @@ def test_the_device_holds_live_states_only(spec):
     sizes = PoolSizes(full_pages=4, window_pages=0, states=2 + 200, host_states=200)
     pools = Pools(spec, layers, torch.device("cuda", 0), Dtype.FLOAT32, sizes)
     taken = torch.cuda.memory_allocated(0) - before
-    state = spec.unit_bytes(Space.RECURRENT, layers, Dtype.FLOAT32)
-    full = spec.unit_bytes(Space.FULL, layers, Dtype.FLOAT32)
+    state = spec.unit_bytes(KvGroup.RECURRENT, layers, Dtype.FLOAT32)
+    full = spec.unit_bytes(KvGroup.FULL, layers, Dtype.FLOAT32)
     updates = sum(layer.device_unit_bytes(Dtype.FLOAT32) - layer.unit_bytes(Dtype.FLOAT32) for layer in spec.layers)
     assert pools.nbytes == 4 * full + 2 * (state + updates)
     n_tensors = len(pools._stacks) + 1

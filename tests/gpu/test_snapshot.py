@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from daemons.snapshots import state_map as rows_of
-from lucevisor.model.values import Backend, Dtype, Space
+from lucevisor.model.values import Backend, Dtype, KvGroup
 from lucevisor.protocol.messages import Restored
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model
@@ -48,7 +48,7 @@ def test_a_slot_of_a_gpu_comes_back_bit_by_bit(name, kv_dtype, to, tmp_path):
     before = tensors_of(tmp_path / first.file)
     assert all(float(t.float().abs().max()) > 0 for t in before.values())
     other = SlotPipeline(spec, [[3], []] if spec.legal_boundary(3) else [[]], kv_dtype=kv_dtype, seed=2, backend=to)
-    fresh = other.fresh_place(N, 2 if Space.RECURRENT in spec.spaces() else -1)
+    fresh = other.fresh_place(N, 2 if KvGroup.RECURRENT in spec.kv_groups() else -1)
     assert all(isinstance(a, Restored) for a in other.restore(store, first, fresh))
     second = other.save(store, ids, fresh)
     after = tensors_of(tmp_path / second.file)

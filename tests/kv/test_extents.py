@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lucevisor.kv.page_pool import PagePools
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 from lucevisor.protocol.loading import PoolSizes
 
 
@@ -18,7 +18,7 @@ class OneMemory(RuleBasedStateMachine):
     def make(self, n, per_state, alone):
         self.n, self.per_state, self.total = n, per_state, n * per_state + alone
         sizes = PoolSizes(self.total, 0, n, state_pages=per_state)
-        self.pools = PagePools([Space.FULL, Space.RECURRENT], sizes)
+        self.pools = PagePools([KvGroup.FULL, KvGroup.RECURRENT], sizes)
         self.pages: list[int] = []
         self.states: list[int] = []
 
@@ -29,7 +29,7 @@ class OneMemory(RuleBasedStateMachine):
 
     @rule(n_pages=st.integers(0, 9), n_states=st.integers(0, 3))
     def take(self, n_pages, n_states):
-        needs = {Space.FULL: n_pages, Space.RECURRENT: n_states}
+        needs = {KvGroup.FULL: n_pages, KvGroup.RECURRENT: n_states}
         used = set(self.covered())
         free = [i for i in range(self.n) if used.isdisjoint(range(i * self.per_state, (i + 1) * self.per_state))]
         n_left = self.total - len(used) - n_states * self.per_state
@@ -40,15 +40,15 @@ class OneMemory(RuleBasedStateMachine):
         taken = self.pools.allocate(needs)
         assert (taken is not None) == fits
         if taken is not None:
-            assert [len(taken[space]) for space in needs] == [n_pages, n_states]
-            self.pages += taken[Space.FULL]
-            self.states += taken[Space.RECURRENT]
+            assert [len(taken[kv_group]) for kv_group in needs] == [n_pages, n_states]
+            self.pages += taken[KvGroup.FULL]
+            self.states += taken[KvGroup.RECURRENT]
 
     @rule(data=st.data())
     def release(self, data):
-        for space, held in ((Space.FULL, self.pages), (Space.RECURRENT, self.states)):
+        for kv_group, held in ((KvGroup.FULL, self.pages), (KvGroup.RECURRENT, self.states)):
             ids = data.draw(st.lists(st.sampled_from(held), unique=True)) if held else []
-            self.pools.release(space, ids)
+            self.pools.release(kv_group, ids)
             for one in ids:
                 held.remove(one)
 
@@ -56,11 +56,11 @@ class OneMemory(RuleBasedStateMachine):
     def nothing_is_given_out_twice_and_nothing_leaks(self):
         covered = self.covered()
         assert len(covered) == len(set(covered))
-        assert self.pools[Space.FULL].n_free == self.total - len(covered)
-        for space, held in ((Space.FULL, self.pages), (Space.RECURRENT, self.states)):
-            assert self.pools[space].problems([]) == []
-            use = self.pools.usage()[space]
-            assert (use.used, use.free) == (len(held), self.pools[space].n_free)
+        assert self.pools[KvGroup.FULL].n_free == self.total - len(covered)
+        for kv_group, held in ((KvGroup.FULL, self.pages), (KvGroup.RECURRENT, self.states)):
+            assert self.pools[kv_group].problems([]) == []
+            use = self.pools.usage()[kv_group]
+            assert (use.used, use.free) == (len(held), self.pools[kv_group].n_free)
 
 
 TestOneMemory = OneMemory.TestCase
@@ -68,8 +68,8 @@ TestOneMemory.settings = settings(max_examples=150, stateful_step_count=30, dead
 
 
 def test_states_and_pages_stay_apart_as_long_as_they_can():
-    pools = PagePools([Space.FULL, Space.RECURRENT], PoolSizes(44, 0, 10, state_pages=4))
-    full, states = pools[Space.FULL], pools[Space.RECURRENT]
+    pools = PagePools([KvGroup.FULL, KvGroup.RECURRENT], PoolSizes(44, 0, 10, state_pages=4))
+    full, states = pools[KvGroup.FULL], pools[KvGroup.RECURRENT]
     assert full.allocate(5) == [40, 41, 42, 43, 36]  # those that no state can use, then the last extent
     assert states.allocate(2) == [0, 1]
     assert full.allocate(4) == [37, 38, 39, 32]

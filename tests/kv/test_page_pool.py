@@ -13,7 +13,7 @@ from lucevisor.kv.page_pool import PageAllocator, PageError, PagePools, PageUse
 from lucevisor.kv.page_table import Growth, PageTable
 from lucevisor.kv.residency import Residency, ResidentPageTable
 from lucevisor.model.pages import first_visible_page, max_window_pages, pages_of
-from lucevisor.model.values import PAGE_TOKENS, Space, Tier
+from lucevisor.model.values import PAGE_TOKENS, KvGroup, Tier
 from lucevisor.protocol.loading import PoolSizes
 
 
@@ -72,36 +72,38 @@ TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=60
 
 @given(st.integers(0, 6), st.integers(0, 6))
 def test_pools_take_from_every_space_or_from_none(full: int, window: int) -> None:
-    pools = PagePools([Space.WINDOW, Space.FULL], PoolSizes(full_pages=4, window_pages=3, states=0))
-    taken = pools.allocate({Space.FULL: full, Space.WINDOW: window})
+    pools = PagePools([KvGroup.WINDOW, KvGroup.FULL], PoolSizes(full_pages=4, window_pages=3, states=0))
+    taken = pools.allocate({KvGroup.FULL: full, KvGroup.WINDOW: window})
     fits = full <= 4 and window <= 3
     assert (taken is not None) == fits
     used = (full, window) if fits else (0, 0)
-    assert pools.usage() == {Space.FULL: PageUse(used[0], 4), Space.WINDOW: PageUse(used[1], 3)}
-    assert Space.RECURRENT not in pools
+    assert pools.usage() == {KvGroup.FULL: PageUse(used[0], 4), KvGroup.WINDOW: PageUse(used[1], 3)}
+    assert KvGroup.RECURRENT not in pools
 
 
 def test_states_of_slots_in_host_memory_are_ids_behind_those_of_sequences() -> None:
-    pools = PagePools([Space.FULL, Space.RECURRENT], PoolSizes(full_pages=4, window_pages=0, states=5, host_states=3))
+    pools = PagePools(
+        [KvGroup.FULL, KvGroup.RECURRENT], PoolSizes(full_pages=4, window_pages=0, states=5, host_states=3)
+    )
     assert pools.copies_states
-    assert (pools[Space.RECURRENT].tier, pools.slot_pools[Space.RECURRENT].tier) == (Tier.DEVICE, Tier.HOST)
-    assert pools.slot_pools[Space.FULL] is pools[Space.FULL]
-    assert pools[Space.RECURRENT].allocate(2) == [0, 1]
-    assert pools[Space.RECURRENT].allocate(1) is None
-    assert pools.slot_pools[Space.RECURRENT].allocate(2) == [2, 3]
-    pools.slot_pools[Space.RECURRENT].cache([2])
-    pools.slot_pools[Space.RECURRENT].release([2])
-    assert pools.usage()[Space.RECURRENT] == PageUse(4, 5, evictable=1)
+    assert (pools[KvGroup.RECURRENT].tier, pools.slot_pools[KvGroup.RECURRENT].tier) == (Tier.DEVICE, Tier.HOST)
+    assert pools.slot_pools[KvGroup.FULL] is pools[KvGroup.FULL]
+    assert pools[KvGroup.RECURRENT].allocate(2) == [0, 1]
+    assert pools[KvGroup.RECURRENT].allocate(1) is None
+    assert pools.slot_pools[KvGroup.RECURRENT].allocate(2) == [2, 3]
+    pools.slot_pools[KvGroup.RECURRENT].cache([2])
+    pools.slot_pools[KvGroup.RECURRENT].release([2])
+    assert pools.usage()[KvGroup.RECURRENT] == PageUse(4, 5, evictable=1)
     with pytest.raises(PageError, match="states in host memory: id 1 is outside 2 to 4"):
-        pools.slot_pools[Space.RECURRENT].release([1])
-    with pytest.raises(PageError, match="space recurrent: id 2 is outside 0 to 1"):
-        pools[Space.RECURRENT].release([2])
+        pools.slot_pools[KvGroup.RECURRENT].release([1])
+    with pytest.raises(PageError, match="KV group recurrent: id 2 is outside 0 to 1"):
+        pools[KvGroup.RECURRENT].release([2])
 
 
 def test_pages_carry_the_draft_epoch_of_their_allocation_and_0_without_a_drafter() -> None:
-    pools = PagePools([Space.FULL, Space.RECURRENT], PoolSizes(8, 0, 2, host_states=1))
-    full = pools[Space.FULL]
-    assert pools.slot_pools[Space.FULL] is full
+    pools = PagePools([KvGroup.FULL, KvGroup.RECURRENT], PoolSizes(8, 0, 2, host_states=1))
+    full = pools[KvGroup.FULL]
+    assert pools.slot_pools[KvGroup.FULL] is full
     pages = []
     for change in (lambda: None, pools.begin_draft_epoch, pools.end_draft_epoch, pools.begin_draft_epoch):
         change()
@@ -119,8 +121,8 @@ def test_pages_carry_the_draft_epoch_of_their_allocation_and_0_without_a_drafter
 
 
 def make(full: int, window: int, window_tokens: int | None) -> tuple[PagePools, PageTable]:
-    spaces = [Space.FULL] if window_tokens is None else [Space.FULL, Space.WINDOW]
-    pools = PagePools(spaces, PoolSizes(full, window, 0))
+    kv_groups = [KvGroup.FULL] if window_tokens is None else [KvGroup.FULL, KvGroup.WINDOW]
+    pools = PagePools(kv_groups, PoolSizes(full, window, 0))
     return pools, PageTable(pools, window_tokens)
 
 
@@ -140,31 +142,31 @@ def test_every_position_a_slice_sees_has_a_page_and_no_more_are_held(window: int
         growths = table.grow(start, stop)
         assert growths is not None
         for growth in growths:
-            if growth.space is Space.WINDOW:
+            if growth.kv_group is KvGroup.WINDOW:
                 entries.update(enumerate(growth.pages, start=growth.first))
         seen = range(max(0, start - window + 1) // PAGE_TOKENS, (stop - 1) // PAGE_TOKENS + 1)
-        assert table.held(Space.WINDOW) == [entries[i] for i in seen]
+        assert table.held(KvGroup.WINDOW) == [entries[i] for i in seen]
         assert len(seen) <= most
         assert seen.start == first_visible_page(start, window)
         start = stop
     table.release()
-    assert pools[Space.WINDOW].n_used == pools[Space.FULL].n_used == 0
+    assert pools[KvGroup.WINDOW].n_used == pools[KvGroup.FULL].n_used == 0
 
 
 def test_shared_pages_leave_the_table_and_stay_with_their_other_owners() -> None:
-    pools = PagePools([Space.FULL], PoolSizes(8, 0, 0))
+    pools = PagePools([KvGroup.FULL], PoolSizes(8, 0, 0))
     first, second = (ResidentPageTable(pools, None, Residency(6)) for _ in range(2))
     first.grow(0, 384)
-    second.adopt(first.held(Space.FULL), 0, [])
-    assert second.needs(385 + 128) == {Space.FULL: 3}
+    second.adopt(first.held(KvGroup.FULL), 0, [])
+    assert second.needs(385 + 128) == {KvGroup.FULL: 3}
     assert second.grow(384, 385 + 128) is None  # what it pages out would not become free
-    assert second.held(Space.FULL) == first.held(Space.FULL)
-    assert second.grow(384, 385) == [Growth(Space.FULL, 6, [6], (1,))]
-    assert pools[Space.FULL].ref_count(1) == 1
+    assert second.held(KvGroup.FULL) == first.held(KvGroup.FULL)
+    assert second.grow(384, 385) == [Growth(KvGroup.FULL, 6, [6], (1,))]
+    assert pools[KvGroup.FULL].ref_count(1) == 1
 
 
 def test_the_draft_epoch_counts_positions_that_are_out() -> None:
-    pools = PagePools([Space.FULL], PoolSizes(8, 0, 0))
+    pools = PagePools([KvGroup.FULL], PoolSizes(8, 0, 0))
     table = ResidentPageTable(pools, None, Residency(6))
     table.grow(0, 384)
     pools.begin_draft_epoch()

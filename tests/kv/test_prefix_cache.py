@@ -30,19 +30,19 @@ from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot, SlotSource
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.kv.validation import index_problems
 from lucevisor.model.pages import first_visible_page
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.loading import PoolSizes
 
-SPACES = {
-    "full": frozenset({Space.FULL}),
-    "hybrid": frozenset({Space.FULL, Space.RECURRENT}),
-    "one memory": frozenset({Space.FULL, Space.RECURRENT}),
-    "window": frozenset({Space.FULL, Space.WINDOW}),
-    "all": frozenset(Space),
-    "recurrent": frozenset({Space.RECURRENT}),
+KV_GROUPS = {
+    "full": frozenset({KvGroup.FULL}),
+    "hybrid": frozenset({KvGroup.FULL, KvGroup.RECURRENT}),
+    "one memory": frozenset({KvGroup.FULL, KvGroup.RECURRENT}),
+    "window": frozenset({KvGroup.FULL, KvGroup.WINDOW}),
+    "all": frozenset(KvGroup),
+    "recurrent": frozenset({KvGroup.RECURRENT}),
 }
 
-UNIT_BYTES = {Space.FULL: 2, Space.WINDOW: 1, Space.RECURRENT: 5}
+UNIT_BYTES = {KvGroup.FULL: 2, KvGroup.WINDOW: 1, KvGroup.RECURRENT: 5}
 PARTS = [(0, 70), (0, 70), (0, 64), (900, 50)]
 
 
@@ -71,51 +71,51 @@ class Device:
 
     state_pages: int = 0
     n_shared: int = 0
-    pages: dict[tuple[Space, int], list[int]] = field(default_factory=dict)
+    pages: dict[tuple[KvGroup, int], list[int]] = field(default_factory=dict)
     states: dict[int, int] = field(default_factory=dict)
 
-    def page(self, space: Space, page: int) -> list[int]:
-        return self.pages.setdefault((space, page), [-1] * PAGE_TOKENS)
+    def page(self, kv_group: KvGroup, page: int) -> list[int]:
+        return self.pages.setdefault((kv_group, page), [-1] * PAGE_TOKENS)
 
-    def write(self, space: Space, page: int) -> list[int]:
+    def write(self, kv_group: KvGroup, page: int) -> list[int]:
         """Return a page to write to."""
-        if space is Space.FULL and page < self.n_shared * self.state_pages:
+        if kv_group is KvGroup.FULL and page < self.n_shared * self.state_pages:
             self.states.pop(page // self.state_pages, None)
-        return self.page(space, page)
+        return self.page(kv_group, page)
 
     def set_state(self, state: int, value: int) -> None:
         self.states[state] = value
         if state < self.n_shared:
             for page in range(state * self.state_pages, (state + 1) * self.state_pages):
-                self.pages.pop((Space.FULL, page), None)
+                self.pages.pop((KvGroup.FULL, page), None)
 
 
 def check_choice(victim: PrefixSlot, slots: list[PrefixSlot], pools: PagePools, n_prompts: int) -> None:
-    """The one to go is worth no more than any that would free ids of the same spaces."""
+    """The one to go is worth no more than any that would free ids of the same KV groups."""
     tokens = {slot: tuple(slot.tokens) for slot in slots}
 
     def worth(slot: PrefixSlot) -> tuple[float, int, int]:
         others = [known for other, known in tokens.items() if other is not slot]
         shared = [len(known) for known in others if tokens[slot][: len(known)] == known]
-        if set(pools.spaces) == {Space.FULL}:
+        if set(pools.kv_groups) == {KvGroup.FULL}:
             shared += [common(known, list(tokens[slot])) // PAGE_TOKENS * PAGE_TOKENS for known in others]
         n_lost = slot.n_tokens - max(shared, default=0)
         return n_lost / (n_prompts - slot.last_use + 1), slot.last_use, slot.number
 
-    def frees(slot: PrefixSlot) -> set[Space]:
-        def lone(space: Space) -> set[int]:
-            kept = {page for other in slots if other is not slot for page in held(other, space)}
-            return {page for page in held(slot, space) if page not in kept and pools[space].evictable(page)}
+    def frees(slot: PrefixSlot) -> set[KvGroup]:
+        def lone(kv_group: KvGroup) -> set[int]:
+            kept = {page for other in slots if other is not slot for page in held(other, kv_group)}
+            return {page for page in held(slot, kv_group) if page not in kept and pools[kv_group].evictable(page)}
 
-        return {space for space in pools.spaces if lone(space)}
+        return {kv_group for kv_group in pools.kv_groups if lone(kv_group)}
 
     rivals = [slot for slot in slots if slot is not victim and not slot.pins and frees(slot) >= frees(victim)]
     assert worth(victim) <= min(map(worth, rivals), default=worth(victim))
 
 
-def held(slot: PrefixSlot, space: Space) -> list[int]:
-    """Ids of a space that a slot needs."""
-    return [slot.state] if space is Space.RECURRENT else slot.pages(space)
+def held(slot: PrefixSlot, kv_group: KvGroup) -> list[int]:
+    """Ids of a KV group that a slot needs."""
+    return [slot.state] if kv_group is KvGroup.RECURRENT else slot.pages(kv_group)
 
 
 def common(one: tuple[int, ...], other: list[int]) -> int:
@@ -139,11 +139,11 @@ class IndexMachine(RuleBasedStateMachine):
     ``done`` counts what was asked of the index and the tables, over all runs of a class.
     """
 
-    kinds: ClassVar[tuple[str, ...]] = tuple(sorted(SPACES))
+    kinds: ClassVar[tuple[str, ...]] = tuple(sorted(KV_GROUPS))
     done: ClassVar[Counter[str]] = Counter()
 
     @initialize(
-        which=st.integers(0, len(SPACES) - 1),
+        which=st.integers(0, len(KV_GROUPS) - 1),
         sizes=st.tuples(st.sampled_from([6, 14, 40]), st.sampled_from([5, 12]), st.integers(1, 6)),
         window=st.sampled_from([1, 64, 100]),
         limits=st.tuples(
@@ -156,20 +156,20 @@ class IndexMachine(RuleBasedStateMachine):
     ) -> None:
         """``n_live``: states for sequences alone, those of slots lie in host memory; 0: one pool for both."""
         kind = self.kinds[which % len(self.kinds)]
-        self.spaces, state_pages = SPACES[kind], 3 if kind == "one memory" else 0
-        self.window = window if Space.WINDOW in self.spaces else None
+        self.kv_groups, state_pages = KV_GROUPS[kind], 3 if kind == "one memory" else 0
+        self.window = window if KvGroup.WINDOW in self.kv_groups else None
         n_full, n_window, n_states = sizes
         n_full += state_pages * (n_live or n_states)
         n_host = n_states if n_live else 0
         self.sizes = PoolSizes(n_full, n_window, n_live + n_states, n_host, draft_states=3, state_pages=state_pages)
-        self.pools = PagePools(self.spaces, self.sizes)
+        self.pools = PagePools(self.kv_groups, self.sizes)
         max_slots, memory_bytes, self.min_tokens = limits
         self.settings = PrefixSettings(
             max_slots=max_slots, memory_bytes=memory_bytes, min_tokens=self.min_tokens, unit_bytes=UNIT_BYTES
         )
         self.index = PrefixIndex(self.pools, self.settings, self.window)
         self.index.hooks.on_evict = self.evicted
-        self.recurrent = Space.RECURRENT in self.spaces
+        self.recurrent = KvGroup.RECURRENT in self.kv_groups
         self.device = Device(state_pages, n_live or n_states)
         self.sequences: list[Sequence] = []
         self.reservations: list[Reservation] = []
@@ -203,17 +203,17 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.pin(match.slot)
         needs = table.missing(match.position)
         if self.recurrent:
-            needs[Space.RECURRENT] = 1
+            needs[KvGroup.RECURRENT] = 1
         possible = self.index.can_reclaim(needs, {})
         fits = self.index.reclaim(needs)
         assert possible or not fits
         assert fits or not possible or self.index.n_evictions or self.pinned or self.pools.fits_elsewhere(needs)
-        state = (self.pools[Space.RECURRENT].allocate(1) or [NO_STATE])[0] if fits and self.recurrent else NO_STATE
+        state = (self.pools[KvGroup.RECURRENT].allocate(1) or [NO_STATE])[0] if fits and self.recurrent else NO_STATE
         growths = table.grow(match.position, match.position) if fits else None
         if growths is not None:
             for growth in growths:
-                source = self.device.page(growth.space, match.tail[growth.space])
-                self.device.write(growth.space, growth.pages[0])[: match.position % PAGE_TOKENS] = source[
+                source = self.device.page(growth.kv_group, match.tail[growth.kv_group])
+                self.device.write(growth.kv_group, growth.pages[0])[: match.position % PAGE_TOKENS] = source[
                     : match.position % PAGE_TOKENS
                 ]
             if self.recurrent:
@@ -252,10 +252,10 @@ class IndexMachine(RuleBasedStateMachine):
                 return
         self.index.trim()  # of window pages that it slides out of: the engine does so when a sequence ends
         for position in range(one.n, stop):
-            for space in PAGED:
-                if space in self.spaces:
-                    [page] = one.table.entries(space, position // PAGE_TOKENS, position // PAGE_TOKENS + 1)
-                    self.device.write(space, page)[position % PAGE_TOKENS] = prefix_hash(one.tokens[: position + 1])
+            for kv_group in PAGED:
+                if kv_group in self.kv_groups:
+                    [page] = one.table.entries(kv_group, position // PAGE_TOKENS, position // PAGE_TOKENS + 1)
+                    self.device.write(kv_group, page)[position % PAGE_TOKENS] = prefix_hash(one.tokens[: position + 1])
         one.n = stop
         if self.recurrent:
             self.device.set_state(one.state, prefix_hash(one.tokens[:stop]))
@@ -287,7 +287,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.publish(one)
         one.table.release()
         if self.recurrent and not given:
-            self.pools[Space.RECURRENT].release([one.state])
+            self.pools[KvGroup.RECURRENT].release([one.state])
         self.index.trim()
 
     @precondition(lambda self: self.index.slots and len(self.pinned) < 3)
@@ -331,10 +331,10 @@ class IndexMachine(RuleBasedStateMachine):
             return
         tokens = text(which, reservation.n_tokens)
         for position in range(len(tokens)):
-            for space in PAGED:
+            for kv_group in PAGED:
                 at = position // PAGE_TOKENS
-                for page in reservation.entries(space, at, at + 1) if space in self.spaces else ():
-                    self.device.write(space, page)[position % PAGE_TOKENS] = prefix_hash(tokens[: position + 1])
+                for page in reservation.entries(kv_group, at, at + 1) if kv_group in self.kv_groups else ():
+                    self.device.write(kv_group, page)[position % PAGE_TOKENS] = prefix_hash(tokens[: position + 1])
         if self.recurrent:
             self.device.set_state(reservation.state, prefix_hash(tokens))
         slot = self.index.adopt(tokens, reservation, 0.0)
@@ -355,7 +355,7 @@ class IndexMachine(RuleBasedStateMachine):
         for one in self.sequences:
             one.table.release()
             if self.recurrent:
-                self.pools[Space.RECURRENT].release([one.state])
+                self.pools[KvGroup.RECURRENT].release([one.state])
         self.sequences, self.reservations = [], []
         self.device = Device(self.sizes.state_pages, self.sizes.device_states)
         assert self.index.slots == []
@@ -378,21 +378,23 @@ class IndexMachine(RuleBasedStateMachine):
             assert best <= match.position <= max([best, *shared])
         whole = match.position // PAGE_TOKENS
         first = 0 if self.window is None else first_visible_page(match.position, self.window)
-        if Space.FULL in self.spaces:
+        if KvGroup.FULL in self.kv_groups:
             assert len(match.full) == whole
-            self.check_pages(Space.FULL, 0, list(match.full), match, tokens)
-        if Space.WINDOW in self.spaces:
+            self.check_pages(KvGroup.FULL, 0, list(match.full), match, tokens)
+        if KvGroup.WINDOW in self.kv_groups:
             assert match.first_window == first
             assert len(match.window) == whole - first
-            self.check_pages(Space.WINDOW, first, list(match.window), match, tokens)
+            self.check_pages(KvGroup.WINDOW, first, list(match.window), match, tokens)
         if self.recurrent and match.position:
             assert self.device.states[match.state] == prefix_hash(tokens[: match.position])
 
-    def check_pages(self, space: Space, first: int, pages: list[int], match: PrefixMatch, tokens: list[int]) -> None:
+    def check_pages(
+        self, kv_group: KvGroup, first: int, pages: list[int], match: PrefixMatch, tokens: list[int]
+    ) -> None:
         if match.position % PAGE_TOKENS:
-            pages = [*pages, match.tail[space]]
+            pages = [*pages, match.tail[kv_group]]
         for position in range(first * PAGE_TOKENS, match.position):
-            page = self.device.page(space, pages[position // PAGE_TOKENS - first])
+            page = self.device.page(kv_group, pages[position // PAGE_TOKENS - first])
             assert page[position % PAGE_TOKENS] == prefix_hash(tokens[: position + 1])
 
     @invariant()
@@ -405,32 +407,32 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_id_has_the_owners_it_should(self) -> None:
-        for space in self.spaces:
+        for kv_group in self.kv_groups:
             owners: Counter[int] = Counter()
             for one in self.sequences:
-                owners.update([one.state] if space is Space.RECURRENT else one.table.held(space))
+                owners.update([one.state] if kv_group is KvGroup.RECURRENT else one.table.held(kv_group))
             for reservation in self.reservations:
-                owners.update(reservation.ids.get(space, ()))
-            kept = {page for slot in self.index.slots for page in held(slot, space)}
-            for allocator, ids in self.allocators(space):
+                owners.update(reservation.ids.get(kv_group, ()))
+            kept = {page for slot in self.index.slots for page in held(slot, kv_group)}
+            for allocator, ids in self.allocators(kv_group):
                 assert allocator.n_total == len(ids)
                 assert [allocator.ref_count(page) for page in ids] == [owners[page] + (page in kept) for page in ids]
                 assert allocator.n_evictable == sum(page in kept and not owners[page] for page in ids)
 
-    def allocators(self, space: Space) -> list[tuple[PageAllocator, range]]:
-        """The allocators of a space and the ids of each."""
-        allocator, sizes = self.pools[space], self.sizes
-        if space is not Space.RECURRENT or not self.sizes.host_states:
+    def allocators(self, kv_group: KvGroup) -> list[tuple[PageAllocator, range]]:
+        """The allocators of a KV group and the ids of each."""
+        allocator, sizes = self.pools[kv_group], self.sizes
+        if kv_group is not KvGroup.RECURRENT or not self.sizes.host_states:
             return [(allocator, range(allocator.n_total))]
         in_host = range(sizes.device_rows, sizes.n_state_ids)
-        return [(allocator, range(sizes.device_states)), (self.pools.slot_pools[space], in_host)]
+        return [(allocator, range(sizes.device_states)), (self.pools.slot_pools[kv_group], in_host)]
 
     @invariant()
     def slots_are_within_the_settings(self) -> None:
         slots = self.index.slots
         pinned = [slot for slot in slots if slot.pins]
         assert len(slots) <= max(self.settings.max_slots, len(pinned))
-        n_bytes = sum(use.evictable * UNIT_BYTES[space] for space, use in self.pools.usage().items())
+        n_bytes = sum(use.evictable * UNIT_BYTES[kv_group] for kv_group, use in self.pools.usage().items())
         assert self.index.n_bytes == n_bytes
         assert n_bytes <= self.settings.memory_bytes or len(pinned) == len(slots)
         for slot in slots:
@@ -461,7 +463,7 @@ NAMES = {"start", "grow", "publish", "end", "pin", "drop", "unpin", "reserve", "
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", SPACES)
+@pytest.mark.parametrize("kind", KV_GROUPS)
 def test_25000_operations_of_each_kind(kind: str) -> None:
     class Machine(IndexMachine):
         kinds: ClassVar[tuple[str, ...]] = (kind,)
@@ -477,15 +479,17 @@ def test_25000_operations_of_each_kind(kind: str) -> None:
 # ---- eviction order, pins and hooks
 
 
-COSTS = {Space.FULL: 10, Space.WINDOW: 10, Space.RECURRENT: 100}
+COSTS = {KvGroup.FULL: 10, KvGroup.WINDOW: 10, KvGroup.RECURRENT: 100}
 
 
 class Maker:
     """Publishes slots as if a sequence had computed them and ended."""
 
     def __init__(self, *, window: int | None = None, recurrent: bool = False, **settings: int) -> None:
-        spaces = {Space.FULL} | ({Space.WINDOW} if window else set()) | ({Space.RECURRENT} if recurrent else set())
-        self.pools = PagePools(spaces, PoolSizes(100, 100, 8))
+        kv_groups = (
+            {KvGroup.FULL} | ({KvGroup.WINDOW} if window else set()) | ({KvGroup.RECURRENT} if recurrent else set())
+        )
+        self.pools = PagePools(kv_groups, PoolSizes(100, 100, 8))
         self.window = window
         limits = {"max_slots": 10, "memory_bytes": 10_000, "min_tokens": 1, **settings}
         self.index = PrefixIndex(self.pools, PrefixSettings(unit_bytes=COSTS, **limits), window)
@@ -565,7 +569,7 @@ def test_a_slot_pinned_by_the_hook_is_evicted_on_unpin_unless_used_again() -> No
 def test_the_same_tokens_with_another_adapter_are_another_text(recurrent: bool) -> None:
     maker, ids = Maker(recurrent=recurrent), [*range(200)]
     slots = {adapter: maker.slot(TokenBuffer(ids, adapter)) for adapter in ("", "a", "b")}
-    pages = {page for slot in slots.values() for page in slot.pages(Space.FULL)}
+    pages = {page for slot in slots.values() for page in slot.pages(KvGroup.FULL)}
     assert len(pages) == 3 * 4
     for adapter, slot in slots.items():
         prompt = TokenBuffer([*ids, 7], adapter)
@@ -576,7 +580,7 @@ def test_the_same_tokens_with_another_adapter_are_another_text(recurrent: bool) 
         assert maker.index.find_slot(TokenBuffer(ids, adapter), 200) is slot
     assert maker.index.match(TokenBuffer([*ids, 7], "c")).position == 0
     assert [*index_problems(maker.index)] == []
-    maker.index.move_pages({page: 99 - page for page in slots["a"].pages(Space.FULL) if 99 - page not in pages})
+    maker.index.move_pages({page: 99 - page for page in slots["a"].pages(KvGroup.FULL) if 99 - page not in pages})
     maker.index.drop(slots["b"])
     assert maker.index.match(TokenBuffer([*ids, 7], "b")).position == 0
     assert maker.index.match(TokenBuffer([*ids, 7], "a")).slot is slots["a"]

@@ -14,7 +14,7 @@ from lucevisor.kv_transfer.exports import ExportedState
 from lucevisor.kv_transfer.host_memory import HostMemory, HostMemoryShort
 from lucevisor.kv_transfer.transfers import KvTransfer
 from lucevisor.model.families import open_spec
-from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.model.values import Dtype, KvGroup, LayerRange
 from lucevisor.placement.result import HostOwner
 from lucevisor.protocol.steps import SamplingParams
 from tests.e2e.service import GOLDEN, generate, generate_all, running, write_config
@@ -25,7 +25,7 @@ MODEL = GOLDEN / "qwen35" / "model.gguf"
 
 
 def test_more_than_half_of_the_free_memory_is_refused() -> None:
-    layers, units = open_spec(MODEL).layers, {Space.FULL: [0, 1, 5], Space.RECURRENT: [2]}
+    layers, units = open_spec(MODEL).layers, {KvGroup.FULL: [0, 1, 5], KvGroup.RECURRENT: [2]}
     memory = HostMemory()
     state = ExportedState(memory, layers, Dtype.Q8_0, units)
     assert memory.used(HostOwner.EXPORTS) == state.n_bytes > 0
@@ -38,8 +38,8 @@ def test_more_than_half_of_the_free_memory_is_refused() -> None:
 
 
 def test_a_drafter_is_taken_along_by_its_own_daemon() -> None:
-    layers, units = open_spec(MODEL).layers, {Space.FULL: [1, 5], Space.RECURRENT: [3]}
-    drafter = [layer for layer in layers if layer.space is Space.FULL][:1]
+    layers, units = open_spec(MODEL).layers, {KvGroup.FULL: [1, 5], KvGroup.RECURRENT: [3]}
+    drafter = [layer for layer in layers if layer.kv_group is KvGroup.FULL][:1]
     exported = ExportedState(HostMemory(), layers, Dtype.FLOAT32, units, drafter)
     pages, state = (file for file, _ in exported.units)
     ours = pages.tensors(LayerRange(0, len(layers)))

@@ -26,7 +26,7 @@ from lucevisor.kv_transfer.host_memory import HostMemory
 from lucevisor.kv_transfer.host_tier import HostSlot, HostTier
 from lucevisor.kv_transfer.layout import slot_tensors, with_offsets
 from lucevisor.model.spec import LayerSpec, StateTensor
-from lucevisor.model.values import Dtype, Space
+from lucevisor.model.values import Dtype, KvGroup
 from lucevisor.placement.result import HostOwner
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.messages import SlotPlace, TransferTensor
@@ -36,45 +36,47 @@ WINDOW = 100
 ROW = struct.Struct("<I")
 
 
-def layers_of(spaces: Iterable[Space]) -> list[LayerSpec]:
+def layers_of(kv_groups: Iterable[KvGroup]) -> list[LayerSpec]:
     made = {
-        Space.FULL: LayerSpec(0, Space.FULL, {}, (StateTensor("k", (64, 1), None), StateTensor("v", (64, 1), None))),
-        Space.WINDOW: LayerSpec(1, Space.WINDOW, {}, (StateTensor("k", (64, 1), None),), window=WINDOW),
-        Space.RECURRENT: LayerSpec(2, Space.RECURRENT, {}, (StateTensor("delta", (3,), Dtype.FLOAT32),)),
+        KvGroup.FULL: LayerSpec(
+            0, KvGroup.FULL, {}, (StateTensor("k", (64, 1), None), StateTensor("v", (64, 1), None))
+        ),
+        KvGroup.WINDOW: LayerSpec(1, KvGroup.WINDOW, {}, (StateTensor("k", (64, 1), None),), window=WINDOW),
+        KvGroup.RECURRENT: LayerSpec(2, KvGroup.RECURRENT, {}, (StateTensor("delta", (3,), Dtype.FLOAT32),)),
     }
-    return [made[space] for space in sorted(spaces)]
+    return [made[kv_group] for kv_group in sorted(kv_groups)]
 
 
 class Tier:
     """A tier over the index of a model, whose slots are made of nothing but tokens."""
 
-    def __init__(self, spaces: frozenset[Space], limit: int | None, available: int = 1 << 30) -> None:
-        self.layers, self.available = layers_of(spaces), available
-        states = 400 if Space.RECURRENT in spaces else 0
-        self.pools = PagePools(spaces, PoolSizes(4000, 4000 if Space.WINDOW in spaces else 0, states))
+    def __init__(self, kv_groups: frozenset[KvGroup], limit: int | None, available: int = 1 << 30) -> None:
+        self.layers, self.available = layers_of(kv_groups), available
+        states = 400 if KvGroup.RECURRENT in kv_groups else 0
+        self.pools = PagePools(kv_groups, PoolSizes(4000, 4000 if KvGroup.WINDOW in kv_groups else 0, states))
         prefix = PrefixSettings(max_slots=10_000, memory_bytes=1 << 40, min_tokens=1)
-        window = WINDOW if Space.WINDOW in spaces else None
+        window = WINDOW if KvGroup.WINDOW in kv_groups else None
         self.index = PrefixIndex(self.pools, prefix, window)
         self.memory = HostMemory(lambda: self.available)
         self.tier = HostTier(self.index, self.layers, (), Dtype.FLOAT32, self.memory, limit)
-        self.whole_only = spaces != {Space.FULL}
+        self.whole_only = kv_groups != {KvGroup.FULL}
 
     def slot(self, tokens: Sequence[int]) -> PrefixSlot:
         """The slot of these tokens on the devices."""
         pages = {
-            space: self.pools[space].allocate(-(-len(tokens) // 64))
-            for space in self.pools.spaces
-            if space is not Space.RECURRENT
+            kv_group: self.pools[kv_group].allocate(-(-len(tokens) // 64))
+            for kv_group in self.pools.kv_groups
+            if kv_group is not KvGroup.RECURRENT
         }
-        states = self.pools[Space.RECURRENT].allocate(1) if Space.RECURRENT in self.pools else [NO_STATE]
+        states = self.pools[KvGroup.RECURRENT].allocate(1) if KvGroup.RECURRENT in self.pools else [NO_STATE]
         assert states is not None
 
-        def entries(space: Space, start: int, stop: int) -> list[int]:
-            return (pages[space] or [])[start:stop]
+        def entries(kv_group: KvGroup, start: int, stop: int) -> list[int]:
+            return (pages[kv_group] or [])[start:stop]
 
         slot = self.index.publish(tokens, SlotSource(len(tokens), entries, states[0], "prompt"), 0.0)
-        for space, ids in pages.items():
-            self.pools[space].release(ids or [])
+        for kv_group, ids in pages.items():
+            self.pools[kv_group].release(ids or [])
         assert slot is not None
         return slot
 
@@ -125,7 +127,13 @@ def text(kind: int, n: int) -> list[int]:
     return [i if i < shared else 1000 * (kind + 1) + i for i in range(n)]
 
 
-SPACES = [{Space.FULL}, {Space.FULL, Space.RECURRENT}, set(Space), {Space.RECURRENT}, {Space.FULL, Space.WINDOW}]
+KV_GROUPS = [
+    {KvGroup.FULL},
+    {KvGroup.FULL, KvGroup.RECURRENT},
+    set(KvGroup),
+    {KvGroup.RECURRENT},
+    {KvGroup.FULL, KvGroup.WINDOW},
+]
 TEXTS = st.builds(text, st.integers(0, 4), st.sampled_from([1, 30, 64, 65, 128, 150, 192, 230, 256, 300, 511]))
 LIMIT = 6000
 
@@ -139,9 +147,9 @@ class _Reading:
 class TierMachine(RuleBasedStateMachine):
     """Copies, reads, failures and evictions in any order."""
 
-    @initialize(spaces=st.sampled_from(SPACES), limited=st.booleans())
-    def begin(self, spaces: set[Space], limited: bool) -> None:
-        self.made = Tier(frozenset(spaces), LIMIT if limited else None, 2 * LIMIT)
+    @initialize(kv_groups=st.sampled_from(KV_GROUPS), limited=st.booleans())
+    def begin(self, kv_groups: set[KvGroup], limited: bool) -> None:
+        self.made = Tier(frozenset(kv_groups), LIMIT if limited else None, 2 * LIMIT)
         self.tier, self.limited = self.made.tier, limited
         self.reading: list[_Reading] = []
         self.saving: list[HostSlot] = []
@@ -228,7 +236,7 @@ TestTier.settings = settings(max_examples=30, stateful_step_count=30, deadline=N
 
 
 def test_a_conversation_and_what_many_share_are_held_once() -> None:
-    made = Tier(frozenset({Space.FULL, Space.RECURRENT}), 1 << 20)
+    made = Tier(frozenset({KvGroup.FULL, KvGroup.RECURRENT}), 1 << 20)
     system = list(range(640))
     first = [made.copy([*system, *range(1000 * k, 1000 * k + 320)]) for k in range(1)]
     assert made.copy(system) is not None
@@ -248,7 +256,7 @@ def test_a_conversation_and_what_many_share_are_held_once() -> None:
 
 @pytest.mark.parametrize("limit", [None, 1 << 40])
 def test_the_limit_follows_what_is_free(limit: int | None) -> None:
-    made = Tier(frozenset({Space.FULL}), limit, available=20_000)
+    made = Tier(frozenset({KvGroup.FULL}), limit, available=20_000)
     assert made.copy(list(range(900))) is not None
     made.available = 12_800
     assert made.tier.limit_bytes == (7200 + 12_800) // 2
@@ -260,7 +268,7 @@ def test_the_limit_follows_what_is_free(limit: int | None) -> None:
 
 
 def test_the_same_tokens_with_another_adapter_share_nothing() -> None:
-    made, ids = Tier(frozenset({Space.FULL}), 1 << 20), list(range(640))
+    made, ids = Tier(frozenset({KvGroup.FULL}), 1 << 20), list(range(640))
     held = {adapter: made.copy(TokenBuffer(ids, adapter)) for adapter in ("", "a")}
     longer = made.copy(TokenBuffer([*ids, *range(5, 105)], "a"))
     assert longer is not None

@@ -23,7 +23,7 @@ from lucevisor.kv_transfer.host_tier import HostTier
 from lucevisor.kv_transfer.transfers import Transfer, TransferFile
 from lucevisor.model.pages import ResidencyPolicy, max_window_pages
 from lucevisor.model.spec import LayerSpec, StateTensor
-from lucevisor.model.values import Dtype, Space
+from lucevisor.model.values import Dtype, KvGroup
 from lucevisor.placement.result import HostOwner
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.messages import SlotPlace
@@ -33,7 +33,7 @@ from lucevisor.snapshots.policy import SavePolicy
 from tests.engine.test_outputs import Play, Scenario, lookups
 from tests.engine.test_recovery import freeze
 from tests.engine.toy_drafter import ToyDrafter
-from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, check_answers, events_of, limits, request, told
+from tests.engine.toy_engine import ALL_KV_GROUPS, HYBRID, ToyEngine, check_answers, events_of, limits, request, told
 from tests.engine.toy_pipeline import ToyConstraint, ToyDaemon, ToyStage, Violation
 
 Page = list[tuple[int, int]]
@@ -41,9 +41,9 @@ Page = list[tuple[int, int]]
 
 @dataclass
 class _Held:
-    """What one stage wrote: its pages by space, its state, and what a drafter knows of that state."""
+    """What one stage wrote: its pages by KV group, its state, and what a drafter knows of that state."""
 
-    pages: dict[Space, list[Page]]
+    pages: dict[KvGroup, list[Page]]
     state: int
     after: tuple[int, int]
 
@@ -112,20 +112,20 @@ class ToyTransfers:
                     self._write(stage, place, self._held[key])
 
     @staticmethod
-    def _pages(stage: ToyStage, place: SlotPlace) -> dict[Space, list[Page]]:
+    def _pages(stage: ToyStage, place: SlotPlace) -> dict[KvGroup, list[Page]]:
         in_host = stage.host_pages
-        full = [in_host[i] if i in in_host else stage.pages[Space.FULL][i] for i in place.full]
-        window = [] if isinstance(stage, ToyDrafter) else [stage.pages[Space.WINDOW][i] for i in place.window]
-        return {Space.FULL: full, Space.WINDOW: window}
+        full = [in_host[i] if i in in_host else stage.pages[KvGroup.FULL][i] for i in place.full]
+        window = [] if isinstance(stage, ToyDrafter) else [stage.pages[KvGroup.WINDOW][i] for i in place.window]
+        return {KvGroup.FULL: full, KvGroup.WINDOW: window}
 
     def _read(self, stage: ToyStage, place: SlotPlace) -> _Held:
-        pages = {space: [list(page) for page in some] for space, some in self._pages(stage, place).items()}
+        pages = {kv_group: [list(page) for page in some] for kv_group, some in self._pages(stage, place).items()}
         after = stage.after.get(place.state, (-1, -1)) if isinstance(stage, ToyDrafter) else (-1, -1)
         return _Held(pages, stage.states[place.state] if place.state >= 0 else 0, after)
 
     def _write(self, stage: ToyStage, place: SlotPlace, held: _Held) -> None:
-        for space, pages in self._pages(stage, place).items():
-            for page, bytes_ in zip(pages, held.pages[space], strict=False):
+        for kv_group, pages in self._pages(stage, place).items():
+            for page, bytes_ in zip(pages, held.pages[kv_group], strict=False):
                 page[:] = bytes_
         if place.state >= 0:
             stage.states[place.state] = held.state
@@ -133,7 +133,7 @@ class ToyTransfers:
                 stage.after[place.state] = held.after
 
 
-SPACES = [HYBRID, ALL_SPACES, frozenset({Space.FULL}), frozenset({Space.FULL, Space.WINDOW})]
+KV_GROUPS = [HYBRID, ALL_KV_GROUPS, frozenset({KvGroup.FULL}), frozenset({KvGroup.FULL, KvGroup.WINDOW})]
 SLOTS = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
 
 
@@ -142,7 +142,7 @@ def host_tier(
 ) -> tuple[SnapshotManager, ToyTransfers]:
     """The manager of a host tier over the daemons of a toy engine, where reading is always faster than computing."""
     transfers, page = ToyTransfers(toy), (StateTensor("k", (64, 1), None),)
-    layers = [LayerSpec(0, Space.FULL, {}, page)]
+    layers = [LayerSpec(0, KvGroup.FULL, {}, page)]
     tier = HostTier(toy.engine.prefixes, layers, layers, Dtype.FLOAT32, memory or HostMemory(), limit_bytes)
     manager = SnapshotManager(toy.engine, lambda: transfers, SavePolicy(1, 0), tier)  # type: ignore[arg-type, return-value]
     manager.start()
@@ -219,10 +219,10 @@ async def test_a_request_whose_prompt_is_scored_computes_it_again() -> None:
 
 async def test_state_that_came_back_and_leaves_no_page_for_a_copy_is_computed_again() -> None:
     """The slot holds both window pages, and its last one would have to be copied before it may be evicted."""
-    prefix = PrefixSettings(max_slots=1, memory_bytes=9, min_tokens=1, unit_bytes={Space.FULL: 1, Space.WINDOW: 1})
+    prefix = PrefixSettings(max_slots=1, memory_bytes=9, min_tokens=1, unit_bytes={KvGroup.FULL: 1, KvGroup.WINDOW: 1})
     toy = ToyEngine(
         limits(
-            spaces=ALL_SPACES, window_tokens=40, pools=PoolSizes(4, 2, 5), prefix=prefix,
+            kv_groups=ALL_KV_GROUPS, window_tokens=40, pools=PoolSizes(4, 2, 5), prefix=prefix,
             max_context=400, prefill_chunk=7, max_step_tokens=12, max_sequences=5,
         )
     )  # fmt: skip
@@ -239,9 +239,9 @@ async def test_state_that_came_back_and_leaves_no_page_for_a_copy_is_computed_ag
 @st.composite
 def crowds(draw: st.DrawFn) -> Scenario:
     """Requests that all start and whose answers find no room beside each other."""
-    spaces, max_sequences = draw(st.sampled_from(SPACES)), draw(st.sampled_from([3, 5]))
+    kv_groups, max_sequences = draw(st.sampled_from(KV_GROUPS)), draw(st.sampled_from([3, 5]))
     chunk, max_drafts = draw(st.sampled_from([7, 32, 64])), draw(st.sampled_from([0, 0, 3]))
-    window = draw(st.sampled_from([1, 40, 130])) if Space.WINDOW in spaces else None
+    window = draw(st.sampled_from([1, 40, 130])) if KvGroup.WINDOW in kv_groups else None
     n_window = 0 if window is None else max_window_pages(window, chunk, 400) + draw(st.integers(0, 6))
     n_more, in_host = draw(st.sampled_from([0, 1, 2, 6])), draw(st.booleans())
     bounds = EngineLimits(
@@ -249,14 +249,14 @@ def crowds(draw: st.DrawFn) -> Scenario:
         max_context=400,
         prefill_chunk=chunk,
         max_step_tokens=chunk + max_sequences * (1 + max_drafts) + draw(st.sampled_from([0, 100])),
-        spaces=spaces,
+        kv_groups=kv_groups,
         pools=PoolSizes(draw(st.sampled_from([4, 5, 6])), n_window, max_sequences + n_more, n_more if in_host else 0),
         window_tokens=window,
         prefix=PrefixSettings(
             max_slots=draw(st.sampled_from([1, 8, 8])),
             memory_bytes=draw(st.sampled_from([1, 9, 1000, 1000])),
             min_tokens=draw(st.sampled_from([1, 40])),
-            unit_bytes={Space.FULL: 1, Space.WINDOW: 1, Space.RECURRENT: draw(st.sampled_from([0, 1]))},
+            unit_bytes={KvGroup.FULL: 1, KvGroup.WINDOW: 1, KvGroup.RECURRENT: draw(st.sampled_from([0, 1]))},
         ),
         speculation=SpeculationSettings(max_drafts=max_drafts, drafter=max_drafts > 0, lookup=draw(st.booleans())),
     )

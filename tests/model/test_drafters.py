@@ -19,7 +19,7 @@ from lucevisor.model.drafters.gemma4_assistant import AssistantParams
 from lucevisor.model.families import open_spec
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend, Dtype, Space
+from lucevisor.model.values import Backend, Dtype, KvGroup
 from lucevisor.model.weight_layout import TensorRole
 from tests.e2e.drafters import write_random_assistant
 from tests.model.drafter_files import (
@@ -321,7 +321,7 @@ def test_an_assistant_reads_the_last_layers_that_own_keys(tmp_path: Path) -> Non
     sources = [(source.layer, source.at, source.of_target.sliding) for source in p.sources]
     assert sources == [(2, 1, False), (3, 0, True)]
     assert p.hidden_at == 2
-    assert [layer.space for layer in draft.model.layers] == [Space.FULL] * 4
+    assert [layer.kv_group for layer in draft.model.layers] == [KvGroup.FULL] * 4
     assert [layer.window for layer in draft.model.layers] == [13, 0, 0, 0]
     assert [len(layer.state) for layer in draft.model.layers] == [0, 0, 2, 2]
     of_target = gemma().layers
@@ -393,7 +393,7 @@ def test_a_head_in_the_models_file():
     draft = read_draft_spec(model.files, model, "mtp")
     assert draft.captures == (7,)
     assert (draft.default_drafts, draft.max_drafts) == (3, 15)
-    assert [x.space for x in draft.model.layers] == [Space.FULL, Space.RECURRENT]
+    assert [x.kv_group for x in draft.model.layers] == [KvGroup.FULL, KvGroup.RECURRENT]
     assert draft.model.layers[1].unit_bytes(Dtype.BFLOAT16) == 64 * 4
     own = {t.name for t in draft.files.tensors.values()}
     assert own == set(model.skipped)
@@ -475,13 +475,13 @@ def test_qwen38_is_decided_by_the_architecture_alone(shape, n_weights, tmp_path)
     shape = replace(shape, mtp=True, mix="iq4_xs")
     spec = open_spec(write(tmp_path / "m.gguf", shape, name="Qwen3.8"))
     assert (spec.name, spec.n_layers) == ("Qwen3.8", shape.n_layers)
-    assert [x.space for x in spec.layers[-2:]] == [Space.RECURRENT, Space.FULL]
+    assert [x.kv_group for x in spec.layers[-2:]] == [KvGroup.RECURRENT, KvGroup.FULL]
     assert {name.split(".")[1] for name in spec.skipped} == {str(shape.n_layers)}
     head = read_draft_spec(spec.files, spec, "mtp")
     assert {t.name for t in head.files.tensors.values()} == set(spec.skipped)
     assert head.model.layers[0].n_routed == shape.n_used
     assert sum(prod(t.shape) for t in head.files.tensors.values()) == pytest.approx(n_weights, rel=0.01)
-    assert head.model.unit_bytes(Space.FULL, head.layers, Dtype.FLOAT16) == 64 * 2 * shape.n_kv_heads * 256 * 2
+    assert head.model.unit_bytes(KvGroup.FULL, head.layers, Dtype.FLOAT16) == 64 * 2 * shape.n_kv_heads * 256 * 2
 
 
 # ---- draft models

@@ -18,7 +18,7 @@ from lucevisor.model.families.gemma4 import ID_WIDTH
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.quant_types import WeightFormat
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import Backend, Dtype, KvGroup, LayerRange
 from lucevisor.model.weight_layout import layer_layouts, non_layer_layouts, shard_layouts, weight_bytes
 from tests.families.shapes import (
     E2B,
@@ -74,8 +74,8 @@ KINDS = {
     "laguna": "fwwwf",
     "laguna_mscale": "fwwwf",
 }
-"""Space of each layer, from the configurations the files were made of."""
-LETTER = {Space.FULL: "f", Space.WINDOW: "w", Space.RECURRENT: "r"}
+"""KV group of each layer, from the configurations the files were made of."""
+LETTER = {KvGroup.FULL: "f", KvGroup.WINDOW: "w", KvGroup.RECURRENT: "r"}
 
 
 @cache
@@ -96,8 +96,8 @@ def full_size(tmp_path_factory):
 @pytest.mark.parametrize("name", FILES)
 def test_the_golden_files(name):
     spec = golden(name)
-    assert "".join(LETTER[layer.space] for layer in spec.layers) == KINDS[name]
-    assert all((layer.window == 12) == (layer.space is Space.WINDOW) for layer in spec.layers)
+    assert "".join(LETTER[layer.kv_group] for layer in spec.layers) == KINDS[name]
+    assert all((layer.window == 12) == (layer.kv_group is KvGroup.WINDOW) for layer in spec.layers)
     ends = {"embedding": True, "output": True}
     layouts = shard_layouts(spec, LayerRange(0, spec.n_layers), **ends, backend=Backend.CPU, dtype=Dtype.FLOAT32)
     assert {layout.name for layout in layouts} | set(spec.skipped) == set(spec.files.tensors)
@@ -145,8 +145,8 @@ SIZE |= {"gpt-oss": (20.9, 0.05)}
 def test_full_size_headers_have_the_published_sizes(name, full_size):
     spec = full_size[name]
     everything = LayerRange(0, spec.n_layers)
-    assert spec.unit_bytes(Space.FULL, everything, Dtype.FLOAT16) == 64 * STATE[name][0]
-    assert spec.unit_bytes(Space.WINDOW, everything, Dtype.FLOAT16) == 64 * STATE[name][1]
+    assert spec.unit_bytes(KvGroup.FULL, everything, Dtype.FLOAT16) == 64 * STATE[name][0]
+    assert spec.unit_bytes(KvGroup.WINDOW, everything, Dtype.FLOAT16) == 64 * STATE[name][1]
     numbers = sum(_numbers(t.shape) for t in spec.files.tensors.values() if t.name != "per_layer_token_embd.weight")
     wanted, tolerance = SIZE[name]
     assert abs(numbers / 1e9 - wanted) < tolerance
@@ -292,13 +292,13 @@ def test_laguna_patterns_are_arrays_or_periods(pattern, wanted):
     spec = read_spec(
         dataclasses.replace(files, metadata={**files.metadata, "laguna.attention.sliding_window_pattern": pattern})
     )
-    assert "".join(LETTER[layer.space] for layer in spec.layers) == wanted
+    assert "".join(LETTER[layer.kv_group] for layer in spec.layers) == wanted
 
 
 def test_laguna_without_a_window_has_full_layers_only():
     files = golden("laguna").files
     spec = read_spec(dataclasses.replace(files, metadata={**files.metadata, "laguna.attention.sliding_window": 0}))
-    assert spec.spaces() == {Space.FULL}
+    assert spec.kv_groups() == {KvGroup.FULL}
 
 
 def test_a_block_of_mtp_behind_the_layers_of_glm_is_left_out(tmp_path):
@@ -372,8 +372,8 @@ def test_hostile_metadata_raises_gguferror_or_yields_a_valid_spec(data, name):
     assert spec.legal_boundary(spec.n_layers)
     assert spec.params.eps > 0
     for layer in spec.layers:
-        assert (layer.window > 0) == (layer.space is Space.WINDOW)
-        assert layer.shares_with is None or spec.layers[layer.shares_with].space is layer.space
+        assert (layer.window > 0) == (layer.kv_group is KvGroup.WINDOW)
+        assert layer.shares_with is None or spec.layers[layer.shares_with].kv_group is layer.kv_group
 
 
 def test_every_family_has_a_golden_file():

@@ -11,7 +11,7 @@ import pytest
 from lucevisor.config import Config, load
 from lucevisor.errors import ConfigError, ExitCode
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor
-from lucevisor.model.values import Dtype, Space
+from lucevisor.model.values import Dtype, KvGroup
 from lucevisor.placement.devices import Inventory
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement, PlacementError
@@ -76,7 +76,7 @@ def bare_spec(n_layers: int = 12, sharing: dict[int, int] | None = None, window:
     layers = tuple(
         LayerSpec(
             index=i,
-            space=Space.WINDOW if window and i % 2 == 0 else Space.FULL,
+            kv_group=KvGroup.WINDOW if window and i % 2 == 0 else KvGroup.FULL,
             tensors={},
             state=() if sharing and i in sharing else page,
             window=window if i % 2 == 0 else 0,

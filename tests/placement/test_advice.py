@@ -131,7 +131,7 @@ def test_window_pages_hold_all_sequences(sharing, tmp_path):
     assert p.pools.window_pages == 3 * (5 + 1)
     assert p.pools.states == 0
     page = 2 * 64 * 2 * 32 * 4
-    owners = {"[0,4)": 2, "[4,12)": 1}  # layers of each space that own pages
+    owners = {"[0,4)": 2, "[4,12)": 1}  # layers of each KV group that own pages
     for d in p.devices:
         assert d.state_bytes % page == 0
     total = sum(d.state_bytes for d in p.devices)

@@ -14,7 +14,7 @@ from lucevisor.model.drafters import DraftSpec, draft_paths, open_draft, read_dr
 from lucevisor.model.drafters.spec import MAX_RECURRENT_DRAFTS
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import Backend, Dtype, KvGroup, LayerRange
 from lucevisor.placement import sizing
 from lucevisor.placement.planner import plan
 from lucevisor.placement.report import plan_json, plan_rows, plan_text
@@ -58,7 +58,7 @@ def test_by_default_it_is_where_the_last_layers_are(small, dflash, tmp_path):
     assert p.groups == ("left", "right")
     own = dflash.layouts(Backend.CPU, Dtype.FLOAT32, with_output=True, with_embedding=False)
     assert p.draft_device.weight_bytes == sum(layout.n_bytes for layout in own)
-    per_page = dflash.model.unit_bytes(Space.FULL, dflash.layers, Dtype.FLOAT32)
+    per_page = dflash.model.unit_bytes(KvGroup.FULL, dflash.layers, Dtype.FLOAT32)
     assert p.draft_device.state_bytes == p.pools.full_pages * per_page
     assert p.drafting.max_drafts > 1
     assert p.arenas[-1].region_bytes == token_region_bytes(p.max_sequences, p.drafting.max_drafts)
@@ -221,7 +221,7 @@ def test_verifying_takes_updates_and_windows_beside_the_states(head_27b, tmp_pat
     assert (without.pools.states, without.pools.draft_states) == (4 + 1, 0)
     more = p.devices[0].state_bytes - without.devices[0].state_bytes
     assert more == 12 * DRAFT_27B
-    assert 0.05 * spec.unit_bytes(Space.RECURRENT, LayerRange(0, 64), Dtype.BFLOAT16) > DRAFT_27B
+    assert 0.05 * spec.unit_bytes(KvGroup.RECURRENT, LayerRange(0, 64), Dtype.BFLOAT16) > DRAFT_27B
     reason = "updates for verifying 12 drafts, 7.13 MiB each: all of 4 sequences"
     assert reason in p.reasons
     assert "updates for 12 drafts" in plan_text(p)

@@ -15,7 +15,7 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_resident_chunk, pages_of, pool_pages
 from lucevisor.model.quant_types import padded_rows
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange
 from lucevisor.placement.devices import (
     HOST_PAGES,
     HOST_RESERVE,
@@ -122,7 +122,7 @@ def test_automatic_pages_fill_the_device_that_is_short_and_no_more(big, tmp_path
     assert f"pages {p.pools.full_pages}: as many as fit in hip:1" in " ".join(p.reasons)
     hip1 = p.devices[2]
     assert hip1.free_bytes is not None
-    page = big.unit_bytes(Space.FULL, hip1.layers, p.kv_dtype)
+    page = big.unit_bytes(KvGroup.FULL, hip1.layers, p.kv_dtype)
     left = hip1.free_bytes - hip1.reserve_bytes - hip1.needed_bytes
     assert 0 <= left < 2 * page
     fixed = {"max_context": 262144, "prefill_chunk": p.prefill_chunk}
@@ -135,7 +135,7 @@ def test_automatic_pages_leave_the_host_to_other_programs(demo, tmp_path):
     long = dataclasses.replace(demo, context_tokens=1 << 14)
     host = {"left": [cpu(3)], "right": [cpu(3)]}
     p = placed(long, configure(tmp_path, CPUS, max_sequences=64), host)
-    page = demo.unit_bytes(Space.FULL, LayerRange(0, demo.n_layers), p.kv_dtype)
+    page = demo.unit_bytes(KvGroup.FULL, LayerRange(0, demo.n_layers), p.kv_dtype)
     share = HOST_PAGES * (1 - HOST_RESERVE) * 3 * GIB
     assert share - 2 * page < p.pools.full_pages * page <= share
     [reason] = [r for r in p.reasons if r.startswith("pages ")]
@@ -351,7 +351,9 @@ def planned_with(spec, folder, kv_dtype: str) -> Placement:
 @pytest.mark.parametrize(("kv_dtype", "bits"), [("float16", 16), ("bfloat16", 16), ("q8_0", 8.5)])
 def test_the_plan_counts_the_bits_of_keys_and_values(demo, tmp_path, kv_dtype, bits):
     exact, smaller = planned_with(demo, tmp_path, "float32"), planned_with(demo, tmp_path, kv_dtype)
-    numbers = sum(layer.unit_bytes(Dtype.FLOAT32) for layer in demo.layers if layer.space is Space.FULL) // 4 * PAGES
+    numbers = (
+        sum(layer.unit_bytes(Dtype.FLOAT32) for layer in demo.layers if layer.kv_group is KvGroup.FULL) // 4 * PAGES
+    )
     saved = exact.devices[0].state_bytes - smaller.devices[0].state_bytes
     assert saved == numbers * (32 - bits) / 8
     assert exact.devices[0].weight_bytes == smaller.devices[0].weight_bytes
@@ -436,11 +438,11 @@ def test_host_memory_for_what_is_paged_out_is_planned(big: ModelSpec, tmp_path, 
     assert p.pools.host_pages == 2 * (1024 - (128 if policy == "exact" else 0))
     every = LayerRange(0, big.n_layers)
     paged = p.host_state_bytes - lru.host_state_bytes
-    assert paged == p.pools.host_pages * big.unit_bytes(Space.FULL, every, p.kv_dtype)
+    assert paged == p.pools.host_pages * big.unit_bytes(KvGroup.FULL, every, p.kv_dtype)
     assert p.residency_policy == policy
     assert all(a.workspace_bytes > b.workspace_bytes for a, b in zip(p.devices, lru.devices, strict=True))
     few = placed(big, dataclasses.replace(config, kvflash=dataclasses.replace(flash_config, host=1 << 30)), gpus)
-    assert few.pools.host_pages == (1 << 30) // big.unit_bytes(Space.FULL, every, p.kv_dtype)
+    assert few.pools.host_pages == (1 << 30) // big.unit_bytes(KvGroup.FULL, every, p.kv_dtype)
 
 
 def test_an_automatic_context_is_no_longer_than_pool_and_host_memory_hold(big: ModelSpec, tmp_path) -> None:

@@ -13,7 +13,7 @@ import torch
 from daemons.kv.pools import Pools
 from lucevisor.config import CacheConfig, Config
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.model.values import Dtype, KvGroup, LayerRange
 from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.planner import plan
 from lucevisor.placement.report import plan_json, plan_text
@@ -85,7 +85,7 @@ def test_pages_are_at_most_doubled_for_slots(tmp_path, monkeypatch):
         monkeypatch.setattr(f"lucevisor.placement.cost.{function}", lambda *_, **__: [])
     spec = bare_spec(12)
     config = configure(tmp_path, ["left:0"], max_sequences=3, max_context=640, dtype="float32")
-    page = spec.unit_bytes(Space.FULL, LayerRange(0, 12), Dtype.FLOAT32)
+    page = spec.unit_bytes(KvGroup.FULL, LayerRange(0, 12), Dtype.FLOAT32)
     for memory, n_pages in ((0, 30), (5 * page, 35), (1000 * page, 60)):
         p = placed(spec, cached(config, memory=memory), {"left": [cpu()]})
         assert p.pools.full_pages == n_pages

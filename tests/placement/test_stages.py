@@ -37,7 +37,7 @@ def placement(devices: list[str], draft: str = "", captures: Sequence[int] = ())
         prefill_chunk=60,
         max_step_tokens=64,
         pools=PoolSizes(8, 0, 5),
-        spaces=frozenset(),
+        kv_groups=frozenset(),
         window_tokens=None,
         devices=(),
         stages=stages,

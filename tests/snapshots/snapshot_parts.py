@@ -11,18 +11,18 @@ import pytest
 from structlog.testing import capture_logs
 
 from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
-from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.model.values import Dtype, KvGroup, LayerRange
 from lucevisor.snapshots.file_format import SlotRecord, StateModel
 from lucevisor.snapshots.store import SaveFailed, SnapshotStore
 
 RECURRENT = (StateTensor("conv", (3, 10), Dtype.FLOAT32), StateTensor("delta", (2, 4, 4), Dtype.FLOAT32))
 LAYERS = (
-    LayerSpec(0, Space.RECURRENT, {}, RECURRENT),
-    LayerSpec(1, Space.FULL, {}, attention_state(2, 6, 6)),
-    LayerSpec(2, Space.WINDOW, {}, attention_state(1, 8, 8), window=16),
+    LayerSpec(0, KvGroup.RECURRENT, {}, RECURRENT),
+    LayerSpec(1, KvGroup.FULL, {}, attention_state(2, 6, 6)),
+    LayerSpec(2, KvGroup.WINDOW, {}, attention_state(1, 8, 8), window=16),
 )
 ALL = LayerRange(0, 3)
-FULL_ONLY = (LayerSpec(0, Space.FULL, {}, attention_state(2, 6, 6)),)
+FULL_ONLY = (LayerSpec(0, KvGroup.FULL, {}, attention_state(2, 6, 6)),)
 BUDGET = 1 << 24
 
 

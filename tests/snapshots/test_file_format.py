@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from lucevisor.kv.page_table import PagedOut
 from lucevisor.model.spec import LayerSpec, attention_state
-from lucevisor.model.values import PAGE_TOKENS, Dtype, Space
+from lucevisor.model.values import PAGE_TOKENS, Dtype, KvGroup
 from lucevisor.snapshots.file_format import (
     DATA_ALIGNMENT,
     FORMAT_VERSION,
@@ -36,7 +36,7 @@ from tests.snapshots import snapshot_parts
 from tests.snapshots.snapshot_parts import made_store, rewritten
 
 FINGERPRINT = "ab" * 32
-LAYERS = (*snapshot_parts.LAYERS, LayerSpec(3, Space.FULL, {}, (), shares_with=1))
+LAYERS = (*snapshot_parts.LAYERS, LayerSpec(3, KvGroup.FULL, {}, (), shares_with=1))
 
 
 def model(kv_dtype=Dtype.FLOAT32, layers=LAYERS, dtype=Dtype.FLOAT32, draft=None):
@@ -61,9 +61,9 @@ def read(data, file_bytes):
 )
 def test_tensors_are_contiguous_and_aligned_to_their_items(n, kv_dtype, heads, dim, window):
     layers = (
-        LayerSpec(0, Space.FULL, {}, attention_state(heads, dim, dim)),
-        LayerSpec(1, Space.RECURRENT, {}, snapshot_parts.RECURRENT),
-        LayerSpec(2, Space.WINDOW, {}, attention_state(heads, dim, dim), window=window),
+        LayerSpec(0, KvGroup.FULL, {}, attention_state(heads, dim, dim)),
+        LayerSpec(1, KvGroup.RECURRENT, {}, snapshot_parts.RECURRENT),
+        LayerSpec(2, KvGroup.WINDOW, {}, attention_state(heads, dim, dim), window=window),
     )
     snapshot = lay_out(model(kv_dtype, layers), slot(n))
     assert snapshot.data_start % DATA_ALIGNMENT == 0
@@ -223,9 +223,9 @@ def test_another_model_is_refused_by_name():
     "layers",
     [
         LAYERS[:2],
-        (*LAYERS, LayerSpec(4, Space.FULL, {}, attention_state(2, 6, 6))),
-        (LAYERS[0], LayerSpec(1, Space.FULL, {}, attention_state(3, 6, 6)), *LAYERS[2:]),
-        (*LAYERS[:2], LayerSpec(2, Space.WINDOW, {}, attention_state(1, 8, 8), window=17), LAYERS[3]),
+        (*LAYERS, LayerSpec(4, KvGroup.FULL, {}, attention_state(2, 6, 6))),
+        (LAYERS[0], LayerSpec(1, KvGroup.FULL, {}, attention_state(3, 6, 6)), *LAYERS[2:]),
+        (*LAYERS[:2], LayerSpec(2, KvGroup.WINDOW, {}, attention_state(1, 8, 8), window=17), LAYERS[3]),
     ],
 )
 def test_another_shape_of_state_under_the_same_fingerprint_is_refused(layers):
@@ -269,7 +269,7 @@ def test_the_models_state_is_usable_without_the_drafters(made_with, runs_with):
 
 
 def test_a_drafters_recurrent_state_is_of_one_length():
-    recurrent = [layer for layer in LAYERS if layer.space is Space.RECURRENT]
+    recurrent = [layer for layer in LAYERS if layer.kv_group is KvGroup.RECURRENT]
     running = model(draft=drafter(layers=recurrent[:1]))
     snapshot = lay_out(running, slot(10, with_draft=True))
     assert holds_draft(snapshot, running, 10)

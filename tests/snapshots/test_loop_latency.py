@@ -25,7 +25,7 @@ from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.kv_transfer.transfers import KvTransfer
 from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
-from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.model.values import Dtype, KvGroup, LayerRange
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Sampled, SamplingParams, StepResult
 from lucevisor.snapshots.file_format import SlotRecord, StateModel
@@ -44,10 +44,10 @@ MOST_LOOPS = 1.5  # over the prompt
 TRIES = 4  # page faults of a busy machine count as time of the thread
 PAGES = N // 64
 LAYERS = {
-    frozenset({Space.FULL}): (LayerSpec(0, Space.FULL, {}, attention_state(1, 1, 1)),),
-    frozenset({Space.FULL, Space.RECURRENT}): (
-        LayerSpec(0, Space.FULL, {}, attention_state(1, 1, 1)),
-        LayerSpec(1, Space.RECURRENT, {}, (StateTensor("delta", (2, 4), Dtype.FLOAT32),)),
+    frozenset({KvGroup.FULL}): (LayerSpec(0, KvGroup.FULL, {}, attention_state(1, 1, 1)),),
+    frozenset({KvGroup.FULL, KvGroup.RECURRENT}): (
+        LayerSpec(0, KvGroup.FULL, {}, attention_state(1, 1, 1)),
+        LayerSpec(1, KvGroup.RECURRENT, {}, (StateTensor("delta", (2, 4), Dtype.FLOAT32),)),
     ),
 }
 
@@ -117,26 +117,26 @@ def quiet() -> None:
     gc.freeze()
 
 
-def prepare(spaces: frozenset[Space], directory: Path) -> tuple[SnapshotStore, TokenBuffer, TokenBuffer]:
+def prepare(kv_groups: frozenset[KvGroup], directory: Path) -> tuple[SnapshotStore, TokenBuffer, TokenBuffer]:
     """A store with one long prompt, that prompt, and another one."""
-    model = StateModel("ab" * 32, "toy", "Toy", Dtype.FLOAT32, Dtype.FLOAT32, LAYERS[spaces])
+    model = StateModel("ab" * 32, "toy", "Toy", Dtype.FLOAT32, Dtype.FLOAT32, LAYERS[kv_groups])
     store = SnapshotStore(directory, model, 1 << 30)
     on_disk = text(1)
     save(store, SlotRecord(on_disk, 100.0))
     return store, on_disk, text(2)
 
 
-async def converse(spaces: frozenset[Space], directory: Path) -> dict[str, int]:
+async def converse(kv_groups: frozenset[KvGroup], directory: Path) -> dict[str, int]:
     """A long prompt comes, continues, is displaced, and another one is on disk; return cached tokens by request."""
-    store, on_disk, cold = await asyncio.to_thread(prepare, spaces, directory)
+    store, on_disk, cold = await asyncio.to_thread(prepare, kv_groups, directory)
     limits = EngineLimits(
         max_sequences=2,
         max_context=N + 4096,
         prefill_chunk=2048,
         max_step_tokens=2050,
-        spaces=spaces,
+        kv_groups=kv_groups,
         pools=PoolSizes(full_pages=3 * PAGES, window_pages=0, states=6),
-        prefix=PrefixSettings(max_slots=2, memory_bytes=1 << 40, unit_bytes=dict.fromkeys(spaces, 1)),
+        prefix=PrefixSettings(max_slots=2, memory_bytes=1 << 40, unit_bytes=dict.fromkeys(kv_groups, 1)),
     )
     rig = Rig(limits)
     transfers = KvTransfer({"g": [LayerRange(0, 2)]})  # no daemon is ready: files are opened, checked and given up
@@ -163,16 +163,16 @@ async def converse(spaces: frozenset[Space], directory: Path) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("spaces", LAYERS, ids=["full", "recurrent"])
+@pytest.mark.parametrize("kv_groups", LAYERS, ids=["full", "recurrent"])
 async def test_262144_tokens(
-    spaces: frozenset[Space], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: None
+    kv_groups: frozenset[KvGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: None
 ) -> None:
     costs, prompt = CallbackCosts(monkeypatch), text(3)
 
     async def most(name: str) -> tuple[float, str]:
         await asyncio.sleep(0)
         costs.seen.clear()
-        cached = await converse(spaces, tmp_path / name)
+        cached = await converse(kv_groups, tmp_path / name)
         assert cached["cold"] == cached["on disk"] == 0
         assert cached["warm"] >= N - 64
         return max(costs.seen)

@@ -23,7 +23,7 @@ from lucevisor.model.families.llama import LlamaParams, hyperparameters, layer_t
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError, TensorInfo
 from lucevisor.model.spec import Keys, LayerSpec, ModelSpec, Shapes, attention_state, tensor
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 
 UPSTREAM = "dflash"
 _ALIASES = {
@@ -104,7 +104,7 @@ def read(files: GgufFiles, target: ModelSpec) -> DraftSpec:
     assert target.files is not None
     all_files = joined(drafter_files, target.files, sorted(from_target))
     layers = [
-        LayerSpec(i, Space.FULL, tensors, attention_state(p.n_kv_heads, p.head_dim, p.head_dim))
+        LayerSpec(i, KvGroup.FULL, tensors, attention_state(p.n_kv_heads, p.head_dim, p.head_dim))
         for i, tensors in enumerate(per_layer)
     ]
     model = replace(

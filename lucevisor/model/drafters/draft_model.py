@@ -13,7 +13,7 @@ from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 
 ARCHITECTURE = "model"
 _TOKENS = "tokenizer.ggml.tokens"
@@ -31,10 +31,10 @@ def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> Dra
     spec, file = read_spec(files, options), str(files.paths[0])
     if not spec.pooling.generates:
         raise GgufError(file, "draft model", f"{spec.name} is made for embeddings or ranking, and generates nothing")
-    if spec.spaces() != {Space.FULL}:
+    if spec.kv_groups() != {KvGroup.FULL}:
         reason = f"{spec.architecture!r} has layers with a window or recurrent state; a draft model has full attention"
         raise GgufError(file, "metadata value 'general.architecture'", reason)
-    if Space.FULL not in target.spaces():
+    if KvGroup.FULL not in target.kv_groups():
         raise GgufError(file, "draft model", f"{target.name} has no layer with full attention, whose pages it shares")
     assert target.files is not None
     own, theirs = files.metadata.get(_TOKENS), target.files.metadata.get(_TOKENS)

@@ -15,7 +15,7 @@ from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.rope import Rotary, plain_rotary
 from lucevisor.model.spec import MAX_LAYERS, Keys, LayerSpec, ModelSpec, Shapes, attention_state, tensor
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 
 ARCHITECTURE = "gemma4-assistant"
 ROPE_FREQS = "rope_freqs.weight"
@@ -134,7 +134,7 @@ def _own_layer(files: GgufFiles, params: AssistantParams, i: int) -> LayerSpec:
     p, layer = params.block, params.block.layers[i]
     tensors = attention_tensors(p, i) | feed_forward_tensors(files, p, i)
     window = p.window + 1 if layer.sliding else 0
-    return LayerSpec(i, Space.FULL, tensors, (), window=window, shares_with=layer.source)
+    return LayerSpec(i, KvGroup.FULL, tensors, (), window=window, shares_with=layer.source)
 
 
 def _kept_layer(source: KeyValueSource, hidden_size: int) -> LayerSpec:
@@ -148,7 +148,7 @@ def _kept_layer(source: KeyValueSource, hidden_size: int) -> LayerSpec:
     }
     if not layer.key_values:
         tensors[b + "attn_v.weight"] = (kv, hidden_size)
-    return LayerSpec(source.layer, Space.FULL, tensors, attention_state(layer.n_kv_heads, d, d))
+    return LayerSpec(source.layer, KvGroup.FULL, tensors, attention_state(layer.n_kv_heads, d, d))
 
 
 def _assembled(

@@ -17,7 +17,7 @@ from lucevisor.model.families.qwen35moe import Qwen35MoeParams, expert_tensors, 
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.spec import Keys, LayerSpec, ModelSpec, Shapes, StateTensor, attention_state
-from lucevisor.model.values import Dtype, Space
+from lucevisor.model.values import Dtype, KvGroup
 
 FAMILIES = ("qwen35", "qwen35moe", "qwen3next")
 OUTPUT_NORM = "output_norm.weight"
@@ -58,10 +58,10 @@ def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> Dra
         all_files = with_tensors(all_files, all_files.tensors | {_HEAD_NORM: all_files.tensors[OUTPUT_NORM]})
     n_routed = p.experts.n_used if isinstance(p, Qwen35MoeParams) else 0
     attention = LayerSpec(
-        0, Space.FULL, layer, attention_state(p.n_kv_heads, p.head_dim, p.head_dim), n_routed=n_routed
+        0, KvGroup.FULL, layer, attention_state(p.n_kv_heads, p.head_dim, p.head_dim), n_routed=n_routed
     )
     hidden = StateTensor("hidden", (p.hidden_size,), Dtype.FLOAT32)
-    layers = (attention, LayerSpec(HIDDEN_LAYER, Space.RECURRENT, {}, (hidden,)))
+    layers = (attention, LayerSpec(HIDDEN_LAYER, KvGroup.RECURRENT, {}, (hidden,)))
     params = MtpParams(target.architecture, p)
     model = assemble(drafter_files, all_files, target, params, layers, shared, (lm_head, p.hidden_size))
     # A head reads its own drafts as input, so acceptance falls with each.

@@ -21,7 +21,7 @@ from lucevisor.model.spec import (
     attention_state,
     tensor,
 )
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 
 POSITIONS, TYPES, NORM = "position_embd.weight", "token_types.weight", "token_embd_norm"
 CLASSIFIER, SCORE = "cls", "cls.output"
@@ -74,7 +74,7 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     if e % p.n_heads:
         raise keys.error("attention.head_count", f"is {p.n_heads}, which does not divide the embedding length {e}")
     state = attention_state(p.n_heads, p.head_dim, p.head_dim)
-    layers = [LayerSpec(i, Space.FULL, layer_tensors(p, i), state) for i in range(p.n_layers)]
+    layers = [LayerSpec(i, KvGroup.FULL, layer_tensors(p, i), state) for i in range(p.n_layers)]
     inputs: Shapes = {POSITIONS: (context, e), f"{NORM}.weight": (e,), f"{NORM}.bias": (e,)}
     if p.has_types:
         inputs[TYPES] = tensor(files, TYPES).shape

@@ -26,7 +26,7 @@ from lucevisor.model.spec import (
     swiglu_tensors,
     tensor,
 )
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def embedding_spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     if keys.integer("pooling_type", PoolingType.MEAN, low=0) != PoolingType.MEAN:
         raise keys.error("pooling_type", f"is {keys.raw('pooling_type')}; this family pools by 1 (mean)")
     state = attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
-    layers = [LayerSpec(i, Space.FULL, layer_tensors(p, i), state) for i in range(len(p.sliding))]
+    layers = [LayerSpec(i, KvGroup.FULL, layer_tensors(p, i), state) for i in range(len(p.sliding))]
     outputs: Shapes = {"output_norm.weight": (p.hidden_size,)}
     width = p.hidden_size
     for name in DENSE:
@@ -129,7 +129,7 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     layers = [
         LayerSpec(
             index=i,
-            space=Space.WINDOW if slides else Space.FULL,
+            kv_group=KvGroup.WINDOW if slides else KvGroup.FULL,
             tensors=layer_tensors(p, i),
             state=state,
             window=p.window if slides else 0,

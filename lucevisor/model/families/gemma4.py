@@ -25,7 +25,7 @@ from lucevisor.model.spec import (
     swiglu_tensors,
     tensor,
 )
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 
 ID_WIDTH = 16
 """Numbers of a boundary row that repeat its token id; a multiple of the vector width of every dtype."""
@@ -182,7 +182,7 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     layers = [
         LayerSpec(
             index=i,
-            space=Space.WINDOW if layer.sliding else Space.FULL,
+            kv_group=KvGroup.WINDOW if layer.sliding else KvGroup.FULL,
             tensors=attention_tensors(p, i) | feed_forward_tensors(files, p, i),
             state=attention_state(layer.n_kv_heads, layer.head_dim, layer.head_dim) if p.owns(i) else (),
             window=p.window if layer.sliding else 0,

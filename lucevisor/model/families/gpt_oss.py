@@ -10,7 +10,7 @@ from lucevisor.model.families import llama
 from lucevisor.model.families.gemma3 import sliding_layers
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import Keys, LayerSpec, ModelSpec, assemble, attention_state
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 
 ARCHITECTURE = "gpt-oss"
 SINKS = "attn_sinks.weight"
@@ -46,7 +46,7 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     layers = [
         LayerSpec(
             index=i,
-            space=Space.WINDOW if slides else Space.FULL,
+            kv_group=KvGroup.WINDOW if slides else KvGroup.FULL,
             tensors=llama.layer_tensors(files, p, i) | {f"blk.{i}.{SINKS}": sinks},
             state=state,
             window=p.window if slides else 0,

@@ -25,7 +25,7 @@ from lucevisor.model.spec import (
     swiglu_tensors,
     tensor,
 )
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     layers = [
         LayerSpec(
             index=i,
-            space=Space.WINDOW if slides else Space.FULL,
+            kv_group=KvGroup.WINDOW if slides else KvGroup.FULL,
             tensors=layer_tensors(files, p, i),
             state=state,
             window=p.window if slides else 0,

@@ -24,7 +24,7 @@ from lucevisor.model.spec import (
     attention_tensors,
     swiglu_tensors,
 )
-from lucevisor.model.values import Space
+from lucevisor.model.values import KvGroup
 
 ROPE_FACTORS = "rope_freqs.weight"
 INPUTS = ("attn_q", "attn_k", "attn_v")
@@ -147,7 +147,7 @@ def build(files: GgufFiles, keys: Keys, p: LlamaParams) -> ModelSpec:
     state = attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
     n_routed = p.experts.n_used if p.experts is not None else 0
     layers = [
-        LayerSpec(i, Space.FULL, layer_tensors(files, p, i), state, n_routed=n_routed if i >= p.n_dense else 0)
+        LayerSpec(i, KvGroup.FULL, layer_tensors(files, p, i), state, n_routed=n_routed if i >= p.n_dense else 0)
         for i in range(p.n_layers)
     ]
     shared = {ROPE_FACTORS: (p.rotary.n // 2,)} if p.rope_factors else {}

@@ -23,7 +23,7 @@ from lucevisor.model.spec import (
     swiglu_tensors,
     update_width,
 )
-from lucevisor.model.values import Dtype, Space
+from lucevisor.model.values import Dtype, KvGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def build(
     layers = [
         LayerSpec(
             index=i,
-            space=Space.RECURRENT if p.recurrent[i] else Space.FULL,
+            kv_group=KvGroup.RECURRENT if p.recurrent[i] else KvGroup.FULL,
             tensors=mixer_tensors(p, i, inputs) | feed_forward(i),
             state=layer_state(p, i),
             n_routed=n_routed,
