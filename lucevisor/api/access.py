@@ -11,7 +11,7 @@ from typing import Final
 
 from aiohttp import web
 
-from lucevisor.api.app_context import ApiSettings
+from lucevisor.api.contexts import ApiSettings
 from lucevisor.api.errors import ApiError
 from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.errors import show

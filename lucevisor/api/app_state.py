@@ -9,7 +9,7 @@ from typing import Final
 
 from aiohttp import web
 
-from lucevisor.api.app_context import AppContext, RequestContext, ServedModels
+from lucevisor.api.contexts import ModelContext, RequestContext, ServedModels, ServerContext
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.response_store import ResponseStore
 
@@ -20,8 +20,7 @@ async def yield_to_loop(limit: asyncio.Semaphore) -> None:
         await asyncio.sleep(0)
 
 
-APP_CONTEXT: Final = web.AppKey("app_context", AppContext)
-"""The context of the first model, for the state of the server."""
+SERVER: Final = web.AppKey("server", ServerContext)
 MODELS: Final = web.AppKey("models", ServedModels)
 METRICS: Final = web.AppKey("metrics", Metrics)
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
@@ -89,7 +88,7 @@ def context_of(request: web.Request) -> RequestContext:
     return request[_KEY]
 
 
-def model_of(request: web.Request) -> AppContext:
+def model_of(request: web.Request) -> ModelContext:
     """Return the context of the model that a prepared request is for."""
     return request.app[MODELS][context_of(request).model]
 

@@ -11,9 +11,9 @@ import msgspec
 from aiohttp import web
 
 from lucevisor.api.access import check_content_type
-from lucevisor.api.app_context import ApiSettings, AppContext, BodyParser, ParsedBody, ServedModels
-from lucevisor.api.app_state import APP_CONTEXT, BUFFERED_BODIES, MODELS, BufferedBodies, context_of, yield_to_loop
+from lucevisor.api.app_state import BUFFERED_BODIES, MODELS, SERVER, BufferedBodies, context_of, yield_to_loop
 from lucevisor.api.constraint import compiled, constrains
+from lucevisor.api.contexts import ApiSettings, BodyParser, ModelContext, ParsedBody, ServedModels
 from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.images import has_images
 from lucevisor.api.parameters import check_generates, searches_vocabulary
@@ -70,7 +70,7 @@ async def prepare_request(
     return await _compressed(read, ctx.compressor)
 
 
-async def _load(ctx: AppContext) -> None:
+async def _load(ctx: ModelContext) -> None:
     """Wait until the model is loaded; raises ApiError."""
     try:
         if ctx.control is not None:
@@ -79,7 +79,7 @@ async def _load(ctx: AppContext) -> None:
         raise unavailable(str(error), ctx.retry_after_s(), "model_not_loaded") from None
 
 
-async def _embedded(read: PreparedRequest, ctx: AppContext) -> PreparedRequest:
+async def _embedded(read: PreparedRequest, ctx: ModelContext) -> PreparedRequest:
     """Return the request with the embedding rows of its images, all of which stay in the prompt."""
     found = []
     await _load(ctx)  # its encoder comes with it
@@ -106,7 +106,7 @@ async def _compressed(read: PreparedRequest, compressor: Compressor) -> Prepared
 
 async def _parse(parser: BodyParser, body: list[bytes], models: ServedModels, bodies: BufferedBodies) -> ParsedBody:
     """Parse a whole body, in a worker if it is long or has a grammar or images, which could block the process."""
-    preprocessor = models.first.preprocessor
+    preprocessor = models.server.preprocessor
     if sum(map(len, body)) <= INLINE_BYTES:
         await yield_to_loop(bodies.parse_limit)
         fields = decode_object(b"".join(body))
@@ -121,7 +121,7 @@ async def _parse(parser: BodyParser, body: list[bytes], models: ServedModels, bo
 
 async def read_body(request: web.Request, body: list[bytes]) -> None:
     """Append the parts of the body as they arrive, and count them in the bodies in memory; raises ApiError."""
-    settings, bodies = request.app[APP_CONTEXT].settings, request.app[BUFFERED_BODIES]
+    settings, bodies = request.app[SERVER].settings, request.app[BUFFERED_BODIES]
     limit_bytes = settings.max_body_bytes
     if request.content_length is not None and request.content_length > limit_bytes:
         raise too_large(limit_bytes)

@@ -17,7 +17,7 @@ import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from lucevisor.api.app_context import ApiSettings
+from lucevisor.api.contexts import ApiSettings
 from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.metrics import Metrics
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from lucevisor.api.app_context import AppContext
+from lucevisor.api.contexts import ModelContext
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.prepared import OutputGrammar
 from lucevisor.api.schemas import GenerationBody, JsonSchemaFormat, ResponseFormat, ToolChoice
@@ -97,7 +97,7 @@ def requested_calls(tools: Tools, choice: object, form: OutputForm | None, *, pa
 
 def output_grammar(
     form: OutputForm | None,
-    ctx: AppContext,
+    ctx: ModelContext,
     tags: ReasoningTags | None = None,
     *,
     inside: bool = False,
@@ -146,7 +146,7 @@ def _with_calls(
     return f"({only} | {header} {text})"
 
 
-def compiled(grammar: OutputGrammar, ctx: AppContext) -> Grammar:
+def compiled(grammar: OutputGrammar, ctx: ModelContext) -> Grammar:
     """Return a grammar ready for use; raises ApiError 400 with llguidance's message."""
     try:
         return ctx.grammars.compile(grammar.grammar)

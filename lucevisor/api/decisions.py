@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lucevisor.api.app_context import AppContext, RequestContext, ServingEngine
+from lucevisor.api.contexts import ModelContext, RequestContext, ServingEngine
 from lucevisor.api.errors import from_request_error, from_submit_error, unavailable
 from lucevisor.api.generation import engine_of
 from lucevisor.api.metrics import ModelMetrics
@@ -41,7 +41,7 @@ class Decision:
 class Decider:
     """Runs the requests of one HTTP request.  ``publishes``: its prompts stay cached; ``images``: of all prompts."""
 
-    ctx: AppContext
+    ctx: ModelContext
     context: RequestContext
     metrics: ModelMetrics
     publishes: bool = True

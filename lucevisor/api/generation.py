@@ -17,9 +17,9 @@ from typing import ClassVar, Final
 import msgspec
 from aiohttp import web
 
-from lucevisor.api.app_context import AppContext, BodyParser, RequestContext, ServingEngine
 from lucevisor.api.app_state import METRICS, context_of, model_of
 from lucevisor.api.bodies import AddToBody, prepare_request
+from lucevisor.api.contexts import BodyParser, ModelContext, RequestContext, ServingEngine
 from lucevisor.api.errors import from_request_error, from_submit_error, unavailable
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.output import ChoiceDelta, GenerationFailed, OutputProcessor, UsageTotals
@@ -32,7 +32,7 @@ from lucevisor.errors import LucevisorError
 from lucevisor.text.reasoning import ReasoningBudget
 
 
-def make_choice_runs(prepared: PreparedRequest, ctx: AppContext, response_id: str) -> list[ChoiceRun]:
+def make_choice_runs(prepared: PreparedRequest, ctx: ModelContext, response_id: str) -> list[ChoiceRun]:
     options = prepared.options
     runs = []
     ends = frozenset(options.stop_ids) | (frozenset() if options.ignore_eos else ctx.tokenizer.eos_ids | ctx.stop_ids)
@@ -56,7 +56,7 @@ def make_choice_runs(prepared: PreparedRequest, ctx: AppContext, response_id: st
     return runs
 
 
-def _constraint(prepared: PreparedRequest, ctx: AppContext, room: int, ends: frozenset[int]) -> Constraint | None:
+def _constraint(prepared: PreparedRequest, ctx: ModelContext, room: int, ends: frozenset[int]) -> Constraint | None:
     """Return the constraint of one choice: its grammar, its thinking budget, and its minimum length."""
     options = prepared.options
     matcher = None if prepared.grammar is None else prepared.grammar.matcher()
@@ -77,7 +77,7 @@ class ResponseFormatter(EventFormat, ABC):
     id_prefix: ClassVar[str] = ""
     prompt_param: ClassVar[str] = "messages"
 
-    def __init__(self, prepared: PreparedRequest, ctx: AppContext) -> None:
+    def __init__(self, prepared: PreparedRequest, ctx: ModelContext) -> None:
         self.prepared, self.options = prepared, prepared.options
         self.card, self.tokenizer = ctx.model, ctx.tokenizer
         self.unique_id = secrets.token_hex(12)
@@ -182,7 +182,7 @@ _INLINE_RECORDS: Final = 2000  # tokens and log-probabilities that are encoded i
 async def handle_generation(
     request: web.Request,
     parser: BodyParser,
-    make_formatter: Callable[[PreparedRequest, AppContext], ResponseFormatter] | None = None,
+    make_formatter: Callable[[PreparedRequest, ModelContext], ResponseFormatter] | None = None,
     add_to_body: AddToBody | None = None,
 ) -> web.StreamResponse:
     """Prepare a request, generate and respond; without a formatter the parser's result is the response.
@@ -209,7 +209,7 @@ async def handle_generation(
         async with merged(context.handles) as events:
             if options.stream:
                 stream = context.stream = EventStream(request, headers, formatter)
-                await writer.stream(events, stream, ctx.settings.keepalive_s)
+                await writer.stream(events, stream, ctx.server.settings.keepalive_s)
                 return stream.response
             body = await writer.full(events)
     except GenerationFailed as failure:
@@ -217,7 +217,7 @@ async def handle_generation(
     return web.Response(body=body, content_type="application/json", headers=headers)
 
 
-async def _carry_out(order: ModelOrder, ctx: AppContext) -> None:
+async def _carry_out(order: ModelOrder, ctx: ModelContext) -> None:
     """Load or unload a model; raises ApiError."""
     if ctx.control is None:
         return
@@ -232,17 +232,17 @@ async def _carry_out(order: ModelOrder, ctx: AppContext) -> None:
         ctx.control.keep_alive(order.keep_alive_s)
 
 
-def engine_of(ctx: AppContext) -> ServingEngine:
+def engine_of(ctx: ModelContext) -> ServingEngine:
     """Return the engine; raises ApiError before there is one."""
     if ctx.engine is None and ctx.control is not None and ctx.control.problem:
         raise unavailable(f"the model cannot be loaded: {ctx.control.problem}", ctx.retry_after_s(), "model_not_loaded")
     if ctx.engine is None:
-        waiting = ", ".join(f"{part.name} is {part.state}" for part in ctx.not_ready()) or "it is starting"
+        waiting = ", ".join(f"{part.name} is {part.state}" for part in ctx.server.not_ready()) or "it is starting"
         raise unavailable(f"the model is not ready: {waiting}; try again later", ctx.retry_after_s())
     return ctx.engine
 
 
-async def _submit(ctx: AppContext, runs: Sequence[ChoiceRun], prompt_param: str, context: RequestContext) -> None:
+async def _submit(ctx: ModelContext, runs: Sequence[ChoiceRun], prompt_param: str, context: RequestContext) -> None:
     """Submit every sequence or none; `context` has each immediately, as a drain may happen in between."""
     engine = engine_of(ctx)
     context.handles = handles = list[RequestHandle]()

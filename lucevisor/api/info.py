@@ -17,9 +17,9 @@ import msgspec
 from aiohttp import web
 
 from lucevisor import __version__
-from lucevisor.api.app_context import AppContext, ModelControl
-from lucevisor.api.app_state import APP_CONTEXT, BUFFERED_BODIES, METRICS, MODELS
+from lucevisor.api.app_state import BUFFERED_BODIES, METRICS, MODELS, SERVER
 from lucevisor.api.bodies import json_response, read_body
+from lucevisor.api.contexts import ModelContext, ModelControl
 from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.parameters import check_model, yes_no_tokens
 from lucevisor.errors import LucevisorError
@@ -97,7 +97,7 @@ async def health(_: web.Request) -> web.Response:
 
 async def ready(request: web.Request) -> web.Response:
     """Return whether the pipeline is ready, and what is not."""
-    parts = request.app[APP_CONTEXT].not_ready()
+    parts = request.app[SERVER].not_ready()
     if not parts:
         return json_response({"status": "ready"})
     waiting = [{"name": part.name, "state": part.state, "reason": part.reason} for part in parts]
@@ -110,7 +110,7 @@ async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=body, headers={"Content-Type": content_type})
 
 
-def abilities(ctx: AppContext) -> dict[str, bool]:
+def abilities(ctx: ModelContext) -> dict[str, bool]:
     template = ctx.template
     output = OutputFormat() if template is None else template.output_format
     return {
@@ -124,7 +124,7 @@ def abilities(ctx: AppContext) -> dict[str, bool]:
     }
 
 
-def _model(ctx: AppContext) -> dict[str, object]:
+def _model(ctx: ModelContext) -> dict[str, object]:
     card, context = ctx.model, ctx.max_context or None  # not known yet
     return {
         "id": card.name,
@@ -149,13 +149,13 @@ _ROUTER_STATES: Final = {"parked": "sleeping", "leaving": "loaded"}
 """The states that llama.cpp's server knows, for those of ours that have other names."""
 
 
-def _status(ctx: AppContext) -> dict[str, object]:
+def _status(ctx: ModelContext) -> dict[str, object]:
     """Return whether a model is loaded, as llama.cpp's server shows it in router mode."""
     failed = {"failed": True, "reason": ctx.control.problem} if ctx.control is not None and ctx.control.problem else {}
     return {"value": _ROUTER_STATES.get(ctx.model_state, ctx.model_state), **failed}
 
 
-def _replicas(ctx: AppContext) -> dict[str, object]:
+def _replicas(ctx: ModelContext) -> dict[str, object]:
     """Return the replicas of a model that has some, and whether each takes requests."""
     engines = {name: engine for name, engine in (ctx.engine.replicas if ctx.engine else {}).items() if name}
     return {"replicas": {name: {"ready": engine.ready} for name, engine in engines.items()}} if engines else {}
@@ -249,8 +249,8 @@ async def _order(request: web.Request, order: Callable[[ModelControl], Awaitable
 
 async def status(request: web.Request) -> web.Response:
     """Return the status, as `lucevisor status --json` prints it; `admin`: whether restarts are possible here."""
-    ctx = request.app[APP_CONTEXT]
-    body = {**ctx.status(), "admin": ctx.admin_keys.required}
+    server = request.app[SERVER]
+    body = {**server.status(), "admin": server.admin_keys.required}
     response = json_response(body)
     response.headers["Cache-Control"] = "no-store"
     return response
@@ -267,7 +267,7 @@ async def restart(request: web.Request) -> web.Response:
     finally:
         request.app[BUFFERED_BODIES].n_bytes -= sum(map(len, body))
     try:
-        request.app[APP_CONTEXT].restart(command.group, command.now)
+        request.app[SERVER].restart(command.group, command.now)
     except LucevisorError as error:
         raise ApiError(409, str(error), code="not_restarted") from None
     return json_response({"restarting": command.group}, 202)

@@ -12,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from lucevisor.api.app_context import AppContext, RequestContext, ServedModels
+from lucevisor.api.contexts import ModelContext, RequestContext, ServedModels
 from lucevisor.compression.compressor import CompressionStatistics
 from lucevisor.engine.recovery import RecoveryStatistics
 from lucevisor.engine.replicas import ReplicatedEngine
@@ -82,19 +82,19 @@ class StateCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        ctx = self._models.first
-        status = ctx.status()
+        server = self._models.server
+        status = server.status()
         yield from _groups(status["groups"])
         yield from _cluster(status["cluster"])
         yield from _joined(family for model in status["models"] for family in _host_memory(model))
         yield from _joined(family for model in status["models"] for family in _residency(model))
-        drops = [([sink], n) for sink, n in ctx.log_drops().items()]
+        drops = [([sink], n) for sink, n in server.log_drops().items()]
         text = "Log records that were not written, by sink."
         yield _Families().counters("log_records_dropped", text, ["sink"], drops)
         yield from _joined(family for model in self._models for family in _model(model))
 
 
-def _model(ctx: AppContext) -> Iterator[Metric]:
+def _model(ctx: ModelContext) -> Iterator[Metric]:
     out = _Families(model=ctx.model.name)
     for replica, engine in ctx.engine.replicas.items() if ctx.engine is not None else ():
         own = _Families(model=ctx.model.name, replica=replica) if replica else out

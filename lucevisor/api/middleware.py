@@ -20,12 +20,11 @@ from lucevisor.api.access import (
     is_preflight,
     preflight,
 )
-from lucevisor.api.app_context import RequestContext
 from lucevisor.api.app_state import (
     ACTIVE,
-    APP_CONTEXT,
     METRICS,
     MODELS,
+    SERVER,
     START_LIMIT,
     attach,
     context_of,
@@ -34,6 +33,7 @@ from lucevisor.api.app_state import (
     yield_to_loop,
 )
 from lucevisor.api.connections import HttpConnection
+from lucevisor.api.contexts import RequestContext
 from lucevisor.api.errors import CLIENT_CLOSED, ApiError, internal_error, unavailable
 from lucevisor.api.sse import ClientGone
 
@@ -55,13 +55,14 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
     if isinstance(connection, HttpConnection):
         connection.on_request_start()
     await yield_to_loop(request.app[START_LIMIT])
+    models = request.app[MODELS]
     context = RequestContext(
         request_id_of(request),
         time.monotonic(),
         method=request.method,
         path=request.path,
         headers=request.headers,
-        model=request.app[APP_CONTEXT].model.name if len(request.app[MODELS]) == 1 else "",
+        model=models.first.model.name if len(models) == 1 else "",
     )
     attach(request, context)
     active = request.app[ACTIVE]
@@ -87,12 +88,12 @@ async def _serve(request: web.Request, context: RequestContext, handler: Handler
     For a stream that failed, the status is the error's.
     """
     try:
-        ctx = request.app[APP_CONTEXT]
-        if is_preflight(request) and (answer := preflight(request, ctx.settings)) is not None:
+        server = request.app[SERVER]
+        if is_preflight(request) and (answer := preflight(request, server.settings)) is not None:
             return answer.status, answer
-        context.caller = check_access(request, ctx.settings, ctx.keys, ctx.admin_keys)
+        context.caller = check_access(request, server.settings, server.keys, server.admin_keys)
         if request.app[ACTIVE].draining and request.path not in _QUIET:
-            raise unavailable("the server is shutting down", ctx.settings.retry_after_s, "shutting_down")
+            raise unavailable("the server is shutting down", server.settings.retry_after_s, "shutting_down")
         check_content_encoding(request)
         response = await handler(request)
         return response.status, response
@@ -181,7 +182,7 @@ def _account(request: web.Request, context: RequestContext) -> None:
     if context.caller.name:
         fields["key"] = context.caller.name
     quiet = request.path in _QUIET
-    if not quiet and (trace_id := request.app[APP_CONTEXT].trace(context)):
+    if not quiet and (trace_id := request.app[SERVER].trace(context)):
         fields["trace_id"] = trace_id
     level = "debug" if quiet else "info" if context.status < 500 else "warning"
     getattr(log, level)("request", **fields, **context.fields)
@@ -197,7 +198,7 @@ async def set_headers(request: web.Request, response: web.StreamResponse) -> Non
     if request.app[ACTIVE].closing:
         response.headers["Connection"] = "close"
         response.force_close()
-    response.headers.update(cors_headers(request.headers.get("Origin"), request.app[APP_CONTEXT].settings))
+    response.headers.update(cors_headers(request.headers.get("Origin"), request.app[SERVER].settings))
 
 
 async def wait_until_idle(active_count: Callable[[], int], deadline_s: float) -> bool:

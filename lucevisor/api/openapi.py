@@ -15,7 +15,7 @@ from aiohttp import web
 from lucevisor import __version__
 from lucevisor.api import info
 from lucevisor.api.access import ADMIN_PATHS, OLLAMA_PATHS
-from lucevisor.api.app_context import BodyParser
+from lucevisor.api.contexts import BodyParser
 from lucevisor.api.dialects import anthropic, decisions, llamacpp, ollama, rerank
 from lucevisor.api.dialects import openai_embeddings as embeddings
 from lucevisor.api.dialects import openai_responses as responses

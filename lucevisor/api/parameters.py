@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from lucevisor.api.app_context import AppContext, SamplingDefaults
+from lucevisor.api.contexts import ModelContext, SamplingDefaults
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.schemas import EFFORT_BUDGETS, MAX_BIASES, MAX_CHOICES, GenerationBody
 from lucevisor.errors import show
@@ -19,7 +19,7 @@ from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams
 from lucevisor.text.tokenizer import Tokenizer, TooManyTokens, breaker_tokens
 
 
-def check_model(name: str | None, ctx: AppContext) -> None:
+def check_model(name: str | None, ctx: ModelContext) -> None:
     """Raise a 404 unless the requested model is the served one, as None, Ollama's name of it and its aliases are."""
     if name is not None and not (ctx.model.is_named(name) or ctx.model.alias_length(name)):
         raise ApiError(
@@ -31,20 +31,20 @@ def check_model(name: str | None, ctx: AppContext) -> None:
         )
 
 
-def check_generates(ctx: AppContext) -> None:
+def check_generates(ctx: ModelContext) -> None:
     """Raise a 400 if the model cannot generate."""
     if not ctx.pooling.generates:
         what, path = ("ranks texts", "/v1/rerank") if ctx.pooling.ranks else ("makes embeddings", "/v1/embeddings")
         raise _wrong_model(ctx, f"only {what}; use {path}, or a model that generates")
 
 
-def check_embeds(ctx: AppContext) -> None:
+def check_embeds(ctx: ModelContext) -> None:
     """Raise a 400 if the model makes no embeddings."""
     if ctx.pooling.ranks:
         raise _wrong_model(ctx, "only ranks texts; use /v1/rerank, or a model that makes embeddings")
 
 
-def yes_no_tokens(ctx: AppContext) -> tuple[tuple[int, ...], ...]:
+def yes_no_tokens(ctx: ModelContext) -> tuple[tuple[int, ...], ...]:
     """Return the answers by which a model with Qwen's markers judges documents, as a Qwen3 reranker does in a file
     without a head; none for any other model."""
     if not ctx.pooling.generates or ctx.tokenizer.token_id("<|im_start|>") is None:
@@ -52,24 +52,24 @@ def yes_no_tokens(ctx: AppContext) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ctx.tokenizer.encode(word)) for word in ("yes", "no"))
 
 
-def check_ranks(ctx: AppContext) -> None:
+def check_ranks(ctx: ModelContext) -> None:
     """Raise a 400 if the model does not rank texts."""
     if not ctx.pooling.ranks and not yes_no_tokens(ctx):
         raise _wrong_model(ctx, "does not rank texts; serve a reranker, whose file says pooling_type 4 (rank)")
 
 
-def _wrong_model(ctx: AppContext, why: str) -> ApiError:
+def _wrong_model(ctx: ModelContext, why: str) -> ApiError:
     return bad_parameter("model", f"{show(ctx.model.name)} {why}", "unsupported_model")
 
 
-def check_common(body: GenerationBody, ctx: AppContext) -> None:
+def check_common(body: GenerationBody, ctx: ModelContext) -> None:
     """Check the model and combinations of parameters; raises ApiError naming the parameter at fault."""
     check_model(body.model, ctx)
     if body.stream_options is not None and not body.stream:
         raise bad_parameter("stream_options", "is given without stream; send stream: true or leave it out")
 
 
-def check_length(text: str, param: str, ctx: AppContext) -> None:
+def check_length(text: str, param: str, ctx: ModelContext) -> None:
     """Reject a text that cannot fit the context by its bytes, before it is tokenised."""
     limit = ctx.max_prompt
     if limit <= 0 or len(text) < max(limit, 16 * 1024):  # a few milliseconds
@@ -79,7 +79,7 @@ def check_length(text: str, param: str, ctx: AppContext) -> None:
         raise _overflow(f"has at least {least} tokens", param, limit)
 
 
-def check_token_ids(ids: Sequence[int], param: str, ctx: AppContext) -> Sequence[int]:
+def check_token_ids(ids: Sequence[int], param: str, ctx: ModelContext) -> Sequence[int]:
     n_vocab = ctx.tokenizer.n_vocab
     for index, token_id in enumerate(ids):
         if not 0 <= token_id < n_vocab:
@@ -87,7 +87,7 @@ def check_token_ids(ids: Sequence[int], param: str, ctx: AppContext) -> Sequence
     return ids
 
 
-def check_tokens(n_tokens: int, param: str, ctx: AppContext) -> None:
+def check_tokens(n_tokens: int, param: str, ctx: ModelContext) -> None:
     if 0 < ctx.max_prompt <= n_tokens:
         raise _overflow(f"has {n_tokens} tokens", param, ctx.max_prompt)
 
@@ -103,7 +103,7 @@ def _overflow(what: str, param: str, max_context: int) -> ApiError:
     )
 
 
-def common_options(body: GenerationBody, ctx: AppContext, names: tuple[str, ...]) -> dict[str, Any]:
+def common_options(body: GenerationBody, ctx: ModelContext, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the options that chat and plain completions share; `names`: parameters without effect."""
     stream = body.stream_options
     return {
@@ -160,7 +160,7 @@ def random_seed() -> int:
 
 def sampling_params(
     body: GenerationBody,
-    ctx: AppContext,
+    ctx: ModelContext,
     seed: int,
     n_top_logprobs: int,
     *,
@@ -197,7 +197,7 @@ def sampling_params(
     )
 
 
-def _defaults(body: GenerationBody, ctx: AppContext, *, direct: bool, structured: bool) -> SamplingDefaults:
+def _defaults(body: GenerationBody, ctx: ModelContext, *, direct: bool, structured: bool) -> SamplingDefaults:
     """Return the defaults for sampling parameters that the body does not set.
 
     A family's penalties are tuned for its own temperature and for prose: they go with the whole set or not at all.
@@ -246,7 +246,7 @@ def _mirostat(body: GenerationBody) -> Mirostat | None:
     return Mirostat(body.mirostat, _or(body.mirostat_tau, 5.0), _or(body.mirostat_eta, 0.1))
 
 
-def budget_of(effort: str, ctx: AppContext) -> int | None:
+def budget_of(effort: str, ctx: ModelContext) -> int | None:
     return ctx.efforts.get(effort, EFFORT_BUDGETS.get(effort))
 
 

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from lucevisor.api.app_context import AppContext, RequestContext
+from lucevisor.api.contexts import ModelContext, RequestContext
 from lucevisor.api.errors import bad_parameter, from_request_error, from_submit_error, unavailable
 from lucevisor.api.generation import engine_of
 from lucevisor.api.metrics import ModelMetrics
@@ -31,7 +31,7 @@ def check_count(n_texts: int, param: str) -> None:
         raise bad_parameter(param, f"has {n_texts} texts; send 1 to {MAX_TEXTS}")
 
 
-def text_ids(text: str, param: str, ctx: AppContext, *, max_tokens: int | None = None) -> list[int]:
+def text_ids(text: str, param: str, ctx: ModelContext, *, max_tokens: int | None = None) -> list[int]:
     """Return the ids of a text to pool, cut to `max_tokens` (-1: those of the context; None: not at all); raises
     ApiError naming `param` where it is empty or too long."""
     if max_tokens is None:
@@ -41,7 +41,7 @@ def text_ids(text: str, param: str, ctx: AppContext, *, max_tokens: int | None =
     return check_text(ctx.tokenizer.encode_text(text, max_tokens), param, ctx)
 
 
-def check_text(ids: list[int], param: str, ctx: AppContext) -> list[int]:
+def check_text(ids: list[int], param: str, ctx: ModelContext) -> list[int]:
     """Check the ids of a text to pool; raises ApiError naming `param`."""
     if not ids:
         raise bad_parameter(param, "is empty; send at least one token")
@@ -57,7 +57,7 @@ def check_text(ids: list[int], param: str, ctx: AppContext) -> list[int]:
 
 
 async def pool_texts(
-    ctx: AppContext, context: RequestContext, metrics: ModelMetrics, texts: Sequence[Sequence[int]], param: str
+    ctx: ModelContext, context: RequestContext, metrics: ModelMetrics, texts: Sequence[Sequence[int]], param: str
 ) -> list[array[float]]:
     """Return the pooled hidden state of each text.  Raises ApiError when one is refused or fails: then none is left."""
     engine, retry_s = engine_of(ctx), ctx.retry_after_s()

@@ -23,7 +23,7 @@ from typing import Any, Final
 import psutil
 import structlog
 
-from lucevisor.api.app_context import ApiSettings, AppContext, BodyParser, ParsedBody, ServedModels
+from lucevisor.api.contexts import ApiSettings, BodyParser, ModelContext, ParsedBody, ServedModels, ServerContext
 from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.schemas import decode_object
@@ -38,6 +38,10 @@ SHORT_BYTES: Final = 256 * 1024
 _OUT_OF_MEMORY: Final = 75  # exit code
 
 log = structlog.get_logger("lucevisor.api")
+
+
+_Setup = tuple[ApiSettings, list[tuple[dict[str, Any], dict[str, Any]]]]
+"""What a worker is set up with: of each model the metadata for its tokenizer, and other fields of its context."""
 
 
 class WorkerLost(Exception):
@@ -63,7 +67,7 @@ class Preprocessor:
         """Return the request prepared from a body, or the response to it, and the model that it names; raises
         ApiError."""
         worker = self._short if sum(map(len, body)) <= SHORT_BYTES else self._long
-        if worker.n_waiting >= models.first.settings.max_waiting_bodies:
+        if worker.n_waiting >= models.server.settings.max_waiting_bodies:
             raise ApiError(
                 429,
                 f"{worker.n_waiting} long requests are waiting to be processed; try again in a second",
@@ -104,7 +108,7 @@ class Preprocessor:
         self, worker: _Worker, parser: BodyParser, body: Sequence[bytes], models: ServedModels
     ) -> ParsedBody:
         """Parse a body, a second time if the worker is lost.  Releases the worker's lock."""
-        settings, how = models.first.settings, ""
+        settings, how = models.server.settings, ""
         try:
             for _ in range(2):
                 self._check_open(settings)
@@ -131,21 +135,13 @@ class Preprocessor:
         if self._closed:
             raise unavailable("the server is shutting down", settings.retry_after_s, "shutting_down")
 
-    def _setup(self, models: ServedModels) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return the metadata for a worker's tokenizer, and the other fields of its context, for each model."""
+    def _setup(self, models: ServedModels) -> _Setup:
         names = (
-            "model",
-            "defaults",
-            "direct_defaults",
-            "efforts",
-            "banned",
-            "images",
-            "settings",
-            "pooling",
-            "pooled_width",
+            *("model", "defaults", "direct_defaults", "efforts", "normalise"),
+            *("banned", "images", "pooling", "pooled_width"),
         )
         fields = [{name: getattr(ctx, name) for name in names} for ctx in models]
-        return list(zip(self._metadata, fields, strict=True))
+        return models.server.settings, list(zip(self._metadata, fields, strict=True))
 
 
 class _Worker:
@@ -157,7 +153,7 @@ class _Worker:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
 
-    async def start(self, setup: object) -> None:
+    async def start(self, setup: _Setup) -> None:
         """Start the process, unless it runs, and wait until it has its tokenizer; raises WorkerLost or OSError."""
         if self._process is not None:
             return
@@ -226,7 +222,7 @@ _models: ServedModels  # of this process
 def _main(connection: Connection, server_pid: int) -> None:
     """Answer messages: the setup, then requests."""
     _detach(server_pid)
-    _set_up(connection.recv())
+    _set_up(*connection.recv())
     connection.send(None)  # ready
     while True:
         try:
@@ -252,19 +248,19 @@ def _detach(server_pid: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time; more threads would only need memory
 
 
-def _set_up(models: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def _set_up(settings: ApiSettings, models: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     global _models
-    contexts = []
+    contexts, server = [], ServerContext(settings=settings)
     for metadata, fields in models:
         tokenizer, template = Tokenizer.from_gguf(metadata), ChatTemplate.from_gguf(metadata)
         tokenizer.max_token_bytes  # noqa: B018 - computed now, not while a request waits
-        contexts.append(AppContext(tokenizer=tokenizer, template=template, not_ready=tuple, **fields))
+        contexts.append(ModelContext(tokenizer=tokenizer, template=template, server=server, **fields))
         contexts[-1].grammars.prepare()
     _models = ServedModels(contexts)
     gc.collect()
     gc.freeze()
     gc.disable()  # collecting among the million objects of one body frees nothing
-    limit = psutil.Process().memory_info().data + _models.first.settings.preprocess_memory_bytes
+    limit = psutil.Process().memory_info().data + settings.preprocess_memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 

@@ -12,19 +12,19 @@ from typing import Final
 
 from aiohttp import web
 
-from lucevisor.api.app_context import AppContext, ServedModels
 from lucevisor.api.app_state import (
     ACTIVE,
-    APP_CONTEXT,
     BUFFERED_BODIES,
     METRICS,
     MODELS,
     RESPONSE_STORE,
+    SERVER,
     START_LIMIT,
     ActiveRequests,
     BufferedBodies,
 )
 from lucevisor.api.connections import ConnectionRunner
+from lucevisor.api.contexts import ModelContext, ServedModels
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.middleware import request_middleware, set_headers, wait_until_idle
 from lucevisor.api.openapi import ROUTES
@@ -100,17 +100,17 @@ def _cannot_bind(host: str, port: int, error: Exception) -> LucevisorError:
     )
 
 
-def create_app(*contexts: AppContext) -> web.Application:
+def create_app(*contexts: ModelContext) -> web.Application:
     """Return the application of models; fields of the contexts that are set later take effect immediately."""
     models = ServedModels(contexts)
-    ctx = models.first
-    app = web.Application(middlewares=[request_middleware], client_max_size=ctx.settings.max_body_bytes)
-    app[APP_CONTEXT] = ctx
+    settings = models.server.settings
+    app = web.Application(middlewares=[request_middleware], client_max_size=settings.max_body_bytes)
+    app[SERVER] = models.server
     app[MODELS] = models
     app[METRICS] = Metrics(models)
     app[ACTIVE] = ActiveRequests()
     app[BUFFERED_BODIES] = BufferedBodies()
-    app[RESPONSE_STORE] = ResponseStore(ctx.settings.stored_responses, ctx.settings.stored_bytes)
+    app[RESPONSE_STORE] = ResponseStore(settings.stored_responses, settings.stored_bytes)
     app[START_LIMIT] = asyncio.Semaphore(16)
     app.on_response_prepare.append(set_headers)
     app.on_shutdown.append(_close_preprocessor)
@@ -122,7 +122,7 @@ def create_app(*contexts: AppContext) -> web.Application:
 
 
 async def _close_preprocessor(app: web.Application) -> None:
-    if (preprocessor := app[APP_CONTEXT].preprocessor) is not None:
+    if (preprocessor := app[SERVER].preprocessor) is not None:
         await preprocessor.close()
 
 
@@ -133,7 +133,7 @@ async def serve(
 
     `tls`: its certificate may be loaded again at any time, for the connections from then on.
     """
-    runner = ConnectionRunner(app, app[APP_CONTEXT].settings, app[METRICS], 2.0)
+    runner = ConnectionRunner(app, app[SERVER].settings, app[METRICS], 2.0)
     await runner.setup()
     for sock in sockets:
         await web.SockSite(runner, sock, ssl_context=tls, backlog=BACKLOG).start()

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 from msgspec import Meta
 
-from lucevisor.api.app_context import SamplingDefaults
+from lucevisor.api.contexts import SamplingDefaults
 from lucevisor.config import Config, HubFile, renamed_errors
 from lucevisor.config.formats import HUB_PREFIX
 from lucevisor.deployment.served_model import ServedDrafter, ServedModel

@@ -14,7 +14,7 @@ import resource
 import signal
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
@@ -24,14 +24,15 @@ import structlog
 import uvloop
 
 from lucevisor import __version__
-from lucevisor.api.app_context import (
+from lucevisor.api.app_state import ACTIVE, MODELS
+from lucevisor.api.contexts import (
     ApiSettings,
-    AppContext,
     ModelCard,
+    ModelContext,
     NotReadyPart,
     SamplingDefaults,
+    ServerContext,
 )
-from lucevisor.api.app_state import ACTIVE, MODELS
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.api.server import adopt, create_app, listen
@@ -250,7 +251,7 @@ def live_keys(after: Config, tls: ssl.SSLContext | None) -> set[str]:
 
 
 def apply_live_keys(
-    config: Config, after: Config, contexts: Sequence[AppContext], tls: ssl.SSLContext | None
+    config: Config, after: Config, server: ServerContext | None, tls: ssl.SSLContext | None
 ) -> tuple[Config, list[str], list[str]]:
     """Apply the keys of ``after`` that need no new deployment.  Raises ConfigError, and then nothing has changed.
 
@@ -262,10 +263,10 @@ def apply_live_keys(
         files = Path(after.server.tls_cert_file), Path(after.server.tls_key_file)
         server_context(*files)  # a pair that does not fit would leave the context without a key
         tls.load_cert_chain(*files)
-    for context in contexts:
-        context.keys.replace(client_keys)
-        context.admin_keys.replace(admin_keys)
-        context.settings = replace(context.settings, cors_origins=after.server.cors_origins)
+    if server is not None:
+        server.keys.replace(client_keys)
+        server.admin_keys.replace(admin_keys)
+        server.settings = replace(server.settings, cors_origins=after.server.cors_origins)
     logs.set_level(after.log.level)
     changed = changed_keys(config, after)
     names = [key.partition(".")[2] for key in at_once if key.startswith("server.")]
@@ -305,7 +306,8 @@ class Supervisor:
         self._described = self._overrides.as_json_rows()
         self._tls = tls_context(config.server)
         self._traces = traces.configured()
-        self._contexts: dict[str, AppContext] = {}
+        self._server: ServerContext | None = None  # of the API
+        self._contexts: dict[str, ModelContext] = {}
         self._display = display
         self._stop_asked = asyncio.Event()
         self._wait_forever = options.wait_forever
@@ -388,9 +390,14 @@ class Supervisor:
         """Build tokenizers, templates and routes, once.  It takes seconds, in which daemons that were started import
         torch.
         """
-        if self._contexts:
+        if self._server is not None:
             return
-        self._contexts |= make_app_contexts(self.config, self.models, self._not_ready)
+        self._server = make_server_context(self.config, self.models)
+        self._server.not_ready, self._server.status = self._not_ready, self.status
+        self._server.restart = self._begin_restart
+        if self._traces is not None:
+            self._server.trace = self._traces
+        self._contexts |= make_model_contexts(self.config, self.models, self._server)
         for context in self._contexts.values():
             context.grammars.prepare()
             self._connect_service(context, self._pipelines_of(context))
@@ -421,8 +428,8 @@ class Supervisor:
 
     def _prepare(self) -> None:
         models = self._endpoint.app[MODELS]
-        if models.first.preprocessor is not None:
-            models.first.preprocessor.start(models)
+        if models.server.preprocessor is not None:
+            models.server.preprocessor.start(models)
         freeze_gc()
 
     def _listening(self) -> None:
@@ -468,9 +475,7 @@ class Supervisor:
     def _reload_live_keys(self) -> None:
         try:
             overrides = Overrides(self.config.file, self._overrides.from_start)
-            config, changed, waiting = apply_live_keys(
-                self.config, overrides.load(), [*self._contexts.values()], self._tls
-            )
+            config, changed, waiting = apply_live_keys(self.config, overrides.load(), self._server, self._tls)
             # Overrides of `lucevisor reload --set` that changed the deployment stay; live keys follow the file again.
             left = [o for o in self._overrides.from_reload if o.partition("=")[0] in waiting]
             self._overrides = replace(overrides, from_reload=left)
@@ -521,7 +526,7 @@ class Supervisor:
             after, described = await asyncio.to_thread(lambda: (later.load(), later.as_json_rows()))
             await asyncio.to_thread(check_before_start, after, self.models)
             changed = await self._admin_operations.reload(after, live_keys(after, self._tls))
-            apply_live_keys(self.config, after, [*self._contexts.values()], self._tls)
+            apply_live_keys(self.config, after, self._server, self._tls)
         self.config, self._overrides, self._described = after, later, described
         log.info("configuration reloaded, with API keys and certificate", changed=[*changed])
         return changed
@@ -538,19 +543,15 @@ class Supervisor:
 
     # ---- for clients
 
-    def _pipelines_of(self, context: AppContext) -> list[ModelService]:
+    def _pipelines_of(self, context: ModelContext) -> list[ModelService]:
         """The services of a model: one, or one for each replica."""
         return [model for model in self.service.models.values() if model.name == context.model.name]
 
-    def _connect_service(self, context: AppContext, models: Sequence[ModelService]) -> None:
+    def _connect_service(self, context: ModelContext, models: Sequence[ModelService]) -> None:
         """Connect the API of a model to the service's state."""
         context.retry_in_s = lambda: min(filter(None, (model.retry_in_s() for model in models)), default=None)
-        context.status = self.status
-        context.restart = self._begin_restart
         context.control = models[0].control
         context.snapshots = lambda: next(filter(None, (model.snapshot_store for model in models)), None)
-        if self._traces is not None:
-            context.trace = self._traces
 
     def _on_engine(self, model: ModelService, engine: Engine) -> None:
         self._make_api()  # a daemon was faster
@@ -623,33 +624,37 @@ def parse_fault_limits(text: str) -> SupervisionLimits:
     return replace(SupervisionLimits(), **limits)  # type: ignore[arg-type]
 
 
-def make_app_contexts(
-    config: Config, models: Sequence[ServedModel], not_ready: Callable[[], Sequence[NotReadyPart]]
-) -> dict[str, AppContext]:
-    """Return the contexts, by model, of a server that has no engines yet; raises the limit of open files for its
-    connections."""
+def make_server_context(config: Config, models: Sequence[ServedModel]) -> ServerContext:
+    """Return the context of a server; raises the limit of open files for its connections."""
     client_keys, admin_keys = read_server_keys(config.server)
-    keys, admins, settings = ApiKeys(client_keys), ApiKeys(admin_keys), _settings(config)
-    preprocessor = Preprocessor(*(model.metadata for model in models))
+    return ServerContext(
+        settings=_settings(config),
+        keys=ApiKeys(client_keys),
+        admin_keys=ApiKeys(admin_keys),
+        preprocessor=Preprocessor(*(model.metadata for model in models)),
+        log_drops=logs.dropped_records,
+    )
+
+
+def make_model_contexts(
+    config: Config, models: Sequence[ServedModel], server: ServerContext
+) -> dict[str, ModelContext]:
+    """Return the contexts, by model, of a server that has no engines yet."""
     contexts = {}
     for own, model in zip(config.each_model, models, strict=True):
         metadata, tokenizer = model.metadata, open_tokenizer(own, model.spec)
         card = find_card(model.spec.architecture, metadata) or FamilyCard(architectures=[], name="")
-        contexts[model.name] = AppContext(
+        contexts[model.name] = ModelContext(
             model=_model_card(model, metadata, own.model.aliases),
             tokenizer=tokenizer,
             template=ChatTemplate.from_gguf(metadata),
-            not_ready=not_ready,
-            preprocessor=preprocessor,
+            server=server,
             defaults=SamplingDefaults.from_gguf(metadata, card.sampling),
             direct_defaults=card.sampling_without_thinking,
             efforts=dict(card.thinking_budgets.items()),
             stop_ids=card.stop_ids(tokenizer),
-            keys=keys,
-            admin_keys=admins,
-            settings=replace(settings, normalise=own.cache.normalise),
-            images=make_image_reader(own, model, settings),
-            log_drops=logs.dropped_records,
+            normalise=own.cache.normalise,
+            images=make_image_reader(own, model, server.settings),
             banned=tuple(range(tokenizer.n_vocab, model.spec.vocabulary)),
             pooling=model.spec.pooling,
             pooled_width=model.spec.pooled_width,

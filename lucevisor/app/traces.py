@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from lucevisor import __version__
-from lucevisor.api.app_context import RequestContext
+from lucevisor.api.contexts import RequestContext
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lucevisor.api.app_context import ApiSettings
+from lucevisor.api.contexts import ApiSettings
 from lucevisor.api.images import ImageReader
 from lucevisor.config import Config
 from lucevisor.deployment.served_model import ServedModel

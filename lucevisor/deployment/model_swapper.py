@@ -300,7 +300,7 @@ class ModelSwapper:
 
 
 class LoadControl:
-    """Loads and unloads one model, for its API (api.app_context.ModelControl)."""
+    """Loads and unloads one model, for its API (api.contexts.ModelControl)."""
 
     def __init__(self, swapper: ModelSwapper, name: str) -> None:
         self._swapper, self._name = swapper, name

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from hypothesis import strategies as st
 
-from lucevisor.api.app_context import ModelCard
+from lucevisor.api.contexts import ModelCard
 from lucevisor.api.output import ChoiceDelta
 from lucevisor.api.prepared import GenerationOptions, PreparedRequest
 from lucevisor.protocol.steps import SamplingParams

@@ -7,6 +7,7 @@ those of the bundled demo model.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import math
 import random
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lucevisor.api.app_context import AppContext, ModelCard, NotReadyPart
+from lucevisor.api.contexts import ModelCard, ModelContext, NotReadyPart, ServerContext
 from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestError
@@ -217,7 +218,7 @@ class Rig:
         self.stage = ScriptedStage()
         self.waiting_for: list[NotReadyPart] = []
         self.engine = Engine(self.limits, EngineSettings(max_queue=max_queue))
-        settings: dict[str, object] = {
+        usual: dict[str, object] = {
             "model": ModelCard(
                 name=MODEL,
                 created_s=1_700_000_000,
@@ -241,7 +242,9 @@ class Rig:
             "max_sequences": self.limits.max_sequences,
             "pooled_width": WIDTH,
         }
-        self.context = AppContext(**{**settings, **fields})  # type: ignore[arg-type]
+        both, shared = usual | fields, {field.name for field in dataclasses.fields(ServerContext)}
+        server = ServerContext(**{name: both.pop(name) for name in shared & both.keys()})  # type: ignore[arg-type]
+        self.context = ModelContext(server=server, **both)  # type: ignore[arg-type]
         if attach:
             self.attach()
 

@@ -13,7 +13,7 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from lucevisor.api.access import check_access, cors_headers
-from lucevisor.api.app_context import ApiSettings
+from lucevisor.api.contexts import ApiSettings
 from lucevisor.api.errors import ApiError
 from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.config import ApiKey
@@ -123,7 +123,7 @@ class TestWithKeys:
         assert (answer["error"]["type"], answer["error"]["code"]) == ("authentication_error", "invalid_api_key")
         good = {"Authorization": "Bearer s3cret"}
         assert (await client.ask(CHAT, BODY, headers=good))[0] == 200
-        rig.context.keys.replace([ApiKey("other")])
+        rig.context.server.keys.replace([ApiKey("other")])
         assert (await client.ask(CHAT, BODY, headers=good))[0] == 401
         assert (await client.ask("/ready"))[0] == 200
         assert (await client.ask("/v1/nope"))[0] == 401  # paths are not told to strangers either

@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from lucevisor.api import schemas as bodies
-from lucevisor.api.app_context import ApiSettings
+from lucevisor.api.contexts import ApiSettings
 from tests.api.raw_http import BODY, CHAT
 from tests.api.scripted_model import Rig, say
 

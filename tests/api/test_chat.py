@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lucevisor.api.app_context import SamplingDefaults
+from lucevisor.api.contexts import SamplingDefaults
 from lucevisor.api.dialects.openai_chat import parse_chat
 from lucevisor.api.parameters import budget_of
 from lucevisor.text.template import ChatTemplate

@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 from structlog.testing import capture_logs
 
-from lucevisor.api.app_context import ApiSettings
+from lucevisor.api.contexts import ApiSettings
 from lucevisor.config import ApiKey
 from tests.api.scripted_model import Rig
 from tests.waiting import wait_until
@@ -130,7 +130,7 @@ class TestBodies:
     @pytest.mark.parametrize("path", [CHAT, "/admin/restart"])
     def test_one_that_does_not_end_is_given_up(self, serve, path):
         server = serve(body_timeout_s=0.2)
-        server.do(lambda rig: rig.context.admin_keys.replace([ApiKey("secret")]))
+        server.do(lambda rig: rig.context.server.admin_keys.replace([ApiKey("secret")]))
         request = post(BODY, path, n_bytes=100_000).replace(b"\r\n", b"\r\nx-api-key: secret\r\n", 1)
         head, body = read_one(dial(server, request))
         assert head.startswith(b"HTTP/1.1 408 ")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.api.app_context import AppContext, ModelCard, SamplingDefaults
+from lucevisor.api.contexts import ModelCard, ModelContext, SamplingDefaults
 from lucevisor.api.dialects.openai_chat import ChatBody
 from lucevisor.api.dialects.openai_completions import CompletionBody
 from lucevisor.api.dialects.openai_responses import ResponsesBody
@@ -236,8 +236,8 @@ class TestOtherParameters:
 # ---- sampling parameters and defaults
 
 
-CONTEXT = AppContext(
-    model=ModelCard(name="m", created_s=0), tokenizer=tokenizer(), template=None, not_ready=list, banned=(8190, 8191)
+CONTEXT = ModelContext(
+    model=ModelCard(name="m", created_s=0), tokenizer=tokenizer(), template=None, banned=(8190, 8191)
 )
 
 

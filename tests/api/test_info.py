@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lucevisor.api.app_context import NotReadyPart
+from lucevisor.api.contexts import NotReadyPart
 from tests.api.scripted_model import MODEL, Rig, say
 from tests.waiting import until
 

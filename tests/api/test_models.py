@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from lucevisor.api.app_context import ModelCard
+from lucevisor.api.contexts import ModelCard
 from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.api.server import create_app, listen, serve
 from tests.api.scripted_model import Rig, metadata

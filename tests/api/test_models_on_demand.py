@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import pytest
 
-from lucevisor.api.app_context import ModelCard
+from lucevisor.api.contexts import ModelCard
 from lucevisor.api.dialects.ollama import keep_alive
 from lucevisor.api.errors import ApiError
 from lucevisor.api.server import create_app, listen, serve

@@ -82,7 +82,7 @@ class TestErrors:
         assert caught.value.request_id
 
     def test_a_retry_after_a_shard_came_back(self, live):
-        from lucevisor.api.app_context import ApiSettings
+        from lucevisor.api.contexts import ApiSettings
 
         server = live(lambda: Rig(settings=ApiSettings(retry_after_s=1)))
         server.do(Rig.lose)

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from lucevisor.api.app_context import ApiSettings, ServedModels
 from lucevisor.api.app_state import BUFFERED_BODIES
 from lucevisor.api.bodies import INLINE_BYTES
+from lucevisor.api.contexts import ApiSettings, ServedModels
 from lucevisor.api.dialects.llamacpp import parse_detokenize, parse_tokenize
 from lucevisor.api.dialects.openai_chat import parse_apply_template, parse_chat
 from lucevisor.api.dialects.openai_completions import parse_completion

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
-from lucevisor.api.app_context import ApiSettings, NotReadyPart
+from lucevisor.api.contexts import ApiSettings, NotReadyPart
 from lucevisor.api.server import adopt, create_app, drain, listen, serve, url_of
 from lucevisor.errors import ConfigError
 from tests.api.raw_http import BODY, CHAT, head, raw_post
@@ -248,7 +248,7 @@ class TestDefects:
         def broken():
             raise ZeroDivisionError("a defect with /secret/path")
 
-        client.rig.context.not_ready = broken
+        client.rig.context.server.not_ready = broken
         with capture_logs() as logs:
             status, answer = await client.ask("/ready")
         assert status == 500

@@ -18,7 +18,7 @@ import time
 import structlog
 import uvloop
 
-from lucevisor.api.app_context import ServedModels
+from lucevisor.api.contexts import ServedModels
 from lucevisor.api.server import create_app, listen, serve
 from lucevisor.app.run import freeze_gc
 from tests.api.scripted_model import Rig
@@ -50,8 +50,8 @@ class Watch:
 
 async def main() -> None:
     rig = Rig(max_queue=1024, max_context=1 << 18)
-    assert rig.context.preprocessor is not None
-    rig.context.preprocessor.start(ServedModels([rig.context]))
+    assert rig.context.server.preprocessor is not None
+    rig.context.server.preprocessor.start(ServedModels([rig.context]))
     runner, url = await serve(create_app(rig.context), listen("127.0.0.1", 0))
     freeze_gc()
     reader = asyncio.StreamReader()

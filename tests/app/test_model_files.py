@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from lucevisor.api.app_context import AppContext, ModelCard, SamplingDefaults
+from lucevisor.api.contexts import ModelCard, ModelContext, SamplingDefaults
 from lucevisor.api.parameters import sampling_params
 from lucevisor.api.schemas import GenerationBody
 from lucevisor.app.model_files import FamilyCard, card_files, find_card, open_model, open_tokenizer
@@ -249,8 +249,8 @@ def test_what_goes_before_what():
     assert card.sampling_without_thinking is not None
     file = {"general.sampling.top_k": 40}
     defaults = SamplingDefaults.from_gguf(file, card.sampling)
-    context = AppContext(
-        model=ModelCard(name="m", created_s=0), tokenizer=tokenizer(), template=None, not_ready=list,
+    context = ModelContext(
+        model=ModelCard(name="m", created_s=0), tokenizer=tokenizer(), template=None,
         defaults=defaults, direct_defaults=card.sampling_without_thinking,
     )  # fmt: skip
 

@@ -26,8 +26,8 @@ class Box:
         (directory / "keys").write_text("first ann\n")
         self.write()
         self.config = load(self.file)
-        self.context = Rig().context
-        self.context.keys.replace(read_server_keys(self.config.server)[0])
+        self.server = Rig().context.server
+        self.server.keys.replace(read_server_keys(self.config.server)[0])
         self.tls = tls_context(self.config.server)
 
     def write(self, name: str = "old", server: str = "", more: str = "") -> None:
@@ -38,11 +38,11 @@ class Box:
 
     def reload(self, *overrides: str) -> tuple[list[str], list[str]]:
         found = Overrides(self.file, overrides).load()
-        self.config, changed, waiting = apply_live_keys(self.config, found, [self.context], self.tls)
+        self.config, changed, waiting = apply_live_keys(self.config, found, self.server, self.tls)
         return changed, waiting
 
     def accepts(self, key: str) -> bool:
-        return self.context.keys.caller(key) is not None
+        return self.server.keys.caller(key) is not None
 
     def shows(self) -> str:
         """Which certificate a new connection would be shown."""
@@ -82,7 +82,7 @@ def test_keys_certificate_level_and_origins_are_applied_at_once(box: Box) -> Non
     assert waiting == []
     assert (box.accepts("first"), box.accepts("second")) == (False, True)
     assert box.shows() == "new"
-    assert box.context.settings.cors_origins == ("https://a.example",)
+    assert box.server.settings.cors_origins == ("https://a.example",)
     assert structlog.get_logger("lucevisor").bind().is_enabled_for(30) is False
 
 

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from structlog.testing import capture_logs
 
-from lucevisor.api.app_context import RequestContext
+from lucevisor.api.contexts import RequestContext
 from lucevisor.api.keys import ApiKeys
 from lucevisor.app.traces import Traces, configured
 from lucevisor.config import ApiKey

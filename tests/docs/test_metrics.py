@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from lucevisor.api.app_context import ServedModels
+from lucevisor.api.contexts import ServedModels
 from lucevisor.api.metrics import Metrics, _Families, _routing
 from lucevisor.compression.compressor import CompressionSettings, Compressor
 from lucevisor.compression.windows import Windows
@@ -56,7 +56,7 @@ async def registry() -> CollectorRegistry:
     device = {"device": "left:0", "weight_bytes": 1, "state_bytes": 2, "free_bytes": 3, "total_bytes": 6}
     memory = [{"owner": "prefixes", "limit_bytes": 2, "key": "cache.host", "bytes": 1}]
     residency = {"state": "loaded", "loads": 1, "load_s": 2.5, "parked_bytes": 0}
-    rig.context.status = lambda: {
+    rig.context.server.status = lambda: {
         "groups": [group_status("left", "ready", device, exited=1)],
         "cluster": {"listen": "10.0.0.1:7000", "refused": 0},
         "models": [{"name": rig.context.model.name, "host_memory": memory, "replica": "", "residency": residency}],

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from lucevisor.api.app_context import AppContext, ModelCard
+from lucevisor.api.contexts import ModelCard, ModelContext
 from lucevisor.api.parameters import sampling_params
 from lucevisor.api.schemas import GenerationBody
 from lucevisor.app.model_files import FamilyCard, card_files
@@ -53,11 +53,10 @@ async def test_temperature_0_gives_the_likeliest_tokens(name: str, model: str, t
     spec = open_spec(path)
     assert spec.architecture in card.architectures
     direct = card.sampling_without_thinking
-    context = AppContext(
+    context = ModelContext(
         model=ModelCard(name="m", created_s=0),
         tokenizer=tokenizer(),
         template=None,
-        not_ready=tuple,
         defaults=card.sampling,
         direct_defaults=direct,
     )

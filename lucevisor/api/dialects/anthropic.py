@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from lucevisor.api.app_context import AppContext
+from lucevisor.api.contexts import ModelContext
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.generation import ResponseFormatter
@@ -179,7 +179,7 @@ _Block = tuple[str, dict[str, Any]]
 """A content block and its path in the body."""
 
 
-def parse_messages(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+def parse_messages(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest:
     """Parse the body of a message request of Anthropic's API."""
     with _field_names():
         body = to_record(MessagesBody, fields, RULES)
@@ -191,7 +191,7 @@ def parse_messages(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
     )
 
 
-def parse_count_tokens(fields: dict[str, Any], ctx: AppContext) -> bytes:
+def parse_count_tokens(fields: dict[str, Any], ctx: ModelContext) -> bytes:
     """Count the tokens of a prompt."""
     with _field_names():
         chat = _translated(to_record(CountTokensBody, fields, RULES), ctx)
@@ -211,7 +211,7 @@ def _anthropic_name(param: str) -> str:
     return re.sub(r"^(tools\.\d+)\.parameters", r"\1.input_schema", dotted)
 
 
-def _translated(body: PromptBody, ctx: AppContext) -> ChatRequestBuilder:
+def _translated(body: PromptBody, ctx: ModelContext) -> ChatRequestBuilder:
     chat, template = ChatRequestBuilder(), ctx.template
     if isinstance(body.system, str):
         chat.add_message({"role": "system", "content": body.system}, "system")
@@ -395,7 +395,7 @@ def _translate_thinking(body: PromptBody, chat: ChatRequestBuilder, template: Ch
         chat.unused.append("thinking")
 
 
-def _translate_output(body: PromptBody, chat: ChatRequestBuilder, ctx: AppContext) -> None:
+def _translate_output(body: PromptBody, chat: ChatRequestBuilder, ctx: ModelContext) -> None:
     config, template = body.output_config, ctx.template
     if config is not None and config.effort is not None:
         if template is not None and "reasoning_effort" in template.source:
@@ -429,7 +429,7 @@ class MessageFormatter(ResponseFormatter):
     id_prefix = "msg_"
     style = "named"
 
-    def __init__(self, prepared: PreparedRequest, ctx: AppContext) -> None:
+    def __init__(self, prepared: PreparedRequest, ctx: ModelContext) -> None:
         super().__init__(prepared, ctx)
         self._content: list[_Event] = []  # blocks, the last of which may be open
         self._open = ""  # its type

@@ -16,9 +16,9 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from lucevisor.api.app_context import AppContext
 from lucevisor.api.app_state import METRICS, context_of, model_of
 from lucevisor.api.bodies import prepare_request
+from lucevisor.api.contexts import ModelContext
 from lucevisor.api.decisions import Decider, Decision, Ids
 from lucevisor.api.dialects.openai_chat import parse_chat
 from lucevisor.api.dialects.openai_completions import read_prompts
@@ -58,7 +58,7 @@ _OF_CHATS: Final = (
 )
 
 
-def parse_decision(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+def parse_decision(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest:
     """Return the probabilities of labels as the answer to a prompt or a chat, without decoding."""
     body = to_record(DecisionsBody, fields, RULES)
     check_model(body.model, ctx)
@@ -78,7 +78,7 @@ def parse_decision(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
     return replace(_prepared([prompt], decision, ignored(DecisionsBody, fields, RULES)), images=images)
 
 
-def _read_chat(messages: list[dict[str, Any]], fields: Mapping[str, Any], ctx: AppContext) -> PreparedRequest:
+def _read_chat(messages: list[dict[str, Any]], fields: Mapping[str, Any], ctx: ModelContext) -> PreparedRequest:
     """Return a chat whose answer begins at once."""
     template = ctx.template
     chat = {"messages": messages, **fields}
@@ -91,7 +91,7 @@ def _read_chat(messages: list[dict[str, Any]], fields: Mapping[str, Any], ctx: A
     return prepared
 
 
-def _label_ids(labels: Sequence[Label], ctx: AppContext) -> list[list[int]]:
+def _label_ids(labels: Sequence[Label], ctx: ModelContext) -> list[list[int]]:
     if not 1 <= len(labels) <= MAX_LABELS:
         raise bad_parameter("labels", f"has {len(labels)} labels; send 1 to {MAX_LABELS}")
     found, known = list[list[int]](), dict[Ids, int]()
@@ -187,7 +187,7 @@ SYSTEM: Final = (
 )
 
 
-def parse_system_one(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+def parse_system_one(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest:
     """Answer typed questions about a state with probabilities, as TypeSafe's API does."""
     body = to_record(SystemOneBody, fields, RULES)
     check_model(body.model, ctx)

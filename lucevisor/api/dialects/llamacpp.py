@@ -10,8 +10,8 @@ from typing import Any, Final, Literal
 import msgspec
 from aiohttp import web
 
-from lucevisor.api.app_context import AppContext
 from lucevisor.api.bodies import prepare_request
+from lucevisor.api.contexts import ModelContext
 from lucevisor.api.dialects.openai_completions import CompletionBody, infill_ids, parse_completion
 from lucevisor.api.dialects.openai_embeddings import answer, embeddings_of, prepare_texts, read_texts
 from lucevisor.api.errors import bad_parameter
@@ -86,12 +86,12 @@ class InfillBody(CompletionBody, kw_only=True):
     return_tokens: Flag = None
 
 
-def parse_llama_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+def parse_llama_completion(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest:
     """Parse the body of llama.cpp's /completion."""
     return _read(LlamaCompletionBody, fields, ctx)
 
 
-def parse_embedding(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+def parse_embedding(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest:
     """Create embeddings, as llama.cpp's server does."""
     body = to_record(EmbeddingBody, fields, EMBEDDING_RULES)
     check_model(body.model, ctx)
@@ -109,13 +109,13 @@ async def create_embedding(request: web.Request) -> web.Response:
     return answer(await asyncio.to_thread(msgspec.json.encode, body), prepared)
 
 
-def parse_infill(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+def parse_infill(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest:
     """Parse the body of llama.cpp's /infill."""
     return _read(InfillBody, fields, ctx)
 
 
 def _read(
-    kind: type[LlamaCompletionBody] | type[InfillBody], fields: dict[str, Any], ctx: AppContext
+    kind: type[LlamaCompletionBody] | type[InfillBody], fields: dict[str, Any], ctx: ModelContext
 ) -> PreparedRequest:
     unlimited = [name for name in _LIMITS if isinstance(n := fields.get(name), int) and n < 0]
     fields = {name: value for name, value in fields.items() if name not in unlimited}
@@ -131,7 +131,7 @@ def _read(
     return prepared.with_options(ignored=ignored(kind, fields, RULES))
 
 
-def _prompt(prompt: str | list[Any] | dict[str, Any], ctx: AppContext) -> str | list[int] | list[list[int]]:
+def _prompt(prompt: str | list[Any] | dict[str, Any], ctx: ModelContext) -> str | list[int] | list[list[int]]:
     if isinstance(prompt, list) and not any(isinstance(part, int) for part in prompt) and len(prompt) != 1:
         return [_ids(part, f"prompt[{index}]", ctx) for index, part in enumerate(prompt)]
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
@@ -139,7 +139,7 @@ def _prompt(prompt: str | list[Any] | dict[str, Any], ctx: AppContext) -> str | 
     return prompt if isinstance(prompt, str) else _ids(prompt, "prompt", ctx)
 
 
-def _ids(prompt: object, where: str, ctx: AppContext) -> list[int]:
+def _ids(prompt: object, where: str, ctx: ModelContext) -> list[int]:
     if isinstance(prompt, dict):
         if prompt.get("multimodal_data"):
             raise bad_parameter(f"{where}.multimodal_data", "is not supported; this server reads text only")
@@ -157,7 +157,7 @@ def _ids(prompt: object, where: str, ctx: AppContext) -> list[int]:
     return ids
 
 
-def parse_tokenize(fields: dict[str, Any], ctx: AppContext) -> bytes:
+def parse_tokenize(fields: dict[str, Any], ctx: ModelContext) -> bytes:
     """Convert a text to token ids."""
     body = to_record(TokenizeBody, fields)
     check_model(body.model, ctx)
@@ -179,7 +179,7 @@ def parse_tokenize(fields: dict[str, Any], ctx: AppContext) -> bytes:
     return _bounded({"tokens": tokens, "count": len(ids)}, param)
 
 
-def parse_detokenize(fields: dict[str, Any], ctx: AppContext) -> bytes:
+def parse_detokenize(fields: dict[str, Any], ctx: ModelContext) -> bytes:
     """Convert token ids to text, control tokens included."""
     body = to_record(DetokenizeBody, fields)
     check_model(body.model, ctx)
@@ -220,7 +220,7 @@ class LlamaCppFormatter(ResponseFormatter):
     prompt_param = "prompt"
     style = "unended"
 
-    def __init__(self, prepared: PreparedRequest, ctx: AppContext) -> None:
+    def __init__(self, prepared: PreparedRequest, ctx: ModelContext) -> None:
         super().__init__(prepared, ctx)
         decode, prompts = self.tokenizer.decode, prepared.prompts
         texts = [(len(prompt), decode(prompt, skip_special=False)) for prompt in prompts]

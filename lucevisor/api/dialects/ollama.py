@@ -16,9 +16,9 @@ from aiohttp import web
 from msgspec import Meta
 
 from lucevisor import __version__
-from lucevisor.api.app_context import AppContext, ModelCard
 from lucevisor.api.app_state import MODELS, context_of, model_of
 from lucevisor.api.bodies import json_response, prepare_request
+from lucevisor.api.contexts import ModelCard, ModelContext
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder
 from lucevisor.api.dialects.openai_completions import infill_ids, parse_completion
 from lucevisor.api.dialects.openai_embeddings import answer, check_dimensions, embeddings_of, prepare_texts, read_texts
@@ -137,7 +137,7 @@ class OllamaMessage(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-def parse_ollama_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | ModelOrder:
+def parse_ollama_chat(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest | ModelOrder:
     """Parse the body of Ollama's /api/chat."""
     body = to_record(OllamaChatBody, fields, RULES)
     check_model(body.model, ctx)
@@ -153,7 +153,7 @@ def parse_ollama_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedReques
     return _with_ignored(chat.read(ctx, _NAMES), OllamaChatBody, fields, body)
 
 
-def parse_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | ModelOrder:
+def parse_ollama_generate(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest | ModelOrder:
     """Parse the body of Ollama's /api/generate."""
     body = to_record(OllamaGenerateBody, fields, RULES)
     check_model(body.model, ctx)
@@ -176,7 +176,7 @@ def parse_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedRe
     return _with_ignored(prepared, OllamaGenerateBody, fields, body)
 
 
-def parse_embed(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | bytes:
+def parse_embed(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest | bytes:
     """Create embeddings of texts, as Ollama's API does."""
     body = to_record(EmbedBody, fields, RULES)
     check_model(body.model, ctx)
@@ -189,7 +189,7 @@ def parse_embed(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | by
     return prepared.with_options(keep_alive_s=keep_alive(body.keep_alive))
 
 
-def parse_old_embeddings(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | bytes:
+def parse_old_embeddings(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest | bytes:
     """Create the embedding of a text, as Ollama's older API does."""
     body = to_record(OldEmbeddingsBody, fields, RULES)
     check_model(body.model, ctx)
@@ -201,14 +201,14 @@ def parse_old_embeddings(fields: dict[str, Any], ctx: AppContext) -> PreparedReq
     return prepared.with_options(keep_alive_s=keep_alive(body.keep_alive))
 
 
-def parse_show(fields: dict[str, Any], ctx: AppContext) -> bytes:
+def parse_show(fields: dict[str, Any], ctx: ModelContext) -> bytes:
     """Check a body of /api/show; the response does not depend on it."""
     body = to_record(ShowBody, fields, RULES)
     check_model(body.model or body.name, ctx)
     return b""
 
 
-def _load_order(body: OllamaBody, ctx: AppContext, what: dict[str, object]) -> ModelOrder:
+def _load_order(body: OllamaBody, ctx: ModelContext, what: dict[str, object]) -> ModelOrder:
     """Return an order to load or unload the model, with its response."""
     keep_alive_s = keep_alive(body.keep_alive)
     head = {"model": ctx.model.name, "created_at": created_at(time.time())}
@@ -245,7 +245,7 @@ def _with_ignored(
     return prepared.with_options(ignored=ignored(kind, fields, RULES, idle), keep_alive_s=keep_alive(body.keep_alive))
 
 
-def _read_raw(body: OllamaGenerateBody, ctx: AppContext) -> PreparedRequest:
+def _read_raw(body: OllamaGenerateBody, ctx: ModelContext) -> PreparedRequest:
     fields = _chat_fields(body, ctx)
     logprobs = fields.pop("top_logprobs", 0) if fields.pop("logprobs", None) else None
     for name in ("enable_thinking", "reasoning_effort", "top_logprobs"):
@@ -257,7 +257,7 @@ def _read_raw(body: OllamaGenerateBody, ctx: AppContext) -> PreparedRequest:
         raise error.renamed(_NAMES.get(error.param or "", error.param or "")) from None
 
 
-def _with_context(prepared: PreparedRequest, context: list[int], ctx: AppContext) -> PreparedRequest:
+def _with_context(prepared: PreparedRequest, context: list[int], ctx: ModelContext) -> PreparedRequest:
     """Put the ids of an earlier conversation before the prompt; raises ApiError."""
     if not context:
         return prepared
@@ -270,7 +270,7 @@ def _with_context(prepared: PreparedRequest, context: list[int], ctx: AppContext
     return replace(prepared, prompts=[ids]).with_options(turn_ends=[turn_ends], roles=[[]])
 
 
-def _chat_fields(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:
+def _chat_fields(body: OllamaBody, ctx: ModelContext) -> dict[str, Any]:
     fields: dict[str, Any] = {"stream": body.stream is not False}
     if body.logprobs or body.top_logprobs is not None:
         fields |= {"logprobs": bool(body.logprobs), "top_logprobs": body.top_logprobs}
@@ -296,7 +296,7 @@ def _chat_fields(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:
 _Options = msgspec.defstruct("_Options", [(name, object, None) for name in OPTIONS])
 
 
-def _thinking(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:
+def _thinking(body: OllamaBody, ctx: ModelContext) -> dict[str, Any]:
     source = "" if ctx.template is None else ctx.template.source
     if body.think is None:
         return {}
@@ -427,7 +427,7 @@ class OllamaGenerateFormatter(OllamaFormatter):
     prompt_param = "prompt"
     chat = False
 
-    def __init__(self, prepared: PreparedRequest, ctx: AppContext) -> None:
+    def __init__(self, prepared: PreparedRequest, ctx: ModelContext) -> None:
         super().__init__(prepared, ctx)
         self.context = None if self.options.plain else list(prepared.prompts[0])
 
@@ -487,7 +487,7 @@ async def running(request: web.Request) -> web.Response:
     return json_response({"models": loaded})
 
 
-def _expires_at(ctx: AppContext) -> str:
+def _expires_at(ctx: ModelContext) -> str:
     seconds = None if ctx.control is None else ctx.control.unloads_in_s
     return "9999-12-31T23:59:59Z" if seconds is None else created_at(time.time() + seconds)
 
@@ -528,7 +528,7 @@ async def version(_: web.Request) -> web.Response:
     return json_response({"version": OLLAMA_VERSION, "lucevisor": __version__})
 
 
-def _model(ctx: AppContext) -> dict[str, object]:
+def _model(ctx: ModelContext) -> dict[str, object]:
     card = ctx.model
     return {
         "name": card.tagged,
@@ -551,7 +551,7 @@ def _rounded(n_parameters: int) -> str:
     return f"{n_parameters / 1e6:.2f}M"
 
 
-def _details(ctx: AppContext) -> dict[str, object]:
+def _details(ctx: ModelContext) -> dict[str, object]:
     card = ctx.model
     return {
         "parent_model": "",

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Meta
 
 from lucevisor.api import images
-from lucevisor.api.app_context import AppContext
 from lucevisor.api.constraint import output_grammar, requested_calls, requested_form
+from lucevisor.api.contexts import ModelContext
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.generation import OpenAiFormatter
 from lucevisor.api.output import (
@@ -310,14 +310,14 @@ def _allowed_names(allowed: list[dict[str, Any]], names: list[str]) -> set[str]:
     return found
 
 
-def parse_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+def parse_chat(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest:
     """Parse the body of a chat completion."""
     body = _read_body(fields, ctx)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_parameter("top_logprobs", "is given without logprobs; send logprobs: true as well")
     template = _template(ctx)
     tools, choice = check_tools(body.tools or [], body.tool_choice)
-    messages = normalise_prompt(check_messages(body.messages), ctx.settings.normalise)
+    messages = normalise_prompt(check_messages(body.messages), ctx.normalise)
     urls = _take_images(messages, ctx)
     form = requested_form(body)
     calls = requested_calls(tools, choice, form, parallel=body.parallel_tool_calls is not False)
@@ -348,29 +348,29 @@ def parse_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
     return PreparedRequest(options, [tuple(encoded.ids)], images=of_prompt)
 
 
-def parse_apply_template(fields: dict[str, Any], ctx: AppContext) -> bytes:
+def parse_apply_template(fields: dict[str, Any], ctx: ModelContext) -> bytes:
     """Return the prompt of a chat request as text."""
     prompt, _ = _prompt_only(fields, ctx)
     check_length(prompt.text, "messages", ctx)
     return msgspec.json.encode({"prompt": prompt.text})
 
 
-def count_prompt(fields: dict[str, Any], ctx: AppContext) -> int:
+def count_prompt(fields: dict[str, Any], ctx: ModelContext) -> int:
     """Return how many tokens the prompt of a chat request has, also beyond the context."""
     prompt, urls = _prompt_only(fields, ctx)
     return len(_encoded(prompt, replace(ctx, max_context=0), urls)[0].ids)
 
 
-def _prompt_only(fields: dict[str, Any], ctx: AppContext) -> tuple[RenderedPrompt, list[_ImageUrl]]:
+def _prompt_only(fields: dict[str, Any], ctx: ModelContext) -> tuple[RenderedPrompt, list[_ImageUrl]]:
     """Render the prompt of a chat request without compiling the grammar of its answer; also return its images."""
     body = _read_body(fields, ctx)
     tools, _ = check_tools(body.tools or [], body.tool_choice)
-    messages = normalise_prompt(check_messages(body.messages), ctx.settings.normalise)
+    messages = normalise_prompt(check_messages(body.messages), ctx.normalise)
     urls = _take_images(messages, ctx)
     return _render(body, messages, tools, _template(ctx)), urls
 
 
-def _read_body(fields: dict[str, Any], ctx: AppContext) -> ChatBody:
+def _read_body(fields: dict[str, Any], ctx: ModelContext) -> ChatBody:
     """Return the checked body, with the `reasoning` and `thinking` objects merged into the plain parameters."""
     body = to_record(ChatBody, fields)
     check_common(body, ctx)
@@ -397,7 +397,7 @@ def _read_body(fields: dict[str, Any], ctx: AppContext) -> ChatBody:
     return body
 
 
-def _template(ctx: AppContext) -> ChatTemplate:
+def _template(ctx: ModelContext) -> ChatTemplate:
     if ctx.template is None:
         raise ApiError(
             400, "the model's file has no chat template; use /v1/completions", code="no_chat_template", param="model"
@@ -416,7 +416,7 @@ def _max_tokens(body: ChatBody) -> int | None:
     return max_tokens_of(n_tokens)
 
 
-def _thinking_budget(body: ChatBody, ctx: AppContext, template: ChatTemplate) -> int | None:
+def _thinking_budget(body: ChatBody, ctx: ModelContext, template: ChatTemplate) -> int | None:
     if body.max_thinking_tokens is not None or "reasoning_effort" in template.source:
         return body.max_thinking_tokens
     return budget_of(body.reasoning_effort or "", ctx)
@@ -467,7 +467,7 @@ _ImageUrl = tuple[str, str]
 """Where an image stands in the body, and its URL."""
 
 
-def _take_images(messages: list[dict[str, Any]], ctx: AppContext) -> list[_ImageUrl]:
+def _take_images(messages: list[dict[str, Any]], ctx: ModelContext) -> list[_ImageUrl]:
     """Take the images out of messages, of which their places stay; raises ApiError where none are read."""
     urls = images.take_images(messages)
     if urls and ctx.images is None:
@@ -477,7 +477,7 @@ def _take_images(messages: list[dict[str, Any]], ctx: AppContext) -> list[_Image
 
 
 def _encoded(
-    prompt: RenderedPrompt, ctx: AppContext, urls: list[_ImageUrl]
+    prompt: RenderedPrompt, ctx: ModelContext, urls: list[_ImageUrl]
 ) -> tuple[EncodedPrompt, tuple[tuple[int, EncoderImage], ...]]:
     """Return the ids of a prompt, and its images with where they start."""
     check_length(prompt.text, "messages", ctx)
@@ -549,16 +549,16 @@ class ChatRequestBuilder:
         self.tools = [self.tools[i] for i in kept]
         self.origins["tools"] = [self.origins["tools"][i] for i in kept]
 
-    def read(self, ctx: AppContext, names: Mapping[str, str]) -> PreparedRequest:
+    def read(self, ctx: ModelContext, names: Mapping[str, str]) -> PreparedRequest:
         """Prepare the request; `names`: where chat parameters come from.  Raises ApiError with the field's own name."""
         return self._read(parse_chat, ctx, names)
 
-    def count(self, ctx: AppContext, names: Mapping[str, str]) -> int:
+    def count(self, ctx: ModelContext, names: Mapping[str, str]) -> int:
         """Return how many tokens the prompt has, also beyond the context; otherwise as `read`."""
         return self._read(count_prompt, ctx, names)
 
     def _read(
-        self, reader: Callable[[dict[str, Any], AppContext], _Result], ctx: AppContext, names: Mapping[str, str]
+        self, reader: Callable[[dict[str, Any], ModelContext], _Result], ctx: ModelContext, names: Mapping[str, str]
     ) -> _Result:
         try:
             return reader({**self.fields, "messages": self.messages, "tools": self.tools or None}, ctx)

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
-from lucevisor.api.app_context import AppContext
 from lucevisor.api.constraint import output_grammar, requested_form
+from lucevisor.api.contexts import ModelContext
 from lucevisor.api.errors import bad_parameter
 from lucevisor.api.generation import OpenAiFormatter
 from lucevisor.api.output import (
@@ -59,7 +59,7 @@ class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
 RULES: Final = replace(OPENAI, aliases={**OPENAI.aliases, "prompt_token_ids": "prompt"})
 
 
-def parse_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+def parse_completion(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest:
     """Parse the body of a completion of a text or of token ids."""
     body = to_record(CompletionBody, fields, RULES)
     check_common(body, ctx)
@@ -122,7 +122,7 @@ def count_prompts(prompt: str | list[str | int | list[int]]) -> int:
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
 
 
-def read_prompts(prompt: str | list[str | int | list[int]], ctx: AppContext) -> list[Prompt]:
+def read_prompts(prompt: str | list[str | int | list[int]], ctx: ModelContext) -> list[Prompt]:
     if isinstance(prompt, str):
         return [_from_text(prompt, "prompt", ctx)]
     if not prompt:
@@ -138,7 +138,7 @@ def read_prompts(prompt: str | list[str | int | list[int]], ctx: AppContext) -> 
     return prompts
 
 
-def _read_gap(body: CompletionBody, ctx: AppContext) -> list[Prompt]:
+def _read_gap(body: CompletionBody, ctx: ModelContext) -> list[Prompt]:
     """Return the prompt for the gap between `prompt` and `suffix`; an echo is of `prompt` alone."""
     if not isinstance(body.prompt, str):
         raise bad_parameter("suffix", "needs one text as prompt; send prompt as one text, or leave suffix out")
@@ -149,7 +149,7 @@ def _read_gap(body: CompletionBody, ctx: AppContext) -> list[Prompt]:
     return [Prompt(ids, body.prompt)]
 
 
-def infill_ids(before: str, after: str, files: Sequence[ExtraInput], param: str, ctx: AppContext) -> list[int]:
+def infill_ids(before: str, after: str, files: Sequence[ExtraInput], param: str, ctx: ModelContext) -> list[int]:
     """Return the prompt for a gap; raises ApiError naming `param` if the vocabulary has no tokens for that."""
     tokens = InfillTokens.of(ctx.tokenizer)
     if tokens is None:
@@ -161,7 +161,7 @@ def infill_ids(before: str, after: str, files: Sequence[ExtraInput], param: str,
     return tokens.prompt(before, after, files, ctx.tokenizer)
 
 
-def _from_text(text: str, where: str, ctx: AppContext) -> Prompt:
+def _from_text(text: str, where: str, ctx: ModelContext) -> Prompt:
     check_length(text, where, ctx)
     ids = ctx.tokenizer.encode_prompt(text)
     if not ids:
@@ -170,7 +170,7 @@ def _from_text(text: str, where: str, ctx: AppContext) -> Prompt:
     return Prompt(ids, text)
 
 
-def _from_ids(ids: object, where: str, ctx: AppContext) -> Prompt:
+def _from_ids(ids: object, where: str, ctx: ModelContext) -> Prompt:
     if not isinstance(ids, list) or not ids:
         raise bad_parameter(where, "is empty; the model needs at least one token to continue")
     for index, token_id in enumerate(ids):

@@ -12,9 +12,9 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from lucevisor.api.app_context import AppContext
 from lucevisor.api.app_state import METRICS, context_of, model_of
 from lucevisor.api.bodies import prepare_request
+from lucevisor.api.contexts import ModelContext
 from lucevisor.api.errors import bad_parameter
 from lucevisor.api.generation import IGNORED_HEADER
 from lucevisor.api.parameters import check_embeds, check_model
@@ -41,7 +41,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 RULES: Final = ParameterRules(aliases={"content": "input"})  # llama.cpp's
 
 
-def parse_embeddings(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+def parse_embeddings(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest:
     """Create embeddings of texts or token ids."""
     body = to_record(EmbeddingsBody, fields, RULES)
     check_model(body.model, ctx)
@@ -54,7 +54,7 @@ def parse_embeddings(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest
     return prepare_texts(texts, options, ctx, ignored(EmbeddingsBody, fields, RULES))
 
 
-def check_dimensions(dimensions: int | None, ctx: AppContext) -> int | None:
+def check_dimensions(dimensions: int | None, ctx: ModelContext) -> int | None:
     if dimensions is not None and dimensions > ctx.pooled_width:
         raise bad_parameter(
             "dimensions", f"{dimensions} is more than the {ctx.pooled_width} of an embedding; send less"
@@ -63,7 +63,7 @@ def check_dimensions(dimensions: int | None, ctx: AppContext) -> int | None:
 
 
 def read_texts(
-    given: str | list[str | int | list[int]], param: str, ctx: AppContext, *, max_tokens: int | None = None
+    given: str | list[str | int | list[int]], param: str, ctx: ModelContext, *, max_tokens: int | None = None
 ) -> list[list[int]]:
     """Return the ids of each text, which may be ids already; raises ApiError naming the one at fault."""
     if isinstance(given, str):
@@ -81,7 +81,7 @@ def read_texts(
     return found
 
 
-def _from_ids(ids: object, where: str, ctx: AppContext) -> list[int]:
+def _from_ids(ids: object, where: str, ctx: ModelContext) -> list[int]:
     if not isinstance(ids, list):
         raise bad_parameter(where, "is a token id beside texts; send ids of one text in an array of their own")
     for index, token_id in enumerate(ids):
@@ -91,7 +91,7 @@ def _from_ids(ids: object, where: str, ctx: AppContext) -> list[int]:
 
 
 def prepare_texts(
-    texts: Sequence[Sequence[int]], options: EmbeddingOptions, ctx: AppContext, names: tuple[str, ...]
+    texts: Sequence[Sequence[int]], options: EmbeddingOptions, ctx: ModelContext, names: tuple[str, ...]
 ) -> PreparedRequest:
     """Return the request for embeddings of texts; `names`: of parameters without effect."""
     check_embeds(ctx)

@@ -13,9 +13,9 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from lucevisor.api.app_context import AppContext
 from lucevisor.api.app_state import RESPONSE_STORE, context_of
 from lucevisor.api.bodies import json_response
+from lucevisor.api.contexts import ModelContext
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, CustomTool, custom_function
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.generation import ResponseFormatter, handle_generation
@@ -316,7 +316,7 @@ _ENCRYPTED: Final = "reasoning.encrypted_content"
 _LOGPROBS: Final = "message.output_text.logprobs"
 
 
-def parse_response(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+def parse_response(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest:
     """Parse the body of a request of OpenAI's Responses API."""
     body, chat, own = _translated(fields, ctx)
     prepared = chat.read(ctx, _CHAT_NAMES)
@@ -339,14 +339,14 @@ def parse_response(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
     return prepared.with_options(ignored=ignored(ResponsesBody, fields, RULES, chat.unused), response=response)
 
 
-def parse_input_tokens(fields: dict[str, Any], ctx: AppContext) -> bytes:
+def parse_input_tokens(fields: dict[str, Any], ctx: ModelContext) -> bytes:
     """Return how many tokens the prompt of a response has, also beyond the context."""
     _, chat, _ = _translated(fields, ctx)
     return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": chat.count(ctx, _CHAT_NAMES)})
 
 
 def _translated(
-    fields: dict[str, Any], ctx: AppContext
+    fields: dict[str, Any], ctx: ModelContext
 ) -> tuple[ResponsesBody, ChatRequestBuilder, list[dict[str, Any]]]:
     """Return a body, its translation into a chat request, and its input items."""
     stored = _stored_turns(fields.pop(STORED_RESPONSES, {}))
@@ -610,7 +610,7 @@ class ResponsesFormatter(ResponseFormatter):
     style = "named"
 
     def __init__(
-        self, prepared: PreparedRequest, ctx: AppContext, keep: Callable[[ResponsesFormatter, _Json], None]
+        self, prepared: PreparedRequest, ctx: ModelContext, keep: Callable[[ResponsesFormatter, _Json], None]
     ) -> None:
         super().__init__(prepared, ctx)
         assert prepared.options.response is not None
@@ -751,7 +751,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
             body = StoredResponse(msgspec.json.encode(response), turns, context_of(request).caller.id)
             request.app[RESPONSE_STORE].put(formatter.response_id, body)
 
-    def formatter(prepared: PreparedRequest, ctx: AppContext) -> ResponsesFormatter:
+    def formatter(prepared: PreparedRequest, ctx: ModelContext) -> ResponsesFormatter:
         assert prepared.options.response is not None
         previous = prepared.options.response.previous_id
         if previous is not None and previous not in named:  # the client sent the member that the server adds

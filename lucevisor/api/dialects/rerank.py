@@ -9,9 +9,9 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from lucevisor.api.app_context import AppContext
 from lucevisor.api.app_state import METRICS, context_of, model_of
 from lucevisor.api.bodies import prepare_request
+from lucevisor.api.contexts import ModelContext
 from lucevisor.api.decisions import Decider
 from lucevisor.api.dialects.openai_embeddings import answer
 from lucevisor.api.errors import bad_parameter
@@ -53,7 +53,7 @@ class RerankBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 RULES: Final = ParameterRules(aliases={"texts": "documents", "return_text": "return_documents"})  # TEI's
 
 
-def parse_rerank(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+def parse_rerank(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest:
     """Rank documents by their relevance to a query."""
     body = to_record(RerankBody, fields, RULES)
     check_model(body.model, ctx)
@@ -76,7 +76,7 @@ def parse_rerank(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
     return PreparedRequest(options, [*texts])
 
 
-def _pair(query: str, document: str, where: str, ctx: AppContext) -> list[int]:
+def _pair(query: str, document: str, where: str, ctx: ModelContext) -> list[int]:
     """Return the ids of a query and a document in one text; raises ApiError naming the document."""
     check_length(document, where, ctx)
     if ctx.pooling.bidirectional:

@@ -1,4 +1,4 @@
-"""The objects that handlers share, of each model; `engine` and what the placement decides are set later."""
+"""What handlers share: of the server, of each model, and of each request."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RequestContext:
             handle.cancel()
 
 
-BodyParser = Callable[[dict[str, Any], "AppContext"], PreparedRequest | ModelOrder | bytes]
+BodyParser = Callable[[dict[str, Any], "ModelContext"], PreparedRequest | ModelOrder | bytes]
 """Function that prepares the request in a decoded body, or returns the JSON answer.  Raises ApiError.
 
 A module-level function, because workers unpickle it by name.  The docstring of one that answers alone is its
@@ -220,7 +220,6 @@ class ApiSettings:
     max_connections: int = 1024
     keepalive_s: float = 15.0  # silence before a stream gets a comment line, so that proxies keep it open
     retry_after_s: int = 5  # Retry-After of a 503 while groups start
-    normalise: Normalise = "off"  # volatile lines of system prompts
 
 
 RETRY_AFTER_S: Final = (1, 3600)
@@ -261,30 +260,35 @@ async def _no_encoder(_: EncoderImage, /) -> memoryview:
 
 
 @dataclass(slots=True, kw_only=True)
-class AppContext:
-    """State of one model that all handlers share, and of the server, which is the same for every model.
+class ServerContext:
+    """The server, for all handlers.  `not_ready` must not block; it returns () when the pipelines are ready."""
 
-    `not_ready` must not block; it returns () when the pipeline is ready.
-    """
+    settings: ApiSettings = field(default_factory=ApiSettings)
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    admin_keys: ApiKeys = field(default_factory=ApiKeys)  # without any, nobody restarts over HTTP
+    preprocessor: Preprocessing | None = None  # None: long bodies are rejected
+    not_ready: Callable[[], Sequence[NotReadyPart]] = tuple
+    status: Callable[[], Mapping[str, Any]] = lambda: {"groups": []}  # the JSON of `lucevisor status --json`
+    restart: Callable[[str, bool], None] = _no_restart  # begin it; True: do not wait for running requests
+    trace: Callable[[RequestContext], str] = lambda _: ""  # record a request that has ended; return its trace id
+    log_drops: Callable[[], Mapping[str, int]] = dict  # log records that were not written, by sink
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelContext:
+    """One served model, for all handlers.  `engine` and what the placement decides are set later."""
 
     model: ModelCard
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    not_ready: Callable[[], Sequence[NotReadyPart]]
-    preprocessor: Preprocessing | None = None  # None: long bodies are rejected
+    server: ServerContext = field(default_factory=ServerContext)
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     direct_defaults: SamplingDefaults | None = None  # where a prompt switches thinking off; None: as otherwise
     efforts: Mapping[str, int] = field(default_factory=dict)  # thinking budgets in place of the usual ones
     stop_ids: frozenset[int] = frozenset()  # tokens that end an answer besides the file's own
-    keys: ApiKeys = field(default_factory=ApiKeys)
-    admin_keys: ApiKeys = field(default_factory=ApiKeys)  # without any, nobody restarts over HTTP
-    settings: ApiSettings = field(default_factory=ApiSettings)
     retry_in_s: Callable[[], float | None] = lambda: None  # until lost groups are started again; None: not waiting
-    status: Callable[[], Mapping[str, Any]] = lambda: {"groups": []}  # the JSON of `lucevisor status --json`
-    restart: Callable[[str, bool], None] = _no_restart  # begin it; True: do not wait for running requests
     snapshots: Callable[[], SnapshotStore | None] = lambda: None  # None while they are off
-    trace: Callable[[RequestContext], str] = lambda _: ""  # record a request that has ended; return its trace id
-    log_drops: Callable[[], Mapping[str, int]] = dict  # log records that were not written, by sink
+    normalise: Normalise = "off"  # volatile lines of system prompts
     banned: tuple[int, ...] = ()  # ids never sampled: unused rows of the vocabulary
     pooling: Pooling = LAST_ROW
     pooled_width: int = 0  # numbers of an embedding
@@ -306,7 +310,7 @@ class AppContext:
         """The LoRA adapter that requests are computed with; empty: none."""
         return self.model.name if self.model.parent else ""
 
-    def of_adapter(self, card: ModelCard) -> AppContext:
+    def of_adapter(self, card: ModelCard) -> ModelContext:
         """Return the context of requests for a LoRA adapter of the model, as of now."""
         own = copy(self)
         own.model = card
@@ -327,7 +331,7 @@ class AppContext:
     def retry_after_s(self) -> int:
         """Return the Retry-After of a 503 while the pipeline is down."""
         wait_s, (least, most) = self.retry_in_s(), RETRY_AFTER_S
-        return self.settings.retry_after_s if wait_s is None else min(most, max(least, math.ceil(wait_s)))
+        return self.server.settings.retry_after_s if wait_s is None else min(most, max(least, math.ceil(wait_s)))
 
 
 class _LoraScale(msgspec.Struct):
@@ -338,29 +342,29 @@ class _LoraScale(msgspec.Struct):
 
 
 class ServedModels:
-    """The contexts of the served models, in the order of the configuration; `first` has the state of the server."""
+    """The contexts of the served models, in the order of the configuration."""
 
-    def __init__(self, contexts: Sequence[AppContext]) -> None:
-        self.first = contexts[0]
+    def __init__(self, contexts: Sequence[ModelContext]) -> None:
+        self.first, self.server = contexts[0], contexts[0].server
         self._contexts = {ctx.model.name: ctx for ctx in contexts}
 
-    def __iter__(self) -> Iterator[AppContext]:
+    def __iter__(self) -> Iterator[ModelContext]:
         return iter(self._contexts.values())
 
     def __len__(self) -> int:
         return len(self._contexts)
 
-    def __getitem__(self, name: str) -> AppContext:
+    def __getitem__(self, name: str) -> ModelContext:
         """Return the context of a model, or an adapter, by its exact name."""
         return self._contexts.get(name) or next(ctx for ctx in self.listed() if ctx.model.name == name)
 
-    def listed(self) -> Iterator[AppContext]:
+    def listed(self) -> Iterator[ModelContext]:
         """Yield the context of each model, and of its adapters behind it."""
         for ctx in self:
             yield ctx
             yield from map(ctx.of_adapter, ctx.model.adapters)
 
-    def find(self, name: object) -> AppContext:
+    def find(self, name: object) -> ModelContext:
         """Return the context of the model that a request names; raises ApiError.
 
         One model serves all requests but those for its adapters: their readers check the name, which may be missing.
@@ -384,7 +388,7 @@ class ServedModels:
             code="model_not_found", param="model",
         )  # fmt: skip
 
-    def of_body(self, fields: dict[str, Any]) -> AppContext:
+    def of_body(self, fields: dict[str, Any]) -> ModelContext:
         """Return the context of the model that a decoded body names; raises ApiError.  Ollama also has it in `name`,
         and llama.cpp's clients choose adapters by `lora`, which is removed.
         """
@@ -394,7 +398,7 @@ class ServedModels:
         return ctx
 
 
-def _chosen(lora: object, ctx: AppContext) -> AppContext:
+def _chosen(lora: object, ctx: ModelContext) -> ModelContext:
     """Return the context of the adapter in llama.cpp's list of ids and scales; raises ApiError."""
     adapters = ctx.model.adapters
     if ctx.adapter:
