@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lucevisor.protocol.steps import Sampled, Scored, Slice
+from lucevisor.protocol.steps import PromptLogprobs, Sampled, Slice
 
 ROWS = 16
 """Rows whose logits are in memory at once, of whichever slices."""
@@ -26,14 +26,14 @@ def log_probabilities(logits: Tensor, *, by_row: bool = False) -> Tensor:
     return torch.cat([torch.log_softmax(row.clone(), dim=-1) for row in logits.unsqueeze(1)])
 
 
-def score(
+def prompt_logprobs(
     slices: Sequence[Slice],
     logits_of: Callable[[Sequence[int]], Tensor],
     n_top: Callable[[int], int],
     *,
     by_row: bool = False,
-) -> list[Scored]:
-    """Score what the slices of a step ask for.
+) -> list[PromptLogprobs]:
+    """Return the log-probabilities of tokens of prompts that the slices of a step ask for.
 
     ``logits_of``: float32 logits [n, V] of rows of the step.  ``n_top``: how many of the best a sequence wants.
     ``by_row`` as in :func:`log_probabilities`.
@@ -41,9 +41,9 @@ def score(
     rows, ids, tops = list[int](), list[int](), list[int]()
     first = 0
     for slice_ in slices:
-        rows += range(first, first + len(slice_.scored))
-        ids += slice_.scored
-        tops += [n_top(slice_.sequence)] * len(slice_.scored) if slice_.scored else []
+        rows += range(first, first + len(slice_.logprob_targets))
+        ids += slice_.logprob_targets
+        tops += [n_top(slice_.sequence)] * len(slice_.logprob_targets) if slice_.logprob_targets else []
         first += len(slice_.tokens)
     logprobs, best = list[float](), list[list[tuple[int, float]]]()
     for at in range(0, len(rows), ROWS):  # of several slices at once: the output matrix is read once for all
@@ -54,12 +54,12 @@ def score(
         found = report.topk(max(counts))
         likeliest = zip(counts, found.indices.tolist(), found.values.tolist(), strict=True)
         best += [list(zip(i[:n], v[:n], strict=True)) for n, i, v in likeliest]
-    scored, at = list[Scored](), 0
+    answers, at = list[PromptLogprobs](), 0
     for slice_ in slices:
-        if n := len(slice_.scored):
-            scored.append(Scored(slice_.sequence, slice_.start + 1, logprobs[at : at + n], best[at : at + n]))
+        if n := len(slice_.logprob_targets):
+            answers.append(PromptLogprobs(slice_.sequence, slice_.start + 1, logprobs[at : at + n], best[at : at + n]))
             at += n
-    return scored
+    return answers
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from daemons.errors import StateError
 from daemons.failures import try_to_load
 from daemons.file_identity import open_adapters, open_files, unchanged
 from daemons.heartbeat import Reporter, warn_once
-from daemons.logprobs import score
+from daemons.logprobs import prompt_logprobs
 from daemons.models.replay import LayerwiseReplay, layerwise_replays, report_replays
 from daemons.models.stage import LoadedStage
 from daemons.relevance.stage import ScoreStage
@@ -41,7 +41,7 @@ from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import SharedBuffer
 from lucevisor.protocol.files import ByteFile
 from lucevisor.protocol.loading import DeviceUse, Load, Loaded, StagePlan
-from lucevisor.protocol.steps import DraftStep, PageScores, Sampled, Scored, Slice, Step, StepResult
+from lucevisor.protocol.steps import DraftStep, PageScores, PromptLogprobs, Sampled, Slice, Step, StepResult
 
 NO_ROWS = memoryview(b"")
 MaskSource = Callable[[int, list[Slice]], Tensor | None]
@@ -216,7 +216,8 @@ class ModelRunner:
         self._apply(stage, plan, step)
         arrival, cold = RowArrival(), False
         async_output: QueuedStep | None = None
-        payload, sampled, scored, page_scores = Payload(), list[Sampled](), list[Scored](), list[PageScores]()
+        payload, sampled, page_scores = Payload(), list[Sampled](), list[PageScores]()
+        of_prompts = list[PromptLogprobs]()
         written: list[BoundaryBuffer] = []
         if step.n_tokens:
             rows_in, arrival = boundary_rows(self._boundaries, plan.source, step, await_rows, posted=posted)
@@ -238,7 +239,7 @@ class ModelRunner:
                 finish_and_share: Callable[[], list[Slice] | None] = finish_previous
                 if placeholder_fill is not None:
                     finish_and_share = partial(self._share_known_tokens, original_step, finish_previous)
-                scored = self._count_and_score(stage, step, out.rows, finish_previous)
+                of_prompts = self._count_and_find_logprobs(stage, step, out.rows, finish_previous)
                 self._pool(stage, step, out.rows, payload, finish_previous)
                 found = self._sample(stage, step, out.rows, masks, payload, finish_and_share, poll_previous, queues)
                 async_output, sampled = (None, found) if isinstance(found, list) else (found, [])
@@ -256,7 +257,8 @@ class ModelRunner:
         )
         result = StepResult(
             step.step_id, stage_index, sampled, compute_s, wait_s, payload.segments,
-            scored=scored, page_scores=page_scores, hop_s=arrival.hop_s, upkeep_s=upkeep_s, cold=cold, invalid=invalid,
+            prompt_logprobs=of_prompts, page_scores=page_scores, hop_s=arrival.hop_s, upkeep_s=upkeep_s, cold=cold,
+            invalid=invalid,
         )  # fmt: skip
         return StepOutput(result, payload.arrays, async_output, step, started, [] if async_output is None else written)
 
@@ -412,20 +414,20 @@ class ModelRunner:
         if plan.output and self._sampler is not None:
             self._sampler.apply_operations(step.operations)
 
-    def _count_and_score(
+    def _count_and_find_logprobs(
         self, stage: LoadedStage, step: Step, rows: Tensor, finish_previous: Callable[[], None]
-    ) -> list[Scored]:
+    ) -> list[PromptLogprobs]:
         """Count the tokens of a computed step for penalties, and return the prompt log-probabilities it asks for."""
         if self._sampler is None:
             return []
         self._sampler.count_context(step.slices)
-        if not any(s.scored for s in step.slices):
+        if not any(s.logprob_targets for s in step.slices):
             return []
         finish_previous()
         states = self._sampler.states
         logits_of, by_row = partial(stage.logits, rows), self._load.deterministic
-        scored = score(step.slices, logits_of, lambda s: states[s].sampling.n_top_logprobs, by_row=by_row)
-        return self._sampler.checked(scored)
+        found = prompt_logprobs(step.slices, logits_of, lambda s: states[s].sampling.n_top_logprobs, by_row=by_row)
+        return self._sampler.checked(found)
 
     def _pool(
         self, stage: LoadedStage, step: Step, rows: Tensor, payload: Payload, finish_previous: Callable[[], None]

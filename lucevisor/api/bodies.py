@@ -63,7 +63,7 @@ async def prepare_request(
         read = replace(read, grammar=await asyncio.to_thread(compiled, read.options.grammar, ctx))
     if read.images:
         return await _embedded(read, ctx)
-    if ctx.compressor is None or read.options.score_prompt:  # all tokens of a prompt that is scored stay
+    if ctx.compressor is None or read.options.prompt_logprobs:  # which are of all tokens of the prompt
         return read
     if max(map(len, read.prompts), default=0) >= ctx.compressor.settings.threshold:
         await _load(ctx)  # its scoring model comes with it

@@ -2,7 +2,7 @@
 
 One token is sampled after the prompt, with the log-probabilities of the first tokens of all answers.  An answer of
 several tokens is one more prompt, up to its last token, which starts from the cached first one.  These prompts share
-steps; each scores its own tokens, and returns the log-probabilities of the tokens that may end it.
+steps; each returns the log-probabilities of its own tokens, and the log-probabilities of the tokens that may end it.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Decider:
         for i, ids in enumerate(answers):
             if len(ids) > 1:
                 n_middle = len(ids) - 2
-                scores = jobs[ids[:-1]].result().prompt_scores
-                logprobs[i] += last[ids[:-1]][ids[-1]] + sum(one.logprob for one in scores[len(scores) - n_middle :])
+                found = jobs[ids[:-1]].result().prompt_logprobs
+                logprobs[i] += last[ids[:-1]][ids[-1]] + sum(one.logprob for one in found[len(found) - n_middle :])
         return Decision(logprobs, end.usage.cached_tokens)
 
     async def _follow(self, prompt: Sequence[int], following: dict[int, float], path: Ids = ()) -> FinishedEvent:
@@ -101,8 +101,8 @@ class Decider:
                 sampling=SamplingParams(temperature=0.0, n_top_logprobs=0, logprob_token_ids=named),
                 client_id=self.context.caller.share,
                 publishes=self.publishes and not path,
-                score_prompt=len(path) > 1,
-                score_from=len(prompt) if path else 0,
+                prompt_logprobs=len(path) > 1,
+                prompt_logprobs_from=len(prompt) if path else 0,
                 images=self.images,
             )
             with self.engine.submit(request) as handle:

@@ -48,7 +48,7 @@ def make_choice_runs(prepared: PreparedRequest, ctx: ModelContext, response_id: 
                 stop_ids=ends,
                 turn_boundaries=tuple(options.turn_ends[p]),
                 constraint=_constraint(prepared, ctx, room, ends),
-                score_prompt=options.score_prompt,
+                prompt_logprobs=options.prompt_logprobs,
                 images=prepared.embedded,
             )
             processor = OutputProcessor(ctx.tokenizer, options, output_format)
@@ -304,9 +304,9 @@ class _ResponseWriter:
         while self._n_open:
             index, event = await events.get()
             choices[index] += self._deltas(index, event)
-        n_scored = sum(len(run.request.prompt) for run in self._runs if run.request.score_prompt)
-        n_scores = 1 + self._formatter.options.sampling.n_top_logprobs
-        if (sum(map(len, choices)) + n_scored) * (1 + n_scores) <= _INLINE_RECORDS:
+        n_prompt_tokens = sum(len(run.request.prompt) for run in self._runs if run.request.prompt_logprobs)
+        n_logprobs = 1 + self._formatter.options.sampling.n_top_logprobs
+        if (sum(map(len, choices)) + n_prompt_tokens) * (1 + n_logprobs) <= _INLINE_RECORDS:
             return self._encoded(choices)
         return await asyncio.to_thread(self._encoded, choices)
 

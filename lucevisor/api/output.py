@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from lucevisor.api.prepared import GenerationOptions
 from lucevisor.compression.compressor import CompressedPrompt
-from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, TokenScore
+from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, TokenLogprob
 from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.deltas import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
 from lucevisor.text.output_parser import AnswerParser, OutputFormat, StopMatcher
@@ -44,7 +44,7 @@ class ChoiceDelta:
     """Addition of one or several tokens to a choice.  `event` is None where they add nothing that is shown.
 
     `token_ids` are the ids of `tokens`, and at the end the id that ended the choice.  `stop` is the stop string that
-    ended it, if one did.  `prompt_scores`: at the end, of all tokens of the prompt but the first, if wanted.
+    ended it, if one did.  `prompt_logprobs`: at the end, of all tokens of the prompt but the first, if wanted.
     `n_tokens`: those of the choice so far.
     """
 
@@ -53,7 +53,7 @@ class ChoiceDelta:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop: str | None = None
-    prompt_scores: tuple[TokenScore, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     n_tokens: int = 0
 
 
@@ -114,8 +114,8 @@ class OutputProcessor:
         if event.stop_id is not None and not cut and not self._options.prompt_only:
             self._n_tokens += 1
             end_ids += (event.stop_id,)
-        reason, scores = self._reason(event, cut), event.prompt_scores
-        deltas.append(ChoiceDelta(None, rest, end_ids, reason, self._stop.matched, scores, self._n_tokens))
+        reason, logprobs = self._reason(event, cut), event.prompt_logprobs
+        deltas.append(ChoiceDelta(None, rest, end_ids, reason, self._stop.matched, logprobs, self._n_tokens))
         n_accepted = self._n_accepted if cut else event.usage.accepted_tokens
         usage = UsageTotals(
             prompt=event.usage.prompt_tokens,
@@ -340,7 +340,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenRecord]) -> 
 def echoed_logprobs(
     tokenizer: Tokenizer,
     prompt: Sequence[int],
-    scores: Sequence[TokenScore],
+    logprobs: Sequence[TokenLogprob],
     tokens: Sequence[TokenRecord],
     n_echo: int,
 ) -> dict[str, list[Any]]:
@@ -349,8 +349,8 @@ def echoed_logprobs(
     `n_echo`: characters of the echo; offsets count from its start.
     """
     records, text, at = list[TokenRecord](), Detokenizer(tokenizer), 0
-    for token, score in zip(prompt, [TokenScore(0.0), *scores], strict=True):
-        records.append(TokenRecord(TokenEvent(token, score.logprob, score.top), at))
+    for token, found in zip(prompt, [TokenLogprob(0.0), *logprobs], strict=True):
+        records.append(TokenRecord(TokenEvent(token, found.logprob, found.top), at))
         at += len(text.push(token))
     result = completion_logprobs(tokenizer, records)
     of_answer = completion_logprobs(tokenizer, tokens)

@@ -77,7 +77,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``grammar``: what the output must be.  ``max_thinking_tokens`` None: no limit of its own.  ``continuous_usage``:
     usage comes with every chunk of a stream.  ``custom``: names of tools whose input is text.  ``show_reasoning``: the
     client wants its text.  ``echoes``: the text of each prompt if it is to be repeated, else empty.
-    ``score_prompt``: log-probabilities of the prompt's tokens are wanted, too.  ``plain``: all text is content.
+    ``prompt_logprobs``: log-probabilities of the prompt's tokens are wanted, too.  ``plain``: all text is content.
     ``keep_alive_s``: idle time after which the model is unloaded from now on; negative: never, None: as before.
     """
 
@@ -106,7 +106,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     one_tool_call: bool = False
     roles: list[list[str]] = []
     echoes: tuple[str, ...] = ()
-    score_prompt: bool = False
+    prompt_logprobs: bool = False
     plain: bool = False
     embedding: EmbeddingOptions | None = None
     keep_alive_s: float | None = None

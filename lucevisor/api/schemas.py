@@ -25,7 +25,7 @@ MAX_CHOICES = 128
 """Choices of one request over all its prompts; each is a sequence of its own."""
 MAX_ECHO_CHARS = 4 * 1024 * 1024
 """Characters of echoed prompts in one response, over all its choices."""
-MAX_PROMPT_SCORES = 256 * 1024
+MAX_PROMPT_LOGPROBS = 256 * 1024
 """Log-probabilities of echoed prompts in one response, over all its choices."""
 MAX_TEXT_CHARS = 4 * 1024 * 1024
 MAX_TEXT_TOKENS = 1024 * 1024

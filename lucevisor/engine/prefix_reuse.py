@@ -103,8 +103,8 @@ class PrefixReuse:
 
     @staticmethod
     def _may_be_cached(record: RequestRecord) -> TokenBuffer:
-        """Return the tokens of a request up to the first row that is scored, which is computed."""
-        first = record.request.score_from
+        """Return the tokens of a request up to the first row whose log-probabilities are wanted, which is computed."""
+        first = record.request.prompt_logprobs_from
         return record.tokens.first(first + 1) if first else record.tokens
 
     def _match(self, record: RequestRecord) -> PrefixMatch:

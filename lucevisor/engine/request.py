@@ -70,14 +70,13 @@ class GenerationRequest:
     """Continue ``prompt`` by at most ``max_tokens`` tokens, until one of ``stop_ids``.
 
     Give long prompts as a :class:`TokenBuffer`: anything else is packed on the event loop.  It has the LoRA adapter,
-    too.  ``request_id`` is unique
-    among unfinished requests.  The engine lowers ``max_tokens`` to what context and pages
-    allow.  ``turn_boundaries``: positions of the prompt where a chat turn ends, ascending; prefix slots checkpoint
+    too.  ``request_id`` is unique among unfinished requests.  The engine lowers ``max_tokens`` to what context and
+    pages allow.  ``turn_boundaries``: positions of the prompt where a chat turn ends, ascending; prefix slots end
     there.  ``client_id``: an opaque id of its API key or address; clients get fair shares.  ``constraint``: what the
-    output must be; of this request alone.  ``score_prompt``: tell the log-probabilities of the prompt's tokens, too,
-    with the FinishedEvent.  ``pooled``: nothing is generated; the FinishedEvent has the prompt's pooled hidden state.
-    ``images``: ascending.  ``publishes``: others may begin with what it computed.
-    ``score_from``: with ``score_prompt``, the first position whose row is scored; a prefix up to there may be cached.
+    output must be; of this request alone.  ``prompt_logprobs``: the FinishedEvent has the log-probabilities of the
+    prompt's tokens; ``prompt_logprobs_from``: those behind that position alone, so a prefix up to there may be cached.
+    ``pooled``: nothing is generated; the FinishedEvent has the prompt's pooled hidden state.  ``images``: ascending.
+    ``publishes``: others may begin with what it computed.
     """
 
     request_id: str
@@ -88,11 +87,11 @@ class GenerationRequest:
     turn_boundaries: tuple[int, ...] = ()
     client_id: str = ""
     constraint: Constraint | None = None
-    score_prompt: bool = False
+    prompt_logprobs: bool = False
     pooled: bool = False
     images: tuple[PromptImage, ...] = ()
     publishes: bool = True
-    score_from: int = 0
+    prompt_logprobs_from: int = 0
 
     @property
     def image_spans(self) -> tuple[ImageSpan, ...]:
@@ -100,7 +99,7 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenScore:
+class TokenLogprob:
     """Log-probability of a token of the prompt, and the best (id, log-probability) pairs at its place."""
 
     logprob: float
@@ -175,7 +174,7 @@ class FinishedEvent:
     timings: Timings
     error: RequestError | None = None
     stop_id: int | None = None
-    prompt_scores: tuple[TokenScore, ...] = ()  # of all tokens of the prompt but the first
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of all tokens of the prompt but the first
     pooled: array[float] | None = None  # float32
 
 

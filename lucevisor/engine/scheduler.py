@@ -456,7 +456,7 @@ class Scheduler:
         """
         drawn = drawn_tokens(self.in_flight[0] if self.in_flight else None, result)
         pooled = self.in_flight[0].pooled(result, payload)
-        self.in_flight[0].take_scores(result.scored)
+        self.in_flight[0].take_prompt_logprobs(result.prompt_logprobs)
         stages_s = [stage.compute_s for stage in results or [result]]
         cold = any(stage.cold for stage in results or [result])
         scheduled = self.in_flight.popleft()

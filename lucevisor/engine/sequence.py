@@ -18,7 +18,7 @@ from lucevisor.engine.request import (
     RequestError,
     RequestState,
     Timings,
-    TokenScore,
+    TokenLogprob,
     Usage,
 )
 from lucevisor.engine.spec_decode.controller import RequestDrafts
@@ -151,7 +151,7 @@ class RequestRecord:
     wanted: WantedRows | None = None
     tokens: TokenBuffer = field(default_factory=TokenBuffer)
     mu: float | None = None  # where mirostat stands after the last token
-    scores: dict[int, TokenScore] = field(default_factory=dict)  # log-probabilities of the prompt's tokens, by position
+    prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by position
     state: RequestState = RequestState.QUEUED
     live: LiveSequence | None = None
     n_in_flight: int = 0  # steps in flight that carry a slice of it
@@ -201,11 +201,11 @@ class RequestRecord:
     @property
     def computes_prompt(self) -> bool:
         """True if all rows of its prompt are wanted, so that no cached prefix can stand for them."""
-        return self.uncached or (self.request.score_prompt and not self.request.score_from)
+        return self.uncached or (self.request.prompt_logprobs and not self.request.prompt_logprobs_from)
 
-    def scored(self, start: int, stop: int) -> list[int]:
+    def logprob_targets(self, start: int, stop: int) -> list[int]:
         """Return the tokens after positions ``[start, stop)`` whose log-probabilities are wanted."""
-        if not self.request.score_prompt or stop <= self.request.score_from:
+        if not self.request.prompt_logprobs or stop <= self.request.prompt_logprobs_from:
             return []
         return [
             id_ if id_ < IMAGE_ID else 0 for id_ in self.tokens[start + 1 : min(stop + 1, len(self.request.prompt))]
@@ -277,6 +277,6 @@ class RequestRecord:
             timings=Timings(started - self.submitted_at, first - started, now - first),
             error=error,
             stop_id=stop_id,
-            prompt_scores=tuple(self.scores[at] for at in sorted(self.scores)),
+            prompt_logprobs=tuple(self.prompt_logprobs[at] for at in sorted(self.prompt_logprobs)),
             pooled=pooled,
         )

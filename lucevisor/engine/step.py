@@ -15,10 +15,10 @@ from msgspec.structs import replace
 
 from lucevisor.engine.constraint import Constraint, MaskJob
 from lucevisor.engine.pipeline import Embeddings
-from lucevisor.engine.request import TokenScore
+from lucevisor.engine.request import TokenLogprob
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.protocol.frames import payload_segments
-from lucevisor.protocol.steps import PENDING, Drafted, Operation, Sampled, Scored, Slice, Step, StepResult
+from lucevisor.protocol.steps import PENDING, Drafted, Operation, PromptLogprobs, Sampled, Slice, Step, StepResult
 
 
 class WrongResult(Exception):
@@ -102,7 +102,7 @@ class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a datacl
             self.num_draft_tokens,
             draft_from,
             samples and request.constraint is not None,
-            record.scored(start, stop) if request.score_prompt else [],
+            record.logprob_targets(start, stop) if request.prompt_logprobs else [],
             request.pooled and stop >= record.n_tokens,
         )
 
@@ -127,8 +127,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 class ScheduledStep:
     """A step between plan and result.  ``parts``: by sequence id at the time of the plan.
 
-    ``plain``: all slices are decodes without drafts that ask for neither drafts nor scores, as in most steps.  They may
-    have masks.
+    ``plain``: all slices are decodes without drafts that ask for neither drafts nor log-probabilities of prompts,
+    as in most steps.  They may have masks.
     """
 
     step_id: int
@@ -141,18 +141,16 @@ class ScheduledStep:
     def live_sequences(self) -> dict[int, LiveSequence]:
         return {sequence: part.live for sequence, part in self.parts.items()}
 
-    def take_scores(self, scored: Sequence[Scored]) -> None:
-        """Give the requests the scores of their prompts.  Raises WrongResult, changing nothing, if others came."""
-        if not scored and (self.plain or not any(part.slice.scored for part in self.parts.values())):
+    def take_prompt_logprobs(self, found: Sequence[PromptLogprobs]) -> None:
+        """Give requests their log-probabilities of prompts.  Raises WrongResult, changing nothing, if others came."""
+        if not found and (self.plain or not any(part.slice.logprob_targets for part in self.parts.values())):
             return
-        asked = {(s, part.slice.start + 1, len(part.slice.scored)) for s, part in self.parts.items()}
-        if {(scores.sequence, scores.start, len(scores.logprobs)) for scores in scored} != {
-            scores for scores in asked if scores[2]
-        }:
-            raise WrongResult(f"step {self.step_id} asked for other scores than the result has")
-        for scores in scored:
-            for at, (logprob, top) in enumerate(zip(scores.logprobs, scores.tops, strict=True), scores.start):
-                self.parts[scores.sequence].record.scores[at] = TokenScore(logprob, tuple(top))
+        asked = {(s, part.slice.start + 1, len(part.slice.logprob_targets)) for s, part in self.parts.items()}
+        if {(one.sequence, one.start, len(one.logprobs)) for one in found} != {one for one in asked if one[2]}:
+            raise WrongResult(f"step {self.step_id} asked for other log-probabilities than the result has")
+        for one in found:
+            for at, (logprob, top) in enumerate(zip(one.logprobs, one.tops, strict=True), one.start):
+                self.parts[one.sequence].record.prompt_logprobs[at] = TokenLogprob(logprob, tuple(top))
 
     def pooled(self, result: StepResult, payload: memoryview) -> dict[int, array[float]]:
         """Return the pooled hidden states of texts, by sequence.  Raises WrongResult if others came."""
@@ -254,7 +252,7 @@ def is_decode(slice_: Slice) -> bool:
 
 def is_plain(slice_: Slice) -> bool:
     """Return whether a slice is a decode without drafts that asks for nothing more."""
-    return slice_.sample and len(slice_.tokens) == 1 and not slice_.num_draft_tokens and not slice_.scored
+    return slice_.sample and len(slice_.tokens) == 1 and not slice_.num_draft_tokens and not slice_.logprob_targets
 
 
 def padded(slice_: ScheduledSlice, width: int, drafted: Drafted) -> ScheduledSlice:

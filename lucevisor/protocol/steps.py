@@ -222,7 +222,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     ``num_draft_tokens``: tokens to draft after the last sampled one.
     ``draft_from``: the draft stage attends to positions from there on; it has no state of earlier ones.
     ``masked``: a Masks message says which tokens each of its rows may draw.
-    ``scored[i]``: the token that follows row i, whose log-probability is wanted.
+    ``logprob_targets[i]``: the token that follows row i, whose log-probability is wanted.
     ``pooled``: the slice ends a text, whose pooled hidden state is wanted.
     """
 
@@ -235,7 +235,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     num_draft_tokens: int = 0
     draft_from: int = 0
     masked: bool = False
-    scored: list[int] = []
+    logprob_targets: list[int] = []
     pooled: bool = False
 
     @property
@@ -357,7 +357,7 @@ def tokens_by_sequence(sampled: Sequence[Sampled]) -> dict[int, list[int]]:
     return found
 
 
-class Scored(msgspec.Struct, frozen=True, array_like=True):
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of given tokens of a sequence from position ``start`` on, and of the best (id,
     log-probability) pairs at each; their number is that of the sampled tokens."""
 
@@ -407,7 +407,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     # payload: (name, shape) of consecutive float32 arrays; of the output stage "pooled" [n, width] of such slices
     segments: list[tuple[str, list[int]]] = []
     drafts: list[Drafted] = []  # of the draft stage
-    scored: list[Scored] = []  # of the output stage
+    prompt_logprobs: list[PromptLogprobs] = []  # of the output stage
     page_scores: list[PageScores] = []  # of slices that ask for it
     hop_s: float = 0.0  # of a posted step: from the doorbell of its rows until this stage took them
     upkeep_s: float = 0.0  # of the output stage: time of the draft stage for upkeep steps since the last result

@@ -17,7 +17,7 @@ import msgspec
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.loading import Hello, Load, Loaded
 from lucevisor.protocol.messages import Heartbeat, ImageRows, Message, Progress, Unloaded, WindowScores
-from lucevisor.protocol.steps import PENDING, PendingCancelled, Sampled, Scored, Slice, Step, StepResult
+from lucevisor.protocol.steps import PENDING, PendingCancelled, PromptLogprobs, Sampled, Slice, Step, StepResult
 
 MAX_INTEGER: Final = 2**56
 """More than any count or number of bytes."""
@@ -169,8 +169,8 @@ def _check_result(result: StepResult, daemon: DaemonFacts, asked: UnansweredStep
     if result.invalid:
         _require(draws, "invalid: it has no logits")
         _check_known("invalid", result.invalid, slices)
-    for scored in result.scored:
-        _check_scored(scored, slices, n_top, daemon.vocabulary)
+    for of_prompt in result.prompt_logprobs:
+        _check_prompt_logprobs(of_prompt, slices, n_top, daemon.vocabulary)
     for one in result.page_scores:
         _check_finite("page_scores", one.scores)
         _check_known("page_scores", [one.sequence], slices if asked is None else asked.step.rank_pages)
@@ -222,18 +222,19 @@ def _check_sampled(
             _require(not wanted or sequence in counts, f"sampled: no token of sequence {sequence}, which asked for one")
 
 
-def _check_scored(
-    scored: Scored, slices: Mapping[int, Slice] | None, n_top: Mapping[int, int], vocabulary: int
+def _check_prompt_logprobs(
+    found: PromptLogprobs, slices: Mapping[int, Slice] | None, n_top: Mapping[int, int], vocabulary: int
 ) -> None:
-    _check_finite("scored", scored.logprobs)
-    _require(len(scored.tops) == len(scored.logprobs), "scored: tops and logprobs differ in number")
-    _check_known("scored", [scored.sequence], slices)
-    _check_tops("scored", scored.tops, n_top.get(scored.sequence), vocabulary)
+    _check_finite("prompt_logprobs", found.logprobs)
+    _require(len(found.tops) == len(found.logprobs), "prompt_logprobs: tops and logprobs differ in number")
+    _check_known("prompt_logprobs", [found.sequence], slices)
+    _check_tops("prompt_logprobs", found.tops, n_top.get(found.sequence), vocabulary)
     if slices is not None:
-        piece = slices[scored.sequence]
+        piece = slices[found.sequence]
         _require(
-            (scored.start, len(scored.logprobs)) == (piece.start + 1, len(piece.scored)),
-            f"scored: {len(scored.logprobs)} from {scored.start} on, not {len(piece.scored)} from {piece.start + 1} on",
+            (found.start, len(found.logprobs)) == (piece.start + 1, len(piece.logprob_targets)),
+            f"prompt_logprobs: {len(found.logprobs)} from {found.start} on, "
+            f"not {len(piece.logprob_targets)} from {piece.start + 1} on",
         )
 
 

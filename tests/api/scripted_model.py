@@ -27,8 +27,16 @@ from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.messages import Role
 from lucevisor.protocol.states import LinkState
-from lucevisor.protocol.steps import CloseSequence, Masks, OpenSequence, Sampled, SamplingParams, Step, StepResult
-from lucevisor.protocol.steps import Scored as PromptScores
+from lucevisor.protocol.steps import (
+    CloseSequence,
+    Masks,
+    OpenSequence,
+    PromptLogprobs,
+    Sampled,
+    SamplingParams,
+    Step,
+    StepResult,
+)
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -171,14 +179,16 @@ class ScriptedStage:
         sampled, scored, pooled = [], [], list[float]()
         for piece in step.slices:
             seen = self.sequences[piece.sequence]
-            if piece.scored:
-                tops = [[(token, -0.5)][: seen.sampling.n_top_logprobs] for token in piece.scored]
+            if piece.logprob_targets:
+                tops = [[(token, -0.5)][: seen.sampling.n_top_logprobs] for token in piece.logprob_targets]
                 logprobs = [-0.5] * len(tops)
                 if seen.sampling.logprob_token_ids:
                     at = len(seen.prompt)
                     whole = seen.prompt + piece.tokens
-                    logprobs = [named_logprob(whole[: at + i + 1], token) for i, token in enumerate(piece.scored)]
-                scored.append(PromptScores(piece.sequence, piece.start + 1, logprobs, tops))
+                    logprobs = [
+                        named_logprob(whole[: at + i + 1], token) for i, token in enumerate(piece.logprob_targets)
+                    ]
+                scored.append(PromptLogprobs(piece.sequence, piece.start + 1, logprobs, tops))
             seen.prompt += piece.tokens[: max(0, len(piece.tokens) if not seen.generated else 0)]
             if piece.pooled:
                 pooled += pooled_of(seen.prompt)
@@ -192,7 +202,9 @@ class ScriptedStage:
                 tops = [*scores[:n], *((i, named_logprob(seen.prompt, i)) for i in named)]
                 sampled.append(Sampled(piece.sequence, token, dict(scores)[token], tops))
         segments = [("pooled", [len(pooled) // WIDTH, WIDTH])] if pooled else []
-        result = StepResult(step.step_id, 0, sampled, compute_s=0.25, wait_s=0.125, scored=scored, segments=segments)
+        result = StepResult(
+            step.step_id, 0, sampled, compute_s=0.25, wait_s=0.125, prompt_logprobs=scored, segments=segments
+        )
         return result, memoryview(array("f", pooled).tobytes())
 
 

@@ -126,7 +126,7 @@ class TestWhole:
         assert len(answer["choices"][0]["logprobs"]["tokens"]) == len(ids_of("Once upon a time")) + 1
 
     async def test_too_many_logprobs_of_a_prompt(self, client, monkeypatch):
-        monkeypatch.setattr("lucevisor.api.dialects.openai_completions.MAX_PROMPT_SCORES", 10)
+        monkeypatch.setattr("lucevisor.api.dialects.openai_completions.MAX_PROMPT_LOGPROBS", 10)
         status, answer = await client.ask(PLAIN, {"prompt": ids_of("Hello") * 4, "echo": True, "logprobs": 2})
         assert (status, answer["error"]["param"]) == (400, "logprobs")
 

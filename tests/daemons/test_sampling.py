@@ -24,7 +24,7 @@ from daemons.sampling import (
     next_mu,
     penalise_repetition,
 )
-from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams, Scored, Slice
+from lucevisor.protocol.steps import Dry, Mirostat, PromptLogprobs, SamplingParams, Slice
 
 CPU = torch.device("cpu")
 
@@ -296,9 +296,9 @@ def test_one_invalid_row_of_a_verified_draft_makes_its_sequence_void() -> None:
 
 def test_scores_that_are_not_numbers_are_void() -> None:
     sampler = Sampler(8, CPU)
-    good = Scored(0, 1, [-1.0, -2.0], [[(1, -1.0)], [(2, -2.0)]])
-    bad = Scored(1, 1, [-1.0, math.nan], [[(1, -1.0)], [(2, math.nan)]])
-    assert sampler.checked([good, bad]) == [good, Scored(1, 1, [0.0, 0.0], [[], []])]
+    good = PromptLogprobs(0, 1, [-1.0, -2.0], [[(1, -1.0)], [(2, -2.0)]])
+    bad = PromptLogprobs(1, 1, [-1.0, math.nan], [[(1, -1.0)], [(2, math.nan)]])
+    assert sampler.checked([good, bad]) == [good, PromptLogprobs(1, 1, [0.0, 0.0], [[], []])]
     assert sampler.take_invalid() == [1]
 
 

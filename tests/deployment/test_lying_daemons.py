@@ -50,11 +50,11 @@ from lucevisor.protocol.steps import (
     Drafted,
     PageScores,
     PendingCancelled,
+    PromptLogprobs,
     ResetDone,
     RowsCopy,
     Sampled,
     SamplingParams,
-    Scored,
     StepResult,
 )
 from lucevisor.protocol.validation import DaemonFacts, fault_of
@@ -75,7 +75,8 @@ MESSAGES_SAID: list[tuple[Message, Load | None, memoryview]] = [
     (
         StepResult(
             3, 0, [Sampled(0, 5, -0.5, [(5, -0.5), (6, -1.0)], 2.0)], 0.1, 0.2,
-            scored=[Scored(0, 1, [-1.0], [[(1, -1.0)]])], page_scores=[PageScores(0, [0.5])], hop_s=0.01, upkeep_s=0.02,
+            prompt_logprobs=[PromptLogprobs(0, 1, [-1.0], [[(1, -1.0)]])], page_scores=[PageScores(0, [0.5])],
+            hop_s=0.01, upkeep_s=0.02,
         ),
         LOAD,
         NONE,

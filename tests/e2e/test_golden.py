@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lucevisor.deployment.service import Service
-from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenScore
+from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenLogprob
 from lucevisor.protocol.steps import SamplingParams
 from tests.combinations import slow
 from tests.e2e.golden import ENGINE, FACTOR, assert_golden_numbers, model_of
@@ -79,16 +79,16 @@ async def test_prompts_have_the_golden_log_probabilities(tmp_path: Path) -> None
     extra = ENGINE.format(64) + "max_sequences = 3\npages = 5\n"
     config = write_config(tmp_path, GOLDEN / "qwen35" / "model.gguf", {"a": 1, "b": 1}, ["0-5", "5-8"], extra)
 
-    async def scores(service: Service, number: int) -> tuple[TokenScore, ...]:
+    async def scores(service: Service, number: int) -> tuple[TokenLogprob, ...]:
         assert service.only.engine is not None
         sampling = SamplingParams(temperature=0.0, n_top_logprobs=2)
         request = GenerationRequest(
-            request_id=str(number), prompt=ids, max_tokens=60, sampling=sampling, score_prompt=True
+            request_id=str(number), prompt=ids, max_tokens=60, sampling=sampling, prompt_logprobs=True
         )
         with service.only.engine.submit(request) as handle:
             *_, last = [event async for event in handle]
         assert isinstance(last, FinishedEvent)
-        return last.prompt_scores
+        return last.prompt_logprobs
 
     async with running(config, tmp_path) as service:
         found = await asyncio.gather(*(scores(service, i) for i in range(4)))

@@ -323,11 +323,11 @@ def test_an_image_is_reused_whole_or_not_at_all() -> None:
 
 
 def test_a_prompt_that_is_cut_keeps_its_adapter() -> None:
-    """One that is scored from a position on, and one with an image that begins like another."""
+    """One with log-probabilities from a position on, and one with an image that begins like another."""
     text, ids = [*range(100)], [IMAGE_ID + i for i in range(64)]
     placed, _ = image(100, ids)
     first = request("a", [*text, *ids, *range(60)], n=1, images=(placed,))
-    scored = replace(first, request_id="b", score_from=200)
+    scored = replace(first, request_id="b", prompt_logprobs_from=200)
     other = replace(first, request_id="c", prompt=[*text, *ids[:40], *(i + 64 for i in ids[40:]), *range(60)])
     for adapter, starts in (("", (192, 64)), ("sql", (0, 0))):
         scheduler = Scheduler(warm(kv_groups=FULL, prefix=replace(ON, checkpoint_pages=1), prefill_chunk=64))

@@ -12,7 +12,7 @@ from lucevisor.engine.request import (
     FinishedEvent,
     InvalidRequest,
     TokenEvent,
-    TokenScore,
+    TokenLogprob,
     Usage,
 )
 from lucevisor.engine.scheduler import Scheduler
@@ -24,8 +24,8 @@ from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
     CloseSequence,
     OpenSequence,
+    PromptLogprobs,
     Sampled,
-    Scored,
     StepResult,
 )
 from tests.engine.scheduler_steps import answer, decoding, plans, shape
@@ -200,42 +200,52 @@ def test_a_result_that_does_not_fit_its_step_is_refused_and_changes_nothing(resu
 def scored_answer(plan: StepPlan) -> StepResult:
     """A token's log-probability is minus its id."""
     scored = [
-        Scored(s.sequence, s.start + 1, [-float(t) for t in s.scored], [[(t, -float(t))] for t in s.scored])
+        PromptLogprobs(
+            s.sequence,
+            s.start + 1,
+            [-float(t) for t in s.logprob_targets],
+            [[(t, -float(t))] for t in s.logprob_targets],
+        )
         for s in plan.step.slices
-        if s.scored
+        if s.logprob_targets
     ]
-    return msgspec.structs.replace(answer(plan), scored=scored)
+    return msgspec.structs.replace(answer(plan), prompt_logprobs=scored)
 
 
 def test_every_token_but_the_first_is_scored_once_and_the_prefix_is_computed_again() -> None:
     scheduler = Scheduler(limits())
     prompt = range(10, 310)
     for name in "ab":
-        scheduler.submit(replace(request(name, prompt, n=3), score_prompt=True), 0.0)
+        scheduler.submit(replace(request(name, prompt, n=3), prompt_logprobs=True), 0.0)
         asked: list[int] = []
         last = None
         while not scheduler.idle:
             for plan in plans(scheduler):
-                asked += [t for s in plan.step.slices for t in s.scored]
+                asked += [t for s in plan.step.slices for t in s.logprob_targets]
                 for _, event in scheduler.apply(scored_answer(plan), 0.0):
                     last = event
         assert asked == [*prompt][1:]
         assert isinstance(last, FinishedEvent)
         assert last.usage.cached_tokens == 0
-        assert last.prompt_scores == tuple(TokenScore(-float(t), ((t, -float(t)),)) for t in prompt[1:])
+        assert last.prompt_logprobs == tuple(TokenLogprob(-float(t), ((t, -float(t)),)) for t in prompt[1:])
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [[], [Scored(0, 1, [-1.0], [[]])], [Scored(0, 2, [-1.0, -2.0], [[], []])], [Scored(5, 1, [-1.0, -2.0], [[], []])]],
+    [
+        [],
+        [PromptLogprobs(0, 1, [-1.0], [[]])],
+        [PromptLogprobs(0, 2, [-1.0, -2.0], [[], []])],
+        [PromptLogprobs(5, 1, [-1.0, -2.0], [[], []])],
+    ],
     ids=["none", "too few", "elsewhere", "another sequence"],
 )
-def test_a_result_with_other_scores_is_refused(wrong: list[Scored]) -> None:
+def test_a_result_with_other_prompt_logprobs_is_refused(wrong: list[PromptLogprobs]) -> None:
     scheduler = Scheduler(limits())
-    scheduler.submit(replace(request("a"), score_prompt=True), 0.0)
+    scheduler.submit(replace(request("a"), prompt_logprobs=True), 0.0)
     [plan] = plans(scheduler)
-    with pytest.raises(WrongResult, match="other scores"):
-        scheduler.apply(msgspec.structs.replace(answer(plan), scored=wrong), 0.0)
+    with pytest.raises(WrongResult, match="other log-probabilities"):
+        scheduler.apply(msgspec.structs.replace(answer(plan), prompt_logprobs=wrong), 0.0)
     assert scheduler.n_in_flight == 1
 
 

@@ -41,9 +41,9 @@ from lucevisor.protocol.steps import (
     PageOut,
     PageScores,
     PendingCancelled,
+    PromptLogprobs,
     Sampled,
     SamplingParams,
-    Scored,
     SetPages,
     Slice,
     Step,
@@ -280,13 +280,15 @@ class ToyStage:
             if s.sequence in step.rank_pages
         ]
         scored = [
-            Scored(s.sequence, s.start + 1, [-float(token) for token in s.scored], [[] for _ in s.scored])
+            PromptLogprobs(
+                s.sequence, s.start + 1, [-float(token) for token in s.logprob_targets], [[] for _ in s.logprob_targets]
+            )
             for s in step.slices
-            if s.scored and self.stage == self.model.n_stages - 1
+            if s.logprob_targets and self.stage == self.model.n_stages - 1
         ]
         times = {"compute_s": 0.25, "wait_s": 0.5}
         result = StepResult(
-            step.step_id, self.stage, sampled, **times, segments=segments, page_scores=scores, scored=scored
+            step.step_id, self.stage, sampled, **times, segments=segments, page_scores=scores, prompt_logprobs=scored
         )
         return result, arrays
 

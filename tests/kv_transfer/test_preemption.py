@@ -209,7 +209,7 @@ async def test_a_request_whose_prompt_is_scored_computes_it_again() -> None:
     toy = ToyEngine(limits(pools=PoolSizes(6, 0, 16), prefix=SLOTS), n_stages=2)
     toy.attach()
     manager, transfers = host_tier(toy)
-    asked = [replace(request(name, range(i, i + 100), n=140), score_prompt=True) for i, name in enumerate("ab")]
+    asked = [replace(request(name, range(i, i + 100), n=140), prompt_logprobs=True) for i, name in enumerate("ab")]
     handles = {one.request_id: toy.engine.submit(one) for one in asked}
     await run(toy, transfers)
     assert (toy.engine.statistics().preemptions, transfers.n_restored) == (1, 0)

@@ -34,7 +34,7 @@ from lucevisor.api.parameters import (
 from lucevisor.api.prepared import GenerationOptions, PreparedRequest
 from lucevisor.api.schemas import (
     MAX_ECHO_CHARS,
-    MAX_PROMPT_SCORES,
+    MAX_PROMPT_LOGPROBS,
     MAX_TOP_LOGPROBS,
     OPENAI,
     Flag,
@@ -65,15 +65,15 @@ def parse_completion(fields: dict[str, Any], ctx: ModelContext) -> PreparedReque
     check_common(body, ctx)
     n_logprobs = body.logprobs or None if isinstance(body.logprobs, bool) else body.logprobs
     n_top = n_top_logprobs(body, None if n_logprobs is None else int(n_logprobs), "logprobs")
-    score_prompt = bool(body.echo) and n_top >= 0
-    if score_prompt and body.stream:
+    prompt_logprobs = bool(body.echo) and n_top >= 0
+    if prompt_logprobs and body.stream:
         raise bad_parameter(
             "stream", "true is not available with echo and logprobs; leave one of them out", "unsupported_value"
         )
     n = check_choices(body.n, count_prompts(body.prompt))
     prompts = _read_gap(body, ctx) if body.suffix else read_prompts(body.prompt, ctx)
-    if score_prompt:
-        _check_scores(prompts, n, n_top)
+    if prompt_logprobs:
+        _check_logprobs(prompts, n, n_top)
     grammar, prompt_only = output_grammar(requested_form(body), ctx), body.max_tokens == 0
     options = GenerationOptions(
         sampling=sampling_params(body, ctx, random_seed(), n_top, structured=grammar is not None),
@@ -87,7 +87,7 @@ def parse_completion(fields: dict[str, Any], ctx: ModelContext) -> PreparedReque
         plain=True,
         logprobs=n_top >= 0,
         echoes=_echoes(prompts, n, ctx.tokenizer) if body.echo else (),
-        score_prompt=score_prompt,
+        prompt_logprobs=prompt_logprobs,
     )
     return PreparedRequest(options, [tuple(prompt.ids) for prompt in prompts])
 
@@ -109,11 +109,11 @@ def _echoes(prompts: list[Prompt], n: int, tokenizer: Tokenizer) -> tuple[str, .
     return echoes
 
 
-def _check_scores(prompts: list[Prompt], n: int, n_top: int) -> None:
-    n_scores = n * (1 + n_top) * sum(len(prompt.ids) for prompt in prompts)
-    if n_scores > MAX_PROMPT_SCORES:
+def _check_logprobs(prompts: list[Prompt], n: int, n_top: int) -> None:
+    n_logprobs = n * (1 + n_top) * sum(len(prompt.ids) for prompt in prompts)
+    if n_logprobs > MAX_PROMPT_LOGPROBS:
         reason = (
-            f"of the prompts would be {n_scores}, more than {MAX_PROMPT_SCORES}; request fewer, or of fewer choices"
+            f"of the prompts would be {n_logprobs}, more than {MAX_PROMPT_LOGPROBS}; request fewer, or of fewer choices"
         )
         raise bad_parameter("logprobs", reason)
 
@@ -222,9 +222,9 @@ class CompletionFormatter(OpenAiFormatter):
     def _logprobs(self, index: int, delta: ChoiceDelta, *, full: bool) -> object:
         if not self.options.logprobs or not (delta.tokens or full):
             return None
-        if self.options.score_prompt:
+        if self.options.prompt_logprobs:
             prompt, n_echo = self.prompt_of(index), len(self._echo(index))
-            result = echoed_logprobs(self.tokenizer, prompt, delta.prompt_scores, delta.tokens, n_echo)
+            result = echoed_logprobs(self.tokenizer, prompt, delta.prompt_logprobs, delta.tokens, n_echo)
         else:
             result = completion_logprobs(self.tokenizer, delta.tokens)
         return result
