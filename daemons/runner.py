@@ -64,14 +64,14 @@ class ModelRunner:
             for i, arena in enumerate(arenas)
         ]
         tokens = next((p.tokens for p in load.stages if p.tokens is not None), None)
-        self._ring = None if tokens is None else TokenRing(arenas[tokens], self.spec.vocabulary)
-        self._settled_at = self._upkeep_s = 0.0
+        self._token_ring = None if tokens is None else TokenRing(arenas[tokens], self.spec.vocabulary)
+        self._finished_at = self._upkeep_s = 0.0
         # Other stages wait for what these compute, and there is a core for polling.
         self.is_polling = load.spin_s > 0 and any(not (p.embedding and p.output) for p in load.stages)
         self.shares_cores = not load.spin_s  # with the supervisor and other daemons
-        self._queues = pinned and self.is_polling and len(load.stages) == 1  # steps, behind one that is not settled
+        self._queues = pinned and self.is_polling and len(load.stages) == 1  # steps, behind one that is not finished
         self.defers_drafts = pinned
-        self._has_unfinished_step = False  # a step is not settled
+        self._has_unfinished_step = False  # the device computes one
         self._warned: list[str] = []
         self.scorer: ScoreStage | None = None
         self.vision: VisionStage | None = None
@@ -225,7 +225,7 @@ class ModelRunner:
             out = stage.forward(step, rows_in, placeholder_fill or ring_step, arrival, of_images)
             if ring_step is not None:
                 arrival, step, sampled = ring_step.arrival, ring_step.step, ring_step.tokens
-            wait_s += 0.0 if self._has_unfinished_step else arrival.idle_s(self._settled_at)
+            wait_s += 0.0 if self._has_unfinished_step else arrival.idle_s(self._finished_at)
             page_scores, cold = out.page_scores, out.cold
             if step.want_hidden:
                 payload.add("hidden", torch.stack([h.float().cpu() for h in out.hidden]))  # maybe of several devices
@@ -244,13 +244,13 @@ class ModelRunner:
                 found = self._sample(stage, step, out.rows, masks, payload, finish_and_share, poll_previous, queues)
                 async_output, sampled = (None, found) if isinstance(found, list) else (found, [])
         if async_output is None:
-            _ring(written, step)
+            _ring_doorbells(written, step)
         finish_previous()
         self._has_unfinished_step = async_output is not None
         if inputs is not None and async_output is None:
             inputs.store_tokens(step, sampled)
         started += arrival.waited_s
-        compute_s = time.monotonic() - max(started, self._settled_at)
+        compute_s = time.monotonic() - max(started, self._finished_at)
         upkeep_s, self._upkeep_s = (self._upkeep_s, 0.0) if plan.output else (0.0, self._upkeep_s)
         invalid = (
             self._sampler.take_invalid() if plan.output and self._sampler is not None and async_output is None else []
@@ -289,13 +289,13 @@ class ModelRunner:
             return step, drafts or tokens, None
         if not step.waits_for_tokens:
             return step, None, None
-        ring_step = RunAheadStep(self._ring, step, await_tokens) if plan.embedding else None
+        ring_step = RunAheadStep(self._token_ring, step, await_tokens) if plan.embedding else None
         return zero_placeholders(step) if ring_step is None else ring_step.step, None, ring_step
 
     def publish_tokens(self, output: StepOutput, *, drafts: bool = False) -> StepOutput:
         """Publish drafts, or tokens already sent to the supervisor, to a first stage in another daemon."""
-        if self._ring is not None and self._sampler is not None and drafts == bool(output.result.drafts):
-            self._ring.publish(output.step, output.result)
+        if self._token_ring is not None and self._sampler is not None and drafts == bool(output.result.drafts):
+            self._token_ring.publish(output.step, output.result)
         return output
 
     def finish_step(self, output: StepOutput) -> StepOutput:
@@ -311,10 +311,10 @@ class ModelRunner:
             async_output.copied.synchronize()
         now, self._has_unfinished_step = min(now, time.monotonic()), False
         if output.step is not None:
-            _ring(output.written, output.step)
+            _ring_doorbells(output.written, output.step)
         if self._draft_inputs is not None and output.step is not None:
             self._draft_inputs.store_tokens(output.step, sampled)
-        begun, self._settled_at = max(output.started, self._settled_at), now
+        begun, self._finished_at = max(output.started, self._finished_at), now
         invalid = output.result.invalid
         if isinstance(async_output, AsyncTokens) and self._sampler is not None:
             invalid = self._sampler.take_invalid()
@@ -473,7 +473,7 @@ class ModelRunner:
             inputs.extend(draft, self.draft_step(step.step_id), drawn)
 
 
-def _ring(written: Sequence[BoundaryBuffer], step: Step) -> None:
+def _ring_doorbells(written: Sequence[BoundaryBuffer], step: Step) -> None:
     """Announce the rows of a step, which have left the device; captures come first."""
     for boundary in written:
         boundary.ring(step)

@@ -161,7 +161,7 @@ class _ParkedModel:
 
 def _same_load(a: Load, b: Load) -> bool:
     """Return whether two loads are of the same weights and state in the same places."""
-    nothing: dict[str, Any] = {"arenas": [], "replay": [], "offered": [], "warm_up": True, "stays": True}
+    nothing: dict[str, Any] = {"arenas": [], "replay": [], "offered": [], "warm_up": True, "shared_process": True}
     return bool(replace(a, **nothing) == replace(b, **nothing))
 
 
@@ -496,7 +496,7 @@ class _MessageLoop:
             places += [] if load.draft is None else [f"device {load.draft.device} draft stage"]
             places += [] if load.score is None else [f"device {load.score.device} scoring stage"]
             places += [] if load.vision is None else [f"device {load.vision.device} vision stage"]
-            if not (load.stays and isinstance(e, DaemonError | GgufError | OSError | MemoryError)):
+            if not (load.shared_process and isinstance(e, DaemonError | GgufError | OSError | MemoryError)):
                 return self._fail("load", e, ", ".join(places))
             refused = failure("load", e, f"group {self._options.group}", ", ".join(places))
         if refused is not None:  # here the exception is gone, and with it the frames that held what was loaded
@@ -516,7 +516,7 @@ class _MessageLoop:
 
     def _parkable_memory(self, load: Load) -> ParkableMemory | None:
         """Return memory that can be parked, for a model that may be; None where that is not supported."""
-        if not load.parks or self._options.backend is Backend.CPU:
+        if not load.parkable or self._options.backend is Backend.CPU:
             return None
         for device in devices.accelerators(self._options.backend):
             if why := unsupported_reason(device):

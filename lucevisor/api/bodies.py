@@ -17,7 +17,7 @@ from lucevisor.api.contexts import ApiSettings, BodyParser, ModelContext, Parsed
 from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.images import has_images
 from lucevisor.api.parameters import check_generates, searches_vocabulary
-from lucevisor.api.prepared import ModelOrder, PreparedRequest
+from lucevisor.api.prepared import ModelLoadRequest, PreparedRequest
 from lucevisor.api.schemas import decode_object
 from lucevisor.compression.compressor import Compressor
 from lucevisor.engine.request import PromptImage
@@ -34,7 +34,7 @@ AddToBody = Callable[[list[bytes]], Awaitable[int]]
 
 async def prepare_request(
     request: web.Request, parser: BodyParser, add_to_body: AddToBody | None = None
-) -> PreparedRequest | ModelOrder | bytes:
+) -> PreparedRequest | ModelLoadRequest | bytes:
     """Return the request prepared from the body, or the response to it; raises ApiError.
 
     Afterwards the model of the request's context is the one that the body names.

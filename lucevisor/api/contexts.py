@@ -16,7 +16,7 @@ from msgspec import Meta
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.images import ImageReader
 from lucevisor.api.keys import ApiKeys, Caller
-from lucevisor.api.prepared import ModelOrder, PreparedRequest
+from lucevisor.api.prepared import ModelLoadRequest, PreparedRequest
 from lucevisor.api.sse import EventStream
 from lucevisor.compression.compressor import Compressor
 from lucevisor.engine.request import GenerationRequest, RequestHandle
@@ -67,7 +67,7 @@ class RequestContext:
             handle.cancel()
 
 
-BodyParser = Callable[[dict[str, Any], "ModelContext"], PreparedRequest | ModelOrder | bytes]
+BodyParser = Callable[[dict[str, Any], "ModelContext"], PreparedRequest | ModelLoadRequest | bytes]
 """Function that prepares the request in a decoded body, or returns the JSON answer.  Raises ApiError.
 
 A module-level function, because workers unpickle it by name.  The docstring of one that answers alone is its
@@ -75,7 +75,7 @@ summary in /openapi.json.
 """
 
 
-ParsedBody = tuple[PreparedRequest | ModelOrder | bytes, str]
+ParsedBody = tuple[PreparedRequest | ModelLoadRequest | bytes, str]
 """What a BodyParser returned, and the model that the body named."""
 
 

@@ -24,7 +24,7 @@ from lucevisor.api.errors import from_request_error, from_submit_error, unavaila
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.output import ChoiceDelta, GenerationFailed, OutputProcessor, UsageTotals
 from lucevisor.api.parameters import seed_of_choice
-from lucevisor.api.prepared import ModelOrder, PreparedRequest
+from lucevisor.api.prepared import ModelLoadRequest, PreparedRequest
 from lucevisor.api.sse import EventFormat, EventStream
 from lucevisor.engine.constraint import Constraint, MinTokens
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestHandle, SubmitError, TokenEvent
@@ -191,8 +191,8 @@ async def handle_generation(
     """
     prepared = await prepare_request(request, parser, add_to_body)
     ctx, context = model_of(request), context_of(request)
-    if isinstance(prepared, ModelOrder):
-        await _carry_out(prepared, ctx)
+    if isinstance(prepared, ModelLoadRequest):
+        await _load_or_unload(prepared, ctx)
         prepared = prepared.answer
     if not isinstance(prepared, PreparedRequest):
         return web.Response(body=prepared, content_type="application/json")
@@ -217,19 +217,19 @@ async def handle_generation(
     return web.Response(body=body, content_type="application/json", headers=headers)
 
 
-async def _carry_out(order: ModelOrder, ctx: ModelContext) -> None:
+async def _load_or_unload(wanted: ModelLoadRequest, ctx: ModelContext) -> None:
     """Load or unload a model; raises ApiError."""
     if ctx.control is None:
         return
     try:
-        if order.keep_alive_s == 0:
+        if wanted.keep_alive_s == 0:
             await ctx.control.unload()
             return
         await ctx.control.load()
     except LucevisorError as error:
         raise unavailable(str(error), ctx.retry_after_s(), "model_not_loaded") from None
-    if order.keep_alive_s is not None:
-        ctx.control.keep_alive(order.keep_alive_s)
+    if wanted.keep_alive_s is not None:
+        ctx.control.keep_alive(wanted.keep_alive_s)
 
 
 def engine_of(ctx: ModelContext) -> ServingEngine:

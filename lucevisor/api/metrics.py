@@ -87,7 +87,7 @@ class StateCollector(Collector):
         yield from _groups(status["groups"])
         yield from _cluster(status["cluster"])
         yield from _joined(family for model in status["models"] for family in _host_memory(model))
-        yield from _joined(family for model in status["models"] for family in _residency(model))
+        yield from _joined(family for model in status["models"] for family in _load_state(model))
         drops = [([sink], n) for sink, n in server.log_drops().items()]
         text = "Log records that were not written, by sink."
         yield _Families().counters("log_records_dropped", text, ["sink"], drops)
@@ -108,7 +108,7 @@ def _model(ctx: ModelContext) -> Iterator[Metric]:
         yield from _snapshots(out, snapshots)
 
 
-def _residency(model: Mapping[str, Any]) -> Iterator[Metric]:
+def _load_state(model: Mapping[str, Any]) -> Iterator[Metric]:
     now = model.get("residency")
     if now is None or model["replica"]:
         return

@@ -138,7 +138,7 @@ STORED_RESPONSES: Final = "stored_responses"
 
 
 @dataclass(frozen=True, slots=True)
-class ModelOrder:
+class ModelLoadRequest:
     """A request that loads a model, or unloads it with ``keep_alive_s`` 0; ``answer``: the response."""
 
     answer: bytes

@@ -77,7 +77,7 @@ def _model(service: ModelService, compressor: Compressor | None) -> dict[str, An
         "groups": [*service.groups],
         "state": service.state,
         "reason": service.reason(),
-        "residency": _residency(service),
+        "residency": _load_state(service),
         "model": {
             "name": service.name,
             "architecture": spec.architecture,
@@ -95,7 +95,7 @@ def _model(service: ModelService, compressor: Compressor | None) -> dict[str, An
     }
 
 
-def _residency(service: ModelService) -> dict[str, Any]:
+def _load_state(service: ModelService) -> dict[str, Any]:
     """Whether the model is loaded.  ``unloads_in_s``: of an idle one with a ``ttl``; ``load_s``: of the last load."""
     control = service.control
     n_loads, load_s = control.loads if control is not None else (0, 0.0)

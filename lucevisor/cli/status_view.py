@@ -44,7 +44,7 @@ def models_of(status: Status) -> Sequence[Status]:
 def _title(model: Status) -> str:
     name = f"replica {model['replica']}" if model.get("replica") else model["name"]
     why = f": {model['reason']}" if model.get("replica") and model["reason"] else ""
-    return f"{name} {residency_line(model.get('residency')) or model['state']}{why}"
+    return f"{name} {load_state_line(model.get('residency')) or model['state']}{why}"
 
 
 def model_lines(status: Status, *, verbose: bool = False) -> list[str]:
@@ -52,7 +52,7 @@ def model_lines(status: Status, *, verbose: bool = False) -> list[str]:
     work = f"running {engine['running']}, queued {engine['queued']}, held {engine['held']}; "
     return [
         status["title"],
-        "" if status["title"] else residency_line(status.get("residency")),
+        "" if status["title"] else load_state_line(status.get("residency")),
         f"{work}{engine['tokens_per_s']} tokens/s",
         page_line(engine["pages"]),
         *draft_lines(status["draft"], verbose=verbose),
@@ -63,17 +63,17 @@ def model_lines(status: Status, *, verbose: bool = False) -> list[str]:
     ]
 
 
-def residency_line(residency: Status | None) -> str:
+def load_state_line(load_state: Status | None) -> str:
     """Return whether a model is loaded; empty for one that is and stays."""
-    if residency is None or (residency["state"] == "loaded" and residency["unloads_in_s"] is None):
+    if load_state is None or (load_state["state"] == "loaded" and load_state["unloads_in_s"] is None):
         return ""
-    parts = [residency["state"]]
-    if residency["parked_bytes"]:
-        parts.append(f"{format_bytes(residency['parked_bytes'])} of weights in host memory")
-    if residency["unloads_in_s"] is not None and residency["state"] == "loaded":
-        parts.append(f"unloads in {format_seconds(residency['unloads_in_s'])}")
-    if residency["problem"]:
-        parts.append(residency["problem"])
+    parts = [load_state["state"]]
+    if load_state["parked_bytes"]:
+        parts.append(f"{format_bytes(load_state['parked_bytes'])} of weights in host memory")
+    if load_state["unloads_in_s"] is not None and load_state["state"] == "loaded":
+        parts.append(f"unloads in {format_seconds(load_state['unloads_in_s'])}")
+    if load_state["problem"]:
+        parts.append(load_state["problem"])
     return ", ".join(parts)
 
 

@@ -492,9 +492,9 @@ class Deployment:
             arenas, fds = self._boundaries.open(group, load.arenas, hello.rows_address)
         waits = self._engine is not None and self._engine.busy and not self.complete
         others = [neighbour.config.model for neighbour in self.config.neighbours if not self.config.replica]
-        parks = not self.config.model.pin and any(other.ttl or not other.preload for other in others)
+        parkable = not self.config.model.pin and any(other.ttl or not other.preload for other in others)
         warm_up = order.load.warm_up and not waits
-        load = msgspec.structs.replace(order.load, arenas=arenas, warm_up=warm_up, parks=parks)
+        load = msgspec.structs.replace(order.load, arenas=arenas, warm_up=warm_up, parkable=parkable)
         if group in self._remote:
             offered, self._offered[group] = await asyncio.to_thread(open_offered, load)
             load = msgspec.structs.replace(load, offered=offered)

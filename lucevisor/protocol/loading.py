@@ -284,9 +284,9 @@ class Load(msgspec.Struct, frozen=True):
     ``replay``: what stages are to have computed when they are loaded; the descriptor of the file of rows follows those
     of the arenas.  ``offered``: all files that are named here, for a daemon that may not have them; their descriptors
     come last.  Without ``warm_up`` kernels are compiled, and graphs captured, when steps come to need them.
-    ``parks``: it may be parked, so its memory on GPUs can be given back and had again at the same addresses.
-    ``stays``: other models of the process serve, so a load that fails is answered by Unloaded.  A process that has
-    loaded this before has the boundary memory, and gets no ``arenas``.
+    ``parkable``: its memory on GPUs can be given back and had again at the same addresses (sleep mode).
+    ``shared_process``: other models of the process serve, so a load that fails is answered by Unloaded.  A process that
+    has loaded this before has the boundary memory, and gets no ``arenas``.
     """
 
     files: list[str]  # absolute paths of the GGUF parts, in order
@@ -312,8 +312,8 @@ class Load(msgspec.Struct, frozen=True):
     deterministic: bool = False  # a row's bits depend on its sequence alone
     spin_s: float = 0.0  # how long a stage polls the doorbell of a step's rows before it sleeps
     offered: list[OfferedFile] = []
-    stays: bool = False
-    parks: bool = False
+    shared_process: bool = False
+    parkable: bool = False
     adapters: list[AdapterFile] = []
 
 

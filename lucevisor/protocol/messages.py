@@ -121,7 +121,7 @@ class Unload(msgspec.Struct, frozen=True):
 
 
 class Unloaded(msgspec.Struct, frozen=True):
-    """Answer to Unload.  Also to a Load with ``stays`` that failed, by its ``problem``; the daemon keeps running."""
+    """Answer to Unload, and to a Load with ``shared_process`` that failed (``problem``); the daemon keeps running."""
 
     parked_bytes: int = 0  # of weights in host memory
     seconds: float = 0.0

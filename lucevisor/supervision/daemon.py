@@ -302,7 +302,7 @@ class Daemon:
         try:
             order = await self._make_load(link)
             if order is not None:
-                self._send(link, replace(order, load=structs.replace(order.load, stays=True)))
+                self._send(link, replace(order, load=structs.replace(order.load, shared_process=True)))
                 return
             link.loading = False
         except LinkClosed:

@@ -28,7 +28,7 @@ from lucevisor.api.images import image_part
 from lucevisor.api.info import abilities, page
 from lucevisor.api.output import ChoiceDelta, FinishReason, UsageTotals, chat_logprobs
 from lucevisor.api.parameters import check_model, check_token_ids, check_tokens
-from lucevisor.api.prepared import EmbeddingOptions, ModelOrder, PreparedRequest
+from lucevisor.api.prepared import EmbeddingOptions, ModelLoadRequest, PreparedRequest
 from lucevisor.api.schemas import NOT_HERE, Flag, ParameterRules, convert, ignored, to_record
 from lucevisor.errors import show
 from lucevisor.text.deltas import ContentDelta, ReasoningDelta, ToolCallDelta
@@ -137,7 +137,7 @@ class OllamaMessage(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-def parse_ollama_chat(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest | ModelOrder:
+def parse_ollama_chat(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest | ModelLoadRequest:
     """Parse the body of Ollama's /api/chat."""
     body = to_record(OllamaChatBody, fields, RULES)
     check_model(body.model, ctx)
@@ -153,7 +153,7 @@ def parse_ollama_chat(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequ
     return _with_ignored(chat.read(ctx, _NAMES), OllamaChatBody, fields, body)
 
 
-def parse_ollama_generate(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest | ModelOrder:
+def parse_ollama_generate(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest | ModelLoadRequest:
     """Parse the body of Ollama's /api/generate."""
     body = to_record(OllamaGenerateBody, fields, RULES)
     check_model(body.model, ctx)
@@ -208,12 +208,12 @@ def parse_show(fields: dict[str, Any], ctx: ModelContext) -> bytes:
     return b""
 
 
-def _load_order(body: OllamaBody, ctx: ModelContext, what: dict[str, object]) -> ModelOrder:
+def _load_order(body: OllamaBody, ctx: ModelContext, what: dict[str, object]) -> ModelLoadRequest:
     """Return an order to load or unload the model, with its response."""
     keep_alive_s = keep_alive(body.keep_alive)
     head = {"model": ctx.model.name, "created_at": created_at(time.time())}
     rest = {"done_reason": "unload" if keep_alive_s == 0 else "load", "done": True}
-    return ModelOrder(msgspec.json.encode({**head, **what, **rest}), keep_alive_s)
+    return ModelLoadRequest(msgspec.json.encode({**head, **what, **rest}), keep_alive_s)
 
 
 MAX_KEEP_ALIVE_S: Final = 100 * 365 * 86400.0
