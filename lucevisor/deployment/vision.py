@@ -1,4 +1,4 @@
-"""Vision stage: sends images to its daemon and returns their embedding rows, which it remembers.
+"""Vision stage and encoder cache: sends images to its daemon, and keeps their embedding rows.
 
 Without its daemon images wait for it, as requests do.
 Invariant: one message is unanswered at most, so steps of other stages of the daemon wait for one image at most.

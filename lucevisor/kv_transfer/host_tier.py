@@ -1,4 +1,4 @@
-"""Host tier of the prefix cache: slots in host memory, which daemons write and read like snapshots.
+"""Host tier of the prefix cache (KV offloading to host memory): slots that daemons write and read like snapshots.
 
 A slot holds the pages behind those of the longest slot that it begins with, so what conversations share is held once.
 Invariant: what can be found was written by every daemon; memory is released when nothing reads it and no slot needs it.

@@ -1,4 +1,4 @@
-"""Format of a model's output (reasoning tags, tool-call format) and its streaming parser.
+"""Reasoning parser: the format of a model's output (reasoning tags, tool-call format), and its streaming parser.
 
 The parser splits output into content, reasoning and tool calls, however it was chunked.
 
