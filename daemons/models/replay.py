@@ -255,7 +255,7 @@ class LayerwiseReplay:
         if len(plan.shards) > 1:
             self.problem = "the stage runs on several devices"
         elif KvGroup.WINDOW in spec.kv_groups():
-            self.problem = "sliding layers take pages in turn"
+            self.problem = "window pages are reused as a text goes on, so layers cannot be replayed one by one"
 
     @contextmanager
     def loading(self, selector: KernelSelector) -> Iterator[None]:

@@ -263,7 +263,7 @@ class ModelSwapper:
 
     async def _load(self, name: str) -> None:
         service, groups = self._models[name], self._groups()
-        log.info("model loads", model=name)
+        log.info("loading model", model=name)
         for group in self._policy.models[name].groups:
             if group in self._ending:
                 await asyncio.wait({self._ending[group]})
@@ -290,7 +290,7 @@ class ModelSwapper:
         self._on_change()
 
     async def _stop(self, group: str) -> None:
-        log.info("group ends: its models are idle", group=group)
+        log.info("stopping group: its models are idle", group=group)
         try:
             await self._groups()[group].stop(deadline_s=STOP_S)
         finally:

@@ -506,9 +506,9 @@ class StageRecovery:
         It holds until another stage is lost.
         """
         if self._pipeline is None or self.reopen_operations is not None:
-            raise CannotRebuild("no stage is lost, or its state is kept")
+            raise CannotRebuild("no stage is lost, or what it had is saved")
         if KvGroup.WINDOW in self._scheduler.pools:
-            raise CannotRebuild("sliding layers take pages in turn")
+            raise CannotRebuild("window pages are reused as a text goes on, so layers cannot be replayed one by one")
         if not self._plans:
             pipeline = self._pipeline
             if not self._settle(pipeline, now):
@@ -663,7 +663,9 @@ class StageRecovery:
         for record in self._scheduler.running:
             began_at = record.live.began_at if record.live is not None else 0
             if any(_reaches(record.tokens, began_at, part) for _, part in self._ended):
-                raise CannotRebuild("a sequence began with what another one, closed since, was to compute")
+                raise CannotRebuild(
+                    "a sequence began with a prefix that was not computed before its sequence was closed"
+                )
 
     def _drop_unfinished(self, unfinished: Sequence[ScheduledSequence]) -> None:
         """Drop the slots that may have something of slices which stages after the lost ones will never compute, even
