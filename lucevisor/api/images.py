@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -83,16 +83,17 @@ class ImageReader:
                     why = f"has {opened.width} x {opened.height} pixels, more than {MAX_PIXELS}; send a smaller one"
                     raise bad_parameter(where, why, "image_too_large")
                 image = ImageOps.exif_transpose(opened).convert("RGB")
-            size = self.size_of(ImageSize(*image.size))
-            if size != image.size:
-                image = image.resize(size, Image.Resampling.BICUBIC)
         except UnidentifiedImageError:
             why = f"is no image of a known format: {', '.join(FORMATS)}"
             raise bad_parameter(where, why, "invalid_image") from None
+        except (OSError, SyntaxError, EOFError, IndexError, OverflowError, ValueError) as error:  # what decoders raise
+            raise bad_parameter(where, f"is damaged: {error}; send it again", "invalid_image") from None
+        try:
+            size = self.size_of(ImageSize(*image.size))
         except ValueError as error:
             raise bad_parameter(where, str(error), "invalid_image") from None
-        except (OSError, SyntaxError, EOFError, IndexError, OverflowError) as error:  # what decoders raise
-            raise bad_parameter(where, f"is damaged: {error}; send it again", "invalid_image") from None
+        if size != image.size:
+            image = image.resize(size, Image.Resampling.BICUBIC)
         pixels = image.tobytes()
         grid = self.grid(size)
         return EncoderImage(size, grid, pixels, self._ids(size, pixels, grid.n_tokens))
@@ -129,18 +130,18 @@ class ImageReader:
         if self.media_path is None:
             why = "is a file of the server, which vision.media_path would allow; send the image as a data: URL"
             raise bad_parameter(where, why, "unsupported_content")
-        parts = urlsplit(url)
-        try:
-            if parts.netloc not in ("", "localhost"):
-                raise ValueError
-            path = Path(unquote(parts.path)).resolve(strict=True)
+        named = unquote(url[len("file:") :].removeprefix("//"))
+        if named.startswith("localhost/"):
+            named = named.removeprefix("localhost")
+        try:  # a relative path is one in the directory, as in llama.cpp's server
+            path = (self.media_path / named).resolve(strict=True)
             if not path.is_relative_to(self.media_path.resolve(strict=True)) or not path.is_file():
                 raise ValueError
             if path.stat().st_size > self.max_file_bytes:
                 raise bad_parameter(where, f"has more than {self.max_file_bytes} bytes", "image_too_large")
             return path.read_bytes()
         except (OSError, ValueError):
-            why = "names no readable file in the directory vision.media_path of the server"
+            why = "names no readable file in the directory vision.media_path of the server; send its path there"
             raise bad_parameter(where, why, "invalid_image") from None
 
 

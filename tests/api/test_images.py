@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,13 @@ class TestRead:
         assert set(refused) == {WHERE}
         assert len(refused) > len(data) // 7
 
+    def test_text_in_an_image_that_is_too_large_says_that_the_image_is_damaged(self) -> None:
+        text = b"a\0\0" + zlib.compress(b"a" * (2 << 20))
+        chunk = struct.pack(">I", len(text)) + b"zTXt" + text + struct.pack(">I", zlib.crc32(b"zTXt" + text))
+        data = png(1)
+        with pytest.raises(ApiError, match="is damaged: Decompressed data too large"):
+            reader().read(data_url(data[:33] + chunk + data[33:]), WHERE)
+
     def test_files_come_from_one_directory(self, tmp_path: Path) -> None:
         media = tmp_path / "media"
         media.mkdir()
@@ -81,7 +90,11 @@ class TestRead:
             path.write_bytes(png(1))
         (media / "link.png").symlink_to(tmp_path / "secret.png")
         own = reader(media)
-        assert own.read((media / "a b.png").as_uri(), WHERE) == own.read(data_url(png(1)), WHERE)
+        (media / "sub").mkdir()
+        (media / "sub" / "ü#?.png").write_bytes(png(1))
+        given = ["a%20b.png", "a b.png", "sub/ü#?.png", "sub/../a b.png", f"localhost{media}/a b.png"]
+        for url in ((media / "a b.png").as_uri(), *(f"file://{path}" for path in given)):
+            assert own.read(url, WHERE) == own.read(data_url(png(1)), WHERE)
         for url in (
             (tmp_path / "secret.png").as_uri(),
             (media / "link.png").as_uri(),
@@ -90,6 +103,10 @@ class TestRead:
             "file:///dev/zero",
             f"file://host{media}/a%20b.png",
             "file:///%00",
+            "file://../secret.png",
+            "file://%2e%2e/secret.png",
+            "file://link.png",
+            "file://",
         ):
             with pytest.raises(ApiError, match=r"no readable file in the directory vision\.media_path"):
                 own.read(url, WHERE)
