@@ -129,8 +129,9 @@ def test_refused(server, body, param, why):
     assert answer["error"]["message"].startswith(why)
 
 
-def test_a_model_made_for_embeddings_generates_nothing(live):
-    server = live(lambda: Rig(pooling=EMBEDDER))
+@pytest.mark.parametrize("rig", [{}, {"template": None}], ids=["with a chat template", "without one"])
+def test_a_model_made_for_embeddings_generates_nothing(live, rig):
+    server = live(lambda: Rig(pooling=EMBEDDER, **rig))
     assert post(server, "/v1/embeddings", {"input": "Hello"})[0] == 200
     bodies = {
         "/v1/completions": {"prompt": "a"},

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -26,7 +27,7 @@ from lucevisor.api.dialects.openai_embeddings import answer
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.parameters import check_generates, check_model
 from lucevisor.api.prepared import DecisionOptions, GenerationOptions, PreparedRequest
-from lucevisor.api.schemas import Flag, ParameterRules, ignored, to_record
+from lucevisor.api.schemas import Flag, ParameterRules, convert, ignored, to_record
 from lucevisor.protocol.steps import SamplingParams
 
 MAX_LABELS: Final = 1024
@@ -189,6 +190,9 @@ SYSTEM: Final = (
 
 def parse_system_one(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest:
     """Answer typed questions about a state with probabilities, as TypeSafe's API does."""
+    written = fields.get("questions")
+    for name, one in islice(written.items(), MAX_QUESTIONS) if isinstance(written, dict) else ():
+        convert(Question, one, f"questions.{name}")  # a fault in one is reported by its name
     body = to_record(SystemOneBody, fields, RULES)
     check_model(body.model, ctx)
     check_generates(ctx)

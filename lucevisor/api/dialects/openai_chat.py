@@ -25,6 +25,7 @@ from lucevisor.api.parameters import (
     budget_of,
     check_choices,
     check_common,
+    check_generates,
     check_length,
     check_min_tokens,
     check_tokens,
@@ -399,6 +400,7 @@ def _read_body(fields: dict[str, Any], ctx: ModelContext) -> ChatBody:
 
 def _template(ctx: ModelContext) -> ChatTemplate:
     if ctx.template is None:
+        check_generates(ctx)
         raise ApiError(
             400, "the model's file has no chat template; use /v1/completions", code="no_chat_template", param="model"
         )
