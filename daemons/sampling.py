@@ -335,10 +335,10 @@ class Sampler:
         """Return slices with the newest tokens in place of placeholders, once the previous step is finished."""
         return [replace(s, tokens=[self._last[s.sequence]]) if s.tokens == [PENDING] else s for s in slices]
 
-    def checked(self, found: Sequence[PromptLogprobs]) -> list[PromptLogprobs]:
-        """Return ``found`` with 0 in place of NaN and infinities; ``take_invalid`` then names the sequences."""
+    def checked(self, logprobs: Sequence[PromptLogprobs]) -> list[PromptLogprobs]:
+        """Return ``logprobs`` with 0 in place of NaN and infinities; ``take_invalid`` then names the sequences."""
         found = []
-        for one in found:
+        for one in logprobs:
             if not all(map(math.isfinite, one.logprobs)):
                 self._invalid.append(one.sequence)
                 one = replace(one, logprobs=[0.0] * len(one.logprobs), tops=[[] for _ in one.tops])
