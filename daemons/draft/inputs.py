@@ -1,4 +1,4 @@
-"""Inputs of the draft stage for a step: captures of the target's layers, the step's tokens and the sampled ones.
+"""Inputs of the draft stage: captures of the target's layers (auxiliary hidden states), tokens, and sampled ones.
 
 Invariant: the inputs of a step are dropped once its DraftStep ran, and only as many steps are stored as may be in
 flight, so a detached draft stage costs no memory.

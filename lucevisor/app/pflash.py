@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lucevisor.compression.compressor import CompressionSettings, CompressionStatistics, Compressor
-from lucevisor.compression.windows import Windows
+from lucevisor.compression.windows import WindowScorer
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.service import ModelService
 from lucevisor.engine.page_ranking import PageScorer
@@ -58,14 +58,14 @@ def make_page_scorer(service: ModelService, tokenizer: Tokenizer) -> PageScorer 
     return windows.page_scores if windows is not None else None
 
 
-def _windows(services: Sequence[ModelService], tokenizer: Tokenizer) -> Windows | None:
+def _windows(services: Sequence[ModelService], tokenizer: Tokenizer) -> WindowScorer | None:
     model = services[0].model
     if model.scorer is None or model.scorer.files is None:
         return None
     assert model.spec.files is not None
     own_metadata, scorer_metadata = model.spec.files.metadata, model.scorer.files.metadata
     same = all(own_metadata.get(key) == scorer_metadata.get(key) for key in _SAME)
-    return Windows(tokenizer, CurrentScorer(services), None if same else Tokenizer.from_gguf(scorer_metadata))
+    return WindowScorer(tokenizer, CurrentScorer(services), None if same else Tokenizer.from_gguf(scorer_metadata))
 
 
 def pflash_status(service: ModelService, compressor: Compressor | None) -> dict[str, Any]:

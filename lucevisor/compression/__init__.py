@@ -1,4 +1,4 @@
-"""Prompt compression (PFlash): long prompts are shortened to their relevant parts before prefill.  docs/pflash.md.
+"""Prompt compression (PFlash, speculative prefill): long prompts are shortened to their relevant parts before prefill.
 
-A scoring model in a daemon scores the tokens; this package selects those to keep.
+A scoring model in a daemon scores the tokens; this package selects those to keep.  See docs/pflash.md.
 """

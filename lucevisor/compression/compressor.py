@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 import structlog
 
-from lucevisor.compression.windows import QUESTION_TOKENS, PromptPart, Windows, parts_of, question_end
+from lucevisor.compression.windows import QUESTION_TOKENS, PromptPart, WindowScorer, parts_of, question_end
 from lucevisor.errors import ScoringError
 
 CHUNK_TOKENS = 32
@@ -222,7 +222,7 @@ def _key(tokens: Sequence[int]) -> bytes:
 class Compressor:
     """Shortens prompts by the scores of ``windows``."""
 
-    def __init__(self, settings: CompressionSettings, windows: Windows) -> None:
+    def __init__(self, settings: CompressionSettings, windows: WindowScorer) -> None:
         self.settings, self._windows, self._tokenizer = settings, windows, windows.tokenizer
         self._kept = SelectionCache()
         self._statistics = CompressionStatistics()

@@ -131,7 +131,7 @@ class Scorer(Protocol):
 
 
 @dataclass(slots=True)
-class Windows:
+class WindowScorer:
     """Scores tokens by windows.  ``scorer_tokenizer``: None if the scoring model has the served model's tokenizer."""
 
     tokenizer: Tokenizer

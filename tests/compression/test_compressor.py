@@ -28,7 +28,7 @@ from lucevisor.compression.windows import (
     QUERY_TOKENS,
     QUESTION_TOKENS,
     PromptPart,
-    Windows,
+    WindowScorer,
     align_scores,
     last_words_end,
     parts_of,
@@ -68,7 +68,7 @@ class Rarity:
 
 def made(ratio: float = 0.2, threshold: int = 0, scorer: Rarity | None = None, **more) -> Compressor:
     settings = CompressionSettings(threshold=threshold, keep_ratio=ratio, **more)
-    return Compressor(settings, Windows(TEXTS, scorer or Rarity()))
+    return Compressor(settings, WindowScorer(TEXTS, scorer or Rarity()))
 
 
 def text_of(n_words: int, seed: int = 0) -> str:
@@ -195,7 +195,7 @@ async def test_a_scoring_model_with_another_tokenizer_finds_the_same_places() ->
     own = Letters.from_gguf(METADATA)
     settings = CompressionSettings(threshold=0, keep_ratio=0.1)
     ids = TEXTS.encode(f"{text_of(300)} the harbor holds 73935 {text_of(300, 5)}")
-    found = await Compressor(settings, Windows(TEXTS, Harbor(4096), own)).compress(ids, [], [])
+    found = await Compressor(settings, WindowScorer(TEXTS, Harbor(4096), own)).compress(ids, [], [])
     assert "harbor holds 73935" in TEXTS.decode(found.ids)
 
 

@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from lucevisor.api.contexts import ServedModels
 from lucevisor.api.metrics import Metrics, _Families, _routing
 from lucevisor.compression.compressor import CompressionSettings, Compressor
-from lucevisor.compression.windows import Windows
+from lucevisor.compression.windows import WindowScorer
 from lucevisor.config import DeviceRef
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.engine.router import Router
@@ -63,7 +63,7 @@ async def registry() -> CollectorRegistry:
     }  # fmt: skip
     stage = ScoringStage(PlacedScorer(DeviceRef("left", 0), Backend.CPU, "scorer", 1024, 512))
     settings = CompressionSettings(threshold=1, keep_ratio=0.1)
-    rig.context.compressor = Compressor(settings, Windows(rig.context.tokenizer, stage))
+    rig.context.compressor = Compressor(settings, WindowScorer(rig.context.tokenizer, stage))
     return Metrics(ServedModels([rig.context]))._registry
 
 
