@@ -17,6 +17,7 @@ from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.images import ImageReader
 from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.api.prepared import ModelLoadRequest, PreparedRequest
+from lucevisor.api.schemas import convert
 from lucevisor.api.sse import EventStream
 from lucevisor.compression.compressor import Compressor
 from lucevisor.engine.request import GenerationRequest, RequestHandle
@@ -393,9 +394,12 @@ class ServedModels:
         and llama.cpp's clients choose adapters by `lora`, which is removed.
         """
         ctx = self.find(fields.get("model") or fields.get("name"))
-        if "lora" in fields and (ctx.model.adapters or ctx.adapter):
-            return _chosen(fields.pop("lora"), ctx)
-        return ctx
+        if fields.get("lora") is None or not (ctx.model.adapters or ctx.adapter):
+            return ctx
+        chosen = _chosen(fields.pop("lora"), ctx)
+        if chosen is not ctx:  # the name is that of the adapter's model
+            fields.pop("model", None), fields.pop("name", None)
+        return chosen
 
 
 def _chosen(lora: object, ctx: ModelContext) -> ModelContext:
@@ -403,10 +407,9 @@ def _chosen(lora: object, ctx: ModelContext) -> ModelContext:
     adapters = ctx.model.adapters
     if ctx.adapter:
         raise bad_parameter("lora", f"is beside model {show(ctx.adapter)}, an adapter; send one of the two")
-    try:
-        wanted = [one for one in msgspec.convert(lora, list[_LoraScale]) if one.scale]
-    except msgspec.ValidationError as error:
-        raise bad_parameter("lora", f"is not a list of adapters such as {{id: 0, scale: 1}}: {error}") from None
+    if not isinstance(lora, list):
+        raise bad_parameter("lora", f"{show(lora)} is not a list of adapters such as {{id: 0, scale: 1}}")
+    wanted = [one for i, item in enumerate(lora) if (one := convert(_LoraScale, item, f"lora[{i}]")).scale]
     if len(wanted) > 1:
         raise bad_parameter("lora", "has several adapters with a scale that is not 0; a request has one at most")
     if not wanted:

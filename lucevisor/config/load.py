@@ -387,7 +387,7 @@ def _read_groups(pending: PendingConfig, groups: object, folder: Path) -> None:
     if not groups:
         hint = f"add [{GROUPS}.NAME] with backend = cpu, cuda or hip for each interpreter"
         pending.refuse(GROUPS, NO_VALUE, "is missing", hint)
-    pending.group_names += _read_named(pending, GROUPS, "group", GroupConfig, groups, folder)
+    pending.group_names += _read_named(pending, GROUPS, "a group", GroupConfig, groups, folder)
 
 
 def _read_replicas(pending: PendingConfig, replicas: object, folder: Path) -> None:
@@ -395,7 +395,7 @@ def _read_replicas(pending: PendingConfig, replicas: object, folder: Path) -> No
         hint = f"write [{REPLICAS}.NAME] and groups = below it"
         pending.refuse(REPLICAS, replicas, f"is {kind_of(replicas)}, not a table", hint)
         return
-    pending.replica_names += _read_named(pending, REPLICAS, "replica", ReplicaConfig, replicas, folder)
+    pending.replica_names += _read_named(pending, REPLICAS, "a replica", ReplicaConfig, replicas, folder)
 
 
 def _read_adapters(pending: PendingConfig, adapters: object, folder: Path) -> None:
@@ -403,7 +403,7 @@ def _read_adapters(pending: PendingConfig, adapters: object, folder: Path) -> No
         hint = f"write [{LORA}.NAME] and path = below it"
         pending.refuse(LORA, adapters, f"is {kind_of(adapters)}, not a table", hint)
         return
-    pending.adapter_names += _read_named(pending, LORA, "adapter", LoraConfig, adapters, folder)
+    pending.adapter_names += _read_named(pending, LORA, "an adapter", LoraConfig, adapters, folder)
 
 
 def _read_named(
@@ -418,7 +418,7 @@ def _read_named(
             continue
         near = "".join(letter for letter in name.lower()[:32] if GROUP_NAME.fullmatch(letter))
         hint = f"nearest: {near}" if near else "such as left"
-        pending.refuse(f"{prefix}.{name}", NO_VALUE, f"is not a {noun} name: use 1 to 32 of a-z 0-9 _ -", hint)
+        pending.refuse(f"{prefix}.{name}", NO_VALUE, f"is not {noun} name: use 1 to 32 of a-z 0-9 _ -", hint)
     return names
 
 

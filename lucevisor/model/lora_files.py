@@ -24,7 +24,7 @@ def open_adapter(name: str, path: Path, scale: float, spec: ModelSpec) -> LoraAd
     wanted = {"general.type": "adapter", "adapter.type": "lora", "general.architecture": spec.architecture}
     for key, value in wanted.items():
         if metadata.get(key) != value:
-            reason = f"is {metadata.get(key, 'missing')!r}, expected {value!r}: name a LoRA adapter of {spec.name}"
+            reason = f"is {metadata.get(key, 'missing')!r}, expected {value!r}"
             raise GgufError(str(path), f"metadata value {key}", reason)
     alpha = metadata.get("adapter.lora.alpha", 0.0)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < float("inf"):

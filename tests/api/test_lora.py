@@ -79,11 +79,13 @@ async def test_adapters_are_listed_with_their_parent(server: Server) -> None:
         ([{"id": 0, "scale": 0.5}, {"id": 1, "scale": 0}], "sql"),
         ([{"id": 0, "scale": 0.0}], ""),
         ([], ""),
+        (None, ""),
     ],
 )
-async def test_llama_cpp_chooses_by_id(server: Server, lora: list, adapter: str) -> None:
+@pytest.mark.parametrize("named", [{}, {"model": "base"}])
+async def test_llama_cpp_chooses_by_id(server: Server, lora: list | None, adapter: str, named: dict) -> None:
     for path, body in REQUESTS[-1:] + REQUESTS[:1]:
-        status, answer = await server.post(path, lora=lora, **body)
+        status, answer = await server.post(path, lora=lora, **body, **named)
         assert (status, adapters(server)) == (200, [adapter]), answer
 
 
@@ -93,7 +95,10 @@ async def test_llama_cpp_chooses_by_id(server: Server, lora: list, adapter: str)
         ({"lora": [{"id": 2, "scale": 1}]}, "lora: has the id 2"),
         ({"lora": [{"id": 0, "scale": 1}]}, "lora: has the scale 1; that of sql is 0.5"),
         ({"lora": [{"id": 0, "scale": 0.5}, {"id": 1, "scale": 1}]}, "lora: has several adapters"),
-        ({"lora": "sql"}, "lora: is not a list of adapters"),
+        ({"lora": "sql"}, 'lora: "sql" is not a list of adapters'),
+        ({"lora": [{"id": "x", "scale": 1}]}, 'lora[0].id: "x": expected integer, got string'),
+        ({"lora": [{"id": 0, "scale": 0.5}, 5]}, "lora[1]: 5: expected object, got integer"),
+        ({"lora": [{"id": 0}]}, "lora[0].scale: is missing; it is required"),
         ({"lora": [{"id": 1, "scale": 1}], "model": "sql"}, 'lora: is beside model "sql"'),
     ],
 )

@@ -55,7 +55,7 @@ def test_each_of_several_models_has_its_own(tmp_path: Path) -> None:
         (ONE.replace("scale", "scal"), "lora.poet.scal: is not a key of [lora.poet]"),
         (ONE.replace("0.5", "1000"), "lora.poet.scale: is not <= 100"),
         (ONE.replace('path = "sql.gguf"\n', ""), "lora.sql.path: is missing"),
-        (ONE.replace("lora.sql", "lora.SQL"), "lora.SQL: is not a adapter name: use 1 to 32 of a-z 0-9 _ -"),
+        (ONE.replace("lora.sql", "lora.SQL"), "lora.SQL: is not an adapter name: use 1 to 32 of a-z 0-9 _ -"),
         ("lora = 1\n" + ONE[: ONE.index("[lora")] + GROUP, "lora: is an integer, not a table"),
         (SEVERAL.replace("models.small.lora", "lora"), "lora: is beside [models.NAME]"),
         (SEVERAL.replace("scale = -2", "scale = 1000"), "models.small.lora.poet.scale: is not <= 100"),

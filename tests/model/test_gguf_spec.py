@@ -53,6 +53,18 @@ def test_an_unknown_architecture_lists_the_known_ones(tiny):
         read_spec(other)
 
 
+OTHERS = [
+    ({"general.type": "adapter"}, r"'general.type': is 'adapter', not a model: name it in lora\.NAME\.path"),
+    ({"general.architecture": "clip"}, r"'clip' is an image encoder, not a model: name it in vision\.path"),
+]
+
+
+@pytest.mark.parametrize(("metadata", "message"), OTHERS)
+def test_other_files_in_the_place_of_a_model_are_called_what_they_are(tiny, metadata, message):
+    with pytest.raises(GgufError, match=message):
+        read_spec(dataclasses.replace(tiny, metadata={**tiny.metadata, **metadata}))
+
+
 @pytest.mark.parametrize("n_layers", [1025, 1 << 24, (1 << 32) - 1])
 def test_a_claim_of_many_layers_costs_nothing(tiny, n_layers):
     tracemalloc.start()

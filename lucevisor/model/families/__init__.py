@@ -40,6 +40,7 @@ REFUSED = (
     ("qwen4exp", "(Qwen3.8-Flash-Next) is another architecture than Qwen3.8-27B's, which this version does not run"),
     ("dflash", "is a drafter, not a model: name it in draft.path, and the model it drafts for in model.path"),
     ("dflash-draft", "is a drafter, not a model: name it in draft.path, and the model it drafts for in model.path"),
+    ("clip", "is an image encoder, not a model: name it in vision.path, and the model that it is of in model.path"),
     ("gemma4-assistant", "is a drafter, not a model: name it in draft.path, and the model it drafts for in model.path"),
 )
 """Unsupported architectures that users may try, and the message for each."""
@@ -55,6 +56,9 @@ def read_spec(files: GgufFiles, options: Mapping[str, str] | None = None) -> Mod
         if isinstance(architecture, str):
             reason = next((f"{architecture!r} {text}" for end, text in REFUSED if architecture.endswith(end)), reason)
         raise GgufError(str(files.paths[0]), "metadata value 'general.architecture'", reason)
+    if files.metadata.get("general.type") == "adapter":
+        reason = "is 'adapter', not a model: name it in lora.NAME.path, and the model that it is of in model.path"
+        raise GgufError(str(files.paths[0]), "metadata value 'general.type'", reason)
     return family(files, options or {})
 
 
