@@ -48,26 +48,26 @@ async def prepare_request(
         await read_body(request, body)
         if add_to_body is not None:
             bodies.n_bytes += await add_to_body(body)
-        read, name = await _parse(parser, body, models, bodies)
+        prepared, name = await _parse(parser, body, models, bodies)
     finally:
         bodies.n_bytes -= sum(map(len, body))
     ctx = models[name]
     context_of(request).model = name
-    if not isinstance(read, PreparedRequest):
-        return read
-    if read.options.pooled:
-        return await _embedded(read, ctx) if read.images else read
+    if not isinstance(prepared, PreparedRequest):
+        return prepared
+    if prepared.options.pooled:
+        return await _with_image_rows(prepared, ctx) if prepared.images else prepared
     check_generates(ctx)
-    if read.options.grammar is not None:
+    if prepared.options.grammar is not None:
         # Off the loop: the worker has found that it compiles within its bounds.
-        read = replace(read, grammar=await asyncio.to_thread(compiled, read.options.grammar, ctx))
-    if read.images:
-        return await _embedded(read, ctx)
-    if ctx.compressor is None or read.options.prompt_logprobs:  # which are of all tokens of the prompt
-        return read
-    if max(map(len, read.prompts), default=0) >= ctx.compressor.settings.threshold:
+        prepared = replace(prepared, grammar=await asyncio.to_thread(compiled, prepared.options.grammar, ctx))
+    if prepared.images:
+        return await _with_image_rows(prepared, ctx)
+    if ctx.compressor is None or prepared.options.prompt_logprobs:  # which are of all tokens of the prompt
+        return prepared
+    if max(map(len, prepared.prompts), default=0) >= ctx.compressor.settings.threshold:
         await _load(ctx)  # its scoring model comes with it
-    return await _compressed(read, ctx.compressor)
+    return await _compressed(prepared, ctx.compressor)
 
 
 async def _load(ctx: ModelContext) -> None:
@@ -79,29 +79,31 @@ async def _load(ctx: ModelContext) -> None:
         raise unavailable(str(error), ctx.retry_after_s(), "model_not_loaded") from None
 
 
-async def _embedded(read: PreparedRequest, ctx: ModelContext) -> PreparedRequest:
+async def _with_image_rows(prepared: PreparedRequest, ctx: ModelContext) -> PreparedRequest:
     """Return the request with the embedding rows of its images, all of which stay in the prompt."""
     found = []
     await _load(ctx)  # its encoder comes with it
     try:
-        for start, image in read.images:
+        for start, image in prepared.images:
             rows = await ctx.encode_image(image)
             found.append(PromptImage(ImageSpan(start, *image.grid), rows, len(rows) // len(image.ids)))
     except LucevisorError as error:
         raise unavailable(str(error), ctx.retry_after_s()) from None
-    return replace(read, images=(), embedded=tuple(found))
+    return replace(prepared, images=(), embedded=tuple(found))
 
 
-async def _compressed(read: PreparedRequest, compressor: Compressor) -> PreparedRequest:
+async def _compressed(prepared: PreparedRequest, compressor: Compressor) -> PreparedRequest:
     """Return the request with its prompts shortened by PFlash, where they are long enough."""
-    options = read.options
-    roles = options.roles or [[] for _ in read.prompts]
-    found = [await compressor.compress(*prompt) for prompt in zip(read.prompts, options.turn_ends, roles, strict=True)]
+    options = prepared.options
+    roles = options.roles or [[] for _ in prepared.prompts]
+    found = [
+        await compressor.compress(*prompt) for prompt in zip(prepared.prompts, options.turn_ends, roles, strict=True)
+    ]
     options = msgspec.structs.replace(options, turn_ends=[prompt.turn_ends for prompt in found])
     prompts: list[Sequence[int]] = [
         TokenBuffer(prompt.ids) if prompt.outcome == "compressed" else prompt.ids for prompt in found
     ]
-    return replace(read, options=options, prompts=prompts, compressed=tuple(found))
+    return replace(prepared, options=options, prompts=prompts, compressed=tuple(found))
 
 
 async def _parse(parser: BodyParser, body: list[bytes], models: ServedModels, bodies: BufferedBodies) -> ParsedBody:
