@@ -1,9 +1,7 @@
-"""Constrained output (structured output, guided decoding) in the engine: a request's constraint and its token masks.
+"""Constrained output (structured output, guided decoding): a request's constraint and its token masks.
 
-Masks are made in threads while the shards compute the step.  Invariants: one caller at a time uses a constraint, as the
-masks of a step are made after its plan and before its result; every step that was handed over comes back exactly once,
-as made or as failed, on the event loop's thread.
-"""
+Masks are made in threads while the shards compute the step. Invariants: one caller at a time uses a constraint; every
+step that was handed over comes back exactly once, as made or as failed, on the event loop's thread."""
 
 from __future__ import annotations
 
@@ -32,19 +30,15 @@ class Constraint(Protocol):
         """Tokens of the output taken so far."""
 
     def n_valid(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
-        """Take tokens as ``masks`` does; return how many ``drafts`` may follow them.
-
-        Called on the event loop, so it takes microseconds, or returns 0 from then on.  Never raises.
-        """
+        """Take tokens as ``masks`` does; return how many ``drafts`` may follow them. Called on the event loop, so it
+        takes microseconds, or returns 0 from then on. Never raises."""
 
     def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
-        """Take the output's ``tokens`` from ``start`` on, which may overlap those taken before; return a mask of what
-        may follow them, and one after each draft.
+        """Take the output's ``tokens`` from ``start`` on, which may overlap those taken before; return a mask of
+        ``row_bytes`` of what may follow them, and one after each draft.
 
-        Masks are ``row_bytes`` each, as in Masks; those after a forbidden draft are not read and may hold anything.
-        Called from any thread; runs without the interpreter lock for most of the time.  Raises an error that says why
-        it cannot go on, for example because the grammar takes too much work.
-        """
+        Masks after a forbidden draft may hold anything. Called from any thread. Raises an error that says why it cannot
+        go on."""
 
 
 class MinTokens:
@@ -58,18 +52,15 @@ class MinTokens:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the output taken so far, by what is inside, too."""
         return self._n_taken if self._inner is None else min(self._n_taken, self._inner.n_tokens)
 
     def n_valid(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
-        """Take tokens; return how many drafts may follow them."""
         n_before = self._consume(start, tokens)
         n_drafts = len(drafts) if self._inner is None else self._inner.n_valid(start, tokens, drafts)
         early = drafts[: min(n_drafts, max(0, self._least - n_before))]
         return next((i for i, draft in enumerate(early) if draft in self._ends), n_drafts)
 
     def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
-        """Take tokens; return the masks."""
         n_before = self._consume(start, tokens)
         if self._inner is None:
             rows = bytearray(b"\xff") * (self.row_bytes * (1 + len(drafts)))
@@ -105,8 +96,7 @@ def within_masks(widths: Sequence[int], constraints: Sequence[Constraint | None]
 
 @dataclass(frozen=True, slots=True)
 class MaskJob:
-    """The masks to make for one slice: of what follows ``tokens``, which are the output's from ``start`` on, and each
-    draft."""
+    """The masks to make for one slice: of what follows ``tokens``, the output's from ``start`` on, and each draft."""
 
     request_id: str
     constraint: Constraint
@@ -142,10 +132,8 @@ log = structlog.get_logger("lucevisor.engine")
 
 
 class MaskMaker:
-    """``on_made`` gets the masks of a step, ``on_failed`` the reason why there are none.  ``threaded`` False: on the
-    calling thread, before ``make_masks`` returns, for tests that have no event loop, and where there is no memory for
-    threads.
-    """
+    """``on_made`` gets the masks of a step, ``on_failed`` the reason why there are none. ``threaded`` False: on the
+    calling thread, for tests that have no event loop, and where there is no memory for threads."""
 
     def __init__(
         self,

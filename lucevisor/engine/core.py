@@ -1,14 +1,7 @@
-"""The engine core: events in, instructions out.
+"""The engine core: events in, instructions out. Pure: ``now`` is an argument.
 
-Joins scheduler, pipeline and recovery.  Pure: ``now`` is an argument, and its one question to the outside is whether
-rows have arrived in boundary memory.  ``EngineCore._on_step_result`` is the order in which its parts see a finished
-step.  When a daemon is lost, requests are held (recovery.py): running ones go back to the queue with all their tokens,
-new ones are taken, and the next pipeline computes them.  Without a hold running ones end with the error, and new ones
-are refused with NotReady.
-
-Invariants: a request that was taken gets exactly one FinishedEvent; state changes are those of ``events.TRANSITIONS``;
-the same events at the same times give the same instructions.
-"""
+Joins scheduler, pipeline and recovery. Invariants: a request that was taken gets exactly one FinishedEvent; state
+changes are those of ``events.TRANSITIONS``; the same events at the same times give the same instructions."""
 
 from __future__ import annotations
 
@@ -51,14 +44,10 @@ MAX_LOSSES: Final = 4
 
 @dataclass(frozen=True, kw_only=True)
 class CoreSettings:
-    """Settings of an engine.
-
-    ``max_queue``: requests that may wait.  ``hold_s``: seconds for which requests wait for a lost daemon; 0: not at
-    all.  ``max_losses``: losses in a row, without a token in between, that end a running request.  ``journal_pages``:
-    the memory of the journal; without one all stages compute again what one has lost.  ``rate_window_s``: the span of
-    ``tokens_per_s`` in statistics.  ``validate``: check all accounts whenever the engine is idle; raises
-    AccountingError.  ``policy``: makes that of the scheduler.
-    """
+    """``max_queue``: requests that may wait. ``hold_s``: how long requests wait for a lost daemon; 0: not at all.
+    ``max_losses``: losses in a row, without a token in between, that end a running request. ``journal_pages``: memory
+    of the journal; without one all stages compute again what one has lost. ``rate_window_s``: span of ``tokens_per_s``.
+    ``validate``: check all accounts whenever the engine is idle; raises AccountingError."""
 
     max_queue: int
     hold_s: float = 0.0
@@ -123,11 +112,8 @@ class EngineCore:
         self._invalid: tuple[str, float] | None = None  # what computes no numbers, and since when
 
     def handle(self, event: ev.CoreEvent, now: float) -> list[ev.Instruction]:
-        """Take one event at ``now`` (seconds of a monotonic clock) and return the instructions, in order.
-
-        Raises SubmitError for a request that is refused, and CannotRebuild for a replay that cannot be prepared; then
-        nothing has changed.
-        """
+        """Take one event at ``now`` (seconds, monotonic) and return the instructions, in order. Raises SubmitError for
+        a request that is refused and CannotRebuild for a replay that cannot be prepared; then nothing has changed."""
         self._now = now
         if self.pipeline is not None:
             self.pipeline.now = now

@@ -1,15 +1,10 @@
 """The scheduler's part of speculative decoding: drafts to ask for, drafts to verify, and the attached drafter.
 
-A drafter is asked with the slice after whose token it drafts.  The sequence then waits for the drafts
-(``LiveSequence.waiting_for_step``), and its next slice verifies them.  Drafts take only pages and states that are free
-or that prefix slots can give.  docs/scheduling.md has the rules.
-
-Where the output stage's daemon makes the drafts, a slice may verify them before the supervisor has them.  It carries
-``PENDING`` until they are filled in (ADR 16).
-
-Invariants: a sequence waits only for a step that the attached drafter has yet to answer; drafts never go beyond a
-request's last token, nor beyond the pages of its sequence.
-"""
+A drafter is asked with the slice after whose token it drafts; the sequence waits for the drafts
+(``LiveSequence.waiting_for_step``), and its next slice verifies them, as ``PENDING`` where the output stage's daemon
+makes them (ADR 16). Drafts take only pages and states that are free or that prefix slots can give. Invariants: a
+sequence waits only for a step that the attached drafter has yet to answer; drafts never go beyond a request's last
+token, nor beyond the pages of its sequence."""
 
 from __future__ import annotations
 
@@ -43,18 +38,16 @@ from lucevisor.protocol.steps import PENDING, CloseSequence, Drafted, Operation,
 
 
 def placeholder_drafts(outstanding: Iterable[ScheduledStep], live: LiveSequence) -> Drafted:
-    """Return the drafts that are being made for a sequence, as far as they are known; ``outstanding``: the steps that
-    the draft stage has yet to answer.
-    """
+    """Return the drafts that are being made for a sequence; ``outstanding``: steps that the draft stage has yet to
+    answer."""
     asked = next((step for step in outstanding if step.step_id == live.waiting_for_step), None)
     n = asked.parts[live.sequence].slice.num_draft_tokens if asked is not None else 0
     return Drafted(live.sequence, [PENDING] * n)
 
 
 def with_same_draft_step(decodes: Sequence[ScheduledSlice]) -> list[ScheduledSlice]:
-    """Return those decodes whose drafts, as far as they are being made, the first step of these asked for: the first of
-    several stages waits for one step's.
-    """
+    """Return those decodes whose drafts, if being made, the same step asked for: the first of several stages waits for
+    one's."""
     asked = next((slice_.live.waiting_for_step for slice_ in decodes if slice_.live.waiting_for_step), 0)
     return [slice_ for slice_ in decodes if slice_.live.waiting_for_step in (0, asked)]
 
@@ -104,11 +97,8 @@ class Drafting:
     # ---- the drafter
 
     def attach(self, *, with_output: bool, must_open_sequences: bool, restored: bool = False) -> None:
-        """Ask a drafter from the next step on, which runs in the output stage's daemon (``with_output``) or beside it.
-
-        ``must_open_sequences``: it has to open those that are open in the shards.  ``restored``: it has the state of
-        the last one, and nothing was computed in between; that of a suspended one is not worth keeping.
-        """
+        """Ask a drafter from the next step on, in the output stage's daemon (``with_output``) or beside it.
+        ``must_open_sequences``: those open in the shards. ``restored``: it has the state of the last one."""
         restored = restored and not self._was_suspended
         self.attached, self.must_open_sequences, self._overlaps = True, must_open_sequences, not with_output
         self._opens_restored, self._was_suspended = restored, False
@@ -151,10 +141,8 @@ class Drafting:
         return not asked and (self.suspended or bool(self.speculation.no_drafts))
 
     def suspend(self, waiting: Sequence[Operation]) -> list[Operation]:
-        """Send the drafter nothing more; return the operations that leave it without sequences.
-
-        ``waiting``: those of the next step, which are to be part of it.
-        """
+        """Send the drafter nothing more; return the ``waiting`` operations and those that leave it
+        without sequences."""
         self.suspension.toggle()
         self._pools.end_draft_epoch()
         lives = [record.live for record in self._running if record.live is not None]
@@ -169,9 +157,7 @@ class Drafting:
     @property
     def verifies_placeholders(self) -> bool:
         """True if the next step may verify drafts before they are known here: the output stage's daemon makes them, and
-        the masks of a constraint do not depend on them.  Of several stages the first would keep a prompt
-        waiting meanwhile.
-        """
+        no masks depend on them. Of several stages the first would keep a prompt waiting."""
         if not self.attached or self._overlaps or not self.has_token_ring:
             return False
         alone = self.n_stages == 1
@@ -222,11 +208,8 @@ class Drafting:
         return self._agreed_width > 0
 
     def fit(self, slice_: ScheduledSlice) -> tuple[ScheduledSlice, list[Operation]]:
-        """Return a slice that has its own pages with pages and states for its drafts and for those to ask for.
-
-        As many drafts as that leaves room for.  Call it where drafts are on, in the order of the step's slices, and
-        plan all of them.
-        """
+        """Return a slice with pages and states for its drafts and for those to ask for, as many as there is room for.
+        Call it in the order of the step's slices, and plan all of them."""
         live, table = slice_.live, slice_.live.table
         n_drafts, room = len(slice_.drafts), table.draft_room(slice_.stop)
         n_drafts = n_drafts if room is None else min(n_drafts, room)
@@ -279,11 +262,8 @@ class Drafting:
     def on_step_applied(
         self, scheduled: ScheduledStep, now: float, stages_s: float, upkeep_s: float, *, cold: bool
     ) -> None:
-        """Let the sequences of a step wait for their drafts, now that the output stage has answered it.
-
-        ``stages_s``: seconds of all stages, ``upkeep_s``: those of the drafter for decodes since the result before;
-        ``cold`` as in StepResult.
-        """
+        """Let the sequences of a step wait for their drafts. ``stages_s``: seconds of all stages, ``upkeep_s``: of the
+        drafter for decodes since the result before; ``cold`` as in StepResult."""
         self.statistics.upkeep_s += upkeep_s
         if scheduled.has_drafts:
             rows = [(len(part.slice.tokens), part.slice.n_drafts > 0) for part in scheduled.parts.values()]
@@ -298,9 +278,8 @@ class Drafting:
                 part.live.waiting_for_step = scheduled.step_id
 
     def _record_round(self, step: ScheduledStep, now: float, *, cold: bool) -> None:
-        """Tell the controller how long a round took: from the result before of the same micro-batch, if nothing but
-        decodes was computed in between.
-        """
+        """Tell the controller how long a round took: since the same micro-batch's last result, if only decodes ran in
+        between."""
         if not step.only_decodes:
             self._last_results.clear()
             return
@@ -324,10 +303,8 @@ class Drafting:
             self.speculation.record_round(width, now - then, asked=True, cold=cold)
 
     def on_drafts(self, result: StepResult) -> bool:
-        """Store the drafts of a step, so that its sequences go on; return whether another step may be possible now.
-
-        Raises WrongResult, changing nothing, if they do not answer the oldest step that the drafter has yet to answer.
-        """
+        """Store the drafts of a step; return whether another step may be possible now. Raises WrongResult, changing
+        nothing, if they do not answer the oldest step that the drafter has yet to answer."""
         expected = self.outstanding[0] if self._n_awaiting_drafts else None
         if expected is None or expected.step_id != result.step_id:
             due = "none" if expected is None else f"step {expected.step_id}"

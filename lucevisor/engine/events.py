@@ -124,10 +124,8 @@ class Adopt:
 
 
 class StageAnswer(msgspec.Struct, frozen=True, gc=False):
-    """Answer of a stage, or of the draft stage after the last one.
-
-    ``blamed``: the stage whose numbers are NaN or infinite, if the answer says that some are.
-    """
+    """Answer of a stage, or of the draft stage after the last one. ``blamed``: the stage whose numbers are invalid, if
+    any."""
 
     result: StepResult | PendingCancelled
     payload: memoryview = NO_PAYLOAD
@@ -136,11 +134,8 @@ class StageAnswer(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class DrafterReady:
-    """A draft stage whose daemon holds no sequences.
-
-    ``with_output``: its daemon is the output stage's.  ``restored``: it has the state of the drafter before, and no
-    step was planned since that was detached.
-    """
+    """A draft stage whose daemon holds no sequences. ``with_output``: its daemon is the output stage's. ``restored``:
+    it has the state of the drafter before, and no step was planned since."""
 
     daemon: int
     with_output: bool
@@ -162,11 +157,8 @@ class DrafterBroken:
 
 @dataclass(frozen=True, slots=True)
 class StagesReady:
-    """Daemons that hold no sequences, by stage.
-
-    ``restored``: they have the bytes of what was frozen before PipelineHandedOff, so running requests go on.
-    ``drafter`` is attached before the first step.
-    """
+    """Daemons that hold no sequences, by stage. ``restored``: they have what was frozen before PipelineHandedOff, so
+    running requests go on."""
 
     daemons: Sequence[int]
     has_doorbells: bool = False
@@ -184,10 +176,8 @@ class StagesLost:
 
 @dataclass(frozen=True, slots=True)
 class StagesReplaced:
-    """New daemons for all lost stages, which hold no sequences.
-
-    ``restored``: they have the bytes of what was frozen before the loss.  ``replayed``: stages whose daemons computed
-    the replay prepared since the last loss.  ``drafter`` is attached when the stages are rebuilt.
+    """New daemons for all lost stages. ``restored``: they have what was frozen before the loss. ``replayed``: stages
+    whose daemons computed the replay prepared since the last loss. ``drafter`` is attached when the stages are rebuilt.
     """
 
     daemons: Mapping[int, int]
@@ -206,9 +196,8 @@ class PipelineLost:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """The model leaves its devices, or was not loaded yet: requests wait for StagesReady, however long that takes.
-
-    ``error``: why it could not be loaded; requests that wait end with it."""
+    """Requests wait for StagesReady, however long that takes. ``error``: why loading failed; requests that wait end
+    with it."""
 
     reason: str
     error: RequestError | None = None

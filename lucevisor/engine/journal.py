@@ -1,11 +1,8 @@
 """The journal: boundary activations of what running sequences have computed, in host memory, by page and generation.
 
-A lost shard is rebuilt from the rows that its stage was given, without computing those of the others again.  Pure: this
-file notes which rows lie where, and emits the instructions that copy them.  Rows are filed when a stage has answered,
-after the step went on, so no step waits for it.
-Invariants: what is read for a position is what was computed last for it, in the page's present generation, or nothing;
-the journal never holds more than ``n_blocks`` pages of rows.
-"""
+A lost shard is rebuilt from the rows that its stage was given. Pure: emits the instructions that copy rows. Invariants:
+what is read for a position is what was computed last for it, in the page's present generation, or nothing; the journal
+never holds more than ``n_blocks`` pages of rows."""
 
 from __future__ import annotations
 
@@ -142,11 +139,8 @@ class Journal:
         filing.parts[:] = remaining
 
     def on_stage_answered(self, step_id: int, boundary: int) -> None:
-        """File the rows of a step that a stage has written to a boundary.
-
-        Behind those of drafts that were not made after all lies what the region had before: the next step's rows take
-        their places, as they do of rejected drafts.
-        """
+        """File the rows of a step that a stage has written to a boundary. Behind those of drafts that were not made
+        lies what the region had before: the next step's rows take their places."""
         filing = self._filings.get(step_id)
         if filing is None:
             return
@@ -187,10 +181,8 @@ class Journal:
     def find_rows(
         self, boundary: int, pages: Sequence[int], start: int, stop: int, row: int = 0
     ) -> list[RowCopy] | None:
-        """Return where the rows of some positions lie, to be placed from ``row`` on; None if one is missing.
-
-        ``pages``: those of these positions, in order.
-        """
+        """Return where the rows of positions on these ``pages`` lie, to be placed from ``row`` on; None if one is
+        missing."""
         copies = []
         for part in self._runs(0, pages, start, stop, row):
             block = self._find(boundary, part.page, part.generation)

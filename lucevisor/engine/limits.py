@@ -15,17 +15,14 @@ from lucevisor.protocol.loading import PoolSizes, SpeculationSettings, arena_reg
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """Limits of the scheduler.  ``pools`` is the record sent in Load.
+    """Limits of the scheduler. ``pools`` is the record sent in Load; ``max_sequences`` and ``max_context`` are vLLM's
+    max_num_seqs and max_model_len.
 
-    ``max_sequences`` and ``max_context`` are vLLM's max_num_seqs and max_model_len.  ``max_step_tokens``
-    (max_num_batched_tokens) bounds a step and with it how long a decode may wait for the prefill chunks beside it; one
-    chunk and one token of every sequence with its drafts always fit, so neither starves.  ``window_tokens``: positions
-    that a sliding layer sees, itself included; None without such layers.  ``prefix``: what prefix slots may take; off
-    by default, as is ``speculation``.  ``residency``: the bound of KV Flash; None: off.  ``long_prefill_tokens``:
-    prompt tokens of a step while others run beside a prompt with more of them to compute; 0: ``prefill_chunk``.
-    ``whole_texts``: no prompt is cut, and a chunk is as long as the context; ``whole_images``: no image is, and none is
-    longer than a chunk.
-    """
+    ``max_step_tokens`` (max_num_batched_tokens): one chunk and one token of every sequence with its drafts always fit.
+    ``window_tokens``: positions that a sliding layer sees, itself included; None without such layers. ``residency``:
+    the bound of KV Flash; None: off. ``long_prefill_tokens``: prompt tokens of a step while others run beside a prompt
+    with more of them to compute; 0: ``prefill_chunk``. ``whole_texts``: no prompt is cut, and a chunk is as long as the
+    context; ``whole_images``: no image is."""
 
     max_sequences: int
     max_context: int
@@ -56,9 +53,8 @@ class EngineLimits:
 
     @property
     def max_paged_tokens(self) -> int:
-        """Positions of a sequence that the ``full`` pool allows, with the pages in host memory; ``max_context`` without
-        such layers, or where pages are dropped.
-        """
+        """Positions of a sequence that the ``full`` pool and host memory allow; ``max_context`` without such layers, or
+        where pages are dropped."""
         if KvGroup.FULL not in self.kv_groups:
             return self.max_context
         if self.residency is None:

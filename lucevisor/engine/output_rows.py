@@ -1,8 +1,6 @@
-"""Collects the logits and hidden states that steps return as payload, for comparing placements.
+"""Collects the logits and hidden states that steps return as payload, in the order of positions, each once.
 
-Invariant: rows are returned in the order of positions, each exactly once. Shapes: T tokens, V vocabulary, L layers, E
-hidden; all float32.
-"""
+Shapes: T tokens, V vocabulary, L layers, E hidden; all float32."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ class RowCollector:
 
 
 def max_rows_per_step(vocabulary: int, embedding: int, n_layers: int, *, hidden: bool) -> int:
-    """Return how many tokens one step may carry so that the logits and hidden states of any stage fit into one payload.
-
-    Counts as if one stage sent everything, so it holds for every split.
-    """
+    """Return how many tokens one step may carry so that logits and hidden states fit into one payload, for
+    every split."""
     numbers = vocabulary + (embedding * (n_layers + 1) if hidden else 0)
     return max(1, MAX_PAYLOAD_BYTES // (_FLOAT32_BYTES * numbers))

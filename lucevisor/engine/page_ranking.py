@@ -1,8 +1,4 @@
-"""Rankings of pages by a small model (KV Flash, policy ``drafter``), once for each prompt, before its last token.
-
-While the model is away, pages stay as they are. Invariant: a sequence that waits for a ranking continues after it, or
-has ended.
-"""
+"""Rankings of pages by a small model (KV Flash, policy ``drafter``), once for each prompt, before its last token."""
 
 from __future__ import annotations
 
@@ -18,9 +14,8 @@ from lucevisor.protocol.steps import StepResult
 
 
 def note_rankings(scheduled: ScheduledStep, asked: Collection[int], results: Sequence[StepResult]) -> None:
-    """Sum the scores of all stages for each sequence ``asked`` about, and resume those that waited for them.  Raises
-    WrongResult if a stage scored other pages than the others did.
-    """
+    """Sum the scores of all stages for each sequence ``asked`` about, and resume those that waited. Raises WrongResult
+    if a stage scored other pages than the others did."""
     waiting = {sequence: part for sequence, part in scheduled.parts.items() if part.live.ranking == scheduled.step_id}
     wanted = {sequence: waiting[sequence] for sequence in asked if sequence in waiting}
     sums: dict[int, list[float]] = {}

@@ -1,12 +1,9 @@
 """Pipeline parallelism: sends a step to its first stage, and on to the next when a stage has answered.
 
-Pure: what is to be sent goes to ``out`` as instructions, what became of steps to ``outcomes``, both in order.  If
-doorbells announce the rows to the next stage, steps are posted: sent to all stages at once, so that a hop does not wait
-for this process (ADR 21).  A draft stage after the last one gets the steps submitted since it was attached, in order,
-unless it is suspended.  When a daemon is lost, the steps in flight wait for its stages, and continue when another
-daemon runs them.
-Invariant: a stage answers its steps in the order they were sent to it; any other answer fails the pipeline, because the
-state of the shards is no longer known.  An error of the draft stage only detaches it.
+Pure: what is to be sent goes to ``out``, what became of steps to ``outcomes``. With doorbells steps are posted: sent to
+all stages at once (ADR 21). A draft stage after the last one gets the steps submitted since it was attached, unless it
+is suspended. When a daemon is lost, its steps wait until another daemon runs its stages. Invariant: a stage answers its
+steps in the order they were sent to it; any other answer fails the pipeline, one of the draft stage only detaches it.
 """
 
 from __future__ import annotations
@@ -73,11 +70,8 @@ class SendCancelPending(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class PipelineResult:
-    """A step that the last stage has answered: ``results`` and ``payloads`` of every stage it ran on, in order.
-
-    ``payloads[i]`` holds the arrays that ``results[i].segments`` describe.  ``seconds``: from submit to the last
-    answer.
-    """
+    """A step that the last stage has answered, with the results and payloads of every stage, in order. ``seconds``:
+    from submit to the last answer."""
 
     step: Step
     results: tuple[StepResult, ...]
@@ -160,9 +154,8 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AttachedDrafter:
-    """The draft stage.  ``with_output``: in the output stage's daemon, which may have a step before it can begin.
-    ``waiting``: (step id, send time) of unanswered steps.  ``early``: answers received before their steps ended.
-    """
+    """The draft stage. ``with_output``: in the output stage's daemon. ``waiting``: (step id, send time) of unanswered
+    steps. ``early``: answers received before their steps ended."""
 
     daemon: int
     with_output: bool
@@ -172,9 +165,8 @@ class AttachedDrafter:
 
 @dataclass(slots=True, eq=False)
 class PipelineStep:
-    """A step in flight.  ``stage``: the stage that computes it.  ``draft``: the draft stage that gets it, if still
-    attached, with the operations ``draft_operations`` in place of the step's own.
-    """
+    """A step in flight at ``stage``. ``draft``: the draft stage that gets it, with ``draft_operations`` in place of its
+    own."""
 
     step: Step
     stage: int
@@ -216,10 +208,8 @@ class PipelineStep:
 
 
 def replace_placeholders(step: Step, known: Mapping[int, Sequence[int]]) -> Step:
-    """Return a step with ``known`` tokens and drafts, by sequence, in place of placeholders.
-
-    Missing drafts are padded, as no stage has them.
-    """
+    """Return a step with ``known`` tokens and drafts, by sequence, in place of placeholders; missing drafts
+    are padded."""
     slices = []
     for slice_ in step.slices:
         if slice_.tokens == [PENDING]:
@@ -237,10 +227,7 @@ def matches_sampled(step: Step, before: Sequence[Sampled]) -> bool:
 
 
 class DraftRelay:
-    """Sends the steps of a pipeline to the draft stage, if one is ``attached``, and receives its answers.
-
-    ``stage``: its number, after all stages.
-    """
+    """Sends the steps of a pipeline to the draft stage, ``stage``, if one is ``attached``, and receives its answers."""
 
     def __init__(self, stage: int, pipeline: Pipeline) -> None:
         self._stage, self._pipeline = stage, pipeline
@@ -249,10 +236,7 @@ class DraftRelay:
         self.suspended = False  # it gets no steps but those with ``draft_operations``
 
     def attach(self, daemon: int, *, with_output: bool) -> None:
-        """Send the steps submitted from now on to a draft stage, too.
-
-        ``with_output``: its daemon is the last stage's, so it gets a step together with it.  It holds no sequences yet.
-        """
+        """Send the steps submitted from now on to a draft stage that holds no sequences, too."""
         self.attached = AttachedDrafter(daemon, with_output)
 
     def detach(self) -> None:
@@ -270,10 +254,8 @@ class DraftRelay:
     def send(
         self, entry: PipelineStep, *, drawn: list[list[int]] | None = None, before: Sequence[Sampled] = ()
     ) -> None:
-        """Send a step to the draft stage that was attached when it was submitted, unless that was detached meanwhile.
-
-        ``drawn``: the tokens sampled for its slices, and ``before``: those of the step it may have run ahead of; None
-        if the stage's daemon will know them.
+        """Send a step to the draft stage that was attached when it was submitted. ``drawn``: the tokens sampled for its
+        slices, and ``before``: those of the step it may have run ahead of; None if the stage's daemon will know them.
         """
         draft, step = entry.draft, entry.step
         if draft is None or draft is not self.attached:
@@ -330,10 +312,7 @@ class DraftRelay:
         self._pipeline.send_known_steps()
 
     def deliver_drafts(self) -> None:
-        """Report the drafts whose steps have ended.
-
-        Drafts of unfinished steps, whose output stage answered before an earlier stage, are only filled into steps.
-        """
+        """Report the drafts whose steps have ended; those of unfinished steps are only filled into steps."""
         while (draft := self.attached) is not None and draft.early:
             if any(entry.step.step_id == draft.early[0].step_id for entry in self._pipeline.in_flight):
                 for result in draft.early:
@@ -348,12 +327,9 @@ NO_PAYLOAD = memoryview(b"")
 
 
 class Pipeline:
-    """Steps in flight through the stages; ``daemons[s]`` tells the daemon of stage s from others (one may run several).
-
-    ``has_doorbells``: each stage has a daemon of its own and a doorbell to the next one.
-    Made when every daemon is ready and holds no sequences.  The owner sets ``now`` before each call, and takes
-    ``outcomes`` after it; ``out`` gets what is to be sent.
-    """
+    """Steps in flight through the stages, ``daemons`` by stage (one may run several), which hold no sequences at first.
+    ``has_doorbells``: each has a daemon of its own and a doorbell to the next one. The owner sets ``now`` before each
+    call."""
 
     def __init__(self, daemons: Sequence[int], out: MutableSequence[Any], *, has_doorbells: bool = False) -> None:
         self.out = out
@@ -387,10 +363,8 @@ class Pipeline:
         draft_operations: Sequence[Operation] | None = None,
         embeddings: Embeddings = NO_EMBEDDINGS,
     ) -> None:
-        """Send a step to the first stage, from where it goes on to the last one, and to the draft stage; that gets
-        ``draft_operations`` in place of the step's own, and nothing else while it is suspended.  ``embeddings``: of the
-        images in its slices.
-        """
+        """Send a step to the first stage and the draft stage; that gets ``draft_operations`` in place of the step's
+        own, and nothing else while it is suspended. ``embeddings``: of the images in its slices."""
         if not self._open:
             return
         draft = None if self.drafts.suspended and draft_operations is None else self.drafts.attached
@@ -402,10 +376,8 @@ class Pipeline:
                     return
 
     def send_masks(self, made: MadeMasks) -> None:
-        """Send the masks of a submitted step to the output stage, which may have the step already or not.
-
-        Not to a lost one: whoever runs it next gets them again.
-        """
+        """Send the masks of a submitted step to the output stage, unless that is lost: who runs it next gets them
+        again."""
         stage = self.n_stages - 1
         if self._open and stage not in self.lost:
             self.out.append(SendMasks(stage, made.message, made.payload))
@@ -520,10 +492,8 @@ class Pipeline:
         return None if entry is None else (entry.step, now - entry.started_at)
 
     def oldest_in_flight(self, now: float) -> OldestStep | None:
-        """Return the step that a daemon has worked on for longest, or None when all stages are idle.
-
-        A step that waits behind others at its daemon has not begun, so its time counts from the daemon's last answer.
-        """
+        """Return the step that a daemon has worked on for longest; None when all stages are idle. Its time counts from
+        the daemon's last answer."""
         oldest: OldestStep | None = None
         first = [
             (self._daemons[stage], stage, waiting[0].step.step_id, waiting[0].sent_at)
@@ -545,7 +515,6 @@ class Pipeline:
         return oldest
 
     def close(self) -> None:
-        """Drop all steps and the drafter; nothing comes out after this."""
         self._open = False
         self.drafts.detach()
         self._rebuilding.clear()
@@ -606,11 +575,8 @@ class Pipeline:
         self.out.append(SendFrame(stage, step.step_id, with_embeddings(step, stage, embeddings)))
 
     def restore(self, daemons: Mapping[int, int], steps: Mapping[int, Step], *, operated: bool = True) -> None:
-        """Send the waiting steps to the ``daemons`` that run the lost stages now.
-
-        ``steps``: what to send in place of steps in flight, by id.  ``operated``: the new daemons got all operations
-        of these already.
-        """
+        """Send the waiting steps to the ``daemons`` that run the lost stages now. ``steps``: what to send in their
+        place, by id. ``operated``: the new daemons got all their operations already."""
         restored, self.lost = self.lost, set()
         self._rebuilding.clear()
         for stage, daemon in daemons.items():

@@ -1,8 +1,7 @@
-"""The engine on one page: choose a step, run it, apply its result.
+"""The engine on one page: choose a step, run it, apply its result. Read this first.
 
-``core.EngineCore`` does the same over the same scheduler, but has several steps on their way, over daemons that come
-and go.  Read this first; tests compare the answers of both.  Nothing here drafts, ranks pages or swaps requests out.
-"""
+``core.EngineCore`` does the same over the same scheduler, with several steps on their way, over daemons that come and
+go; tests compare the answers of both. Nothing here drafts, ranks pages or swaps requests out."""
 
 from __future__ import annotations
 

@@ -102,12 +102,11 @@ PolicyFactory = Callable[[EngineLimits], SchedulingPolicy]
 
 
 class ClientShares:
-    """Tokens charged to each client that has unfinished requests, or owes some.
+    """Tokens charged to each client that has unfinished requests, or owes some: a virtual token counter, as in
+    "Fairness in Serving Large Language Models".
 
-    A virtual token counter, as in "Fairness in Serving Large Language Models".  A client is an API key, or without keys
-    an address.  The one that was charged least goes first.  An idle client that returns is raised to the least busy
-    one, so credit cannot be saved up; a busy one falls behind by at most ``credit`` tokens.
-    """
+    A client is an API key, or an address. The one charged least goes first. An idle one that returns is raised to the
+    least busy one, so credit cannot be saved up; a busy one falls behind by at most ``credit`` tokens."""
 
     def __init__(self, credit: int) -> None:
         self._credit = credit
@@ -157,11 +156,10 @@ class ClientShares:
 
 
 class PreemptionCandidates:
-    """The running requests as candidates for preemption.  ``chunk``: prompt tokens per step.
+    """The running requests as candidates for preemption. ``chunk``: prompt tokens per step.
 
-    A waiting request may replace a running one of the client with the most sequences, if those are two more than its
-    own client's; or one that was served for at least as many steps as the waiting one may take.
-    """
+    A waiting request may replace one of the client with the most sequences, if those are two more than its own
+    client's; or one that was served for at least as many steps as the waiting one may take."""
 
     def __init__(self, running: Iterable[RequestRecord], shares: ClientShares, chunk: int) -> None:
         self._shares, self._chunk = shares, chunk
@@ -197,9 +195,8 @@ class PreemptionCandidates:
         return candidate
 
     def _victims_of(self, request: GenerationRequest, n_prompt: int) -> Iterator[RequestRecord]:
-        """Yield the running requests that were served for longer than a waiting one may take: of its own client, or of
-        one with more sequences.
-        """
+        """Yield running requests, of its own client or one with more sequences, served for longer than a waiting one
+        may take."""
         n_steps = -(-n_prompt // self._chunk) + request.max_tokens
         if n_steps > self._longest:  # nearly all of a long queue
             return
@@ -222,12 +219,11 @@ MAX_SKIPPED_STEPS: Final = 4
 
 
 class FairShare:
-    """The default: clients get equal shares, short requests go first, and none waits for ever.
+    """Clients get equal shares, short requests go first, and none waits for ever.
 
-    First come requests with priority (a sequence was preempted for them, or they lost theirs with a daemon), then those
-    of the client that was served least; within a client preempted requests, then the shortest prompt, with ageing.  A
-    request charges its size to the older ones it overtakes.  One that was charged twice its own size is next.
-    """
+    First come requests with priority, then those of the client that was served least; within a client preempted
+    requests, then the shortest prompt, with ageing: a request charges its size to the older ones it overtakes, and one
+    that was charged twice its own size is next."""
 
     def __init__(self, limits: EngineLimits) -> None:
         self._chunk, self._long_prefill_tokens = limits.prefill_chunk, limits.long_prefill_tokens
@@ -260,10 +256,7 @@ class FairShare:
         return sorted(waiting, key=order)
 
     def accepts(self, request: GenerationRequest, n_waiting: int, n_clients: int, max_queue: int) -> bool:
-        """Clients share the queue equally.
-
-        Short requests may exceed a share by an eighth and one, so that long ones in the queue do not keep them out.
-        """
+        """Clients share a queue of ``max_queue`` equally; short requests may exceed a share by an eighth and one."""
         share = max(1, max_queue // n_clients)
         n_steps = -(-len(request.prompt) // self._chunk) + request.max_tokens
         if n_steps <= 128:  # a short request finds room in a full queue
@@ -281,9 +274,8 @@ class FairShare:
         *,
         busy: bool,
     ) -> StepShare:
-        """Prompts go shortest first.  While others run beside a long prompt, and for a while after, all prompts share
-        ``long_prefill_tokens``, and a long one gets a slice when the first stage is free.
-        """
+        """Prompts go shortest first. While others run beside a long prompt, and for a while after, all prompts share
+        ``long_prefill_tokens``, and a long one gets a slice when the first stage is free (not ``busy``)."""
 
         def n_skipped(record: RequestRecord) -> int:
             return last_step - record.live.last_step if record.live is not None else 0
@@ -311,7 +303,6 @@ class FairShare:
         return n_fastest
 
     def _is_long(self, record: RequestRecord) -> bool:
-        """Return whether a prompt is long, so that it leaves room for others."""
         live = record.live
         return live is not None and record.wanted is None and live.n_prefill > self._long_prefill_tokens
 

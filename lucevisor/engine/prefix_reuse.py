@@ -1,11 +1,8 @@
 """Joins requests and the prefix index: where a sequence starts, what is cached of it, and who waits for whom.
 
-A slot is published as soon as the step that computes its last token is planned, because every stage runs later steps
-later.
-
+A slot is published as soon as the step that computes its last token is planned, as every stage runs later steps later.
 Invariant: a sequence that starts at position p finds before it what it would have computed itself, in pages it never
-writes, except the page of p, of which it has a copy.
-"""
+writes, except the page of p, of which it has a copy."""
 
 from __future__ import annotations
 
@@ -30,13 +27,11 @@ from lucevisor.protocol.steps import CopyPage, CopyState, OpenSequence, Operatio
 def find_checkpoints(
     n_prompt: int, turns: Sequence[int], settings: PrefixSettings, *, block_granular: bool
 ) -> dict[int, Origin]:
-    """Return the checkpoints of a prompt of ``n_prompt`` tokens, ascending, and why each was chosen.
+    """Return the checkpoints of a prompt, ascending, and why each was chosen; none before ``min_tokens``.
 
-    The end of the last chat turn, where the next prompt of the conversation continues, and of the first, the system
-    prompt.  Then, if at least a page away from the others: the turn before the last, in case the last is rephrased;
-    without turns, and unless the cache is ``block_granular`` (a prompt can start at any cached page), the last multiple
-    of ``checkpoint_pages``, in case the same prompt comes again; the end of the prompt.  None is before ``min_tokens``.
-    """
+    The end of the last chat turn, where the conversation continues, and of the first, the system prompt. Then, a page
+    away from the others: the turn before the last; without turns, and unless the cache is ``block_granular``, the last
+    multiple of ``checkpoint_pages``; the end of the prompt."""
     inside = [turn for turn in turns if turn < n_prompt]
     chosen: dict[int, Origin] = dict.fromkeys((*inside[:1], *inside[-1:]), "turn")
     others: list[tuple[int, Origin]] = [(turn, "turn") for turn in inside[-2:-1]]
@@ -108,8 +103,7 @@ class PrefixReuse:
         return record.tokens.first(first + 1) if first else record.tokens
 
     def _match(self, record: RequestRecord) -> PrefixMatch:
-        """Return the cached prefix, without an image of which it has a part: some ids of other images may be the same,
-        those of a whole one are not."""
+        """Return the cached prefix without part of an image: ids of a part may be those of another image."""
         match = self.index.match(self._may_be_cached(record))
         for image in reversed(record.request.images):
             if image.span.start < match.position < image.span.stop:
@@ -129,10 +123,7 @@ class PrefixReuse:
         return use.held
 
     def must_wait(self, record: RequestRecord, running: Iterable[RequestRecord]) -> bool:
-        """Return whether a queued request is held, or another is just computing the prefix it needs.
-
-        Instead of computing the same again, it waits until the other passes the last checkpoint it can use.
-        """
+        """Return whether a queued request is held, or another is just computing the prefix it needs."""
         if record.prefix.held:
             return True
         if record.computes_prompt or not self.index.enabled:
@@ -192,10 +183,8 @@ class PrefixReuse:
 
     def reserve(self, n_tokens: int, paged_out: PagedOut | None = None) -> Reservation | None:
         """Allocate ids for the first ``n_tokens`` of a prefix whose bytes come from elsewhere, evicting slots if need
-        be; None if there are not enough, or KV Flash would drop some of it.
-
-        ``paged_out``: which of its pages were in host memory when it was saved; those beyond the pool go there.
-        """
+        be; None if there are not enough, or KV Flash would drop some of it. ``paged_out``: pages that were in host
+        memory when it was saved."""
         limits = self._limits
         if not limits.stays_whole(n_tokens + 1):
             return None
@@ -280,10 +269,8 @@ class PrefixReuse:
     # ---- inside
 
     def _publish_all(self, record: RequestRecord, live: LiveSequence, origin: Origin, now: float) -> list[Operation]:
-        """Publish all that was computed of a sequence that is about to be closed.
-
-        The slot takes over its state, unless slots keep theirs in host memory: then it is copied there.
-        """
+        """Publish all that was computed of a sequence that is about to be closed. The slot takes over its state, unless
+        slots keep theirs in host memory: then it is copied there."""
         if not 0 < live.n_computed <= len(record.tokens) or not self._is_whole(live):
             return []  # of what runs ahead it is not known what it computes
         if self._pools.copies_states:

@@ -1,14 +1,10 @@
 """Failover: holding requests while daemons are lost, rebuilding lost stages, and replays for loading daemons.
 
-``RequestHold`` counts losses and pauses, ``StageRecovery`` rebuilds lost stages of the attached pipeline, and makes the
-same steps for a new daemon to replay while it loads its weights.
 A new daemon gets the tables as they are after all steps that were planned, then every sequence up to its first slice in
-a step that it has to run; these steps follow without their operations.  Rows come from the journal; a stage with the
-embedding needs none.
-Invariants: a replay is the rebuild that ``StageRecovery.restore`` would begin, or there is none; no page is written
-that another sequence, rebuilt before or needed by a waiting step, reads; every page that a sequence still owns
-afterwards has been rebuilt, or waiting steps write it.
-"""
+a step that it has to run; these steps follow without their operations. Rows come from the journal; a stage with the
+embedding needs none. Invariants: a replay is the rebuild that ``StageRecovery.restore`` would begin, or there is none;
+no page is written that another sequence, rebuilt before or needed by a waiting step, reads; every page that a sequence
+still owns afterwards has been rebuilt, or waiting steps write it."""
 
 from __future__ import annotations
 
@@ -82,10 +78,8 @@ class WaitingSteps:
 
 
 class Rebuilder:
-    """Plans the rebuild of stages from the running ``records``.
-
-    ``slots``: those of them that are the beginning of a running sequence, on its pages, come back with it (``kept``).
-    """
+    """Plans the rebuild of stages from the running ``records``; ``slots`` on their pages come back with them
+    (``kept``)."""
 
     def __init__(
         self,
@@ -302,15 +296,11 @@ class Pauses:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryStatistics:
-    """Since the start.  ``held``: requests that wait for a daemon now, ``held_s``: for how long.
-
-    A pause lasts from a loss, or the last step before a restart, until steps are planned again.  ``longest_pause_s`` is
-    what a client saw: from the loss to the next token of its request, also when more losses came between.
-    ``n_continued``:
-    requests that were running then and went on, once for each pause.  ``n_recomputed``: their tokens that all stages
-    computed again; ``n_rebuilt``: lost stages alone, prefix slots included; ``n_kept``: those whose state was handed to
-    a new daemon.  ``rebuilding``: tokens done in the present rebuild, and of how many.
-    """
+    """Since the start. ``held``: requests that wait for a daemon now, ``held_s``: for how long. A pause lasts from a
+    loss, or the last step before a restart, until steps are planned again; ``longest_pause_s`` to the next token of a
+    request. ``n_continued``: running requests that went on, once for each pause; of their tokens all stages computed
+    ``n_recomputed`` again, lost stages alone ``n_rebuilt``, and ``n_kept`` were handed to a new daemon. ``rebuilding``:
+    tokens done in the present rebuild, and of how many."""
 
     held: int = 0
     held_s: float = 0.0
@@ -355,7 +345,6 @@ class RequestHold:
         self.give_up()
 
     def give_up(self) -> None:
-        """Stop holding requests.  Does nothing without a hold."""
         self.since = None
 
     def survives(self, record: RequestRecord) -> bool:
@@ -386,9 +375,8 @@ class RequestHold:
     def statistics(
         self, n_unfinished: int, now: float, longest_pause_s: float = 0.0, rebuilding: tuple[int, int] = (0, 0)
     ) -> RecoveryStatistics:
-        """Return the counts as of now; ``n_unfinished``: requests that run or wait; ``longest_pause_s``: from a loss to
-        the next token of a request; ``rebuilding``: tokens of the present rebuild, done and in all.
-        """
+        """Return the counts as of now; ``n_unfinished``: requests that run or wait; the others as in
+        RecoveryStatistics."""
         totals = dataclasses.replace(self._totals, longest_pause_s=max(self._totals.longest_pause_s, longest_pause_s))
         if self.since is None:
             return totals
@@ -464,11 +452,7 @@ class StageRecovery:
         self.reopen_operations = [*reopen_operations]
 
     def freeze(self, reopen_operations: Sequence[Operation], n_tokens: int) -> None:
-        """Record the state of all stages between two steps.
-
-        ``reopen_operations`` open the running sequences, of ``n_tokens``, in a daemon that has this state.  Valid for
-        one loss, if no step is planned before that.
-        """
+        """Record the state of all stages between two steps; valid for one loss, if no step is planned before that."""
         self.reopen_operations, self.n_frozen = [*reopen_operations], n_tokens
 
     def on_step_planned(self, plan: StepPlan, scheduled: ScheduledStep | None = None) -> None:
@@ -484,10 +468,8 @@ class StageRecovery:
             self._journal.on_step_finished(step_id)
 
     def lose(self, pipeline: Pipeline, stages: Iterable[int]) -> bool:
-        """Record lost stages; the rebuild starts anew when all have new daemons.
-
-        Returns False if nothing is frozen and no stage would be left, or there is no journal.
-        """
+        """Record lost stages; the rebuild starts when all have new daemons. False if nothing is frozen and no stage
+        would be left, or there is no journal."""
         lost = {*stages, *pipeline.lost}
         if pipeline.lost:
             self.reopen_operations = None  # it is of use for one loss, the one that it was made for
@@ -501,10 +483,7 @@ class StageRecovery:
 
     def prepare(self, stages: Collection[int], now: float) -> dict[int, RebuildPlan] | None:
         """Return what rebuilds these of the lost stages, for their daemons to compute before ``restore``; None while
-        steps are on their way to others.  Raises CannotRebuild if that is impossible.
-
-        It holds until another stage is lost.
-        """
+        steps are on their way to others. It holds until another stage is lost. Raises CannotRebuild."""
         if self._pipeline is None or self.reopen_operations is not None:
             raise CannotRebuild("no stage is lost, or what it had is saved")
         if KvGroup.WINDOW in self._scheduler.pools:
@@ -530,21 +509,15 @@ class StageRecovery:
         return ReplayPlan(replays, [step.rows for plan in plans.values() for step in plan.steps])
 
     def restore(self, daemons: Mapping[int, int], *, restored: bool, replayed: Collection[int] = ()) -> None:
-        """Rebuild the lost stages in ``daemons``, by stage, which hold no sequences.
-
-        ``restored``: they have all bytes that were frozen.  ``replayed``: stages whose daemons have computed what
-        ``prepare`` returned.
-        """
+        """Rebuild the lost stages in ``daemons``, which hold no sequences. ``restored``: they have all that was frozen.
+        ``replayed``: stages that have computed what ``prepare`` returned."""
         self._daemons, self.restored = dict(daemons), restored
         for stage in replayed if self.active else ():
             self._to_send[stage].clear()
             self.n_done += self._plans[stage].n_tokens
 
     def advance(self, now: float) -> bool:
-        """Do what is possible; return whether the pipeline is whole now.
-
-        Raises CannotRebuild.
-        """
+        """Do what is possible; return whether the pipeline is whole now. Raises CannotRebuild."""
         if self._pipeline is None or not self._daemons:
             return False
         if not self._to_send:
@@ -650,10 +623,8 @@ class StageRecovery:
         self.n_restored = self.n_frozen * len(lost)
 
     def _drop_ended(self) -> None:
-        """Drop the slices of sequences that were closed since, as those of an earlier loss.
-
-        Raises CannotRebuild if a sequence began with a slot that they were to complete in the later stages.
-        """
+        """Drop the slices of sequences that were closed since. Raises CannotRebuild if a sequence began with a slot
+        that they were to complete in the later stages."""
         for scheduled in self._scheduler.in_flight:
             for sequence, part in [*scheduled.parts.items()]:
                 if part.record.live is not part.live:
@@ -668,8 +639,7 @@ class StageRecovery:
                 )
 
     def _drop_unfinished(self, unfinished: Sequence[ScheduledSequence]) -> None:
-        """Drop the slots that may have something of slices which stages after the lost ones will never compute, even
-        where a running sequence begins alike: it has pages of its own."""
+        """Drop the slots that may have something of slices which stages after the lost ones will never compute."""
         index = self._scheduler.reuse.index
         for slot in index.slots:
             if any(_reaches(slot.tokens, slot.n_tokens, part) for part in unfinished):

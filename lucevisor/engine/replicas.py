@@ -1,10 +1,8 @@
 """Several engines of one model behind the interface of one: the asyncio side of the router.
 
-A request's handle belongs to its reader; the engine that computes it may change.  When a replica loses the state of its
-shards, is given up, or drains, its requests go to others with all that was drawn of them, and are computed again there
-from prompt and answer so far.  A draw depends on seed, position and logits, so the stream goes on with the tokens that
-were due.  Requests of a replica whose stages are rebuilt stay.
-"""
+When a replica loses the state of its shards, is given up, or drains, its requests go to others, where prompt and answer
+so far are computed again; a draw depends on seed, position and logits, so the stream goes on with the tokens that were
+due."""
 
 from __future__ import annotations
 
@@ -73,10 +71,8 @@ class ReplicatedEngine:
     # ---- requests
 
     def submit(self, request: GenerationRequest) -> RequestHandle:
-        """Queue a request at the replica that suits it best, or at another one if that refuses it.
-
-        Raises what Engine.submit raises.
-        """
+        """Queue a request at the replica that suits it best, or at another one if that refuses it. Raises what
+        Engine.submit does."""
         prompt = TokenBuffer.of(request.prompt)
         constraint = None if request.constraint is None else _LockedConstraint(request.constraint)
         request = replace(request, prompt=prompt, constraint=constraint)
@@ -106,9 +102,7 @@ class ReplicatedEngine:
 
     async def drain(self, name: str, drain_s: float, freeze_s: float) -> bool:
         """Send a replica no more requests, and wait up to ``drain_s`` until those that run have ended; the others move.
-
-        Returns False, having done nothing, if no other replica serves.  Call ``end_drain`` afterwards.
-        """
+        Call ``end_drain`` afterwards. False if no other replica serves."""
         self._update_health()
         if not self.router.begin_drain(name):
             return False

@@ -1,7 +1,5 @@
-"""Requests as the API sees them: their states, events and errors, and the handle that iterates over the events.
-
-Invariant: the iteration ends right after the FinishedEvent, which always comes.
-"""
+"""Requests as the API sees them: states, events, errors, and the handle that iterates over the events up to the
+FinishedEvent, which always comes."""
 
 from __future__ import annotations
 
@@ -108,10 +106,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request: of the prompt, of it taken from a prefix slot, and generated (the stop id included).
-
-    ``accepted_tokens``: of the generated ones, drafts; ``draft_tokens``: drafts that were verified.
-    """
+    """Tokens of a request: of the prompt, of it cached, and generated (the stop id included); ``accepted_tokens``: of
+    the generated ones, drafts; ``draft_tokens``: drafts that were verified."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -163,11 +159,8 @@ class TokenEvent(msgspec.Struct, frozen=True):  # quicker to make than a datacla
 
 @dataclass(frozen=True, slots=True)
 class FinishedEvent:
-    """The end of a request.  ``error`` is set if and only if ``reason`` is "error".
-
-    A stop id ends a request without a TokenEvent, so it never reaches the text; it is named here and counted in the
-    usage, as in other OpenAI-compatible servers.
-    """
+    """The end of a request. ``error`` is set if and only if ``reason`` is "error". A stop id ends a request without a
+    TokenEvent; it is named here and counted in the usage."""
 
     reason: Reason
     usage: Usage
@@ -234,10 +227,8 @@ class ContextOverflow(SubmitError):
 
 
 class QueueFull(SubmitError):
-    """A client's share of the waiting queue is full (HTTP 429).  There is no other rate limit of requests.
-
-    ``retry_after_s``: when its requests are likely to have started.
-    """
+    """A client's share of the waiting queue is full (HTTP 429). ``retry_after_s``: when its requests are likely to have
+    started."""
 
     code = "queue_full"
 
@@ -261,11 +252,7 @@ class NotReady(SubmitError):
 
 
 class RequestHandle:
-    """Events of one request, for one reader.
-
-    ``with engine.submit(request) as handle: async for event in handle: ...`` cancels what still runs when the block is
-    left, so a reader that goes away frees the pages.
-    """
+    """Events of one request, for one reader. As a context manager it cancels what still runs when the block is left."""
 
     def __init__(self, request_id: str, cancel: Callable[[str], None]) -> None:
         self.request_id = request_id
@@ -288,10 +275,7 @@ class RequestHandle:
         self._cancel = cancel
 
     def cancel(self) -> None:
-        """Cancel the request (vLLM: abort) and free its pages; a FinishedEvent follows the events already queued.
-
-        Does nothing if it is over already.
-        """
+        """Cancel the request and free its pages; a FinishedEvent follows the events already queued."""
         if self.finished is None:
             self._cancel(self.request_id)
 

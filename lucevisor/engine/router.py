@@ -1,13 +1,9 @@
-"""The router: which replica of a model gets a request, and whose requests go elsewhere.
+"""The router: which replica of a model gets a request, and whose requests go elsewhere. Pure.
 
-Pure: the health of replicas and operators' drains in, names out.  A request goes where the least is to be computed
-before its answer begins: the tokens of its prompt that a replica does not have, twice, and those that the replica has
-to compute for others.  Replicas that have equally much of it are chosen by load.  Twice, as a prefix that is computed
-elsewhere, too, takes memory there; so a conversation stays until the load differs by double of what it has.
-
-Invariants: a replica that does not serve, or drains, gets no request while another one can take it; requests are moved
-only to replicas that serve.
-"""
+A request goes where the least is to be computed before its answer begins: the tokens of its prompt that a replica does
+not have, twice, as they take memory there, too, and those that it has to compute for others. Invariants: a replica that
+does not serve, or drains, gets no request while another one can take it; requests are moved only to replicas that
+serve."""
 
 from __future__ import annotations
 
@@ -34,9 +30,8 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica, for one request.  ``n_cached``: tokens of the prompt that it has; ``n_due``: those that it has to
-    compute for others; ``n_requests``: others that run or wait there; ``max_sequences``: those that may run.
-    """
+    """A replica, for one request. ``n_cached``: tokens of the prompt that it has; ``n_due``: those to compute for
+    others; ``n_requests``: others that run or wait there."""
 
     n_cached: int = 0
     n_due: int = 0
@@ -93,10 +88,8 @@ class Router:
         return [name for name, health in self.health.items() if health is not Health.SERVING or name in self.draining]
 
     def order(self, n_tokens: int, candidates: Mapping[str, Candidate]) -> list[str]:
-        """Return where to send a request of ``n_tokens``, the best first.
-
-        Those that serve and do not drain; if none does, those that serve; then those where it waits for a daemon.
-        """
+        """Return where to send a request of ``n_tokens``, the best first: those that serve and do not drain; if none
+        does, those that serve; then those where it waits for a daemon."""
 
         def cost(name: str) -> tuple[int, int, int]:
             candidate = candidates[name]

@@ -1,9 +1,7 @@
 """The requests that have a sequence in the shards, and the ids they hold there.
 
-Opens, grows and closes sequences, and returns the operations that do the same in the daemons; the scheduler decides
-when, and sends them in order.  Invariant: a request is in here exactly while it has a live sequence; what it holds is
-free as soon as ``close`` returns, but for what prefix slots hold too.
-"""
+Invariant: a request is in here exactly while it has a live sequence; what it holds is free as soon as ``close``
+returns, but for what prefix slots hold too."""
 
 from __future__ import annotations
 
@@ -82,10 +80,7 @@ class RunningRequests(Collection[RequestRecord]):
         return operations
 
     def move_pages(self, extents: Extents) -> list[Operation]:
-        """Move the pages of the extent with the fewest to others.
-
-        Pages stay that a transfer may be using, outside of steps.
-        """
+        """Move the pages of the extent with the fewest to others; pages stay that a transfer may be using."""
         pools, index = self._pools, self._reuse.index
         lives = [record.live for record in self._records.values() if record.live is not None]
         owners = Counter(page for live in lives for page in live.table.held(KvGroup.FULL))
@@ -132,11 +127,8 @@ class RunningRequests(Collection[RequestRecord]):
         return operations
 
     def grow(self, chosen: ScheduledSlice) -> list[Operation] | None:
-        """Give a sequence the pages of its next slice.  None, taking nothing, when too few are free.
-
-        Raises HostMemoryFull if host memory has too few, and the slice follows from no token in flight: its request may
-        end with that.
-        """
+        """Give a sequence the pages of its next slice; None, taking nothing, when too few are free. Raises
+        HostMemoryFull if host memory has too few, and the slice follows from no token in flight."""
         try:
             return self._grow(chosen.live, chosen.stop, 0)
         except HostMemoryFull as full:
@@ -148,10 +140,7 @@ class RunningRequests(Collection[RequestRecord]):
 
     def extend(self, live: LiveSequence, stop: int, num_draft_tokens: int = 0) -> list[Operation]:
         """Give a sequence the pages of drafts up to ``stop``, and of ``num_draft_tokens`` more that only the drafter
-        writes.
-
-        Nothing when that would take pages from other sequences; prefix slots give theirs.
-        """
+        writes; nothing when that would take pages from other sequences. Prefix slots give theirs."""
         needs, index = live.table.missing(stop, num_draft_tokens), self._reuse.index
         if live.table.surplus(stop + num_draft_tokens):  # drafts end with their page, so they change no residency
             return []
@@ -160,18 +149,13 @@ class RunningRequests(Collection[RequestRecord]):
         return self._grow(live, stop, num_draft_tokens) or []
 
     def release_ahead(self) -> bool:
-        """Release the pages after the tokens of all sequences, which only drafts would fill; False if there are none.
-
-        Steps in flight may still write drafts there.  These are never read, because drafts are cut to the pages.
-        """
+        """Release the pages after the tokens of all sequences, which only drafts would fill, and which are never read
+        as drafts are cut to the pages; False if there are none."""
         lives = [(record.live, len(record.tokens)) for record in self._records.values() if record.live is not None]
         return sum(live.table.shrink(max(n_tokens, live.n_scheduled)) for live, n_tokens in lives) > 0
 
     def end_verification(self, live: LiveSequence) -> list[Operation]:
-        """Release what a verify slice took for drafts, and go on from the state after the last accepted one.
-
-        The shards make that state from the updates of the slice before they use it.
-        """
+        """Release what a verify slice took for drafts, and go on from the state after the last accepted one."""
         live.n_scheduled = live.n_computed
         if not live.draft_states:
             return []

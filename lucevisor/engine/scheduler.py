@@ -1,13 +1,8 @@
-"""The scheduler: waiting queue, admission, continuous batching, chunked prefill and preemption, as a policy decides.
+"""The scheduler: waiting queue, admission, continuous batching, chunked prefill and preemption (docs/scheduling.md).
 
-Pure: requests and step results in, step plans and events out; ``now`` (seconds, monotonic) is an argument.
-docs/scheduling.md has the rules.
-
-Ids may be reused while steps are in flight, because every stage runs its steps in order: what is planned later is
-written later.  Operations are queued in order for the next plan.
-Invariants: only running requests, prefix slots and reservations own ids; a sequence has at most one undrawn token in
-flight; a finished request is in no list.
-"""
+Pure: requests and step results in, step plans and events out; ``now`` (seconds, monotonic) is an argument. Ids may be
+reused while steps are in flight, because every stage runs its steps in order. Invariants: only running requests, prefix
+slots and reservations own ids; a sequence has at most one undrawn token in flight; a finished request is in no list."""
 
 from __future__ import annotations
 
@@ -178,8 +173,7 @@ class Admission:
         self._policy = policy
 
     def admit(self, now: float, last_step: int) -> list[Operation]:
-        """Start all requests there is room for, and those for which others give way; return the operations that close
-        and open their sequences."""
+        """Start all requests there is room for, and those for which others give way; return the operations."""
         operations = self._admit(now, last_step)
         while self.open and len(self._queue):
             place = self._preemption.next_preemption(self._queue.in_order(self._running))
@@ -242,9 +236,7 @@ Events = list[tuple[str, Event]]
 
 
 class Scheduler:
-    """Requests in, step plans out.  ``n_stages``: of the pipeline, until ``attach`` gives another number.  ``policy``:
-    FairShare by default.
-    """
+    """``n_stages``: of the pipeline, until ``attach`` gives another number."""
 
     def __init__(self, limits: EngineLimits, n_stages: int = 1, policy: PolicyFactory = FairShare) -> None:
         self.limits = limits
@@ -330,10 +322,8 @@ class Scheduler:
         return released
 
     def adopt(self, record: RequestRecord) -> None:
-        """Queue a request that another scheduler has released: it goes on behind its last token.
-
-        Raises InvalidRequest or ContextOverflow, changing nothing, if it can never be served here.
-        """
+        """Queue a request that another scheduler has released. Raises InvalidRequest or ContextOverflow, changing
+        nothing."""
         self._check_id(record.request)
         max_tokens = min(record.max_tokens, self.limits.max_answer_tokens(record.request))
         if max_tokens <= record.n_generated and not record.request.pooled:
@@ -366,11 +356,8 @@ class Scheduler:
     def attach(
         self, n_stages: int, reopen_operations: Sequence[Operation] = (), *, has_doorbells: bool = False
     ) -> None:
-        """Plan for a fresh pipeline of ``n_stages`` stages; queued requests may start.
-
-        ``reopen_operations`` go first.  ``has_doorbells``: the last stage publishes tokens and drafts to
-        the first one in shared memory.
-        """
+        """Plan for a fresh pipeline; queued requests may start. ``reopen_operations`` go first. ``has_doorbells``: the
+        last stage publishes tokens and drafts to the first one in shared memory."""
         self._operations[:0] = reopen_operations
         self.runs_ahead = has_doorbells or n_stages == 1
         self.drafting.n_stages, self.drafting.has_token_ring = n_stages, self.runs_ahead
@@ -378,14 +365,11 @@ class Scheduler:
         self.admission.open = True
 
     def attach_drafter(self, *, with_output: bool, restored: bool = False) -> None:
-        """Ask a drafter from the next step on, fresh or with ``restored`` state; ``with_output``: it runs in the output
-        stage's daemon.
-        """
+        """Ask a drafter from the next step on, fresh or with ``restored`` state; see events.DrafterReady."""
         must_open = bool(self.running or self._operations)
         self.drafting.attach(with_output=with_output, must_open_sequences=must_open, restored=restored)
 
     def detach_drafter(self) -> None:
-        """Go on without drafts.  Does nothing without a drafter."""
         self.drafting.detach()
 
     def next_plan(self, now: float) -> StepPlan | None:
@@ -448,12 +432,9 @@ class Scheduler:
         results: Sequence[StepResult] = (),
         payload: memoryview = NO_PAYLOAD,
     ) -> Events:
-        """Apply the last stage's result of the oldest step in flight.  ``blamed``: the stage whose numbers are invalid,
-        if some are.  ``results``: the answers of all stages, for their times.  ``payload``: of the last stage.
-
-        Raises WrongResult, changing nothing, if it does not answer that step.  Each sampling slice has one token, and
-        one more for each accepted draft; tokens after the end of a request are dropped.
-        """
+        """Apply the last stage's result of the oldest step in flight; ``results``: of all stages, for their times;
+        ``blamed``: the stage whose numbers are invalid. Raises WrongResult, changing nothing, if it does not answer
+        that step."""
         drawn = drawn_tokens(self.in_flight[0] if self.in_flight else None, result)
         pooled = self.in_flight[0].pooled(result, payload)
         self.in_flight[0].take_prompt_logprobs(result.prompt_logprobs)
@@ -481,8 +462,7 @@ class Scheduler:
 
     def choose_slices(self, now: float) -> list[ScheduledSlice]:
         """Choose the slices of a step within its token budget: decodes first, longest waiting first, then prompts, as
-        the policy orders them.  Pages are allocated afterwards.
-        """
+        the policy orders them. Pages are allocated afterwards."""
         records = list(self.running)
         if any(step.num_draft_tokens for step in self.in_flight) and not any(has_rows(record) for record in records):
             return []  # all wait for results, and drafts are never run ahead of
@@ -513,8 +493,7 @@ class Scheduler:
     def _choose_prompts(
         self, prompts: Iterable[RequestRecord], n_left: int, room: int, *, alone: bool
     ) -> list[ScheduledSlice]:
-        """Choose slices of prompts, in order, ``n_left`` tokens at most, and ``room`` where an image takes more;
-        ``alone``: the step has no decode."""
+        """Choose slices of prompts, in order: ``n_left`` tokens at most, ``room`` where an image takes more."""
         chosen: list[ScheduledSlice] = []
         for record in prompts:
             if record.wanted is not None and (chosen or not alone):
@@ -546,10 +525,7 @@ class Scheduler:
         return ScheduledSlice(record, record.live, stop) if stop > start else None
 
     def _n_decodes(self, records: Collection[RequestRecord]) -> int:
-        """Return the size of a micro-batch of decodes; 0 while all of them are under way.
-
-        A micro-batch whose drafts are being made counts: its verification would wait behind that of another one.
-        """
+        """Return the size of a micro-batch of decodes; 0 while all are under way, or their drafts are being made."""
         n_groups = self._policy.n_decode_groups(self.n_stages, self.drafting.n_groups(self.n_stages))
         ids = {step.step_id for step in self.in_flight}
         n_under_way = sum(step.decodes and step.depends_on_step not in ids for step in self.in_flight)
@@ -558,12 +534,8 @@ class Scheduler:
         return -(-[record.state for record in records].count(RequestState.DECODE) // n_groups)
 
     def choose_ahead(self, records: Collection[RequestRecord]) -> list[ScheduledSlice]:
-        """Choose the decodes after the oldest step in flight that none follows.
-
-        A stage would idle from a step's result until the next step arrives, so the next step of a micro-batch is sent
-        while one runs; its slices name the tokens that the running step samples (``PENDING``).  None unless every
-        running request can run ahead or ends with what is in flight.
-        """
+        """Choose the decodes after the oldest step in flight that none follows, so that no stage idles between steps;
+        their tokens are ``PENDING``. None unless every running request can run ahead or ends with what is in flight."""
         if not self.runs_ahead or any(step.num_draft_tokens for step in self.in_flight):
             return []
         for record in records:  # one loop for all: it runs for every step
@@ -773,9 +745,8 @@ class Scheduler:
         return min(self.last_applied, waiting[0].step_id - 1) if waiting else self.last_applied
 
     def retry_after_s(self, client: str) -> int:
-        """Return the whole seconds until the last waiting request of a client is likely to start: the requests that
-        start by then times the mean time of a request, divided by the sequences that run; 5 before one has ended.
-        """
+        """Return the seconds until the last waiting request of a client is likely to start: requests before it times
+        the mean time of one, over the sequences that run; 5 before one has ended."""
         if not self._service_s:
             return 5
         wait_s = self.queue.n_before(client) * self._service_s / max(1, self.n_running)

@@ -1,8 +1,4 @@
-"""The scheduler's record of one request, and of the sequence it runs as while it holds pages.
-
-Invariant: a record has a live sequence exactly in the states PREFILL and DECODE, and every change of state is in
-request.TRANSITIONS.
-"""
+"""The scheduler's record of one request, and of the sequence it runs as exactly in the states PREFILL and DECODE."""
 
 from __future__ import annotations
 
@@ -49,12 +45,10 @@ class WantedRows:
 class LiveSequence:
     """A sequence inside the shards: the ids it owns, and how far its tokens are computed.
 
-    Stages run steps in order, so a later step finds what an earlier one computes: ``tokens[:n_computed]`` count as soon
-    as their step is planned.  ``n_scheduled`` also counts drafts that are being verified.  When the verdict comes,
-    ``n_computed`` grows by the accepted drafts and ``n_scheduled`` falls back to it: pages after it hold nothing.
-    ``draft_states[i]`` is the id of the recurrent state after draft i of those, which the shards can make: ``accepted``
-    after the last accepted draft, in the place of ``state``.
-    """
+    ``tokens[:n_computed]`` count as soon as their step is planned, as stages run steps in order. ``n_scheduled`` also
+    counts drafts under verification, after which ``n_computed`` grows by the accepted ones and ``n_scheduled`` falls
+    back to it. ``draft_states[i]``: id of the recurrent state after draft i; ``accepted`` after the last accepted one,
+    in the place of ``state``."""
 
     sequence: int
     state: int  # live recurrent state; -1 when the model has none
@@ -105,8 +99,7 @@ def grow_table(
     make_room: MakeRoom = lambda *_: None,
 ) -> list[Operation] | None:
     """Give a table the pages of a slice, and swap some if they were ranked; return the operations that do the same in
-    the shards.  None, as ``PageTable.grow``.
-    """
+    the shards. None, as ``PageTable.grow``."""
     growths = table.grow(start, stop, n_more)
     if growths is None:
         return None
@@ -119,15 +112,11 @@ def grow_table(
 
 @dataclass(slots=True, eq=False)
 class PrefixUse:
-    """Prefix cache use of one request.
-
-    ``held``: it waits for a prefix that is being restored.  ``checkpoints``: where its slices end and slots are made,
-    and why; ``checkpoint_positions``: the same positions, in order.
-    ``branch_position``: one more checkpoint, where other prompts diverge from it.
-    ``lookup``: the version of the index and the match found in it.  ``common``: tokens shared with running requests, by
-    arrival.  ``cached``: tokens of the prompt that were reused, from ``tier``; None before it starts.
-    ``fetched``: how many tokens were cached when lower tiers were asked for more, since it was queued.
-    """
+    """Prefix cache use of one request. ``held``: it waits for a prefix that is being restored. ``checkpoints``: where
+    its slices end and slots are made, and why; ``branch_position``: one more, where other prompts diverge from it.
+    ``lookup``: the version of the index and the match found. ``common``: tokens shared with running requests, by
+    arrival. ``cached``: reused tokens of the prompt, from ``tier``; None before it starts. ``fetched``: how many were
+    cached when lower tiers were asked for more."""
 
     held: bool = False
     checkpoints: dict[int, Origin] = field(default_factory=dict)
@@ -189,9 +178,8 @@ class RequestRecord:
         return self.n_tokens - len(self.request.prompt)
 
     def n_steps_served(self, chunk: int) -> int:
-        """Return how many steps the request was served since it got its sequence: one per chunk of the prompt and one
-        per token of the answer.  Recomputed tokens do not count.
-        """
+        """Return for how many steps the request was served since it got its sequence, one per chunk of the prompt and
+        token of the answer, without recomputed tokens."""
         if self.live is None:
             return 0
         start, n_prompt = max(self.live.began_at, self.n_computed_before), len(self.request.prompt)
@@ -234,19 +222,15 @@ class RequestRecord:
         self.ended = not TRANSITIONS[state]
 
     def beside_images(self, start: int, stop: int) -> int:
-        """Return where a slice that is to end at ``stop`` ends if it has no part of an image: before one, or, where it
-        begins with that, behind it."""
+        """Return where a slice that is to end at ``stop`` ends if it has no part of an image."""
         for image in self.request.image_spans:
             if image.start < stop < image.stop:
                 return image.stop if image.start <= start else image.start
         return stop
 
     def next_stop(self, start: int, chunk: int) -> int:
-        """Return where a slice that begins at ``start`` ends, its drafts not counted.
-
-        Slices end at absolute multiples of the chunk size and at the prompt's checkpoints, so that a prompt computed
-        from the middle has the same slices as one computed whole.
-        """
+        """Return where a slice that begins at ``start`` ends, drafts not counted: at absolute multiples of the chunk
+        size and at checkpoints, so that a prompt computed from the middle has the same slices."""
         if self.wanted is not None:
             chunk = min(chunk, self.wanted.rows)
         stop = min(len(self.tokens), (start // chunk + 1) * chunk)

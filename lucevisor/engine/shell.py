@@ -1,11 +1,7 @@
-"""The engine: the asyncio shell of the core, and what its readers, daemons and owner see.
+"""The engine: the asyncio shell of the core. One thread, no task of its own.
 
-Feeds events to the core and carries out its instructions in order: frames to the links, copies to the journal's memory,
-masks and rankings to threads and tasks, events to the readers of requests.  One thread, no task of its own.
-
-Invariants: a request that ``submit`` returned gets exactly one FinishedEvent, even if the pipeline fails or the engine
-is closed; instructions are carried out in the order in which the core gave them, whatever their effects call.
-"""
+Invariants: a request that ``submit`` returned gets exactly one FinishedEvent; instructions are carried out in the order
+in which the core gave them, whatever their effects call."""
 
 from __future__ import annotations
 
@@ -92,10 +88,8 @@ class StageLink(Protocol):
     """The link to the daemon that runs a stage."""
 
     def send(self, message: bytes | Masks | CancelPending, /, *, payload: Sequence[bytearray] = ()) -> None:
-        """Send one encoded frame, or masks with their rows, or a cancellation, without waiting.
-
-        Raises ProtocolError or OSError when the link is dead.
-        """
+        """Send an encoded frame, masks with their rows, or a cancellation, without waiting. Raises ProtocolError or
+        OSError."""
 
 
 class RowStore(Protocol):
@@ -120,13 +114,8 @@ class RowStore(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(CoreSettings):
-    """Settings and callbacks of an engine.
-
-    ``rows``: the memory of the journal.  ``blame`` names the first stage of a step whose rows are NaN or infinite.
-    ``mask_threads`` False: masks are made on the calling thread.  ``on_step`` gets every finished step,
-    ``on_pipeline_failed`` the reason why the pipeline was dropped, and ``on_drafter_lost`` the reason why the drafter
-    was detached.
-    """
+    """``rows``: the memory of the journal. ``blame`` names the first stage of a step whose rows are NaN or infinite.
+    ``mask_threads`` False: masks are made on the calling thread. ``on_step`` gets every finished step."""
 
     rows: RowStore | None = None
     blame: Callable[[Step], str] = lambda _: "the output stage"
@@ -148,9 +137,7 @@ class DraftStage:
 
 @dataclass(frozen=True, slots=True)
 class StateReplay:
-    """The steps of each lost stage, and the ``file`` of their boundary rows.  Rows are still being written to it; it is
-    sealed after the last one.
-    """
+    """The steps of each lost stage, and the ``file`` of their boundary rows, which is sealed when all are written."""
 
     stages: Sequence[StageReplay]
     file: FileIO
@@ -187,24 +174,18 @@ class Engine:
     # ---- requests
 
     def submit(self, request: GenerationRequest) -> RequestHandle:
-        """Queue a request and start it when there is room.
-
-        Raises NotReady without a pipeline or a hold, or while draining, QueueFull, InvalidRequest, ContextOverflow.
-        """
+        """Queue a request. Raises NotReady without a pipeline or a hold, QueueFull, InvalidRequest, ContextOverflow."""
         self.core.check_taking(request)
         return self._submit(request, None)
 
     def release(self, take: Callable[[RequestHandle, RequestRecord], None], *, running: bool = False) -> None:
-        """Give requests away: ``take`` gets those that hold nothing in the shards, with ``running`` after a freeze all.
-
-        The caller must have each adopted by another engine, or end its handle.
-        """
+        """Give away requests that hold nothing in the shards, with ``running`` after a freeze all, for ``take`` to have
+        each adopted by another engine or ended."""
         self._on_released = take
         self.handle(ev.Release(running))
 
     def adopt(self, handle: RequestHandle, record: RequestRecord) -> None:
-        """Go on with a request that another engine has released; its reader notices nothing.  Raises what submit
-        raises, but QueueFull."""
+        """Go on with a request that another engine has released. Raises what submit raises, but QueueFull."""
         known = self._handles.setdefault(handle.request_id, handle)
         try:
             self.handle(ev.Adopt(record))
@@ -238,12 +219,8 @@ class Engine:
         self.handle(ev.Resume(request_id))
 
     async def run_ids(self, ids: Sequence[int], *, want_hidden: bool, rows_per_step: int) -> IdsOutput:
-        """Run token ids through the pipeline and return the logits and hidden states of every position.
-
-        Scheduled like any request, in chunks of at most ``rows_per_step`` tokens, so that their rows fit one payload
-        (``rows.max_rows_per_step``).  Raises what submit raises, RowsMissing if the pipeline failed, ProtocolError if a
-        payload is not what its result says.
-        """
+        """Run token ids through the pipeline, at most ``rows_per_step`` a step (see ``max_rows_per_step``), and return
+        the logits and hidden states of every position. Raises what submit raises, RowsMissing, ProtocolError."""
         self._n_ids_runs += 1
         request_id = f"ids-{self._n_ids_runs}"
         request = GenerationRequest(
@@ -276,10 +253,8 @@ class Engine:
         return bool(self._handles)
 
     def unload(self, reason: str, error: RequestError | None = None) -> None:
-        """Leave the pipeline for good; requests wait for the next attach, however long it takes.
-
-        ``error``: why the model could not be loaded; requests that wait now end with it.
-        """
+        """Leave the pipeline; requests wait for the next attach. ``error``: why loading failed, which ends those that
+        wait."""
         self.handle(ev.Unload(reason, error))
 
     def attach(
@@ -291,12 +266,10 @@ class Engine:
         drafter: DraftStage | None = None,
         on_dead_link: Callable[[int, str], None] | None = None,
     ) -> None:
-        """Use daemons that hold no sequences, by stage; queued and held requests start.
+        """Use daemons that hold no sequences, by stage; queued and held requests start. See events.StagesReady.
 
-        ``restored``: they have the bytes of what was frozen before ``detach_frozen``, so running requests go on.
-        ``drafter`` is attached before the first step.  ``on_dead_link`` is called with a stage that cannot be sent to,
-        and the reason, and calls ``lose_stages`` or ``detach``; without one it is ``detach``.
-        """
+        ``on_dead_link`` gets a stage that cannot be sent to, and the reason; it calls ``lose_stages`` or ``detach``,
+        the default."""
         self._numbers.clear()
         self._dead.clear()
         self._links, self._n_stages = [*links], len(links)
@@ -316,32 +289,22 @@ class Engine:
         self.handle(ev.ShardStateUnknown(StageFailure(stage, "protocol_error", message)))
 
     def detach(self, error: RequestError, *, permanent: bool = False) -> None:
-        """Drop the pipeline, and hold requests until the next attach; without a hold, end running ones with ``error``
-        and refuse new ones with its message.
-
-        ``permanent`` (no pipeline will come by itself) ends queued requests, too.  It may be called again, and a later
-        attach, say after an operator's restart, serves again.
-        """
+        """Drop the pipeline, and hold requests until the next attach; without a hold, end running ones with ``error``.
+        ``permanent`` (no pipeline will come by itself) ends queued requests, too."""
         self.handle(ev.PipelineLost(error, permanent))
 
     def detach_frozen(self, error: RequestError, rows: RowStore | None, journal_pages: int) -> None:
-        """Leave the pipeline after a freeze; the next one may have what was frozen (``attach``).
-
-        ``error``: the reason why requests are not served meanwhile.  ``rows``, ``journal_pages``: the memory of the
-        journal over the next pipeline's boundaries.
-        """
+        """Leave the pipeline after a freeze; the next one may have what was frozen (``attach``). ``rows``,
+        ``journal_pages``: the journal over its boundaries."""
         self._row_store = rows
         self.handle(ev.PipelineHandedOff(error, 0 if rows is None else journal_pages))
 
     def set_unavailable(self, error: RequestError) -> None:
-        """Set the reason why requests are not served: ``error``'s message."""
         self.handle(ev.Unavailable(error))
 
     def lose_stages(self, stages: Collection[int], error: RequestError) -> bool:
-        """Hold requests until ``restore``, as the daemons of some stages are lost; the other stages keep their state.
-
-        Returns False where that is impossible: then it does what ``detach`` does.
-        """
+        """Hold requests until ``restore``, as some stages are lost; the others keep their state. False where that is
+        impossible: then it does what ``detach`` does."""
         self.handle(ev.StagesLost(frozenset(stages), error))
         return self.core.state is EngineState.REBUILDING
 
@@ -354,13 +317,10 @@ class Engine:
         replayed: Collection[int] = (),
         drafter: DraftStage | None = None,
     ) -> bool:
-        """Rebuild all lost stages in the daemons behind ``links``, by stage, which hold no sequences.
+        """Rebuild all lost stages in the daemons behind ``links``, by stage; see events.StagesReplaced. False if none
+        is lost.
 
-        ``restored``: they have the bytes of what was frozen before the loss, so nothing is computed again.
-        ``replayed``: stages whose daemons computed what ``make_replay`` made since the last loss.  ``drafter`` is
-        attached afterwards.  ``on_end`` is called with whether that worked; if not, the pipeline is detached by then.
-        Returns False if no stage is lost.
-        """
+        ``on_end`` gets whether that worked; if not, the pipeline is detached by then."""
         if self.core.state is not EngineState.REBUILDING:
             return False
         self._on_rebuilt = on_end
@@ -372,11 +332,8 @@ class Engine:
         return True
 
     async def make_replay(self, stages: Collection[int], timeout_s: float) -> StateReplay | None:
-        """Return what lost stages have computed; None if steps are on their way to other stages for longer, it is too
-        much, or impossible: then ``restore`` does that.
-
-        The caller closes the file.  It holds until another stage is lost.
-        """
+        """Return what lost stages have computed, whose file the caller closes; None if that takes longer, is too much,
+        or impossible: then ``restore`` does it. It holds until another stage is lost."""
 
         def prepared() -> bool:
             self.handle(ev.PrepareReplay(frozenset(stages)))
@@ -430,12 +387,8 @@ class Engine:
     # ---- pauses, like the kernel's cgroup freezer
 
     async def freeze(self, timeout_s: float, reason: PauseReason = "restart") -> FrozenState | None:
-        """Plan no step until lost stages are there again or a pipeline is attached, and wait until those on their way
-        are done; requests are held meanwhile.
-
-        Returns what the shards hold then, for ``restore`` or ``attach`` with ``restored``; these bytes stay in every
-        daemon that lives on until steps are planned again.  None if it took longer, or the pipeline was lost.
-        """
+        """Plan no step, wait until those on their way are done, and return what the shards hold then, for ``restore``
+        or ``attach`` with ``restored``; requests are held. None if it took longer, or the pipeline was lost."""
         self.handle(ev.Freeze(reason))
         under_way = (EngineState.DRAINING, EngineState.REBUILDING)
         await self.changes.holds_within(lambda: self.core.state not in under_way, timeout_s)
@@ -446,10 +399,7 @@ class Engine:
         self.handle(ev.Thaw())
 
     async def quiesce(self, timeout_s: float) -> bool:
-        """Start no queued request until the next attach; return whether the running ones ended in time.
-
-        For the orderly restart of a group without holds: new requests are still accepted, and wait.
-        """
+        """Start no queued request until the next attach; return whether the running ones ended in time."""
         self.handle(ev.Quiesce())
         scheduler = self.core.scheduler
         return await self.changes.holds_within(
@@ -607,10 +557,8 @@ class Engine:
 
 
 class SlotAccess:
-    """Prefix slots of an engine for those who copy their bytes: slots to save, and places for slots to restore.
-
-    Invariant: nothing writes to a place that was handed out until it is released, adopted or cancelled.
-    """
+    """Prefix slots to save, and places for slots to restore. Nothing writes to a place until it is released, adopted or
+    cancelled."""
 
     def __init__(self, engine: Engine, changes: Changes, clock: Callable[[], float]) -> None:
         self._engine, self._changes, self._clock = engine, changes, clock
@@ -629,11 +577,8 @@ class SlotAccess:
         return pipeline is self._engine.core.pipeline
 
     async def export(self, slot: PrefixSlot) -> SlotPlace | None:
-        """Pin a slot and return its place once its bytes are there in every stage.
-
-        Nothing writes to its first ``n_tokens`` positions until the caller calls ``release``.  None, without a pin, if
-        the slot is gone or the pipeline fails.
-        """
+        """Pin a slot until ``release``, and return its place once its bytes are there in every stage; None, without a
+        pin, if it is gone or the pipeline fails."""
         self._index.pin(slot)
         if slot.alive and await self.synchronize() and slot.alive:
             full, window = (slot.pages(kv_group) for kv_group in (KvGroup.FULL, KvGroup.WINDOW))
@@ -648,8 +593,7 @@ class SlotAccess:
 
     def can_restore(self, n_tokens: int, n_saved: int, paged_out: PagedOut | None) -> bool:
         """Return whether the first ``n_tokens`` of a prefix of ``n_saved`` may be restored, pages of which were
-        ``paged_out``: what was computed with pages left out stands for nothing that is computed without.
-        """
+        ``paged_out``: what was computed without some pages stands for nothing that is computed with all."""
         limits = self._engine.core.scheduler.limits
         if not limits.stays_whole(n_tokens + 1):
             return False
@@ -658,13 +602,9 @@ class SlotAccess:
         return n_tokens == n_saved and limits.residency is not None and limits.residency.ranks_pages
 
     async def reserve(self, n_tokens: int, paged_out: PagedOut | None = None) -> Reservation | None:
-        """Allocate pages and a state for a prefix of ``n_tokens``, to which no step in flight writes any more.
-
-        ``paged_out``: which of its pages were in host memory when it was saved; those beyond the pool go there.
-
-        The caller must ``adopt`` it once every stage has its bytes, or ``cancel_reservation``.  None if there is no
-        room, KV Flash would drop some of it, or the pipeline fails.
-        """
+        """Allocate pages and a state for a prefix, to which no step in flight writes any more; then ``adopt`` or
+        ``cancel_reservation``. ``paged_out``: pages that were in host memory when it was saved. None if there is no
+        room, KV Flash would drop some of it, or the pipeline fails."""
         reuse = self._engine.core.scheduler.reuse
         if (reservation := reuse.reserve(n_tokens, paged_out)) is None and self._index.evicting:
             await self._changes.wait_for(lambda: not self._index.evicting)  # their pages come free
@@ -675,11 +615,8 @@ class SlotAccess:
         return reservation
 
     def adopt(self, tokens: Sequence[int], reservation: Reservation, *, drafted: bool = False) -> PrefixSlot | None:
-        """Publish a restored prefix, pinned; ``release`` it once the requests that wait for it have started.
-
-        ``drafted``: the drafter's state was restored, too.  None if it is not kept: the pipeline failed meanwhile, or
-        it is not worth caching.
-        """
+        """Publish a restored prefix, pinned until ``release``; None if the pipeline failed meanwhile, or it is not
+        worth caching. ``drafted``: the drafter's state was restored, too."""
         slot = self._index.adopt(tokens, reservation, self._clock(), drafted=drafted)
         self._engine.tick()
         return slot

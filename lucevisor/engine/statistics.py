@@ -1,8 +1,4 @@
-"""Counts of the engine: totals since the start, and rates over recent seconds.
-
-Pure; ``now`` is an argument.  Invariant: a rate is events counted divided by seconds passed, nothing smoothed or
-guessed.
-"""
+"""Counts of the engine: totals since the start, and rates over recent seconds. Pure; ``now`` is an argument."""
 
 from __future__ import annotations
 
@@ -105,11 +101,8 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """Prefix slots now, and what they did since the start.
-
-    ``n_bytes``: pages and states that only slots hold.  ``n_hits`` of ``n_prompts`` prompts began with a cached prefix;
-    ``tokens``: their reused tokens, by where the prefix came from ("device", "host" or "disk").
-    """
+    """``n_bytes``: pages and states that only slots hold. ``n_hits`` of ``n_prompts`` prompts began with a cached
+    prefix; ``tokens``: their reused tokens, by where the prefix came from ("device", "host" or "disk")."""
 
     n_slots: int = 0
     n_pinned: int = 0
@@ -136,11 +129,8 @@ class CacheStatistics:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """A snapshot for status, metrics and the dashboard.
-
-    ``tokens_per_s``: generated tokens that arrived in the last ``window_s`` seconds divided by those seconds (by the
-    engine's age while that is shorter), all requests together; 0 when nothing was generated in them.
-    """
+    """A snapshot for status and metrics. ``tokens_per_s``: generated tokens of the last ``window_s`` seconds, or of the
+    engine's age while that is shorter."""
 
     ready: bool
     reason: str  # why not ready; empty when ready
@@ -173,9 +163,7 @@ class EngineStatistics:
         *,
         reason: str,
     ) -> EngineStatistics:
-        """Return the counts as of now; ``rebuilding``: tokens of the present rebuild, done and in all; ``reason``: why
-        the engine is not ready, or empty.
-        """
+        """Return the counts as of now; ``reason``: why the engine is not ready, or empty."""
         return cls(
             ready=not reason,
             reason=reason,

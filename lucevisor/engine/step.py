@@ -1,7 +1,5 @@
-"""Scheduled steps: which requests a step carries, and whether a result answers it.
-
-Records and checks; decides nothing.  Invariant: a result is applied whole or refused whole.
-"""
+"""Scheduled steps: which requests a step carries, and whether a result answers it, which is applied or
+refused whole."""
 
 from __future__ import annotations
 
@@ -27,11 +25,9 @@ class WrongResult(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step to send; ``request_ids[i]`` owns ``step.slices[i]``, and its masked slices get masks from ``mask_jobs``.
-
-    ``draft_operations``: those that the draft stage, just attached or about to be suspended, gets in place of the
-    step's own.  ``embeddings``: rows of images in its slices.
-    """
+    """A step to send; ``request_ids[i]`` owns ``step.slices[i]``. ``draft_operations``: those that the draft stage,
+    just attached or about to be suspended, gets in place of the step's own. ``embeddings``: rows of images in its
+    slices."""
 
     step: Step
     request_ids: tuple[str, ...]
@@ -41,10 +37,8 @@ class StepPlan:
 
 
 class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a dataclass: a step has one for each sequence
-    """A slice that was chosen for the next step: from ``live.n_scheduled`` to ``stop``, then ``drafts``.
-
-    ``num_real_drafts``: of the drafts, those before the padding.  ``states`` and ``num_draft_tokens`` as in Slice.
-    """
+    """A slice chosen for the next step: from ``live.n_scheduled`` to ``stop``, then ``drafts``, of which
+    ``num_real_drafts`` are no padding. ``states`` and ``num_draft_tokens`` as in Slice."""
 
     record: RequestRecord
     live: LiveSequence
@@ -108,10 +102,7 @@ class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a datacl
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True):
-    """A request's slice in a step.  ``live``: its sequence then; by the time of the result it may have another.
-
-    ``num_real_drafts`` as in ScheduledSlice.
-    """
+    """A request's slice in a step. ``live``: its sequence then; by the time of the result it may have another."""
 
     record: RequestRecord
     live: LiveSequence
@@ -211,9 +202,8 @@ def unconsumed_tokens(record: RequestRecord, constraint: Constraint) -> tuple[in
 
 
 def drawn_tokens(scheduled: ScheduledStep | None, result: StepResult) -> dict[int, list[Sampled]]:
-    """Return a result's tokens by sequence id.  Raises WrongResult when they are not those that ``scheduled``, the
-    oldest step in flight, asked for.
-    """
+    """Return a result's tokens by sequence id. Raises WrongResult when ``scheduled``, the oldest step in flight, asked
+    for others."""
     if scheduled is None or scheduled.step_id != result.step_id:
         expected = scheduled.step_id if scheduled is not None else "none"
         raise WrongResult(f"a result of step {result.step_id} came; the oldest step in flight is {expected}")

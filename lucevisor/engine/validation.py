@@ -1,8 +1,7 @@
 """Debug check of the engine's accounts: ids, sequences, queue and steps in flight (LUCEVISOR_VALIDATE=1).
 
-Pure, and reads only.  True between any two calls of the scheduler; the engine checks whenever it is idle, when a leak
-shows best.  Invariant: AccountingError means a defect of this program, never of a client or a daemon.
-"""
+True between any two calls of the scheduler; checked whenever it is idle. An AccountingError is a defect of this
+program."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Speculative decoding policy: how many tokens to draft and how many drafts to verify, for the most tokens a second.
 
-The acceptance rate is averaged by position of a draft.  The time of a round, from one result of a micro-batch to its
-next, is averaged by batch and width, so it includes drafting, links and waiting.  A neighbouring width is tried now and
-then.  If drafts do not pay, they are tried at growing intervals, and an unused drafter is suspended.
-docs/speculation.md has the rules.
-"""
+The acceptance rate is averaged by position of a draft, the time of a round (from one result of a micro-batch to its
+next) by batch and width. A neighbouring width is tried now and then. If drafts do not pay, they are tried at growing
+intervals, and an unused drafter is suspended. docs/speculation.md has the rules."""
 
 from __future__ import annotations
 
@@ -39,9 +37,8 @@ ROW_SHARE: Final = 0.05  # assumed time of one more row, relative to a step of o
 
 
 class DrafterPrior(NamedTuple):
-    """Assumptions about a drafter before it is measured: acceptance rate of its first draft, time of one draft relative
-    to a plain step, and the share of that time for each further draft.
-    """
+    """Assumptions about a drafter: acceptance rate of its first draft, time of one draft relative to a plain step, and
+    the share of that time for each further draft."""
 
     first_chance: float
     draft_share: float
@@ -57,11 +54,8 @@ PRIORS: Final[dict[DraftKind, DrafterPrior]] = {
 
 @dataclass(slots=True, eq=False)
 class RequestDrafts:
-    """Drafting state of one request.
-
-    ``match_length``: length of the n-gram match that gave the newest drafts; 0 if the drafter made them.  ``n_copied``:
-    verify steps in a row, up to the last, whose drafts came from lookup and were all accepted.
-    """
+    """``match_length``: of the n-gram match that gave the newest drafts; 0 if the drafter made them. ``n_copied``:
+    verify steps in a row, up to the last, whose drafts came from lookup and were all accepted."""
 
     match_length: int = 0
     n_copied: int = 0
@@ -101,9 +95,8 @@ class AcceptanceRate:
 
 
 class RoundShape(NamedTuple):
-    """Key of a round's measured time, besides its width: decoding sequences, whether an additional micro-batch is
-    drafted beside the stages, and whether the drafter makes drafts.
-    """
+    """Key of a round's time, besides its width: decoding sequences, whether an additional micro-batch is drafted beside
+    the stages, and whether the drafter makes drafts."""
 
     n_decoding: int
     beside: bool
@@ -214,11 +207,9 @@ class SpecDecodeController:
         return width
 
     def candidates(self, drafts: RequestDrafts, drafted: Drafted, n_decoding: int) -> Drafted:
-        """Return the drafts to consider for the next slice: those of the draft stage, if any, or those found in the
-        sequence's own tokens where more of them are likely to be accepted.
-
-        A sequence that decodes alone, and has copied whole drafts twice in a row, gets ``max_lookup`` of these.
-        """
+        """Return the drafts to consider for the next slice: those of the draft stage, or those found in the sequence's
+        own tokens where more of them are likely to be accepted. One that decodes alone, and has copied whole drafts
+        twice in a row, gets ``max_lookup`` of these."""
         lookup, drafts.match_length = drafts.lookup, 0
         match = lookup.match() if lookup is not None and not lookup.n_waiting else None
         if lookup is not None and match is not None:
@@ -232,10 +223,7 @@ class SpecDecodeController:
         return drafted
 
     def num_verify_tokens(self, offers: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
-        """Return how many drafts each of the next slices verifies, all of one step; padding makes them equally long.
-
-        0: a plain decode.
-        """
+        """Return how many drafts each of the next slices, all of one step, verifies; 0: a plain decode."""
         self._n_decoding = n_decoding
         counts = [len(drafted.tokens) for _, drafted in offers]
         most, asked = max(counts), any(drafted.tokens and not drafts.looked_up for drafts, drafted in offers)
@@ -297,9 +285,7 @@ class SpecDecodeController:
                 self._end_trial()
 
     def record_round(self, width: int, seconds: float, *, asked: bool, cold: bool = False) -> None:
-        """Count a round in which every slice verified ``width`` drafts; ``asked``: the drafter made them.  ``cold`` as
-        in StepResult.
-        """
+        """Count a round in which every slice verified ``width`` drafts; ``asked``: the drafter made them."""
         self._times.add(RoundShape(self._n_decoding, asked and self._extra_group, asked), width, seconds, cold=cold)
         if self._trial is not None and asked == (self._trial.width > 0) and width == self._trial.width and not cold:
             self._trial.n_rounds -= 1
@@ -374,12 +360,9 @@ class SpecDecodeController:
 
 
 class DrafterSuspension:
-    """Suspension of an unused drafter.
-
-    An unused drafter still costs time: its context follows every step, and prompts go through its layers.  A suspended
-    one gets no steps.  It is resumed after a number of steps, which doubles each time that it stays unused.  If it was
-    used before, it is also resumed when a request arrives while no sequence is decoding.
-    """
+    """Suspension of an unused drafter, which costs time: its context follows every step. A suspended one is resumed
+    after a number of steps, which doubles each time that it stays unused, or, if it was used before, when a request
+    arrives while no sequence is decoding."""
 
     def __init__(self) -> None:
         self.suspended = False
@@ -388,10 +371,7 @@ class DrafterSuspension:
         self._interval = ACTIVE_STEPS
 
     def is_due(self, *, idle: bool) -> bool:
-        """Return whether to resume the drafter, or to suspend it if its drafts are not used.
-
-        ``idle``: no sequence is decoding.
-        """
+        """Return whether to resume the drafter, or to suspend it; ``idle``: no sequence is decoding."""
         if self.suspended:
             return self._n_steps >= self._interval or (idle and self._used)
         return self._n_steps >= ACTIVE_STEPS

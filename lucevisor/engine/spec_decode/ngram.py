@@ -1,10 +1,7 @@
 """Prompt lookup decoding (n-gram lookup): drafts that repeat what followed the same tokens earlier in the sequence.
 
-Hash chains over n-grams, as in LZ77 compressors:  ``_heads`` holds the newest occurrence of a bucket, ``_older`` the
-one before each.  Four bytes a token and 256 KiB a sequence; indexing and matching are bounded per call, so a prompt of
-262,144 tokens delays no request.  Invariant: a match never reaches beyond what is indexed, and drafts continue the
-newest of the longest matches seen.
-"""
+Hash chains over n-grams, as in LZ77: ``_heads`` holds the newest occurrence of a bucket, ``_older`` the one before
+each. Four bytes a token and 256 KiB a sequence; indexing and matching are bounded per call."""
 
 from __future__ import annotations
 

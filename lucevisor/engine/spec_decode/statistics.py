@@ -1,8 +1,5 @@
-"""Statistics of speculation since the start: drafts made, verified and accepted, acceptance length, times.
-
-Invariants: accepted <= verified <= drafted; a decode yields one token and one more for every accepted draft, except
-where the stop id was a draft: then none follows it.  The times of a step are shared out by rows and add up to it.
-"""
+"""Statistics of speculation since the start. Invariant: accepted <= verified <= drafted. The times of a step are shared
+out by rows and add up to it."""
 
 from __future__ import annotations
 
@@ -20,14 +17,9 @@ class LookupCounts:
 
 @dataclass(slots=True)
 class DraftStatistics:
-    """All counts; one per engine.
-
-    ``n_plain``, ``n_verify``: decodes without and with drafts.  ``n_drafted``: drafts made, verified or not.
-    ``verified[i]``, ``accepted[i]``: drafts at position i.  ``draft_s``: time of the draft stage for drafts;
-    ``verify_s``: time of all other stages, one after the other, for verify slices.  ``n_steps``: steps for which the
-    draft stage made drafts.  ``upkeep_s``: time of the draft stage for what it was not asked drafts after: it extends
-    its context by every token of the target.
-    """
+    """``n_plain``, ``n_verify``: decodes without and with drafts. ``n_drafted``: drafts made, verified or not.
+    ``verified[i]``, ``accepted[i]``: at position i. ``draft_s``: time of the draft stage for drafts, in ``n_steps``;
+    ``upkeep_s``: for the rest. ``verify_s``: time of all other stages for verify slices."""
 
     n_plain: int = 0
     n_verify: int = 0
@@ -72,9 +64,8 @@ class DraftStatistics:
         self.upkeep_s += seconds * (1 - share)
 
     def decoded(self, num_real_drafts: int, n_accepted: int, *, looked_up: bool, reported: bool = True) -> None:
-        """Count a verdict.  ``n_accepted``: drafts among the tokens that were kept; a padding token that is right by
-        chance counts as a draft.  ``reported`` False: the drafter was detached before it answered.
-        """
+        """Count a verdict. ``n_accepted``: drafts among the tokens that were kept, padding that is right by chance
+        included. ``reported`` False: the drafter was detached before it answered."""
         n_drafts = max(num_real_drafts, n_accepted)
         self.n_verify += n_drafts > 0
         self.n_plain += n_drafts == 0
