@@ -1,13 +1,9 @@
 """Boundary memory between two stages, one region per step: ``SharedBuffer``, and the arena, in shared memory.
 
-Knows memfd, seals and mmap; no tensors, no frames.  Invariants: the memory cannot shrink, so reads never raise SIGBUS;
-it has no name in the file system, so a crash leaves nothing behind.  Access is ordered by the frames on the links, or
-by the doorbells in the last page: there are no locks in shared memory.
-
-Each region has a doorbell, with the step whose rows are there, and when they were.  The reader polls it for a while,
-then sleeps on an event descriptor.  Invariants: a bell is rung after the rows are there, and has one writer; no
-step waits for a bell left by a process that died, as its step is never announced again.
-"""
+Invariants: the memory cannot shrink, so reads never raise SIGBUS; it has no name in the file system; access is ordered
+by the frames on the links, or by the doorbells in the last page. Each region has a doorbell, with the step whose rows
+are there; the reader polls it for a while, then sleeps on an event descriptor. A bell is rung after the rows are there,
+and has one writer."""
 
 from __future__ import annotations
 
@@ -39,10 +35,8 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedBuffer(Protocol):
-    """The boundary between two stages: a region per step in flight, which the writer fills and announces to the reader.
-
-    Regions are given out by the supervisor, which reuses one when its step has ended: they are the writer's credits.
-    """
+    """The boundary between two stages: a region per step in flight, which the writer fills and announces to the reader,
+    and which the supervisor gives out again when its step has ended."""
 
     plan: ArenaPlan
     shared_memory: bool
@@ -71,10 +65,8 @@ class SharedBuffer(Protocol):
         """Return the seconds since a region's last ring."""
 
     def drain(self) -> None:
-        """Take what has arrived, and let the next sleep on ``wake_fds`` last until the next ring.
-
-        Call ``rung`` after this.
-        """
+        """Take what has arrived, and let the next sleep on ``wake_fds`` last until the next ring. Call ``rung`` after
+        this."""
 
     def awaited(self, here: bool) -> None:
         """The calling thread sleeps on ``wake_fds`` from now on, so no other one is woken for what arrives; or not."""
@@ -103,11 +95,8 @@ def arena_bytes(plan: ArenaPlan) -> int:
 
 
 class Arena:
-    """One mapping of the memory, from :meth:`create` or :meth:`attach`.
-
-    ``fd`` is the descriptor to pass on; -1 for an attached arena and after ``close``.  ``wake_fd``, an eventfd, is the
-    object's own; -1: nobody sleeps here.
-    """
+    """One mapping of the memory. ``fd`` is the descriptor to pass on; -1 for an attached arena. ``wake_fd``, an
+    eventfd, is the object's own; -1: nobody sleeps here."""
 
     shared_memory = True
 
@@ -139,11 +128,8 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int, plan: ArenaPlan, wake_fd: int = -1) -> Self:
-        """Map the memory of a received descriptor.  Takes over ``fd`` and closes it, also on failure; and ``wake_fd``,
-        which it keeps.
-
-        ArenaError unless it is a memfd of the planned size, sealed against resizing.
-        """
+        """Map the memory of a received descriptor, which it takes over, also on failure. Raises ArenaError unless it is
+        a memfd of the planned size, sealed against resizing."""
         try:
             n_bytes = arena_bytes(plan)
             _refuse_other(fd, plan, n_bytes)
@@ -159,16 +145,12 @@ class Arena:
             os.close(fd)  # the mapping has its own
 
     def view(self) -> memoryview:
-        """The whole mapping, writable, for registration with a device."""
         if self._mapping is None:
             raise ArenaError("the arena is closed", _where(self.plan), "attach it again")
         return memoryview(self._mapping)
 
     def region(self, index: int) -> memoryview:
-        """Region ``index``: ``plan.region_bytes`` shared, writable, page-aligned bytes.
-
-        Tensors over it keep the memory mapped, even after ``close``.
-        """
+        """Region ``index``. Tensors over it keep the memory mapped, even after ``close``."""
         if not 0 <= index < self.plan.n_regions:
             raise ArenaError(
                 f"region {index} does not exist; there are {self.plan.n_regions}",
@@ -179,7 +161,6 @@ class Arena:
         return self.view()[start : start + self.plan.region_bytes]
 
     def ring(self, region: int, step_id: int, n_bytes: int) -> None:
-        """Ring the doorbell of a region."""
         at = region * (SLOT_BYTES // 8)
         self._bells[at + 1] = time.monotonic_ns()
         self._bells[at] = step_id
@@ -207,7 +188,6 @@ class Arena:
         pass  # nobody else is woken
 
     def close(self) -> None:
-        """Release the mapping; idempotent.  Memory used by a view or tensor stays mapped until the last is gone."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

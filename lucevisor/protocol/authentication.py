@@ -76,7 +76,6 @@ class ServerHandshake:
 
     @staticmethod
     def check_start(response: bytes) -> None:
-        """Raise AuthenticationError if a response cannot begin with these bytes."""
         _check_start(response)
 
     def request(self, response: bytes) -> tuple[Purpose, bytes]:

@@ -1,12 +1,8 @@
 """Sans-I/O protocol state of one end of a link or heartbeat: bytes in, frames out; messages in, bytes out.
 
-Knows no sockets, clocks or event loops; descriptors are plain numbers.  Invariants: frames come out in order, each
-exactly once; none comes out after the first byte that violates the protocol; memory is bounded by the read buffer plus
-what one header within its limits announces.
-
-Two equivalent ways in: ``receive(data)`` copies; ``buffer()`` and ``received(n)`` let a socket write straight to its
-destination, small frames into the read buffer, long payloads into memory of their own.
-"""
+Invariants: frames come out in order, each exactly once; none comes out after the first byte that violates the protocol;
+memory is bounded by the read buffer plus what one header within its limits announces. ``buffer()`` and ``received(n)``
+let a socket write straight to its destination; ``receive(data)`` copies."""
 
 from __future__ import annotations
 
@@ -148,9 +144,8 @@ class Connection:
     def send(
         self, message: Message, request_id: int = 0, flags: int = 0, payload: Sequence[Buffer] = ()
     ) -> list[bytes | memoryview]:
-        """Advance the state and return the buffers to write, in order; the descriptors that the message names go with
-        the first byte.  A LocalProtocolError changes nothing.
-        """
+        """Advance the state and return the buffers to write, in order; descriptors go with the first byte. A
+        LocalProtocolError changes nothing."""
         views = byte_views(payload) if len(payload) else []
         data = encode(message, request_id, flags, sum(map(len, views)))
         self._advance(KIND_OF[type(message)])

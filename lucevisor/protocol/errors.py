@@ -1,8 +1,4 @@
-"""Errors of the protocol between supervisor and daemons.
-
-Knows no sockets and no messages.  Invariant: every error says what happened, where, and what to do about it, in three
-texts, so logs and HTTP bodies can show them apart; ``str(error)`` joins them.
-"""
+"""Errors of the protocol between supervisor and daemons: what happened, where, and what to do, in three texts."""
 
 from __future__ import annotations
 
@@ -33,8 +29,7 @@ class LocalProtocolError(ProtocolError):
 
 class LinkClosed(ProtocolError):
     """The link is dead: end of file, EPIPE, ECONNRESET, closed by this side (``local``), or the peer's host answers no
-    more (``cut``).
-    """
+    more (``cut``)."""
 
     def __init__(self, what: str, where: str, advice: str, *, local: bool = False, cut: bool = False) -> None:
         super().__init__(what, where, advice)

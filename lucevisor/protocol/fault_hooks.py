@@ -1,8 +1,7 @@
 """Fault hooks of `lucevisor chaos`: faults that only the process itself can have.
 
-Off unless ``LUCEVISOR_FAULTS`` names a directory, which `lucevisor start` refuses without ``--allow-faults``.  Then a
-process listens there on a datagram socket named after its pid; a message is the name of a hook and a number of seconds.
-"""
+Off unless ``LUCEVISOR_FAULTS`` names a directory, which `lucevisor start` refuses without ``--allow-faults``. A process
+listens there on a datagram socket named after its pid; a message is the name of a hook and a number of seconds."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """Files that daemons read and write: descriptors on one host, over TCP files of the supervisor's.
 
-``ByteFile`` is what a daemon needs of a file.  ``LocalFile`` has a descriptor.  A ``RemoteFile`` asks the supervisor,
-over a connection of its own, so that no step waits behind a file: the daemon's end is a ``FileClient``, the
-supervisor's a ``FileServer`` with a thread.  Every request is answered, in order, and chunks have checksums.
-Invariants: a request or answer that is not due, damaged, or outside of what a frame came with, breaks the connection
-and does nothing; bytes on the way are bounded (WINDOW_BYTES); what ``flush`` returned from is in the file.
-"""
+``ByteFile`` is what a daemon needs of a file. A ``RemoteFile`` asks the supervisor over a connection of its own, from a
+``FileClient`` to a ``FileServer``. Every request is answered, in order, and chunks have checksums. Invariants: a
+request or answer that is not due, damaged, or outside of what a frame came with, breaks the connection and does
+nothing; bytes on the way are bounded (WINDOW_BYTES); what ``flush`` returned from is in the file."""
 
 from __future__ import annotations
 
@@ -238,10 +236,8 @@ class OpenFiles:
         self._n_files += 1
 
     def take(self, request: FileRequest, n_bytes: int, checksum: int) -> ByteFile:
-        """Return the file of the request that is due; ``n_bytes`` came with it, with this CRC-32.
-
-        Raises RemoteProtocolError.
-        """
+        """Return the file of the request that is due; ``n_bytes`` came with it, with this CRC-32. Raises
+        RemoteProtocolError."""
         if fault := self._fault(request, n_bytes, checksum):
             what = f"{request.operation.name} of file {request.file} is refused: {fault}"
             raise RemoteProtocolError(what, f"request {request.number}", _RESTART)

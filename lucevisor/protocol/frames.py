@@ -1,25 +1,9 @@
 """Framing and codec: the 32-byte header, the size limits, and messages to frame bytes and back.
 
-Knows no sockets and no message order.  Invariants: ``encode`` yields the same bytes for every receiver, so a step is
-encoded once and sent to every stage; ``encode`` reproduces what ``decode`` accepted; a header
-returned by :func:`parse_header` has a valid checksum, a known kind, and lengths within that kind's limits, so a reader
-may allocate them.
-
-Header, little-endian (docs/protocol.md):
-
-    offset 0   4s   magic b"LVSR"
-           4   u16  protocol version
-           6   u8   kind (messages.MessageKind)
-           7   u8   flags: the target stage of a STEP or DRAFT_STEP, and POSTED; zero for all other kinds
-           8   u64  request id
-          16   u32  metadata length, bytes
-          20   u32  payload length, bytes
-          24   u32  metadata checksum: CRC-32 of the metadata
-          28   u32  header checksum: CRC-32 of bytes 0 to 27
-
-The checksums guard against lost and foreign bytes more than flipped ones: with a wrong length the reader would wait for
-bytes that never arrive.  The payload has none: it is long, and kernel sockets do not flip bits.
-"""
+Invariants: ``encode`` yields the same bytes for every receiver; a header returned by :func:`parse_header` has a valid
+checksum, a known kind, and lengths within that kind's limits, so a reader may allocate them. The header is in
+docs/protocol.md. The checksums guard against lost and foreign bytes; the payload has none, as kernel sockets do not
+flip bits."""
 
 from __future__ import annotations
 
@@ -74,13 +58,8 @@ POSTED = 128
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One received frame.
-
-    ``payload`` is a writable view of memory owned by the frame.  ``fds`` arrived with the frame: one per arena of the
-    message, in that order, then of a Load what wakes their readers, or the snapshot file.  They are close-on-exec, and
-    the receiver must close them.  ``files``: numbers of those that came over TCP, where descriptors stay with the
-    supervisor (files.py).
-    """
+    """One received frame. ``payload`` is a writable view of memory owned by the frame. ``fds`` arrived with the frame,
+    are close-on-exec, and the receiver must close them. ``files``: numbers of those that came over TCP (files.py)."""
 
     kind: MessageKind
     request_id: int
@@ -122,10 +101,7 @@ def pack_header(kind: MessageKind, flags: int, request_id: int, metadata: bytes,
 
 
 def parse_header(data: memoryview) -> Header:
-    """Read the 32 bytes ``data``.
-
-    RemoteProtocolError on foreign, damaged or oversized headers, before allocating anything for them.
-    """
+    """Read the 32 bytes ``data``. Raises RemoteProtocolError before allocating anything."""
     magic, version, number, flags, request_id, metadata_bytes, payload_bytes, metadata_check, header_check = (
         _HEADER.unpack(data)
     )
@@ -189,10 +165,8 @@ _DECODERS: dict[MessageKind, msgspec.msgpack.Decoder[Any]] = {
 
 
 def encode(message: Message, request_id: int = 0, flags: int = 0, payload_bytes: int = 0) -> bytes:
-    """Encode header and metadata of a frame; the caller sends the announced ``payload_bytes`` after them.
-
-    LocalProtocolError when the message exceeds a limit or has values of other types than declared.
-    """
+    """Encode header and metadata of a frame; the caller sends the announced ``payload_bytes`` after them. Raises
+    LocalProtocolError."""
     try:
         metadata = _ENCODER.encode(message)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

@@ -1,8 +1,6 @@
 """Handshake: validate a daemon's Hello before sending it anything to load, and hash the code that both ends run.
 
-Every problem carries the line that fixes it, and all problems are reported at once, so an environment can be fixed in
-one pass.  Equal hashes mean equal names and bytes of every Python file of the three packages.
-"""
+All problems are reported at once, each with the line that fixes it."""
 
 from __future__ import annotations
 
@@ -116,7 +114,7 @@ def _version_problems(hello: Hello, expected: Expected) -> list[HelloProblem]:
 
 
 def _device_problems(devices: list[DeviceInfo], expected: Expected) -> list[HelloProblem]:
-    """Devices the plan uses and torch cannot see.  A cpu group has every index: each is one shard on the host."""
+    """Devices the plan uses and torch cannot see. A cpu group has every index: each is one shard on the host."""
     if expected.backend is Backend.CPU and devices:
         return []
     visible = {device.index: device.name for device in devices}
@@ -159,11 +157,8 @@ SHARED_PACKAGES = ("model", "protocol")
 
 
 def source_hash(lucevisor: Path, daemons: Path) -> str:
-    """16 hex digits over the names and bytes of the ``*.py`` files of the shared packages and the daemon's own.
-
-    The daemon passes the directories it imported from, the supervisor those it puts on the daemon's path.
-    ProtocolError when a directory has no Python files, OSError when one cannot be read.
-    """
+    """16 hex digits over the names and bytes of the ``*.py`` files of the shared packages and the daemon's own. Raises
+    ProtocolError when a directory has no Python files, OSError when one cannot be read."""
     digest = sha256()
     for label, directory in (*((name, lucevisor / name) for name in SHARED_PACKAGES), ("daemons", daemons)):
         found = (path for path in directory.rglob("*.py") if path.is_file())

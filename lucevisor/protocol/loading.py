@@ -51,11 +51,9 @@ class StagePlan(msgspec.Struct, frozen=True):
     """Consecutive shards of one group, run in one call.
 
     ``embedding``: the first shard embeds token ids instead of reading boundary rows; ``output``: the last shard
-    computes logits and samples instead of writing rows.  ``source`` and ``target`` index ``Load.arenas``: the incoming
-    boundary, None exactly with ``embedding``, and the outgoing one, None exactly with ``output``.
-    ``captures``: its layers whose residual stream, after the layer, the drafter reads: rows [T, n E] in that order, in
-    ``Load.arenas[capture_target]``, or if that is None in memory of this daemon, which runs the draft stage too.
-    """
+    computes logits and samples instead of writing rows. ``source`` and ``target`` index ``Load.arenas``, None with
+    these. ``captures``: layers whose residual stream the drafter reads: rows [T, n E] in that order, in
+    ``Load.arenas[capture_target]``, or if that is None in memory of this daemon, which runs the draft stage too."""
 
     stage: int
     shards: list[ShardPlan]
@@ -77,12 +75,9 @@ class DraftKind(StrEnum):
 
 
 class SpeculationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of speculative decoding.  ``max_drafts``: drafts that a slice may verify; 0: none, it is off.
-
-    ``drafter``: a draft stage may be attached, of this ``kind``.  ``lookup``: drafts are also looked up in the
-    sequence's own tokens.  ``fixed``: always ``max_drafts``, whatever that costs.  ``max_lookup``: looked-up drafts
-    of a sequence that copies and decodes alone; where it is not more than ``max_drafts``, that holds.
-    """
+    """Limits of speculative decoding. ``max_drafts``: drafts that a slice may verify; 0: it is off. ``drafter``: a
+    draft stage may be attached. ``lookup``: drafts are also looked up in the sequence's own tokens. ``fixed``: always
+    ``max_drafts``. ``max_lookup``: looked-up drafts of a sequence that copies and decodes alone, if more."""
 
     max_drafts: int = 0
     max_lookup: int = 0
@@ -105,12 +100,9 @@ class CaptureSource(msgspec.Struct, frozen=True):
 
 
 class DraftPlan(msgspec.Struct, frozen=True):
-    """The draft stage: a drafter on one device, run by one daemon after the output stage of each step.
-
-    ``stage`` is the number after the output stage's.  ``files``: of the drafter, in order; the embedding and the output
-    matrix that it lacks are read from the served model's.  ``sources``: in the order of the layers.  Its pools have
-    the page and state ids of the served model's pools.
-    """
+    """The draft stage, numbered after the output stage: a drafter on one device. ``files``: in order; the embedding and
+    the output matrix that they lack are read from the served model's. ``sources``: in the order of the layers. Its
+    pools have the page and state ids of the served model's pools."""
 
     stage: int
     kind: DraftKind
@@ -122,10 +114,8 @@ class DraftPlan(msgspec.Struct, frozen=True):
 
 
 class ScorePlan(msgspec.Struct, frozen=True):
-    """The scoring model of PFlash: a whole model on one device, without its output matrix.
-
-    ``window_tokens``: positions of its pool, the longest window; ``step_tokens``: the most tokens of one ScoreWindow.
-    """
+    """The scoring model of PFlash: a whole model on one device, without its output matrix. ``window_tokens``: positions
+    of its pool; ``step_tokens``: the most tokens of one ScoreWindow."""
 
     files: list[str]
     device: int
@@ -144,19 +134,15 @@ class VisionPlan(msgspec.Struct, frozen=True):
 
 
 def arena_regions(n_stages: int) -> int:
-    """Regions of an arena, and the most steps in flight: for each stage one that runs and one that waits.
-
-    ``n_stages`` includes the draft stage.
-    """
+    """Regions of an arena, and the most steps in flight: for each stage, the draft stage included, one that runs and
+    one that waits."""
     return 2 * n_stages
 
 
 class RowsConnection(msgspec.Struct, frozen=True):
-    """Connection between the two ends of boundary memory that they do not share.
-
-    ``epoch``: of this load; that of a later one is greater.  ``address``: ``Hello.rows_address`` of the other end;
-    empty: that connects to this daemon.  ``copies``: the supervisor gets the rows, too, for its journal.
-    """
+    """Connection between the two ends of boundary memory that they do not share. ``epoch``: of this load. ``address``:
+    ``Hello.rows_address`` of the other end; empty: that connects to this daemon. ``copies``: the supervisor gets the
+    rows, too."""
 
     epoch: int
     address: str = ""
@@ -249,10 +235,7 @@ def score_pools(kv_groups: Collection[KvGroup], window_tokens: int) -> PoolSizes
 
 class StageReplay(msgspec.Struct, frozen=True):
     """The steps that bring a stage's new daemon to where the lost one was, to be run layer by layer while it loads.
-
-    They return nothing.  ``first_row``: where their boundary rows lie in the file of rows, one behind the other; a
-    stage with the embedding has none.
-    """
+    ``first_row``: where their boundary rows lie in the file of rows, one behind the other."""
 
     stage: int
     steps: list[Step]

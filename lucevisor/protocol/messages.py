@@ -1,8 +1,6 @@
-"""All messages of the protocol: their records, and one table with the kind, the sender and the limits of each.
+"""All messages of the protocol, and one table with the kind, the sender and the limits of each (docs/protocol.md).
 
-A frame's kind selects the record, so metadata carries no type tag.  The records of steps and of loading have their own
-modules.  docs/protocol.md is generated from this package.
-"""
+A frame's kind selects the record, so metadata carries no type tag."""
 
 from __future__ import annotations
 
@@ -112,10 +110,8 @@ class Shutdown(msgspec.Struct, frozen=True):
 
 
 class Unload(msgspec.Struct, frozen=True):
-    """Free the memory of the model's weights, state and graphs; another Load may follow.  Nothing is on its way.
-
-    ``park``: keep the weights in host memory, if half of what is free there holds them, for a Load of the same.
-    """
+    """Free the memory of the model's weights, state and graphs. ``park``: keep the weights in host memory, if half of
+    what is free there holds them, for a Load of the same."""
 
     park: bool = False
 
@@ -192,9 +188,9 @@ class Tune(msgspec.Struct, frozen=True):
 
 
 class Check(msgspec.Struct, frozen=True):
-    """Compare one layer on every visible device with the float32 cpu reference, and map ``arenas``, whose descriptors
-    travel with the frame.  With ``measure`` or ``tune``, time layers or kernels instead of comparing one.  Without
-    files, do nothing: the payload of the frame times the way there."""
+    """Compare one layer on every visible device with the float32 cpu reference, and map ``arenas``. With ``measure`` or
+    ``tune``, time layers or kernels instead. Without files, do nothing: the payload of the frame times the
+    way there."""
 
     files: list[str]
     layer: int
@@ -238,11 +234,11 @@ class Checked(msgspec.Struct, frozen=True):
 
 
 class ScoreWindow(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive tokens of a window for the scoring model: ``tokens[i]`` is at position ``start + i``.
+    """Consecutive tokens of a window for the scoring model: ``tokens[i]`` is at position ``start + i``; 0 begins a
+    window.
 
-    ``start`` 0 begins a window and ends the one before.  ``n_query`` is 0 except with the last tokens of a window:
-    the attention of the last ``n_query`` of them, all in this message, is then the score of every token of the window.
-    """
+    ``n_query`` is 0 except with the last tokens of a window: the attention of the last ``n_query`` of them, all in this
+    message, is then the score of every token of the window."""
 
     window: int  # number of the window, for the answer
     start: int
@@ -281,12 +277,9 @@ class ImageRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferTensor(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor in the file of a transfer (docs/snapshot-format.md), and the location of its bytes.
-
-    ``kind`` identifies it within its ``layer``: the name of a state tensor, with suffix ``.scale`` for the scales of
-    q8_0.  Axis 0 of a paged tensor is positions, starting at ``first`` (window layers keep only visible positions).
-    ``draft``: of the drafter, whose layers are numbered by themselves.
-    """
+    """One tensor in the file of a transfer (docs/snapshot-format.md). ``kind`` identifies it within its ``layer``: the
+    name of a state tensor, with suffix ``.scale`` for the scales of q8_0. Axis 0 of a paged tensor is positions,
+    starting at ``first``. ``draft``: of the drafter, whose layers are numbered by themselves."""
 
     name: str
     layer: int  # absolute
@@ -300,11 +293,8 @@ class TransferTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SlotPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Pages and state of a prefix slot of ``n_tokens``.
-
-    ``full[i]`` holds positions [64 i, 64 i + 64), ``window[i]`` those of entry ``first_window + i``; ``state`` is the
-    recurrent state, -1 if none.
-    """
+    """Pages and state of a prefix slot of ``n_tokens``. ``full[i]`` holds positions [64 i, 64 i + 64), ``window[i]``
+    those of entry ``first_window + i``; ``state``: -1 if none."""
 
     n_tokens: int
     full: list[int] = []
@@ -314,11 +304,8 @@ class SlotPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Save(msgspec.Struct, frozen=True):
-    """Write ``tensors``, those of the daemon's layers, to a snapshot file, whose descriptor travels with the frame.
-
-    The supervisor keeps every page and state of ``place`` unchanged until the answer, so steps continue meanwhile.
-    ``file`` is for error messages.  Answered by Saved or TransferFailed.
-    """
+    """Write ``tensors`` to a snapshot file, whose descriptor travels with the frame; ``file`` is for error messages.
+    The supervisor keeps every page and state of ``place`` unchanged until the answer, Saved or TransferFailed."""
 
     transfer: int
     file: str
@@ -333,11 +320,8 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class Restore(msgspec.Struct, frozen=True):
-    """Read ``tensors`` from a snapshot file into the pages and state of ``place``, which no sequence uses yet.
-
-    The transfer owns them until it is answered by Restored or TransferFailed.  ``place.n_tokens`` may be less than the
-    file holds.
-    """
+    """Read ``tensors`` from a snapshot file into ``place``, which no sequence uses yet and the transfer owns until it
+    is answered by Restored or TransferFailed. ``place.n_tokens`` may be less than the file holds."""
 
     transfer: int
     file: str
@@ -376,11 +360,9 @@ class FileOperation(IntEnum):
 
 
 class FileRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One operation on ``n_bytes`` from ``offset`` on of a file that came with a frame of the link.
-
-    ``number``: of the request on its connection, from 0 on; ``file``: of the descriptor among those that came with
-    frames, from 0 on.  A WRITE has the bytes as payload, and their CRC-32 in ``checksum``.
-    """
+    """One operation on ``n_bytes`` from ``offset`` on of a file. ``number``: of the request on its connection,
+    ``file``: of the descriptor among those that came with frames, both from 0 on. A WRITE has the bytes as payload, and
+    their CRC-32 in ``checksum``."""
 
     number: int
     operation: FileOperation
@@ -391,12 +373,9 @@ class FileRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FileAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Answer to the FileRequest of this ``number``; answers come in the order of the requests.
-
-    A READ is answered by the bytes as payload.  ``checksum``: CRC-32 of those, or of what CHECKSUM named.
-    ``n_bytes``: of the whole file, for STATUS; ``complete``: it will not grow.  ``problem``: why nothing was done, with
-    ``errno`` if the system said so.
-    """
+    """Answer to the FileRequest of this ``number``, in order; a READ has the bytes as payload. ``checksum``: CRC-32 of
+    those, or of what CHECKSUM named. ``n_bytes``, ``complete``: of the whole file, for STATUS. ``problem``: why nothing
+    was done, with ``errno`` if the system said so."""
 
     number: int
     checksum: int = 0

@@ -1,9 +1,7 @@
-"""The protocol's state machine: who may send which message, on which stream, in which order.
+"""The protocol's state machine: who may send which message, on which stream, in which order, for both ends.
 
-Both ends use the same tables; nothing here depends on which end it runs on.  Invariants: a link's state changes only
-through :data:`TRANSITIONS`, by a message sent or received; what one end may send stays legal while the other end's
-message is in transit, so messages may cross.
-"""
+Invariants: a link's state changes only through :data:`TRANSITIONS`; what one end may send stays legal while the other
+end's message is in transit, so messages may cross."""
 
 from __future__ import annotations
 
@@ -70,10 +68,8 @@ TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
 
 
 def legal(stream: StreamKind, sender: Role) -> dict[LinkState, dict[MessageKind, LinkState]]:
-    """Return the part of :data:`TRANSITIONS` that ``sender`` drives on ``stream``.
-
-    Both ends of a connection for rows are daemons, and send the same.
-    """
+    """Return the part of :data:`TRANSITIONS` that ``sender`` drives on ``stream``; both ends of one for rows are
+    daemons."""
     sender = Role.DAEMON if stream is StreamKind.ROWS else sender
     return {
         state: {kind: after for kind, after in row.items() if _sender(kind) == (stream, sender)}

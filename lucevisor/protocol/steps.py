@@ -21,11 +21,8 @@ that the draft stage in the output stage's daemon made for the sequence last, of
 
 class Dry(msgspec.Struct, frozen=True, array_like=True):
     """Settings of the DRY penalty: a token that would continue a repetition of n >= ``allowed_length`` tokens loses
-    ``multiplier * base ** (n - allowed_length)``.
-
-    ``last_n``: tokens of the context that are searched, -1 all.  ``breakers``: token sequences that no repetition
-    extends across, a head with its tail each.
-    """
+    ``multiplier * base ** (n - allowed_length)``. ``last_n``: tokens that are searched, -1 all. ``breakers``: token
+    sequences that no repetition extends across."""
 
     multiplier: float
     base: float = 1.75
@@ -43,16 +40,11 @@ class Mirostat(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """Sampling parameters of one sequence: how the output stage turns logits into a token.
+    """Sampling parameters of one sequence. The result depends on (``seed``, position, logits, tokens before) alone.
 
-    ``temperature`` 0 is greedy.  ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 disable a filter; ``repetition_penalty`` 1,
-    ``presence_penalty`` 0 and ``frequency_penalty`` 0 disable a penalty, ``typical_p`` 1, ``top_n_sigma`` 0 and
-    ``xtc_probability`` 0 a filter.  The repetition penalty counts prompt and output, the others the output alone.
-    ``mirostat`` replaces the filters.  The result depends on (``seed``, position, logits, tokens before) alone, not on
-    batch, placement or restarts.
-    ``n_top_logprobs`` -1: no log-probabilities; n >= 0: of the sampled token and the n best, and behind these of
-    ``logprob_token_ids``.
-    """
+    ``temperature`` 0 is greedy; the defaults disable filters and penalties. The repetition penalty counts prompt and
+    output, the others the output alone. ``mirostat`` replaces the filters. ``n_top_logprobs`` -1: no log-probabilities;
+    n >= 0: of the sampled token and the n best, and behind these of ``logprob_token_ids``."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -120,10 +112,9 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpenSequence(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Start a sequence.  ``state`` is its live recurrent state.  ``history``, the context tokens that no slice will
-    carry, initialises the penalties.  ``mu``: mirostat's state; None at the start.  ``n_prompt``: tokens of the context
-    that were not generated, which presence and frequency penalties exclude.  ``images``: ascending.  ``adapter``: the
-    name of its LoRA adapter; empty: none."""
+    """Start a sequence. ``state``: its live recurrent state. ``history``: context tokens that no slice will carry, for
+    penalties. ``mu``: mirostat's state. ``n_prompt``: tokens of the context that were not generated. ``images``:
+    ascending. ``adapter``: the name of its LoRA adapter; empty: none."""
 
     sequence: int
     state: int
@@ -173,23 +164,18 @@ class ZeroState(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class UseState(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Commit a verify slice: let its sequence continue from ``state``, one of its ``Slice.states``.
-
-    It precedes any other use of these states.  Daemons store the updates of the slice's tokens and compute the chosen
-    state from them.  A draft's state is computed in place of the live state, whose id stays; one that the last slice
-    did not leave, as in a stage rebuilt since, changes nothing.  Any other becomes the live state.
-    """
+    """Commit a verify slice: let its sequence continue from ``state``, one of its ``Slice.states``, before any other
+    use of these. Daemons compute a draft's state from the stored updates in place of the live state, whose id stays;
+    one that the last slice did not leave changes nothing. Any other becomes the live state."""
 
     sequence: int
     state: int
 
 
 class PageOut(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Page out entries of the ``full`` table of a sequence, ascending; all others keep their numbers.
-
-    ``hosts[i]``: the page in host memory that gets the bytes of ``entries[i]``; []: they are dropped.  For entries
-    right behind the table, which left before the daemon started, nothing is copied.
-    """
+    """Page out entries of the ``full`` table of a sequence, ascending; all others keep their numbers. ``hosts[i]``: the
+    page in host memory that gets ``entries[i]``; []: they are dropped. For entries right behind the table, which left
+    before the daemon started, nothing is copied."""
 
     sequence: int
     entries: list[int]
@@ -261,12 +247,9 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
 class Step(msgspec.Struct, frozen=True, array_like=True):
     """A step plan (vLLM's scheduler output): operations, in order, then the slices, then the outputs to return.
 
-    ``rank_pages``: sequences for which every stage returns the attention of their slice's last rows to each earlier
-    page, including those in host memory.
-    ``region`` is the arena region for this step's boundary activations, rows in slice order.
-    Every stage executes the operations and runs its steps in the order received.
-    Payload, for the first stage: float32 embedding rows of the slices' image tokens, in order.
-    """
+    ``region``: that of the arenas for its boundary activations, rows in slice order. ``rank_pages``: sequences for
+    which every stage returns the attention of their slice's last rows to each earlier page. Payload, for the first
+    stage: float32 embedding rows of the slices' image tokens, in order."""
 
     step_id: int
     region: int
@@ -304,10 +287,8 @@ class Attached(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of a step, in the payload, from the stage that computed them to the one that reads them.
-
-    ``capture`` and ``boundary`` as in ArenaPlan.  ``sequence`` counts the frames of a connection and boundary from 0.
-    """
+    """Rows of a step, in the payload, from the stage that computed them to the one that reads them. ``capture`` and
+    ``boundary`` as in ArenaPlan. ``sequence`` counts the frames of a connection and boundary from 0."""
 
     capture: bool
     boundary: int
@@ -326,12 +307,10 @@ class PlacedRows(Rows, frozen=True, array_like=True):
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True):
-    """Token masks (grammar bitmasks) of a step's masked slices, for the output stage, sent before or after the Step.
-    Sampling waits for them, the layers do not.
+    """Token masks of a step's masked slices, for the output stage, sent before or after the Step.
 
-    Payload: ``n_rows`` bit rows of ``row_bytes`` each, for the masked slices in order, ``n_drafts + 1`` rows per slice;
-    token t is allowed if bit ``t % 8`` of byte ``t // 8`` is set.  Tokens beyond the row are not allowed.
-    """
+    Payload: ``n_rows`` bit rows of ``row_bytes`` each, ``n_drafts + 1`` per slice, in order; token t is allowed if bit
+    ``t % 8`` of byte ``t // 8`` is set. Tokens beyond the row are not allowed."""
 
     step_id: int
     n_rows: int
@@ -368,12 +347,11 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftStep(msgspec.Struct, frozen=True, array_like=True):
-    """A step for the draft stage, after the output stage ran it: operations, then the drafter's state of all slices,
-    then drafts where ``Slice.num_draft_tokens`` asks for them.  Answered by a StepResult of the draft stage.
+    """A step for the draft stage, after the output stage ran it: operations, the drafter's state of all slices, then
+    drafts. Answered by a StepResult.
 
-    ``tokens[i]``: sampled for slice i, [] if it samples none.  None: the output stage of this daemon knows them, and
-    the message may be sent before it has answered.
-    """
+    ``tokens[i]``: sampled for slice i. None: the output stage of this daemon knows them, and the message may come
+    before it has answered."""
 
     step: Step
     tokens: list[list[int]] | None = None
@@ -423,10 +401,8 @@ class CancelPending(msgspec.Struct, frozen=True):
 
 
 class PendingCancelled(msgspec.Struct, frozen=True):
-    """Answer to CancelPending: the dropped steps.  All other steps were answered before.
-
-    ``operated``: the operations of the first of them were applied already.
-    """
+    """Answer to CancelPending: the dropped steps. ``operated``: the operations of the first of them were applied
+    already."""
 
     stage: int
     step_ids: list[int]

@@ -1,15 +1,10 @@
-"""Connections over TCP: listening, connecting, and how the loss of a peer is noticed.  All are authenticated first.
+"""Connections over TCP: listening, connecting, and how the loss of a peer is noticed. All are authenticated first.
 
-A peer whose process ends closes its connections, also at ``kill -9``.  A peer behind a cut cable does not: the kernel
-asks it (keepalive), which works also where its process is busy, or stopped, and is answered within LOST_AFTER_S.  That
-asks on connections that wait for nothing; a heartbeat connection is always such at the supervisor's end, and never at
-the daemon's, which has a limit for what is not acknowledged.  Other connections have a longer one, as a process that
-is busy, and reads nothing, is not lost.
-Invariants of :class:`Acceptor`: nobody who has not proved to have the secret costs more than a descriptor and some
-hundred bytes (with TLS some 100 KiB), for a limited time; there are at most MAX_PENDING of them; what is reported of
-them is limited, too.  Where they are too many, one of the address that has most of them makes room for the next, by
-lot: who holds all places does not keep them, and who needs one for a moment keeps it with a good chance.
-"""
+The kernel asks a peer that sends nothing (keepalive), which works also where its process is busy or stopped, and ends
+the connection after LOST_AFTER_S; for what is not acknowledged a heartbeat connection has the same limit, others a
+longer one. Invariants of :class:`Acceptor`: who has not proved to have the secret costs a descriptor and some hundred
+bytes (with TLS some 100 KiB) for a limited time; there are at most MAX_PENDING of them, and where more come, one of the
+address that has most makes room, by lot."""
 
 from __future__ import annotations
 
@@ -173,9 +168,8 @@ def _receive(sock: socket.socket | TlsStream, n_bytes: int) -> bytes:
 class TcpPath:
     """What the kernel has measured of the way to a peer: round trips, and the rate at which it took what was sent.
 
-    The rate is at most what was sent: it is that of the way only once more was sent than that takes.  The least round
-    trip is that of the way, the usual one also counts acknowledgements that wait for something to go with.
-    """
+    The least round trip is that of the way; the usual one counts acknowledgements that wait for something to
+    go with."""
 
     round_trip_s: float
     bytes_per_s: int
@@ -257,11 +251,8 @@ class Refusals:
 
 
 class Acceptor:
-    """Listens at an address and authenticates who connects; nothing here blocks but ``serve``.
-
-    ``expects``: whether an authentic connection is wanted; ``on_refused`` gets what to report of refused ones.
-    Raises OSError.
-    """
+    """Listens at an address and authenticates who connects; nothing here blocks but ``serve``. ``expects``: whether an
+    authentic connection is wanted; ``on_refused`` gets what to report of refused ones. Raises OSError."""
 
     def __init__(
         self,

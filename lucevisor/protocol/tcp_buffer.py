@@ -1,12 +1,10 @@
 """Boundary memory of daemons that share none: rows travel over TCP from the writer's region to the reader's.
 
-Each end has regions and doorbells of its own (``TcpBuffer``), and so has the supervisor (``RelayBuffer``), which gets a
-copy of the rows for its journal.  The daemon that is loaded later connects to the other one (``RowsEndpoint``).
-Whoever waits for rows receives them; while nobody does, a thread receives, so that the writer never waits for long.
+Each daemon has regions and doorbells of its own (``TcpBuffer``), and so has the supervisor (``RelayBuffer``), which
+gets a copy of the rows for its journal. The daemon that is loaded later connects to the other one (``RowsEndpoint``).
 Invariants: a frame is written straight to its region, and rung when it is whole; a connection brings the rows of one
-epoch, in order; after a newer one has begun, the older one writes nothing more; what the supervisor sends never meets
-rows that are still on the way, as it stays outside the regions.
-"""
+epoch, in order; after a newer one has begun, the older one writes nothing more; what the supervisor sends stays outside
+the regions."""
 
 from __future__ import annotations
 
@@ -57,10 +55,8 @@ class RowsOrder:
 
 
 class RowsLink:
-    """A connection between the two ends of a buffer.  ``run`` receives on a thread of its own.
-
-    So does any thread in ``receive_arrived``: no other one needs to be woken, or given the interpreter's lock, by then.
-    """
+    """A connection between the two ends of a buffer. ``run`` receives on a thread of its own, and so does who waits for
+    rows in ``receive_arrived``, as no other thread needs to be woken by then."""
 
     def __init__(self, buffer: TcpBuffer, link: BlockingLink, epoch: int) -> None:
         self.link, self.epoch = link, epoch
@@ -204,9 +200,7 @@ class TcpBuffer(Arena):
 
 
 class RelayBuffer(Arena):
-    """The supervisor's copy of boundary memory that daemons do not share: the writer's rows for the journal, and what
-    is placed for the reader.
-    """
+    """The supervisor's copy of boundary memory that daemons do not share."""
 
     shared_memory = False
 
@@ -231,10 +225,8 @@ class RelayBuffer(Arena):
             channel.max_queued_bytes += arena_bytes(self.plan)
 
     def lose_writer(self) -> None:
-        """Send the reader what the writer has answered, as its own connection may have lost it.
-
-        The next writer computes the rest again, maybe for fewer sequences.
-        """
+        """Send the reader what the writer has answered, as its own connection may have lost it; the next writer
+        computes the rest again."""
         for region, (step_id, n_bytes) in self._answered.items():
             if self.rung(region, step_id):
                 self._place(region, step_id, n_bytes)
@@ -265,12 +257,11 @@ class RelayBuffer(Arena):
 
 
 class RowsEndpoint:
-    """Opens a daemon's boundary memory.  With a ``host``, listens there for neighbours that are loaded later, and that
-    have the ``credentials``; ``report`` gets what to log, in another thread: who was refused, or answers no more.
+    """Opens a daemon's boundary memory. With a ``host``, listens there for neighbours that are loaded later and have
+    the ``credentials``; ``report`` gets what to log, in another thread.
 
-    A channel in its address keeps out daemons of other supervisors with the same secret, which may look for one that
-    had the same port before.
-    """
+    A channel in its address keeps out daemons of other supervisors with the same secret that look for an
+    earlier port."""
 
     def __init__(
         self,
@@ -350,10 +341,8 @@ class RowsEndpoint:
         link.close()
 
     def _connect(self, buffer: TcpBuffer, plan: RowsConnection) -> None:
-        """Connect to the neighbour that was loaded before.  One that is gone by now connects here when it is replaced.
-
-        Raises ArenaError if it cannot be reached.
-        """
+        """Connect to the neighbour that was loaded before; one that is gone by now connects here when it is replaced.
+        Raises ArenaError if it cannot be reached."""
         address, _, channel = plan.address.partition("/")
         try:
             sock = connect(address, self._credentials, Purpose.ROWS, bytes.fromhex(channel))

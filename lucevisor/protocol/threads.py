@@ -1,10 +1,7 @@
-"""Threads that begin within a time limit, and an executor of such threads; daemons and supervisor use both.
+"""Threads that begin within START_TIMEOUT_S, and an executor of such threads; daemons and supervisor use both.
 
 ``Thread.start``, and with it ``ThreadPoolExecutor.submit``, waits forever for a thread that finds no memory before it
-says that it runs (https://github.com/python/cpython/issues/140746).  Knows no messages.
-Invariants: who makes a thread waits for it for START_TIMEOUT_S at most; work that was submitted ends with a result, an
-exception or a cancellation.
-"""
+says that it runs (https://github.com/python/cpython/issues/140746)."""
 
 from __future__ import annotations
 
@@ -56,10 +53,7 @@ class StartedThread:
 
 
 class ThreadExecutor(Executor):
-    """``n_threads`` threads, all begun when it is made, that take what is submitted in order.
-
-    They end with ``shutdown``, or once the executor is collected.
-    """
+    """``n_threads`` threads that take what is submitted in order, until ``shutdown``, or the executor is collected."""
 
     def __init__(self, n_threads: int, name: str) -> None:
         """Raises MemoryError when a thread does not begin; those that began before end."""

@@ -1,10 +1,8 @@
-"""TLS around TCP connections, for networks that others can read or change: it encrypts all, authentication included.
+"""TLS around TCP connections, for networks that others can read or change.
 
-Nobody has to trust the certificate's issuer, or its names: both ends bind its hash into their authentication, so who
-does not have the secret cannot put a certificate of his own in its place.  A thread passes bytes between the connection
-and a socketpair, whose other end is what links use: an SSL object may not be read and written by two threads at once.
-Imported where TLS is configured only.
-"""
+Nobody has to trust the certificate's issuer, or its names: both ends bind its hash into their authentication. A thread
+passes bytes between the connection and a socketpair, whose other end is what links use: an SSL object may not be read
+and written by two threads at once. Imported where TLS is configured only."""
 
 from __future__ import annotations
 
@@ -49,10 +47,7 @@ class Tls:
 
 
 class TlsStream:
-    """One end of a connection, with the methods of a socket that are used before frames are sent.
-
-    They raise what those of ``sock`` raise, or ssl.SSLError, an OSError, where the peer violates TLS.
-    """
+    """One end of a connection, with a socket's methods that are used before frames are sent. They raise OSError."""
 
     def __init__(self, context: ssl.SSLContext, sock: socket.socket, *, server_side: bool) -> None:
         self.sock = sock

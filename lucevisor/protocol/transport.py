@@ -1,19 +1,15 @@
 """The two ends of a link or heartbeat, over a Unix socket or TCP: in the supervisor's event loop, blocking in a daemon.
 
-The protocol is in ``connection``; a connection over TCP is authentic before it comes here (``tcp``).  A peer that dies
-with unread bytes causes ECONNRESET instead of end of file; the kernel delivers earlier bytes first, so frames sent
-before a death are received.  End of file arrives when the *last* copy of the other end is closed: a third process that
-inherited it would hide the peer's death.
+A peer that dies with unread bytes causes ECONNRESET instead of end of file; the kernel delivers earlier bytes first.
+End of file arrives when the *last* copy of the other end is closed.
 
 Invariants of :class:`Link`: no task or future per frame; ``on_frame`` gets every valid frame that arrived before the
-link died, in order; then ``on_closed`` is called exactly once, from its own loop callback.  A daemon may report a
+link died, in order; then ``on_closed`` is called exactly once, from its own loop callback. A daemon may report a
 failure and die before the supervisor's next write fails, so after a failed write the link first reads what has arrived.
-The loop watches an epoll descriptor that contains the socket instead of the socket: uvloop (libuv) silently stops
-watching a descriptor on POLLERR, which is what a daemon that dies with unread bytes causes.
+The loop watches an epoll descriptor that contains the socket: uvloop (libuv) silently stops watching a socket on
+POLLERR, which is what a daemon that dies with unread bytes causes.
 
-Invariants of :class:`BlockingLink`: a frame is written whole or the link is dead; end of file, EPIPE and ECONNRESET all
-become ``LinkClosed``.  Descriptors travel as SCM_RIGHTS and are close-on-exec.
-"""
+Invariant of :class:`BlockingLink`: a frame is written whole or the link is dead. Descriptors travel as SCM_RIGHTS."""
 
 from __future__ import annotations
 
@@ -71,12 +67,9 @@ class Channel(Protocol):
     def send(
         self, message: Message | bytes, *, request_id: int = 0, payload: Sequence[Buffer] = (), fds: Sequence[int] = ()
     ) -> None:
-        """Send one frame without waiting.
-
-        ``message``: a record, or bytes of ``frames.encode`` (then without payload and descriptors).  Payload buffers
-        are not copied: they must not change until the daemon has answered.  Raises ProtocolError, LocalProtocolError if
-        this message is not allowed.
-        """
+        """Send one frame without waiting: a record, or bytes of ``frames.encode`` (without payload and descriptors).
+        Payload buffers are not copied: they must not change until the daemon has answered. Raises ProtocolError,
+        LocalProtocolError if this message is not allowed."""
 
     @property
     def path(self) -> TcpPath | None:
@@ -87,10 +80,8 @@ class Channel(Protocol):
 
 
 class AwaitedConnection:
-    """A connection over TCP that a daemon is going to open: ``take`` gets its socket, once.
-
-    ``forget``: it is not wanted any more.
-    """
+    """A connection over TCP that a daemon is going to open: ``take`` gets its socket, once; ``forget``: it is not
+    wanted."""
 
     def __init__(self, forget: Callable[[], object]) -> None:
         self.forget = forget
@@ -113,13 +104,12 @@ class Files(Protocol):
 
 
 class Link:
-    """Frames over ``sock``, which this object owns, or over the connection that is awaited.
+    """Frames over ``sock``, which this object owns, or over the connection that is awaited. Create it inside the
+    running loop.
 
-    Create it inside the running loop.  ``files``: offers the files of frames, for a socket that passes no descriptors.
-
-    ``on_frame(frame)`` runs in the reader callback; if it raises, the link is closed and the exception goes to the
-    loop's exception handler.  ``on_closed(reason)`` gets a LinkClosed, RemoteProtocolError or LinkOverflow.
-    """
+    ``files`` offers the files of frames, for a socket that passes no descriptors. If ``on_frame`` raises, the link is
+    closed and the exception goes to the loop's handler. ``on_closed`` gets a LinkClosed, RemoteProtocolError or
+    LinkOverflow."""
 
     def __init__(
         self,
@@ -158,7 +148,6 @@ class Link:
 
     @property
     def closed(self) -> bool:
-        """True if nothing more can be sent or received."""
         return self._closed is not None
 
     @property
@@ -167,7 +156,6 @@ class Link:
 
     @property
     def path(self) -> TcpPath | None:
-        """What is known of the way to the daemon; None where there is none, or not yet."""
         if self._tcp is None or self._closed is not None:
             return None
         with suppress(OSError):  # it has ended
@@ -177,12 +165,8 @@ class Link:
     def send(
         self, message: Message | bytes, *, request_id: int = 0, payload: Sequence[Buffer] = (), fds: Sequence[int] = ()
     ) -> None:
-        """Write one frame now if the socket has room, otherwise queue it.
-
-        ``message``: a record, or bytes of ``frames.encode`` (then without payload and descriptors).  Queued ``fds`` are
-        duplicated.  Payload buffers are not copied: do not change them until ``queued_bytes`` is 0.
-        LocalProtocolError: not allowed now.  LinkClosed, LinkOverflow: the link is dead, ``on_closed`` follows.
-        """
+        """Write one frame now if the socket has room, otherwise queue it, with copies of ``fds``. After LinkClosed and
+        LinkOverflow ``on_closed`` follows."""
         dead = self._closed or self._write_error
         if dead is not None:
             raise LinkClosed(f"the link is closed: {dead.what}", self._name, dead.advice)
@@ -369,11 +353,8 @@ class Link:
 
 
 class BlockingLink:
-    """Frames over ``sock``, which this object owns.
-
-    One thread at a time receives; any thread may send, a lock keeps frames whole.  ``numbers_files``: no descriptor
-    travels; the other end offers those of a frame as files.
-    """
+    """Frames over ``sock``, which this object owns. One thread at a time receives; any may send. ``numbers_files``: no
+    descriptor travels; the other end offers those of a frame as files."""
 
     def __init__(
         self,
@@ -426,11 +407,8 @@ class BlockingLink:
             return True
 
     def receive(self) -> Frame | None:
-        """Block until the next frame; None when the link is dead (``closed_because`` has the reason).
-
-        RemoteProtocolError when the peer violated the protocol, on this and every later call.  ``send`` still works, so
-        a daemon can report it in a Failed before it exits.
-        """
+        """Block until the next frame; None when the link is dead (``closed_because``). Raises RemoteProtocolError when
+        the peer violated the protocol, on every later call, too; ``send`` still works, to report it."""
         while not self._frames:
             if self.closed_because is not None:
                 return None
@@ -450,11 +428,7 @@ class BlockingLink:
     def send(
         self, message: Message | bytes, *, request_id: int = 0, payload: Sequence[Buffer] = (), fds: Sequence[int] = ()
     ) -> None:
-        """Write one frame; blocks while the peer's buffer is full.
-
-        ``message``: a record, or bytes of ``frames.encode`` (then without payload and descriptors).  LinkClosed when
-        the link is dead, LocalProtocolError when this message is not allowed.
-        """
+        """Write one frame; blocks while the peer's buffer is full. Raises LinkClosed, LocalProtocolError."""
         with self._send_lock:
             if self._send_broken is not None:
                 raise LinkClosed(self._send_broken.what, self._name, _PEER_GONE, local=self._send_broken.local)

@@ -1,9 +1,7 @@
 """Check what a daemon says before anything uses it: the border of the supervisor, and of a daemon's token ring.
 
-Pure.  A daemon may be damaged, of another build, or have memory that flips bits; types and lengths were checked when
-its frame was decoded.  Here: ids in the vocabulary, finite numbers, counts within what was asked, and no time longer
-than it can have taken.  A late answer is no fault here; the pipeline checks the order.
-"""
+A daemon may be damaged, or have memory that flips bits. Types and lengths were checked when its frame was decoded;
+here: ids in the vocabulary, finite numbers, counts within what was asked, and no time longer than it can have taken."""
 
 from __future__ import annotations
 
@@ -27,9 +25,8 @@ CLOCK_SLACK_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class UnansweredStep:
-    """A step that a stage has yet to answer.  ``elapsed_s``: since it was planned.  ``n_top``: how many of the best ids
-    come with each token of a sequence, -1 none and no log-probability either; without the output stage empty.
-    """
+    """A step that a stage has yet to answer. ``elapsed_s``: since it was planned. ``n_top``: how many of the best ids
+    come with each token of a sequence, -1: no log-probability; empty without the output stage."""
 
     step: Step
     elapsed_s: float
@@ -38,9 +35,8 @@ class UnansweredStep:
 
 @dataclass(slots=True)
 class DaemonFacts:
-    """Facts about a daemon from other sources than itself.  ``age_s``: since its process was started.  ``load``: the
-    Load that it was sent, None before; ``replays``: with a replay.  ``vocabulary``: ids of the model.
-    """
+    """Facts about a daemon from other sources than itself. ``age_s``: of its process. ``load``: the Load that it was
+    sent; ``replays``: with a replay. ``vocabulary``: ids of the model."""
 
     age_s: float
     load: Load | None = None
@@ -70,10 +66,7 @@ class _Fault(Exception):
 
 
 def fault_of(message: Message, payload: memoryview, daemon: DaemonFacts, asked: UnansweredStep | None = None) -> str:
-    """Return why a message cannot be true; empty if it can.
-
-    ``asked``: the step that a StepResult answers, None if none is known, as in a late answer.
-    """
+    """Return why a message cannot be true; empty if it can. ``asked``: the step that a StepResult answers, if known."""
     try:
         if isinstance(message, StepResult):
             _check_result(message, daemon, asked)
