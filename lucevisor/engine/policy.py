@@ -1,7 +1,7 @@
 """Scheduling policies: which request starts next, which gives way, and how prompts and decodes share a step.
 
 The scheduler asks a policy for decisions and records in it what happened; a policy changes no request but
-``n_overtaken_tokens``.  Pure.  docs/scheduling.md has the rules of :class:`FairShare`.
+``n_overtaken_tokens``. Pure. docs/scheduling.md has the rules of :class:`FairShare`; another policy is a subclass.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import GenerationRequest, RequestState
@@ -26,79 +26,6 @@ class StepShare:
     prompts: Sequence[RequestRecord]
     prefill_tokens: int
     decodes: bool = True
-
-
-class Victims(Protocol):
-    """The running requests, as those that may give way."""
-
-    def victim(self, record: RequestRecord) -> RequestRecord | None:
-        """Return the running request to preempt for a waiting one; None if that has to wait."""
-
-
-class SchedulingPolicy(Protocol):
-    """The decisions of a scheduler, which makes its policy: ``Scheduler(limits, policy=FairShare)``.
-
-    The scheduler keeps its own rules: decodes go first, those that waited longest at the front; pages are given by
-    arrival; the first waiting request that does not fit holds up those after it.
-    """
-
-    @property
-    def order_is_stable(self) -> bool:
-        """True while ``waiting_order`` depends on the waiting requests alone, so that it need not be asked again."""
-
-    def waiting_order(
-        self, waiting: Collection[RequestRecord], running: Iterable[RequestRecord]
-    ) -> list[RequestRecord]:
-        """Return the waiting requests, next first.
-
-        Those left out do not start now.  One with ``has_priority``, for which another was preempted, goes first.
-        """
-
-    def accepts(self, request: GenerationRequest, n_waiting: int, n_clients: int, max_queue: int) -> bool:
-        """Return whether a request may wait in a queue of ``max_queue``.
-
-        ``n_waiting``: requests of its client that wait for their first start; ``n_clients``: clients that have some,
-        its own included.
-        """
-
-    def share_step(
-        self,
-        prompts: Sequence[RequestRecord],
-        running: Iterable[RequestRecord],
-        last_step: int,
-        now: float,
-        *,
-        busy: bool,
-    ) -> StepShare:
-        """Return what the step after ``last_step`` may compute of some ``prompts``, within the step's own budget.
-
-        ``busy``: the first stage has a step to compute already, or every stage has one.
-        """
-
-    def n_decode_groups(self, n_stages: int, n_fastest: int) -> int:
-        """Return into how many micro-batches decodes are dealt; ``n_fastest``: as few as keep the stages busy."""
-
-    def victims(self, running: Iterable[RequestRecord]) -> Victims:
-        """Return the requests that may be preempted for want of sequences."""
-
-    def page_victim(self, running: Iterable[RequestRecord]) -> RequestRecord:
-        """Return the running request to preempt for want of pages, any of them."""
-
-    def on_submitted(self, client: str) -> None:
-        """Record a request that waits or runs from now on."""
-
-    def on_started(self, record: RequestRecord, waiting: Iterable[RequestRecord]) -> None:
-        """Record a request that starts for the first time, before those still waiting."""
-
-    def on_planned(self, tokens: Iterable[tuple[str, int]]) -> None:
-        """Record the tokens of a step by client."""
-
-    def on_finished(self, client: str) -> None:
-        """Record the end of a request."""
-
-
-PolicyFactory = Callable[[EngineLimits], SchedulingPolicy]
-"""Makes the policy of a scheduler with these limits."""
 
 
 class ClientShares:
@@ -175,6 +102,7 @@ class PreemptionCandidates:
         self._longest = self._by_service[0].n_steps_served(chunk) if self._by_service else 0
 
     def victim(self, record: RequestRecord) -> RequestRecord | None:
+        """Return the running request to preempt for a waiting one; None if that has to wait."""
         client = record.request.client_id
         if client not in self._victims_by_client:
             self._victims_by_client[client] = self._victim_by_share(client)
@@ -235,11 +163,13 @@ class FairShare:
 
     @property
     def order_is_stable(self) -> bool:
+        """True while ``waiting_order`` depends on the waiting requests alone."""
         return not self._shares.contested
 
     def waiting_order(
         self, waiting: Collection[RequestRecord], running: Iterable[RequestRecord]
     ) -> list[RequestRecord]:
+        """Return the waiting requests that may start now, next first; those with ``has_priority`` go before others."""
         promised: Counter[str] = Counter()
         if self._shares.contested:
             for record in running:
@@ -299,9 +229,6 @@ class FairShare:
         # Decodes go with the next chunk of a prompt that is held: a step of their own would delay it.
         return StepShare(allowed, self._long_prefill_tokens, decodes=not held)
 
-    def n_decode_groups(self, n_stages: int, n_fastest: int) -> int:
-        return n_fastest
-
     def _is_long(self, record: RequestRecord) -> bool:
         live = record.live
         return live is not None and record.wanted is None and live.n_prefill > self._long_prefill_tokens
@@ -309,6 +236,7 @@ class FairShare:
     # ---- preemption
 
     def victims(self, running: Iterable[RequestRecord]) -> PreemptionCandidates:
+        """Return the requests that may be preempted for want of sequences."""
         return PreemptionCandidates(running, self._shares, self._chunk)
 
     def page_victim(self, running: Iterable[RequestRecord]) -> RequestRecord:
@@ -333,3 +261,7 @@ class FairShare:
 
     def on_finished(self, client: str) -> None:
         self._shares.remove_request(client)
+
+
+PolicyFactory = Callable[[EngineLimits], FairShare]
+"""Makes the policy of a scheduler with these limits."""

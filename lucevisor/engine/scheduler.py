@@ -16,7 +16,7 @@ from operator import attrgetter
 from lucevisor.engine.drafting import Drafting, with_same_draft_step
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import NO_PAYLOAD
-from lucevisor.engine.policy import FairShare, PolicyFactory, SchedulingPolicy
+from lucevisor.engine.policy import FairShare, PolicyFactory
 from lucevisor.engine.prefix_reuse import NO_MATCH, PrefixReuse
 from lucevisor.engine.request import (
     ContextOverflow,
@@ -52,7 +52,7 @@ from lucevisor.protocol.steps import Operation, Sampled, Step, StepResult
 class RequestQueue:
     """The waiting queue.  Iteration has no particular order; ``in_order`` has that of the policy."""
 
-    def __init__(self, policy: SchedulingPolicy) -> None:
+    def __init__(self, policy: FairShare) -> None:
         self._policy = policy
         self._waiting: dict[RequestRecord, None] = {}
         self._order: list[RequestRecord] | None = None  # as long as it holds
@@ -106,81 +106,25 @@ class RequestQueue:
         return self._order
 
 
-class Preemption:
-    """Preempts running requests.
-
-    The policy chooses which, when sequences or pages are short.  What a preempted request has computed is a prefix slot
-    like any other, from which it continues: on the devices, or in host memory if they evicted it.
+class Admission:
+    """Starts requests of the queue, of which the first one that does not fit holds up those behind it, and preempts
+    running ones, which continue from a prefix slot of what they have computed.
     """
 
-    def __init__(
-        self, running: RunningRequests, queue: RequestQueue, reuse: PrefixReuse, policy: SchedulingPolicy
-    ) -> None:
+    def __init__(self, running: RunningRequests, queue: RequestQueue, reuse: PrefixReuse, policy: FairShare) -> None:
         self._running, self._queue, self._reuse, self._policy = running, queue, reuse, policy
-        self.n_preempted = 0
-
-    @property
-    def pages_pending(self) -> bool:
-        """True if pages will be free once slots are copied to host memory, so that no other request is preempted."""
-        return self._reuse.index.evicting
-
-    def next_preemption(self, waiting: Iterable[RequestRecord]) -> tuple[RequestRecord, RequestRecord] | None:
-        """Return the first waiting request that may start in the place of a running one, and that one."""
-        candidates = self._policy.victims(self._running)
-        for record in waiting:
-            if record.has_priority and self.pages_pending:
-                return None
-            victim = None if record.n_in_flight else candidates.victim(record)
-            if victim is not None and not self._reuse.must_wait(record, self._running):
-                return record, victim
-            if record.has_priority:
-                return None
-        return None
-
-    def preempt(self, record: RequestRecord, now: float) -> list[Operation]:
-        """Leave what a running request has computed to a prefix slot, and requeue it."""
-        operations = self._reuse.publish_preempted(record, now)
-        if record.live is not None:
-            record.n_computed_before = max(record.n_computed_before, record.live.n_computed)
-        self.n_preempted += 1
-        return operations + self.requeue(record)
-
-    def requeue(self, record: RequestRecord) -> list[Operation]:
-        """Return a running request to the queue, without what it holds in the shards."""
-        operations = self._running.close(record)
-        record.move(RequestState.QUEUED)
-        record.prefix.fetched = None
-        self._queue.add(record)
-        return operations
-
-
-class Admission:
-    """Starts requests of the queue.  The first one that does not fit holds up those behind it."""
-
-    def __init__(
-        self,
-        queue: RequestQueue,
-        running: RunningRequests,
-        reuse: PrefixReuse,
-        policy: SchedulingPolicy,
-        preemption: Preemption,
-    ) -> None:
         self.open = True  # False: no request starts
-        self._preemption = preemption
-        self._queue = queue
-        self._running = running
-        self._reuse = reuse
-        self._policy = policy
+        self.n_preempted = 0
 
     def admit(self, now: float, last_step: int) -> list[Operation]:
         """Start all requests there is room for, and those for which others give way; return the operations."""
         operations = self._admit(now, last_step)
         while self.open and len(self._queue):
-            place = self._preemption.next_preemption(self._queue.in_order(self._running))
+            place = self.next_preemption(self._queue.in_order(self._running))
             if place is None:
                 break
             record, victim = place
-            operations += self._preemption.preempt(victim, now)
+            operations += self.preempt(victim, now)
             record.has_priority = True
             self._queue.invalidate_order()
             operations += self._admit(now, last_step)
@@ -225,6 +169,40 @@ class Admission:
         self._reuse.on_started(record, match, now)
         return operations
 
+    @property
+    def pages_pending(self) -> bool:
+        """True if pages will be free once slots are copied to host memory, so that no other request is preempted."""
+        return self._reuse.index.evicting
+
+    def next_preemption(self, waiting: Iterable[RequestRecord]) -> tuple[RequestRecord, RequestRecord] | None:
+        """Return the first waiting request that may start in the place of a running one, and that one."""
+        candidates = self._policy.victims(self._running)
+        for record in waiting:
+            if record.has_priority and self.pages_pending:
+                return None
+            victim = None if record.n_in_flight else candidates.victim(record)
+            if victim is not None and not self._reuse.must_wait(record, self._running):
+                return record, victim
+            if record.has_priority:
+                return None
+        return None
+
+    def preempt(self, record: RequestRecord, now: float) -> list[Operation]:
+        """Leave what a running request has computed to a prefix slot, and requeue it."""
+        operations = self._reuse.publish_preempted(record, now)
+        if record.live is not None:
+            record.n_computed_before = max(record.n_computed_before, record.live.n_computed)
+        self.n_preempted += 1
+        return operations + self.requeue(record)
+
+    def requeue(self, record: RequestRecord) -> list[Operation]:
+        """Return a running request to the queue, without what it holds in the shards."""
+        operations = self._running.close(record)
+        record.move(RequestState.QUEUED)
+        record.prefix.fetched = None
+        self._queue.add(record)
+        return operations
+
 
 def has_rows(record: RequestRecord) -> bool:
     """Return whether a request has tokens that no step computes yet."""
@@ -253,8 +231,7 @@ class Scheduler:
         self._records: dict[str, RequestRecord] = {}
         self._policy = policy(limits)
         self.queue = RequestQueue(self._policy)
-        self.preemption = Preemption(self.running, self.queue, self.reuse, self._policy)
-        self.admission = Admission(self.queue, self.running, self.reuse, self._policy, self.preemption)
+        self.admission = Admission(self.running, self.queue, self.reuse, self._policy)
         self._operations: list[Operation] = []
         self._flushing = False  # send waiting operations with a step of their own if need be
         self.in_flight: deque[ScheduledStep] = deque()
@@ -304,15 +281,15 @@ class Scheduler:
             self.queue.invalidate_order()
 
     def cancel(self, request_id: str, now: float, error: RequestError | None = None) -> Events:
-        """End a request, as failed if there is an ``error``, and free its ids.  Does nothing if it is over already."""
+        """End a request, as failed if there is an ``error``, unless it is over already."""
         record = self._records.get(request_id)
         return [] if record is None else [self._finish(record, "error" if error else "cancelled", now, error=error)]
 
     def release(self, *, running: bool = False) -> list[RequestRecord]:
-        """Give up the requests that wait, in their order, for another scheduler to adopt; ``running``: all, as no step
-        is in flight.  Those whose rows are wanted stay, as do those of which a token is on its way."""
+        """Give up the requests that wait, in their order, for another scheduler; ``running``: all, as no step is in
+        flight. Those whose rows are wanted stay, as do those of which a token is on its way."""
         for record in [record for record in self.running if running and record.wanted is None]:
-            self._operations += self.preemption.requeue(record)
+            self._operations += self.admission.requeue(record)
         released = sorted(self.queue, key=lambda record: (not record.has_priority, record.arrival))
         released = [record for record in released if record.wanted is None and not record.n_in_flight]
         for record in released:
@@ -336,7 +313,7 @@ class Scheduler:
         self.reuse.index.clear()
         for record in [record for record in self.running if keep(record)]:
             record.has_priority = True
-            self._operations += self.preemption.requeue(record)
+            self._operations += self.admission.requeue(record)
         events = self.fail(self.running, error, now)
         self.drafting.detach()  # it goes with the pipeline
         self.in_flight.clear()
@@ -388,8 +365,10 @@ class Scheduler:
         while chosen := self.choose_slices(now):
             n_stopped = self._n_stopped
             if with_pages := self._allocate_pages(chosen, now):
-                drafts = self.limits.speculation.max_drafts > 0
-                return self._plan([self._fit_drafts(slice_) for slice_ in with_pages] if drafts else with_pages, now)
+                for i, slice_ in enumerate(with_pages if self.limits.speculation.max_drafts else ()):
+                    with_pages[i], operations = self.drafting.fit(slice_)
+                    self._operations += operations
+                return self._plan(with_pages, now)
             if self._n_stopped == n_stopped:  # else all that were chosen are gone: choose again
                 break
         return self.flush_step(now) if self._flushing else None
@@ -397,7 +376,7 @@ class Scheduler:
     @property
     def _n_stopped(self) -> int:
         """Requests that a lack of pages preempted or ended."""
-        return self.preemption.n_preempted + len(self.failed)
+        return self.admission.n_preempted + len(self.failed)
 
     def _toggle_drafter(self, now: float) -> StepPlan | None:
         """Suspend the drafter, with a step that closes its sequences, or resume it."""
@@ -414,8 +393,8 @@ class Scheduler:
         return self._plan([], now) if self._operations else None
 
     def flush(self) -> int:
-        """Send waiting operations with the next plan, even without a slice, and return the step after which
-        (``last_finished``) every stage has done all that was decided up to now."""
+        """Send waiting operations with the next plan, even without a slice; return the step after which every stage has
+        done all that was decided up to now."""
         self._flushing = bool(self._operations)
         return self._last_step + self._flushing
 
@@ -526,7 +505,7 @@ class Scheduler:
 
     def _n_decodes(self, records: Collection[RequestRecord]) -> int:
         """Return the size of a micro-batch of decodes; 0 while all are under way, or their drafts are being made."""
-        n_groups = self._policy.n_decode_groups(self.n_stages, self.drafting.n_groups(self.n_stages))
+        n_groups = self.drafting.n_groups(self.n_stages)
         ids = {step.step_id for step in self.in_flight}
         n_under_way = sum(step.decodes and step.depends_on_step not in ids for step in self.in_flight)
         if n_under_way + self.drafting.n_drafting >= n_groups:
@@ -569,8 +548,8 @@ class Scheduler:
     # ---- inside: pages and plans
 
     def _allocate_pages(self, chosen: list[ScheduledSlice], now: float) -> list[ScheduledSlice]:
-        """Give every slice its pages, oldest request first, evicting slots and then preempting what the policy names if
-        too few are free.  Returns the slices that have them; a request whose pages host memory cannot hold ends."""
+        """Give every slice its pages, oldest request first, evicting slots and then preempting what the policy names.
+        Returns the slices that have them; a request whose pages host memory cannot hold ends."""
         with_pages = []
         for slice_ in sorted(chosen, key=attrgetter("record.arrival")):
             if slice_.record.live is slice_.live and slice_.live.table.covers(slice_.stop):
@@ -589,17 +568,12 @@ class Scheduler:
                     break
                 if self.reuse.index.reclaim(slice_.live.table.needs(slice_.stop)) or self.running.release_ahead():
                     continue
-                if self.preemption.pages_pending:
+                if self.admission.pages_pending:
                     break
                 if len(self.running) == 1 and self.reuse.index.pinning:
                     break  # a snapshot is being written or read: its pages come back by themselves
-                self._operations += self.preemption.preempt(self._policy.page_victim(self.running), now)
+                self._operations += self.admission.preempt(self._policy.page_victim(self.running), now)
         return [slice_ for slice_ in with_pages if slice_.record.live is slice_.live]  # the others were preempted
-
-    def _fit_drafts(self, slice_: ScheduledSlice) -> ScheduledSlice:
-        slice_, operations = self.drafting.fit(slice_)
-        self._operations += operations
-        return slice_
 
     def _plan(self, chosen: list[ScheduledSlice], now: float) -> StepPlan:
         self._last_step += 1

@@ -59,8 +59,8 @@ class StageTotals:
 
 @dataclass(slots=True)
 class BoundaryTotals:
-    """Hand-overs from stage i to i + 1 since the start.  ``n_hops``: of posted steps, whose ``seconds`` count from the
-    doorbell of their rows until stage i + 1 took them."""
+    """Hand-overs from stage i to i + 1. ``n_hops``: of posted steps; ``seconds`` from the doorbell until the rows were
+    taken."""
 
     n_hops: int = 0
     n_tokens: int = 0
@@ -173,7 +173,7 @@ class EngineStatistics:
             tokens_per_s=generated.rate(now),
             window_s=generated.window_s,
             generated_tokens=scheduler.n_generated_tokens,
-            preemptions=scheduler.preemption.n_preempted,
+            preemptions=scheduler.admission.n_preempted,
             pages={str(kv_group): use for kv_group, use in scheduler.pools.usage().items()},
             host_pages=PageUse(scheduler.pools.host_pages.n_used, scheduler.pools.host_pages.n_total),
             pages_out=sum(record.live.table.n_out for record in scheduler.running if record.live is not None),

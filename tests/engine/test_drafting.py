@@ -177,7 +177,7 @@ def test_drafts_are_cut_to_the_pages_there_are() -> None:
         bench.answer(plan)
         bench.draft(plan)
     assert [(s.n_drafts, s.num_draft_tokens) for s in bench.plan().step.slices] == [(4, 4), (2, 0)]
-    assert bench.scheduler.preemption.n_preempted == 0
+    assert bench.scheduler.admission.n_preempted == 0
 
 
 def test_a_request_that_needs_a_page_gets_one_that_is_kept_for_drafts_before_any_is_preempted() -> None:
@@ -191,7 +191,7 @@ def test_a_request_that_needs_a_page_gets_one_that_is_kept_for_drafts_before_any
     assert [len(bench.live(name).table.held(KvGroup.FULL)) for name in "ab"] == [2, 1]
     assert [s.start for s in bench.plan().step.slices] == [63, 64]
     assert [len(bench.live(name).table.held(KvGroup.FULL)) for name in "ab"] == [1, 2]
-    assert bench.scheduler.preemption.n_preempted == 0
+    assert bench.scheduler.admission.n_preempted == 0
 
 
 # ---- epochs

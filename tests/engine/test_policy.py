@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Sequence
 
 import pytest
 
-from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.policy import FairShare, PolicyFactory, StepShare
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.engine.sequence import RequestRecord
@@ -14,12 +13,10 @@ from lucevisor.protocol.loading import PoolSizes
 from tests.engine.toy_engine import ToyEngine, limits, request
 
 
-class FirstCome:
+class FirstCome(FairShare):
     """Requests start in the order in which they came, keep what they have, and compute their prompts in that order."""
 
     order_is_stable = True
-
-    def __init__(self, _limits: EngineLimits) -> None: ...
 
     def waiting_order(
         self, waiting: Collection[RequestRecord], running: Iterable[RequestRecord]
@@ -35,22 +32,11 @@ class FirstCome:
     ) -> StepShare:  # fmt: skip
         return StepShare(sorted(prompts, key=lambda record: record.arrival), 1 << 20)
 
-    def n_decode_groups(self, n_stages: int, n_fastest: int) -> int:
-        return n_stages
-
     def victims(self, running: Iterable[RequestRecord]) -> FirstCome:
         return self
 
     def victim(self, record: RequestRecord) -> None:
         return None
-
-    def page_victim(self, running: Iterable[RequestRecord]) -> RequestRecord:
-        return max(running, key=lambda record: record.arrival)
-
-    def on_submitted(self, client: str) -> None: ...
-    def on_started(self, record: RequestRecord, waiting: Iterable[RequestRecord]) -> None: ...
-    def on_planned(self, tokens: Iterable[tuple[str, int]]) -> None: ...
-    def on_finished(self, client: str) -> None: ...
 
 
 ONE_SEQUENCE = limits(max_sequences=1, pools=PoolSizes(16, 0, 1))

@@ -211,7 +211,7 @@ def test_slots_give_way_before_a_request_waits_or_is_preempted() -> None:
         run_one(scheduler, request(name, range(1000 * ord(name), 1000 * ord(name) + 100), n=1))
     assert scheduler.pools.usage()[KvGroup.FULL] == PageUse(4, 6, evictable=4)
     run_one(scheduler, request("c", range(250), n=100))
-    assert scheduler.preemption.n_preempted == 0
+    assert scheduler.admission.n_preempted == 0
     assert scheduler.pools.usage()[KvGroup.FULL].used <= 6
 
 

@@ -288,7 +288,7 @@ def test_the_youngest_gives_its_pages_to_an_older_one_and_goes_on_later() -> Non
                     told[name] += 1
                 else:
                     order.append(name)
-        if scheduler.preemption.n_preempted and preempted_at is None:
+        if scheduler.admission.n_preempted and preempted_at is None:
             preempted_at = dict(told)
             assert scheduler.pools.usage()[KvGroup.FULL] == PageUse(3, 4)
             assert (scheduler.n_running, scheduler.n_queued) == (1, 1)
@@ -298,7 +298,7 @@ def test_the_youngest_gives_its_pages_to_an_older_one_and_goes_on_later() -> Non
     }  # two pages each hold 62 + 66; a ran ahead
     assert order == ["a", "b"]
     assert told == {"a": 90, "b": 90}
-    assert scheduler.preemption.n_preempted == 1
+    assert scheduler.admission.n_preempted == 1
 
 
 # ---- steps that run ahead of their tokens
