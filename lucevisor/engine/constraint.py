@@ -42,8 +42,8 @@ class Constraint(Protocol):
 
 
 class MinTokens:
-    """An output that ``ends`` may not end before ``least`` tokens; ``inner``: what else it must be, which has its way
-    where nothing else may follow."""
+    """An output that ``ends`` may not end before ``least`` tokens; ``inner`` has its way where nothing else
+    may follow."""
 
     def __init__(self, least: int, ends: Collection[int], n_vocab: int, inner: Constraint | None = None) -> None:
         self._least, self._inner, self._ends = least, inner, ends
@@ -107,8 +107,8 @@ class MaskJob:
 
 @dataclass(frozen=True, slots=True)
 class MadeMasks:
-    """The masks of a step, rows in the order of its slices; ``failures``: (request id, why) of constraints that failed,
-    whose rows allow everything."""
+    """The masks of a step, rows in the order of its slices; ``failures``: (request id, why), whose rows allow
+    everything."""
 
     message: Masks
     payload: list[bytearray]

@@ -149,7 +149,7 @@ class Drafting:
         return [*waiting, *(CloseSequence(live.sequence) for live in lives)]
 
     def resume(self, *, must_open_sequences: bool) -> None:
-        """Ask the drafter again, as one that was just attached; ``must_open_sequences`` as there."""
+        """Ask the drafter again, as one that was just attached."""
         self.suspension.toggle()
         self.must_open_sequences, self._opens_restored = must_open_sequences, False
         self._pools.begin_draft_epoch()
@@ -244,7 +244,7 @@ class Drafting:
 
     def is_upkeep(self, slices: Sequence[Slice], n_stages: int) -> bool:
         """Return whether the drafter takes decodes along without a message and an answer of its own: it is asked for
-        nothing, in the output stage's daemon, which does one step after the other where there are several stages."""
+        nothing, in the output stage's daemon."""
         if not self.active or self._overlaps or n_stages == 1:
             return False
         return all_decodes(slices) and not any(slice_.num_draft_tokens or slice_.drafts_pend for slice_ in slices)

@@ -110,8 +110,8 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Give requests away to another engine: those that wait, with all that was drawn of them; ``running``: all, if
-    every daemon has done what was decided.  Released has them."""
+    """Give waiting requests to another engine, in Released; ``running``: all, if every daemon has done what was
+    decided."""
 
     running: bool = False
 

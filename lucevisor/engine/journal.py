@@ -67,8 +67,8 @@ class _PageRows:
 
 
 class _PageRun(msgspec.Struct, gc=False):  # quicker to make than a tuple with names: a decode has one
-    """Consecutive positions of one sequence in one page: ``n`` rows of a step from ``row`` on, and of the page, in this
-    ``generation`` of it, from ``offset`` on."""
+    """Consecutive positions of one sequence in one page: ``n`` rows of a step from ``row`` on, and of the page from
+    ``offset`` on."""
 
     sequence: int
     page: int

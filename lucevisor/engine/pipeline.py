@@ -9,7 +9,7 @@ steps in the order they were sent to it; any other answer fails the pipeline, on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -187,11 +187,6 @@ class PipelineStep:
     def __post_init__(self) -> None:
         self.depends_on_step = self.step.depends_on_step
 
-    @property
-    def may_be_posted(self) -> bool:
-        """True if the step may be sent to all stages at once: only the last stage returns more than times."""
-        return bool(self.step.slices) and not (self.step.want_hidden or self.step.rank_pages)
-
     def lose(self, stage: int) -> None:
         """Record that a stage lost the step before answering it."""
         self.sent_to.discard(stage)
@@ -240,13 +235,13 @@ class DraftRelay:
         self.attached = AttachedDrafter(daemon, with_output)
 
     def detach(self) -> None:
-        """Stop sending steps to the drafter, and ignore its answers.  Does nothing without one."""
+        """Stop sending steps to the drafter, and ignore its answers."""
         if self.attached is not None:
             self.attached = None
             self._pipeline.send_known_steps()
 
     def lose(self, code: ErrorCode, message: str) -> None:
-        """Detach the drafter because of a failure.  Does nothing without one."""
+        """Detach the drafter because of a failure."""
         if self.attached is not None:
             self.detach()
             self._pipeline.outcomes.append(DrafterDetached(StageFailure(self._stage, code, message)))
@@ -283,12 +278,6 @@ class DraftRelay:
     def is_drafting(self, step_id: int) -> bool:
         """Return whether the drafter has yet to answer a step."""
         return self.attached is not None and any(waiting == step_id for waiting, _ in self.attached.waiting)
-
-    def drop_cancelled(self, step_ids: Collection[int]) -> None:
-        """Drop steps that the output stage has cancelled: a draft stage in its daemon drops them, too."""
-        draft = self.attached
-        if draft is not None and draft.with_output:
-            draft.waiting = deque(asked for asked in draft.waiting if asked[0] not in step_ids)
 
     def receive(self, result: StepResult) -> int | None:
         """Store an answer for ``deliver_drafts``; return the drafter's daemon, None if another answer was due."""
@@ -370,7 +359,8 @@ class Pipeline:
         draft = None if self.drafts.suspended and draft_operations is None else self.drafts.attached
         entry = PipelineStep(step, 0, self.now, self.now, draft, draft_operations, embeddings=embeddings)
         self._at_stage[0].append(entry)
-        if self._may_start(entry) and self._send(entry, 0, posted=self.n_stages > 1 and step.waits_for_tokens):
+        has_others = all(0 in before.sent_to for before in self._at_stage[0] if before is not entry)
+        if has_others and self._send(entry, 0, posted=self.n_stages > 1 and step.waits_for_tokens):
             for stage in range(1, self.n_stages):
                 if not self._may_post(entry, stage) or not self._send(entry, stage, posted=True):
                     return
@@ -398,8 +388,10 @@ class Pipeline:
         if not 0 <= stage < self.n_stages:
             self.fail(0, "protocol_error", f"a daemon answered for stage {stage}; there are {self.n_stages}")
             return
-        if stage in self.lost:
-            self._receive_rebuilt(result)
+        if stage in self.lost:  # other answers are to steps sent before the loss
+            if (rebuilding := self._rebuilding.pop((stage, result.step_id), None)) is not None:
+                self._answered_at[rebuilding[0]] = self.now
+                self.outcomes.append(StageRebuilt(stage))
             return
         unanswered = self._unanswered[stage]
         if not unanswered or unanswered[0].step.step_id != result.step_id:
@@ -464,10 +456,6 @@ class Pipeline:
                 return
         self.send_known_steps()
 
-    def _may_start(self, entry: PipelineStep) -> bool:
-        """Return whether the first stage has all steps before this one."""
-        return all(0 in before.sent_to for before in self._at_stage[0] if before is not entry)
-
     def send_known_steps(self) -> None:
         """Send the steps whose tokens and drafts are known to the first stage, in order."""
         waiting = [entry for entry in self._at_stage[0] if 0 not in entry.sent_to and 0 not in self._cancelling]
@@ -478,7 +466,7 @@ class Pipeline:
                 return
 
     def fail(self, stage: int, code: ErrorCode, message: str) -> None:
-        """End the pipeline: drop all steps and report the failure.  Does nothing after the first one or ``close``."""
+        """End the pipeline: drop all steps and report the failure."""
         if self._open:
             self.close()
             self.outcomes.append(StageFailure(stage, code, message))
@@ -501,11 +489,8 @@ class Pipeline:
             if waiting and stage not in self.lost and not waiting[0].step.depends_on_step
             if not self.drafts.is_drafting(waiting[0].step.drafts_of)
         ]
-        if (
-            (draft := self.drafts.attached) is not None
-            and draft.waiting
-            and not self._is_unanswered(draft.waiting[0][0])
-        ):
+        unanswered = {entry.step.step_id for entry in self._unanswered[-1]}  # of these drafts have not begun
+        if (draft := self.drafts.attached) is not None and draft.waiting and draft.waiting[0][0] not in unanswered:
             first.append((draft.daemon, self.n_stages, *draft.waiting[0]))
         first += [(daemon, *place, sent_at) for place, (daemon, sent_at) in self._rebuilding.items()]
         for daemon, stage, step_id, sent_at in first:
@@ -559,8 +544,9 @@ class Pipeline:
         back = [unanswered.popleft() for _ in message.step_ids]
         for entry in back:
             entry.lose(stage)
-        if stage + 1 == self.n_stages:
-            self.drafts.drop_cancelled(message.step_ids)
+        draft = self.drafts.attached
+        if stage + 1 == self.n_stages and draft is not None and draft.with_output:  # in its daemon, it drops them, too
+            draft.waiting = deque(asked for asked in draft.waiting if asked[0] not in message.step_ids)
         if message.operated and back:
             back[0].done.add(stage)
         for entry in [entry for entry in self._at_stage[stage] if stage and stage not in entry.sent_to]:
@@ -590,23 +576,13 @@ class Pipeline:
                 return
         self.send_known_steps()
 
-    def _receive_rebuilt(self, result: StepResult) -> None:
-        """Take the answer to a step that rebuilds a stage; drop other answers, to steps sent before the loss."""
-        place = (result.stage, result.step_id)
-        if place in self._rebuilding:
-            self._answered_at[self._rebuilding.pop(place)[0]] = self.now
-            self.outcomes.append(StageRebuilt(result.stage))
-
     def _may_post(self, entry: PipelineStep, stage: int) -> bool:
         """Return whether a step may be posted to a stage, which requires that all earlier steps were sent to it."""
-        return (
-            self.has_doorbells
-            and not self.lost
-            and entry.may_be_posted
-            and all(
-                stage in before.sent_to for at in range(stage) for before in self._at_stage[at] if before is not entry
-            )
-        )
+        step = entry.step
+        if not self.has_doorbells or self.lost or not step.slices or step.want_hidden or step.rank_pages:
+            return False  # only the last stage may return more than times
+        earlier = (before for at in range(stage) for before in self._at_stage[at] if before is not entry)
+        return all(stage in before.sent_to for before in earlier)
 
     def _send(self, entry: PipelineStep, stage: int, *, posted: bool = False) -> bool:
         step = entry.step
@@ -628,7 +604,3 @@ class Pipeline:
         if stage + 1 == self.n_stages and together:
             self.drafts.send(entry)
         return True
-
-    def _is_unanswered(self, step_id: int) -> bool:
-        """Return whether the output stage has yet to answer a step, so that drafts after it have not begun."""
-        return any(entry.step.step_id == step_id for entry in self._unanswered[-1])

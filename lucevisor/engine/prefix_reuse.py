@@ -19,7 +19,6 @@ from lucevisor.kv.page_table import HostMemoryFull, NoRoom, PagedOut
 from lucevisor.kv.prefix_cache import PrefixIndex, PrefixMatch, PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import NO_STATE, CacheTier, Origin, SlotSource
 from lucevisor.kv.residency import page_table
-from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.steps import CopyPage, CopyState, OpenSequence, Operation, ZeroState
 
@@ -96,23 +95,18 @@ class PrefixReuse:
             use.lookup = (self.index.version, self._match(record))
         return use.lookup[1]
 
-    @staticmethod
-    def _may_be_cached(record: RequestRecord) -> TokenBuffer:
-        """Return the tokens of a request up to the first row whose log-probabilities are wanted, which is computed."""
-        first = record.request.prompt_logprobs_from
-        return record.tokens.first(first + 1) if first else record.tokens
-
     def _match(self, record: RequestRecord) -> PrefixMatch:
         """Return the cached prefix without part of an image: ids of a part may be those of another image."""
-        match = self.index.match(self._may_be_cached(record))
+        first = record.request.prompt_logprobs_from  # the first row with one is computed
+        match = self.index.match(record.tokens.first(first + 1) if first else record.tokens)
         for image in reversed(record.request.images):
             if image.span.start < match.position < image.span.stop:
                 match = self.index.match(record.tokens.first(image.span.start + 1))
         return match
 
     def fetch(self, record: RequestRecord, match: PrefixMatch) -> bool:
-        """Ask lower tiers for more tokens of a request than ``match`` has, unless they were asked for as many since it
-        was queued; return whether it is held until they are read."""
+        """Ask lower tiers for more tokens of a request than ``match`` has, once for as many; return whether it is held
+        until they are read."""
         use = record.prefix
         if record.computes_prompt or not self.index.enabled:
             return False
@@ -212,17 +206,16 @@ class PrefixReuse:
             self.index.drop(match.slot)  # left by this request, which goes on
         if not self.index.block_granular and match.n_known - match.position >= PAGE_TOKENS:
             # Other prompts share more with it than any slot covers: make one where they diverge.
-            use.branch_position = self._last_slice_end(record, match.n_known)
+            chunk = match.n_known // self._limits.prefill_chunk * self._limits.prefill_chunk
+            ends = (stop for stop in use.checkpoint_positions if stop <= match.n_known)  # of slices
+            use.branch_position = max([chunk, *ends])
 
     def on_first_token(self, record: RequestRecord, now: float) -> None:
         """Measure how fast a prompt was computed that was neither preempted nor held up by a loss."""
-        n = (
-            record.live.n_prefill
-            if record.live is not None and not record.n_computed_before and not record.last_loss
-            else 0
-        )
-        if record.started_at is not None and self.index.worth_caching(n):
-            self.prompt_rate.add(n, now - record.started_at, now)
+        if record.live is None or record.started_at is None or record.n_computed_before or record.last_loss:
+            return
+        if self.index.worth_caching(record.live.n_prefill):
+            self.prompt_rate.add(record.live.n_prefill, now - record.started_at, now)
 
     def on_slice_planned(self, record: RequestRecord, now: float) -> list[Operation]:
         """Publish a slot if the slice just planned ends at a checkpoint."""
@@ -304,11 +297,6 @@ class PrefixReuse:
         """Return whether no page was dropped, nor would be for the next token."""
         n_lost = live.table.n_out - len(live.table.hosts)
         return not n_lost and self._limits.stays_whole(live.n_computed + 1)
-
-    def _last_slice_end(self, record: RequestRecord, n_tokens: int) -> int:
-        """Return the last position up to ``n_tokens`` at which a slice of the prompt ends."""
-        chunk = n_tokens // self._limits.prefill_chunk * self._limits.prefill_chunk
-        return max([chunk, *(stop for stop in record.prefix.checkpoint_positions if stop <= n_tokens)])
 
     def _usable(self, stop: int, n_common: int) -> int:
         """Return how many tokens of a slot at ``stop`` a prompt can use that shares ``n_common``."""

@@ -41,8 +41,8 @@ class CannotRebuild(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RebuildStep:
-    """A step for one stage alone.  ``rows``: where the journal has its boundary rows; ``embeddings``: those of images,
-    for the first stage."""
+    """A step for one stage alone. ``rows``: its boundary rows in the journal; ``embeddings``: of images, for the first
+    stage."""
 
     step: Step
     rows: Sequence[RowCopy] = ()
@@ -269,8 +269,8 @@ class Rebuilder:
         return [page for page in self._pools[KvGroup.WINDOW].ids if page not in rebuilt and page not in needed]
 
     def _window_tables(self, live: LiveSequence, start: int, end: int, stop: int, spare: list[int]) -> list[Operation]:
-        """Return the window table for a chunk of a sequence that is rebuilt up to ``stop``: its own pages from the last
-        window on, spare ones, used in turn, before."""
+        """Return the window table for a chunk of a sequence rebuilt up to ``stop``: its own pages from the last window
+        on, spare ones, in turn, before."""
         window = self._limits.window_tokens
         if window is None:
             return []
@@ -335,7 +335,7 @@ class RequestHold:
             self.since, self._reason = now, reason
 
     def end_hold(self, now: float) -> None:
-        """End the hold: there is a pipeline again.  Does nothing without a hold."""
+        """End the hold: there is a pipeline again."""
         if self.since is not None:
             seconds, totals, before = now - self.since, self._totals, self._totals.pauses[self._reason]
             pauses = {**totals.pauses, self._reason: Pauses(before.n + 1, before.seconds + seconds)}
@@ -395,8 +395,7 @@ class StageRecovery:
     """Lost stages of the pipeline that is attached.  Without a ``journal`` only frozen state brings one back."""
 
     def __init__(self, scheduler: Scheduler, journal: Journal | None) -> None:
-        self._scheduler = scheduler
-        self._use(journal)
+        self._scheduler, self._journal = scheduler, journal
         self._pipeline: Pipeline | None = None  # while stages of it are lost
         self._daemons: dict[int, int] = {}  # new ones, by lost stage
         self._plans: dict[int, RebuildPlan] = {}  # of the lost stages, as of now
@@ -447,7 +446,7 @@ class StageRecovery:
     def detach_frozen(self, journal: Journal | None) -> None:
         """Leave the pipeline for one with another journal; the frozen state stays valid."""
         reopen_operations = self.reopen_operations or ()
-        self._use(journal)
+        self._journal = journal
         self.detach()
         self.reopen_operations = [*reopen_operations]
 
@@ -544,9 +543,6 @@ class StageRecovery:
 
     # ---- inside
 
-    def _use(self, journal: Journal | None) -> None:
-        self._journal = journal
-
     def _settle(self, pipeline: Pipeline, now: float) -> bool:
         """Send what waits for a step; return whether all steps on their way wait for lost stages."""
         while pipeline.settled and (plan := self._scheduler.flush_step(now)) is not None:
@@ -603,7 +599,9 @@ class StageRecovery:
             scheduler.limits.n_regions(scheduler.n_stages),
             scheduler.reuse.index.slots,
         )
-        self._drop_lost_slots(rebuilder.kept)
+        for slot in scheduler.reuse.index.slots:  # of which the lost stages had a part
+            if slot not in rebuilder.kept:
+                scheduler.reuse.index.drop(slot)
         self._plans = {stage: rebuilder.plan(stage) for stage in lost}
         waiting_rows = [
             (stage, step, rebuilder.rows(stage, step)) for stage, steps in waiting.items() for step in steps
@@ -643,13 +641,6 @@ class StageRecovery:
         index = self._scheduler.reuse.index
         for slot in index.slots:
             if any(_reaches(slot.tokens, slot.n_tokens, part) for part in unfinished):
-                index.drop(slot)
-
-    def _drop_lost_slots(self, rebuilt: Collection[PrefixSlot]) -> None:
-        """Drop the slots of which the lost stages had a part, but for those that come back with running sequences."""
-        index = self._scheduler.reuse.index
-        for slot in index.slots:
-            if slot not in rebuilt:
                 index.drop(slot)
 
     def _without(self, step: Step, ended: Mapping[int, set[int]]) -> Step:

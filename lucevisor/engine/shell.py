@@ -17,7 +17,7 @@ import structlog
 
 from lucevisor import suspend_clock
 from lucevisor.engine import events as ev
-from lucevisor.engine.constraint import MadeMasks, MaskMaker
+from lucevisor.engine.constraint import MaskMaker
 from lucevisor.engine.core import CoreSettings, EngineCore, FrozenState
 from lucevisor.engine.events import EngineState, PauseReason
 from lucevisor.engine.journal import CopyRows, FileRows, PlaceRows, RowCopy
@@ -108,8 +108,8 @@ class RowStore(Protocol):
         """Copy the first rows of a block to another."""
 
     def gather(self, steps: Sequence[Sequence[RowCopy]]) -> FileIO:
-        """Return a new memfd, to which the rows of steps are written one after the other, after all copies so far, and
-        which is then sealed.  Raises LucevisorError."""
+        """Return a memfd to which the rows of steps are written one after the other, and which is then sealed. Raises
+        LucevisorError."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,11 @@ class Engine:
         self._executing = False
         self.changes = Changes()
         self.relevance = PageRelevance(self.handle)
-        self._masks = MaskMaker(self._masks_made, self._masks_failed, threaded=settings.mask_threads)
+        self._masks = MaskMaker(
+            lambda step_id, made: self.handle(ev.MasksMade(step_id, made)),
+            self._masks_failed,
+            threaded=settings.mask_threads,
+        )
         self._n_ids_runs = 0
         self.slots = SlotAccess(self, self.changes, self._clock)
 
@@ -203,12 +207,12 @@ class Engine:
 
     @property
     def replicas(self) -> Mapping[str, Engine]:
-        """The engine itself, under no name: the interface of a :class:`ReplicatedEngine`."""
+        """The engine itself, under no name, as of a :class:`ReplicatedEngine`."""
         return {"": self}
 
     def n_cached(self, tokens: TokenBuffer) -> int:
-        """Return how many tokens of a prompt need not be computed; those that lower tiers have count three quarters, as
-        they are read first."""
+        """Return how many tokens of a prompt need not be computed; those of lower tiers, which are read first, count
+        3/4."""
         if not self.prefixes.enabled:
             return 0
         n_here = self.prefixes.match(tokens).position
@@ -360,7 +364,7 @@ class Engine:
         self.handle(ready)
 
     def detach_drafter(self) -> None:
-        """Go on without drafts.  Does nothing without a drafter; the pipeline takes its own along when it goes."""
+        """Go on without drafts."""
         self.handle(ev.DrafterLost())
 
     def fail_drafter(self, message: str) -> None:
@@ -395,7 +399,7 @@ class Engine:
         return self.core.frozen if self.core.pipeline is not None else None
 
     def thaw(self) -> None:
-        """Plan again after a freeze.  Does nothing if the freeze has ended already."""
+        """Plan again after a freeze."""
         self.handle(ev.Thaw())
 
     async def quiesce(self, timeout_s: float) -> bool:
@@ -547,9 +551,6 @@ class Engine:
     def _detach_dead_link(self, stage: int, text: str) -> None:
         self.handle(ev.ShardStateUnknown(StageFailure(stage, "shard_lost", text)))
 
-    def _masks_made(self, step_id: int, made: MadeMasks) -> None:
-        self.handle(ev.MasksMade(step_id, made))
-
     def _masks_failed(self, step_id: int, text: str) -> None:
         """Drop the pipeline: the output stage would wait for the masks."""
         if self.core.find_step(step_id) is not None and self.core.pipeline is not None:
@@ -622,7 +623,7 @@ class SlotAccess:
         return slot
 
     def cancel_reservation(self, reservation: Reservation) -> None:
-        """Free reserved pages.  Does nothing if they are freed or adopted already."""
+        """Free reserved pages, unless they are freed or adopted already."""
         self._index.cancel(reservation)
         self._engine.tick()
 

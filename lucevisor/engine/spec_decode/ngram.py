@@ -85,8 +85,8 @@ class NgramLookup:
         return best if best.start else None
 
     def continuation(self, match: NgramMatch, n: int) -> list[int]:
-        """Return the ``n`` tokens that followed a match, fewer where an image did; where they reach the end, the
-        repetition goes on."""
+        """Return the ``n`` tokens that followed a match, fewer where an image did; at the end the repetition
+        goes on."""
         tokens = self._tokens[match.start : match.start + n]
         period = len(self._tokens) - match.start
         while len(tokens) < n:
