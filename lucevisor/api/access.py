@@ -105,9 +105,7 @@ def _host_name(header: str) -> str:
 
 
 def check_content_type(request: web.Request) -> None:
-    """Raise ApiError 400 for a body that is not announced as JSON, as a page of any origin may send forms and plain
-    text.
-    """
+    """Raise ApiError 400 for a body that is not announced as JSON, as a page of any origin may send forms."""
     kind = request.content_type.lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return

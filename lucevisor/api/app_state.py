@@ -30,9 +30,8 @@ _KEY: Final = web.RequestKey("context", RequestContext)
 
 
 class ActiveRequests:
-    """Requests without a complete response.  ``closing``: connections close after a response; ``draining``: new
-    requests are refused.
-    """
+    """Requests without a complete response. ``closing``: connections close after a response; ``draining``: new ones are
+    refused."""
 
     def __init__(self) -> None:
         self.contexts: set[RequestContext] = set()

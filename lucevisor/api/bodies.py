@@ -35,12 +35,9 @@ AddToBody = Callable[[list[bytes]], Awaitable[int]]
 async def prepare_request(
     request: web.Request, parser: BodyParser, add_to_body: AddToBody | None = None
 ) -> PreparedRequest | ModelLoadRequest | bytes:
-    """Return the request prepared from the body, or the response to it; raises ApiError.
-
-    Afterwards the model of the request's context is the one that the body names.
-
-    `add_to_body` may add to the parts of the body before they are decoded.
-    """
+    """Return the request prepared from the body, or the response to it; raises ApiError. Afterwards the model of the
+    request's context is the one that the body names. `add_to_body` may add to the parts of the body before they are
+    decoded."""
     models, bodies = request.app[MODELS], request.app[BUFFERED_BODIES]
     body: list[bytes] = []
     try:

@@ -1,8 +1,5 @@
-"""Connection limits that aiohttp does not have: a deadline for heads, one for unread answers, and a cap.
-
-At the cap a new connection replaces the one that has been idle longest; one with a request in service is never closed
-to make room.
-"""
+"""Connection limits that aiohttp does not have: a deadline for heads, one for unread answers, and a cap, at which a new
+connection replaces the one that has been idle longest, never one with a request in service."""
 
 from __future__ import annotations
 

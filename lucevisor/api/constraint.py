@@ -81,10 +81,8 @@ def requested_form(body: GenerationBody) -> OutputForm | None:
 
 
 def requested_calls(tools: Tools, choice: object, form: OutputForm | None, *, parallel: bool) -> CallConstraint | None:
-    """Return the constraint on tool calls, or None.
-
-    Calls are constrained if they are required, if an output form is set as well, or if a tool is strict.
-    """
+    """Return the constraint on tool calls: if they are required, if an output form is set as well, or if a tool is
+    strict."""
     if isinstance(choice, ToolChoice) and choice.function is not None:
         return CallConstraint("tool_choice", functions(tools, [choice.function.name]), 1, required=True)
     offered, max_calls = functions(tools), MAX_CALLS if parallel else 1
@@ -104,9 +102,7 @@ def output_grammar(
     calls: CallConstraint | None = None,
 ) -> OutputGrammar | None:
     """Return the checked grammar of an answer, None if nothing constrains it; raises ApiError if it does not compile.
-
-    ``tags``: those of the model's reasoning if it may come first; ``inside``: the prompt ends inside it.
-    """
+    ``tags``: those of the model's reasoning if it may come first; ``inside``: the prompt ends inside it."""
     rules = Rules(ctx.tokenizer)
     tool_format = ctx.template.output_format.tools if ctx.template is not None else None
     header = rules.text(tags.answer) if tags is not None else ""
@@ -155,10 +151,8 @@ def compiled(grammar: OutputGrammar, ctx: ModelContext) -> Grammar:
 
 
 def schema_form(schema: Mapping[str, Any] | None, param: str, *, strict: bool) -> OutputForm:
-    """Return the form of JSON by a schema; None: any object.  ``strict``: refuse keywords that cannot be enforced.
-
-    Raises ApiError 400 for a schema that is refused or too long.
-    """
+    """Return the form of JSON by a schema; None: any object. ``strict``: refuse keywords that cannot be enforced.
+    Raises ApiError."""
     try:
         return OutputForm(
             param, forms.any_object() if schema is None else forms.json_schema(schema, lenient=not strict)

@@ -118,12 +118,9 @@ class _AdaptedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """Description of the served model.
-
-    `aliases`: patterns of other names that requests may use.  `created_s`: Unix time; `fingerprint`: changes whenever
-    outputs may change; `facts`: the file's metadata but lists.  `adapters`: LoRA adapters, which are models to clients,
-    with a `parent` and a `scale`.
-    """
+    """Description of the served model. `aliases`: patterns of other names that requests may use. `created_s`: Unix
+    time; `fingerprint`: changes whenever outputs may change; `facts`: the file's metadata but lists. `adapters`: LoRA
+    adapters, which are models to clients, with a `parent` and a `scale`."""
 
     name: str
     created_s: int
@@ -366,10 +363,8 @@ class ServedModels:
             yield from map(ctx.of_adapter, ctx.model.adapters)
 
     def find(self, name: object) -> ModelContext:
-        """Return the context of the model that a request names; raises ApiError.
-
-        One model serves all requests but those for its adapters: their readers check the name, which may be missing.
-        """
+        """Return the context of the model that a request names; raises ApiError. One model serves all requests but
+        those for its adapters: their readers check the name, which may be missing."""
         for ctx in self.listed():
             if ctx.adapter and isinstance(name, str) and ctx.model.is_named(name):
                 return ctx
@@ -390,9 +385,8 @@ class ServedModels:
         )  # fmt: skip
 
     def of_body(self, fields: dict[str, Any]) -> ModelContext:
-        """Return the context of the model that a decoded body names; raises ApiError.  Ollama also has it in `name`,
-        and llama.cpp's clients choose adapters by `lora`, which is removed.
-        """
+        """Return the context of the model that a decoded body names; raises ApiError. Ollama also has it in `name`, and
+        llama.cpp's clients choose adapters by `lora`, which is removed."""
         ctx = self.find(fields.get("model") or fields.get("name"))
         if fields.get("lora") is None or not (ctx.model.adapters or ctx.adapter):
             return ctx

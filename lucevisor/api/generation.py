@@ -185,10 +185,8 @@ async def handle_generation(
     make_formatter: Callable[[PreparedRequest, ModelContext], ResponseFormatter] | None = None,
     add_to_body: AddToBody | None = None,
 ) -> web.StreamResponse:
-    """Prepare a request, generate and respond; without a formatter the parser's result is the response.
-
-    Raises ApiError when the request is rejected or a sequence fails, ClientGone on a disconnect.
-    """
+    """Prepare a request, generate and respond; without a formatter the parser's result is the response. Raises
+    ApiError, ClientGone."""
     prepared = await prepare_request(request, parser, add_to_body)
     ctx, context = model_of(request), context_of(request)
     if isinstance(prepared, ModelLoadRequest):

@@ -1,8 +1,5 @@
-"""Images in requests: from what a client sends to the pixels that the vision encoder takes.
-
-Runs in the preprocessing workers, whose memory and time are limited.  Invariant: no byte of an image is decoded before
-its format, its size in bytes and its size in pixels have been checked.
-"""
+"""Images in requests: from what a client sends to the pixels that the vision encoder takes, in a worker. No byte is
+decoded before format, size in bytes and size in pixels have been checked."""
 
 from __future__ import annotations
 
@@ -42,12 +39,9 @@ MAX_IMAGES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class ImageReader:
-    """How the served model takes images; crosses process boundaries.
-
-    ``cell``: side of the square of pixels that a token stands for.  ``encoder``: tells one encoder's file from others,
-    as what it makes is cached by the ids of images.  ``media_path``: directory of files that requests may name; None:
-    none.
-    """
+    """How the served model takes images; crosses process boundaries. ``cell``: side of the square of pixels that a
+    token stands for. ``encoder``: tells one encoder's file from others. ``media_path``: directory of files that
+    requests may name."""
 
     cell: int
     min_tokens: int

@@ -1,7 +1,5 @@
-"""Models, properties, health, metrics, the status page and its restart button.
-
-The page is one document: `page/` holds its markup, style and scripts, which are put inline here.
-"""
+"""Models, properties, health, metrics, the status page, one document made of the parts in `page/`, and its restart
+button."""
 
 from __future__ import annotations
 
@@ -68,8 +66,7 @@ async def props(request: web.Request) -> web.Response:
 
 
 async def lora_adapters(request: web.Request) -> web.Response:
-    """List a model's LoRA adapters, of several that of ?model=, as llama.cpp's server does.  Their scales are those of
-    the configuration: a request chooses one."""
+    """List a model's LoRA adapters, of several that of ?model=, as llama.cpp's server does."""
     ctx = request.app[MODELS].find(request.query.get("model"))
     adapters = enumerate(ctx.model.adapters)
     return json_response([{"id": i, "name": a.name, "path": a.path, "scale": a.scale} for i, a in adapters])

@@ -1,7 +1,4 @@
-"""API keys: accepted bearer tokens and their owners.
-
-Stores digests only, and compares with every key, so that the time of a check reveals nothing.
-"""
+"""API keys: accepted bearer tokens and their owners. Digests are compared with every key, in constant time."""
 
 from __future__ import annotations
 

@@ -83,10 +83,8 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
 
 
 async def _serve(request: web.Request, context: RequestContext, handler: Handler) -> tuple[int, web.StreamResponse]:
-    """Check access and handle a request; return the status to record and the response.
-
-    For a stream that failed, the status is the error's.
-    """
+    """Check access and handle a request; return the status to record, of a failed stream the error's, and
+    the response."""
     try:
         server = request.app[SERVER]
         if is_preflight(request) and (answer := preflight(request, server.settings)) is not None:

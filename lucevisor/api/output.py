@@ -1,7 +1,5 @@
 """Turns the events of sequences into deltas, log-probabilities and token counts, which the dialects write as JSON.
-
-Every token is reported in exactly one delta, in order, and only the last delta of a choice has a finish reason.
-"""
+Every token is in exactly one delta, in order, and only the last one has a finish reason."""
 
 from __future__ import annotations
 
@@ -94,10 +92,8 @@ class OutputProcessor:
         return self._deltas(self._shown(events))
 
     def finish(self, event: FinishedEvent) -> tuple[list[ChoiceDelta], UsageTotals]:
-        """Process the end; return the last deltas and the token counts.
-
-        Raises GenerationFailed when the sequence failed, or was cancelled by anyone but this processor.
-        """
+        """Process the end; return the last deltas and the token counts. Raises GenerationFailed, also when it was
+        cancelled by anyone but this processor."""
         if event.error is not None:
             raise GenerationFailed(event.error)
         if event.reason == "cancelled" and not self.ended:
@@ -209,12 +205,8 @@ _SAMPLING: Final = (
 
 @dataclass(slots=True)
 class UsageTotals:
-    """Token counts of a choice, or of all choices of a request.  `generated` includes the stop token, `reasoning`
-    tokens and `accepted` drafts; `rejected`: drafts that were verified and are not in it.
-
-    `timings` are those of the choice that ended last; `compressed`: what PFlash made of the prompts; `sampling`: how
-    the choices were drawn.
-    """
+    """Token counts of a choice, or of a request. `generated` includes the stop token, `reasoning` tokens and `accepted`
+    drafts. `timings`: of the choice that ended last; `compressed`: what PFlash made of the prompts."""
 
     prompt: int = 0
     cached: int = 0
@@ -344,10 +336,7 @@ def echoed_logprobs(
     tokens: Sequence[TokenRecord],
     n_echo: int,
 ) -> dict[str, list[Any]]:
-    """Return `logprobs` of an echoed prompt and its completion; the first token has none, as nothing is before it.
-
-    `n_echo`: characters of the echo; offsets count from its start.
-    """
+    """Return `logprobs` of an echoed prompt, `n_echo` characters, and its completion; the first token has none."""
     records, text, at = list[TokenRecord](), Detokenizer(tokenizer), 0
     for token, found in zip(prompt, [TokenLogprob(0.0), *logprobs], strict=True):
         records.append(TokenRecord(TokenEvent(token, found.logprob, found.top), at))

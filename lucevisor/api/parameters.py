@@ -167,11 +167,9 @@ def sampling_params(
     direct: bool = False,
     structured: bool = False,
 ) -> SamplingParams:
-    """Return the parameters of choice 0.  `seed`: used if the body has none; `n_top_logprobs` -1: no logprobs;
-    `direct`: the prompt leaves no room for thinking; `structured`: the answer has a grammar or may call tools.
-
-    Raises ApiError 400 for a logit_bias that is not about a token.
-    """
+    """Return the parameters of choice 0. `seed`: used if the body has none; `n_top_logprobs` -1: no logprobs; `direct`:
+    the prompt leaves no room for thinking; `structured`: the answer has a grammar or may call tools. Raises ApiError
+    400."""
     default = _defaults(body, ctx, direct=direct, structured=structured)
     temperature = _or(body.temperature, default.temperature)
     eos = ctx.tokenizer.eos_ids if body.ignore_eos else frozenset()
@@ -198,10 +196,8 @@ def sampling_params(
 
 
 def _defaults(body: GenerationBody, ctx: ModelContext, *, direct: bool, structured: bool) -> SamplingDefaults:
-    """Return the defaults for sampling parameters that the body does not set.
-
-    A family's penalties are tuned for its own temperature and for prose: they go with the whole set or not at all.
-    """
+    """Return the defaults for sampling parameters that the body does not set. A family's penalties are tuned for its
+    own temperature and for prose: they go with the whole set or not at all."""
     default = (direct and ctx.direct_defaults) or ctx.defaults
     if structured or any(getattr(body, name) is not None for name in _SHAPES):
         plain = SamplingDefaults()

@@ -23,13 +23,10 @@ class OutputGrammar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the Responses API.
-
-    ``echo``: JSON object of the request's fields that the response repeats.  ``items``: JSON array of the request's own
-    input items.  ``store``: keep the response.  ``summary``: send reasoning as its summary.  ``encrypted``: send
-    reasoning encoded too.  ``namespaces``: of the functions that have one, by the name that the model knows.
-    ``custom``: names of tools whose input is text.
-    """
+    """Options of the Responses API. ``echo``: JSON object of the request's fields that the response repeats. ``items``:
+    JSON array of the request's own input items. ``summary``: send reasoning as its summary. ``encrypted``: send it
+    encoded too. ``namespaces``: of functions, by the name that the model knows. ``custom``: names of tools whose input
+    is text."""
 
     echo: bytes
     items: bytes
@@ -147,11 +144,8 @@ class ModelLoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request with the token ids of its prompts, and the grammar of its options once it is compiled.
-
-    ``compressed``: what PFlash made of the prompts; empty while it is off.  ``images``: of the only prompt, with where
-    they start; ``embedded``: the same with their embedding rows.
-    """
+    """A request with the token ids of its prompts. ``compressed``: what PFlash made of them; empty while it is off.
+    ``images``: of the only prompt, with where they start; ``embedded``: the same with their embedding rows."""
 
     options: GenerationOptions
     prompts: list[Sequence[int]]

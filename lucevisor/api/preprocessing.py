@@ -1,8 +1,7 @@
 """Preprocesses long bodies in worker processes, so that no client can block the event loop by holding the GIL.
 
 A request that exceeds a worker's limits on memory and CPU time is refused; one whose worker dies of something else is
-tried once more.  A `ProcessPoolExecutor` would wait for ever for a result whose worker was killed while it sent it.
-"""
+tried once more. (A `ProcessPoolExecutor` would wait for ever for a result whose worker was killed while it sent it.)"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Finished responses of the Responses API, kept in memory: the least recently used go first.
-
-A response is JSON, a conversation one JSON array of items for each turn.
-"""
+"""Finished responses of the Responses API, kept in memory as JSON: the least recently used go first."""
 
 from __future__ import annotations
 

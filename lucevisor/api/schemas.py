@@ -270,12 +270,9 @@ def _shortened(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRules:
-    """Rules of an API for parameters that its bodies do not declare.
-
-    `refused`: rejected with the reason, unless empty; `neutral`: accepted with these values only; `aliases`: other
-    names of declared ones.  All others are accepted without effect, unless they look like a misspelt declared one:
-    clients send new ones with every version.
-    """
+    """Rules of an API for parameters that its bodies do not declare: `refused` with the reason; `neutral`: accepted
+    with these values only; `aliases`: other names of declared ones. All others are accepted without effect, unless they
+    look like a misspelt one."""
 
     refused: Mapping[str, str] = field(default_factory=dict)
     neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
@@ -336,10 +333,8 @@ def _header_text(name: str) -> str:
 
 
 def convert(kind: type[Body], value: object, where: str = "", *, strict: bool = True) -> Body:
-    """Convert plain values into `kind`; raises ApiError 400 whose parameter is `where` plus the path inside.
-
-    Without `strict`, texts are read as numbers and booleans.
-    """
+    """Convert plain values into `kind`; raises ApiError 400 whose parameter is `where` plus the path inside. Without
+    `strict`, texts are read as numbers and booleans."""
     try:
         return msgspec.convert(value, kind, strict=strict)
     except (msgspec.ValidationError, RecursionError, OverflowError) as error:

@@ -129,10 +129,8 @@ async def _close_preprocessor(app: web.Application) -> None:
 async def serve(
     app: web.Application, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None = None
 ) -> tuple[web.AppRunner, str]:
-    """Serve on listening sockets; return the runner and the URL.  `await runner.cleanup()` ends it and closes them.
-
-    `tls`: its certificate may be loaded again at any time, for the connections from then on.
-    """
+    """Serve on listening sockets; return the runner, whose `cleanup()` ends it, and the URL. The certificate of `tls`
+    may be loaded again at any time."""
     runner = ConnectionRunner(app, app[SERVER].settings, app[METRICS], 2.0)
     await runner.setup()
     for sock in sockets:
@@ -142,8 +140,7 @@ async def serve(
 
 async def drain(runner: web.AppRunner, deadline_s: float) -> bool:
     """Accept no more connections, close those that are open after their next response, and wait until all requests have
-    ended; return whether they did before the deadline.  The others are cancelled.
-    """
+    ended; return whether they did before the deadline. The others are cancelled."""
     active = runner.app[ACTIVE]
     if not active.closing:
         active.closing = True

@@ -1,7 +1,4 @@
-"""A response of server-sent events, or of lines.
-
-The head is sent with the first event, so that an earlier error still sets the status.
-"""
+"""A response of server-sent events, or of lines. The head is sent with the first event."""
 
 from __future__ import annotations
 
@@ -52,9 +49,7 @@ class EventFormat:
 
 
 class EventStream:
-    """Writes events to one client.  While its buffer is full, events wait in the handles of its sequences, which run
-    on.
-    """
+    """Writes events to one client. While its buffer is full, events wait in the handles of its sequences."""
 
     def __init__(self, request: web.Request, headers: Mapping[str, str], event_format: EventFormat) -> None:
         self._request = request

@@ -1,7 +1,4 @@
-"""Anthropic's Messages API, translated into chat requests.
-
-An error names the field as the client wrote it (`messages.0.content.1.type`).
-"""
+"""Anthropic's Messages API, translated into chat requests; an error names the field as the client wrote it."""
 
 from __future__ import annotations
 
@@ -373,10 +370,8 @@ def _translate_choice(body: PromptBody, chat: ChatRequestBuilder) -> None:
 
 
 def _translate_thinking(body: PromptBody, chat: ChatRequestBuilder, template: ChatTemplate | None) -> None:
-    """Set the thinking switch as requested (absent: off).
-
-    Without a switch in the template the request has no effect.
-    """
+    """Set the thinking switch as requested (absent: off). Without a switch in the template the request has
+    no effect."""
     thinking = body.thinking
     wish = thinking is not None and thinking.type != "disabled"
     if thinking is not None and thinking.type == "enabled":

@@ -1,8 +1,5 @@
-"""Decisions: the probabilities of given answers without decoding.
-
-``/v1/decisions`` takes a prompt or a chat and labels.  ``/v1/systemone`` takes a state and typed questions, as
-TypeSafe's API and those after it do; each question is a chat in which the options have letters.
-"""
+"""Decisions: the probabilities of given answers without decoding. ``/v1/systemone`` takes a state and typed questions,
+as TypeSafe's API does; each is a chat in which the options have letters."""
 
 from __future__ import annotations
 
@@ -113,8 +110,7 @@ def _prepared(prompts: Sequence[Sequence[int]], decision: DecisionOptions, names
 
 
 def shares(answers: Sequence[Sequence[int]], logprobs: Sequence[float]) -> list[float]:
-    """Return the probabilities of answers if it is one of them.  One that begins others has what does not go on as
-    one of these."""
+    """Return the probabilities of answers; one that begins others has what does not go on as one of these."""
     most = max(logprobs)
     by_ids = {tuple(ids): math.exp(one - most) for ids, one in zip(answers, logprobs, strict=True)}
     weights = dict(by_ids)

@@ -231,11 +231,8 @@ def _check_part(part: dict[str, Any], where: str) -> dict[str, Any]:
 def check_tools(
     tools: list[dict[str, Any]], choice: str | ToolChoice | None
 ) -> tuple[list[dict[str, Any]], str | ToolChoice | None]:
-    """Return the tools to offer to the model, functions all, and the choice among them: a word or one function.
-
-    `choice` is the decoded tool_choice.  "none" offers no tools, so that the model cannot call one, and `allowed_tools`
-    only those.  Raises ApiError 400 for what the server does not support.
-    """
+    """Return the tools to offer to the model, functions all, and the choice among them: a word or one function. "none"
+    offers no tools, so that the model cannot call one, and `allowed_tools` only those. Raises ApiError."""
     if not _has_at_most(tools, MAX_TOOL_VALUES):
         raise bad_parameter("tools", f"have more than {MAX_TOOL_VALUES} JSON values; offer fewer or simpler tools")
     offered = [_check_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
@@ -525,10 +522,8 @@ _IMAGE: Final = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]\.image_url")
 
 @dataclass(slots=True)
 class ChatRequestBuilder:
-    """Chat request built from another dialect's body.
-
-    `origins`: path of each message and tool in the client's body, for errors.  `unused`: fields without effect.
-    """
+    """Chat request built from another dialect's body. `origins`: path of each message and tool in it; `unused`: fields
+    without effect."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)

@@ -600,10 +600,7 @@ class _Item:
 
 
 class ResponsesFormatter(ResponseFormatter):
-    """Formatter of responses.
-
-    `keep` is called with the finished response and its output items before they are sent.
-    """
+    """Formatter of responses. `keep` gets the finished response and its output items before they are sent."""
 
     id_prefix = "resp_"
     prompt_param = "input"
