@@ -88,10 +88,8 @@ class _Message:
 
 
 class HarmonyParser:
-    """Parses one answer, as :class:`lucevisor.text.output_parser.OutputParser` does.
-
-    An answer begins within a header; text that is none is content.  A call's text is collected to its end; if it is no
-    object, it is content.
+    """An answer begins within a header; text that is none is content.  A call's text is collected to its end; if it is
+    no object, it is content.
     """
 
     _ENDS: ClassVar[tuple[str, ...]] = (_END, _CALL, _RETURN, _START, _CHANNEL)

@@ -133,11 +133,9 @@ def _decoded(arguments: object) -> object:
 
 
 def for_strict_template(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return prepared messages for a template that refused them.
-
-    Calls whose arguments are no object become text, a message without content gets an empty one, as does a chat without
-    a user message, and messages of a user that follow one another are joined, as are those of the assistant.
-    """
+    """Return prepared messages for a template that refused them: calls whose arguments are no object become text, there
+    is a user message, each has a content, and turns of the user, or the assistant, that follow one another
+    are joined."""
     whole = [message | ({"content": ""} if message.get("content") is None else {}) for message in messages]
     result = _with_turns([_with_malformed_calls_as_text(message) for message in whole])
     if not any(message["role"] == "user" for message in result):

@@ -30,11 +30,8 @@ _DATE: Final = re.compile(
 
 
 def normalise_prompt(messages: Sequence[Mapping[str, object]], mode: Normalise) -> list[dict[str, object]]:
-    """Return the messages with their volatile lines fixed or moved; unchanged with "off".
-
-    "fix": replace the values of billing headers and dates by fixed words.  "move": the same for billing headers; append
-    date lines to the last message, where the prompt is new anyway, if it is a user's or a tool's.
-    """
+    """Return the messages with their volatile lines rewritten: "fix" replaces the values of billing headers and dates
+    by fixed words, "move" appends date lines to the last message, if it is a user's or a tool's."""
     result = [dict(message) for message in messages]
     n_opening = next((i for i, m in enumerate(result) if m.get("role") not in _OPENING), len(result))
     if mode == "off":

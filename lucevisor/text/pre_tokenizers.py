@@ -1,9 +1,8 @@
-"""Pre-tokenizers by `tokenizer.ggml.pre`: normalisation and splitting of text before BPE.
+"""Pre-tokenizers by `tokenizer.ggml.pre`: normalisation and splitting of text before BPE, as the Hugging Face tokenizer
+has it.
 
-Ids equal those of the Hugging Face tokenizer that the model was trained with.  Sources: llama.cpp
-`src/llama-vocab.cpp` (names and aliases), transformers `tokenization_qwen2.py`, `tokenization_qwen3_5.py`,
-`tokenization_gemma.py`, and the published `tokenizer.json` of Llama 3, GPT-2 and Laguna.
-"""
+Sources: llama.cpp `src/llama-vocab.cpp` (names and aliases), transformers `tokenization_qwen2.py`,
+`tokenization_qwen3_5.py`, `tokenization_gemma.py`, and the published `tokenizer.json` of Llama 3, GPT-2 and Laguna."""
 
 from __future__ import annotations
 

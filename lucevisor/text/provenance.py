@@ -1,8 +1,6 @@
-"""Text that tracks which of its characters a chat template wrote.
+"""Text that tracks which of its characters a chat template wrote, by one origin byte each (1: a template literal).
 
-`TracedText` is a `str` with one origin byte per character (1: a template literal, 0: any other text).  Operations that
-cannot be tracked return a plain `str`, which counts as foreign, so errors are on the safe side.
-"""
+Operations that cannot be tracked return a plain `str`, which counts as foreign, so errors are on the safe side."""
 
 from __future__ import annotations
 

@@ -14,14 +14,10 @@ from lucevisor.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """The tags around reasoning; `label`: a word after the opening tag that is not part of the reasoning.
-
-    `inline`: the opening tag is a control token, so it opens reasoning at any position; otherwise only at the start of
-    an answer, as the same letters further on are quoted text.
-
-    Where reasoning and answer are messages with headers, `answer` is the header of the answer's text, and `between`
-    comes before the header of a message that follows another.
-    """
+    """The tags around reasoning; `label`: a word after the opening tag that is not part of it. `inline`: the opening
+    tag opens reasoning at any position, not only at the start of an answer. Where reasoning and answer are messages
+    with headers, `answer` is that of the answer, and `between` comes before the header of a message that follows
+    another."""
 
     open: str
     close: str

@@ -1,7 +1,4 @@
-"""References of a JSON schema, resolved within it by JSON pointer; nothing is fetched.
-
-In a flattened schema each reference is ``#/$defs/NAME``, with a definition at its root.
-"""
+"""References of a JSON schema, resolved within it by JSON pointer; in a flattened schema each is ``#/$defs/NAME``."""
 
 from __future__ import annotations
 
@@ -55,9 +52,8 @@ class Place:
 
 
 def flattened(schema: Schema, *, lenient: bool = True) -> dict[str, Any]:
-    """Return the schema with its references resolved, and the definitions that they reach; ``lenient``: as far as it
-    can.  Raises UnresolvedReferenceError.
-    """
+    """Return the schema with its references resolved; ``lenient``: as far as it can.
+    Raises UnresolvedReferenceError."""
     return Flattener(schema, lenient).flattened()
 
 

@@ -1,9 +1,7 @@
 """Renders messages and tools into a prompt with the model's chat template, safe against prompt injection.
 
-The template runs on the unchanged messages, and `TracedText` tells which characters it wrote: only those may form
-control tokens.  The text equals that of transformers' `apply_chat_template`, unless the template would refuse the
-messages or drop one of the system's.
-"""
+`TracedText` tells which characters the template wrote: only those may form control tokens. The text equals that of
+transformers' `apply_chat_template`, unless the template would refuse the messages or drop one of the system's."""
 
 from __future__ import annotations
 
@@ -109,10 +107,8 @@ class ChatTemplate:
         continued: bool = False,
     ) -> RenderedPrompt:
         """Return the prompt for OpenAI messages and tools; `extra`: further variables (`chat_template_kwargs`);
-        `continued`: the last message is the beginning of the answer.
-
-        Raises TemplateError, which can be shown to the client, if the template rejects or fails on the messages.
-        """
+        `continued`: the last message is the beginning of the answer. Raises TemplateError, which can be shown to the
+        client."""
         if continued:
             before = self.render(messages[:-1], tools=tools, enable_thinking=enable_thinking, extra=extra)
             return self._continued(before, prepare_messages(messages[-1:], self._traits)[0])

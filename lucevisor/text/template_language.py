@@ -1,9 +1,7 @@
 """The Jinja dialect of chat templates, in a sandbox, with the origin of every character kept.
 
-Gives the same text as transformers' `apply_chat_template`, as `TracedText`: each string literal of the template is
-compiled to `TracedText.own`, joins go through `concatenate`, everything a caller passes in is foreign.  A rendering
-ends after MAX_CPU_S, and no operator makes more than MAX_CHARS, as a template is a program that came with the weights.
-"""
+Each string literal of the template is compiled to `TracedText.own`, joins go through `concatenate`. A rendering ends
+after MAX_CPU_S, and no operator makes more than MAX_CHARS, as a template is a program that came with the weights."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
 """Tokenizer: byte-pair encoding between strings and token ids, built from the metadata of a GGUF file.
 
-Byte-level BPE, or SentencePiece's over characters with byte tokens for those that it lacks.
-
 The BPE core has no control tokens. `encode_segments` looks for markers (control and user-defined tokens, leftmost and
-longest first, as the `tokenizers` library does) in trusted runs only, and passes everything between to the core in one
-piece, so that merges cross the boundary between template and message as in training.
-"""
+longest first) in trusted runs only, and passes everything between to the core in one piece, so that merges cross the
+boundary between template and message as in training."""
 
 from __future__ import annotations
 
@@ -41,11 +38,8 @@ from lucevisor.text.vocabulary import (
 
 
 def merges_of_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return all merges of tokens into tokens, the first ones first; of one token, the one with the longest left.
-
-    SentencePiece joins the two neighbours whose token has the highest score, the leftmost ones first; merges by
-    descending score join the same neighbours.
-    """
+    """Return all merges of tokens into tokens, by descending score of the result; of one token, the longest left first.
+    SentencePiece joins the neighbours whose token has the highest score, which gives the same."""
     merges = [
         (-score, -at, token)
         for token, score in scores.items()
@@ -143,10 +137,8 @@ class Tokenizer:
         return ids + self._merge(text[done:])
 
     def min_tokens(self, text: str) -> int:
-        """Return a number of tokens that a text certainly has, from its bytes: what cannot fit is not tokenised.
-
-        It is 0 where unknown characters are fused into one token, or dropped.
-        """
+        """Return a number of tokens that a text certainly has, from its bytes; 0 where unknown characters are fused or
+        dropped."""
         most = self.max_token_bytes
         if self._scheme.normal is Normalization.NFC and not text.isascii():
             most *= NFC_SHRINKS
@@ -166,10 +158,8 @@ class Tokenizer:
         return max(len(raw) for raw in (*self._bytes, *(text.encode("utf-8", "replace") for text in shown)))
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Return the text of ids, by default without control tokens; invalid UTF-8 becomes U+FFFD.
-
-        A space that `encode` puts before a text is left out.
-        """
+        """Return the text of ids, by default without control tokens, and without a space that `encode` adds; invalid
+        UTF-8 becomes U+FFFD."""
         ids = list(ids)
         shown = (i for i in ids if not (skip_special and self.is_special(i)))
         text = b"".join(map(self.token_bytes, shown)).decode("utf-8", errors="replace")
@@ -394,10 +384,7 @@ def _token_bytes(vocabulary: Vocabulary, scheme: PreTokenizerSpec) -> list[bytes
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """Return GPT-2's byte alphabet as a translation table: letter (code point) to the character of its byte's value.
-
-    Printable Latin-1 bytes stand for themselves, the other 68 for the characters from U+0100 on, in order.
-    """
+    """Return GPT-2's byte alphabet as a translation table: letter (code point) to the character of its byte's value."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(0x100) if byte not in set(printable)]
     table = {byte: chr(byte) for byte in printable}

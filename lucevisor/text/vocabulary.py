@@ -70,9 +70,8 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """All tokens of a model.  `turn_end_ids`: `eos_ids`, and tokens that end another role's message.  `scores`: of each
-    token, where they stand for `merges`.  `add_bos`: None when the file does not say.  `end`: of a text that is
-    pooled."""
+    """All tokens of a model. `turn_end_ids`: `eos_ids`, and tokens that end another role's message. `scores`: where
+    they stand for `merges`. `add_bos`: None when the file does not say. `end`: of a text that is pooled."""
 
     tokens: Sequence[str]
     types: Sequence[int]

@@ -1,8 +1,6 @@
 """Forms of constrained output as llguidance grammars: JSON schema, regular expression, grammar, choice.
 
-In a GBNF grammar with recursion each rule without it is matched as a whole, as long a text as it can: character by
-character would take too many states with a vocabulary of 200,000 tokens.
-"""
+In a GBNF grammar each rule without recursion is matched as a whole: single characters would take too many states."""
 
 from __future__ import annotations
 
@@ -218,10 +216,7 @@ _WHITESPACE: Final = r"( |\n[ \t]{0,40})"
 
 
 def json_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> Part:
-    """JSON that a schema describes; ``lenient``: keywords that cannot be enforced are left out, not refused.
-
-    Raises GrammarError for a schema that is refused or too long.
-    """
+    """JSON that a schema describes; ``lenient``: keywords that cannot be enforced are left out. Raises GrammarError."""
     try:
         _bounded(json.dumps(schema))
         ready = prepared(schema, lenient=lenient)

@@ -41,11 +41,10 @@ class Matcher:
 
     def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
         """Take the output's ``tokens`` from ``start`` on, but for those taken before; return the mask of what may
-        follow, then one after each draft, ``row_bytes`` each.
+        follow, then one after each draft, ``row_bytes`` each. Raises GrammarError.
 
-        Token t is allowed if bit ``t % 8`` of byte ``t // 8`` is set.  Masks after a forbidden draft, or one that ends
-        the answer, allow everything.  Raises GrammarError.
-        """
+        Token t is allowed if bit ``t % 8`` of byte ``t // 8`` is set. Masks after a forbidden draft, or one that ends
+        the answer, allow everything."""
         with self._lock:
             try:
                 return self._masks(start, tokens, drafts)
@@ -72,8 +71,7 @@ class Matcher:
 
     def n_valid(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
         """Take tokens as ``masks`` does; return how many ``drafts`` the grammar allows after them, 0 once that took
-        long.
-        """
+        long."""
         if self._slow or not self._lock.acquire(blocking=False):
             return 0
         started = time.perf_counter()
@@ -95,11 +93,8 @@ class Matcher:
             self._taken.append(token)
 
     def _renewed(self) -> bool:
-        """Continue with a lexer of this output alone when the shared one has collected too many states.
-
-        A new one has no states but those of the tokens that it takes again, of which masks need several times more.
-        A full one may refuse a token without a reason, so a refusal by a shared one is tried again.
-        """
+        """Continue with a lexer of this output alone when the shared one has collected too many states. A full one may
+        refuse a token without a reason, so a refusal by a shared one is tried again."""
         if not self._shares:
             full = _TOO_MANY_STATES in self._matcher.get_error()
             if not full or self.n_tokens - self._n_replayed < self._n_replayed / 8:

@@ -181,9 +181,7 @@ def member_sequence(
     comma: str = "",
 ) -> str | None:
     """Return an expression for the members one after another, with a ``comma`` between them; None if there is none.
-
-    ``declared`` and ``undeclared`` write a member, or return None if its schema allows no value.
-    """
+    ``declared`` and ``undeclared`` write a member, or return None if its schema allows no value."""
     items = [(declared(*member), member[0] in members.required) for member in members.declared]
     if any(item is None and is_required for item, is_required in items):
         return None

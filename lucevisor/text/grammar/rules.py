@@ -1,7 +1,5 @@
-"""A grammar in Lark's notation, put together rule by rule, with a model's markers as tokens.
-
-Text from outside enters only as a quoted string or as JSON, so it cannot change the grammar around it.
-"""
+"""A grammar in Lark's notation, put together rule by rule, with a model's markers as tokens. Text from outside enters
+only as a quoted string or as JSON."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """JSON schemas made ready for llguidance: only keywords that it enforces, references resolved, objects closed.
 
-A strict schema is enforced whole or refused, with the keyword and its path.  From any other a keyword that cannot be
-enforced is dropped, alone.  Objects have no undeclared properties unless the schema allows them explicitly, because
-small models do not stop writing them.
-"""
+A strict schema is enforced whole or refused, with the keyword and its path; from any other a keyword that cannot be
+enforced is dropped. Objects have no undeclared properties unless the schema allows them explicitly, because small
+models do not stop writing them."""
 
 from __future__ import annotations
 
@@ -450,10 +449,8 @@ class _SchemaWriter:
         return None
 
     def _patterns(self, properties: dict[str, Ready]) -> tuple[dict[str, Ready], bool]:
-        """Schemas by translated patterns that exclude each other, and whether one was dropped.
-
-        Properties that a pattern matches get its schema.
-        """
+        """Schemas by translated patterns that exclude each other, and whether one was dropped. Properties that a
+        pattern matches get its schema."""
         key, by_pattern, is_incomplete = "patternProperties", dict[str, Ready](), False
         for n, pattern in enumerate(self._mapping(key)):
             ready, translated, problem = self._inner(key, pattern, scope=_Scope(part=self._composed)), "", ""

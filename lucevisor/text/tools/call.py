@@ -32,11 +32,8 @@ class Function:
 
 
 class ToolFormat(ABC):
-    """The notation in which a model family writes a call between two tags.
-
-    `bare`: the first tag inside a call and its closing one, for models that omit the opening tag; ("", ""): none.
-    `tags`: all tags that may be control tokens of a vocabulary.
-    """
+    """The notation in which a model family writes a call between two tags. `bare`: the first tag inside a call and its
+    closing one, for models that omit the opening tag; ("", ""): none. `tags`: those that may be control tokens."""
 
     open: ClassVar[str]
     close: ClassVar[str]
@@ -104,8 +101,7 @@ def calls_in_text(rules: Rules, tool_format: ToolFormat, offered: Sequence[Funct
 
 
 def _rest_of_call(rules: Rules, tool_format: ToolFormat, offered: Sequence[Function]) -> str:
-    """The rest of a call after its opening tag; one that is not strict gets free arguments if its parameters make no
-    grammar."""
+    """The rest of a call after its opening tag; one that is not strict gets free arguments if need be."""
     calls = list[str]()
     for function in offered:
         try:

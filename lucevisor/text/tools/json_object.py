@@ -1,8 +1,4 @@
-"""Call formats whose arguments are JSON.
-
-Hermes and Qwen 2.5 and 3: `<tool_call>{...}</tool_call>`.  Llama 3.1 to 3.3: one object and nothing around it.  Mistral
-writes behind `[TOOL_CALLS]`, all in an array, or each as `NAME[ARGS]{...}`; Granite an array behind `<|tool_call|>`.
-"""
+"""Call formats whose arguments are JSON: of Hermes and Qwen, Llama 3, Mistral and Granite 3."""
 
 from __future__ import annotations
 
