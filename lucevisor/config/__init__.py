@@ -1,8 +1,5 @@
-"""Configuration: a TOML file and overrides as one typed, validated, frozen `Config`.
-
-`sections` lists every key once, `schema` and `formats` read single values, `checks` compares them with each other,
-`load` ties them together.
-"""
+"""Configuration: a TOML file and overrides as one typed, validated, frozen `Config`. `sections` lists every
+key once."""
 
 from lucevisor.config.credentials import ApiKey as ApiKey
 from lucevisor.config.credentials import read_api_keys as read_api_keys

@@ -1,7 +1,4 @@
-"""Checks across keys: devices against groups, the split against the devices, the endpoint against its API keys.
-
-Of the machine only the files of keys and of TLS are read.
-"""
+"""Checks across keys: devices against groups, the split against the devices, the endpoint against its API keys."""
 
 from __future__ import annotations
 
@@ -47,10 +44,8 @@ OVERRIDE = "--set"
 
 @dataclass(slots=True)
 class PendingConfig:
-    """A configuration being loaded: values by dotted key, the keys that the user set, errors and notices.
-
-    Invalid values are missing from `values`, so each is reported once.
-    """
+    """A configuration being loaded: values by dotted key (invalid ones are missing), the keys that the user set,
+    errors."""
 
     file: str
     one_of_several: bool = False  # models: groups may be for others

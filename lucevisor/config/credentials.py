@@ -1,8 +1,4 @@
-"""Files of API keys, one key per line, optionally followed by a name, the certificate and key of the endpoint, and the
-secret of a cluster.
-
-Invariant: no message and no `repr` shows a key.
-"""
+"""Files of API keys, the certificate and key of the endpoint, and the secret of a cluster. No message shows a key."""
 
 from __future__ import annotations
 
@@ -91,10 +87,7 @@ class ApiKey:
 
 def read_api_keys(path: Path, setting: str = "server.api_keys_file") -> tuple[ApiKey, ...]:
     """Return the keys in a file: lines `KEY` or `KEY NAME`; empty ones and those that start with `#` are skipped.
-
-    Raises ConfigError about the configuration key `setting` if the file cannot be read, has no key, or a key could not
-    be sent in a header.
-    """
+    Raises ConfigError about the configuration key `setting`."""
     try:
         lines = _text_lines(path)
     except UnicodeDecodeError:

@@ -1,7 +1,4 @@
-"""Loads a TOML file with `--set` overrides into a `Config`.
-
-`load` returns a valid Config or raises ConfigError with every fault of the file, never another exception.
-"""
+"""Loads a TOML file with `--set` overrides into a `Config`, or raises ConfigError with every fault of the file."""
 
 from __future__ import annotations
 
@@ -41,10 +38,7 @@ _MAX_OVERRIDES = 256
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration in the file at `path`, with `KEY=VALUE` overrides on top.
-
-    Raises ConfigError, or its subclass ConfigErrors for several faults.
-    """
+    """Return the configuration in the file at `path`, with `KEY=VALUE` overrides on top. Raises ConfigError."""
     tree = _read_tree(path)
     try:
         file = path.absolute()
@@ -66,10 +60,7 @@ def values_in_file(path: Path, keys: Iterable[str]) -> dict[str, object]:
 
 
 def from_tree(tree: Mapping[str, object], file: Path, overrides: Sequence[str] = (), *, shown_as: str = "") -> Config:
-    """Return the configuration in a tree read by tomllib from `file` (absolute; relative paths start at its directory).
-
-    Raises ConfigError.
-    """
+    """Return the configuration in a tree read by tomllib from `file` (absolute). Raises ConfigError."""
     pending = PendingConfig(file=shown_as or str(file))
     sections = _overridden(tree, overrides, pending)
     found = _with_files_of_folder(pending, sections, file)
@@ -152,8 +143,7 @@ def _read(pending: PendingConfig, sections: Mapping[str, object], file: Path) ->
 
 def _read_models(pending: PendingConfig, sections: Mapping[str, object], file: Path) -> Config | None:
     """Return the configuration of `[models.NAME]`: each is read as if it were the only one, with the sections of the
-    file as its defaults; None after adding errors.
-    """
+    file as its defaults; None after adding errors."""
     models = sections[MODELS]
     if REPLICAS in sections:
         hint = f"remove [{REPLICAS}], or serve each model with a supervisor of its own"

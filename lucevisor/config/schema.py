@@ -1,7 +1,5 @@
-"""The keys of a section: the fields of a frozen dataclass, annotated with bounds (`msgspec.Meta`), a Format or a Key.
-
-msgspec converts and checks the values of TOML's own types, `formats` parses the others.
-"""
+"""The keys of a section: the fields of a frozen dataclass, annotated with bounds (`msgspec.Meta`), a Format or
+a Key."""
 
 from __future__ import annotations
 
@@ -93,10 +91,8 @@ class FieldKey:
         return [write(item) for item in value] if self.is_list else write(value)
 
     def read(self, raw: object, folder: Path) -> Any:
-        """Return the typed value of what tomllib returned, or of `Text`.  Paths are relative to `folder`.
-
-        Raises InvalidValue, always with a hint.
-        """
+        """Return the typed value of what tomllib returned, or of `Text`; paths relative to `folder`. Raises
+        InvalidValue with a hint."""
         value = self._from_text(raw) if isinstance(raw, Text) else raw
         try:
             if isinstance(value, list) and len(value) > MAX_ITEMS:
