@@ -286,7 +286,9 @@ def _check_server(pending: PendingConfig) -> None:
     for key in ("server.api_keys_file", "server.admin_keys_file"):
         if keys_file := pending.values.get(key):
             _check_file(pending, key, keys_file, lambda file, key=key: read_api_keys(file, key))
-    _check_tls(pending)
+    if (files := _tls_files(pending, "server", "for HTTP")) and files[0]:
+        cert_file, key_file = files
+        _check_file(pending, "server.tls_key_file", key_file, lambda file: server_context(Path(cert_file), file))
     if host is not None and file == "" and is_open is False and not is_loopback(host):
         why = "can be reached from other machines, and no API key would be required"
         hint = "set server.api_keys_file, or server.allow_open = true to serve everyone; nearest: 127.0.0.1"
@@ -328,28 +330,25 @@ def _check_ray(pending: PendingConfig, hosts: Mapping[str, str]) -> None:
             pending.refuse(f"{GROUPS}.{name}.host", host, error.why, error.hint)
 
 
-def _check_credentials(pending: PendingConfig, secret: str) -> None:
-    cert, key = (pending.values.get(f"cluster.{name}", "") for name in ("tls_cert_file", "tls_key_file"))
-    if bool(cert) != bool(key):
+def _tls_files(pending: PendingConfig, section: str, without: str) -> tuple[str, str] | None:
+    """Return the files of a certificate and its key, or empty texts; None if one is missing or invalid."""
+    cert, key = (pending.values.get(f"{section}.{name}") for name in ("tls_cert_file", "tls_key_file"))
+    if cert is not None and key is not None and bool(cert) != bool(key):
         empty, other = ("tls_key_file", "tls_cert_file") if cert else ("tls_cert_file", "tls_key_file")
-        hint = "set both, or none without encryption"
-        pending.refuse(f"cluster.{empty}", "", f"is empty, and cluster.{other} is set", hint)
+        why = f"is empty, and {section}.{other} is set"
+        pending.refuse(f"{section}.{empty}", "", why, f"set both, or none {without}")
+        return None
+    return None if cert is None or key is None else (cert, key)
+
+
+def _check_credentials(pending: PendingConfig, secret: str) -> None:
+    if (files := _tls_files(pending, "cluster", "without encryption")) is None:
         return
+    cert, key = files
     try:
         read_credentials(ClusterConfig(secret_file=secret, tls_cert_file=cert, tls_key_file=key))
     except ConfigError as error:
         pending.refuse(error.key, error.value, error.why, error.hint)
-
-
-def _check_tls(pending: PendingConfig) -> None:
-    cert_file, key_file = (pending.values.get(f"server.{key}") for key in ("tls_cert_file", "tls_key_file"))
-    if cert_file is None or key_file is None or cert_file == key_file == "":
-        return
-    if not cert_file or not key_file:
-        empty, other = ("tls_key_file", "tls_cert_file") if cert_file else ("tls_cert_file", "tls_key_file")
-        pending.refuse(f"server.{empty}", "", f"is empty, and server.{other} is set", "set both, or none for HTTP")
-        return
-    _check_file(pending, "server.tls_key_file", key_file, lambda file: server_context(Path(cert_file), file))
 
 
 def _check_file(pending: PendingConfig, key: str, file: str, read: Any) -> None:

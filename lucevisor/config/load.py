@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from lucevisor.config.checks import OVERRIDE, PendingConfig, check_values, unused_settings, used_groups
 from lucevisor.config.formats import GROUP_NAME, PATH, InvalidValue, absolute, kind_of, line
-from lucevisor.config.schema import FieldKey, Text, keys_of, plain
+from lucevisor.config.schema import Text, keys_of, plain
 from lucevisor.config.sections import (
     GROUPS,
     LORA,
@@ -134,9 +134,16 @@ def _read(pending: PendingConfig, sections: Mapping[str, object], file: Path) ->
     for name, section in SECTIONS.items():
         _read_section(pending, name, section, sections.get(name, {}), file.parent)
         if name == "model":
-            _read_groups(pending, sections.get(GROUPS, {}), file.parent)
-            _read_replicas(pending, sections.get(REPLICAS, {}), file.parent)
-            _read_adapters(pending, sections.get(LORA, {}), file.parent)
+            if sections.get(GROUPS, {}) == {}:
+                hint = f"add [{GROUPS}.NAME] with backend = cpu, cuda or hip for each interpreter"
+                pending.refuse(GROUPS, NO_VALUE, "is missing", hint)
+            for tables, noun, key, kind, names in (
+                (GROUPS, "a group", "backend", GroupConfig, pending.group_names),
+                (REPLICAS, "a replica", "groups", ReplicaConfig, pending.replica_names),
+                (LORA, "an adapter", "path", LoraConfig, pending.adapter_names),
+            ):
+                hint = f"write [{tables}.NAME] and {key} = below it"
+                names += _read_named(pending, tables, noun, kind, sections.get(tables, {}), file.parent, hint)
     check_values(pending)
     return None if pending.errors else _build(pending, file)
 
@@ -369,37 +376,13 @@ def _put(table: dict[str, object], parts: Sequence[str], value: Text) -> None:
 # ---- sections and groups
 
 
-def _read_groups(pending: PendingConfig, groups: object, folder: Path) -> None:
-    if not isinstance(groups, dict):
-        hint = f"write [{GROUPS}.NAME] and backend = below it"
-        pending.refuse(GROUPS, groups, f"is {kind_of(groups)}, not a table", hint)
-        return
-    if not groups:
-        hint = f"add [{GROUPS}.NAME] with backend = cpu, cuda or hip for each interpreter"
-        pending.refuse(GROUPS, NO_VALUE, "is missing", hint)
-    pending.group_names += _read_named(pending, GROUPS, "a group", GroupConfig, groups, folder)
-
-
-def _read_replicas(pending: PendingConfig, replicas: object, folder: Path) -> None:
-    if not isinstance(replicas, dict):
-        hint = f"write [{REPLICAS}.NAME] and groups = below it"
-        pending.refuse(REPLICAS, replicas, f"is {kind_of(replicas)}, not a table", hint)
-        return
-    pending.replica_names += _read_named(pending, REPLICAS, "a replica", ReplicaConfig, replicas, folder)
-
-
-def _read_adapters(pending: PendingConfig, adapters: object, folder: Path) -> None:
-    if not isinstance(adapters, dict):
-        hint = f"write [{LORA}.NAME] and path = below it"
-        pending.refuse(LORA, adapters, f"is {kind_of(adapters)}, not a table", hint)
-        return
-    pending.adapter_names += _read_named(pending, LORA, "an adapter", LoraConfig, adapters, folder)
-
-
 def _read_named(
-    pending: PendingConfig, prefix: str, noun: str, section: type[Any], tables: Mapping[str, object], folder: Path
+    pending: PendingConfig, prefix: str, noun: str, section: type[Any], tables: object, folder: Path, hint: str
 ) -> list[str]:
     """Read sections whose names are the user's; return the names that may be."""
+    if not isinstance(tables, dict):
+        pending.refuse(prefix, tables, f"is {kind_of(tables)}, not a table", hint)
+        return []
     names = []
     for name, table in tables.items():
         if GROUP_NAME.fullmatch(name):
@@ -420,25 +403,24 @@ def _read_section(pending: PendingConfig, name: str, section: type[Any], table: 
     keys = keys_of(section)
     for key in table:
         if key not in keys:
-            hint = _nearest_in_section(key, list(keys))
+            # The same key in another section, else the nearest in its own.
+            elsewhere = next((dotted for dotted in _all_keys() if dotted.endswith(f".{key}")), "")
+            use_other = elsewhere and not nearest(key, keys)
+            hint = f"nearest: {elsewhere}" if use_other else suggest(key, list(keys), "keys")
             pending.refuse(f"{name}.{key}", table[key], f"is not a key of [{name}]", hint)
     for key, field_key in keys.items():
         dotted = f"{name}.{key}"
         if key in table:
             pending.set_keys.add(dotted)
-            _read_key(pending, dotted, field_key, table[key], folder)
+            try:
+                pending.values[dotted] = field_key.read(table[key], folder)
+            except InvalidValue as error:
+                pending.refuse(dotted, error.value, error.why, error.hint, inside=error.inside)
         elif field_key.required:
             hint = f"add {key} = under [{name}]: {plain(field_key.allowed)}"
             pending.refuse(dotted, NO_VALUE, "is missing", hint)
         else:
             pending.values[dotted] = field_key.default
-
-
-def _read_key(pending: PendingConfig, key: str, field_key: FieldKey, raw: object, folder: Path) -> None:
-    try:
-        pending.values[key] = field_key.read(raw, folder)
-    except InvalidValue as error:
-        pending.refuse(key, error.value, error.why, error.hint, inside=error.inside)
 
 
 def _build(pending: PendingConfig, file: Path) -> Config:
@@ -472,9 +454,3 @@ def _nearest_section(name: str) -> str:
     """Return the hint for an unknown section: a key of that name, else similar sections."""
     key = next((dotted for dotted in _all_keys() if dotted.endswith(f".{name}")), "")
     return f"nearest: {key}" if key else suggest(name, [*SECTIONS, MODELS, GROUPS, REPLICAS, LORA], "sections")
-
-
-def _nearest_in_section(key: str, keys: list[str]) -> str:
-    """Return the hint for an unknown key: the same key in another section, else the nearest in its own."""
-    elsewhere = next((dotted for dotted in _all_keys() if dotted.endswith(f".{key}")), "")
-    return f"nearest: {elsewhere}" if elsewhere and not nearest(key, keys) else suggest(key, keys, "keys")
