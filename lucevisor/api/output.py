@@ -13,8 +13,8 @@ from lucevisor.api.prepared import GenerationOptions
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, TokenLogprob
 from lucevisor.protocol.steps import SamplingParams
-from lucevisor.text.deltas import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
-from lucevisor.text.output_parser import AnswerParser, OutputFormat, StopMatcher
+from lucevisor.text.deltas import AnswerParser, ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
+from lucevisor.text.output_parser import OutputFormat, StopMatcher
 from lucevisor.text.tokenizer import Detokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length", "tool_calls"]

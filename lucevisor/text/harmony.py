@@ -3,7 +3,7 @@
     <|channel|>analysis<|message|>REASONING<|end|><|start|>assistant<|channel|>final<|message|>ANSWER<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"key": 1}<|call|>
 
-The recipient may stand before the channel.  Text for the commentary channel without a recipient is for the user.
+The recipient may stand before the channel. Text for the commentary channel without a recipient is for the user.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from lucevisor.text import json_text
-from lucevisor.text.deltas import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta, overlap
+from lucevisor.text.deltas import AnswerParser, ContentDelta, ReasoningDelta, overlap
 from lucevisor.text.grammar.rules import Rules
 from lucevisor.text.parameters import Tools
 from lucevisor.text.reasoning import ReasoningTags
-from lucevisor.text.tools.call import Function, ToolCall, ToolFormat, make_call
-from lucevisor.text.tools.json_object import JsonObject
+from lucevisor.text.tools.call import Function, ToolCall, ToolFormat
+from lucevisor.text.tools.json_object import call_of
 
 SIGN: Final = "<|channel|>analysis<|message|>"
 """What only a template of this format has in it."""
@@ -36,27 +35,24 @@ _HEADER: Final = re.compile(
 _BEGUN: Final = ("<|start|>", "assistant", " to=", "to=", _CHANNEL)
 _MAX_HEADER_CHARS: Final = 512
 """Characters after which a header without its end is taken for text."""
-_BETWEEN: Final = "\n\n"
-"""Joins two messages of a kind."""
-_JSON: Final = JsonObject()
 
 
 class HarmonyCalls(ToolFormat):
-    """Calls as messages to `functions.NAME`, whose text is a JSON object."""
+    """Calls as messages to `functions.NAME`, whose text is a JSON object; a body is the name, its tag and the text."""
 
     open: ClassVar[str] = f"{_CHANNEL}commentary to=functions."
     close: ClassVar[str] = _CALL
     tags = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, _END, _CALL)
 
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
-        """Return the call whose header, from the name on, and text are ``body``."""
-        head, _, text = body.partition(_MESSAGE)
-        return call_of(head.split()[0] if head.split() else "", text, repaired=False)
+        """A text without anything in it is an empty object."""
+        name, _, text = body.partition(_MESSAGE)
+        return call_of(name, text if text.strip() else "{}")
 
     def repair(self, body: str, tools: Tools) -> ToolCall | None:
-        """Control characters in strings, and missing or superfluous braces, as for JSON between tags."""
-        head, _, text = body.partition(_MESSAGE)
-        return call_of(head.split()[0] if head.split() else "", text, repaired=True)
+        """As for JSON between tags."""
+        name, _, text = body.partition(_MESSAGE)
+        return call_of(name, text, repaired=True)
 
     def is_inside_value(self, body: str) -> bool:
         return False
@@ -64,19 +60,6 @@ class HarmonyCalls(ToolFormat):
     def grammar(self, rules: Rules, function: Function) -> str:
         head = rules.text(f"{function.name} {_CONSTRAIN}json{_MESSAGE}")
         return f"{head} {rules.json(function.schema, lenient=not function.strict)}"
-
-
-def call_of(name: str, text: str, *, repaired: bool) -> ToolCall | None:
-    """The call of ``name`` with the arguments ``text``, or None when that is no JSON object."""
-    if not name:
-        return None
-    if repaired:
-        return _JSON.repair(f'{{"name": {json_text.write(name)}, "arguments": {text}}}', ())
-    try:
-        arguments = json_text.parse(text) if text.strip() else {}
-    except ValueError:
-        return None
-    return make_call(name, arguments) if isinstance(arguments, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +70,7 @@ class _Message:
     function: str = ""
 
 
-class HarmonyParser:
+class HarmonyParser(AnswerParser):
     """An answer begins within a header; text that is none is content.  A call's text is collected to its end; if it is
     no object, it is content.
     """
@@ -95,36 +78,14 @@ class HarmonyParser:
     _ENDS: ClassVar[tuple[str, ...]] = (_END, _CALL, _RETURN, _START, _CHANNEL)
 
     def __init__(self, reasoning_open: bool, tools: Tools) -> None:
-        self._tools = tools
-        self.content: list[range] = []  # where in the answer its content is, in characters; the reader may clear it
-        self._text = ""  # received, not yet emitted
-        self._n_chars = 0
-        self._events: list[OutputEvent] = []
-        self._n_calls = 0
-        self._cut = False
+        super().__init__()
+        self._tools, self._calls = tools, HarmonyCalls()
         self._message = _Message(ReasoningDelta) if reasoning_open else None
         self._seen: set[type] = set()  # kinds of text that were emitted
         self._fresh = not reasoning_open  # no text of the message was emitted
 
-    def push(self, text: str) -> list[OutputEvent]:
-        self._text += text
-        self._n_chars += len(text)
-        return self._advance(final=False)
-
-    @property
-    def position(self) -> int:
-        return self._n_chars - len(self._text)
-
-    def flush(self, *, cut: bool = False) -> list[OutputEvent]:
-        """Return the events of held-back text; ``cut``: the model did not end, so the text of a call is content."""
-        self._cut = cut
-        return self._advance(final=True)
-
-    def _advance(self, final: bool) -> list[OutputEvent]:
-        while self._read_header(final) if self._message is None else self._read_text(self._message, final):
-            pass
-        events, self._events = self._events, []
-        return events
+    def _read(self, final: bool) -> bool:
+        return self._read_header(final) if self._message is None else self._read_text(self._message, final)
 
     def _read_header(self, final: bool) -> bool:
         """Take a header that is complete; text that begins none is content."""
@@ -169,14 +130,14 @@ class HarmonyParser:
             if not found and not final:
                 return False
             at, tag = min(found, default=(len(self._text), ""))
-            self._take_call(message.function, at, is_whole=bool(tag) or not self._cut)
+            self._take_call(message.function, self._text[:at], is_whole=bool(tag) or not self._cut)
         elif found:
             at, tag = min(found)
-            self._emit(self._text[:at], message.kind)
+            self._emit(message.kind, self._text[:at])
         else:
             held = 0 if final else max(overlap(self._text, tag) for tag in self._ENDS)
             text = self._text[: len(self._text) - held]
-            self._emit(text, message.kind)
+            self._emit(message.kind, text)
             self._text = self._text[len(text) :]
             return False
         keep = tag in (_START, _CHANNEL)
@@ -184,28 +145,19 @@ class HarmonyParser:
         self._message = None
         return bool(tag)
 
-    def _take_call(self, function: str, at: int, *, is_whole: bool) -> None:
-        text = self._text[:at]
-        call = None
-        if is_whole:
-            call = call_of(function, text, repaired=False) or call_of(function, text, repaired=True)
+    def _take_call(self, function: str, text: str, *, is_whole: bool) -> None:
+        body = f"{function}{_MESSAGE}{text}"
+        call = (self._calls.parse(body, ()) or self._calls.repair(body, ())) if is_whole else None
         if call is None:
-            self._emit(text, ContentDelta)
-            return
-        self._events.append(ToolCallDelta(self._n_calls, call.name, call.arguments))
-        self._n_calls += 1
+            self._emit(ContentDelta, text)
+        else:
+            self._emit_call(call.name, call.arguments)
 
-    def _emit(self, text: str, kind: type[ContentDelta] | type[ReasoningDelta]) -> None:
+    def _emit(self, kind: type[ContentDelta] | type[ReasoningDelta], text: str) -> None:
         if not text:
             return
         if kind is ContentDelta:
             self.content.append(range(self.position, self.position + len(text)))
-        if self._fresh and kind in self._seen:
-            text = _BETWEEN + text
+        super()._emit(kind, f"\n\n{text}" if self._fresh and kind in self._seen else text)
         self._fresh = False
         self._seen.add(kind)
-        last = self._events[-1] if self._events else None
-        if isinstance(last, kind):
-            self._events[-1] = kind(last.text + text)
-        else:
-            self._events.append(kind(text))

@@ -9,32 +9,16 @@ A call may lack its opening tag, where the format says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final, Protocol
+from typing import Final
 
-from lucevisor.text.deltas import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta, overlap
+from lucevisor.text.deltas import AnswerParser, ContentDelta, ReasoningDelta, overlap
 from lucevisor.text.harmony import HARMONY, SIGN, HarmonyCalls, HarmonyParser
 from lucevisor.text.reasoning import CHANNEL, THINK, ReasoningTags
 from lucevisor.text.tokenizer import Segment, Tokenizer
 from lucevisor.text.tools import ToolFormat, Tools, detect_tool_format, has_tool, read_call
-
-
-class AnswerParser(Protocol):
-    """Parses one answer.  ``content``: where in it its content is, in characters; the reader may clear it."""
-
-    content: list[range]
-
-    def push(self, text: str) -> list[OutputEvent]:
-        """Take more of the answer."""
-
-    @property
-    def position(self) -> int:
-        """Characters that were read completely."""
-
-    def flush(self, *, cut: bool = False) -> list[OutputEvent]:
-        """Return the events of held-back text; ``cut``: the model did not end."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +30,8 @@ class OutputFormat:
 
     def visible_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Return the control tokens whose text the output parser needs, for Detokenizer's `visible`."""
-        tags = [*self._reasoning_tags(), *(self.tools.tags if self.tools else ())]
-        ids = (tokenizer.token_id(tag) for tag in tags)
+        reasoning = (self.reasoning.open, self.reasoning.close) if self.reasoning else ()
+        ids = map(tokenizer.token_id, (*reasoning, *(self.tools.tags if self.tools else ())))
         return frozenset(i for i in ids if i is not None and i not in tokenizer.eos_ids)
 
     def reasoning_open_after(self, segments: Sequence[Segment]) -> bool:
@@ -74,9 +58,6 @@ class OutputFormat:
             return HarmonyParser(reasoning_open, tools)
         return OutputParser(reasoning_open, tools, self)
 
-    def _reasoning_tags(self) -> Iterable[str]:
-        return (self.reasoning.open, self.reasoning.close) if self.reasoning else ()
-
 
 def detect_format(template: str) -> OutputFormat:
     if SIGN in template:
@@ -95,20 +76,15 @@ class _ParserState(Enum):
     CALL = auto()
 
 
-class OutputParser:
-    """Parses one answer.  `reasoning_open`: as in RenderedPrompt; `tools`: those offered (none: calls are content)."""
+class OutputParser(AnswerParser):
+    """`reasoning_open`: as in RenderedPrompt; `tools`: those offered (none: calls are content)."""
 
     def __init__(self, reasoning_open: bool, tools: Tools, format: OutputFormat) -> None:
+        super().__init__()
         self._tags = format.reasoning
         self._tools = tools
         self._calls = format.tools if tools else None
         self._state = _ParserState.CONTENT
-        self.content: list[range] = []  # where in the answer its content is, in characters; the reader may clear it
-        self._text = ""  # received, not yet emitted
-        self._n_chars = 0  # received
-        self._events: list[OutputEvent] = []
-        self._n_calls = 0
-        self._cut = False
         self._skip = _LINE_ENDS if format.reasoning else ""  # characters to drop at the start of a section
         self._label = ""  # to drop at the start of a reasoning block
         self._fresh = True  # only whitespace so far, so a reasoning tag counts
@@ -122,27 +98,8 @@ class OutputParser:
         if reasoning_open:
             self._begin(_ParserState.REASONING, _LINE_ENDS)
 
-    def push(self, text: str) -> list[OutputEvent]:
-        self._text += text
-        self._n_chars += len(text)
-        return self._advance(final=False)
-
-    @property
-    def position(self) -> int:
-        return self._n_chars - len(self._text)
-
-    def flush(self, *, cut: bool = False) -> list[OutputEvent]:
-        """Return the events of held-back text; ``cut``: the model did not end, so a call without its closing tag is
-        text.
-        """
-        self._cut = cut
-        return self._advance(final=True)
-
-    def _advance(self, final: bool) -> list[OutputEvent]:
-        while self._read_call(final) if self._state is _ParserState.CALL else self._read_text(final):
-            pass
-        events, self._events = self._events, []
-        return events
+    def _read(self, final: bool) -> bool:
+        return self._read_call(final) if self._state is _ParserState.CALL else self._read_text(final)
 
     def _read_text(self, final: bool) -> bool:
         """Emit text up to the next tag; return whether one was found and consumed."""
@@ -165,7 +122,7 @@ class OutputParser:
         if tags and not final:
             held = max(overlap(self._text, tag) for tag in tags)
             held = len(self._text) - len(self._text[: len(self._text) - held].rstrip())
-        self._emit(self._text[: len(self._text) - held], self.position)
+        self._show(self._text[: len(self._text) - held], self.position)
         self._text = self._text[len(self._text) - held :]
         return False
 
@@ -202,7 +159,7 @@ class OutputParser:
     def _take_tag(self, position: int, tag: str) -> None:
         before, after = self._text[:position], self._text[position + len(tag) :]
         text = before.rstrip()
-        self._emit(text, self.position)
+        self._show(text, self.position)
         self._text = after
         if self._calls and tag in (self._calls.open, self._calls.bare[0]):
             self._call_in, self._state = self._state, _ParserState.CALL
@@ -235,9 +192,13 @@ class OutputParser:
             return self._reject_call()
         if final:  # some models stop before the closing tag: the call is complete
             body = self._text[: len(self._text) - overlap(self._text, self._close)]
-            return (
-                not self._cut and (self._accept_call(body, "", whole=False) or self._accept_unclosed())
-            ) or self._reject_call()
+            if not self._cut and self._accept_call(body, "", whole=False):
+                return True
+            end = self._unclosed  # a closing tag that was part of a value, only if the value went on
+            if not self._cut and end >= 0:
+                rest = self._text[end + len(self._close) :]
+                return self._accept_call(self._text[:end], rest, repair=True) or self._reject_call()
+            return self._reject_call()
         self._searched = max(self._searched, len(self._text) - len(self._close) + 1)
         return False
 
@@ -256,40 +217,29 @@ class OutputParser:
         if not found or len(found) < len(calls):
             return False
         for call in found:
-            self._events.append(ToolCallDelta(self._n_calls, call.name, call.arguments))
-            self._n_calls += 1
+            self._emit_call(call.name, call.arguments)
         self._text = rest
         self._begin(_ParserState.CONTENT, _BLANKS)
         self._orphan = self._calls.close if bare else ""
         return True
 
-    def _accept_unclosed(self) -> bool:
-        """At the end: accept a call up to a closing tag that was part of a value only if the value went on."""
-        end = self._unclosed
-        return end >= 0 and self._accept_call(self._text[:end], self._text[end + len(self._close) :], repair=True)
-
     def _reject_call(self) -> bool:
         self._state = self._call_in
         opening = self._call_blanks + self._opening
-        self._emit(opening, self.position - len(opening))
+        self._show(opening, self.position - len(opening))
         return True
 
     def _begin(self, state: _ParserState, skip: str) -> None:
         self._state, self._skip, self._fresh = state, skip, True
         self._label = self._tags.label if self._tags and state is _ParserState.REASONING else ""
 
-    def _emit(self, text: str, start: int) -> None:
+    def _show(self, text: str, start: int) -> None:
         if not text:
             return
         self._fresh = False
         if self._state is _ParserState.CONTENT:
             self.content.append(range(start, start + len(text)))
-        kind = ReasoningDelta if self._state is _ParserState.REASONING else ContentDelta
-        last = self._events[-1] if self._events else None
-        if isinstance(last, kind):
-            self._events[-1] = kind(last.text + text)
-        else:
-            self._events.append(kind(text))
+        self._emit(ReasoningDelta if self._state is _ParserState.REASONING else ContentDelta, text)
 
 
 class StopMatcher:

@@ -26,8 +26,8 @@ FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
 
 
 def read_call(tool_format: ToolFormat, body: str, tools: Tools) -> ToolCall | None:
-    """Parse the text between the tags as a call, repaired if need be or in another model's format; None if it is
-    none."""
+    """Parse the text between the tags as a call, repaired if need be or in another model's format; None if it
+    is none."""
     if (call := tool_format.parse(body, tools)) is not None:
         return call
     neighbours = [

@@ -58,8 +58,8 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def grammar(self, rules: Rules, function: Function) -> str:
-        """Return an expression for calls of a function that `parse` reads by its schema, from behind the opening tag
-        up to and with the closing one; raises GrammarError."""
+        """Return an expression for calls of a function that `parse` reads, from behind the opening tag up to and with
+        the closing one; raises GrammarError."""
 
 
 def make_call(name: str, arguments: Mapping[str, object]) -> ToolCall:
@@ -116,15 +116,11 @@ def _rest_of_call(rules: Rules, tool_format: ToolFormat, offered: Sequence[Funct
 
 def _call(rules: Rules, tool_format: ToolFormat, function: Function) -> str:
     """A call by the schema of its arguments.  Raises GrammarError, with nothing added to the rules."""
-    mark = rules.mark()
     try:
-        schema = flattened(function.schema, lenient=not function.strict)
-        return tool_format.grammar(rules, replace(function, schema=_of_objects(schema, strict=function.strict)))
-    except GrammarError:
-        rules.drop(mark)
-        raise
+        with rules.undone_by_errors():
+            schema = flattened(function.schema, lenient=not function.strict)
+            return tool_format.grammar(rules, replace(function, schema=_of_objects(schema, strict=function.strict)))
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        rules.drop(mark)
         raise GrammarError(f"they are no JSON schema ({type(error).__name__}: {error})") from None
 
 

@@ -289,12 +289,10 @@ class _ValueWriter:
             self._any = self._rules.reserve()
             plain = self._rules.json({"type": ["number", "boolean", "null"]}, lenient=True)
             array = f'"[" ({self._any} ("," {self._any})*)? "]"'
-            self._rules.define(self._any, f"{plain} | {self._text(ANYTHING)} | {array} | {self._free_object()}")
+            pair = f'/[a-zA-Z0-9_-]+/ ":" {self._any}'
+            free = f'"{{" ({pair} ("," {pair})*)? "}}"'
+            self._rules.define(self._any, f"{plain} | {self._text(ANYTHING)} | {array} | {free}")
         return self._any
-
-    def _free_object(self) -> str:
-        pair = f'/[a-zA-Z0-9_-]+/ ":" {self._any}'
-        return f'"{{" ({pair} ("," {pair})*)? "}}"'
 
     def _text(self, terminal: str) -> str:
         no_quote = r"~/(.|\n)*<\|\"\|>(.|\n)*/"

@@ -36,10 +36,6 @@ def _unfenced(body: str) -> str:
     return fenced[1] if fenced else body
 
 
-def _escaped(character: re.Match[str]) -> str:
-    return f"\\u{ord(character[0]):04x}"
-
-
 class JsonObject(ToolFormat):
     """Calls written as one JSON object.  Qwen 2.5 Coder writes a block of Markdown in place of the tags."""
 
@@ -66,8 +62,8 @@ class JsonObject(ToolFormat):
 
     def repair(self, body: str, tools: Tools) -> ToolCall | None:
         """Escape control characters in strings, add or drop braces at the end."""
-        pieces = _QUOTED_OR_REST.findall(_unfenced(body))
-        text = "".join(_CONTROL.sub(_escaped, piece) if piece.startswith('"') else piece for piece in pieces).strip()
+        pieces, code = _QUOTED_OR_REST.findall(_unfenced(body)), lambda found: f"\\u{ord(found[0]):04x}"
+        text = "".join(_CONTROL.sub(code, piece) if piece.startswith('"') else piece for piece in pieces).strip()
         depth = sum(piece.count("{") - piece.count("}") for piece in pieces if not piece.startswith('"'))
         if not -_MOST_BRACES <= depth <= _MOST_BRACES:
             return None
@@ -85,6 +81,17 @@ class JsonObject(ToolFormat):
 
 
 _JSON: Final = JsonObject()
+
+
+def call_of(name: str, arguments: str, *, repaired: bool = False) -> ToolCall | None:
+    """Return the call of a function with arguments as text; None if they are no JSON object."""
+    if repaired:
+        return _JSON.repair(f'{{"name": {json_text.write(name)}, "arguments": {arguments}}}', ())
+    try:
+        value = parse(arguments)
+    except ValueError:
+        return None
+    return make_call(name, value) if isinstance(value, dict) else None
 
 
 class Llama3(ToolFormat):
@@ -170,20 +177,12 @@ class MistralArguments(ToolFormat):
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
         """Return the call, or None when its name or its arguments are missing."""
         named = _NAMED.fullmatch(body)
-        if named is None:
-            return None
-        try:
-            arguments = json_text.parse(named[2] + self.close)
-        except ValueError:
-            return None
-        return make_call(named[1], arguments) if isinstance(arguments, dict) else None
+        return call_of(named[1], named[2] + self.close) if named else None
 
     def repair(self, body: str, tools: Tools) -> ToolCall | None:
-        """Control characters in strings, and missing or superfluous braces, as for JSON between tags."""
+        """As for JSON between tags."""
         named = _NAMED.fullmatch(body)
-        if named is None:
-            return None
-        return _JSON.repair(f'{{"name": {json.dumps(named[1])}, "arguments": {named[2]}}}}}', tools)
+        return call_of(named[1], named[2] + self.close, repaired=True) if named else None
 
     def is_inside_value(self, body: str) -> bool:
         named = _NAMED.fullmatch(body)
