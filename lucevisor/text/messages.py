@@ -68,7 +68,12 @@ def _prepare(message: Mapping[str, Any], traits: TemplateTraits) -> dict[str, An
             {**call, "function": {**call["function"], "arguments": _decoded(call["function"].get("arguments"))}}
             for call in calls
         ]
-    return _with_short_ids(result) if traits.short_call_ids else result
+    if traits.short_call_ids:
+        if isinstance(answered := result.get("tool_call_id"), str):
+            result["tool_call_id"] = _short_id(answered)
+        if calls := result.get("tool_calls"):
+            result["tool_calls"] = [{**call, "id": _short_id(str(call.get("id") or i))} for i, call in enumerate(calls)]
+    return result
 
 
 def _with_single_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -102,14 +107,6 @@ def _single_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
         {**(before if i == 0 else {"role": message["role"], "content": ""}), "tool_calls": [call]}
         for i, call in enumerate(message.get("tool_calls") or [])
     ]
-
-
-def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(answered := message.get("tool_call_id"), str):
-        message["tool_call_id"] = _short_id(answered)
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [{**call, "id": _short_id(str(call.get("id") or i))} for i, call in enumerate(calls)]
-    return message
 
 
 def _short_id(call_id: str) -> str:
@@ -230,12 +227,10 @@ def _embed_tool_responses(messages: Sequence[dict[str, Any]]) -> list[dict[str, 
         if message["role"] == "tool" and result and "tool_calls" in result[-1]:
             name = message.get("name") or names.get(message.get("tool_call_id")) or "unknown"
             earlier = result[-1].get("tool_responses", [])
-            response = {"name": name, "response": _text_of(message.get("content"))}
+            content = message.get("content")
+            text = "".join(part.get("text", "") for part in content) if isinstance(content, list) else content
+            response = {"name": name, "response": text}
             result[-1] = {**result[-1], "tool_responses": [*(earlier if isinstance(earlier, list) else []), response]}
         else:
             result.append(message)
     return result
-
-
-def _text_of(content: object) -> object:
-    return "".join(part.get("text", "") for part in content) if isinstance(content, list) else content

@@ -6,6 +6,7 @@ A value that does not match its schema stays text.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, Final
 
@@ -93,8 +94,12 @@ def first_readable(texts: Iterable[str], schema: Schema) -> int:
     for index, text in enumerate(texts):
         if index == 0 and (kinds == {"string"} or not text.lstrip(_BLANKS).startswith(("{", "[", '"'))):
             break
-        if not isinstance(read_value(text, schema), str) or ("string" in kinds and _is_json(text)):
+        if not isinstance(read_value(text, schema), str):
             return index
+        if "string" in kinds:
+            with suppress(ValueError):
+                json_text.parse(text)
+                return index
     return 0
 
 
@@ -209,11 +214,3 @@ def _members(schema: object, name: str, definitions: Schema, known: dict[int, li
             schemas.append({"anyOf": [{"allOf": parts} for parts in by_option if parts]})
     known[id(schema)] = schemas
     return schemas
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json_text.parse(text)
-    except ValueError:
-        return False
-    return True

@@ -6,8 +6,7 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -170,12 +169,8 @@ def matches(pattern: str, text: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _searching(expression: str) -> LLMatcher:
-    return _matcher({"type": "string", "pattern": expression})
-
-
-def _matcher(schema: Mapping[str, Any]) -> LLMatcher:
-    options = {"whitespace_flexible": False}
-    grammar = json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
+    schema = {"type": "string", "pattern": expression, "x-guidance": {"whitespace_flexible": False}}
+    grammar = json.dumps({"grammars": [{"json_schema": schema}]})
     return LLMatcher(_byte_tokens(), grammar, log_level=0, limits=LIMITS)
 
 

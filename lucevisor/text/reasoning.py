@@ -42,8 +42,8 @@ CHANNEL: Final = ReasoningTags("<|channel>", "<channel|>", label="thought\n", in
 
 
 def after_reasoning(rules: Rules, answer: str, tags: ReasoningTags | None, *, inside: bool) -> str:
-    """Return an expression for any reasoning, then ``answer``, which begins with its header if there are any;
-    ``inside``: the prompt ends inside reasoning."""
+    """Return an expression for any reasoning, then ``answer``, with its header; ``inside``: the prompt ends
+    inside it."""
     if tags is None:
         return answer
     if tags.answer:
@@ -56,7 +56,7 @@ def after_reasoning(rules: Rules, answer: str, tags: ReasoningTags | None, *, in
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Position within an output.  `tail`: bytes that may begin a tag; `fresh`: only whitespace so far; `n_forced`:
+    """Position within an output. `tail`: bytes that may begin a tag; `fresh`: only whitespace so far; `n_forced`:
     tokens of the closing tag taken since the budget was exhausted."""
 
     inside: bool

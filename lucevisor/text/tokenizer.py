@@ -111,8 +111,8 @@ class Tokenizer:
         return ids
 
     def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Return the ids of a text to pool: as of a raw prompt, with an end token if the file says so; cut before that
-        if they are more than ``max_tokens``."""
+        """Return the ids of a text to pool: as of a raw prompt, with an end token if the file says so, ``max_tokens``
+        at most."""
         ids = self.encode_prompt(text)
         if max_tokens is not None and len(ids) + len(self._end) > max_tokens:
             ids = ids[: max(0, max_tokens - len(self._end))]

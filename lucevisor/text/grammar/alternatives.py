@@ -74,7 +74,7 @@ class Alternatives:
         if "$ref" in schema:
             target = self._of_definition(resolved_name(schema), where)
             alternatives = self._intersection(alternatives, target, where)
-        for part in _list(schema, "allOf"):
+        for part in list_in(schema, "allOf"):
             alternatives = self._intersection(alternatives, self._of(part, where), where)
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
@@ -189,7 +189,7 @@ class Alternatives:
         return False
 
 
-def _list(schema: Schema, key: str) -> list[Any]:
+def list_in(schema: Schema, key: str) -> list[Any]:
     value = schema.get(key)
     return value if isinstance(value, list) else []
 
@@ -228,21 +228,22 @@ def _merged_properties(first: Mapping[str, Any], second: Mapping[str, Any]) -> d
     """The keywords for properties of what fits two schemas."""
     merged: dict[str, Any] = {}
     if names := [*(first.get("properties") or {}), *(second.get("properties") or {})]:
-        merged["properties"] = {name: _all_of(_property(first, name), _property(second, name)) for name in names}
+        merged["properties"] = {name: all_of(_property(first, name), _property(second, name)) for name in names}
     patterns: dict[str, Any] = {}
     for a, b in ((first, second), (second, first)):
         theirs = b.get("patternProperties") or {}
         for pattern, value in (a.get("patternProperties") or {}).items():
             # A name that no pattern of the other schema matches is one of its further names.
-            patterns[pattern] = _all_of(value, theirs.get(pattern, b.get("additionalProperties", True)))
+            patterns[pattern] = all_of(value, theirs.get(pattern, b.get("additionalProperties", True)))
     if patterns:
         merged["patternProperties"] = patterns
     if "additionalProperties" in first or "additionalProperties" in second:
-        merged["additionalProperties"] = _all_of(*(s.get("additionalProperties", True) for s in (first, second)))
+        merged["additionalProperties"] = all_of(*(s.get("additionalProperties", True) for s in (first, second)))
     return merged
 
 
-def _all_of(first: Any, second: Any) -> Any:
+def all_of(first: Any, second: Any) -> Any:
+    """Return the schema of what fits two schemas."""
     if first is False or second is False:
         return False
     if first is True or first == {} or first == second:

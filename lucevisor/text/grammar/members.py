@@ -87,7 +87,8 @@ def searched(pattern: str) -> str | None:
         return None
     branches = []
     for branch in _branches(expression):
-        begins, ends = branch.startswith("^"), branch.endswith("$") and not _escaped_end(branch)
+        n_escapes = len(branch) - 1 - len(branch[:-1].rstrip("\\"))
+        begins, ends = branch.startswith("^"), branch.endswith("$") and n_escapes % 2 == 0
         body = branch[1 if begins else 0 : -1 if ends else None]
         branches.append(f"{'' if begins else _ANY}({body}){'' if ends else _ANY}")
     term = f"/({regex_to_lark('|'.join(branches), 'dw')})/"
@@ -132,11 +133,6 @@ def _alternatives(pattern: str) -> Iterator[tuple[str, bool]]:
             yield branch, n_groups == 1 and end_of_group == part.start() and branch.startswith("(")
             begin, n_groups = part.end(), 0
     yield pattern[begin:], n_groups == 1 and end_of_group == len(pattern) and pattern.startswith("(", begin)
-
-
-def _escaped_end(branch: str) -> bool:
-    before = branch[:-1]
-    return (len(before) - len(before.rstrip("\\"))) % 2 == 1
 
 
 _NAME: Final = r"/[\w.$@\/+*-]+/"

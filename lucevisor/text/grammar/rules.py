@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lucevisor.text.grammar.forms import json_schema
@@ -33,18 +34,20 @@ class Rules:
         self._lines.append(f"{name}{'[lazy]' if lazy else ''}: {expression}")
         return name
 
-    def mark(self) -> tuple[int, int]:
-        """Return a mark for ``drop``."""
-        return len(self._lines), len(self.parts)
-
-    def drop(self, mark: tuple[int, int]) -> None:
-        """Remove the rules added since a mark."""
-        del self._lines[mark[0] :], self.parts[mark[1] :]
+    @contextmanager
+    def undone_by_errors(self) -> Iterator[None]:
+        """Remove the rules added in the block if it raises."""
+        n_lines, n_parts = len(self._lines), len(self.parts)
+        try:
+            yield
+        except BaseException:
+            del self._lines[n_lines:], self.parts[n_parts:]
+            raise
 
     def terminal(self, expression: str) -> str:
         """Add a terminal: one regular expression, in which ``&`` and ``~`` may stand."""
         name = self.reserve().upper()
-        self._lines.append(f"{name}: {expression}")
+        self.define(name, expression)
         return name
 
     def reserve(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from lucevisor.errors import show
 from lucevisor.text import patterns
-from lucevisor.text.grammar.alternatives import Alternatives
+from lucevisor.text.grammar.alternatives import Alternatives, all_of, list_in
 from lucevisor.text.llguidance_limits import GrammarError
 from lucevisor.text.references import Flattener, Place, resolved_name
 
@@ -142,7 +142,7 @@ class _Preparation:
         schema = place.schema
         if "$ref" not in schema or resolved_name(schema) not in self._active:
             return place
-        if not scope.part and _constraints(schema) == 1:
+        if not scope.part and sum(key in _CONSTRAINTS for key in schema) == 1:
             return place
         beside = next((key for key in schema if key in _CONSTRAINTS and key != "$ref"), "$ref")
         self.unsupported(place, beside, "cannot be enforced beside a reference to a schema that contains it")
@@ -209,7 +209,7 @@ class _Preparation:
             survey.add(self.survey(self.target(place)))
         for key in _LISTS:
             branches = _Survey(Counter())
-            for i, _ in enumerate(_list(schema.get(key))):
+            for i, _ in enumerate(list_in(schema, key)):
                 branch = self.survey(place.child(key, i))
                 branches.add(branch, alternative=key != "allOf")
             survey.add(branches)
@@ -256,10 +256,6 @@ def _is_choice(schema: Mapping[str, Any]) -> bool:
         or (chosen[0] == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1)
     )
     return alone and not any(key in schema for key in (*_OBJECT, "dependentRequired"))
-
-
-def _constraints(schema: Mapping[str, Any]) -> int:
-    return sum(key in _CONSTRAINTS for key in schema)
 
 
 def _malformed(place: Place, keyword: str, reason: str) -> GrammarError:
@@ -469,7 +465,7 @@ class _SchemaWriter:
             by_pattern[translated] = ready
             for name in properties:
                 if patterns.matches(pattern, name):
-                    properties[name] = _both(properties[name], ready)
+                    properties[name] = all_of(properties[name], ready)
         return by_pattern, is_incomplete
 
     # -- arrays
@@ -566,12 +562,6 @@ class _SchemaWriter:
     }  # fmt: skip
 
 
-def _both(first: Ready, second: Ready) -> Ready:
-    if first is True or second is False or first == second:
-        return second
-    return first if second is True or first is False else {"allOf": [first, second]}
-
-
 def _is_exact(value: Any) -> bool:
     """Return whether llguidance writes a constant as it is."""
     if isinstance(value, bool) or value is None or isinstance(value, str):
@@ -583,10 +573,6 @@ def _is_exact(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_exact, value))
     return all(map(_is_exact, value.values()))
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 # -- errors of llguidance
