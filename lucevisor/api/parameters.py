@@ -6,8 +6,8 @@ Choice 0 of a request samples exactly as the same request with n = 1.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
 
@@ -17,6 +17,8 @@ from lucevisor.api.schemas import EFFORT_BUDGETS, MAX_BIASES, MAX_CHOICES, Gener
 from lucevisor.errors import show
 from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams
 from lucevisor.text.tokenizer import Tokenizer, TooManyTokens, breaker_tokens
+
+_Input = TypeVar("_Input")
 
 
 def check_model(name: str | None, ctx: ModelContext) -> None:
@@ -45,8 +47,8 @@ def check_embeds(ctx: ModelContext) -> None:
 
 
 def yes_no_tokens(ctx: ModelContext) -> tuple[tuple[int, ...], ...]:
-    """Return the answers by which a model with Qwen's markers judges documents, as a Qwen3 reranker does in a file
-    without a head; none for any other model."""
+    """Return the answers by which a model with Qwen's markers judges documents, as a Qwen3 reranker does; none for
+    others."""
     if not ctx.pooling.generates or ctx.tokenizer.token_id("<|im_start|>") is None:
         return ()
     return tuple(tuple(ctx.tokenizer.encode(word)) for word in ("yes", "no"))
@@ -85,6 +87,33 @@ def check_token_ids(ids: Sequence[int], param: str, ctx: ModelContext) -> Sequen
         if not 0 <= token_id < n_vocab:
             raise bad_parameter(f"{param}[{index}]", f"{token_id} is not a token id; use 0 to {n_vocab - 1}")
     return ids
+
+
+def read_inputs(
+    given: str | list[str | int | list[int]],
+    param: str,
+    of_text: Callable[[str, str], _Input],
+    of_ids: Callable[[list[int], str], _Input],
+    noun: str = "text",
+) -> list[_Input]:
+    """Read a text, the ids of one, or a list of texts and ids, each with its place; raises ApiError."""
+    if isinstance(given, str):
+        return [of_text(given, param)]
+    items: list[tuple[object, str]] = [(item, f"{param}[{index}]") for index, item in enumerate(given)]
+    found = []
+    for item, where in [(given, param)] if given and isinstance(given[0], int) else items:
+        if isinstance(item, str):
+            found.append(of_text(item, where))
+            continue
+        if not isinstance(item, list):
+            why = f"is a token id beside {noun}s; send ids of one {noun} in an array of their own"
+            raise bad_parameter(where, why)
+        for index, token_id in enumerate(item):
+            if not isinstance(token_id, int):
+                why = "is not a token id; send only texts or only arrays of token ids"
+                raise bad_parameter(f"{where}[{index}]", why)
+        found.append(of_ids(item, where))
+    return found
 
 
 def check_tokens(n_tokens: int, param: str, ctx: ModelContext) -> None:
@@ -191,7 +220,9 @@ def sampling_params(
         xtc_probability=_or(body.xtc_probability, 0.0),
         xtc_threshold=_or(body.xtc_threshold, 0.1),
         dry=_dry(body, ctx.tokenizer),
-        mirostat=_mirostat(body),
+        mirostat=Mirostat(body.mirostat, _or(body.mirostat_tau, 5.0), _or(body.mirostat_eta, 0.1))
+        if body.mirostat
+        else None,
     )
 
 
@@ -234,12 +265,6 @@ def _dry(body: GenerationBody, tokenizer: Tokenizer) -> Dry | None:
         last_n=-1 if body.dry_penalty_last_n is None else body.dry_penalty_last_n,
         breakers=breakers,
     )
-
-
-def _mirostat(body: GenerationBody) -> Mirostat | None:
-    if not body.mirostat:
-        return None
-    return Mirostat(body.mirostat, _or(body.mirostat_tau, 5.0), _or(body.mirostat_eta, 0.1))
 
 
 def budget_of(effort: str, ctx: ModelContext) -> int | None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from string import ascii_uppercase
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -197,7 +198,8 @@ def parse_system_one(fields: dict[str, Any], ctx: ModelContext) -> PreparedReque
     for name, question in body.questions.items():
         where = f"questions.{name}"
         keys, texts = _options(question, f"{where}.criteria")
-        letters = _letters(len(keys))
+        n = len(keys)  # of more than 26 options each has two letters, so that none begins another
+        letters = [*ascii_uppercase[:n]] if n <= 26 else [a + b for a in ascii_uppercase for b in ascii_uppercase][:n]
         listed = "\n".join(f"{letter}: {text}" for letter, text in zip(letters, texts, strict=True))
         content = f"State:\n{_text(body.state)}\n\nQuestion: {_text(question.instructions)}\n\nOptions:\n{listed}"
         try:
@@ -233,12 +235,6 @@ def _options(question: Question, where: str) -> tuple[list[str], list[str]]:
                 why = f"of a score question is a list of 2 to {MAX_LEVELS} levels, the lowest first"
                 raise bad_parameter(where, why)
             return [str(level) for level in range(len(criteria))], [_text(text) for text in criteria]
-
-
-def _letters(n: int) -> list[str]:
-    """Return ``n`` codes of equally many letters, so that none begins another."""
-    alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    return [*alphabet[:n]] if n <= len(alphabet) else [a + b for a in alphabet for b in alphabet][:n]
 
 
 def _text(value: Text) -> str:

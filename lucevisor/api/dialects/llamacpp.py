@@ -124,19 +124,17 @@ def _read(
         files = body.input_extra or ()
         prompt: Any = infill_ids(body.input_prefix + body.prompt, body.input_suffix, files, "input_suffix", ctx)
     else:
-        prompt = _prompt(body.prompt, ctx)
+        prompt = body.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            prompt = _ids(prompt[0], "prompt[0]", ctx)
+        elif isinstance(prompt, list) and not any(isinstance(part, int) for part in prompt):
+            prompt = [_ids(part, f"prompt[{index}]", ctx) for index, part in enumerate(prompt)]
+        elif not isinstance(prompt, str):
+            prompt = _ids(prompt, "prompt", ctx)
     own = {RULES.aliases.get(name, name): value for name, value in fields.items()}
     kept = {name: value for name, value in own.items() if name in _OWN}
     prepared = parse_completion({**kept, "prompt": prompt, "return_token_ids": body.return_tokens}, ctx)
     return prepared.with_options(ignored=ignored(kind, fields, RULES))
-
-
-def _prompt(prompt: str | list[Any] | dict[str, Any], ctx: ModelContext) -> str | list[int] | list[list[int]]:
-    if isinstance(prompt, list) and not any(isinstance(part, int) for part in prompt) and len(prompt) != 1:
-        return [_ids(part, f"prompt[{index}]", ctx) for index, part in enumerate(prompt)]
-    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-        return _ids(prompt[0], "prompt[0]", ctx)
-    return prompt if isinstance(prompt, str) else _ids(prompt, "prompt", ctx)
 
 
 def _ids(prompt: object, where: str, ctx: ModelContext) -> list[int]:

@@ -29,6 +29,7 @@ from lucevisor.api.parameters import (
     max_tokens_of,
     n_top_logprobs,
     random_seed,
+    read_inputs,
     sampling_params,
 )
 from lucevisor.api.prepared import GenerationOptions, PreparedRequest
@@ -70,7 +71,9 @@ def parse_completion(fields: dict[str, Any], ctx: ModelContext) -> PreparedReque
         raise bad_parameter(
             "stream", "true is not available with echo and logprobs; leave one of them out", "unsupported_value"
         )
-    n = check_choices(body.n, count_prompts(body.prompt))
+    prompt = body.prompt
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    n = check_choices(body.n, len(prompt) if several else 1)
     prompts = _read_gap(body, ctx) if body.suffix else read_prompts(body.prompt, ctx)
     if prompt_logprobs:
         _check_logprobs(prompts, n, n_top)
@@ -118,24 +121,22 @@ def _check_logprobs(prompts: list[Prompt], n: int, n_top: int) -> None:
         raise bad_parameter("logprobs", reason)
 
 
-def count_prompts(prompt: str | list[str | int | list[int]]) -> int:
-    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
-
-
 def read_prompts(prompt: str | list[str | int | list[int]], ctx: ModelContext) -> list[Prompt]:
-    if isinstance(prompt, str):
-        return [_from_text(prompt, "prompt", ctx)]
-    if not prompt:
+    if prompt == []:
         raise bad_parameter("prompt", "is an empty array; send text or token ids")
-    if isinstance(prompt[0], int):
-        return [_from_ids(prompt, "prompt", ctx)]
-    prompts = []
-    for index, item in enumerate(prompt):
-        where = f"prompt[{index}]"
-        if isinstance(item, int):
-            raise bad_parameter(where, "is a token id beside prompts; send ids of one prompt in an array of their own")
-        prompts.append(_from_text(item, where, ctx) if isinstance(item, str) else _from_ids(item, where, ctx))
-    return prompts
+
+    def of_text(text: str, where: str) -> Prompt:
+        check_length(text, where, ctx)
+        return checked(ctx.tokenizer.encode_prompt(text), where, text)
+
+    def checked(ids: list[int], where: str, text: str | None = None) -> Prompt:
+        if not ids:
+            raise bad_parameter(where, "is empty; the model needs at least one token to continue")
+        check_tokens(len(ids), where, ctx)
+        check_token_ids(ids, where, ctx)
+        return Prompt(ids, text)
+
+    return read_inputs(prompt, "prompt", of_text, checked, "prompt")
 
 
 def _read_gap(body: CompletionBody, ctx: ModelContext) -> list[Prompt]:
@@ -159,26 +160,6 @@ def infill_ids(before: str, after: str, files: Sequence[ExtraInput], param: str,
     for text in (before, after, *(file.text for file in files)):
         check_length(text, param, ctx)
     return tokens.prompt(before, after, files, ctx.tokenizer)
-
-
-def _from_text(text: str, where: str, ctx: ModelContext) -> Prompt:
-    check_length(text, where, ctx)
-    ids = ctx.tokenizer.encode_prompt(text)
-    if not ids:
-        raise bad_parameter(where, "is empty; the model needs at least one token to continue")
-    check_tokens(len(ids), where, ctx)
-    return Prompt(ids, text)
-
-
-def _from_ids(ids: object, where: str, ctx: ModelContext) -> Prompt:
-    if not isinstance(ids, list) or not ids:
-        raise bad_parameter(where, "is empty; the model needs at least one token to continue")
-    for index, token_id in enumerate(ids):
-        if not isinstance(token_id, int):
-            raise bad_parameter(f"{where}[{index}]", "is not a token id; send only texts or only arrays of token ids")
-    check_tokens(len(ids), where, ctx)
-    check_token_ids(ids, where, ctx)
-    return Prompt(ids)
 
 
 class CompletionFormatter(OpenAiFormatter):
@@ -222,12 +203,10 @@ class CompletionFormatter(OpenAiFormatter):
     def _logprobs(self, index: int, delta: ChoiceDelta, *, full: bool) -> object:
         if not self.options.logprobs or not (delta.tokens or full):
             return None
-        if self.options.prompt_logprobs:
-            prompt, n_echo = self.prompt_of(index), len(self._echo(index))
-            result = echoed_logprobs(self.tokenizer, prompt, delta.prompt_logprobs, delta.tokens, n_echo)
-        else:
-            result = completion_logprobs(self.tokenizer, delta.tokens)
-        return result
+        if not self.options.prompt_logprobs:
+            return completion_logprobs(self.tokenizer, delta.tokens)
+        prompt, n_echo = self.prompt_of(index), len(self._echo(index))
+        return echoed_logprobs(self.tokenizer, prompt, delta.prompt_logprobs, delta.tokens, n_echo)
 
 
 def _text(delta: ChoiceDelta) -> str:

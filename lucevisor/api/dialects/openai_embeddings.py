@@ -17,7 +17,7 @@ from lucevisor.api.bodies import prepare_request
 from lucevisor.api.contexts import ModelContext
 from lucevisor.api.errors import bad_parameter
 from lucevisor.api.generation import IGNORED_HEADER
-from lucevisor.api.parameters import check_embeds, check_model
+from lucevisor.api.parameters import check_embeds, check_model, read_inputs
 from lucevisor.api.pooling import check_count, check_text, embedding, pool_texts, text_ids
 from lucevisor.api.prepared import EmbeddingOptions, GenerationOptions, PreparedRequest
 from lucevisor.api.schemas import Flag, ParameterRules, ignored, to_record
@@ -66,28 +66,14 @@ def read_texts(
     given: str | list[str | int | list[int]], param: str, ctx: ModelContext, *, max_tokens: int | None = None
 ) -> list[list[int]]:
     """Return the ids of each text, which may be ids already; raises ApiError naming the one at fault."""
-    if isinstance(given, str):
-        return [text_ids(given, param, ctx, max_tokens=max_tokens)]
-    if given and isinstance(given[0], int):
-        return [_from_ids(given, param, ctx)]
-    check_count(len(given), param)
-    found = []
-    for index, item in enumerate(given):
-        where = f"{param}[{index}]"
-        if isinstance(item, str):
-            found.append(text_ids(item, where, ctx, max_tokens=max_tokens))
-        else:
-            found.append(_from_ids(item, where, ctx))
-    return found
-
-
-def _from_ids(ids: object, where: str, ctx: ModelContext) -> list[int]:
-    if not isinstance(ids, list):
-        raise bad_parameter(where, "is a token id beside texts; send ids of one text in an array of their own")
-    for index, token_id in enumerate(ids):
-        if not isinstance(token_id, int):
-            raise bad_parameter(f"{where}[{index}]", "is not a token id; send only texts or only arrays of token ids")
-    return check_text(ids, where, ctx)
+    if not isinstance(given, str) and not (given and isinstance(given[0], int)):
+        check_count(len(given), param)
+    return read_inputs(
+        given,
+        param,
+        lambda text, where: text_ids(text, where, ctx, max_tokens=max_tokens),
+        lambda ids, where: check_text(ids, where, ctx),
+    )
 
 
 def prepare_texts(
@@ -111,10 +97,8 @@ async def create_embeddings(request: web.Request) -> web.Response:
     base64_ = prepared.options.embedding is not None and prepared.options.embedding.base64
 
     def encoded() -> bytes:
-        data = [
-            {"object": "embedding", "index": index, "embedding": _base64(vector) if base64_ else vector.tolist()}
-            for index, vector in enumerate(vectors)
-        ]
+        shown = [base64.b64encode(one.tobytes()).decode() if base64_ else one.tolist() for one in vectors]
+        data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(shown)]
         return msgspec.json.encode({"object": "list", "data": data, "model": ctx.model.name, "usage": usage})
 
     body = encoded() if sum(map(len, vectors)) <= INLINE_NUMBERS else await asyncio.to_thread(encoded)
@@ -136,7 +120,3 @@ def answer(body: bytes, prepared: PreparedRequest) -> web.Response:
     names = prepared.options.ignored
     headers = {IGNORED_HEADER: ", ".join(names)} if names else {}
     return web.Response(body=body, content_type="application/json", headers=headers)
-
-
-def _base64(vector: array[float]) -> str:
-    return base64.b64encode(vector.tobytes()).decode()
