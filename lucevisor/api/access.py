@@ -43,18 +43,14 @@ def check_access(request: web.Request, settings: ApiSettings, keys: ApiKeys, adm
 
 
 def _check_key(request: web.Request, keys: ApiKeys, kind: str, also: ApiKeys | None = None) -> Caller:
-    token = api_key_of(request)
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    token = (token if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")).strip()
     if not token:
         raise _unauthorised(f"no {kind} key was sent; send it as Authorization: Bearer KEY")
     caller = keys.caller(token) or (also.caller(token) if also is not None else None)
     if caller is None:
         raise _unauthorised(f"the {kind} key is not known to this server")
     return caller
-
-
-def api_key_of(request: web.Request) -> str:
-    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
 
 
 def _unauthorised(message: str) -> ApiError:

@@ -26,7 +26,7 @@ METRICS: Final = web.AppKey("metrics", Metrics)
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-_KEY: Final = web.RequestKey("context", RequestContext)
+CONTEXT: Final = web.RequestKey("context", RequestContext)
 
 
 class ActiveRequests:
@@ -79,18 +79,10 @@ def request_id_of(request: web.Request) -> str:
     return sent if _ID.fullmatch(sent) else f"req-{secrets.token_hex(12)}"
 
 
-def attach(request: web.Request, context: RequestContext) -> None:
-    request[_KEY] = context
-
-
 def context_of(request: web.Request) -> RequestContext:
-    return request[_KEY]
+    return request[CONTEXT]
 
 
 def model_of(request: web.Request) -> ModelContext:
     """Return the context of the model that a prepared request is for."""
     return request.app[MODELS][context_of(request).model]
-
-
-def has_context(request: web.Request) -> bool:
-    return _KEY in request

@@ -157,7 +157,12 @@ async def merged(handles: Sequence[RequestHandle]) -> AsyncIterator[Events]:
     queue: Events = asyncio.Queue(64)
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_forward_events(index, handle, queue)) for index, handle in enumerate(handles)]
+
+            async def forward(index: int, handle: RequestHandle) -> None:
+                async for event in handle:
+                    await queue.put((index, event))
+
+            tasks = [group.create_task(forward(*each)) for each in enumerate(handles)]
             yield queue
             for task in tasks:
                 task.cancel()
@@ -167,11 +172,6 @@ async def merged(handles: Sequence[RequestHandle]) -> AsyncIterator[Events]:
     finally:
         for handle in handles:
             handle.cancel()
-
-
-async def _forward_events(index: int, handle: RequestHandle, queue: Events) -> None:
-    async for event in handle:
-        await queue.put((index, event))
 
 
 IGNORED_HEADER: Final = "X-Lucevisor-Ignored"

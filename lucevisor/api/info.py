@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -74,7 +74,7 @@ async def lora_adapters(request: web.Request) -> web.Response:
 
 async def slots(request: web.Request) -> web.Response:
     """List the slots for sequences, of several models those of ?model=, as llama.cpp's server does: the busy ones
-    first, as they have no fixed places."""
+    first."""
     ctx = request.app[MODELS].find(request.query.get("model"))
     busy = 0
     for engine in ctx.engine.replicas.values() if ctx.engine is not None else ():
@@ -123,6 +123,8 @@ def abilities(ctx: ModelContext) -> dict[str, bool]:
 
 def _model(ctx: ModelContext) -> dict[str, object]:
     card, context = ctx.model, ctx.max_context or None  # not known yet
+    engines = ctx.engine.replicas if ctx.engine else {}
+    replicas = {name: {"ready": engine.ready} for name, engine in engines.items() if name}
     return {
         "id": card.name,
         "object": "model",
@@ -138,7 +140,7 @@ def _model(ctx: ModelContext) -> dict[str, object]:
         "status": _status(ctx),
         **({"aliases": [*card.aliases]} if card.aliases else {}),
         **({"parent": card.parent, "root": card.path} if card.parent else {}),
-        **_replicas(ctx),
+        **({"replicas": replicas} if replicas else {}),
     }
 
 
@@ -152,12 +154,7 @@ def _status(ctx: ModelContext) -> dict[str, object]:
     return {"value": _ROUTER_STATES.get(ctx.model_state, ctx.model_state), **failed}
 
 
-def _replicas(ctx: ModelContext) -> dict[str, object]:
-    """Return the replicas of a model that has some, and whether each takes requests."""
-    engines = {name: engine for name, engine in (ctx.engine.replicas if ctx.engine else {}).items() if name}
-    return {"replicas": {name: {"ready": engine.ready} for name, engine in engines.items()}} if engines else {}
-
-
+_Order = TypeVar("_Order", bound=msgspec.Struct)
 _FILES: Final = Path(__file__).with_name("page")
 _SCRIPTS: Final = ("draw.js", "box.js", "markdown.js", "chat.js")
 
@@ -224,15 +221,19 @@ async def unload_model(request: web.Request) -> web.Response:
     return await _order(request, lambda control: control.unload())
 
 
-async def _order(request: web.Request, order: Callable[[ModelControl], Awaitable[None]]) -> web.Response:
+async def _read_order(request: web.Request, kind: type[_Order]) -> _Order:
     body: list[bytes] = []
     try:
         await read_body(request, body)
-        name = msgspec.json.decode(b"".join(body), type=ModelBody).model
+        return msgspec.json.decode(b"".join(body), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is invalid: {str(error)[:300]}") from None
     finally:
         request.app[BUFFERED_BODIES].n_bytes -= sum(map(len, body))
+
+
+async def _order(request: web.Request, order: Callable[[ModelControl], Awaitable[None]]) -> web.Response:
+    name = (await _read_order(request, ModelBody)).model
     ctx = request.app[MODELS].find(name)
     check_model(name, ctx)
     if ctx.control is None:
@@ -255,14 +256,7 @@ async def status(request: web.Request) -> web.Response:
 
 async def restart(request: web.Request) -> web.Response:
     """Begin the restart of a group's daemon; needs an admin key.  GET /status shows its progress."""
-    body: list[bytes] = []
-    try:
-        await read_body(request, body)
-        command = msgspec.json.decode(b"".join(body), type=RestartBody)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is invalid: {str(error)[:300]}") from None
-    finally:
-        request.app[BUFFERED_BODIES].n_bytes -= sum(map(len, body))
+    command = await _read_order(request, RestartBody)
     try:
         request.app[SERVER].restart(command.group, command.now)
     except LucevisorError as error:

@@ -22,13 +22,12 @@ from lucevisor.api.access import (
 )
 from lucevisor.api.app_state import (
     ACTIVE,
+    CONTEXT,
     METRICS,
     MODELS,
     SERVER,
     START_LIMIT,
-    attach,
     context_of,
-    has_context,
     request_id_of,
     yield_to_loop,
 )
@@ -64,7 +63,7 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
         headers=request.headers,
         model=models.first.model.name if len(models) == 1 else "",
     )
-    attach(request, context)
+    request[CONTEXT] = context
     active = request.app[ACTIVE]
     active.contexts.add(context)
     status = CLIENT_CLOSED
@@ -143,19 +142,15 @@ def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
     message, code = _STATUS_MESSAGES.get(error.status, (error.reason, "invalid_request"))
     headers = {}
     if error.status == 404:
-        message += _nearest_path(request)
+        known = [r.canonical for r in request.app.router.resources() if "{" not in r.canonical and r.canonical != "/"]
+        asked = request.path[:100]
+        near = [path for path in known if path.endswith(asked) and len(asked) > 1]
+        near = near or difflib.get_close_matches(asked, known, n=1, cutoff=0.8)
+        message += f"; did you mean {near[0]}?" if near else "; GET /openapi.json lists all"
     if "Allow" in error.headers:
         headers = {"Allow": error.headers["Allow"]}
         message += f"; use {error.headers['Allow']}"
     return ApiError(error.status, f"{request.method} {request.path}: {message}", code=code, headers=headers)
-
-
-def _nearest_path(request: web.Request) -> str:
-    known = [r.canonical for r in request.app.router.resources() if "{" not in r.canonical and r.canonical != "/"]
-    asked = request.path[:100]
-    near = [path for path in known if path.endswith(asked) and len(asked) > 1]
-    near = near or difflib.get_close_matches(asked, known, n=1, cutoff=0.8)
-    return f"; did you mean {near[0]}?" if near else "; GET /openapi.json lists all"
 
 
 def _account(request: web.Request, context: RequestContext) -> None:
@@ -189,7 +184,7 @@ def _account(request: web.Request, context: RequestContext) -> None:
 async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Add the headers of every response, streams included; aiohttp's on_response_prepare signal."""
     response.headers["Server"] = "lucevisor"
-    if has_context(request):
+    if CONTEXT in request:
         response.headers["x-request-id"] = context_of(request).request_id
         if _is_anthropic(request):
             response.headers["request-id"] = context_of(request).request_id

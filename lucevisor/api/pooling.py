@@ -33,7 +33,7 @@ def check_count(n_texts: int, param: str) -> None:
 
 def text_ids(text: str, param: str, ctx: ModelContext, *, max_tokens: int | None = None) -> list[int]:
     """Return the ids of a text to pool, cut to `max_tokens` (-1: those of the context; None: not at all); raises
-    ApiError naming `param` where it is empty or too long."""
+    ApiError."""
     if max_tokens is None:
         check_length(text, param, ctx)
     elif max_tokens < 0 or 0 < ctx.max_context < max_tokens:

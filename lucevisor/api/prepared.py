@@ -47,8 +47,8 @@ class EmbeddingOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RerankOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a ranking.  ``documents``: to be returned with the results, else empty.  ``yes_no``: the tokens of the
-    answers of a model that generates; empty: the model scores."""
+    """Options of a ranking. ``documents``: to be returned with the results. ``yes_no``: the tokens of the answers of a
+    model that generates; empty: the model scores."""
 
     top_n: int
     yes_no: tuple[tuple[int, ...], ...] = ()
@@ -56,8 +56,8 @@ class RerankOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecisionOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of decisions.  ``answers``: the ids of the answers of each prompt.  ``labels``: of the only prompt, or
-    ``questions``: name, type, and the options' keys and texts of each."""
+    """``answers``: the ids of the answers of each prompt. ``labels``: of the only prompt, or ``questions``: name, type,
+    and the options' keys and texts of each."""
 
     answers: list[list[list[int]]]
     labels: list[str | int | float] = []

@@ -113,17 +113,13 @@ def create_app(*contexts: ModelContext) -> web.Application:
     app[RESPONSE_STORE] = ResponseStore(settings.stored_responses, settings.stored_bytes)
     app[START_LIMIT] = asyncio.Semaphore(16)
     app.on_response_prepare.append(set_headers)
-    app.on_shutdown.append(_close_preprocessor)
+    if (preprocessor := models.server.preprocessor) is not None:
+        app.on_shutdown.append(lambda _: preprocessor.close())
     for route in ROUTES:
         app.router.add_route(route.method, route.path, route.handler)
         if route.method == "GET":
             app.router.add_route("HEAD", route.path, route.handler)
     return app
-
-
-async def _close_preprocessor(app: web.Application) -> None:
-    if (preprocessor := app[SERVER].preprocessor) is not None:
-        await preprocessor.close()
 
 
 async def serve(

@@ -200,12 +200,8 @@ def _field_names() -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        raise error.renamed(_anthropic_name(error.param or "")) from None
-
-
-def _anthropic_name(param: str) -> str:
-    dotted = re.sub(r"\[(\d+)\]", r".\1", param)
-    return re.sub(r"^(tools\.\d+)\.parameters", r"\1.input_schema", dotted)
+        dotted = re.sub(r"\[(\d+)\]", r".\1", error.param or "")
+        raise error.renamed(re.sub(r"^(tools\.\d+)\.parameters", r"\1.input_schema", dotted)) from None
 
 
 def _translated(body: PromptBody, ctx: ModelContext) -> ChatRequestBuilder:

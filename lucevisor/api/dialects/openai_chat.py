@@ -187,7 +187,9 @@ def _check_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
             for index, call in enumerate(message.tool_calls)
         ]
     if isinstance(message.content, list):
-        kept["content"] = _check_parts(message.content, f"{where}.content")
+        if not message.content:
+            raise bad_parameter(f"{where}.content", "is an empty array; send text")
+        kept["content"] = [_check_part(part, f"{where}.content[{i}]") for i, part in enumerate(message.content)]
     elif message.content is None:
         if message.role != "assistant":
             raise bad_parameter(f"{where}.content", "is missing; it is required", "missing_required_parameter")
@@ -205,12 +207,6 @@ def _check_call(call: _ToolCall, raw: dict[str, Any], where: str) -> dict[str, A
         name = call.type or "function"
         raise bad_parameter(f"{where}.{name}", "is missing; it is required", "missing_required_parameter")
     return raw
-
-
-def _check_parts(parts: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    if not parts:
-        raise bad_parameter(where, "is an empty array; send text")
-    return [_check_part(part, f"{where}[{index}]") for index, part in enumerate(parts)]
 
 
 def _check_part(part: dict[str, Any], where: str) -> dict[str, Any]:
@@ -280,10 +276,6 @@ def _check_tool(raw: dict[str, Any], where: str) -> dict[str, Any]:
     return {**raw, "function": {k: v for k, v in raw["function"].items() if v is not None}}
 
 
-def custom_names(tools: list[dict[str, Any]]) -> list[str]:
-    return [tool["custom"]["name"] for tool in tools if tool["type"] == "custom"]
-
-
 def _chosen(choice: ToolChoice, names: list[str]) -> ToolChoice:
     named = choice.function if choice.type == "function" else choice.custom if choice.type == "custom" else None
     if named is None:
@@ -325,7 +317,10 @@ def parse_chat(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest:
     n_top = n_top_logprobs(body, (body.top_logprobs or 0) if body.logprobs else None, "top_logprobs")
     grammar = output_grammar(form, ctx, tags, inside=prompt.reasoning_open, calls=calls)
     structured = bool(tools) or grammar is not None
-    max_tokens = _max_tokens(body)
+    unused = [f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {} if name not in template.source]
+    max_tokens, budget = _max_tokens(body), body.max_thinking_tokens
+    if budget is None and "reasoning_effort" not in template.source:
+        budget = budget_of(body.reasoning_effort or "", ctx)
     options = GenerationOptions(
         sampling=sampling_params(body, ctx, random_seed(), n_top, direct=tags is None, structured=structured),
         turn_ends=[encoded.turn_ends],
@@ -333,12 +328,12 @@ def parse_chat(fields: dict[str, Any], ctx: ModelContext) -> PreparedRequest:
         max_tokens=max_tokens,
         min_tokens=check_min_tokens(body, max_tokens),
         n=check_choices(body.n, 1),
-        **common_options(body, ctx, ignored(ChatBody, fields, more=_unused(body, template))),
+        **common_options(body, ctx, ignored(ChatBody, fields, more=unused)),
         grammar=grammar,
-        max_thinking_tokens=None if tags is None else _thinking_budget(body, ctx, template),
+        max_thinking_tokens=None if tags is None else budget,
         logprobs=n_top >= 0,
         tools=tools,
-        custom=custom_names(body.tools or []),
+        custom=[tool["custom"]["name"] for tool in body.tools or () if tool["type"] == "custom"],
         reasoning_open=prompt.reasoning_open,
         show_reasoning=body.include_reasoning is not False and not (body.reasoning and body.reasoning.exclude),
         one_tool_call=body.parallel_tool_calls is False,
@@ -415,12 +410,6 @@ def _max_tokens(body: ChatBody) -> int | None:
     return max_tokens_of(n_tokens)
 
 
-def _thinking_budget(body: ChatBody, ctx: ModelContext, template: ChatTemplate) -> int | None:
-    if body.max_thinking_tokens is not None or "reasoning_effort" in template.source:
-        return body.max_thinking_tokens
-    return budget_of(body.reasoning_effort or "", ctx)
-
-
 def _render(
     body: ChatBody, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: ChatTemplate
 ) -> RenderedPrompt:
@@ -444,10 +433,6 @@ def _render(
     except TemplateError as error:
         param = "chat_template_kwargs" if str(error).startswith("chat_template_kwargs") else "messages"
         raise ApiError(400, str(error), code="template_error", param=param) from None
-
-
-def _unused(body: ChatBody, template: ChatTemplate) -> list[str]:
-    return [f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {} if name not in template.source]
 
 
 def _continues(body: ChatBody, messages: list[dict[str, Any]]) -> bool:

@@ -349,7 +349,10 @@ def _translated(
     fields: dict[str, Any], ctx: ModelContext
 ) -> tuple[ResponsesBody, ChatRequestBuilder, list[dict[str, Any]]]:
     """Return a body, its translation into a chat request, and its input items."""
-    stored = _stored_turns(fields.pop(STORED_RESPONSES, {}))
+    try:
+        stored = msgspec.convert(fields.pop(STORED_RESPONSES, {}), _StoredTurns)
+    except msgspec.ValidationError:  # not the server's
+        raise bad_parameter(STORED_RESPONSES, "is the server's own; leave it out", "unknown_parameter") from None
     body = to_record(ResponsesBody, fields, RULES)
     chat = ChatRequestBuilder()
     if body.instructions:
@@ -362,13 +365,6 @@ def _translated(
     _translate_reasoning(body, chat, ctx.template)
     _translate_output(body, chat)
     return body, chat, own
-
-
-def _stored_turns(value: object) -> _StoredTurns:
-    try:
-        return msgspec.convert(value, _StoredTurns)
-    except msgspec.ValidationError:  # not the server's
-        raise bad_parameter(STORED_RESPONSES, "is the server's own; leave it out", "unknown_parameter") from None
 
 
 def previous_not_stored(response_id: str) -> ApiError:
@@ -513,7 +509,12 @@ def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: SamplingParams)
         "temperature": sampling.temperature,
         "text": _echoed_text(body.text or TextConfig()),
         "tool_choice": body.tool_choice or "auto",
-        "tools": [_echoed_tool(tool) for tool in body.tools or ()],
+        "tools": [
+            {"description": None, "parameters": None, **tool, "strict": bool(tool.get("strict"))}
+            if tool.get("type") == "function"
+            else tool
+            for tool in body.tools or ()
+        ],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": "disabled",
@@ -528,12 +529,6 @@ def _echoed_text(text: TextConfig) -> dict[str, object]:
         more = {"description": form.description, "name": form.name or "", "schema": form.schema}
         result |= {**more, "strict": bool(form.strict)}
     return {"format": result, **({} if text.verbosity is None else {"verbosity": text.verbosity})}
-
-
-def _echoed_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        return tool
-    return {"description": None, "parameters": None, **tool, "strict": bool(tool.get("strict"))}
 
 
 _Json = dict[str, Any]
