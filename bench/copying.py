@@ -19,18 +19,14 @@ from collections import defaultdict
 from pathlib import Path
 
 import uvloop
-from full_size import Observer, write_config
-from memory_watch import Poll, Watcher
+from full_size import write_config
 from model_shapes import SHAPES
 from records import RESULTS, conditions, write_json
-from speculation import file_of
+from services import running
+from speculation import await_drafter, file_of, forced_drafts, offer
 
-from lucevisor.app.model_files import open_model
-from lucevisor.deployment.service import Service
-from lucevisor.engine.drafting import placeholder_drafts
 from lucevisor.engine.request import GenerationRequest, TokenEvent
-from lucevisor.engine.step import ScheduledSlice
-from lucevisor.protocol.steps import Drafted, SamplingParams
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.tokenizer import Tokenizer
 
 BEGINNING = 16  # tokens of the document that the prompt ends with
@@ -41,15 +37,10 @@ def make_right(drafting, right, vocabulary):
     """Replace the first ``right`` tokens of each of the drafter's blocks by those that the model will count."""
 
     def forced(one):
-        drafted = one.live.drafted or placeholder_drafts(drafting.outstanding, one.live)
-        last = one.record.tokens[-1]
-        tokens = [(last + 1 + i + (i >= right)) % vocabulary for i in range(len(drafted.tokens))]
-        offered = Drafted(one.live.sequence, tokens)
+        offered = forced_drafts(drafting, one, right, vocabulary)
         return drafting.speculation.candidates(one.record.drafts, offered, drafting._n_decoding)
 
-    drafting._candidates = forced
-    # The first of several stages waits for the drafter's own drafts before it computes those in their place.
-    ScheduledSlice.drafts_pend = property(lambda one: len(one.drafts) > 0 and one.live.waiting_for_step > 0)
+    offer(drafting, forced)
 
 
 def document_of(model, options):
@@ -110,23 +101,11 @@ async def measure(service, options):
     }
 
 
-async def serve(config, model, run_dir, options):
-    watcher = Watcher([])
-    poll = Poll(watcher)
-    observer = Observer(poll)
-    service = observer.service = Service(config, [model], run_dir, observer)
-    try:
-        await service.start()
-        if not await service.wait_ready(options.timeout):
-            raise RuntimeError(f"not ready: {service.reason()}")
-        drafting = service.only.engine.core.scheduler.drafting
-        while options.drafter != "none" and not drafting.attached:  # noqa: ASYNC110 - it has no event
-            await asyncio.sleep(0.1)
+async def serve(config, run_dir, options):
+    async with running(config, run_dir, timeout_s=options.timeout) as service:
+        if options.drafter != "none":
+            await await_drafter(service)
         return await measure(service, options)
-    finally:
-        await service.stop(0.0)
-        poll.close()
-        watcher.close()
 
 
 def main():
@@ -164,7 +143,7 @@ def main():
         settings += [f"draft.path={draft}"] if draft is not None else []
         config = write_config(directory / "copying.toml", target, options.devices, settings)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the server runs
-            found = runner.run(serve(config, open_model(config), directory, options))
+            found = runner.run(serve(config, directory, options))
     found = {"shape": options.shape, "drafter": options.drafter, "devices": options.devices} | found
     found |= {"document": options.document, "tokens": options.tokens, "right": options.right, **conditions()}
     for name, n_drafts in found["most_drafts"].items():

@@ -23,12 +23,11 @@ from pathlib import Path
 from full_size import write_config
 from make_gguf import SHAPES, write
 from records import RESULTS, conditions, write_json
-from services import Observer
+from services import running
 
 from lucevisor.app import logs
 from lucevisor.cli.bench import Case, tokens_per_s
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
 
 ROOT = Path(__file__).parents[1]
@@ -55,11 +54,7 @@ async def measure(options, devices):
     with tempfile.TemporaryDirectory(prefix="groups-") as directory:
         config = configured(Path(directory) / "groups.toml", options, devices)
         model = ServedModel(open_spec(options.file), (options.file,), options.shape)
-        service = Service(config, [model], Path(directory), Observer())
-        try:
-            await service.start()
-            if not await service.wait_ready(600.0):
-                raise SystemExit(service.reason())
+        async with running(config, directory, model=model) as service:
             turns = range(options.rounds + 1)
             for turn in turns:  # before any stream: beside short prompts, or soon after them, chunks are shorter
                 prompt_s = options.prompt / await tokens_per_s(service, Case(prompt=options.prompt), turn)
@@ -72,8 +67,6 @@ async def measure(options, devices):
                         found["streams"][n].append(token_s)
                         if n == 1:
                             found["hop_s"].append(mean_since(before, hops(service)))
-        finally:
-            await service.stop(0.0)
     return found
 
 

@@ -26,11 +26,10 @@ from pathlib import Path
 import structlog
 from make_gguf import SHAPES, write
 from records import conditions, write_json
-from services import Observer
+from services import running
 
 from lucevisor.config import load
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.model.families import open_spec
 from lucevisor.model.pages import pages_of
@@ -110,12 +109,9 @@ async def decode(service, options, context):
 async def measured(options, policy, directory):
     config = configured(options, policy, directory / f"{policy}.toml")
     spec = open_spec(options.model.resolve())
-    service = Service(config, [ServedModel(spec, (options.model.resolve(),), options.shape)], directory, Observer())
+    model = ServedModel(spec, (options.model.resolve(),), options.shape)
     began, rows = time.perf_counter(), []
-    try:
-        await service.start()
-        if not await service.wait_ready(options.timeout):
-            raise RuntimeError(f"not ready: {service.reason()}")
+    async with running(config, directory, timeout_s=options.timeout, model=model) as service:
         ready_s, before = time.perf_counter() - began, memory_in_use()
         page_bytes = spec.unit_bytes(KvGroup.FULL, range_of(spec), service.only.placement.kv_dtype)
         for context in options.contexts:
@@ -128,8 +124,6 @@ async def measured(options, policy, directory):
             rows.append(row)
             print(policy, row, flush=True)
         found = {"ready_s": round(ready_s, 1), "contexts": rows, "used_mib": [before, memory_in_use()]}
-    finally:
-        await service.stop(0.0)
     rates = [row["tokens_per_s"] for row in rows]
     return found | {"slowest_of_fastest": round(min(rates) / max(rates), 4)}
 

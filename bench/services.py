@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from lucevisor.app.model_files import open_model
-from lucevisor.config import load
+from lucevisor.config import Config, load
 from lucevisor.deployment.service import Observer, Service
 
 ROOT = Path(__file__).parents[1]
@@ -33,10 +33,10 @@ def groups_toml(options, threads=0):
 
 
 @contextlib.asynccontextmanager
-async def running(path, directory, settings=(), timeout_s=600.0):
-    """The service of a configuration file, READY; stopped at the end.  SystemExit with the reason if it is not."""
-    config = load(path, settings)
-    service = Service(config, [open_model(config)], Path(directory), Observer())
+async def running(config, directory, settings=(), timeout_s=600.0, model=None):
+    """The service of a configuration or its file, READY; stopped at the end.  SystemExit if it does not become so."""
+    config = config if isinstance(config, Config) else load(config, settings)
+    service = Service(config, [model or open_model(config)], Path(directory), Observer())
     try:
         await service.start()
         if not await service.wait_ready(timeout_s):

@@ -29,14 +29,12 @@ from pathlib import Path
 
 import structlog
 import uvloop
-from full_size import Observer, write_config
+from full_size import write_config
 from make_gguf import SHAPES, write
-from memory_watch import Poll, Watcher
 from records import RESULTS, conditions, write_json
+from services import running
 
-from lucevisor.app.model_files import open_model
 from lucevisor.app.run import freeze_gc
-from lucevisor.deployment.service import Service
 from lucevisor.engine.drafting import placeholder_drafts
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.engine.spec_decode.controller import MAX_SUSPEND_STEPS, SpecDecodeController
@@ -61,6 +59,25 @@ class FixedWidth(SpecDecodeController):
         return self.width
 
 
+def forced_drafts(drafting, one, right, vocabulary, n=None):
+    """Drafts in place of a slice's, of which the first ``right`` are what the model will count; ``n``: their number."""
+    drafted, last = one.live.drafted or placeholder_drafts(drafting.outstanding, one.live), one.record.tokens[-1]
+    n = len(drafted.tokens) if n is None else n
+    return Drafted(one.live.sequence, [(last + 1 + i + (i >= right)) % vocabulary for i in range(n)])
+
+
+def offer(drafting, candidates):
+    """Have the scheduler verify the drafts that ``candidates`` returns for a slice."""
+    drafting._candidates = candidates
+    # The first of several stages waits for the drafter's own drafts before it computes those in their place.
+    ScheduledSlice.drafts_pend = property(lambda one: len(one.drafts) > 0 and one.live.waiting_for_step > 0)
+
+
+async def await_drafter(service):
+    while not service.only.engine.core.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
+        await asyncio.sleep(0.1)
+
+
 class Knob:
     """Replaces the drafts of a service's engine, and notes the times of its steps and drafts."""
 
@@ -76,13 +93,9 @@ class Knob:
         applied, answered = self.drafting.on_step_applied, self.drafting.on_drafts
 
         def forced(one):
-            own = one.record.drafts
-            drafted = one.live.drafted or placeholder_drafts(self.drafting.outstanding, one.live)
-            n = self.fixed.width if self.drafting.speculation is self.fixed else len(drafted.tokens)
-            last = one.record.tokens[-1]
-            tokens = [(last + 1 + i + (i >= self.right)) % self.vocabulary for i in range(n)]
+            own, n = one.record.drafts, self.fixed.width if self.drafting.speculation is self.fixed else None
             own.match_length, own.n_copied = 0, 0
-            return Drafted(one.live.sequence, tokens)
+            return forced_drafts(self.drafting, one, self.right, self.vocabulary, n)
 
         def noted(step, now, stages_s, upkeep_s, *, cold):
             sizes = {len(part.slice.tokens) for part in step.parts.values()}
@@ -96,9 +109,8 @@ class Knob:
                 self.drafts[len(result.drafts), len(result.drafts[0].tokens)].append(result.compute_s)
             return answered(result)
 
-        self.drafting._candidates, self.drafting.on_step_applied, self.drafting.on_drafts = forced, noted, drafted
-        # The first of several stages waits for the drafter's own drafts before it computes those in their place.
-        ScheduledSlice.drafts_pend = property(lambda one: len(one.drafts) > 0 and one.live.waiting_for_step > 0)
+        self.drafting.on_step_applied, self.drafting.on_drafts = noted, drafted
+        offer(self.drafting, forced)
 
     def resume(self):
         """Resume the drafter with the next step if it is suspended, else restart the count of its idle steps."""
@@ -220,25 +232,13 @@ def compare(row, without):
         row["streams_ratio"] = {k: v / plain["streams_plain"] for k, v in rates.items() if k.startswith("streams")}
 
 
-async def serve(config, model, run_dir, options, drafter):
-    watcher = Watcher([])
-    poll = Poll(watcher)
-    observer = Observer(poll)
-    service = observer.service = Service(config, [model], run_dir, observer)
-    try:
-        await service.start()
-        if not await service.wait_ready(options.timeout):
-            raise RuntimeError(f"not ready: {service.reason()}")
+async def serve(config, run_dir, options, drafter):
+    async with running(config, run_dir, timeout_s=options.timeout) as service:
         freeze_gc()
         if drafter == "none":
             return await measure_without(service, options)
-        while not service.only.engine.core.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
-            await asyncio.sleep(0.1)
+        await await_drafter(service)
         return await measure(service, options)
-    finally:
-        await service.stop(0.0)
-        poll.close()
-        watcher.close()
 
 
 def file_of(shape, directory, *, counting):
@@ -271,7 +271,7 @@ def run(options, directory, path):
         run_dir = directory / drafter
         run_dir.mkdir()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the server runs
-            found[drafter] = runner.run(serve(config, open_model(config), run_dir, options, drafter))
+            found[drafter] = runner.run(serve(config, run_dir, options, drafter))
         if drafter != "none":
             compare(found[drafter], found.get("none", found[drafter]))
         print("\n".join(summary(drafter, found[drafter])), flush=True)
