@@ -85,10 +85,8 @@ class Drafting:
         self.outstanding: deque[ScheduledStep] = deque()  # steps that the drafter has yet to answer
         self._n_awaiting_drafts = 0  # of them, those that the output stage has answered, at the front
         self._overlaps = False  # the drafter works beside the output stage
-        self.n_stages, self.has_token_ring = (
-            n_stages,
-            n_stages == 1,
-        )  # the last one publishes to the first what it makes
+        self.n_stages = n_stages
+        self.has_token_ring = n_stages == 1  # the last one publishes to the first what it makes
         self._n_decoding = 0  # when the next step was begun
         self._last_results: dict[frozenset[int], tuple[ScheduledStep, float]] = {}  # by the sequences of a micro-batch
         self._cold_drafts = 0  # the last step after which drafts were compiled or captured
