@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -161,7 +162,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Default sampling parameters, as a model card sets them; the field defaults are those of OpenAI's API."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
-    top_k: Annotated[int, Meta(ge=0)] = 0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
@@ -170,22 +171,14 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object], plain: SamplingDefaults | None = None) -> SamplingDefaults:
         """Read `general.sampling.*`; keys that are absent, not numbers or out of range keep what `plain` has."""
-        plain = plain or cls()
-
-        def number(key: str, default: float, low: float, high: float) -> float:
-            value = metadata.get(f"general.sampling.{key}")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                return default
-            return float(value)
-
-        return cls(
-            temperature=number("temp", plain.temperature, 0.0, 2.0),
-            top_k=int(number("top_k", plain.top_k, 0, 2**31 - 1)),
-            top_p=number("top_p", plain.top_p, 0.0, 1.0),
-            min_p=number("min_p", plain.min_p, 0.0, 1.0),
-            repetition_penalty=number("penalty_repeat", plain.repetition_penalty, 0.01, 100.0),
-            presence_penalty=plain.presence_penalty,
-        )
+        keys = {name: name for name in ("top_k", "top_p", "min_p")}
+        keys |= {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
+        found = msgspec.to_builtins(plain or cls())
+        for name, key in keys.items():
+            with suppress(msgspec.ValidationError):
+                own = msgspec.convert({name: metadata.get(f"general.sampling.{key}")}, cls)
+                found[name] = getattr(own, name)
+        return cls(**found)
 
 
 @dataclass(frozen=True, slots=True)
