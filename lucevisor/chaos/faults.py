@@ -1,8 +1,5 @@
-"""The faults of `lucevisor chaos`, injected from outside or through a process's fault hooks.
-
-Invariant: when a fault's function returns, the processes it stopped run again or were replaced, and the limits it set
-are lifted.
-"""
+"""The faults of `lucevisor chaos`. When a fault's function returns, the processes it stopped run again or were
+replaced, and the limits it set are lifted."""
 
 from __future__ import annotations
 
@@ -67,11 +64,9 @@ class Target:
         return {group["name"]: group["pid"] for group in (await self.status())["groups"] if group["pid"]}
 
     async def ready(self, replaced: int = 0, repeat: Callable[[], None] = lambda: None) -> None:
-        """Wait until daemon ``replaced`` is gone and requests are served: all are ready, and a step that began
-        since then has finished.  Meanwhile call ``repeat``, in case another fault undid the injection.
-
-        There must be traffic.  Raises LucevisorError after READY_S.
-        """
+        """Wait until daemon ``replaced`` is gone, all are ready and a step that began since then has finished, so there
+        must be traffic. Meanwhile call ``repeat``, in case another fault undid the injection. Raises LucevisorError
+        after READY_S."""
         end_s = time.monotonic() + READY_S
         ready_at: int | None = None  # steps of the last stage when all were ready
         while True:

@@ -68,10 +68,8 @@ class Report:
 
 
 class Chaos:
-    """One run with ``config``, which must compute in float32 to be exact.  Prints each fault to standard error.
-
-    ``faults``: names of FAULTS; each comes as often as the others.
-    """
+    """One run with ``config``, which must compute in float32 to be exact. ``faults``: names of FAULTS, each as often as
+    the others."""
 
     def __init__(
         self,
@@ -88,11 +86,8 @@ class Chaos:
         self.report = Report(seed, {name: Counts() for name in faults})
 
     def run(self, seconds: float, n_faults: int | None = None) -> Report:
-        """Return the report, after so many faults or so long.  Raises LucevisorError when the supervisor does not start
-        or does not recover.
-
-        Keeps the supervisor's log if anything was wrong, and prints where.
-        """
+        """Return the report, after so many faults or so long. Raises LucevisorError when the supervisor does not start
+        or recover. Keeps its log if anything was wrong."""
         directory, done = Path(tempfile.mkdtemp(prefix="lucevisor-chaos-")), False
         (directory / "hooks").mkdir()
         try:

@@ -1,8 +1,5 @@
-"""Clients that repeat the same questions and compare the answers with expected ones.
-
-Invariant: every request ends as right, wrong (other tokens) or lost (anything but a whole
-answer), and is counted once.
-"""
+"""Clients that repeat the same questions. Each request is right, wrong (other tokens) or lost (anything but a whole
+answer), and is counted once."""
 
 from __future__ import annotations
 
@@ -91,11 +88,8 @@ class Traffic:
             yield
 
     async def learn(self) -> None:
-        """Ask each question once, one after the other, to learn the answers without faults.
-
-        Short prompts, some with an answer in a form or a tool call; long ones with a common beginning; and the same
-        conversations one turn later, which use what is kept of the first.
-        """
+        """Ask each question once to learn the answers without faults: short prompts, some with a form or a tool call,
+        long ones with a common beginning, and the same conversations one turn later."""
         rng = self._rng
         shared = "\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(40))
         texts = [f"import module_{i}\n" for i in range(N_SHORT)]

@@ -176,12 +176,9 @@ class BenchmarkResult:
 async def measure(
     service: Service, wanted: Sequence[Case], n_rounds: int, against: LlamaBench | None
 ) -> AsyncIterator[list[BenchmarkResult]]:
-    """Run the cases ``n_rounds`` times and yield the figures after each round, which llama-bench follows with its own.
-
-    Answers have one warm-up round and prompts two: the first step of a size compiles kernels, the second is captured.
-
-    Raises LucevisorError for a case that does not fit the service's context, or whose requests fail.
-    """
+    """Run the cases ``n_rounds`` times and yield the figures after each round; llama-bench takes turns. Answers have
+    one warm-up round and prompts two: the first step of a size compiles kernels, the second is captured. Raises
+    LucevisorError."""
     assert service.only.placement is not None
     longest = max((case.context for case in wanted), default=0)
     if longest > service.only.placement.max_context:

@@ -13,10 +13,8 @@ from lucevisor.errors import ConfigError
 
 
 def configured(argument: Path, pythons: Sequence[str] = (), name: str | None = None) -> tuple[Path, str | None]:
-    """Return the configuration file that CONFIG means, and the name of its supervisor, ``name`` if there is one.
-
-    A model in its place is configured for all devices that this machine has, as standard error says, and has a name.
-    """
+    """Return the configuration file that CONFIG means, or one made for a model in its place and all devices of this
+    machine, and the name of its supervisor."""
     if not _is_model(argument):
         if pythons:
             raise click.UsageError("--python is for a model in place of CONFIG; groups name their interpreters in it")

@@ -1,7 +1,4 @@
-"""``lucevisor demo``: a tour of the features in half a minute, on any machine with a cpu.
-
-A daemon is killed in the middle of an answer; the answer goes on, and is the one that an undisturbed run gives.
-"""
+"""``lucevisor demo``: a tour of the features in half a minute, on any machine with a cpu."""
 
 from __future__ import annotations
 

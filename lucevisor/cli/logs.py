@@ -1,7 +1,5 @@
-"""``lucevisor logs``: rendered on a terminal, JSON lines elsewhere.  Reads the file, so it works after the end, too.
-
-The reader goes across rotations and returns every line whole and once, oldest first.
-"""
+"""``lucevisor logs``: rendered on a terminal, JSON lines elsewhere. Reads the file, also after the end, and across
+rotations every line whole and once, oldest first."""
 
 from __future__ import annotations
 
@@ -179,10 +177,7 @@ class LogReader:
                     file.close()
 
     def _read(self, file: BinaryIO) -> list[str]:
-        """Return the whole lines of one block.
-
-        An incomplete last line is read again, as the writer may truncate it. Longer ones than a block are not ours.
-        """
+        """Return the whole lines of one block. An incomplete last line is read again, as the writer may truncate it."""
         data = os.pread(file.fileno(), _READ_BYTES, self._offset)
         end = data.rfind(b"\n") + 1
         self._offset += end or (len(data) if len(data) == _READ_BYTES else 0)

@@ -82,10 +82,7 @@ def top(name: str | None, socket: Path | None, every_s: float) -> int:
 
 
 def stage_loads(before: Status, now: Status, seconds: float) -> list[StageLoad]:
-    """Return the load of each stage over ``seconds``: the stages of a pipeline wait for the one before them.
-
-    Of several models those of the first, of replicas all.
-    """
+    """Return the load of each stage over ``seconds``: of several models those of the first, of replicas all."""
     replicas = [_alone(now, part) for part in models_of(now) if part["replica"]] or [now]
     earlier = [_alone(before, part) for part in models_of(before) if part["replica"]] or [before]
     return [load for one, other in zip(earlier, replicas, strict=True) for load in _stage_loads(one, other, seconds)]

@@ -1,9 +1,7 @@
 """Shortens prompts: finds their parts, scores them, selects ranges, and caches the selection.
 
-The scorer scores windows of tokens; if it fails, the prompt is served whole.  Invariants: kept tokens stay in order;
-all tokens outside parts are kept; of a part at most the requested share is kept, and less than a chunk below it, but
-always its last chunk.
-"""
+Invariants: kept tokens stay in order; all tokens outside parts are kept; of a part at most the requested share is kept,
+and less than a chunk below it, but always its last chunk."""
 
 from __future__ import annotations
 
@@ -34,10 +32,8 @@ Range = tuple[int, int]
 
 
 def select(scores: Sequence[float], ratio: float, anchors: Iterable[int] = ()) -> list[Range]:
-    """Return the token ranges to keep, ascending and merged.
-
-    ``anchors``: chunks that share a phrase with the question; at most half of what head and tail leave.
-    """
+    """Return the token ranges to keep, ascending and merged. ``anchors``: chunks that share a phrase with the question;
+    at most half of what head and tail leave."""
     bounds = chunks_of(len(scores))
     if not bounds:
         return []
@@ -96,11 +92,8 @@ def chunk_scores(scores: Sequence[float]) -> list[float]:
 
 
 def anchor_chunks(tokens: Sequence[int], question: Sequence[int], n_searched: int) -> set[int]:
-    """Return the chunks of a part around places that repeat ANCHOR_TOKENS tokens of ``question``.
-
-    ``tokens``: all of the part, of which the first ``n_searched`` may repeat it.  Runs that occur too often are
-    ignored.
-    """
+    """Return the chunks of a part around places that repeat ANCHOR_TOKENS tokens of ``question``, but for runs that
+    occur too often. ``tokens``: all of the part, of which the first ``n_searched`` may repeat it."""
     bounds = chunks_of(len(tokens))
     n_chunks, shift = len(bounds), -len(tokens) % CHUNK_TOKENS
     radius, most = (2, 8) if n_chunks < 1024 else (4, 16) if n_chunks < 2048 else (8, 32)
@@ -190,10 +183,8 @@ class CompressionStatistics:
 
 
 class SelectionCache:
-    """Ranges that were kept of the most recent parts.
-
-    A part that returns is shortened in the same way, so a growing chat keeps its beginning and prefix slots match it.
-    """
+    """Ranges that were kept of the most recent parts, so a growing chat keeps its beginning and prefix slots
+    match it."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[bytes, tuple[Range, ...]] = OrderedDict()
@@ -238,10 +229,7 @@ class Compressor:
         return len(self._kept)
 
     async def compress(self, ids: Sequence[int], turn_ends: Sequence[int], roles: Sequence[str]) -> CompressedPrompt:
-        """Return the prompt, shortened if it is long enough and has parts to shorten.
-
-        If scoring fails, the prompt stays whole; nothing is raised.
-        """
+        """Return the prompt, shortened if it is long enough and has parts to shorten; whole if scoring fails."""
         prompt = await self._compress(ids, turn_ends, roles)
         now = self._statistics
         now.outcomes[prompt.outcome] += 1

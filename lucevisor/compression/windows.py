@@ -38,11 +38,8 @@ class PromptPart:
 def parts_of(
     ids: Sequence[int], turn_ends: Sequence[int], roles: Sequence[str], tokenizer: Tokenizer
 ) -> list[PromptPart]:
-    """Return the parts, ascending.
-
-    ``turn_ends``: offsets at which chat turns are complete; ``roles``: of the request's messages, [] for a raw prompt.
-    A raw prompt with chat turns, or turns that do not match the messages, have none, because their roles are unknown.
-    """
+    """Return the parts, ascending; none where the turns do not match the messages. ``turn_ends``: offsets at which chat
+    turns are complete; ``roles``: of the request's messages, [] for a raw prompt."""
     if not roles:
         return [] if turn_ends else list(_between_markers(ids, 0, len(ids), tokenizer))
     of_turns = roles_of_turns(roles, len(turn_ends))
