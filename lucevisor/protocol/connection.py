@@ -142,18 +142,17 @@ class Connection:
     # ---- out
 
     def send(
-        self, message: Message, request_id: int = 0, flags: int = 0, payload: Sequence[Buffer] = ()
+        self, message: Message | bytes, request_id: int = 0, flags: int = 0, payload: Sequence[Buffer] = ()
     ) -> list[bytes | memoryview]:
-        """Advance the state and return the buffers to write, in order; descriptors go with the first byte. A
-        LocalProtocolError changes nothing."""
+        """Advance the state and return the buffers to write, in order, of a record or of bytes of ``frames.encode``
+        without payload; descriptors go with the first byte. A LocalProtocolError changes nothing."""
+        if isinstance(message, bytes):
+            self._advance(MessageKind(message[KIND_OFFSET]))
+            return [message]
         views = byte_views(payload) if len(payload) else []
         data = encode(message, request_id, flags, sum(map(len, views)))
         self._advance(KIND_OF[type(message)])
         return [data, *views]
-
-    def send_encoded(self, frame: bytes) -> None:
-        """Advance the state for a frame from ``frames.encode``, without payload and descriptors."""
-        self._advance(MessageKind(frame[KIND_OFFSET]))
 
     def _advance(self, kind: MessageKind) -> None:
         following = self._may_send.get(kind)

@@ -37,7 +37,7 @@ from lucevisor.protocol.messages import (
     StreamKind,
 )
 from lucevisor.protocol.threads import StartedThread
-from lucevisor.protocol.transport import AwaitedConnection, BlockingLink
+from lucevisor.protocol.transport import AwaitedConnection, BlockingLink, after
 
 CHUNK_BYTES: Final = 1 * MIB
 """Bytes of one READ or WRITE."""
@@ -138,7 +138,7 @@ class LocalFile:
             os.close(fd)
 
     def _move(self, call: Callable[..., int], views: Sequence[memoryview], offset: int) -> None:
-        rest = [view for view in views if len(view)]
+        rest: Sequence[bytes | memoryview] = [view for view in views if len(view)]
         while rest:
             try:
                 n = call(self._fd, rest[:MAX_VIEWS], offset)
@@ -147,7 +147,7 @@ class LocalFile:
             if n == 0:
                 raise FileError(offset, "the file ends")
             offset += n
-            rest = _skip(rest, n)
+            rest = after(rest, n)
 
 
 class SourceFile(LocalFile):
@@ -161,15 +161,6 @@ class SourceFile(LocalFile):
         super().read(views, offset)
         if identity_of(os.fstat(self._fd), self._identity.header) != self._identity:
             raise FileError(offset, "it was changed while it was sent")
-
-
-def _skip(views: list[memoryview], n_bytes: int) -> list[memoryview]:
-    """The views without their first ``n_bytes``."""
-    for i, view in enumerate(views):
-        if n_bytes < len(view):
-            return [view[n_bytes:], *views[i + 1 :]]
-        n_bytes -= len(view)
-    return []
 
 
 # ---- what may be asked
@@ -548,21 +539,14 @@ class RemoteFile:
             into = parts[0] if len(parts) == 1 else memoryview(bytearray(n_bytes))
             asked.append((self._client.ask(FileOperation.READ, self._number, offset, n_bytes, into=into), parts))
             offset += n_bytes
-        problem: FileError | None = None
-        for one, parts in asked:  # all of them, as the receiving thread fills the views
-            try:
-                self._client.wait(one)
-            except FileError as error:
-                problem = problem or error
-                continue
+        self._check(one for one, _ in asked)
+        for one, parts in asked:
             if len(parts) > 1:
                 assert one.into is not None
                 at = 0
                 for part in parts:
                     part[:] = one.into[at : at + len(part)]
                     at += len(part)
-        if problem is not None:
-            raise problem
 
     def write(self, views: Sequence[memoryview], offset: int) -> None:
         for parts in _chunks(views):
@@ -593,10 +577,10 @@ class RemoteFile:
             self._closed = True
             self._client.ask(FileOperation.CLOSE, self._number)
 
-    def _check(self, written: Iterable[Asked]) -> None:
-        """Wait for all of these; raise the first error."""
+    def _check(self, requests: Iterable[Asked]) -> None:
+        """Wait for all of these, as the receiving thread fills their views; raise the first error."""
         problem: FileError | None = None
-        for asked in written:
+        for asked in requests:
             try:
                 self._client.wait(asked)
             except FileError as error:

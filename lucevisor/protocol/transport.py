@@ -173,14 +173,10 @@ class Link:
         if fds and not self.passes_handles:
             what = f"{type(message).__name__} comes with a file, and nothing offers files on this connection"
             raise LocalProtocolError(what, self._name, "report it")
-        if isinstance(message, bytes):
-            self._connection.send_encoded(message)
-            buffers: list[bytes | memoryview] = [message]
-        else:
-            buffers = self._connection.send(message, request_id, payload=payload)
-            if fds and self._files is not None:
-                self._files.offer(message, fds)
-                fds = ()
+        buffers = self._connection.send(message, request_id, payload=payload)
+        if fds and self._files is not None and not isinstance(message, bytes):
+            self._files.offer(message, fds)
+            fds = ()
         if self._queue or self._awaited is not None:
             self._enqueue(buffers, fds)
             return
@@ -432,11 +428,7 @@ class BlockingLink:
         with self._send_lock:
             if self._send_broken is not None:
                 raise LinkClosed(self._send_broken.what, self._name, _PEER_GONE, local=self._send_broken.local)
-            if isinstance(message, bytes):
-                self._connection.send_encoded(message)
-                buffers: list[bytes | memoryview] = [message]
-            else:
-                buffers = self._connection.send(message, request_id, payload=payload)
+            buffers = self._connection.send(message, request_id, payload=payload)
             try:
                 self._write(buffers, fds)
             except BaseException as error:

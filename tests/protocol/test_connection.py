@@ -143,7 +143,7 @@ def test_messages_out_of_order_or_on_the_wrong_channel_are_rejected(role, channe
         connection.events()
     sender = Connection(Role.DAEMON if role is Role.SUPERVISOR else Role.SUPERVISOR, channel)
     sender.state = state
-    for send in (lambda: sender.send(message), lambda: sender.send_encoded(encode(message))):
+    for send in (lambda: sender.send(message), lambda: sender.send(encode(message))):
         with pytest.raises(LocalProtocolError, match=text):
             send()
     assert sender.state is state
