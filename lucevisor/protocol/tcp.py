@@ -39,7 +39,6 @@ CONNECT_S: Final = 10.0
 AUTHENTICATE_S: Final = 5.0
 """Time that an accepted connection has to authenticate."""
 MAX_PENDING: Final = 128
-MAX_PENDING_OF_ADDRESS: Final = 32
 _TRIES: Final = 4  # of a client whose connection is closed during its authentication: maybe by lot
 LOST_AFTER_S: Final = 8
 """Time after which a peer that answers nothing is lost."""
@@ -344,7 +343,8 @@ class Acceptor:
             handshake = ServerHandshake(self._credentials.key, b"" if tls is None else tls.binding)
             stream = sock if tls is None else tls.accept(sock)
             pending = _Pending(sock, stream, address[0], handshake, now + AUTHENTICATE_S)
-            self._make_room(pending.host, now)
+            if len(self._pending) >= MAX_PENDING:
+                self._make_room(now)
             try:
                 if tls is None:
                     pending.open()
@@ -354,13 +354,9 @@ class Acceptor:
             self._pending[sock.fileno()] = pending
             self._epoll.register(sock.fileno(), select.EPOLLIN)
 
-    def _make_room(self, host: str, now: float) -> None:
-        """Close a connection of the address, or of the one that has most, where too many are pending."""
-        hosts = Counter(pending.host for pending in self._pending.values())
-        if hosts[host] < MAX_PENDING_OF_ADDRESS:
-            if len(self._pending) < MAX_PENDING:
-                return
-            [(host, _)] = hosts.most_common(1)
+    def _make_room(self, now: float) -> None:
+        """Close a connection, by lot, of the address that has most."""
+        [(host, _)] = Counter(pending.host for pending in self._pending.values()).most_common(1)
         crowd = [pending for pending in self._pending.values() if pending.host == host]
         self._refuse(random.choice(crowd), "too many of its connections have not authenticated", now)
 

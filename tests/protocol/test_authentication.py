@@ -36,7 +36,6 @@ from lucevisor.protocol.authentication import (
 from lucevisor.protocol.tcp import (
     AUTHENTICATE_S,
     LOOPBACK,
-    MAX_PENDING_OF_ADDRESS,
     Accepted,
     Acceptor,
     Credentials,
@@ -220,10 +219,11 @@ def test_who_only_waits_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert server.refused == ["127.0.0.1: it has not authenticated within 0.5 s"]
 
 
-def test_who_holds_all_places_keeps_nobody_out() -> None:
+def test_who_holds_all_places_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent connections of the daemon's own address, and always another one for each that is closed."""
+    monkeypatch.setattr(tcp, "MAX_PENDING", 32)
     with listening(CHANNEL) as server:
-        silent = [server.raw() for _ in range(MAX_PENDING_OF_ADDRESS)]
+        silent = [server.raw() for _ in range(32)]
         wait_until(lambda: all(len(sock.recv(100, socket.MSG_PEEK)) == CHALLENGE_BYTES for sock in silent))
         stopping = threading.Event()
 
