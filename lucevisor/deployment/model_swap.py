@@ -122,7 +122,10 @@ class SwapPolicy:
     # ---- events
 
     def on_placed(self, name: str, shares: Mapping[str, float], now: float) -> Sequence[Instruction]:
-        self.models[name].shares, self.models[name].known = shares, True
+        model = self.models[name]
+        if model.state is ModelState.LOADING and not model.known:  # at the start: its daemons load it when it is placed
+            model.loading_since = now
+        model.shares, model.known = shares, True
         return self._decide(now)
 
     def on_started(self, groups: Collection[str], now: float) -> Sequence[Instruction]:

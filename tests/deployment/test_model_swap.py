@@ -70,6 +70,20 @@ def test_memories_that_a_model_does_not_use_stay_as_they_are() -> None:
     assert made.want("c", 10.0) == [UnloadModel("b", park=True)]
 
 
+def test_a_model_that_is_loaded_at_the_start_has_loaded_since_it_was_placed() -> None:
+    """Not since the machine booted: its turn would last for days, and no other model would be loaded."""
+    made = SwapPolicy({name: ModelUse(name, frozenset({GROUP})) for name in "ab"})
+    made.models["a"].state, booted_s = ModelState.LOADING, 50_000.0
+    made.on_started([GROUP], booted_s)
+    for name in "ab":
+        made.on_placed(name, {"m": 1.0}, booted_s + 1)
+    made.on_loaded("a", booted_s + 4)
+    assert (made.models["a"].n_loads, made.models["a"].load_s) == (1, 3.0)
+    made.on_busy("a", True, booted_s + 5)
+    made.on_busy("b", True, booted_s + 6)
+    assert made.tick(booted_s + 4 + 12) == [UnloadModel("a", park=True)]
+
+
 def test_a_busy_model_is_served_for_its_turn_then_leaves_when_its_requests_end() -> None:
     made = alternatives("a", "b", loaded=["a"])
     assert made.on_busy("a", True, 1.0) == []
