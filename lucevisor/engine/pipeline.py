@@ -547,7 +547,7 @@ class Pipeline:
         draft = self.drafts.attached
         if stage + 1 == self.n_stages and draft is not None and draft.with_output:  # in its daemon, it drops them, too
             draft.waiting = deque(asked for asked in draft.waiting if asked[0] not in message.step_ids)
-        if message.operated and back:
+        if message.operations_applied and back:
             back[0].done.add(stage)
         for entry in [entry for entry in self._at_stage[stage] if stage and stage not in entry.sent_to]:
             if not self._send(entry, stage):  # its rows came meanwhile
@@ -560,16 +560,16 @@ class Pipeline:
         self._rebuilding[stage, step.step_id] = (daemon, self.now)
         self.out.append(SendFrame(stage, step.step_id, with_embeddings(step, stage, embeddings)))
 
-    def restore(self, daemons: Mapping[int, int], steps: Mapping[int, Step], *, operated: bool = True) -> None:
+    def restore(self, daemons: Mapping[int, int], steps: Mapping[int, Step], *, applied: bool = True) -> None:
         """Send the waiting steps to the ``daemons`` that run the lost stages now. ``steps``: what to send in their
-        place, by id. ``operated``: the new daemons got all their operations already."""
+        place, by id. ``applied``: the new daemons got all their operations already."""
         restored, self.lost = self.lost, set()
         self._rebuilding.clear()
         for stage, daemon in daemons.items():
             self._daemons[stage] = daemon
         for entry in self.in_flight:  # also those that wait for tokens
             entry.step = steps.get(entry.step.step_id, entry.step)
-            entry.done |= restored if operated else set()
+            entry.done |= restored if applied else set()
         for entry in [entry for stage in sorted(restored) for entry in self._at_stage[stage]]:
             entry.sent_at = self.now
             if entry.stage and not self._send(entry, entry.stage):

@@ -670,7 +670,7 @@ class StageRecovery:
         )
         self._ended.clear()
         self._forget_plans()
-        pipeline.restore(self._daemons, self._steps, operated=not self.restored)
+        pipeline.restore(self._daemons, self._steps, applied=not self.restored)
 
 
 def _reaches(tokens: TokenBuffer, n_tokens: int, part: ScheduledSequence) -> bool:

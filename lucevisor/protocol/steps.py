@@ -401,12 +401,11 @@ class CancelPending(msgspec.Struct, frozen=True):
 
 
 class PendingCancelled(msgspec.Struct, frozen=True):
-    """Answer to CancelPending: the dropped steps. ``operated``: the operations of the first of them were applied
-    already."""
+    """Answer to CancelPending: the dropped steps. ``operations_applied``: those of the first of them were already."""
 
     stage: int
     step_ids: list[int]
-    operated: bool
+    operations_applied: bool
 
 
 class Reset(msgspec.Struct, frozen=True):

@@ -84,7 +84,7 @@ MESSAGES_SAID: list[tuple[Message, Load | None, memoryview]] = [
     (StepResult(3, 1, [], 0.1, 0.2, drafts=[Drafted(0, [5, 6], [0.5, 0.25])]), LOAD, NONE),
     (WindowScores(1, 2, 0.1), LOAD, memoryview(struct.pack("2f", 0.5, 0.25))),
     (ImageRows(1, 2, 0.1), LOAD, memoryview(bytes(64))),
-    (PendingCancelled(0, [3, 4], operated=True), LOAD, NONE),
+    (PendingCancelled(0, [3, 4], operations_applied=True), LOAD, NONE),
     (ResetDone(4), LOAD, NONE),
     (RowsCopy(False, 0, 1, 3, 1, 0), LOAD, memoryview(b"rows")),
     (Failed("step 3", "cpu:0", "out of memory", "free some"), LOAD, NONE),

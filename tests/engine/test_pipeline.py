@@ -195,8 +195,8 @@ def test_a_loss_takes_back_what_has_not_begun_and_it_is_sent_again_from_stage_to
     bench.lose(0)
     assert [wire.recalls for wire in bench.wires] == [[], [SendCancelPending(1)], [SendCancelPending(2)], []]
     bench.answer(1, 1)
-    bench.receive(PendingCancelled(1, [2], operated=True))
-    bench.receive(PendingCancelled(2, [1, 2], operated=False))  # step 1 has come to stage 2: it goes there at once
+    bench.receive(PendingCancelled(1, [2], operations_applied=True))
+    bench.receive(PendingCancelled(2, [1, 2], operations_applied=False))  # step 1 has come to stage 2: it goes at once
     assert bench.wires[2].ids == [(2 | POSTED, 1), (2 | POSTED, 2), (2, 1)]
     assert len(bench.returned) == 2
     assert not bench.pipeline.settled
@@ -218,7 +218,7 @@ def test_a_recall_of_what_a_stage_has_not_fails_the_pipeline() -> None:
     bench = Bench(3, has_doorbells=True)
     bench.submit(posted_step(1))
     bench.lose(0)
-    bench.receive(PendingCancelled(1, [5], operated=False))
+    bench.receive(PendingCancelled(1, [5], operations_applied=False))
     assert [(failure.stage, failure.code) for failure in bench.failures] == [(1, "protocol_error")]
 
 

@@ -709,12 +709,12 @@ class ToyDaemon:
             elif message.step.step_id not in [step.step_id for step in dropped]:  # else it comes again with its step
                 kept.append((flags, message))
         self.inbox.extendleft(reversed(kept))
-        operated = bool(dropped) and dropped[0].step_id % 2 == 0
-        if operated:
+        operations_applied = bool(dropped) and dropped[0].step_id % 2 == 0
+        if operations_applied:
             self.stages[message.stage].operate(dropped[0], self.limits.max_sequences)
             if dropped[0].upkeep and message.stage == self.limits.n_stages - 1 and self.drafter is not None:
                 self.drafter.take_operations(dropped[0].operations)
-        return PendingCancelled(message.stage, [step.step_id for step in dropped], operated)
+        return PendingCancelled(message.stage, [step.step_id for step in dropped], operations_applied)
 
 
 class ToyRows:
