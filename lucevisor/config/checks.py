@@ -5,10 +5,11 @@ from __future__ import annotations
 import stat
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -219,16 +220,7 @@ def _in_group(device: DeviceRef, groups: Mapping[str, str | None]) -> DeviceRef:
 def _check_every_group_has_a_device(pending: PendingConfig, used: set[str]) -> None:
     if pending.one_of_several:
         return
-    values = pending.values
-    drafter: DeviceRef | None = values.get("draft.device")
-    if drafter is not None and values.get("draft.kind") not in ("off", "lookup"):
-        used.add(drafter.group)
-    scorer: DeviceRef | None = values.get("pflash.device")
-    if scorer is not None and (values.get("pflash.mode") != "off" or _ranks_by_scorer(pending)):
-        used.add(scorer.group)
-    encoder: DeviceRef | None = values.get("vision.device")
-    if encoder is not None and values.get("vision.path"):
-        used.add(encoder.group)
+    used |= _groups_beside(pending.values.get)
     for name in pending.group_names:
         if name not in used:
             why = "has no device in placement.target_devices: its daemon would have nothing to do"
@@ -236,8 +228,19 @@ def _check_every_group_has_a_device(pending: PendingConfig, used: set[str]) -> N
             pending.refuse(f"{GROUPS}.{name}", NO_VALUE, why, hint)
 
 
-def _ranks_by_scorer(pending: PendingConfig) -> bool:
-    return pending.values.get("kvflash.policy") == "drafter" and pending.values.get("kvflash.pool_tokens") != 0
+def _groups_beside(value: Callable[[str], Any]) -> set[str]:
+    """Return the groups of the devices for drafter, scoring model and encoder that are used; ``value``: of a key."""
+    used = {
+        "draft.device": value("draft.kind") not in ("off", "lookup"),
+        "pflash.device": value("pflash.mode") != "off" or _ranks_by_scorer(value),
+        "vision.device": value("vision.path"),
+    }
+    devices: list[DeviceRef | None] = [value(key) for key, is_used in used.items() if is_used]
+    return {device.group for device in devices if device is not None}
+
+
+def _ranks_by_scorer(value: Callable[[str], Any]) -> bool:
+    return bool(value("kvflash.policy") == "drafter" and value("kvflash.pool_tokens") != 0)
 
 
 def _check_vision(pending: PendingConfig) -> None:
@@ -254,7 +257,7 @@ def _check_pflash(pending: PendingConfig) -> None:
     needs = {}
     if mode not in (None, "off"):
         needs[f"pflash.mode = {mode}"] = "pflash.mode = off"
-    if _ranks_by_scorer(pending):
+    if _ranks_by_scorer(pending.values.get):
         needs["kvflash.policy = drafter"] = "kvflash.policy = qk"
     if pending.values.get("pflash.path") == "":
         for setting, other in needs.items():
@@ -369,16 +372,9 @@ def _check_file(pending: PendingConfig, key: str, file: str, read: Any) -> None:
 
 def used_groups(config: Config) -> dict[str, GroupConfig]:
     """Return the groups that the model of ``config`` uses: those of its devices, or all."""
-    devices = [*config.placement.devices]
-    if not devices:
+    if not config.placement.devices:
         return dict(config.groups)
-    if config.draft.device is not None and config.draft.kind not in ("off", "lookup"):
-        devices.append(config.draft.device)
-    if config.pflash.device is not None and config.scores:
-        devices.append(config.pflash.device)
-    if config.vision.device is not None and config.vision.path:
-        devices.append(config.vision.device)
-    named = {device.group for device in devices}
+    named = {device.group for device in config.placement.devices} | _groups_beside(lambda key: attrgetter(key)(config))
     return {name: group for name, group in config.groups.items() if name in named}
 
 
