@@ -34,6 +34,7 @@ from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.errors import ExitCode, LucevisorError
 from lucevisor.model.pages import pages_of
+from lucevisor.placement.formatting import in_columns
 from lucevisor.protocol.messages import CheckLine
 from lucevisor.protocol.steps import SamplingParams
 
@@ -247,11 +248,7 @@ def table(figures: Sequence[BenchmarkResult]) -> str:
         if has_peer:
             row += [f"{statistics.median(f.against):.1f}", f"{f.ratio:.2f}"] if f.against else ["-", "-"]
         rows.append(row)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    )
+    return in_columns(rows, range(1, 6))
 
 
 async def run(

@@ -17,9 +17,10 @@ from lucevisor.cli.options import target_options
 from lucevisor.config import load, single_model
 from lucevisor.config.formats import InvalidValue, size
 from lucevisor.errors import AdminError, ExitCode, LucevisorError
-from lucevisor.placement.formatting import format_bytes
+from lucevisor.placement.formatting import format_bytes, in_columns
 
 JsonObject = dict[str, Any]
+_HEADINGS = ("file", "state", "model", "tokens", "size", "kv", "last used")
 
 
 class _Bytes(click.ParamType[int]):
@@ -89,7 +90,7 @@ def list_(directory: Path, disk_bytes: int | None, as_json: bool) -> int:
         click.echo(json.dumps(files, indent=2))
         return ExitCode.DONE
     if files:
-        _print(["file", "state", "model", "tokens", "size", "kv", "last used"], [_row(entry) for entry in files])
+        click.echo(in_columns([_HEADINGS, *map(_row, files)]))
     total = format_bytes(sum(entry["n_bytes"] for entry in files))
     click.echo(f"{len(files)} files, {total}" + (f" of {format_bytes(disk_bytes)}" if disk_bytes is not None else ""))
     return ExitCode.DONE
@@ -166,9 +167,3 @@ def _row(entry: JsonObject) -> list[str]:
         entry.get("kv_dtype", ""),
         time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["used_s"])),
     ]
-
-
-def _print(header: list[str], rows: list[list[str]]) -> None:
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    for row in [header, *rows]:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,6 +1,8 @@
-"""Human-readable bytes and seconds."""
+"""Human-readable bytes, seconds and tables."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -19,3 +21,15 @@ def format_seconds(n: float) -> str:
     if n >= 1:
         return f"{n:.2f} s"
     return f"{n * 1e3:.3g} ms" if n >= 1e-3 else f"{n * 1e6:.3g} us"
+
+
+def in_columns(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Return lines in columns; those in ``right`` are aligned there."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
-from lucevisor.placement.formatting import format_bytes
+from lucevisor.placement.formatting import format_bytes, in_columns
 from lucevisor.placement.result import DevicePlan, Infeasible, Placement
 
 Result = Placement | Infeasible
@@ -57,7 +56,7 @@ def plan_rows(result: Result) -> list[TableRow]:
 
 def plan_table(result: Result) -> str:
     """Return the rows with headings as a plain text table; bytes are aligned on the right."""
-    return _table([HEADINGS, *plan_rows(result)], range(3, 7))
+    return in_columns([HEADINGS, *plan_rows(result)], range(3, 7))
 
 
 def host_table(p: Placement) -> str:
@@ -67,19 +66,7 @@ def host_table(p: Placement) -> str:
         for use in p.host_memory
         if use.limit_bytes != 0
     ]
-    return _table([("HOST MEMORY", "AT MOST", "SET BY"), *rows], (1,))
-
-
-def _table(lines: Sequence[Sequence[str]], right: Collection[int]) -> str:
-    """Return lines in columns; those in ``right`` are aligned there."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    return in_columns([("HOST MEMORY", "AT MOST", "SET BY"), *rows], (1,))
 
 
 def plan_text(result: Result) -> str:
