@@ -29,7 +29,7 @@ from lucevisor.engine.pipeline import (
     StageRebuilt,
     StepsReturned,
 )
-from lucevisor.engine.policy import FairShare, PolicyFactory
+from lucevisor.engine.policy import FairShare
 from lucevisor.engine.recovery import CannotRebuild, RebuildPlan, ReplayPlan, RequestHold, StageRecovery
 from lucevisor.engine.request import Event, GenerationRequest, NotReady, QueueFull, RequestError
 from lucevisor.engine.scheduler import Scheduler
@@ -55,7 +55,7 @@ class CoreSettings:
     journal_pages: int = 0
     rate_window_s: float = 10.0
     validate: bool = False
-    policy: PolicyFactory = FairShare
+    policy: type[FairShare] = FairShare
 
 
 class Transition(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from lucevisor.engine.constraint import MadeMasks, make_masks
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.policy import FairShare, PolicyFactory
+from lucevisor.engine.policy import FairShare
 from lucevisor.engine.request import Event, GenerationRequest, RequestError
 from lucevisor.engine.scheduler import Events, Scheduler
 from lucevisor.protocol.steps import Step, StepResult
@@ -21,7 +21,7 @@ RunStep = Callable[[Step, MadeMasks | None], StepResult]
 class PlainLoop:
     """Requests in, events out, one step after the other."""
 
-    def __init__(self, limits: EngineLimits, run_step: RunStep, policy: PolicyFactory = FairShare) -> None:
+    def __init__(self, limits: EngineLimits, run_step: RunStep, policy: type[FairShare] = FairShare) -> None:
         self.scheduler = Scheduler(limits, policy=policy)
         self._run_step = run_step
 

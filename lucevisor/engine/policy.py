@@ -7,7 +7,7 @@ The scheduler asks a policy for decisions and records in it what happened; a pol
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -261,7 +261,3 @@ class FairShare:
 
     def on_finished(self, client: str) -> None:
         self._shares.remove_request(client)
-
-
-PolicyFactory = Callable[[EngineLimits], FairShare]
-"""Makes the policy of a scheduler with these limits."""

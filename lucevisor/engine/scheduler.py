@@ -16,7 +16,7 @@ from operator import attrgetter
 from lucevisor.engine.drafting import Drafting, with_same_draft_step
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import NO_PAYLOAD
-from lucevisor.engine.policy import FairShare, PolicyFactory
+from lucevisor.engine.policy import FairShare
 from lucevisor.engine.prefix_reuse import NO_MATCH, PrefixReuse
 from lucevisor.engine.request import (
     ContextOverflow,
@@ -216,7 +216,7 @@ Events = list[tuple[str, Event]]
 class Scheduler:
     """``n_stages``: of the pipeline, until ``attach`` gives another number."""
 
-    def __init__(self, limits: EngineLimits, n_stages: int = 1, policy: PolicyFactory = FairShare) -> None:
+    def __init__(self, limits: EngineLimits, n_stages: int = 1, policy: type[FairShare] = FairShare) -> None:
         self.limits = limits
         self.n_stages = n_stages
         self.runs_ahead = n_stages == 1  # decodes may be planned before their tokens are known

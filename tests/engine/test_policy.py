@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import pytest
 
-from lucevisor.engine.policy import FairShare, PolicyFactory, StepShare
+from lucevisor.engine.policy import FairShare, StepShare
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.protocol.loading import PoolSizes
@@ -43,7 +43,7 @@ ONE_SEQUENCE = limits(max_sequences=1, pools=PoolSizes(16, 0, 1))
 
 
 @pytest.mark.parametrize(("policy", "order"), [(FirstCome, "abc"), (FairShare, "acb")])
-async def test_the_policy_says_who_starts_next(policy: PolicyFactory, order: str) -> None:
+async def test_the_policy_says_who_starts_next(policy: type[FairShare], order: str) -> None:
     toy = ToyEngine(ONE_SEQUENCE, policy=policy)
     toy.attach()
     asked = [request("a", range(100)), request("b", range(200)), request("c", range(10))]

@@ -12,7 +12,7 @@ from msgspec import structs
 from lucevisor.engine.core import FrozenState
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import Pipeline, PipelineResult, StageFailure
-from lucevisor.engine.policy import FairShare, PolicyFactory
+from lucevisor.engine.policy import FairShare
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, RequestHandle, TokenEvent
 from lucevisor.engine.shell import DraftStage, Engine, EngineSettings
 from lucevisor.model.values import KvGroup
@@ -58,7 +58,7 @@ class ToyEngine:
         hold_s: float = 0.0,
         journal_pages: int = 0,
         max_losses: int = 4,
-        policy: PolicyFactory = FairShare,
+        policy: type[FairShare] = FairShare,
         blame: Callable[[Step], str] = lambda _: "the output stage",
     ):
         self.limits, self.homes = limits, homes or range(n_stages)
