@@ -30,7 +30,7 @@ def status_view(status: Status, *, folds: bool = True, verbose: bool = False) ->
     lines = [line for model in models_of(status) for line in model_lines(model, verbose=verbose)]
     lines += [*cluster_lines(status), *override_lines(status["overrides"])]
     texts = map(indented if folds else Text, filter(None, lines))
-    return Group(*headline(status), shard_table(status), *problem_lines(status), *warning_lines(status), *texts)
+    return Group(*headline(status), *shard_tables(status), *problem_lines(status), *warning_lines(status), *texts)
 
 
 def models_of(status: Status) -> Sequence[Status]:
@@ -96,29 +96,40 @@ def headline(status: Status) -> Iterator[Text]:
             yield Text(f"  adapter {adapter['name']}  {format_bytes(adapter['weight_bytes'])}")
 
 
-def shard_table(status: Status) -> Table:
-    """Return a row for each device, and one for a group that has none now."""
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in ("device", "layers", "state"):
-        table.add_column(title, overflow="fold", min_width=6)
-    for title in ("pid", "restarts", "weights", "state", "free"):
-        table.add_column(title, justify="right", no_wrap=True)
-    several = len(models_of(status)) > 1
-    replicas = {name: part["replica"] for part in models_of(status) if part["replica"] for name in part["groups"]}
-    if several:
-        table.add_column("replica" if replicas else "model", overflow="fold")
+def shard_tables(status: Status) -> Iterator[Table]:
+    """Yield a table with a row for each device, and one for a group that has none now; of several models one for each
+    that has devices."""
+    parts = models_of(status)
+    replicas = {name: part["replica"] for part in parts if part["replica"] for name in part["groups"]}
+    several = len(parts) > 1 and not replicas
+    tables = {part["name"]: _shard_table(title=part["name"]) for part in parts} if several else {}
+    tables[""] = _shard_table(more=["replica"] if replicas else [])
     for group in status["groups"]:
         for device in group["devices"] or [None]:
             pid = group["daemon_pid"] if group["host"] else group["pid"]
             process, where = (str(pid or "-"), str(group["restarts"])), f" on {group['host']}" if group["host"] else ""
             if device is None:
-                table.add_row(Text(group["name"] + where), "-", styled_state(group["state"]), *process, "-", "-", "-")
+                state = styled_state(group["state"])
+                tables[""].add_row(Text(group["name"] + where), "-", state, *process, "-", "-", "-")
                 continue
             start, stop = device["layers"]
             sizes = (format_bytes(device[key]) for key in ("weight_bytes", "state_bytes", "free_bytes"))
             state = styled_state(group["state"])
-            model = [Text(replicas.get(group["name"]) or device["model"])] if several else []
-            table.add_row(Text(device["device"] + where), Text(f"[{start},{stop})"), state, *process, *sizes, *model)
+            replica = [Text(replicas[group["name"]])] if replicas else []
+            table = tables[device["model"] if several else ""]
+            table.add_row(Text(device["device"] + where), Text(f"[{start},{stop})"), state, *process, *sizes, *replica)
+    yield from (table for table in tables.values() if table.row_count)
+
+
+def _shard_table(title: str = "", more: Sequence[str] = ()) -> Table:
+    name = Text(title, "bold") if title else None
+    table = Table(title=name, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("device", "layers", "state"):
+        table.add_column(column, overflow="fold", min_width=7)
+    for column in ("pid", "restarts", "weights", "state", "free"):
+        table.add_column(column, justify="right", no_wrap=True, min_width=8 if column in ("weights", "state") else None)
+    for column in more:
+        table.add_column(column, overflow="fold")
     return table
 
 

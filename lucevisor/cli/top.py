@@ -175,7 +175,12 @@ def _stages(loads: list[StageLoad], bar_width: int) -> Table:
 def _memory(now: Status, bar_width: int) -> Table:
     table = _table("device", "weights ━ state ━ other ━", "", "group", "state")
     for group in now["groups"]:
-        for device in group["devices"]:
+        of_all = dict[str, Status]()  # one device has a part of each of several models
+        for one in group["devices"]:
+            device = of_all.setdefault(one["device"], {**one, "weight_bytes": 0, "state_bytes": 0})
+            device["weight_bytes"] += one["weight_bytes"]
+            device["state_bytes"] += one["state_bytes"]
+        for device in of_all.values():
             weights, state, free = (device[key] for key in ("weight_bytes", "state_bytes", "free_bytes"))
             total = max(device["total_bytes"], weights + state + free, 1)
             other = max(0, total - weights - state - free)

@@ -286,15 +286,19 @@ def test_kernels_are_listed_by_group_device_and_operation():
     assert ["cpu", "cpu", "linear", "Q4_K", "tiles,", "[bold]c++"] in rows
 
 
-def test_several_models_have_a_part_each_and_a_column():
-    models = {name: {**status()["model"], "name": name} for name in "ab"}
+def test_several_models_have_a_part_and_a_table_each():
+    names = ["Qwen2.5-Coder-1.5B-Instruct-Q4_K_M", "b"]
+    models = {name: {**status()["model"], "name": name} for name in names}
     parts = [{**status(), "name": name, "model": model} for name, model in models.items()]
-    groups = [group("left", 0, 0, 32)]
-    groups[0]["devices"] = [{**groups[0]["devices"][0], "model": name} for name in "ab"]
-    text = printed(status_view(status(models=parts, groups=groups)), width=200)
-    for name in "ab":
+    groups = [group("left", 0, 0, 32), {**group("right", 1, 32, 64), "devices": []}]
+    groups[0]["devices"] = [{**groups[0]["devices"][0], "model": name} for name in names]
+    told = status(models=parts, groups=groups)
+    text = printed(status_view(told), width=80)
+    for name in names:
         assert f"{name} (qwen35, 64 layers, Q4_K)" in text
         assert f"\n{name} ready" in text
-        rows = [line.split() for line in text.splitlines()]
-        assert len([row for row in rows if row[:1] == ["left:0"] and row[-1] == name]) == 1
+        lines = [line.split() for line in text.splitlines()]
+        assert [line[:1] for line in lines[lines.index([name]) :][2:5:2]] == [["device"], ["left:0"]]
+    assert ["right", "-"] in [line[:2] for line in lines]
+    assert printed(screen(told, told, 1.0, deque())).count("left:0") == 1
     assert text.count("running 8, queued 120") == 2
