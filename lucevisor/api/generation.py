@@ -20,7 +20,7 @@ from aiohttp import web
 from lucevisor.api.app_state import METRICS, context_of, model_of
 from lucevisor.api.bodies import AddToBody, prepare_request
 from lucevisor.api.contexts import BodyParser, ModelContext, RequestContext, ServingEngine
-from lucevisor.api.errors import from_request_error, from_submit_error, unavailable
+from lucevisor.api.errors import ApiError, from_request_error, from_submit_error, unavailable
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.output import ChoiceDelta, GenerationFailed, OutputProcessor, UsageTotals
 from lucevisor.api.parameters import seed_of_choice
@@ -219,10 +219,13 @@ async def _load_or_unload(wanted: ModelLoadRequest, ctx: ModelContext) -> None:
     """Load or unload a model; raises ApiError."""
     if ctx.control is None:
         return
-    try:
-        if wanted.keep_alive_s == 0:
+    if wanted.keep_alive_s == 0:
+        try:
             await ctx.control.unload()
-            return
+        except LucevisorError as error:
+            raise ApiError(409, str(error), code="model_not_unloaded") from None
+        return
+    try:
         await ctx.control.load()
     except LucevisorError as error:
         raise unavailable(str(error), ctx.retry_after_s(), "model_not_loaded") from None

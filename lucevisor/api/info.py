@@ -213,12 +213,12 @@ class ModelBody(msgspec.Struct):
 
 async def load_model(request: web.Request) -> web.Response:
     """Load a model, as llama.cpp's server does in router mode; answers when it is loaded."""
-    return await _order(request, lambda control: control.load())
+    return await _order(request, lambda control: control.load(), "model_not_loaded")
 
 
 async def unload_model(request: web.Request) -> web.Response:
     """Unload a model when it has no requests, as llama.cpp's server does in router mode."""
-    return await _order(request, lambda control: control.unload())
+    return await _order(request, lambda control: control.unload(), "model_not_unloaded")
 
 
 async def _read_order(request: web.Request, kind: type[_Order]) -> _Order:
@@ -232,7 +232,7 @@ async def _read_order(request: web.Request, kind: type[_Order]) -> _Order:
         request.app[BUFFERED_BODIES].n_bytes -= sum(map(len, body))
 
 
-async def _order(request: web.Request, order: Callable[[ModelControl], Awaitable[None]]) -> web.Response:
+async def _order(request: web.Request, order: Callable[[ModelControl], Awaitable[None]], code: str) -> web.Response:
     name = (await _read_order(request, ModelBody)).model
     ctx = request.app[MODELS].find(name)
     check_model(name, ctx)
@@ -241,7 +241,7 @@ async def _order(request: web.Request, order: Callable[[ModelControl], Awaitable
     try:
         await order(ctx.control)
     except LucevisorError as error:
-        raise ApiError(409, str(error), code="model_not_loaded") from None
+        raise ApiError(409, str(error), code=code) from None
     return json_response({"success": True})
 
 

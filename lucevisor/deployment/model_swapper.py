@@ -101,7 +101,7 @@ class ModelSwapper:
 
     def unloads_in_s(self, name: str) -> float | None:
         """Return the seconds until an idle model leaves; None: it stays, or has requests."""
-        due_at = self._policy.models[name].due_at()
+        due_at = self._policy.models[name].due_at() if self.state(name) is ModelState.LOADED else inf
         return None if due_at == inf else max(0.0, due_at - self._loop.time())
 
     def close(self) -> None:

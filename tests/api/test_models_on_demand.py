@@ -23,6 +23,7 @@ class Control:
     state: str = "unloaded"
     problem: str = ""
     unloads_in_s: float | None = None
+    pin: bool = False
     calls: list[object] = field(default_factory=list)
 
     async def load(self) -> None:
@@ -33,6 +34,8 @@ class Control:
 
     async def unload(self) -> None:
         self.calls.append("unload")
+        if self.pin:
+            raise LucevisorError("model m is pinned")
         self.state = "unloaded"
 
     def keep_alive(self, seconds: float) -> None:
@@ -92,6 +95,16 @@ async def test_a_load_that_fails_is_answered_with_the_reason(client) -> None:
     assert (status, answer["error"]) == (503, "model m is not loaded: group gpu: cuda:0: out of memory")
     shown = (await client.get("/v1/models"))["data"][0]["status"]
     assert shown == {"value": "unloaded", "failed": True, "reason": "group gpu: cuda:0: out of memory"}
+
+
+async def test_an_unload_that_cannot_be_is_a_conflict_with_the_reason(client) -> None:
+    client.control.pin = True
+    status, answer = await client.post("/models/unload", model="m")
+    assert (status, answer["error"]["message"], answer["error"]["code"]) == (
+        409, "model m is pinned", "model_not_unloaded",
+    )  # fmt: skip
+    status, answer = await client.post("/api/generate", model="m", keep_alive=0)
+    assert (status, answer["error"]) == (409, "model m is pinned")
 
 
 ORDERS = [
