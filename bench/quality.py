@@ -234,33 +234,30 @@ def greedy(model, own, their, options):
         ids = [server.ask("/tokenize", body)["tokens"] for server in (own, their)]
         ids_equal += ids[0] == ids[1]
         prompts.append(ids[0])
-    swings, parted = [], []
+    parted = []
     eos = open_model([model.path]).metadata["tokenizer.ggml.eos_token_id"]
     own_answers = at_once(options, lambda ids: _tokens(own, ids, eos), prompts)
     their_answers = at_once(options, lambda ids: _tokens(their, ids, eos), prompts)
     for ids, a, b in zip(prompts, own_answers, their_answers, strict=True):
         at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x["id"] != y["id"]), None)
-        for x, y in zip(a[:at], b[:at], strict=False):
-            swings.append(_swing(x, y, [top["id"] for top in y["top_logprobs"][:2]]))
         if at is not None:
             parted.append((ids, at, a[at], b[at], [token["id"] for token in a[:at]]))
-    swings = [swing for swing in swings if swing is not None]
     cases = []
     with ours(model, "engine.dtype=float32", "engine.max_context=4096") as exact:
         for ids, at, x, y, before in parted:
             pair = [x["id"], y["id"]]
-            swing = _swing(x, y, pair)
             texts = [own.ask("/detokenize", {"tokens": part})["content"] for part in (ids, before, pair[:1], pair[1:])]
             [exactly] = _ask_tokens(exact, [*ids, *before], 1)["completion_probabilities"]
+            apart = {
+                name: distance(token, pair) for name, token in (("ours", x), ("llama.cpp", y), ("float32", exactly))
+            }
             cases.append({
                 "prompt": texts[0][-80:], "token": at, "before": texts[1][-40:], "candidates": texts[2:],
-                "gaps": [distance(x, pair), distance(y, pair[::-1])], "float32": distance(exactly, pair),
-                "swing": swing, "within": swing is not None and swing <= max(swings),
+                "apart": apart,
             })  # fmt: skip
     return {
         "prompts": len(prompts), "templates_equal": templates, "ids_equal": ids_equal,
         "answers_equal": len(prompts) - len(parted), "parted": cases,
-        "swings": {"n": len(swings), "median": statistics.median(swings), "most": max(swings)},
     }  # fmt: skip
 
 
@@ -290,12 +287,6 @@ def distance(token, pair):
     """How far the logit of one candidate is above another's; None if they are not among the best."""
     known = {top["id"]: top["logprob"] for top in token["top_logprobs"]}
     return known[pair[0]] - known[pair[1]] if set(pair) <= known.keys() else None
-
-
-def _swing(a, b, pair):
-    """By how much the distance of two candidates differs between two servers."""
-    distances = [distance(token, pair) for token in (a, b)]
-    return None if None in distances else abs(distances[0] - distances[1])
 
 
 def at_once(options, ask, items):

@@ -1,5 +1,6 @@
 """The page docs/quality.md, from the figures of quality.py."""
 
+import statistics
 import textwrap
 
 OF_ALL = ("perplexity", "greedy", "needle", "arms")
@@ -21,9 +22,8 @@ downloads the files, `bench/quality.py FOLDER --llama DIRECTORY --save` repeats 
 - *Perplexity* of a public-domain text (`bench/data/alice.txt`) in windows of 512 tokens, of whose second halves each
   token counts; ± is the standard error of the difference. Both round activations that meet quantised matrices to 8
   bits. Ours keeps the others in bfloat16, llama.cpp in float32; our float32 rounds none.
-- *Greedy answers*: the first 64 tokens. Where two answers part, the distance of the two candidates' logits is compared
-  between the servers. It is rounding if it differs by no more than it does where both chose the same token. The record
-  has each case with the candidates, and how far they are apart in each server and in our float32.
+- *Greedy answers*: the first 64 tokens. Where two answers part, our float32, which rounds no activations, has the last
+  word: how far apart the two candidates' logits are, and by how much either server is off. The record has each case.
 - *Code*: functions in Python whose assertions pass. *Tools*: requests answered with the right call, by `tool_choice`.
   These and greedy answers were asked four at once.
 - *Arms*: ours alone in float32, a conversation of twenty turns. A turn counts if all its tokens are those of the
@@ -84,12 +84,21 @@ def _greedy_rows(f):
         _met(f["templates_equal"] == f["ids_equal"] == n),
     )
     yield "first 64 tokens equal", f"{f['answers_equal']} of {n}", "", "", ""
-    rounding = sum(case["within"] for case in parted)
-    worst = max((case["swing"] for case in parted if case["swing"] is not None), default=0)
-    yield (f"the others part by rounding (at most {worst:.2f}, elsewhere {f['swings']['most']:.2f})",
-           f"{rounding} of {len(parted)}", "", "all", _met(rounding == len(parted)))  # fmt: skip
-    exact = [case["float32"] for case in parted if case["float32"] is not None]
-    yield "of these, our float32 chooses as", sum(gap > 0 for gap in exact), sum(gap < 0 for gap in exact), "", ""
+    apart = [[*case["apart"].values()] for case in parted if None not in case["apart"].values()]
+    errors = [[abs(pair - exact) for pair in (ours, theirs)] for ours, theirs, exact in apart]
+    most = max((theirs for _, theirs in errors), default=0)
+    close = sum(abs(exact) <= most for *_, exact in apart)
+    yield (
+        f"the others' candidates are within llama.cpp's rounding, {most:.2f}, in our float32",
+        f"{close} of {len(parted)}",
+        "",
+        "all",
+        _met(close == len(parted)),
+    )
+    columns = [f"{statistics.median(column):.2f}, {max(column):.2f}" for column in zip(*errors, strict=True)]
+    yield "rounding there, median and most", *columns, "", ""
+    ours = sum(exact > 0 for *_, exact in apart)
+    yield "our float32 chooses as", f"{ours} times", f"{len(apart) - ours} times", "", ""
 
 
 def _task_row(what, ours, theirs, n):
