@@ -7,7 +7,7 @@ from typing import Any
 
 from lucevisor.compression.compressor import CompressionSettings, CompressionStatistics, Compressor
 from lucevisor.compression.windows import WindowScorer
-from lucevisor.deployment.scoring import ScoringStage
+from lucevisor.deployment.extra_models import ScorerClient
 from lucevisor.deployment.service import ModelService
 from lucevisor.engine.page_ranking import PageScorer
 from lucevisor.errors import ScoringError
@@ -27,13 +27,13 @@ class CurrentScorer:
     @property
     def window_tokens(self) -> int:
         """See :class:`lucevisor.compression.windows.Scorer`."""
-        return self._scoring().window_tokens
+        return self._scoring().placed.window_tokens
 
     async def score(self, tokens: Sequence[int], n_query: int) -> Sequence[float]:
         """See :class:`lucevisor.compression.windows.Scorer`."""
         return await self._scoring().score(tokens, n_query)
 
-    def _scoring(self) -> ScoringStage:
+    def _scoring(self) -> ScorerClient:
         placed = [service.deployment.scoring for service in self._services]
         scoring = [stage for stage in placed if stage is not None]
         if not scoring:

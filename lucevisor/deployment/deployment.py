@@ -24,11 +24,10 @@ from lucevisor.config import Auto, Config
 from lucevisor.config.formats import DeviceRef
 from lucevisor.deployment.assembly import PipelineAssembly, RestoredLinks, SuccessorState
 from lucevisor.deployment.boundaries import Boundaries
+from lucevisor.deployment.extra_models import ROW_NUMBER_BYTES, EncoderClient, ScorerClient
 from lucevisor.deployment.group_settings import group_threads, spin_s, target_groups
 from lucevisor.deployment.measurements import LINK_S, links_for, read_links, speeds_for
-from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.vision import ROW_NUMBER_BYTES, VisionStage
 from lucevisor.deployment.weights import ServedWeights, open_offered
 from lucevisor.engine.core import FrozenState
 from lucevisor.engine.pipeline import StageFailure
@@ -219,8 +218,8 @@ class Deployment:
         self.problem = ""  # why it is not loaded although a request needs it, or cannot be placed
         self._boundaries: Boundaries | None = None
         self.transfers: KvTransfer | None = None
-        self.scoring: ScoringStage | None = None  # of PFlash, when it is placed
-        self.vision: VisionStage | None = None  # of images, when it is placed
+        self.scoring: ScorerClient | None = None  # of PFlash, when it is placed
+        self.vision: EncoderClient | None = None  # of images, when it is placed
         self.config, self._model, self._weights, self._limits, self._owner = config, model, weights, limits, owner
         self._sizes = sizes
         self._remote: Final = {name for name, group in config.groups.items() if not group.shares_memory}
@@ -538,10 +537,10 @@ class Deployment:
         self._boundaries = Boundaries(result, self._remote, self._owner.host_memory)
         layers = {stage.group: [stage_.layers for stage_ in result.stages_of(stage.group)] for stage in result.stages}
         self.transfers = KvTransfer(layers, self.draft_group)
-        self.scoring = ScoringStage(result.scorer) if result.scorer is not None else None
+        self.scoring = ScorerClient(result.scorer) if result.scorer is not None else None
         if result.encoder is not None:
             row_bytes = ROW_NUMBER_BYTES * model.spec.hidden_size
-            self.vision = VisionStage(result.encoder, row_bytes, config.recovery.hold_s)
+            self.vision = EncoderClient(result.encoder, row_bytes, config.recovery.hold_s)
         self._owner.on_placed(self)
         return result
 
@@ -720,10 +719,9 @@ class Deployment:
 
     def _work_in_progress(self) -> Iterator[tuple[str, str]]:
         """Yield groups and what they work on.  Of the steps only the one begun first counts: others wait behind it."""
-        if self.scoring is not None and self.scoring.work_in_progress:
-            yield self.scoring.placed.group, self.scoring.work_in_progress
-        if self.vision is not None and self.vision.work_in_progress:
-            yield self.vision.placed.group, self.vision.work_in_progress
+        for model in (self.scoring, self.vision):
+            if model is not None and model.work_in_progress:
+                yield model.placed.group, model.work_in_progress
         for group in self._unloading:
             yield group, "an unload"
         if self.wanted and self.placement is not None:

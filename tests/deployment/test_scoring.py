@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Sequence
 
 import pytest
 
 from lucevisor.config import DeviceRef
-from lucevisor.deployment.scoring import ScoringStage
+from lucevisor.deployment.extra_models import ScorerClient
 from lucevisor.errors import ScoringError
 from lucevisor.model.values import Backend
 from lucevisor.placement.result import PlacedScorer
@@ -20,10 +21,10 @@ from lucevisor.protocol.messages import MessageKind, ScoreWindow, WindowScores
 class Daemon:
     """The other end of a link: scores each token with its id, and answers when told to."""
 
-    def __init__(self, stage: ScoringStage) -> None:
+    def __init__(self, stage: ScorerClient) -> None:
         self.stage, self.inbox, self.window, self.alive = stage, list[ScoreWindow](), list[int](), True
 
-    def send(self, message: ScoreWindow) -> None:
+    def send(self, message: ScoreWindow, payload: Sequence[bytes] = ()) -> None:
         if not self.alive:
             raise LinkClosed("end of file", "link", "the daemon has exited; see its log")
         assert not self.inbox, "one message is unanswered at most"
@@ -40,14 +41,14 @@ class Daemon:
         )
 
 
-def made(step_tokens: int = 100) -> tuple[ScoringStage, Daemon]:
-    stage = ScoringStage(PlacedScorer(DeviceRef("left", 0), Backend.CPU, "scorer", 1000, step_tokens))
+def made(step_tokens: int = 100) -> tuple[ScorerClient, Daemon]:
+    stage = ScorerClient(PlacedScorer(DeviceRef("left", 0), Backend.CPU, "scorer", 1000, step_tokens))
     daemon = Daemon(stage)
     stage.on_ready("left", daemon, "")  # type: ignore[arg-type]  # a link, to the extent that is used
     return stage, daemon
 
 
-async def begun(stage: ScoringStage, tokens: list[int], n_query: int = 8) -> asyncio.Task:
+async def begun(stage: ScorerClient, tokens: list[int], n_query: int = 8) -> asyncio.Task:
     task = asyncio.create_task(stage.score(tokens, n_query))
     await asyncio.sleep(0)
     return task

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from lucevisor.config import DeviceRef
-from lucevisor.deployment import vision
-from lucevisor.deployment.vision import VisionStage
+from lucevisor.deployment import extra_models
+from lucevisor.deployment.extra_models import EncoderClient
 from lucevisor.errors import VisionError
 from lucevisor.model.values import Backend
 from lucevisor.model.vision import IMAGE_ID, EncoderImage, ImageGrid, ImageSize
@@ -24,7 +24,7 @@ ROW_BYTES = 8
 class Daemon:
     """The other end of a link: a row repeats the first byte of the image, and comes when told to."""
 
-    def __init__(self, stage: VisionStage) -> None:
+    def __init__(self, stage: EncoderClient) -> None:
         self.stage, self.inbox, self.alive = stage, list[tuple[EncodeImage, bytes]](), True
 
     def send(self, message: EncodeImage, payload: Sequence[bytes] = ()) -> None:
@@ -45,16 +45,16 @@ def image(number: int) -> EncoderImage:
     return EncoderImage(ImageSize(3, 4), ImageGrid(4, 3), bytes([number]) * 36, ids)
 
 
-def made(hold_s: float = 5.0) -> tuple[VisionStage, Daemon]:
-    stage = VisionStage(PlacedEncoder(DeviceRef("left", 0), Backend.CPU, "encoder", 8, 100), ROW_BYTES, hold_s)
+def made(hold_s: float = 5.0) -> tuple[EncoderClient, Daemon]:
+    stage = EncoderClient(PlacedEncoder(DeviceRef("left", 0), Backend.CPU, "encoder", 8, 100), ROW_BYTES, hold_s)
     return stage, Daemon(stage)
 
 
-def ready(stage: VisionStage, daemon: Daemon, problem: str = "") -> None:
+def ready(stage: EncoderClient, daemon: Daemon, problem: str = "") -> None:
     stage.on_ready("left", daemon, problem)  # type: ignore[arg-type]  # a link, to the extent that is used
 
 
-async def begun(stage: VisionStage, number: int) -> asyncio.Task[memoryview]:
+async def begun(stage: EncoderClient, number: int) -> asyncio.Task[memoryview]:
     task = asyncio.create_task(stage.encode(image(number)))
     await asyncio.sleep(0.001)
     return task
@@ -74,7 +74,7 @@ async def test_images_wait_for_each_other_and_are_encoded_once() -> None:
 
 
 async def test_the_images_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision, "KEPT_BYTES", 200)
+    monkeypatch.setattr(extra_models, "KEPT_BYTES", 200)
     stage, daemon = made()
     ready(stage, daemon)
     for number, encodes in ((1, True), (2, True), (1, False), (3, True), (2, True), (3, False)):
@@ -108,7 +108,7 @@ async def test_an_image_that_ends_daemons_is_given_up() -> None:
     stage, daemon = made()
     ready(stage, daemon)
     task = await begun(stage, 1)
-    for _ in range(1 + vision.MAX_LOSSES):
+    for _ in range(1 + extra_models.MAX_LOSSES):
         daemon.inbox.clear()
         stage.on_lost("left", "killed by signal 9")
         ready(stage, daemon)

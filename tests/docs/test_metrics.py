@@ -19,7 +19,7 @@ from lucevisor.api.metrics import Metrics, _Families, _routing
 from lucevisor.compression.compressor import CompressionSettings, Compressor
 from lucevisor.compression.windows import WindowScorer
 from lucevisor.config import DeviceRef
-from lucevisor.deployment.scoring import ScoringStage
+from lucevisor.deployment.extra_models import ScorerClient
 from lucevisor.engine.router import Router
 from lucevisor.model.values import Backend
 from lucevisor.placement.result import PlacedScorer
@@ -61,7 +61,7 @@ async def registry() -> CollectorRegistry:
         "cluster": {"listen": "10.0.0.1:7000", "refused": 0},
         "models": [{"name": rig.context.model.name, "host_memory": memory, "replica": "", "residency": residency}],
     }  # fmt: skip
-    stage = ScoringStage(PlacedScorer(DeviceRef("left", 0), Backend.CPU, "scorer", 1024, 512))
+    stage = ScorerClient(PlacedScorer(DeviceRef("left", 0), Backend.CPU, "scorer", 1024, 512))
     settings = CompressionSettings(threshold=1, keep_ratio=0.1)
     rig.context.compressor = Compressor(settings, WindowScorer(rig.context.tokenizer, stage))
     return Metrics(ServedModels([rig.context]))._registry
