@@ -1,7 +1,4 @@
-"""Measured rates: how long reading a prefix takes, and how long computing it.
-
-Pure; ``now`` is an argument.
-"""
+"""Measured rates: how long reading a prefix takes, and how long computing it."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ class MeasuredRate:
     measured_at: float = 0.0
 
     def add(self, n: int, seconds: float, now: float) -> None:
-        """Count ``n`` units that took so long."""
         self.n, self.seconds, self.measured_at = 0.9 * self.n + n, 0.9 * self.seconds + seconds, now
 
     def seconds_for(self, n: int) -> float | None:

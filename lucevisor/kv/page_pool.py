@@ -1,9 +1,7 @@
-"""The page pools (KV block manager): the only place that decides which page and state ids are in use, and how often.
+"""The page pools (KV block manager): which page and state ids are in use, and how often.
 
-A page id means the same 64 positions in every shard's pool; the daemons own the bytes.  Owners are counted, not named,
-except for the prefix index: ids that it alone holds are evictable.  Invariant: an id is either free or has at least one
-owner, and ``n_used + n_free == n_total`` after every call, even one that raises; of pages and states that share memory,
-free ids are those whose memory is free.
+A page id means the same 64 positions in every shard's pool; the daemons own the bytes.  Invariant: an id is free or has
+an owner, also after a call that raises; ids that the prefix index alone owns are evictable.
 """
 
 from __future__ import annotations
@@ -20,18 +18,14 @@ from lucevisor.protocol.loading import PoolSizes
 
 
 class PageError(Exception):
-    """An id was retained or released with fewer owners than that needs: a bug in the caller, never client input."""
+    """Fewer owners than a retain or release needs: a bug in the caller, never client input."""
 
 
 class PageAllocator:
-    """Reference-counted ids ``first .. first + n_total - 1``.
-
-    Always hands out the lowest free ids, so equal call sequences give equal ids and long-lived pages gather at the
-    start of the pool.  O(log n) per id.
-    """
+    """Reference-counted ids ``first .. first + n_total - 1``; the lowest free ones are taken first, O(log n) per id."""
 
     def __init__(self, n_total: int, name: str = "pages", first: int = 0, tier: Tier = Tier.DEVICE) -> None:
-        """Start with every id free.  ``tier``: the memory of all its ids.  ``name`` appears in error messages."""
+        """``tier``: the memory of all its ids.  ``name``: for error messages."""
         self.name = name
         self.tier = tier
         self._first = first
@@ -55,7 +49,6 @@ class PageAllocator:
 
     @property
     def n_free(self) -> int:
-        """Ids without an owner."""
         return len(self._free)
 
     @property
@@ -64,15 +57,13 @@ class PageAllocator:
         return self._n_used
 
     def evictable(self, page: int) -> bool:
-        """Return whether the prefix index is the only owner of an id."""
         return page in self._cached and self._ref_counts[page - self._first] == 1
 
     def in_use(self) -> list[int]:
-        """Return the ids with at least one owner, in order."""
         return [page for page, n in enumerate(self._ref_counts, self._first) if n]
 
     def ref_count(self, page: int) -> int:
-        """Number of owners, prefix index included; 0 means free.  Raises PageError if the id is not of this pool."""
+        """Number of owners, prefix index included.  Raises PageError if the id is not of this pool."""
         self._check([page])
         return self._ref_counts[page - self._first]
 
@@ -89,12 +80,12 @@ class PageAllocator:
         return taken
 
     def stamp(self, pages: Iterable[int], epoch: int) -> None:
-        """Set the draft epoch of ids: where they were written, if not by whoever allocated them."""
+        """Set the draft epoch of ids: in which they were written, if not by whoever allocated them."""
         for page in pages:
             self._epochs[page - self._first] = epoch
 
     def epoch_of(self, page: int) -> int:
-        """Return the draft epoch of an id in use: while which drafter it was allocated; 0: none was attached."""
+        """Return the draft epoch in which an id was allocated; 0: without a drafter."""
         return self._epochs[page - self._first]
 
     def n_evictable_of(self, ids: Iterable[int]) -> int:
@@ -119,10 +110,7 @@ class PageAllocator:
             ref_counts[page - first] += n
 
     def release(self, pages: Iterable[int]) -> None:
-        """Remove an owner from each id, once per occurrence; ids without owners become free.
-
-        Raises PageError naming the id, changing nothing, if it has too few owners (a double free).
-        """
+        """Remove an owner from each id, once per occurrence.  Raises PageError, changing nothing, on a double free."""
         counted, ref_counts, first, cached = Counter(pages), self._ref_counts, self._first, self._cached
         self._check(counted)
         for page, n in counted.items():
@@ -138,9 +126,8 @@ class PageAllocator:
                 self.n_evictable += 1
 
     def cache(self, pages: Collection[int]) -> None:
-        """Make the prefix index an owner of ids in use.  Raises PageError, changing nothing, if it is one already or an
-        id is free.
-        """
+        """Make the prefix index an owner of ids in use.  Raises PageError, changing nothing, if it is one or an id is
+        free."""
         for page in pages:
             if page in self._cached:
                 raise PageError(f"{self.name}: id {page} is cached already")
@@ -158,7 +145,7 @@ class PageAllocator:
         self.release(pages)
 
     def problems(self, cached: Collection[int]) -> list[str]:
-        """Say where free list and counts disagree with the owners; ``cached``: what the prefix index owns."""
+        """Say where free list and counts disagree; ``cached``: what the prefix index owns."""
         free = [page for page in self.ids if self.ref_count(page) == 0 and not self._is_lent(page)]
         evictable = [page for page in cached if self.evictable(page)]
         problems = []
@@ -173,10 +160,8 @@ class PageAllocator:
         return problems
 
     def move(self, source: int, target: int) -> None:
-        """Give the owners of ``source`` to ``target``, which was just allocated, and free ``source``.
-
-        The caller copies its content in all shards, and in the drafter if one is attached.
-        """
+        """Give the owners of ``source`` to ``target``, just allocated; the caller copies the content, also in a
+        drafter."""
         at, to = source - self._first, target - self._first
         self._ref_counts[to], self._epochs[to] = self._ref_counts[at], self._epochs[at] if self.epoch else 0
         if source in self._cached:
@@ -209,10 +194,9 @@ class PageAllocator:
 
 
 class Extents:
-    """Which memory is free that holds a recurrent state or pages of KV group full (:mod:`lucevisor.model.extents`).
+    """Memory that holds either a recurrent state or pages of KV group full (:mod:`lucevisor.model.extents`).
 
-    Pages fill extents that others use already, those with the highest ids first, and states take the lowest free one.
-    So both need few.
+    Pages fill extents that others use already, those with the highest ids first; states take the lowest free one.
     """
 
     def __init__(self, n: int, n_pages: int) -> None:
@@ -235,7 +219,6 @@ class Extents:
         return extent in self._states
 
     def take_state(self) -> int:
-        """Take the lowest free extent for a state."""
         extent = self.free.pop(0)
         self._states.add(extent)
         self.n_free_pages -= self.n_pages
@@ -267,7 +250,7 @@ class Extents:
             insort(self.free, extent)
 
     def free_pages(self) -> list[int]:
-        """Return the pages that are free, those in the memory of states left out."""
+        """Return the free pages, without those in the memory of states."""
         return [page for i, pages in enumerate(self._free_pages) if i not in self._states for page in pages]
 
     @property
@@ -281,7 +264,6 @@ class Extents:
         return sorted(held.symmetric_difference(range(len(self))), key=lambda extent: -len(self._free_pages[extent]))
 
     def used_pages(self, extent: int) -> list[int]:
-        """Return the pages of an extent that are in use."""
         free = set(self._free_pages[extent])
         return [page for page in range(extent * self.n_pages, (extent + 1) * self.n_pages) if page not in free]
 
@@ -353,9 +335,7 @@ class ExtentStates(PageAllocator):
 
 @dataclass(frozen=True, slots=True)
 class PageUse:
-    """Id counts of one KV group; ``evictable`` of the used ones belong to prefix slots alone.  ``lent``: neither used
-    nor free, as another KV group uses their memory.
-    """
+    """Ids of a KV group.  ``evictable``: used by prefix slots alone; ``lent``: another group uses their memory."""
 
     used: int
     total: int
@@ -368,13 +348,11 @@ class PageUse:
 
 
 class PagePools:
-    """One allocator per KV group of the model: pages of ``full`` and ``window``, states of ``recurrent``.
+    """One allocator per KV group of the model.  A drafter's keys and values have the ids of ``full`` pages.
 
-    A drafter keeps its keys and values under the ids of ``full`` pages: each carries the draft epoch of its allocation.
-    ``slot_pools`` is where prefix slots allocate: the same allocators, unless recurrent checkpoints live in host
-    memory.  Then slots get all host states and these pools all device states, so neither takes from the other.
-    ``host_pages``: those of KV group full that KV Flash paged out.  ``draft_states``: those after verified drafts.
-    ``extents``: the memory that pages and states share; None: they do not.
+    ``slot_pools``: where prefix slots allocate, the same unless recurrent checkpoints live in host memory: then slots
+    get all host states, and these pools all device states.  ``host_pages``: of KV group full, paged out by KV Flash.
+    ``draft_states``: after verified drafts.  ``extents``: memory that pages and states share, if they do.
     """
 
     def __init__(self, kv_groups: Iterable[KvGroup], pools: PoolSizes) -> None:
@@ -409,7 +387,6 @@ class PagePools:
 
     @property
     def kv_groups(self) -> Sequence[KvGroup]:
-        """KV groups of the model, in a fixed order."""
         return tuple(self._allocators)
 
     def __contains__(self, kv_group: KvGroup) -> bool:
@@ -434,16 +411,13 @@ class PagePools:
         return self.host_pages if in_host else self._allocators[kv_group]
 
     def epoch_of(self, kv_group: KvGroup, unit: int) -> int:
-        """``PageAllocator.epoch_of`` for an id of any tier."""
         return self.allocator_of(kv_group, unit).epoch_of(unit)
 
     def retain(self, kv_group: KvGroup, ids: Iterable[int]) -> None:
-        """``PageAllocator.retain`` for ids of any tier."""
         for allocator, tier_ids in self.tiers(kv_group, ids):
             allocator.retain(tier_ids)
 
     def release(self, kv_group: KvGroup, ids: Iterable[int]) -> None:
-        """``PageAllocator.release`` for ids of any tier."""
         for allocator, tier_ids in self.tiers(kv_group, ids):
             allocator.release(tier_ids)
 
@@ -457,7 +431,6 @@ class PagePools:
         return {kv_group: ids for kv_group, ids in taken.items() if ids is not None}
 
     def fits(self, needs: Mapping[KvGroup, int]) -> bool:
-        """Return whether so many ids of each KV group are free."""
         if any(n > self._allocators[kv_group].n_free for kv_group, n in needs.items()):
             return False
         return not self.shares(needs) or self.shared_pages(needs) <= self._allocators[KvGroup.FULL].n_free
@@ -486,16 +459,15 @@ class PagePools:
         return [*kv_groups] if not self.shares(kv_groups) else [*{*kv_groups, KvGroup.FULL, KvGroup.RECURRENT}]
 
     def begin_draft_epoch(self) -> None:
-        """A drafter is attached: it has no state of what was computed before."""
+        """A drafter is attached, without state of what was computed before."""
         self._n_epochs += 1
         self[KvGroup.FULL].epoch = self._n_epochs
 
     def resume_draft_epoch(self) -> None:
-        """A drafter is attached that has the state of the last one, and nothing was computed in between."""
+        """The same drafter is attached again, and nothing was computed in between."""
         self[KvGroup.FULL].epoch = self._n_epochs
 
     def end_draft_epoch(self) -> None:
-        """The drafter is detached: nothing allocated from now on has its state."""
         self[KvGroup.FULL].epoch = 0
 
     def in_use(self) -> dict[KvGroup, list[int]]:
@@ -509,7 +481,6 @@ class PagePools:
         return units
 
     def usage(self) -> dict[KvGroup, PageUse]:
-        """Ids in use by KV group, device and host together, states after drafts left out."""
         return {
             kv_group: _use_of(allocator, self.slot_pools[kv_group]) for kv_group, allocator in self._allocators.items()
         }

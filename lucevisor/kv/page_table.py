@@ -1,9 +1,7 @@
 """The page table (block table) of one sequence: its pages in order of position, in each paged KV group.
 
-``full`` pages live as long as the sequence; ``window`` pages are released once no later token can see them.  KV Flash
-pages some out: its table is in residency.py, and the methods that only it implements do nothing here.  Invariant:
-entries below ``first_held`` were released or never allocated, this table owns the pages of all others exactly once, and
-only pages that it allocated itself are written through it.
+``full`` pages live as long as the sequence, ``window`` pages until no later token sees them.  KV Flash pages some out:
+residency.py.  Invariant: the table owns each page from ``first_held`` on once, and writes only those it allocated.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ PAGED = (KvGroup.FULL, KvGroup.WINDOW)
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """New entries of a table: ``table[kv_group][first : first + len(pages)] = pages``.
+    """New entries: ``table[kv_group][first : first + len(pages)] = pages``.
 
-    ``paged_out``: entries that leave the table before that, ``hosts``: their pages in host memory, if they have some.
+    ``paged_out``: entries that leave before that, ``hosts``: their pages in host memory, if they have some.
     """
 
     kv_group: KvGroup
@@ -44,9 +42,8 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class PagedOut:
-    """Entries of a sequence in host memory, ascending, with their policy and bound, and the last ranking of the first
-    entries.  A sequence with the same bound goes on from it as that one would have.
-    """
+    """Entries of a sequence in host memory, ascending, with policy and bound, and the last ranking of the first
+    entries."""
 
     policy: ResidencyPolicy
     pool_pages: int
@@ -60,7 +57,6 @@ class PagedOut:
 
     @property
     def n_exact(self) -> int:
-        """The first tokens that saw all that was before them."""
         return self.pool_pages * PAGE_TOKENS
 
 
@@ -73,7 +69,7 @@ class NoRoom(Exception):
 
 
 class HostMemoryFull(Exception):
-    """``n_pages`` of a sequence must leave the devices, and fewer are free in host memory."""
+    """``n_pages`` must leave the devices, and fewer are free in host memory."""
 
     def __init__(self, n_pages: int, reason: str) -> None:
         super().__init__(reason)
@@ -97,17 +93,14 @@ class PageTable:
     """The pages of one sequence: grown before a slice is planned, released at the end."""
 
     def __init__(self, pools: PagePools, window_tokens: int | None) -> None:
-        """``window_tokens``: positions a sliding layer attends to, the token itself included; None without such
+        """``window_tokens``: positions that a sliding layer attends to, the token's own included; None without such
         layers."""
         self._pools = pools
         self._window_tokens = window_tokens
         self._entries: dict[KvGroup, Entries] = {kv_group: Entries() for kv_group in PAGED if kv_group in pools}
 
     def adopt(self, full: Sequence[int], first_window: int, window: Sequence[int]) -> None:
-        """Start an empty table with whole shared pages, becoming one of their owners.
-
-        ``full`` are the entries from 0 on, ``window`` those from ``first_window`` on, up to the same position.
-        """
+        """Start with whole shared pages: ``full`` from entry 0 on, ``window`` from ``first_window`` on."""
         shared = {KvGroup.FULL: (0, full), KvGroup.WINDOW: (first_window, window)}
         for kv_group, entries in self._entries.items():
             first, pages = shared[kv_group]
@@ -115,9 +108,7 @@ class PageTable:
             entries.first_held, entries.pages = first, [*pages]
 
     def entries(self, kv_group: KvGroup, start: int, stop: int) -> list[int]:
-        """Return the pages of entries ``[start, stop)``, on the devices or in host memory; those that it does not hold
-        are left out.
-        """
+        """Return the pages of entries ``[start, stop)`` that it holds, on the devices or in host memory."""
         entries = self._entries[kv_group]
         return entries.pages[max(0, start - entries.first_held) : max(0, stop - entries.first_held)]
 
@@ -128,10 +119,7 @@ class PageTable:
         return entries.pages[place] if 0 <= place < len(entries.pages) else None
 
     def missing(self, n_tokens: int, n_ahead: int = 0) -> dict[KvGroup, int]:
-        """Return the pages that positions ``0 .. n_tokens - 1`` need beyond those held; only KV groups that need some.
-
-        ``n_ahead``: positions after those that need pages of ``full`` alone, for drafts.
-        """
+        """Return how many pages ``n_tokens`` positions lack, by KV group; ``n_ahead`` drafts need ``full`` alone."""
         needs = {kv_group: pages_of(n_tokens) - entries.stop for kv_group, entries in self._entries.items()}
         if n_ahead:
             needs[KvGroup.FULL] = pages_of(n_tokens + n_ahead) - self._entries[KvGroup.FULL].stop
@@ -150,7 +138,7 @@ class PageTable:
         return n_old
 
     def covers(self, stop: int) -> bool:
-        """Return whether a slice up to ``stop`` neither allocates, releases nor swaps a page, as 63 of 64 decodes."""
+        """Return whether a slice up to ``stop`` changes no page, as 63 of 64 decodes."""
         return self._window_tokens is None and self._holds(stop)
 
     def _holds(self, stop: int) -> bool:
@@ -158,12 +146,11 @@ class PageTable:
         return all(entries.stop * PAGE_TOKENS >= stop for entries in self._entries.values())
 
     def grow(self, start: int, stop: int, n_ahead: int = 0) -> list[Growth] | None:
-        """Allocate pages for a slice ``[start, stop)``, after releasing the window pages that it cannot see, and pages
-        of ``full`` for ``n_ahead`` positions more.  With KV Flash pages leave that it pushes out.
+        """Allocate pages for a slice ``[start, stop)`` and ``n_ahead`` drafts; window pages that it cannot see are
+        released.
 
-        Released pages are invisible to this slice and all later ones, so another sequence may get them in the same
-        step.  Returns None, allocating nothing, if a KV group has too few free pages.  Raises HostMemoryFull, changing
-        nothing, if host memory has too few for those that leave.
+        Another sequence may get those in the same step.  Returns None, allocating nothing, if a KV group has too few
+        pages. Raises HostMemoryFull, changing nothing, if host memory lacks room for those that KV Flash pages out.
         """
         self.slide(start)
         if self._holds(stop + n_ahead) or not (needs := self.missing(stop, n_ahead)):
@@ -180,7 +167,7 @@ class PageTable:
         return growths
 
     def slide(self, start: int) -> None:
-        """Release the window pages that no token at ``start`` or later attends to."""
+        """Release the window pages that no token from ``start`` on attends to."""
         entries = self._entries.get(KvGroup.WINDOW)
         if entries is None or self._window_tokens is None:
             return
@@ -192,7 +179,7 @@ class PageTable:
             entries.first_held += n_old
 
     def shrink(self, n_tokens: int) -> int:
-        """Release the pages after positions ``0 .. n_tokens - 1``; return how many."""
+        """Release the pages behind ``n_tokens`` positions; return how many."""
         n_released = 0
         for kv_group, entries in self._entries.items():
             n_surplus = max(0, min(len(entries.pages), entries.stop - pages_of(n_tokens)))
@@ -203,11 +190,10 @@ class PageTable:
         return n_released
 
     def held(self, kv_group: KvGroup) -> list[int]:
-        """Return the pages owned in a KV group, oldest first."""
         return list(self._entries[kv_group].pages) if kv_group in self._entries else []
 
     def known(self, kv_group: KvGroup) -> Growth:
-        """Return all entries there ever were, as one growth.  Pages that left the window belong to others now."""
+        """Return all entries there ever were; pages that left the window belong to others now."""
         e = self._entries[kv_group]
         return Growth(kv_group, e.first_held - len(e.slid), [*e.slid, *e.pages])
 
@@ -223,7 +209,6 @@ class PageTable:
         return [Growth(kv_group, e.first_held, list(e.pages)) for kv_group, e in self._entries.items() if e.pages]
 
     def release(self) -> None:
-        """Release all pages; the table is empty afterwards."""
         for kv_group, entries in self._entries.items():
             self._pools[kv_group].release(entries.pages)
             self._entries[kv_group] = type(entries)()
@@ -240,17 +225,15 @@ class PageTable:
         return []
 
     def paged_out(self) -> PagedOut | None:
-        """Return which pages lie in host memory, for a prefix slot; None if none does."""
+        """Return which pages lie in host memory; None if none does."""
         return None
 
     def arrange(self, paged_out: PagedOut | None, make_room: MakeRoom) -> Swap | None:
-        """After ``adopt``: page out and in what differs from ``paged_out``, if it has the same bound, or page out what
-        exceeds the bound.  Returns None if nothing does.  Raises NoRoom, changing nothing, if too few pages are free.
-        """
+        """After ``adopt``: page out and in until it is as ``paged_out``, or within the bound.  Raises NoRoom."""
         return None
 
     def surplus(self, n_tokens: int) -> list[int]:
-        """Return the resident pages of ``full``, by their place, that positions ``0 .. n_tokens - 1`` push out."""
+        """Return the places of resident ``full`` pages that ``n_tokens`` positions push out."""
         return []
 
     def needs(self, n_tokens: int) -> dict[KvGroup, int]:
@@ -258,7 +241,7 @@ class PageTable:
         return self.missing(n_tokens)
 
     def _page_out(self, n_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Release the surplus; return its entries, and their pages in host memory.  None if too few pages are free."""
+        """Release the surplus; return its entries and their host pages, None if too few pages are free."""
         return (), ()
 
     def rank(self, scores: Sequence[float]) -> None:
@@ -274,9 +257,8 @@ class PageTable:
         return False
 
     def draft_room(self, stop: int) -> int | None:
-        """Return how many drafts a decode that ends at ``stop`` may have, so that each ranking has the query of its
-        own token; None: any number.
-        """
+        """Return how many drafts a decode that ends at ``stop`` may have, for rankings of its own token; None: any
+        number."""
         return None
 
     @property

@@ -1,10 +1,7 @@
 """The prefix cache: lookup, publication and eviction of cached prompt prefixes.
 
-Pure: tokens, page ids and ``now`` (seconds) in, page ids out; the caller makes the operations that fill pages and copy
-states.  Models with recurrent layers resume only at the end of a slot, where their states were checkpointed; others at
-any cached page whose window is complete.
-Invariant: slots and bytes stay within the settings, as far as unpinned slots allow; the index owns every id that a slot
-needs.
+Pure: ``now`` is an argument, and the caller fills pages and copies states.  Models with recurrent layers resume only at
+the end of a slot, others at any cached page whose window is complete.
 """
 
 from __future__ import annotations
@@ -37,9 +34,8 @@ SHARED: Final = (KvGroup.FULL, KvGroup.RECURRENT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSettings:
-    """Limits of the index.  ``unit_bytes``: bytes of a page, or of one sequence's recurrent states, over all shards.
-    ``checkpoint_pages``: prompts without chat turns get a slot at a multiple of so many pages; 0: none.
-    """
+    """Limits.  ``unit_bytes``: of a page, or of a sequence's recurrent states, over all shards.  ``checkpoint_pages``:
+    prompts without chat turns get a slot at a multiple of so many pages; 0: none."""
 
     max_slots: int = 0
     memory_bytes: int = 0
@@ -50,9 +46,8 @@ class PrefixSettings:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The cached part of a prompt: ``position`` tokens in the whole pages ``full`` and ``window`` (the latter from
-    entry ``first_window`` on), the first ``position % 64`` positions of ``tail``, and ``state``.  Pages of ``full`` may
-    lie in host memory; ``paged_out``: which of a sequence that goes on from there do.
+    """The cached part of a prompt: ``position`` tokens in the pages ``full`` (some in host memory: ``paged_out``) and
+    ``window`` (from entry ``first_window`` on), the first ``position % 64`` positions of ``tail``, and ``state``.
 
     ``n_known``: tokens that other prompts began with too, usable or not.
     """
@@ -69,17 +64,14 @@ class PrefixMatch:
 
     @property
     def tier(self) -> CacheTier:
-        """The memory that the tokens came from: another one than the devices' counts at the first use only."""
+        """The memory that the tokens came from; another one than the devices' counts at the first use only."""
         slot = self.slot
         return slot.origin if slot is not None and slot.origin in ("host", "disk") and not slot.n_uses else "device"
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Fresh ids for a prefix being restored, held until it is adopted or cancelled.
-
-    ``draft_epoch``: of their allocation.  ``origin``: of the slot that is made of them.
-    """
+    """Ids for a prefix being restored, until it is adopted or cancelled.  ``draft_epoch``: of their allocation."""
 
     n_tokens: int
     first_window: int
@@ -90,33 +82,30 @@ class Reservation:
 
     @property
     def drafted(self) -> bool:
-        """True if a drafter is attached, and keeps state of all pages: where they are ranked, in host memory, too."""
+        """True if a drafter is attached and keeps state of all pages."""
         return self.draft_epoch > 0 and (self.paged_out is None or self.paged_out.approximate)
 
     @property
     def state(self) -> int:
-        """The state to restore into, or NO_STATE."""
         return self.ids[KvGroup.RECURRENT][0] if KvGroup.RECURRENT in self.ids else NO_STATE
 
     @property
     def place(self) -> SlotPlace:
-        """The ids as daemons are told them."""
         full, window = self.ids.get(KvGroup.FULL, []), self.ids.get(KvGroup.WINDOW, [])
         return SlotPlace(self.n_tokens, full, window, self.first_window, self.state)
 
     def entries(self, kv_group: KvGroup, start: int, stop: int) -> list[int]:
-        """Return the pages of entries ``[start, stop)``; those outside are left out."""
         first = self.first_window if kv_group is KvGroup.WINDOW else 0
         return self.ids[kv_group][max(0, start - first) : max(0, stop - first)]
 
 
 @dataclass(slots=True)
 class PrefixHooks:
-    """``on_slot``: a slot was made.  ``on_evict``: one is about to be evicted; a pin taken here delays that until it is
-    removed.  Neither is called when ``clear`` drops all slots.  ``on_invalid``: what slots hold of these tokens is
-    wrong.  ``fetch``: a request (its id, its tokens, how many are cached) is about to start; True: it waits until
-    ``Engine.resume``, because a lower tier has more of it.  ``find``: how many tokens would be cached then; asked at
-    any time.  They run while a step is being planned: they may pin, but must not call the engine.
+    """Called while a step is planned: they may pin, but must not call the engine.
+
+    ``on_evict``: a pin taken here delays the eviction.  ``on_invalid``: what slots hold of these tokens is wrong.
+    ``fetch``: a request (id, tokens, how many are cached) starts; True: it waits until ``Engine.resume``.  ``find``:
+    how many tokens would be cached then.
     """
 
     on_slot: Callable[[PrefixSlot], None] = lambda _: None
@@ -129,9 +118,8 @@ class PrefixHooks:
 class PrefixIndex:
     """Prefix slots over the pools of a model.
 
-    A slot is worth the tokens that would have to be recomputed without it, divided by the prompts since its last use.
-    The least valuable is evicted first, among those that free what is needed.  Pinned slots stay.  Freed ids can be
-    reused at once because stages run their steps in order.
+    A slot is worth the tokens to compute again without it, over the prompts since its last use.  The least valuable one
+    that frees what is needed is evicted first; pinned ones stay.
     """
 
     def __init__(
@@ -159,7 +147,6 @@ class PrefixIndex:
 
     @property
     def slots(self) -> list[PrefixSlot]:
-        """All slots, oldest first."""
         return list(self._slots.values())
 
     @property
@@ -172,7 +159,7 @@ class PrefixIndex:
         return self.tree.find_slot(TokenBuffer.of(tokens), n_tokens)
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """Return the longest cached prefix that leaves a token to compute; changes nothing."""
+        """Return the longest cached prefix that leaves a token to compute."""
         packed, most = TokenBuffer.of(tokens), len(tokens) - 1
         walk = self.tree.walk(packed, most)
         n_known = walk.n_pages * PAGE_TOKENS
@@ -185,7 +172,7 @@ class PrefixIndex:
         return self._match(walk.nodes, n_usable, n_known, None) if n_usable else PrefixMatch(0, n_known)
 
     def record_use(self, match: PrefixMatch, now: float) -> None:
-        """Count the use of a match.  Call once per prompt, with or without a hit."""
+        """Count the use of a match, once per prompt, hit or not."""
         self.n_prompts += 1
         if match.slot is not None and match.slot.alive:
             self.touch(match.slot, now)
@@ -200,7 +187,6 @@ class PrefixIndex:
         return self.enabled and n_tokens >= max(1, self.settings.min_tokens)
 
     def allocate_state(self, n_tokens_saved: int) -> int | None:
-        """Allocate a state for a checkpoint that saves so many tokens, if need be by evicting a slot worth less."""
         if not self.reclaim_checkpoint(n_tokens_saved):
             return None
         taken = self.pools[KvGroup.RECURRENT].allocate(1)
@@ -214,11 +200,10 @@ class PrefixIndex:
     def publish(
         self, tokens: Sequence[int], source: SlotSource, now: float, *, pinned: bool = False
     ) -> PrefixSlot | None:
-        """Cache the first ``source.n_tokens`` tokens.  The index becomes an owner of their pages, and takes over the
-        caller's reference to the state in any case.
+        """Cache the first ``source.n_tokens`` tokens.  Takes over the caller's reference to the state in any case.
 
-        Any step planned from now on may use them.  Returns None if the prefix is too short, its window is gone, or it
-        was evicted right away.  An existing slot is touched and returned.  ``pinned``: pin the returned slot.
+        Returns None if the prefix is too short, its window is gone, or it was evicted at once.  ``pinned``: pin the
+        slot.
         """
         packed = TokenBuffer.of(tokens)
         known = made = None
@@ -241,7 +226,7 @@ class PrefixIndex:
     # ---- restoring
 
     def reserve(self, n_tokens: int, paged_out: PagedOut | None = None) -> Reservation | None:
-        """Allocate ids for a prefix from disk, evicting slots if need be; None if there are not enough.
+        """Allocate ids for a prefix to restore, evicting slots if need be; None if there are not enough.
 
         ``paged_out``: which of its pages get ids in host memory.
         """
@@ -271,11 +256,10 @@ class PrefixIndex:
     def adopt(
         self, tokens: Sequence[int], reservation: Reservation, now: float, *, drafted: bool = False
     ) -> PrefixSlot | None:
-        """Publish a prefix whose bytes are complete in its reserved ids; ``tokens`` has the reserved length.
+        """Publish a prefix whose bytes are complete in its reserved ids, pinned for the waiting request.
 
-        The slot is pinned, so that the waiting request finds it.  ``drafted``: the bytes include the state of the
-        drafter that was attached when they were reserved.  Returns None if the shards lost their state in the
-        meantime, or the slot was evicted right away.
+        ``drafted``: with the state of the drafter.  None if the shards lost their state, or the slot was evicted at
+        once.
         """
         if reservation not in self.reservations:
             return None
@@ -301,7 +285,7 @@ class PrefixIndex:
         return epoch > 0 and all(allocator.epoch_of(page) == epoch for allocator, pages in tiers for page in pages)
 
     def cancel(self, reservation: Reservation) -> None:
-        """Release the ids of a reservation.  Does nothing if it was adopted, cancelled or cleared already."""
+        """Release the ids of a reservation that is not over yet."""
         if reservation in self.reservations:
             self.reservations.remove(reservation)
             self._release(reservation)
@@ -321,7 +305,7 @@ class PrefixIndex:
             self.trim()
 
     def drop(self, slot: PrefixSlot) -> None:
-        """Remove a slot whose content is lost or wrong, even a pinned one: who copies it sees that it is not alive."""
+        """Remove a slot whose content is lost or wrong, even a pinned one."""
         if slot.alive:
             self._remove(slot)
 
@@ -337,22 +321,18 @@ class PrefixIndex:
 
     @property
     def evicting(self) -> bool:
-        """True if the eviction of a slot is delayed."""
         return any(slot.evict_on_unpin for slot in self._slots.values())
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of pages and states that only slots hold."""
+        """Bytes that only slots hold."""
         return sum(
             self.pools[kv_group].n_evictable * self.settings.unit_bytes.get(kv_group, 0)
             for kv_group in self.pools.kv_groups
         )
 
     def can_reclaim(self, needs: Mapping[KvGroup, int], shared: Mapping[KvGroup, Collection[int]]) -> bool:
-        """Return whether evicting all unpinned slots would free so many ids of each KV group for a sequence.
-
-        ``shared``: ids that the caller is about to own as well; they would stay.
-        """
+        """Return whether evicting all unpinned slots would free so many ids; ``shared`` ones would stay."""
         pools = self._sequence_pools
         for kv_group, n in needs.items():
             n_missing = 0 if pools.shares([kv_group]) else n - pools[kv_group].n_free
@@ -375,7 +355,6 @@ class PrefixIndex:
         return allocator.n_evictable - allocator.n_evictable_of(pinned.union(shared))
 
     def can_reclaim_host(self, n: int, shared: Collection[int]) -> bool:
-        """Return whether evicting all unpinned slots would free ``n`` pages in host memory; ``shared`` stay."""
         hosts = self.pools.host_pages
         if n <= hosts.n_free:
             return True
@@ -401,9 +380,8 @@ class PrefixIndex:
         return self._reclaim(self.pools, needs)
 
     def reclaim_checkpoint(self, n_tokens_saved: int) -> bool:
-        """Evict a slot for the state of one that saves so many tokens, unless a state is free; False if all are worth
-        more.
-        """
+        """Evict a slot for the state of one that saves more tokens, unless a state is free; False if none is worth
+        less."""
         need, states = {KvGroup.RECURRENT: 1}, self.pools[KvGroup.RECURRENT]
         if states.n_free:
             return True
@@ -416,9 +394,7 @@ class PrefixIndex:
         return True
 
     def trim(self) -> None:
-        """Evict slots until number and bytes are within the settings.  Call it after a sequence ended, too: pages that
-        it shared now count for the slots alone.
-        """
+        """Evict slots until number and bytes are within the settings; also after a sequence that shared pages ended."""
         while len(self._slots) > self.settings.max_slots or self.n_bytes > self.settings.memory_bytes:
             kv_groups = self.pools.kv_groups if self.n_bytes > self.settings.memory_bytes else ()
             victim = self._next_victim([self.pools[kv_group] for kv_group in kv_groups])
@@ -442,7 +418,7 @@ class PrefixIndex:
     # ---- inside
 
     def _add(self, tokens: TokenBuffer, source: SlotSource, now: float) -> PrefixSlot | None:
-        """Make a slot, the most recently used; None if the tree cannot hold it (``PrefixTree.add``)."""
+        """Make a slot; None if the tree cannot hold it (``PrefixTree.add``)."""
         slot = self.tree.add(tokens, source, self._n_made)
         if slot is None:
             return None
@@ -458,7 +434,6 @@ class PrefixIndex:
         return slot
 
     def _remove(self, slot: PrefixSlot) -> None:
-        """Remove a slot, and release what no other needs."""
         self.version += 1
         self.tree.remove(slot)
         del self._slots[slot.number]
@@ -470,7 +445,6 @@ class PrefixIndex:
         return self._n_lost(slot) / (self.n_prompts - slot.last_use + 1)
 
     def _n_lost(self, slot: PrefixSlot) -> int:
-        """Return how many tokens would have to be recomputed without the slot."""
         known = slot.parent.n_tokens if slot.parent is not None else 0
         if self.block_granular:
             node = slot.node  # pages shared with other slots stay
@@ -520,7 +494,6 @@ class PrefixIndex:
         return slot.pages(kv_group)
 
     def _would_free(self, slot: PrefixSlot, exhausted: Collection[PageAllocator]) -> bool:
-        """Return whether removing a slot frees an id of one of the allocators at once."""
         if slot.state != NO_STATE and self._is_sole_owner(KvGroup.RECURRENT, slot.state, exhausted):
             return True
         if any(self._is_sole_owner(kv_group, page, exhausted) for kv_group, page in slot.tail.items()):

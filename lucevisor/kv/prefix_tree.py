@@ -1,10 +1,7 @@
 """A radix tree of cached tokens: runs of pages, the page ids that hold them, and the prefix slots that end there.
 
-Nodes are compared by their packed tokens, never by hashes alone, so lookups of long prompts cost a few memcmp.  A slot
-is a path from the root plus a remainder of less than a page.  A page is held once, however many slots share it.  Knows
-nothing about requests, use or eviction.
-Invariant: every node has a slot that leads through it; the slots through all pages of a node are the same, and so are
-those that need its window pages.
+Nodes are compared by packed tokens, not by hashes.  A slot is a path from the root and a remainder of less than a page.
+Invariant: the slots through all pages of a node are the same, at least one, and so are those that need its windows.
 """
 
 from __future__ import annotations
@@ -36,9 +33,7 @@ PageLookup = Callable[[KvGroup, int, int], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class SlotSource:
-    """Source of a new slot: its length, its pages, the recurrent states at its end (or NO_STATE), and which of
-    its pages are out, with KV Flash.
-    """
+    """Source of a new slot: length, pages, recurrent states at its end (or NO_STATE), pages that KV Flash paged out."""
 
     n_tokens: int
     entries: PageLookup
@@ -49,10 +44,9 @@ class SlotSource:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """Pages ``[start, stop)`` of the texts that lead through it; a root has none.
+    """Pages ``[start, stop)`` of the texts that lead through it; a root has none, and the ``adapter`` of its texts.
 
-    ``tokens`` are packed; ``adapter`` is that of a root's texts.  ``pages[kv_group]`` has one id per page, or is
-    missing: ``window`` while no slot needs it.
+    ``pages[kv_group]`` has one id per page, or is missing: ``window`` while no slot needs it.
     """
 
     start: int
@@ -67,12 +61,10 @@ class Node:
 
     @property
     def stop(self) -> int:
-        """Number of pages from the start of the text to the end of the run."""
         return self.start + len(self.tokens) // PAGE_BYTES
 
     @property
     def key(self) -> bytes:
-        """The first page of tokens, its key in the parent."""
         return self.tokens[:PAGE_BYTES]
 
 
@@ -80,8 +72,8 @@ class Node:
 class PrefixSlot:
     """A cached prefix: the pages up to the end of ``node``, then ``remainder`` (packed) in the pages ``tail``.
 
-    ``first_window``: entry of the oldest window page visible from position ``n_tokens``.  ``state``: the recurrent
-    states at ``n_tokens``.  ``parent``: the longest other slot that is a prefix of this one.
+    ``first_window``: entry of the oldest window page visible from its end.  ``parent``: the longest slot that it begins
+    with.
     """
 
     number: int
@@ -102,7 +94,6 @@ class PrefixSlot:
 
     @property
     def n_tokens(self) -> int:
-        """Length of the prefix."""
         return self.node.stop * PAGE_TOKENS + len(self.remainder) // TOKEN_BYTES
 
     @property
@@ -113,7 +104,6 @@ class PrefixSlot:
         return TokenBuffer.from_packed(b"".join(node.tokens for node in path) + self.remainder, root.adapter)
 
     def pages(self, kv_group: KvGroup) -> list[int]:
-        """Page ids of a KV group, oldest first: all of ``full``, and ``window`` from entry ``first_window`` on."""
         first = self.first_window if kv_group is KvGroup.WINDOW else 0
         pages = pages_of_path(path_to(self.node), kv_group, first, self.node.stop)
         return pages + ([self.tail[kv_group]] if kv_group in self.tail else [])
@@ -129,10 +119,7 @@ class PrefixSlot:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """Longest match of a text in the tree: all of ``path`` (the root first), then the first pages of ``partial``.
-
-    ``n_pages``: pages that match in all.
-    """
+    """Longest match: all of ``path`` (the root first), then the first pages of ``partial``; ``n_pages`` in all."""
 
     path: list[Node]
     partial: Node | None
@@ -140,7 +127,6 @@ class Walk:
 
     @property
     def nodes(self) -> list[Node]:
-        """Every node that holds a matching page, and the root."""
         return self.path if self.partial is None else [*self.path, self.partial]
 
 
@@ -179,7 +165,6 @@ class PrefixTree:
 
     @property
     def nodes(self) -> Iterator[Node]:
-        """All nodes, those of each root behind it."""
         stack = [*self._roots.values()]
         while stack:
             node = stack.pop()
@@ -224,7 +209,6 @@ class PrefixTree:
         return slot if slot is not None and slot.n_tokens else None
 
     def find_slot(self, tokens: TokenBuffer, n_tokens: int) -> PrefixSlot | None:
-        """Return the slot of exactly the first ``n_tokens`` tokens."""
         node = self.walk(tokens, n_tokens).path[-1]
         if node.stop != n_tokens // PAGE_TOKENS:
             return None
@@ -252,7 +236,7 @@ class PrefixTree:
     # ---- changes
 
     def add(self, tokens: TokenBuffer, source: SlotSource, number: int) -> PrefixSlot | None:
-        """Insert a slot and hold the pages it needs: those of known nodes, the others from ``source``.
+        """Insert a slot and hold its pages, those of known nodes or else from ``source``.
 
         Returns None, changing nothing, if a page is in neither, as happens once the window has moved on.
         """

@@ -1,13 +1,9 @@
 """KV Flash, KV cache offloading and eviction: which ``full`` pages of a sequence stay on the devices, and its table.
 
-One decision holds for all shards.  The first pages of a sequence (attention sinks) and
-its last ones always stay.  Attention reads every resident page at each step, so the least recently used one is the
-oldest after the head.  Policy ``lru`` drops what leaves; ``exact`` keeps it in host memory, where attention reads it;
-``qk`` keeps it there, too, and swaps pages so that the last queries' most attended ones are resident; ``drafter`` swaps
-in those that a small model finds relevant to the end of a prompt.
-
-Invariants: what is resident depends on the slices of a sequence alone, never on other sequences; entries that are paged
-out have no device page.
+The first pages of a sequence (attention sinks) and its last ones always stay.  Policy ``lru`` drops what leaves, the
+oldest first; ``exact`` keeps it in host memory, where attention reads it; ``qk`` swaps pages so that the last queries'
+most attended ones are resident, ``drafter`` those that a small model finds relevant to the end of a prompt. Invariant:
+what is resident depends on the slices of a sequence alone.
 """
 
 from __future__ import annotations
@@ -24,10 +20,7 @@ from lucevisor.model.values import PAGE_TOKENS, KvGroup
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """The most pages of a sequence on the devices, which leave room beside the protected ones.
-
-    ``tau``: tokens between two rankings of the pages, where the policy ranks them.
-    """
+    """The most pages of a sequence on the devices.  ``tau``: tokens between two rankings, if pages are ranked."""
 
     pool_pages: int
     policy: ResidencyPolicy = "lru"
@@ -35,36 +28,30 @@ class Residency:
 
     @property
     def keeps_host(self) -> bool:
-        """True if what leaves is kept in host memory."""
         return self.policy != "lru"
 
     @property
     def attends_host(self) -> bool:
-        """True if attention reads what is kept there."""
         return self.policy == "exact"
 
     @property
     def ranks_pages(self) -> bool:
-        """True if pages come back, chosen by how much queries attend to them, or by a small model's scores."""
         return self.policy in ("qk", "drafter")
 
     @property
     def ranks_decodes(self) -> bool:
-        """True if the stages rank the pages, by their own queries, and not for prompts alone."""
+        """True if the stages rank the pages by their own queries."""
         return self.policy == "qk"
 
     def ranks_at(self, position: int) -> bool:
-        """Return whether the query of a decode at ``position`` ranks the pages."""
         return self.ranks_decodes and position % self.tau == 0
 
     def host_pages(self, n_pages: int) -> int:
-        """Return how many of ``n_pages`` of a sequence lie in host memory at most."""
         return max_host_pages(n_pages, self.pool_pages, self.policy)
 
     def leaving(self, n_tokens: int, paged_out: PagedOut | None) -> tuple[int, ...]:
-        """Return the entries of a restored prefix that lie in host memory: those that were ``paged_out``, or if that
-        had another bound, the worst of all that do not fit with the next token's.
-        """
+        """Return the entries of a restored prefix that lie in host memory: ``paged_out`` with the same bound, else the
+        worst."""
         n_pages = pages_of(n_tokens)
         if paged_out is not None and paged_out.pool_pages == self.pool_pages and paged_out.entries[-1] < n_pages - 1:
             return paged_out.entries
@@ -72,10 +59,8 @@ class Residency:
         return tuple(self.surplus(range(n_pages), pages_of(n_tokens + 1) - n_pages, scores))
 
     def surplus(self, entries: Sequence[int], n_new: int, scores: Sequence[float]) -> list[int]:
-        """Return the places of the resident ``entries`` that leave before ``n_new`` more are added, ascending.
-
-        ``scores``: of the sequence's first entries, as they were ranked last.
-        """
+        """Return the places of resident ``entries`` that leave before ``n_new`` are added, ascending; ``scores``: last
+        ranking."""
         n = max(0, len(entries) + n_new - self.pool_pages)
         if not scores:
             return list(range(HEAD_PAGES, HEAD_PAGES + n))
@@ -84,9 +69,7 @@ class Residency:
         return sorted(least + list(range(places.stop, places.stop + n - len(least))))
 
     def swap(self, entries: Sequence[int], out: Sequence[int], scores: Sequence[float]) -> tuple[list[int], list[int]]:
-        """Return which of the resident ``entries`` leave and which of those ``out`` come back, equally many, so that
-        the best are resident; both ascending.
-        """
+        """Return which resident ``entries`` leave and which ``out`` come back, equally many, both ascending."""
         movable = [entry for entry in entries[HEAD_PAGES : len(entries) - TAIL_PAGES] if entry < len(scores)]
         ranked = sorted([*movable, *out], key=lambda entry: (-_score(scores, entry), -entry))
         best = set(ranked[: len(movable)])
@@ -100,9 +83,7 @@ def with_neighbours(scores: Sequence[float]) -> list[float]:
 
 
 def remembered(before: Sequence[float], now: Sequence[float]) -> list[float]:
-    """Return scores that keep a fading share of earlier rankings: one decode's query does not undo what a question
-    asked.
-    """
+    """Return scores with a fading share of earlier rankings, so that one decode does not undo what a question asked."""
     n = min(len(before), len(now))
     return [max(new, 0.8 * old) for old, new in zip(before, now, strict=False)] + [*now[n:], *before[n:]]
 
@@ -132,7 +113,7 @@ class _FullEntries(Entries):
         return [entry for entry in range(self.first_held, self.stop) if entry not in out]
 
     def runs(self) -> list[Growth]:
-        """Return all entries as if they were new: those resident, and before them those that are out."""
+        """Return all entries as if they were new, before resident ones those that are out."""
         growths, place, at = [], 0, 0
         while place < len(self.pages):
             first = self.entry_of(place)

@@ -1,8 +1,4 @@
-"""Token ids, packed: comparing and hashing a page of them is one memcmp, a prompt of 262,144 ids takes 1 MiB.
-
-The engine and the prefix index read every prompt on the event loop; a Python list of that length costs milliseconds
-to copy, slice into pages or compare.  Invariant: the packed form is that of the snapshot file, little-endian uint32.
-"""
+"""Token ids, packed as in the snapshot file (little-endian uint32): comparing a page of them is one memcmp."""
 
 from __future__ import annotations
 
@@ -18,11 +14,7 @@ _TYPECODE: Final = "I"
 
 
 class TokenBuffer(Sequence[int]):
-    """A growing sequence of token ids.  Slices are lists; ``packed`` gives bytes.
-
-    ``adapter``: the LoRA adapter that they are computed with, empty without one.  The state of the same ids with
-    another adapter is another state: texts with different adapters have nothing in common.
-    """
+    """A growing sequence of token ids; slices are lists.  Texts with different LoRA ``adapter`` share nothing."""
 
     __slots__ = ("_ids", "adapter")
 
@@ -66,7 +58,6 @@ class TokenBuffer(Sequence[int]):
         return f"TokenBuffer({len(self)} ids)"
 
     def append(self, token: int) -> None:
-        """Add one id."""
         self._ids.append(token)
 
     def packed(self, start: int = 0, stop: int | None = None) -> bytes:
@@ -74,7 +65,6 @@ class TokenBuffer(Sequence[int]):
         return self._ids[start:stop].tobytes()
 
     def first(self, n: int) -> TokenBuffer:
-        """Return a copy of the first ``n`` ids, with the same adapter."""
         return TokenBuffer.from_packed(self.packed(0, n), self.adapter)
 
     def n_common_pages(self, pages: bytes, first: int, n_pages: int) -> int:

@@ -1,7 +1,6 @@
-"""Checks that every page and state id has exactly the owners it is counted for, and that the prefix tree adds up.
+"""Checks that every page and state id has the owners it is counted for, and that the prefix tree adds up.
 
-A debugging aid (LUCEVISOR_VALIDATE=1): it reads, and never repairs.  Invariant: no problem is reported for a state that
-the public methods of ``kv`` can reach without a leak.
+A debugging aid (LUCEVISOR_VALIDATE=1), which never repairs.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ def pool_problems(pools: PagePools, owners: Iterable[Owner]) -> Iterator[str]:
 
 
 def allocator_problems(allocator: PageAllocator, owners: Iterable[Owner]) -> Iterator[str]:
-    """Yield what is wrong with one allocator's counts if ``owners`` are all there are."""
     names: dict[int, list[str]] = defaultdict(list)
     cached: set[int] = set()
     for owner in owners:
