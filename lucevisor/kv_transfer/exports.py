@@ -1,7 +1,6 @@
-"""Exports: the state of daemons in host memory, for those that replace them after a restart or reload.
+"""Exports: the state of daemons in host memory, for their successors after a restart or reload.
 
 Units are the supervisor's, so a reader may have other layers than the writer had.
-Invariant: nothing is read that was not written whole.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ class ExportedState:
         self.units = [(file, place) for file, (_, place) in zip(self._state.units, places, strict=True)]
 
     async def save(self, transfers: KvTransfer, groups: Collection[str]) -> None:
-        """Let ``groups`` write the units of their layers.  Transfers of prefix slots are refused from now on, and those
-        in progress awaited.  Raises LucevisorError."""
+        """Let ``groups`` write their layers, once transfers of prefix slots are over, and refused.  Raises
+        LucevisorError."""
         began = time.monotonic()
         await transfers.quiesce("its state is handed to another daemon")
         await self._moved(transfers.save(self.units, groups), "state exported", groups, began)
 
     async def load(self, transfers: KvTransfer, groups: Collection[str]) -> None:
-        """Let ``groups`` read the units of their layers, and release the memory.  Raises LucevisorError."""
+        """Let ``groups`` read their layers, and release the memory.  Raises LucevisorError."""
         began = time.monotonic()
         try:
             await self._moved(transfers.load(self.units, groups), "state imported", groups, began)
@@ -63,12 +62,11 @@ class ExportedState:
         log.info(event, groups=[*groups], n_bytes=self.n_bytes, seconds=round(time.monotonic() - began, 3))
 
     def close(self) -> None:
-        """Release the memory; idempotent."""
         self._state.close()
 
 
 def _slot_places(kv_group: KvGroup, ids: Sequence[int]) -> list[SlotPlace]:
-    """Return what holds these units: all pages as if of one sequence, states one by one."""
+    """Return what holds these units: pages as if of one sequence, states one by one."""
     if kv_group is KvGroup.RECURRENT:
         return [SlotPlace(0, state=state) for state in ids]
     if not ids:

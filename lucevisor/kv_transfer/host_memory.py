@@ -1,8 +1,7 @@
 """Host memory budget: what each owner of state takes outside of devices.
 
-Boundaries and the journal are sized by the plan and lease what they take; other owners open a memfd when they need it.
-Invariant: the files of an owner never exceed its limit, and none takes more than half of the host memory that is free.
-What is closed or collected counts no more.
+Boundaries and the journal lease what the plan gave them; others open a memfd when they need it.  Invariant: the files
+of an owner stay within its limit, and none takes more than half of what is free.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class HostFile(io.FileIO):
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the host memory that is free, of the machine and of the cgroups that this process is in."""
+    """Return the host memory that is free, of the machine and of this process's cgroups."""
     return min([int(psutil.virtual_memory().available), *_left_in_cgroups(proc, cgroups)])
 
 
@@ -71,30 +70,26 @@ class HostMemory:
         self._held: WeakSet[HostLease | HostFile] = WeakSet()
 
     def used(self, owner: HostOwner) -> int:
-        """Return the bytes of an owner."""
         return sum(held.n_bytes for held in self._held if held.owner is owner and not held.closed)
 
     def share(self, owner: HostOwner) -> int:
-        """Return half of what an owner has and what is free: the limit of one that takes what others leave."""
+        """Return half of what an owner has and what is free."""
         return (self.used(owner) + self._available()) // 2
 
     def release(self, file: HostFile) -> None:
-        """Count a file no more and close it beside the loop, as the system takes a while to free its memory."""
+        """Count a file no more and close it in a thread, as freeing memory takes a while."""
         if file in self._held:
             self._held.discard(file)
             Thread(target=file.close, name="free host memory").start()
 
     def lease(self, owner: HostOwner, n_bytes: int = 0) -> HostLease:
-        """Count memory that the plan has room for."""
         lease = HostLease(owner, n_bytes)
         self._held.add(lease)
         return lease
 
     def open(self, owner: HostOwner, n_bytes: int, limit_bytes: int | None = None) -> HostFile:
-        """Open a file that takes memory until it is closed.  ``limit_bytes``: of all files of the owner.
-
-        Raises HostMemoryShort.
-        """
+        """Open a file that takes memory until it is closed, within ``limit_bytes`` of its owner.  Raises
+        HostMemoryShort."""
         used, available = self.used(owner), self._available()
         what = f"{format_bytes(n_bytes)} of host memory for {owner}"
         if limit_bytes is not None and used + n_bytes > limit_bytes:

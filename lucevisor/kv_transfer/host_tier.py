@@ -1,7 +1,7 @@
 """Host tier of the prefix cache (KV offloading to host memory): slots that daemons write and read like snapshots.
 
-A slot holds the pages behind those of the longest slot that it begins with, so what conversations share is held once.
-Invariant: what can be found was written by every daemon; memory is released when nothing reads it and no slot needs it.
+A slot holds the pages behind those of the longest slot that it begins with, so what chats share is held once.
+Invariant: what can be found was written by every daemon; memory is released when no reader or slot needs it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ log = structlog.get_logger("lucevisor.kv_transfer")
 class HostSlot:
     """A prefix slot in host memory.  ``start``: the first position whose pages it holds; those before are of ``base``.
 
-    ``n_bytes``: of all that a restore reads, ``base`` included.  ``pins``: readers, and slots that it is the base of.
-    ``alive``: it can be found.
+    ``n_bytes``: of a whole restore.  ``pins``: readers, and slots based on it.  ``alive``: it can be found.
     """
 
     file: str
@@ -64,7 +63,6 @@ class HostSlot:
 
     @property
     def unit(self) -> TransferFile:
-        """What it holds itself."""
         return self.state.units[0]
 
     @property
@@ -74,8 +72,7 @@ class HostSlot:
 
 
 class HostTier:
-    """The slots of one model.  ``limit_bytes`` None: half of what is free.  ``on_evict``: a slot is about to be
-    evicted; a pin taken here delays that until it is removed."""
+    """The slots of one model.  ``limit_bytes`` None: half of what is free.  ``on_evict``: a pin delays that."""
 
     def __init__(
         self,
@@ -97,7 +94,7 @@ class HostTier:
 
     @property
     def slots(self) -> Sequence[HostSlot]:
-        """What can be found, most recently used first."""
+        """What can be found, the last used first."""
         return self._slots[::-1]
 
     @property
@@ -113,7 +110,7 @@ class HostTier:
     # ---- write
 
     def begin(self, slot: PrefixSlot, now: float) -> HostSlot | None:
-        """Take memory for a slot, evicting others if need be; ``finish`` or ``discard`` it.  None: there is no room."""
+        """Take memory for a slot, evicting others if need be; ``finish`` or ``discard`` it.  None: no room."""
         tokens, n, drafted = slot.tokens, slot.n_tokens, bool(self._draft_layers) and self._index.drafted(slot)
         base = None if slot.paged_out is not None else self._longest_base(tokens, drafted=drafted)
         start = 0 if base is None else _whole_pages(base)
@@ -132,7 +129,7 @@ class HostTier:
         )  # fmt: skip
 
     def finish(self, held: HostSlot) -> None:
-        """Let a slot be found: every daemon has written its part.  Another one of the same tokens goes."""
+        """Let a slot be found, in place of others of the same tokens: every daemon has written its part."""
         same = held.packed_tokens, held.adapter
         for other in [other for other in self._slots if (other.packed_tokens, other.adapter) == same]:
             self.discard(other)
@@ -154,14 +151,12 @@ class HostTier:
                 self.discard(held)
 
     def close(self) -> None:
-        """Discard all slots, when all daemons have exited."""
         for held in self.slots:
             self.discard(held)
 
     # ---- read
 
     def touch(self, held: HostSlot, now: float) -> None:
-        """Count a use of a slot and of those that it is based on."""
         for one in [*_chain(held)][::-1]:
             one.last_use, one.used_at = self._index.n_prompts, now
             if one.alive:
@@ -169,7 +164,6 @@ class HostTier:
                 self._slots.append(one)
 
     def pin(self, held: HostSlot) -> None:
-        """Keep the memory of a slot."""
         held.pins += 1
 
     def unpin(self, held: HostSlot | None) -> None:
@@ -180,14 +174,14 @@ class HostTier:
                 self._release(held)
 
     def units(self, held: HostSlot, place: SlotPlace, *, with_draft: bool) -> list[tuple[TransferFile, SlotPlace]]:
-        """Return what daemons read for the first tokens of a slot, as many as ``place`` has."""
+        """Return what daemons read for as many tokens of a slot as ``place`` has."""
         return [
             (TransferFile(one.file, one.unit.fd, tensors, with_draft), replace(place, n_tokens=stop))
             for one, tensors, stop in self._parts(held, place.n_tokens)
         ]
 
     def copy_to(self, fd: int, held: HostSlot, tensors: Iterable[TransferTensor]) -> int:
-        """Write the tensors of a slot to their places in a file; return the bytes.  Blocks.  Raises OSError."""
+        """Write the tensors of a slot to their places in a file; return the bytes.  Raises OSError."""
         n_copied, parts = 0, self._parts(held, held.n_tokens)[::-1]
         for tensor in tensors:
             os.lseek(fd, tensor.offset, os.SEEK_SET)
@@ -204,7 +198,7 @@ class HostTier:
     # ---- inside
 
     def _parts(self, held: HostSlot, n_tokens: int) -> list[tuple[HostSlot, list[TransferTensor], int]]:
-        """Return the slots that hold parts of the first tokens of one, which tensors of them, and up to where."""
+        """Return the slots that hold the first tokens of one, which tensors of them, and up to where."""
         parts, stop = [], n_tokens
         for one in _chain(held):
             contents = list(one.unit.contents)

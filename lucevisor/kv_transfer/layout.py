@@ -1,7 +1,6 @@
 """Layout of state outside of daemons: the tensors of a prefix slot, of pages and of recurrent states.
 
-Pure.  Invariant: tensors follow from layer table, length and kv dtype alone, so what daemons with one layer split wrote
-is readable by those of any other.
+Invariant: tensors follow from layer table, length and kv dtype alone, so any layer split can read them.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ def slot_tensors(
 ) -> list[TransferTensor]:
     """Return the tensors of a slot of ``n_tokens``, with offsets 0, sorted by item size, model, layer and kind.
 
-    In this order each tensor starts at a multiple of its item size, whatever the lengths.  ``start``: the first
-    position whose keys and values of full attention are wanted.
+    So each starts at a multiple of its item size.  ``start``: the first position of full attention that is wanted.
     """
     tensors: list[TransferTensor] = []
     for draft, layer in _of_both(layers, draft_layers):
@@ -52,7 +50,7 @@ def unit_tensors(
     kv_dtype: Dtype,
     draft_layers: Sequence[LayerSpec] = (),
 ) -> list[TransferTensor]:
-    """Return the tensors, with offsets 0, of pages that hold ``n_tokens`` positions, or of one recurrent state."""
+    """Return the tensors, with offsets 0, of pages with ``n_tokens`` positions, or of one recurrent state."""
     return [
         tensor
         for draft, layer in _of_both(layers, draft_layers)
@@ -62,7 +60,6 @@ def unit_tensors(
 
 
 def with_offsets(tensors: Sequence[TransferTensor], start: int = 0) -> list[TransferTensor]:
-    """Return the tensors one after the other, from an offset on."""
     offsets = accumulate((tensor.n_bytes for tensor in tensors), initial=start)
     return [replace(tensor, offset=offset) for tensor, offset in zip(tensors, offsets, strict=False)]
 

@@ -1,10 +1,8 @@
 """Transfers: units of state from daemons to files and back, whoever owns the files.
 
-Snapshots on disk, preempted requests and exports in host memory take this one path.  A transfer is a message to every
-daemon for each unit, and one outcome.  A daemon has a number of credits; further messages wait for its answers.  A
-failure, a loss, a ``Reset`` or ``quiesce`` cancels those that wait.
-Invariant: every transfer ends once each daemon that was sent a message has answered or is lost, never earlier, even
-after a failure; until then it owns its pages and descriptor.
+A transfer is a message to every daemon for each unit, and one outcome.  A daemon has credits; more messages wait, until
+a failure, a loss, a ``Reset`` or ``quiesce`` cancels them.  Invariant: a transfer ends once each daemon that was sent a
+message has answered or is lost; until then it owns its pages and descriptor.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ CREDITS: Final = 16
 
 @dataclass(slots=True, eq=False)
 class TransferFile:
-    """One unit of state in a file that daemons write or read.  ``file``: its name; ``with_draft``: with the drafter's
-    tensors."""
+    """One unit of state in a file.  ``file``: its name; ``with_draft``: with the drafter's tensors."""
 
     file: str
     fd: int
@@ -41,11 +38,9 @@ class TransferFile:
     with_draft: bool = True
 
     def tensors(self, layers: LayerRange) -> list[TransferTensor]:
-        """Return the tensors that a daemon with these layers writes and reads."""
         return [tensor for tensor in self.contents if tensor.layer in layers and not tensor.draft]
 
     def draft_tensors(self) -> list[TransferTensor]:
-        """Return the tensors that the daemon of the draft stage writes and reads."""
         return [tensor for tensor in self.contents if tensor.draft and self.with_draft]
 
     def n_bytes(self, tensors: Sequence[TransferTensor]) -> int:
@@ -81,8 +76,7 @@ Units = Iterable[tuple[TransferFile, SlotPlace]]
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """``problem``: why it failed; empty so far or on success.  ``without``: groups that did not load the drafter's
-    state, and why.
+    """``problem``: why it failed, or empty.  ``without``: groups that did not load the drafter's state, and why.
 
     ``fds``: own descriptors of its files, which a caller may close before.
     """
@@ -125,13 +119,11 @@ class KvTransfer:
         self._refusing = ""  # why nothing is moved for prefix slots
 
     def on_ready(self, group: str, link: Channel) -> None:
-        """Called when a daemon has loaded."""
         self._daemons[group].link = link
         self._refusing = ""
 
     async def quiesce(self, reason: str) -> None:
-        """Refuse transfers of all groups until ``resume`` or a daemon is ready, cancel those that wait for credits, and
-        wait for the others: their daemons write pages."""
+        """Refuse transfers until ``resume`` or a daemon is ready, cancel what waits, and await the rest."""
         self._refusing = reason
         for group in [*self._daemons]:
             self.cancel_waiting(group, reason)
@@ -139,14 +131,12 @@ class KvTransfer:
             await asyncio.wait([transfer.end for transfer in self._transfers])
 
     def cancel_waiting(self, group: str, reason: str) -> None:
-        """Cancel the messages of a group that wait for credits, as ``Reset`` cancels in a daemon those that were sent:
-        what it drops must not be written after it."""
+        """Cancel the messages of a group that wait for credits, as ``Reset`` does with those that were sent."""
         waiting = self._daemons[group].waiting
         while waiting:
             self._end(group, waiting.popleft(), f"it was cancelled: {reason}")
 
     def resume(self) -> None:
-        """Accept transfers of all groups again."""
         self._refusing = ""
 
     def on_lost(self, group: str, reason: str) -> None:
@@ -160,8 +150,7 @@ class KvTransfer:
             self._end(group, message, f"group {group} was lost: {reason}")
 
     def frame(self, group: str, frame: Frame) -> bool:
-        """Handle a daemon's answer; False if the frame does not belong to a transfer.  Late and repeated answers count
-        for nothing."""
+        """Handle a daemon's answer; False if the frame is none.  Late and repeated answers count for nothing."""
         answer = frame.message
         if not isinstance(answer, Saved | Restored | TransferFailed):
             return False
@@ -182,16 +171,13 @@ class KvTransfer:
         return True
 
     def save(self, units: Units, groups: Collection[str] | None = None) -> asyncio.Future[Transfer]:
-        """Let every daemon, or those of ``groups``, write its tensors; the future completes when all are done with the
-        files.
-        """
+        """Let every daemon, or those of ``groups``, write its tensors; completes when all are done with the files."""
         return self._begin(Save, units, groups)
 
     def load(self, units: Units, groups: Collection[str] | None = None) -> asyncio.Future[Transfer]:
-        """Let every daemon, or those of ``groups``, read its tensors; the future completes when all are done with the
-        files.
+        """Let every daemon, or those of ``groups``, read its tensors; completes when all are done with the files.
 
-        A daemon that runs the drafter alone may fail or be away: ``Transfer.without`` then names its group.
+        One that runs the drafter alone may fail: ``Transfer.without`` then names its group.
         """
         return self._begin(Restore, units, groups)
 
@@ -225,7 +211,6 @@ class KvTransfer:
         return transfer.end
 
     def _tensors(self, file: TransferFile) -> dict[str, list[TransferTensor]]:
-        """Return what each group writes or reads."""
         tensors = {group: [t for r in ranges for t in file.tensors(r)] for group, ranges in self._layers.items()}
         if drafts := file.draft_tensors():
             tensors[self._draft_group] = tensors.get(self._draft_group, []) + drafts
