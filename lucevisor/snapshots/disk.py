@@ -1,7 +1,7 @@
 """System calls on the snapshot directory: lock, headers, names, and verifying tensor checksums (xxh3).
 
-Invariants: files without a name of ours are never opened or changed; every failure is an OSError or a SnapshotError,
-never a signal: files are read, not mapped, because an unreadable mapped page would kill the process with SIGBUS.
+Files are read, not mapped: an unreadable mapped page would kill the process with SIGBUS.  Invariant: files without a
+name of ours are never opened or changed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Hook = Callable[[str], None]
 def locked(directory: Path) -> Iterator[None]:
     """Hold the directory's lock: no other supervisor creates, renames or removes files in the meantime.
 
-    The kernel releases the lock if its holder dies.  Raises TimeoutError, or OSError if there can be no lock file.
+    Raises TimeoutError, or OSError if there can be no lock file.
     """
     fd = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -79,10 +79,7 @@ def list_files(directory: Path) -> list[CacheFile]:
 
 
 def remove_leftover(path: Path) -> bool:
-    """Remove a partial file without a writer; False if it has one.  Hold the directory's lock.
-
-    A writer holds a lock on its file; the kernel releases it when the last process with the descriptor exits.
-    """
+    """Remove a partial file; False if it has a writer, which locks it.  Hold the directory's lock."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -98,9 +95,8 @@ def remove_leftover(path: Path) -> bool:
 
 
 def set_aside(path: Path, inode: int | None) -> str:
-    """Rename a file so that no supervisor reads it again; return the new name, or "" where the name belongs to another
-    file than ``inode`` by now: it was saved again.  Raises OSError.
-    """
+    """Rename a file that no supervisor is to read again; return the new name, "" if another file than ``inode`` has its
+    name by now.  Raises OSError."""
     with locked(path.parent):
         if inode is not None and path.lstat().st_ino != inode:
             return ""
@@ -157,7 +153,7 @@ def unreadable(where: str, error: OSError) -> SnapshotError:
 
 
 def is_our_own(error: SnapshotError) -> bool:
-    """Return whether a file was unreadable only for lack of descriptors or memory: it may be fine."""
+    """Return whether a file was unreadable only for lack of descriptors or memory."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _OURS
 
 
@@ -198,7 +194,6 @@ def write_all(fd: int, data: bytes, offset: int) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make renames in the directory durable."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -207,16 +202,14 @@ def sync_directory(directory: Path) -> None:
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the bytes that snapshots may still take of the directory's file system: a twentieth of it, 1 GiB at most,
-    is left to logs and others.
-    """
+    """Return the bytes that snapshots may still take: a twentieth of the disk, at most 1 GiB, is left to others."""
     found = os.statvfs(directory)
     left_free = min(found.f_blocks * found.f_frsize // 20, 1 << 30)
     return max(0, found.f_bavail * found.f_frsize - left_free)
 
 
 def prune_directory(directory: Path, disk_bytes: int, keep: Collection[str] = ()) -> list[CacheFile]:
-    """Remove what :func:`files_to_evict` selects and return it.  Hold the directory's lock."""
+    """Remove and return what :func:`files_to_evict` selects.  Hold the directory's lock."""
     gone = []
     for one in files_to_evict(list_files(directory), disk_bytes, keep):
         (directory / one.file).unlink(missing_ok=True)
@@ -234,7 +227,6 @@ def make_directory(directory: Path) -> None:
 
 
 def describe_error(error: Exception) -> str:
-    """Describe an error in one line, with name and number of system errors."""
     if isinstance(error, OSError) and error.errno is not None:
         where = f" ({Path(str(error.filename)).name})" if error.filename else ""
         return f"{errno.errorcode.get(error.errno, 'errno')} {error.errno}: {error.strerror}{where}"

@@ -1,8 +1,7 @@
-"""The snapshot file: the records of a prefix slot, and the one safetensors file that holds the tensors of all shards.
+"""The snapshot file: one safetensors file with the tensors of all shards of a prefix slot.
 
-docs/snapshot-format.md is the specification.  Numbers and bytes only: no files, no clock.  Invariants: the tensors of a
-slot follow from layer table, length and kv dtype alone, so a file written under one layer split is readable under any
-other; :func:`parse` accepts only bytes that :func:`pack` made.
+docs/snapshot-format.md is the specification.  Invariants: a file's tensors follow from layer table, length and kv dtype
+alone, so any layer split can read it; :func:`parse` accepts only bytes that :func:`pack` made.
 """
 
 from __future__ import annotations
@@ -78,17 +77,16 @@ class StateModel:
     adapters: Mapping[str, str] = field(default_factory=dict, hash=False)  # fingerprint with each LoRA adapter, by name
 
     def fingerprint_with(self, adapter: str) -> str:
-        """Return the fingerprint of state that is computed with an adapter, or without one (empty)."""
         return self.adapters[adapter] if adapter else self.fingerprint
 
     def adapter_of(self, fingerprint: str) -> str | None:
-        """Return the adapter of state with that fingerprint, empty without one; None: it is of another model."""
+        """Return the adapter of state with that fingerprint, empty without one; None: of another model."""
         known = {self.fingerprint: "", **{mark: name for name, mark in self.adapters.items()}}
         return known.get(fingerprint)
 
     @property
     def whole_only(self) -> bool:
-        """True if a slot is usable at its full length only: a recurrent state or window belongs to one position."""
+        """True if a slot is usable at its full length only."""
         return whole_only(self.layers)
 
 
@@ -104,10 +102,9 @@ class SlotRecord:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHeader:
-    """A header, read or to be written: in the file it is the JSON ``slot``.  ``packed_tokens``: little-endian uint32.
+    """A header: in the file it is the JSON ``slot``, where offsets of tensors and ``data_start`` are 0.
 
-    ``tensors`` are in the order of the file, and their offsets follow from it; in the JSON they are 0, as is
-    ``data_start``.  ``draft_fingerprint``: of the drafter whose state it holds too, or empty.
+    ``packed_tokens``: little-endian uint32.  ``draft_fingerprint``: of the drafter whose state it holds too, or empty.
     """
 
     fingerprint: str
@@ -138,12 +135,12 @@ class SnapshotHeader:
 
 
 def whole_only(layers: Sequence[LayerSpec]) -> bool:
-    """Return whether state of these layers is usable at its full length only."""
+    """Return whether a recurrent state or window belongs to one position, so that a slot cannot be cut."""
     return any(layer.kv_group is not KvGroup.FULL for layer in layers)
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Pack token ids as little-endian uint32.  Raises ValueError for an id that does not fit into 32 bits."""
+    """Pack token ids as little-endian uint32.  Raises ValueError for one of more than 32 bits."""
     try:
         return TokenBuffer.of(tokens).packed()
     except OverflowError as error:
@@ -180,9 +177,7 @@ def lay_out(model: StateModel, slot: SlotRecord) -> SnapshotHeader:
 
 
 def max_file_bytes(model: StateModel, n_tokens: int) -> int:
-    """Return the most bytes that the file of a slot takes, with the drafter's tensors.  Its header has 1 KiB a tensor,
-    and 7 bytes a token: four bytes as base64, and the record of a page.
-    """
+    """Return the most bytes of a slot's file, the header with 1 KiB a tensor and 7 bytes a token."""
     draft_layers = model.draft.layers if model.draft is not None else ()
     tensors = slot_tensors(model.layers, n_tokens, model.kv_dtype, draft_layers)
     header_bytes = 2 * DATA_ALIGNMENT + 1024 * len(tensors) + 7 * n_tokens
@@ -190,7 +185,7 @@ def max_file_bytes(model: StateModel, n_tokens: int) -> int:
 
 
 def _placed(snapshot: SnapshotHeader, data_start: int | None = None) -> SnapshotHeader:
-    """Return the header with its tensors one after the other from ``data_start`` on, or as early as they can be."""
+    """Return the header with its tensors one after the other, from ``data_start`` or as early as they can be."""
     if data_start is None:
         data_start = -(-(LENGTH_BYTES + len(_json(snapshot))) // DATA_ALIGNMENT) * DATA_ALIGNMENT
     return replace(snapshot, tensors=tuple(with_offsets(snapshot.tensors, data_start)), data_start=data_start)
@@ -222,10 +217,7 @@ def _json(snapshot: SnapshotHeader) -> bytes:
 
 
 def header_bytes(length: bytes, file_bytes: int) -> int:
-    """Return how many bytes of the file to read for :func:`parse`; ``length`` is its first 8 bytes.
-
-    Raises SnapshotError if a file of ``file_bytes`` cannot have such a header.
-    """
+    """Return how many bytes :func:`parse` needs, from the first 8 of a file.  Raises SnapshotError."""
     n = int.from_bytes(length, "little")
     if len(length) < LENGTH_BYTES or LENGTH_BYTES + n > file_bytes:
         raise SnapshotError(Fault.TRUNCATED, "header length", f"{n} bytes, the file has {file_bytes}")
@@ -284,10 +276,7 @@ def _check_version(metadata: dict[str, str]) -> None:
 
 
 def check_fits(snapshot: SnapshotHeader, model: StateModel) -> None:
-    """Raise SnapshotError unless the file holds exactly the state of this model's layers.
-
-    Another kv dtype is accepted: the daemons convert.  The state of another drafter is not looked at.
-    """
+    """Raise SnapshotError unless the file holds the state of this model's layers, in whatever kv dtype."""
     if model.adapter_of(snapshot.fingerprint) is None:
         raise SnapshotError(
             Fault.OTHER_MODEL,

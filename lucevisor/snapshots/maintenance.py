@@ -1,8 +1,6 @@
-"""Maintenance of a snapshot directory, with or without a running supervisor: list, verify, prune, remove, in JSON.
+"""Maintenance of a snapshot directory without a model: list, verify, prune, remove, in JSON.  Blocks on the disk.
 
-For the command line and the admin API; needs no model, and blocks on the disk.  Invariants: only files with names of
-ours are touched; a partial file with a writer is left alone; a name that is not one of our files in the directory is
-refused before anything is done.
+Invariants: only files with names of ours are touched; a partial file with a writer is left alone.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ class CacheError(LucevisorError):
 
 
 def check_directory(directory: Path) -> None:
-    """Create the directory if need be, and check that files can be listed, read and created.  Raises ConfigError."""
+    """Create the directory if need be, and check access.  Raises ConfigError."""
     disk.make_directory(directory)
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         why = f"cannot be read and written by user {os.geteuid()}"
@@ -62,7 +60,7 @@ def files(directory: Path) -> list[JsonObject]:
 
 
 def to_verify(directory: Path, names: Sequence[str]) -> list[str]:
-    """Return the snapshots to check: those named, or all.  Raises CacheError for a name that is not a snapshot."""
+    """Return the snapshots to check: those named, or all.  Raises CacheError for another name."""
     recent_first = sorted(_files(directory), key=lambda file: (-file.used_s, file.file))
     snapshots = [file.file for file in recent_first if file.kind is FileKind.SNAPSHOT]
     for name in names:
@@ -74,8 +72,7 @@ def to_verify(directory: Path, names: Sequence[str]) -> list[str]:
 def verify(directory: Path, file: str, *, set_aside: bool) -> JsonObject:
     """Compare every checksum of one file.  Raises CacheError.
 
-    In the result ``problem`` is empty for an intact file, ``gone`` true for one that was removed meanwhile, and
-    ``set_aside`` the new name of a renamed one.
+    ``problem`` is empty for an intact file, ``gone`` true for a removed one; ``set_aside``: its new name if renamed.
     """
     problem, is_gone, new_name, path = "", False, "", directory / file
     inode = path.lstat().st_ino if path.is_symlink() or path.exists() else None
@@ -105,8 +102,9 @@ def verify(directory: Path, file: str, *, set_aside: bool) -> JsonObject:
 
 
 def prune(directory: Path, disk_bytes: int, *, refused: bool) -> list[JsonObject]:
-    """Remove leftovers, with ``refused`` files that were set aside too, then the least recently used until the rest
-    takes ``disk_bytes`` at most.  Returns what was removed.  Raises CacheError.
+    """Remove leftovers, with ``refused`` files set aside too, then the least recently used ones beyond ``disk_bytes``.
+
+    Returns what was removed.  Raises CacheError.
     """
     try:
         with disk.locked(directory):
@@ -123,10 +121,7 @@ def prune(directory: Path, disk_bytes: int, *, refused: bool) -> list[JsonObject
 
 
 def remove(directory: Path, requested: Sequence[str], *, everything: bool) -> list[JsonObject]:
-    """Remove files by name, or all of ours; return those that this call removed.
-
-    Raises CacheError, removing nothing, for a name that is not ours or does not exist.
-    """
+    """Remove files by name, or all of ours; return those removed.  Raises CacheError, removing nothing, for others."""
     held = {file.file for file in _files(directory)}
     for name in () if everything else requested:
         if kind_of(name) is FileKind.OTHER:
@@ -145,7 +140,7 @@ def remove(directory: Path, requested: Sequence[str], *, everything: bool) -> li
 
 
 def _remove(path: Path, kind: FileKind) -> bool:
-    """Remove one file; False if it is gone already.  Raises CacheError for one that is being written."""
+    """Remove one file; False if it is gone.  Raises CacheError for one that is being written."""
     if kind is not FileKind.PARTIAL:
         path.unlink(missing_ok=True)
     elif not disk.remove_leftover(path):

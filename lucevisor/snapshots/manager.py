@@ -1,12 +1,9 @@
 """Snapshot manager: copies prefix slots (KV cache) to host memory and to disk, and restores them.
 
-Joins engine, host tier, store and daemons; ``policy`` decides by numbers, the daemons and the store move the bytes.
-New slots are copied to host memory behind the steps, and go from there to disk; those of preempted requests are copied
-when they are evicted.  If host memory or a file covers more of a request that is about to start than the devices'
-slots, and reading it is faster than computing, the request is held while it is read into reserved pages, and
-checksummed if it is a file; then the slot is published and the request resumes.  After any failure the request resumes
-without it.  Invariant: a slot is published only if every daemon restored its part and all checksums match; pages and
-descriptors are kept until every daemon is done with them.
+New slots are copied to host memory behind the steps, and saved from there; those of preempted requests when they are
+evicted.  A request that a lower tier has more of is held while that is read into reserved pages, if that is faster than
+computing; after a failure it resumes without.  Invariant: a slot is published only if every daemon restored its part
+and all checksums match; pages and descriptors are kept until every daemon is done with them.
 """
 
 from __future__ import annotations
@@ -76,8 +73,8 @@ async def open_store(
     known: Sequence[SnapshotStore] = (),
     adapters: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> SnapshotStore:
-    """Open and scan ``cache.dir``, unless one of the ``known`` stores is for the same.  ``digests``: of all tensors,
-    and of those of the ``adapters`` by name; ``draft``: of the drafter that is placed.  Raises ConfigError."""
+    """Open and scan ``cache.dir``, unless a ``known`` store is for the same state.  ``digests``: of all tensors, and of
+    those of the ``adapters`` by name.  Raises ConfigError."""
     mark = await asyncio.to_thread(fingerprint, spec, digests, placement.options, _computed_by(placement))
     model = StateModel(
         mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers, draft,
@@ -100,7 +97,7 @@ def _computed_by(placement: Placement) -> list[str]:
 
 @dataclass(slots=True, eq=False)
 class _Restoring:
-    """A restore in progress and the requests waiting for it.  ``resumed``: it ended or timed out, so none waits."""
+    """A restore and the requests waiting for it.  ``resumed``: it ended or timed out."""
 
     match: SnapshotMatch
     waiting: list[str] = field(default_factory=list)
@@ -108,8 +105,7 @@ class _Restoring:
 
 
 class SnapshotManager:
-    """Created with the engine; ``start`` installs its hooks, ``close`` ends it.  ``host`` None: slots are not kept in
-    host memory.  ``transfers``: those of the present deployment, None while there is none."""
+    """``host`` None: slots are not kept in host memory.  ``transfers``: of the present deployment, None without one."""
 
     def __init__(
         self, engine: Engine, transfers: Callable[[], KvTransfer | None], policy: SavePolicy, host: HostTier | None
@@ -141,14 +137,14 @@ class SnapshotManager:
             self._spawn(self._copy_slots(self.host), "copy slots to host memory")
 
     def use(self, store: SnapshotStore) -> None:
-        """Start saving to a directory and restoring from it."""
         self.store = store
         self._spawn(self._save_turns(store), "save snapshots at turns")
 
     async def save_all(self, deadline_s: float) -> int:
-        """Save all slots in memory that are worth it, most recently used first; return the number of files written.
+        """Save all slots that are worth it, the last used first, before the shards lose them; return the number of
+        files.
 
-        Call before the shards lose their state.  No save starts after the deadline.
+        No save starts after the deadline.
         """
         store = self.store
         if store is None:
@@ -179,8 +175,7 @@ class SnapshotManager:
         return n_saved
 
     async def copy_all(self) -> None:
-        """Copy the slots that host memory lacks to it, most recently used last; call before the shards lose their
-        state."""
+        """Copy the slots that host memory lacks, the last used last, before the shards lose them."""
         if self.host is None:
             return
         for slot in sorted(self._engine.prefixes.slots, key=lambda slot: slot.used_at):
@@ -188,9 +183,7 @@ class SnapshotManager:
                 await self._copy(self.host, slot)
 
     async def close(self) -> None:
-        """End all tasks and wait for the disk; the store stays open.  Call after the last daemon is gone, when every
-        transfer has ended.
-        """
+        """End all tasks and wait for the disk; the store stays open.  Call it when every transfer has ended."""
         hooks, nothing = self._engine.prefixes.hooks, PrefixHooks()
         hooks.on_slot, hooks.on_evict, hooks.on_invalid = nothing.on_slot, nothing.on_evict, nothing.on_invalid
         hooks.fetch, hooks.find = nothing.fetch, nothing.find
@@ -210,7 +203,6 @@ class SnapshotManager:
     # ---- restore
 
     def _fetch(self, request_id: str, tokens: TokenBuffer, n_cached: int) -> bool:
-        """Return whether a request must wait for a restore, starting it if need be."""
         match = self._better(tokens, n_cached)
         if match is None:
             return False
@@ -230,8 +222,7 @@ class SnapshotManager:
         return n_cached if match is None else match.n_tokens
 
     def _better(self, tokens: TokenBuffer, n_cached: int) -> SnapshotMatch | None:
-        """Return what to restore for a request: of all tiers below the devices, or of host memory where that is too
-        slow."""
+        """Return what to restore for a request: of all tiers, or of host memory where that is too slow."""
         held = self.host.slots if self.host is not None else ()
         files = self.store.entries[::-1] if self.store is not None else ()
         for entries in ([*held, *files], held):
@@ -247,8 +238,7 @@ class SnapshotManager:
         return None
 
     def _is_faster(self, match: SnapshotMatch, n_tokens: int) -> bool:
-        """Return whether reading a match takes less time than computing so many tokens, by the rates measured last;
-        what was not measured lately is read."""
+        """Return whether reading a match takes less time than computing so many tokens, by the rates measured last."""
         rate, to_compute = (
             self._rates[_tier(match)],
             self._engine.core.scheduler.reuse.prompt_rate.seconds_for(n_tokens),
@@ -323,11 +313,8 @@ class SnapshotManager:
     async def _read_file(
         self, match: SnapshotMatch, entry: SnapshotEntry, reservation: Reservation, on_timeout: Callable[[], None]
     ) -> tuple[Transfer, bool]:
-        """Let the daemons read a file, and checksum it; return whether the drafter's state is among it.  Raises
-        SnapshotRefused.
-
-        ``on_timeout`` is called on timeout; the pages stay reserved until the daemons are done.
-        """
+        """Let the daemons read a file, and checksum it; return whether the drafter's state is in it.  Raises
+        SnapshotRefused."""
         assert self.store is not None
         opened = await self._on_disk(self.store.open_for_restore, entry, match.n_tokens)
         opened.with_draft = opened.with_draft and reservation.drafted
@@ -356,10 +343,9 @@ class SnapshotManager:
             self._wake.set()
 
     def _on_evict(self, slot: PrefixSlot) -> None:
-        """Delay an eviction to copy the slot to host memory, or without that to save it, if it is worth it and no other
-        one is being copied.
+        """Delay an eviction to copy the slot to host memory, or else to save it, if it is worth it.
 
-        The slot of a preempted request waits for its turn, and is not saved: its answer is incomplete.
+        That of a preempted request waits for its turn, and is not saved: its answer is incomplete.
         """
         preempted = slot.origin == "preempted"
         if self.host is not None:
@@ -408,7 +394,6 @@ class SnapshotManager:
         return slot.n_tokens - (known.n_tokens if known is not None else 0) >= self._min_gain
 
     async def _copy(self, host: HostTier, slot: PrefixSlot) -> None:
-        """Copy a slot to host memory; one that failed is not kept."""
         async with self._copying:
             place = await self._engine.slots.export(slot) if self._is_new(host, slot) else None
             if place is None:
@@ -444,7 +429,6 @@ class SnapshotManager:
                     await asyncio.wait({saving})  # an exception is logged and does not end this loop
 
     async def _renew(self, store: SnapshotStore) -> None:
-        """Make the directory again if it was removed."""
         try:
             await self._on_disk(store.renew)
         except ConfigError as error:
@@ -455,9 +439,7 @@ class SnapshotManager:
         return replace(self._save_policy, disk_bytes=store.budget)
 
     def _shortest_alike(self, slot: PrefixSlot) -> PrefixSlot:
-        """Return the shortest slot that has all but a few tokens of another one: its file serves more prompts, such as
-        the same prompt again beside the next turn.
-        """
+        """Return the shortest slot that has all but a few tokens of another one: its file serves more prompts."""
         shortest = slot
         while (
             parent := shortest.parent
@@ -481,7 +463,6 @@ class SnapshotManager:
         return reason
 
     async def _save(self, store: SnapshotStore, slot: PrefixSlot, deadline_s: float) -> bool:
-        """Let the daemons write a slot's file; False if that failed, which is logged."""
         async with self._saving:
             place = await self._engine.slots.export(slot)
             if place is None:
@@ -535,9 +516,7 @@ class SnapshotManager:
     # ---- inside
 
     async def _on_disk(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run blocking work in a thread, to its end: a cancellation takes effect at the caller's next await, when what
-        the work opened can be closed.
-        """
+        """Run blocking work in a thread, to its end; a cancellation takes effect at the caller's next await."""
         call = asyncio.ensure_future(asyncio.wrap_future(self._disk.submit(work, *args, **kwargs)))
         try:
             return await asyncio.shield(call)
@@ -557,8 +536,7 @@ class SnapshotManager:
     async def _move(
         self, units: Units, seconds: float, on_timeout: Callable[[], object] = lambda: None, *, load: bool = False
     ) -> Transfer:
-        """Let the daemons write or read, however long it takes; at the deadline it has failed, and ``on_timeout`` is
-        called."""
+        """Let the daemons write or read; at the deadline it has failed, and ``on_timeout`` is called."""
         transfers = self._transfers()
         if transfers is None:
             return Transfer(problem="there are no daemons")

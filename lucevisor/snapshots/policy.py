@@ -1,8 +1,4 @@
-"""Snapshot policy: what to save, and disk eviction, by numbers of tokens and bytes.
-
-Decides about files without touching them.  Invariant: evicts the least recently used files, and no more than the
-budget requires.
-"""
+"""Snapshot policy: what to save, and disk eviction, by numbers of tokens and bytes."""
 
 from __future__ import annotations
 
@@ -39,7 +35,6 @@ class FileKind(StrEnum):
 
 
 def kind_of(name: str) -> FileKind:
-    """Return the kind of a file of the directory by its name."""
     match = _NAME.fullmatch(name)
     if match is None:
         return FileKind.OTHER
@@ -49,13 +44,12 @@ def kind_of(name: str) -> FileKind:
 
 
 def file_name(snapshot: SnapshotHeader) -> str:
-    """Return the name of a slot's file: files of the same tokens in the same number formats replace each other."""
+    """Return the name of a slot's file: the same for the same tokens in the same number formats."""
     text = f"{snapshot.dtype.value} {snapshot.kv_dtype.value} ".encode() + snapshot.packed_tokens
     return f"{name_prefix(snapshot.fingerprint)}{sha256(text).hexdigest()[:16]}.safetensors"
 
 
 def name_prefix(fingerprint: str) -> str:
-    """Return how the names of all snapshots of a model begin."""
     return f"lucevisor-{fingerprint[:16]}-"
 
 
@@ -104,7 +98,7 @@ def longest_match(
 ) -> SnapshotMatch | None:
     """Return the match with most of the prompt's first ``most`` tokens; of several, the first.
 
-    ``whole_only``: slots have a recurrent state or a window, so all tokens of one must be a prefix of the prompt.
+    ``whole_only``: all tokens of a slot must be a prefix of the prompt.
     """
     tokens = TokenBuffer.of(prompt)
     most = min(most, len(tokens))
@@ -138,11 +132,8 @@ class SaveTrigger(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """``min_tokens`` and ``disk_bytes`` come from ``[cache]``.
-
-    ``turn_gain``: share of a slot that must be new on disk to save it at the end of a turn.  Saving a conversation at
-    every turn would write its length squared.
-    """
+    """``turn_gain``: share of a slot that must be new on disk at the end of a turn; else a chat writes its length
+    squared."""
 
     min_tokens: int
     disk_bytes: int
@@ -178,9 +169,8 @@ def reject_save_reason(c: Candidate, trigger: SaveTrigger, policy: SavePolicy) -
 
 
 def plan_shutdown_saves(candidates: Iterable[Candidate], policy: SavePolicy) -> list[Candidate]:
-    """Select what to save before a stop, of slots in order of their last use, the newest first: as many as fit into the
-    budget beside those before them that are on disk already.  Later ones would be the first to be evicted.
-    """
+    """Select what to save before a stop, of slots in order of their last use: as many as fit the budget beside what is
+    saved already."""
     left, chosen = policy.disk_bytes, []
     for c in candidates:
         if c.n_bytes <= left and (c.gain_tokens <= 0 or not reject_save_reason(c, SaveTrigger.SHUTDOWN, policy)):
@@ -217,10 +207,9 @@ class CacheFile:
 
 
 def files_to_evict(files: Iterable[CacheFile], disk_bytes: int, keep: Collection[str] = ()) -> list[CacheFile]:
-    """Select snapshots to remove, least recently used first, until all files together fit into ``disk_bytes``.
+    """Select snapshots to remove, least recently used first, until all files fit into ``disk_bytes``.
 
-    Files that were set aside count but are never selected: they are evidence for the operator.  Nor are those in
-    ``keep``.
+    Files that were set aside count but stay: they are evidence for the operator.
     """
     files = list(files)
     excess = sum(f.n_bytes for f in files) - disk_bytes

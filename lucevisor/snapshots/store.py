@@ -1,11 +1,8 @@
-"""The snapshot directory: scan, save, restore, prune.
+"""The snapshot directory: scan, save, restore, prune.  Every method blocks on the disk; any thread may call it.
 
-Every method blocks on the disk and may be called from any thread.  A save allocates a partial file, lets the daemons
-write their tensors, computes checksums, writes the header, syncs and renames.  Invariants: a file with a final name is
-complete; a save that fails at any step removes its partial file and leaves all others alone; a failed fsync is never
-retried, since the kernel may have dropped the pages it could not write; a file whose header does not fit the model is
-never handed out for a restore; a refused file is never used again; every refusal and failure is logged once, with its
-reason.
+A save allocates a partial file, which daemons write, then computes checksums, writes the header, syncs and renames.
+Invariants: a file with a final name is complete; a save that fails removes its partial file; a failed fsync is never
+retried, as the kernel may have dropped pages; a refused file is never used again, and each refusal is logged once.
 """
 
 from __future__ import annotations
@@ -86,7 +83,7 @@ class SaveFailed(LucevisorError):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PendingSnapshot(TransferFile):
-    """A file being written: ``file`` is its final name, ``path`` its partial one.  Open until finish or abort."""
+    """A file being written: ``file`` is its final name, ``path`` its partial one."""
 
     path: Path
     snapshot: SnapshotHeader
@@ -95,13 +92,12 @@ class PendingSnapshot(TransferFile):
 
     @property
     def data_bytes(self) -> int:
-        """Bytes that all daemons together must write."""
         return self.snapshot.file_bytes - self.snapshot.data_start
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OpenSnapshot(TransferFile):
-    """A matching file, open to restore its first ``n_tokens``.  ``check`` verifies its tensors."""
+    """A matching file, open to restore its first ``n_tokens``."""
 
     entry: SnapshotEntry
     snapshot: SnapshotHeader
@@ -119,10 +115,10 @@ class OpenSnapshot(TransferFile):
 
 
 class SnapshotStore:
-    """The snapshots of ``model`` in ``directory``; those of other models only count towards the disk budget.
+    """The snapshots of ``model`` in ``directory``; those of others count towards ``disk_bytes``.
 
-    ``disk_bytes``: limit for all our files, other models included; ``budget``: the same, or what the disk really has
-    room for.  ``at`` is called before each step of the write protocol.  Raises ConfigError naming ``cache.dir``.
+    ``budget``: the same, or what the disk has room for.  ``at`` is called before each step of a save.  Raises
+    ConfigError.
     """
 
     def __init__(
@@ -150,7 +146,6 @@ class SnapshotStore:
         disk.make_directory(directory)
 
     def close(self) -> None:
-        """End the threads; the caller closes open files."""
         self._seal_pool.shutdown()
         self._pool.shutdown()
 
@@ -170,10 +165,7 @@ class SnapshotStore:
             return sorted(self._index.values(), key=lambda e: (e.used_s, e.file))
 
     def scan(self) -> list[SnapshotEntry]:
-        """Read the headers of this model's files, remove leftovers of dead writers, set aside what is not a snapshot.
-
-        Reads no tensors.  Raises ConfigError if the directory is unusable.
-        """
+        """Read this model's headers, remove leftovers, set aside what is not a snapshot.  Raises ConfigError."""
         started, began_s = time.monotonic(), self._clock()
         with self._directory_lock():
             files, _ = self._list_files()
@@ -228,9 +220,7 @@ class SnapshotStore:
         return len(self._index)
 
     def find(self, prompt: Sequence[int], most: int) -> SnapshotMatch | None:
-        """Return the match that restores most of the prompt's first ``most`` tokens; of several, the file used last.
-        Safe to call on an event loop.
-        """
+        """Return the match that restores most of the prompt's first ``most`` tokens; does not block."""
         return longest_match(self.entries[::-1], prompt, most, whole_only=self.model.whole_only)
 
     # ---- write
@@ -262,10 +252,7 @@ class SnapshotStore:
         return pending
 
     def finish(self, pending: PendingSnapshot, n_bytes: int) -> SnapshotEntry:
-        """Seal and publish a file after the daemons wrote ``n_bytes``, then prune.
-
-        Raises SaveFailed, leaving nothing behind.
-        """
+        """Seal and publish a file after the daemons wrote ``n_bytes``, then prune.  Raises SaveFailed."""
         entry = self._seal(pending, n_bytes)
         seconds = time.monotonic() - pending.started_s
         with self._guard:
@@ -289,7 +276,6 @@ class SnapshotStore:
             self._save_failed("aborted", pending.file, reason)
 
     def _seal(self, pending: PendingSnapshot, n_bytes: int) -> SnapshotEntry:
-        """Check, seal and rename a file.  Raises SaveFailed, leaving nothing behind."""
         with self._saving(pending):
             self._at("size")
             _check_size(pending, n_bytes)
@@ -360,10 +346,8 @@ class SnapshotStore:
     # ---- read
 
     def open_for_restore(self, entry: SnapshotEntry, n_tokens: int | None = None) -> OpenSnapshot:
-        """Open a file and check that its header matches this model.  Raises SnapshotRefused.
-
-        ``n_tokens``: use only so many, if the model's slots can be cut.  A file refused for its contents is set aside.
-        """
+        """Open a file and check that its header matches this model.  ``n_tokens``: use only so many.  Raises
+        SnapshotRefused."""
         n = entry.n_tokens if n_tokens is None else n_tokens
         if not 0 < n <= entry.n_tokens or (n < entry.n_tokens and self.model.whole_only):
             raise ValueError(f"{n} tokens of {entry.file}: it has {entry.n_tokens} and must be used whole")
@@ -388,7 +372,7 @@ class SnapshotStore:
         )  # fmt: skip
 
     def check(self, opened: OpenSnapshot) -> None:
-        """Compare every tensor's checksum, possibly while the daemons read.  Raises SnapshotRefused."""
+        """Compare every tensor's checksum, also while daemons read.  Raises SnapshotRefused."""
         with self._refusing(opened.file, opened.fd):
             try:
                 disk.compare(disk.checksums(opened.fd, opened.snapshot.tensors, self._pool), opened.snapshot)
@@ -396,14 +380,12 @@ class SnapshotStore:
                 raise disk.unreadable("tensors", error) from error
 
     def restored(self, entry: SnapshotEntry, seconds: float) -> None:
-        """Count a restored file; ``seconds`` since the decision."""
         with self._guard:
             self.statistics.n_restored += 1
             self.statistics.restored_bytes += entry.n_bytes
             self.statistics.restore_s += seconds
 
     def not_restored(self, entry: SnapshotEntry, reason: str) -> None:
-        """Log and count a restore that failed although the file may be intact."""
         with self._guard:
             self.statistics.failures[NOT_RESTORED] += 1
         log.warning("snapshot not restored", file=entry.file, reason=reason)
@@ -424,8 +406,7 @@ class SnapshotStore:
             raise SnapshotRefused(error.fault, file, str(error)) from error
 
     def _refuse(self, file: str, error: SnapshotError, fd: int = -1) -> None:
-        """Remove a file from the index, log the reason, and rename the file unless it is gone, another model's, or
-        possibly intact."""
+        """Forget a file, log why, and rename it unless it is gone, another model's, or possibly intact."""
         with self._guard:
             self._index.pop(file, None)
         self.statistics.failures[error.fault.value] += 1
@@ -441,7 +422,7 @@ class SnapshotStore:
     # ---- prune
 
     def prune(self, disk_bytes: int | None = None, keep: Collection[str] = ()) -> list[CacheFile]:
-        """Remove the least recently used files, of any model, until ours fit into the budget.  Raises OSError."""
+        """Remove the least recently used files, of any model, beyond the budget.  Raises OSError."""
         budget = self.disk_bytes if disk_bytes is None else disk_bytes
         with disk.locked(self.directory):
             removed = disk.prune_directory(self.directory, budget, keep)
@@ -449,7 +430,6 @@ class SnapshotStore:
         return removed
 
     def _forget(self, files: Sequence[CacheFile]) -> None:
-        """Take files that were removed to make room out of the index."""
         for file in files:
             log.info("snapshot pruned", file=file.file, n_bytes=file.n_bytes)
         with self._guard:
@@ -457,15 +437,14 @@ class SnapshotStore:
                 self._index.pop(file.file, None)
 
     def _list_files(self) -> tuple[list[CacheFile], int]:
-        """Return all our files and the bytes that the disk has left; sets ``budget``.  Hold the directory's lock."""
+        """Return all our files and the bytes left on the disk; sets ``budget``.  Hold the lock."""
         files, free = disk.list_files(self.directory), disk.free_bytes(self.directory)
         self.budget = min(self.disk_bytes, sum(f.n_bytes for f in files) + free)
         return files, free
 
     def _make_room(self, n_bytes: int, *, full: bool = False) -> bool:
-        """Remove the least recently used snapshots if ``n_bytes`` have no room on the disk, at least one if it is
-        ``full``; False, removing none, if all are not enough.
-        """
+        """Remove the least recently used snapshots if ``n_bytes`` have no room, at least one if the disk is ``full``;
+        False, removing none, if all are not enough."""
         with disk.locked(self.directory):
             files, free = self._list_files()
             lacking = max(n_bytes - free, 1 if full else 0)
@@ -496,7 +475,6 @@ def _label(error: Exception) -> str:
 
 
 def _lower_io_priority() -> None:
-    """Lower the thread's I/O priority, because no request waits for a save."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread alone
 
 
