@@ -1,3 +1,1 @@
-"""Process supervision of the workers, one shard daemon per backend group: a pure state machine, its policies, and the
-shell that spawns, signals and waits.
-"""
+"""Process supervision of shard daemons: a pure state machine, and the shell that spawns, signals and waits."""

@@ -1,9 +1,7 @@
 """Starts a daemon on another host, by the standard library alone, and passes on what the supervisor orders.
 
-The supervisor sends this file to an interpreter there, on its standard input; then a line of JSON (``Order`` of
-``remote``), an archive of the daemon's source, and a byte for each order.  The daemon is this process's child and dies
-with it; its output is this process's.  At the end of standard input it gets SIGTERM, then SIGKILL.  Exits as the daemon
-did, with 128 + N for signal N.
+Standard input has this file, a line of JSON (``order`` of launcher.py), an archive of the daemon's source, and a byte
+for each order; at its end the daemon gets SIGTERM, then SIGKILL.  Exits as the daemon did, with 128 + N for signal N.
 """
 
 import fcntl
@@ -28,13 +26,12 @@ SIGNALS = {b"s": signal.SIGUSR1, b"t": signal.SIGTERM, b"k": signal.SIGKILL}
 
 
 def refuse(reason: str) -> None:
-    """End as what would fail again."""
     print(reason, file=sys.stderr, flush=True)
     os._exit(EXIT_CONFIGURATION)
 
 
 def install(archive: bytes, code_hash: str) -> Path:
-    """Return a directory with the files of an archive; those that are there and the same stay."""
+    """Return a directory with the files of an archive; those that are the same stay."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lucevisor" / "code"
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = cache.stat()
@@ -63,7 +60,7 @@ def install(archive: bytes, code_hash: str) -> Path:
 
 
 def use(directory: Path, lock: int) -> bool:
-    """Lock a directory up to the end of this process; return False where others forbid that, or it cannot be locked."""
+    """Lock a directory up to the end of this process; return False where that is not possible."""
     try:
         fcntl.flock(os.open(directory, os.O_RDONLY | os.O_CLOEXEC), lock | fcntl.LOCK_NB)
     except OSError:
@@ -72,7 +69,6 @@ def use(directory: Path, lock: int) -> bool:
 
 
 def open_secret(name: str) -> int:
-    """Return a descriptor of the file with the cluster's secret."""
     path = os.path.expanduser(name)
     here = os.uname().nodename
     try:

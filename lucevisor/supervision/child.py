@@ -1,12 +1,8 @@
 """One daemon process: spawned, signalled, its output read, and reaped here and nowhere else.
 
-Invariants: the process is a child of the main thread (the kernel ties a daemon's life
-to that thread); it inherits its ends of links and heartbeat and no other descriptor; signals and the wait go through a
-pidfd, so a reused pid is never hit; it is reaped once, and nothing of it stays open afterwards.
-
-`subprocess.Popen` starts the process. asyncio's child watcher (and uvloop's) is not used: it reaps children itself, so
-a pidfd opened after the spawn may already belong to another process, and two reapers race for the exit status. See
-docs/adr/0003.
+It is a child of the main thread, as the kernel ties its life to that, and inherits its channels and no other
+descriptor.  Signals and the wait go through a pidfd, so a reused pid is never hit.  asyncio's and uvloop's child
+watchers are not used: they reap by themselves, and two reapers race for the exit status (docs/adr/0003).
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ _NO_DEVICE = "-1"
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What a daemon's environment has besides what is inherited: `defaults` where that lacks them, without `unset`."""
+    """Environment of a daemon: what is inherited without `unset`, `defaults` where that lacks them, and `values`."""
 
     unset: frozenset[str]
     defaults: Mapping[str, str]
@@ -65,10 +61,10 @@ class Environment:
 
 
 def environment(group: GroupConfig, threads: int, staging: Path | None = None) -> Environment:
-    """Return the environment of the group's daemon; `threads` is 0 for the library's choice, `staging` its import path.
+    """Return the environment of the group's daemon; `threads` 0: the library's choice; `staging`: its import path.
 
-    `groups.NAME.env` overrides everything but the import path. Visibility variables of other backends are cleared,
-    because ROCm reads CUDA's too.
+    `groups.NAME.env` overrides all but the import path.  Other backends' visibility variables go: ROCm reads CUDA's
+    too.
     """
     unset, defaults, values = set(_OWN), dict[str, str](), dict[str, str]()
     if group.backend == "cpu":
@@ -93,10 +89,9 @@ def environment(group: GroupConfig, threads: int, staging: Path | None = None) -
 
 
 def daemon_arguments(group: GroupConfig, threads: int, rows_host: str = "") -> list[str]:
-    """Return with which arguments an interpreter is the group's daemon; `spawn` adds the descriptors. `rows_host`:
-    where it listens for rows of neighbours, if some share no memory.
+    """Return an interpreter's arguments for the group's daemon.  `rows_host`: where it listens for neighbours' rows.
 
-    Bytecode caches stay on and beside the sources: PYTHONPYCACHEPREFIX would make every start compile torch.
+    Bytecode caches stay beside the sources: PYTHONPYCACHEPREFIX would make every start compile torch.
     """
     cores = ",".join(map(str, group.cores))
     options = [f"--group={group.name}", f"--backend={group.backend}", f"--threads={threads}", f"--cores={cores}"]
@@ -108,7 +103,7 @@ LONGEST_LINE = 8192
 
 
 class OutputLines:
-    """One stream. `feed` it bytes; `kept` is what a post-mortem shows."""
+    """One stream; `kept` is what a post-mortem shows."""
 
     def __init__(self) -> None:
         self.kept: deque[str] = deque(maxlen=N_KEPT_LINES)
@@ -116,7 +111,7 @@ class OutputLines:
         self._cut = False  # the present line is too long: skip to its end
 
     def feed(self, data: bytes) -> list[str]:
-        """Return the complete lines: decoded with replacement, without line ends, empty ones left out."""
+        """Return the complete lines, without line ends and empty ones."""
         lines: list[str] = []
         for part in data.splitlines(keepends=True):  # bytes: at \n, \r (progress bars) and \r\n only
             text = part.rstrip(b"\r\n")
@@ -129,7 +124,6 @@ class OutputLines:
         return lines
 
     def end(self) -> list[str]:
-        """Return a last line without a line end, if there is one."""
         line = self._rest.decode("utf-8", "replace") + (" […]" if self._cut else "")
         self._rest.clear()
         self._cut = False
@@ -155,8 +149,7 @@ _ABORTED = re.compile(  # printed by the C and C++ libraries before they abort
 def failure_cause(output: Iterable[str]) -> str:
     """Return the line of stderr with the reason for the exit and the innermost frame of this project, or "".
 
-    That is faulthandler's fatal error rather than the modules it lists below; a traceback's exception rather than the
-    hints that torch prints below; otherwise the last line.
+    That is faulthandler's fatal error, else a traceback's exception, else the last line.
     """
     lines = list(output)
     for index in reversed(range(len(lines))):
@@ -194,7 +187,7 @@ def _frames(lines: Sequence[str]) -> Iterator[re.Match[str]]:
 
 
 def _innermost_frame(frames: Sequence[re.Match[str]]) -> str:
-    """Return the innermost frame of this project, and the innermost of all; `frames` come innermost first."""
+    """Return the innermost frame of this project, and that of all; `frames` come innermost first."""
     if not frames:
         return ""
     ours = next((frame for frame in frames if _OUR_PATH.fullmatch(frame["path"])), None)
@@ -211,7 +204,7 @@ def _short(path: str) -> str:
 
 
 def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
-    """Return how many processes of this machine the kernel's out-of-memory killer has ended; None if not known."""
+    """Return how many processes the kernel's out-of-memory killer has ended here; None if not known."""
     with contextlib.suppress(OSError):
         counts = dict(line.split() for line in vmstat.read_text(encoding="ascii").splitlines())
         return int(counts["oom_kill"]) if "oom_kill" in counts else None
@@ -244,9 +237,7 @@ _SIGNALS = {
 
 
 class SpawnError(Exception):
-    """No process was started. `configuration`: another try would fail too; otherwise the supervisor is short of
-    something.
-    """
+    """No process was started. `configuration`: another try would fail too; else a resource is short."""
 
     def __init__(self, reason: str, configuration: bool) -> None:
         super().__init__(reason)
@@ -256,9 +247,7 @@ class SpawnError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
-    """End of a process. Both None: something else in this process reaped it. `hint`: the cause, as its stderr or
-    the kernel gives it.
-    """
+    """End of a process. Both None: other code in this process reaped it. `hint`: the cause."""
 
     code: int | None
     signal: int | None
@@ -266,10 +255,7 @@ class ProcessEnd:
 
 
 class Child:
-    """A running or just ended process. The links that were opened on its sockets close them.
-
-    `on_line(stream, line)` gets its output, `on_exit(ended)` comes once, after the last line.
-    """
+    """A running or just ended process; links opened on its sockets close them. `on_exit` comes after the last line."""
 
     def __init__(
         self,
@@ -308,7 +294,6 @@ class Child:
     def open_link(
         self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None], model: int = 0
     ) -> Link:
-        """Open the link of the model with this number."""
         files = None
         if self.file_connections:
             from lucevisor.protocol.files import FileServer  # not needed where all share memory
@@ -322,7 +307,7 @@ class Child:
         return Link(self.heartbeat_socket, on_frame, on_closed, stream=StreamKind.HEARTBEAT, name=name)
 
     def send(self, to_send: ProcessSignal) -> None:
-        """Signal the process; nothing happens when it has ended. Raises ProcessLookupError when it has been reaped."""
+        """Signal the process. Raises ProcessLookupError when it has been reaped."""
         if self.ended:
             raise ProcessLookupError(f"process {self.pid} has ended")
         self._killed |= to_send is ProcessSignal.KILL
@@ -330,7 +315,6 @@ class Child:
             signal.pidfd_send_signal(self._pidfd, number)
 
     def _read(self, stream: str) -> int:
-        """Read at most one buffer from a pipe; return the number of bytes."""
         fd = self._pipes.get(stream)
         if fd is None:
             return 0
@@ -357,7 +341,6 @@ class Child:
             self._on_line(stream, line)
 
     def _reap(self) -> None:
-        """Reap the process, whose pidfd is readable."""
         try:
             status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         except ChildProcessError:
@@ -380,7 +363,6 @@ class Child:
         self._on_exit(self._end(code, number))
 
     def _end(self, code: int | None, number: int | None) -> ProcessEnd:
-        """Describe the end by code or signal."""
         hint = ""
         if number == signal.SIGKILL and not self._killed:
             hint = explain_kill(self._oom_kills, oom_kills())
@@ -400,8 +382,7 @@ def _limit_files(pid: int) -> None:
 def find_python(python: str, path: str | None) -> str:
     """Return the absolute path of an interpreter: empty is this one, a bare name is looked up on `path`.
 
-    Links are not followed: a virtual environment's python is a link, and its name is what makes it one. Raises
-    SpawnError.
+    Links are not followed: a virtual environment's python is one. Raises SpawnError.
     """
     if not python:
         return sys.executable
@@ -423,13 +404,10 @@ def spawn(
     listener: Listener | None = None,
     tcp: bool = False,
 ) -> Child:
-    """Start a process with ``n_links`` links and a heartbeat, named in its arguments, its own session and no other
-    descriptor, but with a ``listener`` for its key.
+    """Start a process with ``n_links`` links and a heartbeat: socketpairs, or with ``tcp`` connections to ``listener``,
+    where each link has another one for files.
 
-    The sockets are inherited, or with ``tcp`` connections to the listener, where each link has another one for files.
-
-    Its own session keeps a terminal's Ctrl-C and hang-up with the supervisor. Raises SpawnError; call it in the main
-    thread.
+    Its own session keeps a terminal's Ctrl-C and hang-up with the supervisor. Raises SpawnError; for the main thread.
     """
     require_main_thread()
     assert listener is not None or not tcp
@@ -463,7 +441,7 @@ def require_main_thread() -> None:
 
 
 def channel_options(addresses: Sequence[str], n_links: int) -> list[str]:
-    """Return a daemon's options for the addresses of its links, its heartbeat, and the files of links over TCP."""
+    """Return a daemon's options for its links, its heartbeat, and the files of links over TCP."""
     links, files = addresses[:n_links], addresses[n_links + 1 :]
     return [
         *(f"--link={address}" for address in links),
@@ -474,7 +452,7 @@ def channel_options(addresses: Sequence[str], n_links: int) -> list[str]:
 
 @contextlib.contextmanager
 def starting_process() -> Iterator[ExitStack]:
-    """Undo what the stack has when a process cannot be started; raises SpawnError then."""
+    """Undo what the stack has when a process cannot be started. Raises SpawnError then."""
     with ExitStack() as on_failure:
         try:
             yield on_failure
@@ -490,7 +468,7 @@ def starting_process() -> Iterator[ExitStack]:
 def _open_channels(
     n_links: int, inherited: ExitStack, on_failure: ExitStack, listener: Listener | None
 ) -> tuple[list[socket.socket | AwaitedConnection], list[str], list[int]]:
-    """Return the ends of links, heartbeat and, over TCP, files; their addresses, and descriptors to inherit."""
+    """Return our ends, their addresses, and descriptors to inherit: links, heartbeat, over TCP files."""
     if listener is not None:
         awaited, addresses = listener.expect(n_links)
         for connection in awaited:
@@ -519,19 +497,13 @@ _DAEMONS = "daemons"
 
 @dataclass(frozen=True, slots=True)
 class StagedPackages:
-    """The PYTHONPATH of every daemon, and the hash of the sources it held when the supervisor started.
-
-    A package that is replaced while the supervisor runs makes the next daemon's hello differ from `source_hash`.
-    """
+    """The PYTHONPATH of every daemon, and the hash of the sources it held when the supervisor started."""
 
     directory: Path
     source_hash: str
 
     def renew(self) -> None:
-        """Make the directory again if it was removed, as systemd does with /run/user/UID at the last logout.
-
-        Raises LucevisorError when that cannot be done.
-        """
+        """Make the directory again if it was removed, as /run/user/UID is at the last logout. Raises LucevisorError."""
         if (self.directory / _DAEMONS).is_dir():
             return
         try:
@@ -545,11 +517,7 @@ class StagedPackages:
 
 
 def stage_packages(run_dir: Path) -> StagedPackages:
-    """Create `run_dir/staging`, replacing that of an earlier run.
-
-    Raises LucevisorError naming the path when `run_dir` belongs to another user, or when the `daemons` package is not
-    there.
-    """
+    """Create `run_dir/staging`, replacing that of an earlier run. Raises LucevisorError naming the path."""
     package = Path(lucevisor.__file__).resolve().parent
     daemons = locate("daemons")
     if not (daemons / "__main__.py").is_file():

@@ -1,11 +1,7 @@
-"""One daemon process with its links and heartbeat: turns what they deliver into events for the machine.
+"""One daemon process with its links, one a model, and heartbeat: turns what they deliver into events for the machine.
 
-The process has a link for each model whose shards it holds.
-
-The machine decides what an event means. Every message of the process is checked before it is used
-(`protocol/validation.py`). Invariants: every event carries this daemon's number; a dead
-daemon's last frames come before its exit, so a `Failed` that explains the exit is never lost; after the exit nothing of
-it is open.
+Every message is checked before it is used (`protocol/validation.py`). Invariants: every event has this daemon's number;
+its last frames come before its exit, so a `Failed` that explains the exit is never lost.
 """
 
 from __future__ import annotations
@@ -49,9 +45,7 @@ from lucevisor.supervision.events import State
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """A Load message and the descriptors of its arenas, in the same order. The caller keeps the descriptors, and may
-    close them after the send. `vocabulary`: ids that the daemon may name.
-    """
+    """A Load and descriptors to send with it, which the caller keeps. `vocabulary`: ids that the daemon may name."""
 
     load: Load
     fds: Sequence[int] = ()
@@ -64,16 +58,12 @@ def _ignore(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
-    """The callbacks of one model.  The first argument of each is the group's name.
+    """The callbacks of one model, each with the group's name first.
 
-    `make_load(group, hello)` returns what to load, or None while the model is not `wanted`, and may wait for other
-    groups; an exception ends the start as a configuration error. `check_loaded` returns why what was loaded must not be
-    used, or "". `on_ready` hands the link over for sending; `on_frame` gets every frame from then on.
-    `find_step(group, stage, step_id)` returns a step that the stage has yet to answer, for the check of its answer.
-    `on_lost` comes once after each `on_ready`, as soon as the link is unusable: the process may still be exiting.
-    `on_unloaded`: the model's memory is free again, or it could not be loaded while other models of the process serve.
-    `on_draining(group, daemon)`: send nothing new, finish, then call `drained(daemon)`; None: there is nothing to
-    wait for. A callback that raises is reported to the loop's exception handler; the others still run.
+    `make_load` may wait for other groups; None: the model is not `wanted`; an exception is a configuration error.
+    `check_loaded`: why what was loaded must not be used, or "". `find_step(group, stage, step_id)`: a step that the
+    stage has yet to answer. `on_lost` comes once after each `on_ready`, when the link is unusable. `on_unloaded`: its
+    memory is free, or it could not be loaded. `on_draining(group, daemon)`: finish, then call `drained(daemon)`.
     """
 
     make_load: Callable[[str, Hello], Awaitable[LoadOrder | None]]
@@ -104,7 +94,7 @@ _log = structlog.get_logger("lucevisor.supervision")
 
 
 def without_reserved_names(fields: Mapping[str, Field]) -> dict[str, Field]:
-    """Return the fields of a daemon's log record with reserved names prefixed: `self` becomes `daemon_self`."""
+    """Return a daemon's log fields with reserved names prefixed: `self` becomes `daemon_self`."""
     named: dict[str, Field] = {}
     for key, value in fields.items():
         name = key
@@ -116,9 +106,7 @@ def without_reserved_names(fields: Mapping[str, Field]) -> dict[str, Field]:
 
 @dataclass(slots=True, eq=False)
 class ModelLink:
-    """The link of one model, and what came over it.  ``facts``: for the check of messages.  ``loading``: its Load is
-    being made, or was sent; until the model is unloaded.
-    """
+    """The link of one model. ``facts``: for the check of messages. ``loading``: from its Load until it is unloaded."""
 
     callbacks: Callbacks
     channel: Channel
@@ -129,10 +117,8 @@ class ModelLink:
 
 
 class Daemon:
-    """One incarnation of a group's daemon. `adopt` the process right after the launch; `emit` gets the events.
-
-    `callbacks`: of each model, in the order of its links.
-    """
+    """One incarnation of a group's daemon; `adopt` the process after the launch. `callbacks`: in the order of its
+    links."""
 
     def __init__(
         self, number: int, expected: Expected, callbacks: Sequence[Callbacks], emit: Callable[[ev.Event], None]
@@ -157,7 +143,6 @@ class Daemon:
         self._log = _log.bind(group=self.name)
 
     def adopt(self, child: Child) -> None:
-        """Take over the process and open its channels."""
         self.child = child
         self._log = _log.bind(group=self.name, pid=child.pid)
         for i, callbacks in enumerate(self._callbacks):
@@ -170,12 +155,12 @@ class Daemon:
 
     @property
     def hello(self) -> Hello | None:
-        """The hello of the process; None until it has sent one for each model."""
+        """The hello of the process; None until there is one for each model."""
         return self.links[0].hello if all(link.hello is not None for link in self.links) else None
 
     @property
     def loads(self) -> list[Loaded | None]:
-        """What is loaded, of each model in order; None for one that is not."""
+        """What is loaded of each model in order; None: nothing."""
         return [link.loaded for link in self.links]
 
     @property
@@ -183,7 +168,7 @@ class Daemon:
         return all(link.loaded is not None or not link.loading for link in self.links)
 
     def join_group(self, number: int, emit: Callable[[ev.Event], None]) -> None:
-        """Assign a spare to its group, as daemon ``number``; ``emit`` gets the events from now on."""
+        """Make a spare the group's daemon ``number``."""
         self.number, self._emit = number, emit
 
     # ---- instructions of the machine
@@ -192,7 +177,7 @@ class Daemon:
         self._loading = asyncio.get_running_loop().create_task(self._load(), name=f"load of {self.name}")
 
     async def time_way(self, timeout_s: float) -> TcpPath | None:
-        """Send what times the way to a daemon on another host, after its hello; None on this host or if it is lost."""
+        """Time the way to a daemon on another host, after its hello; None on this host or if it is lost."""
         channel = self.links[0].channel
         if channel.path is None:
             return None
@@ -208,10 +193,8 @@ class Daemon:
         return channel.path
 
     def load_model(self, callbacks: Callbacks) -> None:
-        """Load a model that the daemon does not have while it serves others; before it is READY that comes by itself.
-
-        The model's `on_ready` follows, or `on_unloaded`.
-        """
+        """Load a model while the daemon serves others; `on_ready` follows, or `on_unloaded`.  Before READY that comes
+        anyway."""
         link = next(link for link in self.links if link.callbacks is callbacks)
         if self._ready and not link.loading:
             link.loading = True
@@ -220,19 +203,16 @@ class Daemon:
             task.add_done_callback(self._later.discard)
 
     def send_shutdown(self, reason: str) -> None:
-        """Ask the daemon to exit; a dead link makes it exit too."""
         for link in self.links:
             with contextlib.suppress(ProtocolError):
                 link.channel.send(Shutdown(reason))
 
     def signal(self, signal: ev.ProcessSignal) -> None:
-        """Send a signal; does nothing when the process is reaped, for its exit event follows."""
         self._log.info("signal", to=signal.value)
         with contextlib.suppress(ProcessLookupError):
             self.child.send(signal)
 
     def announce_ready(self) -> None:
-        """Pass each link to the owner of its model, which gets its frames from now on."""
         self._ready = True
         for link in self.links:
             if link.loaded is not None:
@@ -246,7 +226,6 @@ class Daemon:
         link.callbacks.on_ready(self.name, link.channel, link.hello, link.loaded)
 
     def stop_delivering(self) -> None:
-        """Stop passing frames to the owner, once this daemon has been reported lost."""
         self._ready = False
 
     # ---- frames, output and exit of the process
@@ -328,7 +307,6 @@ class Daemon:
         link.channel.send(order.load, fds=order.fds)
 
     def _check_frame(self, frame: Frame, facts: DaemonFacts, step: UnansweredStep | None = None) -> bool:
-        """Return whether a frame is valid; an impossible one fails the daemon."""
         if self._distrusted:
             return False
         facts.age_s = time.monotonic() - self._started_at

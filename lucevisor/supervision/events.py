@@ -1,8 +1,7 @@
 """States of a backend group, and events and instructions of the supervision machine.
 
-Invariants: a move that `TRANSITIONS` does not list never happens, and docs/states.md is printed from that table; every
-event and instruction about a process carries its daemon number, which is never reused in a group, so events of a dead
-daemon are never taken for those of the living one.
+docs/states.md is printed from `TRANSITIONS`. A daemon number is never reused in a group, so events of a dead daemon are
+never taken for those of the living one.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class StartRequested(Event, frozen=True):
 
 
 class StopRequested(Event, frozen=True):
-    """Stop the group: no more steps after `drain_s`, SIGKILL after `deadline_s` in all."""
+    """Stop the group: no more steps after `drain_s`, SIGKILL after `deadline_s`."""
 
     deadline_s: float
     drain_s: float = 0.0
@@ -128,8 +127,7 @@ class Spawned(Event, frozen=True):
 
 
 class SpawnFailed(Event, frozen=True):
-    """No process was started. `configuration`: another try would fail too; otherwise the supervisor was short of a
-    resource."""
+    """No process was started. `configuration`: another try would fail too."""
 
     daemon: int
     reason: str
@@ -155,8 +153,6 @@ class LoadedReceived(Event, frozen=True):
 
 
 class HeartbeatReceived(Event, frozen=True):
-    """A heartbeat; `phase` is that of the Heartbeat message."""
-
     daemon: int
     phase: str
 
@@ -186,9 +182,7 @@ class Failure(Event, frozen=True):
 
 
 class Exited(Event, frozen=True):
-    """The process is reaped. Both `code` and `signal` None: its status was lost. `hint`: the cause, as its stderr or
-    the kernel gives it.
-    """
+    """The process is reaped. Both `code` and `signal` None: its status was lost. `hint`: the cause."""
 
     daemon: int
     code: int | None = None
@@ -196,7 +190,6 @@ class Exited(Event, frozen=True):
     hint: str = ""
 
     def describe(self, pid: int) -> str:
-        """Describe how process `pid` ended, with its cause when known."""
         if self.signal is not None:
             how = f"process {pid} was killed by signal {self.signal}"
             how += f" ({_SIGNALS[self.signal]})" if self.signal in _SIGNALS else ""
@@ -237,7 +230,7 @@ class SendSignal(Instruction, frozen=True):
 
 
 class StartTimer(Instruction, frozen=True):
-    """Emit `TimerFired(timer)` in `after_s` seconds; replaces a running timer of that name."""
+    """Emit `TimerFired(timer)` in `after_s` seconds, in place of a running timer of that name."""
 
     timer: Timer
     after_s: float
@@ -263,7 +256,7 @@ class AnnounceDraining(Instruction, frozen=True):
 
 
 class AnnounceLost(Instruction, frozen=True):
-    """A daemon that was announced ready takes no more steps; its process may still be alive."""
+    """A daemon that was ready takes no more steps; its process may still be alive."""
 
     daemon: int
     reason: str

@@ -1,8 +1,6 @@
-"""One backend group: feeds events to the machine and carries out its instructions.
+"""One backend group: feeds events to the machine, one at a time, and carries out its instructions in order.
 
-Its callbacks decide what to load and what a frame means. Invariants: the machine
-takes every decision; events reach it one at a time, in order, each with the number of its daemon; callbacks run on the
-event loop, in the order of the instructions, and must not block.
+Callbacks decide what to load and what a frame means; they run on the event loop and must not block.
 """
 
 from __future__ import annotations
@@ -35,15 +33,14 @@ _log = structlog.get_logger("lucevisor.supervision")
 
 
 class RefusedError(LucevisorError):
-    """A request that a group cannot carry out now. The message has the reason and a remedy."""
+    """A request that a group cannot carry out now."""
 
 
 class GroupSupervisor:
-    """Starts, watches, stops and restarts the daemon of one group. Make it inside a running event loop, in the main
-    thread.
+    """Starts, watches, stops and restarts the daemon of one group. For a running event loop in the main thread.
 
-    `threads` is 0 or what the configuration gives a cpu group; `devices` are the indices of the group's devices in
-    use; `n_spares` processes are kept warm to take over. `callbacks`: of each model whose shards the daemon holds.
+    `devices`: indices in use; `n_spares`: processes kept warm; `callbacks`: of each model whose shards the daemon
+    holds.
     """
 
     def __init__(
@@ -81,12 +78,10 @@ class GroupSupervisor:
 
     @property
     def state(self) -> State:
-        """The group's state; `reason` explains it."""
         return self._machine.state
 
     @property
     def reason(self) -> str:
-        """The reason for the state: after a failure, what failed."""
         return self._machine.reason
 
     @property
@@ -96,7 +91,7 @@ class GroupSupervisor:
 
     @property
     def shortage(self) -> bool:
-        """True while BACKOFF waits for descriptors, memory or processes, which is not a failure of the group."""
+        """True while BACKOFF waits for descriptors, memory or processes."""
         return self._machine.shortage
 
     @property
@@ -110,7 +105,6 @@ class GroupSupervisor:
 
     @property
     def restarts(self) -> int:
-        """Number of processes replaced since the supervisor started."""
         return self._machine.restarts
 
     @property
@@ -119,43 +113,38 @@ class GroupSupervisor:
 
     @property
     def loads_by_model(self) -> list[Loaded | None]:
-        """What the present process has loaded, for each model; None for one that is not loaded."""
+        """What is loaded of each model; None: nothing."""
         return self._live_daemon.loads if self._live_daemon else []
 
     @property
     def loads(self) -> list[Loaded]:
-        """What the present process has loaded."""
         return [loaded for loaded in self.loads_by_model if loaded is not None]
 
     @property
     def heartbeat(self) -> Heartbeat | None:
-        """The last heartbeat of the present process."""
         return self._live_daemon.heartbeat if self._live_daemon else None
 
     @property
     def spares(self) -> list[SpareStatus]:
-        """Status of the warm standby processes."""
         return self._spares.statuses
 
     @property
     def output(self) -> dict[str, tuple[str, ...]]:
-        """The last lines on stdout and stderr of the present process, or of the last one."""
+        """The last lines of the present process, or of the last one, by stream."""
         lines = self._daemon.child.lines if self._daemon else {}
         return {stream: tuple(of.kept) for stream, of in lines.items()}
 
     @property
     def path(self) -> TcpPath | None:
-        """The way to the present process on another host, as the kernel has measured it."""
+        """The way to a process on another host, as the kernel has measured it."""
         links = self._live_daemon.links if self._live_daemon else []
         return links[0].channel.path if links else None
 
     async def time_way(self, timeout_s: float) -> TcpPath | None:
-        """Measure the way to the present process, which has said hello and loads nothing yet; None on this host."""
         return await self._live_daemon.time_way(timeout_s) if self._live_daemon else None
 
     @property
     def link(self) -> Channel | None:
-        """The link of the first model."""
         usable = self.state in (State.READY, State.DRAINING)
         return self._live_daemon.links[0].channel if self._live_daemon and usable else None
 
@@ -166,8 +155,8 @@ class GroupSupervisor:
     async def stop(self, deadline_s: float = 4.0, drain_s: float = 0.0) -> State:
         """End the process and return STOPPED, or FAILED when it is quarantined.
 
-        Legal in every state, for any number of callers, who share one shutdown: a later call can only shorten its
-        deadlines. `drain_s` lets running steps finish; at `deadline_s` the process is killed.
+        All callers share one shutdown; a later call can only shorten its deadlines. At `deadline_s` the process is
+        killed.
         """
         self._request(ev.StopRequested(deadline_s, drain_s))
         state = await self._wait_for(self._is_stopped, deadline_s + self.limits.reap_s + 5.0)
@@ -175,49 +164,43 @@ class GroupSupervisor:
         return state
 
     async def restart(self, *, now: bool = False, deadline_s: float = 10.0) -> None:
-        """Replace the process, after its current work unless `now`. Clears FAILED and the count of failures.
+        """Replace the process, after its current work unless `now`; clears FAILED and the count of failures.
 
-        Returns when that is under way; `wait(READY)` waits for the new process. Raises RefusedError when the group is
-        being stopped or is in quarantine.
+        Returns when that is under way. Raises RefusedError when the group is being stopped or in quarantine.
         """
         self._request(ev.RestartRequested(deadline_s, 0.0 if now else deadline_s / 2))
 
     def load_model(self, callbacks: Callbacks) -> None:
-        """Load one of the models of `callbacks`, whose daemon may serve others; one that starts loads it by itself."""
         if self._live_daemon is not None:
             self._live_daemon.load_model(callbacks)
 
     async def prepare(self) -> bool:
-        """Have a warm process for the next start; return whether there is one.  Does nothing unless READY."""
+        """Have a warm process for the next start; return whether there is one."""
         return self.state is State.READY and await self._spares.prepare()
 
     async def wait(self, *states: State, timeout_s: float) -> State:
-        """Wait until the group enters one of `states`, or is in one already, and return it. Raises TimeoutError."""
+        """Wait until the group is in one of `states`, and return it. Raises TimeoutError."""
         return await self._wait_for(lambda state: state in states, timeout_s)
 
     def drained(self, daemon: int) -> None:
-        """Report, after `on_draining`, that an owner has no work left at this daemon.
-
-        Ignored when the daemon is gone.
-        """
+        """Report, after `on_draining`, that an owner has no work left at this daemon."""
         self._undrained -= 1
         if self._undrained <= 0:
             self._emit(ev.Drained(daemon))
 
     def overdue(self, what: str, waited_s: float) -> None:
-        """Report that `what` took too long: the process dumps its stacks, is killed and restarted."""
+        """Report that `what` took too long: the process dumps its stacks and is replaced."""
         if self._live_daemon is not None:
             self._emit(ev.Overdue(self._live_daemon.number, what, waited_s))
 
     def distrust(self, reason: str) -> None:
-        """Report that the daemon broke the protocol: it is restarted, which counts as a failure."""
+        """Report that the daemon broke the protocol: it is replaced."""
         if self._live_daemon is not None:
             self._emit(ev.Failure(self._live_daemon.number, reason))
 
     # ---- the pump: events in, instructions out
 
     def _request(self, event: ev.Event) -> None:
-        """Emit a request from outside. Raises RefusedError when the machine refuses it."""
         self._refused = ""
         self._emit(event)
         if self._refused:
@@ -226,8 +209,7 @@ class GroupSupervisor:
     def _emit(self, event: ev.Event) -> None:
         """Give the machine one event and carry out its instructions; events emitted meanwhile are queued.
 
-        Instructions for the process come before callbacks. A callback that raises stops neither the others nor the
-        caller, which may be the reader of a link.
+        Instructions for the process come before callbacks; one that raises stops neither the others nor the caller.
         """
         self._events.append(event)
         if self._pumping:
@@ -290,7 +272,6 @@ class GroupSupervisor:
 
     @property
     def _current_daemon(self) -> Daemon:
-        """The daemon that an instruction is about; there always is one."""
         assert self._daemon is not None
         return self._daemon
 
@@ -310,7 +291,6 @@ class GroupSupervisor:
             self._emit(ev.Spawned(number, self._daemon.child.pid))
 
     def _launch(self, number: int, emit: Callable[[ev.Event], None]) -> Daemon:
-        """Start a process.  Raises SpawnError."""
         daemon = Daemon(number, self._expected, self._callbacks, emit)
         n_links = len(self._callbacks)
         daemon.adopt(self._launcher.launch(self.config, self._threads, daemon.on_line, daemon.on_ended, n_links))

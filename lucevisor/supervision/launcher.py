@@ -33,7 +33,7 @@ from lucevisor.supervision.remote import RemoteChild, launch_command, pack, port
 def open_listener(config: Config) -> Listener | None:
     """Listen where daemons of a configuration connect; None where all have socketpairs.  Raises ConfigError.
 
-    A port that another supervisor has, such as the one that this one takes over from, is replaced by a free one.
+    A port in use, as of a supervisor that is taken over from, is replaced by a free one.
     """
     cluster = config.cluster
     if all(group.shares_memory for group in config.groups.values()):
@@ -59,9 +59,7 @@ _log = structlog.get_logger("lucevisor.supervision")
 
 
 class Launcher:
-    """`source_hash`: what a daemon must report in its hello. `listener`: where daemons connect that have no socketpair;
-    with it all listen for rows of neighbours, as some share no memory.
-    """
+    """`listener`: where daemons connect without socketpair; with it all listen for rows of neighbours."""
 
     def __init__(
         self, staging: StagedPackages, listener: Listener | None = None, cluster: ClusterConfig | None = None
@@ -78,7 +76,6 @@ class Launcher:
         on_exit: Callable[[ProcessEnd], None],
         n_links: int = 1,
     ) -> Child:
-        """Start the group's daemon with a link for each model. Raises SpawnError."""
         try:
             self._staging.renew()
         except LucevisorError as error:

@@ -1,7 +1,4 @@
-"""The supervisor's TCP port: every link and heartbeat that is no socketpair is a connection to it, and authentic.
-
-Invariants: a connection reaches nothing but the link that awaits it; the port is closed with the service.
-"""
+"""The supervisor's TCP port: every link and heartbeat that is no socketpair is an authentic connection to it."""
 
 from __future__ import annotations
 
@@ -21,10 +18,7 @@ _log = structlog.get_logger("lucevisor.supervision")
 
 
 class Listener:
-    """Listens at ``host`` with the ``credentials`` of all daemons.  Make it in a running event loop.  Raises OSError.
-
-    Without arguments: for daemons of this host, with a key made for this start.
-    """
+    """Listens at ``host``; without arguments for daemons of this host, with a key of its own.  Raises OSError."""
 
     def __init__(self, host: str = LOOPBACK, port: int = 0, credentials: Credentials | None = None) -> None:
         self.host = host
@@ -38,18 +32,14 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """HOST:PORT."""
         return self._acceptor.address
 
     @property
     def n_refused(self) -> int:
-        """Connections that were refused since the start."""
         return self._acceptor.refusals.n_refused
 
     def expect(self, n_links: int) -> tuple[Sequence[AwaitedConnection], Sequence[str]]:
-        """Await so many links of a daemon, a heartbeat, and a connection for the files of each link; return them in
-        this order, and their addresses.
-        """
+        """Await so many links of a daemon, a heartbeat, and files of each link; return them, and their addresses."""
         awaited, addresses = [], []
         for purpose in (*[Purpose.LINK] * n_links, Purpose.HEARTBEAT, *[Purpose.FILES] * n_links):
             channel = os.urandom(CHANNEL_BYTES)
@@ -60,7 +50,7 @@ class Listener:
         return awaited, addresses
 
     def close(self) -> None:
-        """Close the port; idempotent.  Connections that were taken stay."""
+        """Close the port; idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         if not self._acceptor.closed:

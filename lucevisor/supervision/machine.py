@@ -1,11 +1,9 @@
-"""The supervision state machine of one backend group: events in, instructions out.
+"""The supervision state machine of one backend group: events in, instructions out; `now` and random are arguments.
 
-Free of I/O: `now` and random numbers are arguments. Invariants: at most one daemon
-exists at a time; no instruction names a daemon that has exited; READY follows only hello and loaded of the same daemon;
-every stop ends in STOPPED after the exit, or in FAILED with `quarantined` set when SIGKILL does not end the process;
-then no second daemon is started until the first has exited; any other FAILED is tried again after a growing pause.
-Between two calls of `reset` no window of `SupervisionLimits.window_s` seconds holds more than
-`SupervisionLimits.n_restarts` restarts, apart from those after the pauses of a group that was given up.
+Invariants: at most one daemon exists at a time; no instruction names one that has exited; READY follows only hello and
+loaded of the same daemon; every stop ends in STOPPED after the exit, or in FAILED and `quarantined` when SIGKILL does
+not end the process, and then no second one is started before it has exited. Any other FAILED is tried again after a
+growing pause. No window of `window_s` seconds holds more than `n_restarts` restarts, those after pauses apart.
 """
 
 from __future__ import annotations
@@ -22,12 +20,10 @@ from lucevisor.supervision.events import TRANSITIONS, CancelTimer, ProcessSignal
 
 @dataclass(frozen=True, slots=True)
 class SupervisionLimits:
-    """Deadlines of supervision in seconds; time in which the supervisor was suspended does not count
-    (`lucevisor.suspend_clock`).
+    """Deadlines in seconds, in which the supervisor was not suspended (`lucevisor.suspend_clock`).
 
-    `heartbeat_s`: maximum time between heartbeats of an idle daemon; `busy_heartbeat_s`: of one that reported a step,
-    whose heartbeat thread cannot run while another holds the interpreter lock; `load_stall_s`: of one that reported a
-    load or a check.
+    `heartbeat_s`: between heartbeats of an idle daemon; `busy_heartbeat_s`: of one in a step, which may hold the
+    interpreter lock; `load_stall_s`: of one in a load or a check.
     """
 
     hello_s: float = 60.0
@@ -52,11 +48,8 @@ class SupervisionLimits:
     failed_most_s: float = 3600.0
 
     def heartbeat_timeout_s(self, phase: str, *, loading: bool) -> float:
-        """Return how long a daemon may be silent after a heartbeat that reported `phase`.
-
-        `loading`: it was sent its load and has not answered, and `phase` may be older than that. After the answer, a
-        late report of the load counts as work.
-        """
+        """Return how long a daemon may be silent after a heartbeat that reported `phase`, which may be older than its
+        load."""
         if loading or phase == "check":
             return self.load_stall_s
         return self.heartbeat_s if phase == "idle" else self.busy_heartbeat_s
@@ -76,17 +69,15 @@ class RestartPolicy:
     _given_up: int = 0  # times in a row
 
     def became_ready(self, now: float) -> None:
-        """Record that a start succeeded."""
         self._ready_at = now
         self._unready = 0
         self._served = True
 
     def delay_s(self, now: float) -> float | None:
-        """Return the seconds to wait before the next start after a failure at `now`, or None to give up.
+        """Return the seconds before the next start after a failure at `now`, or None to give up.
 
-        Zero where a process had served, the first four times in a row: requests wait for the next one. Else
-        exponential backoff, with jitter between half of the step and all of it. A start that never succeeds is given up
-        after `n_restarts` tries in a row, however slowly it fails; sooner if none ever succeeded.
+        Zero where a process had served, four times in a row; else exponential backoff with jitter. A start that never
+        succeeds is given up after `n_restarts` tries in a row, sooner if none ever succeeded.
         """
         was_ready = self._ready_at is not None
         ready_s = 0.0 if self._ready_at is None else now - self._ready_at
@@ -107,21 +98,16 @@ class RestartPolicy:
         return delay_s
 
     def failed_pause_s(self) -> float | None:
-        """Return the seconds after which a group that is given up is tried again, or None for never.
-
-        One try follows each pause. If that does not become ready, the next pause is twice as long.
-        """
+        """Return the seconds until a group that is given up is tried once more, doubled each time; None: never."""
         if not self.limits.n_restarts:
             return None
         self._given_up += 1
         return min(self.limits.failed_most_s, self.limits.failed_first_s * 2.0 ** min(self._given_up - 1, 60))
 
     def restarted(self, now: float) -> None:
-        """Count a restart after a failure, when it happens."""
         self._restarts.append(now)
 
     def reset(self) -> None:
-        """Reset all counters, for a restart by an operator."""
         self._restarts.clear()
         self._in_a_row = 0
         self._unready = 0
@@ -134,7 +120,7 @@ _WATCHED = (State.LOADING, State.READY, State.DRAINING)
 
 
 class InvalidGroupTransition(Exception):
-    """A move that the table does not list: a bug in this program. Its message ends with the last events."""
+    """A move that the table does not list: a bug in this program."""
 
 
 class _AfterExit(Enum):
@@ -163,11 +149,9 @@ class Timers:
         self._rechecked: set[Timer] = set()
 
     def due(self, timer: Timer) -> float | None:
-        """Return the time at which `timer` expires; None if it does not run."""
         return self._due.get(timer)
 
     def due_after(self, timer: Timer, at: float) -> bool:
-        """Return whether `timer` runs and expires after `at`."""
         return timer in self._due and at < self._due[timer]
 
     def arm(self, timer: Timer, now: float, after_s: float) -> StartTimer:
@@ -192,7 +176,7 @@ class Timers:
         return True
 
     def recheck(self, timer: Timer, now: float, after_s: float) -> StartTimer | None:
-        """Return the instruction that starts an expired timer once more; None when this was the second time."""
+        """Start an expired timer once more; None the second time."""
         if timer in self._rechecked:
             return None
         started = self.arm(timer, now, after_s)
@@ -231,16 +215,13 @@ class Machine:
         self._now = 0.0
 
     def retry_in_s(self, now: float) -> float | None:
-        """Return the seconds until a group in BACKOFF or FAILED is started again; None when no start is due."""
         due = self._timers.due(Timer.BACKOFF)
         return None if due is None else max(0.0, due - now)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
-        """Take one event at `now` (seconds of a monotonic clock that stands still while this process is stopped) and
-        return the instructions, in order.
+        """Take one event at `now`, seconds of a clock that stands still while this process is stopped.
 
-        Events of a daemon that is gone, and timers that are not running, are ignored. Raises InvalidGroupTransition on
-        a bug in the machine.
+        Events of a daemon that is gone are ignored. Raises InvalidGroupTransition on a bug in the machine.
         """
         self._now = now
         self._out = []
@@ -332,7 +313,7 @@ class Machine:
         return self._after_exit is _AfterExit.STOP and self.state in (State.DRAINING, State.STOPPING)
 
     def _request_stop(self, reason: str, deadline_s: float, drain_s: float) -> None:
-        """Begin to stop the daemon. While it is being stopped, a further request can only shorten the deadline."""
+        """Begin to stop the daemon; a further request can only shorten the deadline."""
         requested_s = self._now + max(deadline_s, 0.0)
         self._kill_by = requested_s if self._kill_by is None else min(self._kill_by, requested_s)
         drain_s = min(drain_s, deadline_s)
@@ -414,10 +395,7 @@ class Machine:
             self._begin_stopping(reason, level)
 
     def _on_daemon_gone(self, how: str, configuration: bool, *, shortage: bool = False) -> None:
-        """Handle the end of the process, or a failed spawn.
-
-        `shortage`: the supervisor was short of a resource, which is not the group's fault.
-        """
+        """Handle the end of the process, or a failed spawn; `shortage`: not by a fault of the group."""
         reason = self._fault or how
         configuration = configuration or self._configuration
         self._disarm(*Timer)
@@ -454,7 +432,6 @@ class Machine:
             self._arm(Timer.BACKOFF, delay_s)
 
     def _pause_failed(self) -> None:
-        """Start the timer for the next try of a group that was given up."""
         if (pause_s := self.policy.failed_pause_s()) is not None:
             self._arm(Timer.BACKOFF, pause_s)
 
@@ -504,14 +481,13 @@ class Machine:
             )
 
     def _begin_stopping(self, reason: str, level: _Escalation) -> None:
-        """Enter STOPPING with a daemon that may still be alive."""
         self._disarm(Timer.HELLO, Timer.LOAD, Timer.HEARTBEAT, Timer.DRAIN)
         self._announce_lost(reason)
         self._transition(State.STOPPING, reason)
         self._escalate(level)
 
     def _escalate(self, level: _Escalation) -> None:
-        """Enter `level`: send its signal or message and start its timer. Without a process yet, only store it."""
+        """Send the signal or message of `level` and start its timer; without a process yet, only store it."""
         self._level = level
         if not self._spawned or self.daemon is None:
             return

@@ -1,7 +1,4 @@
-"""Probe: a daemon that sends hello, may run a check, and exits, for `plan` and `doctor`.
-
-A probe is never restarted.  Invariant: when :func:`probe` returns, its process is gone.
-"""
+"""Probe: a daemon that sends hello, may run a check, and exits, for `plan` and `doctor`; never restarted."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ HELLO_S, EXIT_S = 60.0, 3.0
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The result of a probe.  ``problem`` is empty when every question was answered; ``hello`` may be set anyway.
-
-    ``way``: to another host, with the rate at which the frame of the check was sent; None on this one.
-    """
+    """The result of a probe; ``hello`` may be set with a ``problem``, too.  ``way``: to another host, if any."""
 
     hello: Hello | None = None
     checked: Checked | None = None
@@ -98,7 +92,7 @@ async def probe(
     check_s: float,
     payload: Sequence[bytes] = (),
 ) -> Probe:
-    """Start the group's interpreter, take its hello, run ``check`` (a Check and its descriptors) and stop it."""
+    """Start the group's interpreter, take its hello, run ``check`` (a Check and its descriptors) and await its end."""
     session = _Session()
     try:
         child = launcher.launch(group, 0, lambda *_: None, session.on_ended)

@@ -1,8 +1,7 @@
-"""Daemons on other hosts.  For supervision such a daemon is a child of the supervisor as any other: its launcher.
+"""Daemons on other hosts, each a child of the supervisor as any other: its launcher (``ssh HOST COMMAND``).
 
-A launcher (``ssh HOST COMMAND``) runs a command on a host, and relays its standard streams, its exit status and the end
-of either side.  The command is an interpreter that reads bootstrap.py, and with it the daemon's source, from standard
-input.  Orders follow there, as signals reach the launcher only.  The daemon connects to the supervisor's ``Listener``.
+A launcher relays standard streams, exit status and the end of either side.  The command runs bootstrap.py, which reads
+the daemon's source and then orders from standard input, as signals reach the launcher only.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ def portable_path(path: str) -> str:
 
 
 def pack(packages: StagedPackages) -> bytes:
-    """Return an archive of the sources of a daemon.  Raises OSError."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6, dereference=True) as archive:
         for folder, folders, files in os.walk(packages.directory, followlinks=True):
@@ -64,7 +62,6 @@ def pack(packages: StagedPackages) -> bytes:
 
 
 def stdin_of(order: dict[str, Any], archive: bytes) -> bytes:
-    """Return what the bootstrap reads before its orders."""
     source = Path(__file__).with_name("bootstrap.py").read_bytes()
     line = json.dumps({**order, "archive_bytes": len(archive)}).encode()
     return b"%d\n%b%b\n%b" % (len(source), source, line, archive)

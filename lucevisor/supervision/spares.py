@@ -1,7 +1,6 @@
 """Warm standby processes of one group, which have imported torch and sent hello; one replaces a daemon that ends.
 
-A failed spare affects no request; it is replaced after growing delays.  Invariants: a spare belongs to the group or to
-this pool, never to both; every process that is dropped is killed and waited for.
+A failed spare affects no request.  Invariant: every process that is dropped is killed and waited for.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class _Spare:
 
 
 class Spares:
-    """The spares of a group.  ``n``: their number while the group is READY.  ``clock``: of supervision."""
+    """``n``: their number while the group is READY."""
 
     def __init__(
         self, group: str, n: int, launch: LaunchSpare, limits: SupervisionLimits, clock: Callable[[], float]
@@ -58,12 +57,11 @@ class Spares:
 
     @property
     def statuses(self) -> list[SpareStatus]:
-        """The spares, as `status` shows them."""
         heartbeats = [(spare, spare.daemon.heartbeat) for spare in self._spares.values()]
         return [SpareStatus(s.daemon.child.pid, s.warm, beat.rss_bytes if beat else 0) for s, beat in heartbeats]
 
     def refill(self) -> None:
-        """Start missing spares after a delay, because a group that has become READY has work to do first."""
+        """Start missing spares after a delay: a group that has become READY has work to do first."""
         self._n_failed, self._n_wanted = 0, self._n
         self._fill_after(self._limits.spare_delay_s)
 
@@ -78,7 +76,7 @@ class Spares:
         return bool(self._spares)
 
     def take_warm(self) -> Daemon | None:
-        """Remove and return a warm spare with a recent heartbeat; None without one."""
+        """Remove and return a warm spare with a recent heartbeat, if any."""
         for number, spare in [*self._spares.items()]:
             if not spare.warm:
                 continue
@@ -90,7 +88,6 @@ class Spares:
         return None
 
     def drop(self) -> None:
-        """Kill all, and start none before ``refill``."""
         self._cancel_fill()
         for number in [*self._spares]:
             self._drop(number)
@@ -173,7 +170,6 @@ class Spares:
             self._failed(failure, configuration=configuration)
 
     def _failed(self, reason: str, *, configuration: bool) -> None:
-        """Try again later, unless it would fail again."""
         self._n_failed += 1
         _log.warning("spare failed", group=self._group, reason=reason)
         if self._n and not configuration:
