@@ -1,7 +1,4 @@
-"""Operations of an administrator on a running service: restart a group, reload the configuration.
-
-Invariant: one operation runs at a time, and none once the stop has begun.
-"""
+"""Restart a group, reload the configuration.  Invariant: one operation at a time, and none once the stop has begun."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ LATE_KEYS: Final = frozenset({"server.drain_s"})
 
 
 def changed_values(before: Config, after: Config, at_once: Collection[str]) -> dict[str, object]:
-    """Return the keys that differ, with their values in ``after`` (None: not there any more).  ``at_once``: those that
-    need no other daemons, the only ones that may change while there are several models or replicas.
+    """Return the changed keys, with their values in ``after`` (None: gone).  ``at_once``: those that need no other
+    daemons.
 
     Raises ConfigErrors naming those that can only change with another start.
     """
@@ -60,10 +57,7 @@ def _value(tree: Mapping[str, Any], key: str) -> object:
 
 
 async def freeze_and_export(engine: Engine, earlier: Deployment) -> ExportedState:
-    """Suspend requests, and copy all state of the daemons to host memory.
-
-    Raises LucevisorError, and then requests continue.
-    """
+    """Suspend requests, and copy all state to host memory.  Raises LucevisorError, and then requests continue."""
     assert earlier.placement is not None
     try:
         frozen = await engine.freeze(FREEZE_S, "reload")
@@ -84,7 +78,7 @@ def resume_requests(engine: Engine, earlier: Deployment) -> None:
 
 
 async def restore_state(state: ExportedState, later: Deployment) -> RestoredLinks:
-    """Copy state to the daemons of a deployment, which are all READY; return what they have.  Raises LucevisorError."""
+    """Copy state to the READY daemons of a deployment; return their links.  Raises LucevisorError."""
     assert later.placement is not None
     assert later.transfers is not None
     links = dict(later.links)
@@ -112,8 +106,7 @@ class AdminOperations:
             raise AdminError(f"there is no group {show(group)}: the groups are {', '.join(groups)}; {hint}")
 
     async def restart_all(self, groups: Collection[str], *, now: bool) -> None:
-        """Restart groups one by one, those of a replica together while others serve its requests; returns when all are
-        back.
+        """Restart groups one by one, those of a replica while others serve its requests; returns when all are back.
 
         Raises LucevisorError naming group and reason, and goes no further then.
         """
@@ -128,7 +121,6 @@ class AdminOperations:
 
     @contextlib.asynccontextmanager
     async def _drained(self, group: str) -> AsyncIterator[None]:
-        """Have other replicas serve the requests of the one with ``group``, if there are others that can."""
         service = self._service
         name = next((model.replica for model in service.models.values() if group in model.groups), "")
         if service.replicated is None or not name:
@@ -142,10 +134,7 @@ class AdminOperations:
             service.replicated.end_drain(name)
 
     async def _restart(self, group: str, *, now: bool) -> None:
-        """Restart one group's daemon; returns when requests are served again or another group has FAILED.
-
-        Raises LucevisorError naming group and reason.
-        """
+        """Restart one group's daemon; returns when requests are served again.  Raises LucevisorError."""
         self.check_group(group)  # since this call waited for its turn, it may be gone, or the service be stopping
         service, supervised = self._service, self._service.groups[group]
         if service.stopping:
@@ -172,10 +161,9 @@ class AdminOperations:
             raise NotReadyError(f"group {group} did not come back: {service.reason() or supervised.reason}")
 
     async def reload(self, config: Config, at_once: Collection[str] = ()) -> dict[str, object]:
-        """Switch to another configuration; when requests are served with it, return the keys that changed and their
-        values.  ``at_once``: keys that the caller applies.
+        """Switch to another configuration; return the changed keys and their values when requests are served with it.
 
-        Raises LucevisorError, and then nothing has changed.
+        ``at_once``: keys that the caller applies.  Raises LucevisorError, and then nothing has changed.
         """
         service = self._service
         async with self._one_at_a_time:
@@ -193,10 +181,7 @@ class AdminOperations:
             return changed
 
     async def _move(self, model: ModelService, engine: Engine, config: Config) -> None:
-        """Load another deployment beside the present one and switch to it.
-
-        If both do not fit at once, end the present one first.
-        """
+        """Switch to another deployment, loaded beside the present one or, if both do not fit, after its end."""
         service = self._service
         if model.control is not None:
             await model.control.load()  # layers move from daemons to daemons
@@ -223,7 +208,7 @@ class AdminOperations:
             await service.end(earlier)
 
     async def _load(self, later: Deployment) -> None:
-        """Start a deployment and wait until its daemons are READY.  Raises LucevisorError."""
+        """Start a deployment and await its daemons.  Raises LucevisorError."""
         service = self._service
         await later.start()
         await service.changes.wait_for(lambda: later.loaded or service.stopping or later.failed is not None)
@@ -231,10 +216,7 @@ class AdminOperations:
             raise LucevisorError(f"nothing is reloaded: {later.failed or 'the supervisor is stopping'}")
 
     async def _replace(self, model: ModelService, engine: Engine, config: Config) -> None:
-        """End the deployment and start another one with its state, or itself again where that fails.
-
-        Raises LucevisorError in that case.
-        """
+        """End the deployment and start another one with its state, or where that fails itself again; that raises."""
         service, earlier = self._service, model.deployment
         state = await freeze_and_export(engine, earlier)
         model.detach(engine)

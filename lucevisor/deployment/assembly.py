@@ -1,10 +1,8 @@
 """Joins READY daemons into a pipeline and attaches it to the engine.
 
 When every group with layers is READY, each daemon drops its sequences (Reset, answered by ResetDone); then a pipeline
-over their links is attached.  When a daemon is lost, only its replacement is reset and rebuilt (engine/recovery.py).
-Where the engine cannot do that, the pipeline is closed at once, and all daemons are reset for the next one.
-A daemon that replaces another may get its state, or steps to compute while it loads.
-Invariant: steps go only to READY daemons that were reset since they were lost or the pipeline was closed.
+over their links is attached.  Of a lost daemon only the replacement is reset and rebuilt (engine/recovery.py), if the
+engine can.  Invariant: steps go only to READY daemons that were reset since they were lost or the pipeline was closed.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ _DROPPED: Final = "the daemon drops its sequences"
 class DraftAssembly:
     """Attaches the draft stage of ``group`` to the engine.
 
-    ``alone``: the group runs no other stage.  ``with_output``: it runs the output stage, too.  ``on_change`` is called
-    when ``attached`` changes.
+    ``alone``: the group runs no other stage; ``with_output``: it runs the output stage.
     """
 
     def __init__(
@@ -63,22 +60,18 @@ class DraftAssembly:
 
     @property
     def resetting(self) -> bool:
-        """True until its daemon answers a Reset."""
         return self._token > 0
 
     def on_ready(self, link: Channel) -> None:
-        """Called when its daemon has loaded, the drafter included."""
         self._link = link
         if self._serving:
             self._prepare()
 
     def on_lost(self, reason: str) -> None:
-        """Called when its daemon has exited or is about to."""
         self._link, self._token = None, 0
         self.detach(reason)
 
     def detach(self, reason: str) -> None:
-        """Stop drafting until its daemon or the pipeline is replaced."""
         if self.attached:
             self.attached = False
             log.warning("drafter detached", group=self.group, reason=reason)
@@ -86,7 +79,7 @@ class DraftAssembly:
             self._on_change()
 
     def for_stages(self, *, restored: bool) -> DraftStage | None:
-        """Return what to attach with the stages of its daemon; None if it has a daemon of its own, or none yet.
+        """Return what to attach with the stages of its daemon, if it has no daemon of its own.
 
         ``restored``: its daemon has the state of the one before, as of the last step.
         """
@@ -95,7 +88,7 @@ class DraftAssembly:
         return DraftStage(self._link, self._with_output, restored)
 
     def stages_attached(self, drafter: DraftStage | None) -> None:
-        """Called when the engine has new stages, and the ``drafter`` of ``for_stages``; prepare one that is alone."""
+        """Called when the engine has new stages, and the ``drafter`` of ``for_stages``."""
         self._serving = True
         if drafter is not None:
             self._report_attached(restored=drafter.restored)
@@ -103,12 +96,10 @@ class DraftAssembly:
             self._prepare()
 
     def pipeline_detached(self) -> None:
-        """Called when the engine has dropped the pipeline, and the drafter with it."""
         self._serving, self._token = False, 0
         self.attached = False
 
     def reset_done(self, token: int) -> None:
-        """Called when its daemon, which runs nothing else, has dropped its sequences."""
         if token == self._token:
             self._token = 0
             self._attach()
@@ -145,8 +136,8 @@ MAX_REPLAYS: Final = 2
 class PipelineAssembly:
     """Joins the daemons of one placement into a pipeline.
 
-    ``stage_groups[s]`` runs stage s, ``draft_group`` the draft stage, if any.  ``on_change`` is called when
-    ``complete`` or ``drafting`` changes.
+    ``stage_groups[s]`` runs stage s, ``draft_group`` the draft stage, if any.  ``on_change``: of ``complete``,
+    ``drafting``.
     """
 
     def __init__(
@@ -185,12 +176,10 @@ class PipelineAssembly:
 
     @property
     def holding(self) -> bool:
-        """True while requests wait for daemons."""
         return self._engine.core.recovery.holding
 
     @property
     def drafting(self) -> bool:
-        """True while a drafter is attached."""
         return self._draft is not None and self._draft.attached
 
     @property
@@ -200,9 +189,9 @@ class PipelineAssembly:
         return frozenset(self._resetting | drafter)
 
     async def replay(self, group: str, timeout_s: float) -> StateReplay | None:
-        """Return the steps that a group's next daemon computes while it loads; the caller closes their file.
+        """Return the steps that a lost group's next daemon computes while it loads; the caller closes their file.
 
-        None if its stages are not lost, if there are no such steps, and after MAX_REPLAYS daemons that did not load.
+        None without such steps, and after MAX_REPLAYS daemons that did not load.
         """
         if group not in self._lost or self._replaying[group] == MAX_REPLAYS:
             return None
@@ -223,9 +212,8 @@ class PipelineAssembly:
         draft_restored: bool = False,
         replayed: bool = False,
     ) -> None:
-        """Called when a daemon has loaded; ``with_draft``: the drafter, too; ``restored``: it has the state that was
-        frozen,
-        with ``draft_restored`` the drafter's, too; ``replayed``: it computed what ``replay`` returned."""
+        """Called when a daemon has loaded; ``with_draft``: the drafter, too; ``restored``: it has the frozen state,
+        with ``draft_restored`` also the drafter's; ``replayed``: it computed what ``replay`` returned."""
         if self._detached:  # it was loading when the stop began
             return
         if self._draft is not None and group == self._draft.group and with_draft:
@@ -242,10 +230,7 @@ class PipelineAssembly:
             self._reset(self._lost or self._links.keys())
 
     def on_lost(self, group: str, reason: str) -> None:
-        """Called when a daemon has exited or is about to.
-
-        The loss of one that runs the drafter alone affects no request.
-        """
+        """Called when a daemon has exited or is about to."""
         if group in self._stage_groups:
             known = self._links.pop(group, None) is not None
             self._with_state.discard(group)
@@ -260,7 +245,6 @@ class PipelineAssembly:
                 self._draft.pipeline_detached()  # until it is rebuilt
 
     def detach_drafter(self, reason: str) -> None:
-        """Stop drafting until the drafter's daemon or the pipeline is replaced."""
         if self._draft is not None:
             self._draft.detach(reason)
 
@@ -332,7 +316,7 @@ class PipelineAssembly:
             self._restored(False)  # it gave up meanwhile
 
     def _restored(self, rebuilt: bool) -> None:
-        """Called when the engine has rebuilt the lost stages, or has detached the pipeline because it cannot."""
+        """Called when the engine has rebuilt the lost stages, or has detached the pipeline."""
         lost, self._lost = self._lost, set()
         drafter, self._draft_stage = self._draft_stage, None
         self._with_state.clear()
@@ -347,7 +331,6 @@ class PipelineAssembly:
         self._on_change()
 
     def _lose_stages(self, group: str, error: RequestError) -> None:
-        """Remove the stages of a group from the pipeline, or close it."""
         if not self._attached:
             return
         stages = [stage for stage, name in enumerate(self._stage_groups) if name == group]
@@ -400,23 +383,22 @@ def _lost(group: str, reason: str) -> str:
 
 
 class RestoredLinks(NamedTuple):
-    """Links of daemons that have read what others held; ``with_draft``: the drafter's state, too."""
+    """Links of daemons that have read what others held."""
 
     links: Collection[Channel] = ()
     with_draft: bool = False
 
 
 class SuccessorState:
-    """State for the next daemon of each group: exported state in host memory, or steps to replay while loading."""
+    """State for the next daemon of each group: exported state, or steps to replay while loading."""
 
     def __init__(self) -> None:
         self._exported: dict[str, ExportedState] = {}
         self._rows: dict[str, FileIO] = {}  # the files that loads carry
 
     async def load_order(self, group: str, load: Load, assembly: PipelineAssembly | None) -> LoadOrder:
-        """Return a load, without its boundary memory.  It carries the steps that its daemon is to replay meanwhile, and
-        skips the warm-up, whose kernels are in caches, where requests wait for it.
-        """
+        """Return a load with the steps to replay meanwhile; where requests wait it skips the warm-up, as kernels are
+        cached."""
         self._close_rows(group)
         if assembly is None or assembly.complete:
             return LoadOrder(load)
@@ -427,17 +409,14 @@ class SuccessorState:
         return LoadOrder(replace(load, replay=[*replay.stages], warm_up=False), [replay.file.fileno()])
 
     def add(self, group: str, state: ExportedState) -> None:
-        """Keep a group's state for its next daemon."""
         self.drop(group)  # of one that did not load
         self._exported[group] = state
 
     def take(self, group: str) -> ExportedState | None:
-        """Return the state for a daemon that has loaded, if there is one; the caller lets it read that."""
         self._close_rows(group)
         return self._exported.pop(group, None)
 
     def drop(self, group: str) -> None:
-        """Drop the state of a group that will have no next daemon."""
         self._close_rows(group)
         if group in self._exported:
             self._exported.pop(group).close()

@@ -1,7 +1,6 @@
 """The boundary memory of a placement, and the daemons at its ends: shared where both can map it, else over TCP.
 
-The journal keeps copies of its rows in blocks of one page each, whose memory is taken from the system when a block is
-first written.  Invariant: the journal never takes more than ``Placement.journal_bytes``.
+The journal copies its rows to blocks of a page, within ``Placement.journal_bytes``.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class Boundaries:
     def open(self, group: str, plans: Sequence[ArenaPlan], address: str) -> tuple[list[ArenaPlan], list[int]]:
         """Return what a daemon opens, and the descriptors for it; ``address``: where it listens.
 
-        Who is loaded later connects: it has the address of the other, whose memory is there, or that is gone and
-        connects when it is replaced.
+        Who is loaded later connects to the other, if that is not gone.
         """
         epoch = self._epochs[group] = max(self._epochs.values(), default=0) + 1
         opened = []
@@ -66,7 +64,6 @@ class Boundaries:
         return opened, descriptors([self._arenas[plan.key] for plan in plans if plan.key in self._arenas])
 
     def on_ready(self, group: str, channel: Channel) -> None:
-        """A daemon finished loading."""
         for key, relay in self._relays.items():
             writer, reader = self._ends[key]
             if group == writer:
@@ -75,7 +72,6 @@ class Boundaries:
                 relay.attach_reader(channel, self._epochs[group])
 
     def on_lost(self, group: str) -> None:
-        """A daemon is lost."""
         self._addresses.pop(group, None)
         for key, relay in self._relays.items():
             writer, reader = self._ends[key]
@@ -85,7 +81,7 @@ class Boundaries:
                 relay.attach_reader(None)
 
     def rows_arrived(self, group: str, rows: RowsCopy, payload: memoryview) -> str:
-        """Take a daemon's copy of rows; return why they cannot be what was asked for, or empty."""
+        """Take a daemon's copy of rows; return why they cannot be what was asked for, or ""."""
         key = rows.capture, rows.boundary
         if key not in self._relays or self._ends[key][0] != group:
             return f"it sent rows of boundary {rows.boundary}, which it does not write"
@@ -96,7 +92,6 @@ class Boundaries:
         return ""
 
     def step_answered(self, group: str) -> None:
-        """A daemon has answered a step, whose rows came before."""
         for key, relay in self._relays.items():
             if self._ends[key][0] == group:
                 relay.step_answered()
@@ -112,7 +107,6 @@ log = structlog.get_logger("lucevisor.deployment")
 
 class JournalRows:
     """``arenas``: by boundary, all with rows of ``row_bytes``.  ``n_pages``: blocks that fit into ``n_bytes``.
-    ``memory`` counts those that were written to, and the files of ``gather``.
 
     Raises OSError or MemoryError.
     """
@@ -152,20 +146,17 @@ class JournalRows:
         self._arenas[boundary].ring(step.region, step.step_id, step.n_tokens * self._row_bytes)
 
     def copy(self, source: int, target: int, n_rows: int) -> None:
-        """Copy the first rows of a block to another."""
         if target >= self._n_touched:
             self._touch(target)
         self._blocks[target, :n_rows] = self._blocks[source, :n_rows]
 
     def _touch(self, block: int) -> None:
-        """Count the blocks up to one that is written for the first time; the journal takes them in order."""
+        """Count the blocks up to one that is written for the first time."""
         self._n_touched = block + 1
         self._lease.n_bytes = self._n_touched * PAGE_TOKENS * self._row_bytes
 
     def gather(self, steps: Sequence[Sequence[RowCopy]]) -> HostFile:
-        """Return a new memfd, to which a thread writes rows one after the other, and which it seals when all are there,
-        or no more will come.  Raises HostMemoryShort.
-        """
+        """Return a memfd to which a thread writes rows, and which it seals at the end.  Raises HostMemoryShort."""
         n_rows = sum(copied.n for copies in steps for copied in copies)
         file = self._memory.open(HostOwner.REPLAYS, n_rows * self._row_bytes)
         try:
@@ -199,7 +190,7 @@ def _rows(region: memoryview, row_bytes: int) -> npt.NDArray[np.uint8]:
 def journal_rows(
     buffers: Mapping[tuple[bool, int], SharedBuffer], placement: Placement, memory: HostMemory
 ) -> JournalRows | None:
-    """Return the journal's memory for a placement; None without a journal, or where the system has too little."""
+    """Return the journal's memory for a placement; None without a journal, or without memory for it."""
     if not placement.journal_bytes:
         return None
     arenas = {

@@ -1,7 +1,4 @@
-"""Small files in the user's cache directory with results that later starts reuse.
-
-Invariant: a reader gets the old file, the new file or none, never a part.
-"""
+"""Small files in the user's cache directory.  Invariant: a reader gets the old file, the new file or none."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ def cache_directory() -> Path:
 
 
 def read_json(path: Path, kind: type[T], what: str, reject_reason: Callable[[T], str]) -> T | None:
-    """Return a file's contents, or None.  Logs a warning for a file that cannot be read or is rejected."""
+    """Return a file's contents, or None, with a warning unless it is missing."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=kind)
         reason = reject_reason(found)
@@ -40,7 +37,6 @@ def read_json(path: Path, kind: type[T], what: str, reject_reason: Callable[[T],
 
 
 def write_json(path: Path, value: msgspec.Struct, what: str) -> None:
-    """Write what read_json returns.  Logs a warning when it cannot be written."""
     try:
         write_atomically(path, msgspec.json.format(msgspec.json.encode(value), indent=1))
     except OSError as error:

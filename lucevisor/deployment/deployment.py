@@ -1,10 +1,8 @@
 """One epoch of serving: a placement with its groups, boundary buffers, pipeline and transfers.
 
-A deployment starts its groups, waits for every hello, places the model once, makes the buffers, and has the daemons
-load.  A daemon that is restarted gets the same Load again: another placement is another deployment.  The deployments of
-several models may share groups, whose daemons then hold shards of each.  Those of one model share nothing but the
-weights, so a later one may start and load while an earlier one serves; it takes over the engine with ``attach`` after
-the earlier one's ``detach``.  Invariant: messages of a daemon reach the deployments that started it, and no other.
+A deployment starts its groups, awaits every hello, places the model once, and has the daemons load; one that is
+restarted gets the same Load again.  Those of several models may share groups.  Those of one model share the weights: a
+later one may load while an earlier one serves, and takes over the engine with ``attach`` after its ``detach``.
 """
 
 from __future__ import annotations
@@ -63,10 +61,7 @@ OPTIONAL_GROUPS_S = 5.0
 
 
 class PlacementBarrier:
-    """Waits for the hellos of all groups, then places the model once.  Create it in a running loop.
-
-    ``place`` gets the hellos of all ``groups``, and of those ``others`` that arrive within OPTIONAL_GROUPS_S.
-    """
+    """Waits for the hellos of all ``groups``, and OPTIONAL_GROUPS_S for ``others``, then places the model once."""
 
     def __init__(
         self,
@@ -83,7 +78,7 @@ class PlacementBarrier:
         self._placing = asyncio.Lock()
 
     async def wait(self, group: str, hello: Hello) -> Placement:
-        """Add a group's hello and return the placement.  Raises LucevisorError when there is none."""
+        """Add a group's hello and return the placement.  Raises LucevisorError."""
         self._hellos[group] = hello
         self._failed.discard(group)
         self._news.set()
@@ -108,7 +103,6 @@ class PlacementBarrier:
                     await self._news.wait()
 
     def remove(self, group: str) -> None:
-        """Remove the hello of a process that has exited."""
         self._hellos.pop(group, None)
         self._failed.add(group)
         self._news.set()
@@ -148,7 +142,7 @@ def with_sizes(config: Config, sizes: Placement | None) -> Config:
 
 
 def infeasible_reason(placement: Placement | Infeasible, sizes: Placement | None) -> str:
-    """Return why a placement is not possible, or not with the ``sizes`` of running requests; empty if it is."""
+    """Return why a placement is not possible, or not with the ``sizes`` of running requests; or ""."""
     if isinstance(placement, Infeasible):
         return placement.message
     if sizes is None:
@@ -181,17 +175,16 @@ class DeploymentOwner(Protocol):
     def host_memory(self) -> HostMemory: ...
 
     def on_placed(self, deployment: Deployment) -> None:
-        """Called when the model is placed and no daemon loads yet.  Call ``attach`` then, unless another one serves."""
+        """Called when the model is placed and no daemon loads yet; it attaches then, unless another one serves."""
 
     async def drain_for_restart(self) -> FrozenState | None:
-        """Suspend requests before a daemon is restarted; return the state of the shards if its successor may take it
-        over."""
+        """Suspend requests; return the state of the shards if a daemon's successor may take it over."""
 
     def on_not_loaded(self, deployment: Deployment, reason: str) -> None:
         """Called when a daemon that serves other models could not load this one."""
 
     def on_change(self) -> None:
-        """Called when ``complete`` or ``loaded`` may have changed, or a daemon was lost."""
+        """Called when ``complete`` or ``loaded`` may have changed."""
 
     def on_state(self, deployment: Deployment, group: str, state: State, reason: str) -> None: ...
 
@@ -199,8 +192,7 @@ class DeploymentOwner(Protocol):
 
 
 class Deployment:
-    """Made in a running event loop; ``start``, then ``stop`` and ``close``.  ``epoch`` is for the log; ``sizes``: those
-    of the deployment whose engine it is to serve."""
+    """For a running event loop.  ``sizes``: those of the deployment whose engine it is to serve."""
 
     def __init__(
         self,
@@ -260,16 +252,13 @@ class Deployment:
     # ---- start and stop
 
     async def start(self) -> None:
-        """Start every group; returns when all are spawned."""
         self._watchdog = asyncio.create_task(self._watch(), name="watchdog")
         await asyncio.gather(*(group.start() for group in self.groups.values() if group.state is State.STOPPED))
 
     async def stop(self, deadline_s: float) -> None:
-        """Stop every group.  A further call with a shorter deadline shortens it."""
         await asyncio.gather(*(group.stop(deadline_s=deadline_s) for group in self.groups.values()))
 
     def close(self) -> None:
-        """Release the buffers, when all groups have stopped."""
         if self._watchdog is not None:
             self._watchdog.cancel()
         self._placing.cancel()
@@ -281,26 +270,22 @@ class Deployment:
 
     @property
     def buffers(self) -> Mapping[tuple[bool, int], SharedBuffer]:
-        """The boundary memory, by (whether it is for captures, boundary)."""
         return {} if self._boundaries is None else self._boundaries.buffers
 
     @property
     def loaded(self) -> bool:
-        """True while every group with layers is READY."""
         return self.links.keys() >= set(self.needed)
 
     @property
     def failed(self) -> str | None:
-        """The first FAILED group with layers, with the reason; None if none is."""
+        """The first FAILED group with layers, with the reason, if any."""
         failed = [group for group in self.needed if self.groups[group].state is State.FAILED]
         return next((f"group {name} is FAILED: {self.groups[name].reason}" for name in sorted(failed)), None)
 
     def attach(self, engine: Engine, restored: RestoredLinks | None = None) -> None:
-        """Attach to ``engine`` as soon as every group with layers is READY, and again after each loss; the drafter
-        whenever it is there.
+        """Attach to ``engine`` when every group with layers is READY, now and after each loss.
 
-        Call it when the deployment is placed, and when no other one serves ``engine``.  ``restored``: daemons that
-        hold what the engine had frozen.
+        Call it when this is placed and no other one serves ``engine``.  ``restored``: daemons with what was frozen.
         """
         links, draft_restored = restored or RestoredLinks()
         assert self.placement is not None
@@ -316,7 +301,6 @@ class Deployment:
             )
 
     def load(self) -> None:
-        """Have the daemons load the model, those that start as well.  ``attach`` follows when all are READY."""
         self.wanted = True
         for group in self.groups.values():
             group.load_model(self.callbacks)
@@ -324,7 +308,7 @@ class Deployment:
     async def unload(self, *, park: bool) -> int:
         """Have the daemons free the model's memory; return the bytes of weights that they keep in host memory.
 
-        The engine has left the pipeline.  It is attached again when the model is loaded the next time.
+        The engine has left the pipeline, and is attached again at the next load.
         """
         self.wanted = False
         links, self.links = {**self._parked_links, **self.links}, {}
@@ -359,13 +343,10 @@ class Deployment:
 
     @property
     def drafting(self) -> bool:
-        """True while a drafter is attached to the engine."""
         return self._assembly is not None and self._assembly.drafting
 
     def detach(self, error: RequestError | None = None) -> None:
-        """Detach from the engine, for good.  Running requests end with ``error``; without one the engine has left the
-        pipeline already, and its steps may run on other stages from now on.
-        """
+        """Detach from the engine for good; running requests end with ``error``, else it has left already."""
         self._engine = None
         if self._assembly is not None:
             self._assembly.detach(error)
@@ -382,7 +363,7 @@ class Deployment:
         asyncio.get_running_loop().call_soon(self.groups[group].distrust, failure.message)
 
     def blame(self, step: Step) -> str:
-        """Return the first stage whose rows of a step are NaN or infinite, as its arena has them; else the last."""
+        """Return the first stage whose rows of a step are NaN or infinite, else the last."""
         assert self.placement is not None
         stages, found = self.placement.stages, len(self.placement.stages) - 1
         dtype, bits = _EXPONENTS[self.placement.dtype]
@@ -397,7 +378,6 @@ class Deployment:
         return blamed
 
     def drafter_failed(self, failure: StageFailure) -> None:
-        """Continue without the drafter, which the engine detached, until its daemon is replaced."""
         self._detached = failure.message
         if self._assembly is not None:
             self._assembly.detach_drafter(failure.message)
@@ -412,13 +392,11 @@ class Deployment:
         return "" if self.placement is None or self.placement.draft is None else self.placement.draft.group
 
     def draft_layers(self, groups: Collection[str]) -> Sequence[LayerSpec]:
-        """The layers of the drafter that is attached, if one of ``groups`` runs it."""
         drafter = self._model.drafter
         return drafter.spec.model.layers if drafter and self.drafting and self.draft_group in groups else ()
 
     async def export_state(self, frozen: FrozenState, groups: Collection[str]) -> ExportedState:
-        """Copy the state of the layers of ``groups`` to host memory, and of a drafter that is attached and runs in one
-        of them.  Raises LucevisorError."""
+        """Copy the state of ``groups``, a drafter's among it, to host memory.  Raises LucevisorError."""
         assert self.placement is not None
         assert self.transfers is not None
         ranges = [stage.layers for group in groups for stage in self.placement.stages_of(group)]
@@ -433,7 +411,7 @@ class Deployment:
         return state
 
     def draft_reason(self) -> str:
-        """Return why a drafter that is configured is not attached; empty when it is, or there is none."""
+        """Return why a drafter that is configured is not attached, or ""."""
         if self.drafting or self.placement is None or self._model.drafter is None:
             return ""
         if self.placement.draft is None:
@@ -545,7 +523,6 @@ class Deployment:
         return result
 
     def _check_loaded(self, group: str, loaded: Loaded) -> str:
-        """Return why a daemon's weights must not join those of the others; empty when they are the same model's."""
         if self._weights.admitted(loaded.identities):
             return ""
         return f"group {group} read another state of the files than the one that runs"
@@ -587,7 +564,7 @@ class Deployment:
             self._owner.on_change()
 
     def _expect_images(self, group: str, link: Channel) -> None:
-        """Let as many bytes wait on a link as an image, or the embedding rows of the steps in flight, may have."""
+        """Let an image, or the embedding rows of the steps in flight, wait on a link."""
         placement, encoder = self.placement, self._model.encoder
         assert placement is not None
         assert placement.encoder is not None
@@ -624,7 +601,6 @@ class Deployment:
         self._owner.on_progress(self, group, progress)
 
     def _on_unloaded(self, group: str, unloaded: Unloaded) -> None:
-        """A daemon has freed the model's memory, or could not load it."""
         waiting = self._unloading.get(group)
         if waiting is not None and not waiting.done():
             waiting.set_result(unloaded)
@@ -679,7 +655,6 @@ class Deployment:
         self.groups[group].drained(daemon)
 
     async def _restore_replacement(self, group: str, link: Channel, state: ExportedState, *, with_draft: bool) -> None:
-        """Restore the state of a new daemon's predecessor, then let it join the pipeline."""
         assert self.transfers is not None
         restored = True
         try:
@@ -696,7 +671,6 @@ class Deployment:
     # ---- watchdog
 
     async def _watch(self) -> None:
-        """Watch the daemons while there are any: a service without daemons wakes up for nothing."""
         while True:
             await self._active.wait()
             await self._watch_daemons()
@@ -718,7 +692,7 @@ class Deployment:
         self._active.clear()
 
     def _work_in_progress(self) -> Iterator[tuple[str, str]]:
-        """Yield groups and what they work on.  Of the steps only the one begun first counts: others wait behind it."""
+        """Yield groups and what they work on; of the steps the first, as others wait behind it."""
         for model in (self.scoring, self.vision):
             if model is not None and model.work_in_progress:
                 yield model.placed.group, model.work_in_progress

@@ -1,7 +1,4 @@
-"""Groups of a configuration: those with layers, their devices and threads.
-
-Pure, but for the cores of this process.
-"""
+"""Groups of a configuration: those with layers, their devices and threads."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from lucevisor.config import Config, DeviceRef
 
 
 def usable_cores() -> list[int]:
-    """Return the cores that this process and its daemons may use."""
     return sorted(os.sched_getaffinity(0))
 
 
@@ -33,7 +29,7 @@ def target_groups(config: Config) -> list[str]:
 
 
 def group_threads(config: Config, name: str) -> int:
-    """Compute threads of a cpu group; 0 elsewhere, because the host side of a GPU group has one thread of work."""
+    """Compute threads of a cpu group; 0 elsewhere, where the host has one thread of work."""
     if config.groups[name].backend != "cpu":
         return 0
     return config.threads_of(name, len(usable_cores()))

@@ -1,9 +1,7 @@
 """Devices, checks and speeds of the groups' interpreters without loading a model, for `plan`, `doctor` and the split.
 
-A probe is a daemon that sends hello, may run a check, and is shut down.  Speeds are measured once, then kept in the
-user's cache directory: one JSON file for each model, set of devices and pair of formats.  Invariant: a file that cannot
-be read, is of another version or does not match the request is ignored with a warning, and a start goes on without
-speeds whatever fails here.
+Speeds and links are measured once by probes, then kept in the user's cache directory.  A start goes on without them
+whatever fails here.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from lucevisor.supervision.probe import Probe, probe, probe_launcher
 
 
 async def inventory(config: Config) -> tuple[dict[str, list[DeviceInfo]], dict[str, str]]:
-    """Return the devices of every group whose interpreter answers, and the problem of each other group."""
+    """Return the devices of every group that answers, and the problem of each other group."""
     results = await probe_groups(config, None)
     return {g: r.hello.devices for g, r in results.items() if r.hello is not None and not r.problem}, {
         g: r.problem for g, r in results.items() if r.problem
@@ -44,7 +42,7 @@ async def inventory(config: Config) -> tuple[dict[str, list[DeviceInfo]], dict[s
 
 
 async def probe_groups(config: Config, check: Callable[[str], tuple[Check, list[int]]] | None) -> dict[str, Probe]:
-    """Probe all groups at once; ``check(group)`` returns the Check to run there and its descriptors."""
+    """Probe all groups at once; ``check(group)``: the Check to run there and its descriptors."""
     with probe_launcher(config) as launcher:
 
         async def ask(name: str) -> Probe:
@@ -62,10 +60,7 @@ def check_arena() -> Arena:
 
 
 async def tune(files: Sequence[Path], config: Config) -> list[CheckLine]:
-    """Tune the groups that hold layers, one after the other so that they do not disturb each other.
-
-    Raises LucevisorError when a group does not answer, or something could not be measured.
-    """
+    """Tune the groups that hold layers, one after the other.  Raises LucevisorError when one fails."""
     lines: list[CheckLine] = []
     with probe_launcher(config) as launcher:
         for group in target_groups(config):
@@ -99,19 +94,16 @@ class SpeedFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def request_for_split(spec: ModelSpec, config: Config, inventory: Inventory) -> MeasurementRequest | None:
-    """Return what to measure for the split of ``config``; None when its ranges do not depend on speeds."""
+    """Return what to measure for the split of ``config``; None when it does not depend on speeds."""
     threads = {g.name: group_threads(config, g.name) for g in config.groups.values() if g.backend == "cpu"}
     return measurement_request(spec, config, inventory, threads, __version__)
 
 
 def speed_file(request: MeasurementRequest) -> Path:
-    """Return the file that stores the speeds of a request."""
     return cache_directory() / f"speeds-{request.conditions.key()}.json"
 
 
 def read_speeds(request: MeasurementRequest) -> Speeds | None:
-    """Return the stored speeds of the same request, or None."""
-
     def reject_reason(stored: SpeedFile) -> str:
         if not stored.speeds.valid():
             return "its times are not numbers of 0 or more for each device"
@@ -124,10 +116,8 @@ def read_speeds(request: MeasurementRequest) -> Speeds | None:
 async def speeds_for(
     spec: ModelSpec, files: Sequence[Path], config: Config, inventory: Inventory, *, fresh: bool = False
 ) -> Speeds | None:
-    """Return speeds for the split of ``config``: stored ones, or measured now with ``fresh`` or if none are stored.
-
-    None if the split does not depend on them, or if measuring fails, which is logged.
-    """
+    """Return speeds for the split of ``config``, stored or measured now (always with ``fresh``); None if it needs none,
+    or if measuring fails."""
     request = request_for_split(spec, config, inventory)
     if request is None:
         return None
@@ -156,7 +146,7 @@ def _reserves(config: Config, group: GroupConfig) -> bool:
 
 
 async def measure(request: MeasurementRequest, files: Sequence[Path], config: Config) -> Speeds | None:
-    """Let a probe of each group time its spans, one group at a time so that they do not disturb each other."""
+    """Let a probe of each group time its spans, one group at a time."""
     devices = config.placement.devices
     timings: list[list[Timing]] = [[] for _ in devices]
     with probe_launcher(config) as launcher:
@@ -205,7 +195,6 @@ def remote_groups(config: Config) -> dict[str, str]:
 
 
 def read_links(config: Config) -> Links:
-    """Return the links to the hosts of ``config`` that were measured."""
     if not (hosts := remote_groups(config)):
         return Links()
 
@@ -216,9 +205,9 @@ def read_links(config: Config) -> Links:
 async def links_for(
     config: Config, time_way: Callable[[str], Awaitable[TcpPath | None]], *, fresh: bool = False
 ) -> Links:
-    """Return the links to the hosts of ``config``: stored ones, or measured now with ``fresh`` or if they are not.
+    """Return the links to the hosts of ``config``, stored or measured now (always with ``fresh``) by ``time_way``.
 
-    ``time_way`` measures the way to a group's daemon.  A link that cannot be measured is missing.
+    A link that cannot be measured is missing.
     """
     known = {} if fresh else dict(read_links(config).of_host)
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")

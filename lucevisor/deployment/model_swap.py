@@ -1,13 +1,11 @@
 """The swap policy: which models are loaded, which one makes room for another, and when idle ones leave.
 
 Pure: events in, instructions out; ``now`` is seconds of a monotonic clock.  A model takes a share of each memory that
-it was placed in; a model is loaded when the shares of all that are there leave enough.  Where they do not, the least
-recently used idle models leave (LRU eviction).  If only busy ones are left, one whose turn is over starts no further
-request and leaves when its running ones have ended.  The model that has waited longest is loaded first.
+it was placed in.  To make room, the least recently used idle models leave (LRU eviction), then busy ones whose turn is
+over, when their running requests have ended.  The model that has waited longest is loaded first.
 
 Invariants: the shares in a memory add up to at most 1; a model with running requests and a pinned one never leave; a
-model that requests wait for is loaded as soon as the others allow it; a group is stopped only when nothing is loaded
-in it and all of its models are due.
+group is stopped only when nothing is loaded in it and all of its models are due.
 """
 
 from __future__ import annotations
@@ -49,8 +47,11 @@ class LoadModel:
 
 @dataclass(frozen=True, slots=True)
 class UnloadModel:
-    """Free its memory when its running requests have ended; no further one starts.  ``park``: keep its weights in host
-    memory if there is room.  Answered by ``on_left``."""
+    """Free its memory when its running requests have ended.  ``park``: keep its weights in host memory if there is
+    room.
+
+    Answered by ``on_left``.
+    """
 
     model: str
     park: bool
@@ -113,8 +114,6 @@ class ModelUse:
 
 @dataclass(slots=True, eq=False)
 class SwapPolicy:
-    """``models``: in the order of the configuration."""
-
     models: Mapping[str, ModelUse]
     running_groups: set[str] = field(default_factory=set)
     _out: list[Instruction] = field(default_factory=list)
@@ -129,7 +128,7 @@ class SwapPolicy:
         return self._decide(now)
 
     def on_started(self, groups: Collection[str], now: float) -> Sequence[Instruction]:
-        """Daemons of groups were started; models that are not used from now on are due later."""
+        """Daemons of groups were started, so idle models are due later."""
         self.running_groups |= {*groups}
         for model in self.models.values():
             if not model.groups.isdisjoint(groups):
@@ -147,7 +146,6 @@ class SwapPolicy:
         return self._decide(now)
 
     def on_busy(self, name: str, busy: bool, now: float) -> Sequence[Instruction]:
-        """A model has requests, or has no more."""
         model = self.models[name]
         model.busy, model.used_at = busy, now
         if busy and model.state is not ModelState.LOADED and model.wanted_since is None:
@@ -173,7 +171,7 @@ class SwapPolicy:
         return self._decide(now)
 
     def on_left(self, name: str, parked: bool, now: float) -> Sequence[Instruction]:
-        """A model has freed its memory.  Requests that came meanwhile wait for it."""
+        """A model has freed its memory; requests may have come meanwhile."""
         model = self.models[name]
         model.state, model.n_unloads = ModelState.PARKED if parked else ModelState.UNLOADED, model.n_unloads + 1
         model.leave = model.leave and parked and not model.busy  # ordered while it was being parked
@@ -182,7 +180,7 @@ class SwapPolicy:
         return self._decide(now)
 
     def on_daemon_lost(self, group: str, now: float) -> Sequence[Instruction]:
-        """A daemon has ended, and with it what it had parked.  What was loaded is loaded by the next one."""
+        """A daemon has ended, and with it what it had parked."""
         for model in self.models.values():
             if group in model.groups and model.state is ModelState.PARKED:
                 model.state = ModelState.UNLOADED
@@ -206,7 +204,7 @@ class SwapPolicy:
         return self._decide(now)
 
     def next_at(self) -> float:
-        """Return when time alone may change something: a ``tick`` is due then."""
+        """Return when the next ``tick`` is due."""
         times = [model.due_at() for model in self._present() if not model.pin and model.state is ModelState.LOADED]
         if any(model.wanted_since is not None and model.state not in IN_MEMORY for model in self.models.values()):
             times += [model.turn_ends_at for model in self._present() if model.busy and not model.pin]
@@ -237,7 +235,7 @@ class SwapPolicy:
         return instructions
 
     def _load_wanted(self, now: float) -> None:
-        """Load what is waited for, the longest wait first; later ones do not take the memories of one that waits on."""
+        """Load what is waited for, the longest wait first; its memories are reserved."""
         waiting = [model for model in self.models.values() if model.wanted_since is not None]
         reserved: set[str] = set()
         for model in sorted(waiting, key=lambda model: model.wanted_since or 0.0):
@@ -257,7 +255,7 @@ class SwapPolicy:
         return all(used[memory] + share <= 1.0 + EPSILON for memory, share in model.shares.items())
 
     def _make_room(self, model: ModelUse, now: float) -> None:
-        """Evict as few models as it takes: idle ones first, and of these the least recently used one."""
+        """Evict as few models as it takes, idle ones first, the least recently used of these."""
         assert model.shares is not None
         leaving = [other for other in self._present() if other.state is ModelState.LEAVING]
         if self._fits(model, leaving):
@@ -303,5 +301,5 @@ class SwapPolicy:
         return now >= self._group_due_at(group)
 
     def _ends_with_group(self, model: ModelUse, now: float) -> bool:
-        """Return whether a model's daemons end when it has left, and with them what they would keep."""
+        """Return whether a model's daemons end when it has left."""
         return any(self._group_is_due(group, now) for group in model.groups)

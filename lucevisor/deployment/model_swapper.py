@@ -1,7 +1,7 @@
 """Loads and unloads the models of a service, as the policy of model_swap.py decides.
 
-A model leaves in this order: no request starts any more, the running ones end, its prefix slots go to host memory or to
-disk, the engine leaves the pipeline, the daemons free its memory.  Requests that come meanwhile wait in its engine.
+A model leaves in this order: its requests end, its prefix slots go to host memory or disk, the engine leaves the
+pipeline, the daemons free its memory.  Requests that come meanwhile wait in its engine.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ class ModelSwapper:
         return self._policy.models[name].state
 
     def problem(self, name: str) -> str:
-        """Return why a model could not be loaded the last time, or empty."""
         return self._problems.get(name, "")
 
     def loads(self, name: str) -> tuple[int, float]:
@@ -158,7 +157,7 @@ class ModelSwapper:
         self._decide(self._policy.on_placed(name, shares, self._loop.time()))
 
     def on_busy(self, name: str) -> None:
-        """A model's first request came, or its last one ended.  Called by engines while they handle an event."""
+        """A model's first request came, or its last one ended; engines call it while they handle an event."""
         self._loop.call_soon(self._note_busy, name)
 
     def _note_busy(self, name: str) -> None:
@@ -174,7 +173,7 @@ class ModelSwapper:
             self._decide(self._policy.on_loaded(name, self._loop.time()))
 
     def on_not_loaded(self, name: str, reason: str) -> None:
-        """A model could not be loaded, or placed: those who wait for it get the reason."""
+        """A model could not be loaded, or placed."""
         self._loop.call_soon(self._fail, name, reason)
 
     def _fail(self, name: str, reason: str) -> None:
@@ -192,7 +191,7 @@ class ModelSwapper:
         self._on_change()
 
     async def _end_load(self, name: str) -> None:
-        """Free what other daemons have loaded of a model, then end the requests that wait for it."""
+        """Free what other daemons have loaded of a model, then end the requests that wait."""
         service = self._models[name]
         text = f"model {name} could not be loaded: {self.problem(name)}"
         if service.engine is not None:
@@ -203,13 +202,11 @@ class ModelSwapper:
         self._note_busy(name)  # requests that came meanwhile try again
 
     def on_moved(self, name: str) -> None:
-        """A model has moved to other groups."""
         self._policy.models[name].groups = frozenset(self._models[name].config.groups)
         used = {group for use in self._policy.models.values() for group in use.groups}
         self._policy.running_groups &= used
 
     def on_group_state(self, group: str, state: State, reason: str) -> None:
-        """A group has changed its state."""
         now = self._loop.time()
         if state is State.STARTING:
             self._decide([*self._policy.on_daemon_lost(group, now), *self._policy.on_started([group], now)])

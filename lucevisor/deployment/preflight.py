@@ -1,7 +1,4 @@
-"""Checks before any daemon is started: interpreters, cores, and settings that make a plan impossible.
-
-Starts no interpreter: the hello of a daemon checks packages, versions, builds and devices.
-"""
+"""Checks before any daemon is started: interpreters, cores, and settings that make a plan impossible."""
 
 from __future__ import annotations
 
@@ -27,7 +24,6 @@ def check_before_start(config: Config, models: Sequence[ServedModel]) -> None:
 
 
 def _check_plan(config: Config, model: ServedModel) -> Iterator[ConfigError]:
-    """Yield settings that the plan refuses for any free memory, which is not known yet."""
     try:
         plan(
             model.spec, with_target_devices(config, {}), {}, None, model.draft_spec, model.scorer, encoder=model.encoder

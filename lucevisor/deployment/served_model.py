@@ -1,6 +1,4 @@
-"""Records of the served model and its drafter: files and headers (:mod:`lucevisor.deployment.weights` has the
-tensors).
-"""
+"""Records of the served model and its drafter."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from lucevisor.text.template import TEMPLATE_KEY
 
 @dataclass(frozen=True, slots=True)
 class ServedDrafter:
-    """A drafter.  ``files``: as they were opened, of the drafter alone or the model's own."""
+    """A drafter.  ``files``: its own or the model's."""
 
     spec: DraftSpec
     files: GgufFiles
@@ -27,8 +25,8 @@ class ServedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Files of a model and their header.  ``name`` is its id in /v1/models; ``scorer``: the scoring model of
-    PFlash; ``chat_template`` takes the place of the one in the files, if it is not None; ``encoder``: of images."""
+    """Files of a model and their header.  ``name``: its id in /v1/models; ``scorer``: of PFlash; ``chat_template``:
+    instead of the files' own, if not None; ``encoder``: of images."""
 
     spec: ModelSpec
     files: tuple[Path, ...]
@@ -45,7 +43,7 @@ class ServedModel:
 
     @property
     def n_bytes(self) -> int:
-        """The bytes of the weights, those of the models beside it included."""
+        """The bytes of the weights, those of extra models included."""
         others = self.scorer and self.scorer.files, self.drafter and self.drafter.files
         own = self.spec.files, *others, self.encoder and self.encoder.files
         return sum(files.total_bytes for files in {id(files): files for files in own if files}.values())
@@ -56,9 +54,7 @@ class ServedModel:
 
 
 def model_configs(config: Config, models: Sequence[ServedModel]) -> list[Config]:
-    """Return the configuration of each model, which says what it may use beside the others: shares of device memory,
-    and equal parts of the journal.
-    """
+    """Return the configuration of each model, with its neighbours and an equal part of the journal."""
     each = config.each_model
     if len(each) == 1:
         return [*each]
@@ -68,7 +64,7 @@ def model_configs(config: Config, models: Sequence[ServedModel]) -> list[Config]
 
 
 def pipelines(config: Config, models: Sequence[ServedModel]) -> list[tuple[Config, ServedModel]]:
-    """Return what each pipeline runs, and with which groups: that of each model, or of each replica of the only one."""
+    """Return configuration and model of each pipeline: one a model, or one a replica of the only one."""
     if not config.replicas:
         return list(zip(model_configs(config, models), models, strict=True))
     [model] = models

@@ -1,14 +1,9 @@
 """One running supervisor: its groups and its models, each with its engine, weights, snapshots and deployment.
 
-Replicas are models of one name behind one router, with groups of their own.
-
-Requests for a model are served while every group with its layers is READY; a group with the drafter alone may be
-missing.
-
-Order at start: start the groups, place each model when all of its groups have sent hello, make its engine for that
-placement, load; while the groups load, hash the weights and open the snapshots.
-Graceful shutdown: let requests end, save prefix slots, end what still runs, stop the groups, close the files.
-Invariant: any number of callers share one shutdown, and nothing is restarted once it has begun.
+Replicas are models of one name behind one router, with groups of their own.  At start groups are started, each model is
+placed when its groups have sent hello, then loaded; meanwhile weights are hashed.  A stop lets requests end, saves
+prefix slots, ends what still runs, stops the groups, and closes the files. Invariant: any number of callers share one
+shutdown, and nothing is restarted once it has begun.
 """
 
 from __future__ import annotations
@@ -65,7 +60,7 @@ from lucevisor.supervision.machine import SupervisionLimits
 
 
 async def watch_holds(engine: Engine, hold_s: float, give_up: Callable[[RequestError], None]) -> None:
-    """Give up the requests of ``engine`` that wait for a lost daemon longer than ``hold_s``; runs until cancelled."""
+    """Give up the requests of ``engine`` that wait for a lost daemon longer than ``hold_s``."""
     recovery = engine.core.recovery
     while True:
         await engine.changes.wait_for(lambda: recovery.since is not None)
@@ -79,7 +74,7 @@ async def watch_holds(engine: Engine, hold_s: float, give_up: Callable[[RequestE
 def engine_limits(
     cache: CacheConfig, spec: ModelSpec, placement: Placement, drafter: ModelSpec | None = None
 ) -> EngineLimits:
-    """Limits of the engine that runs ``placement``.  ``drafter``: the layers of the drafter that is placed."""
+    """Limits of the engine that runs ``placement``.  ``drafter``: the one that is placed."""
     return EngineLimits(
         max_sequences=placement.max_sequences,
         max_context=placement.max_context,
@@ -98,7 +93,7 @@ def engine_limits(
 
 
 def _long_prefill_tokens(placement: Placement) -> int:
-    """Return the prompt tokens of a step beside others: a whole chunk on GPUs, which compute it in a quarter second.
+    """Return the prompt tokens of a step beside others: a whole chunk on GPUs, where it takes a quarter second.
 
     Shorter steps would keep the prompts of all agents waiting for the tokens of one.
     """
@@ -115,7 +110,6 @@ def _residency(placement: Placement) -> Residency | None:
 def _prefix_settings(
     cache: CacheConfig, spec: ModelSpec, placement: Placement, drafter: ModelSpec | None
 ) -> PrefixSettings:
-    """Return the bounds of prefix slots, and the bytes of a page and a state over all shards."""
     unit_bytes = slot_unit_bytes(spec, placement.kv_dtype, drafter)
     return PrefixSettings(
         max_slots=placement.prefix_slots,
@@ -154,9 +148,7 @@ class Observer:
 
 
 class ModelService:
-    """One model of a service, or a replica of it: placement, engine, weights, snapshots, and the deployment that serves
-    it.
-    """
+    """One model of a service, or a replica of it."""
 
     def __init__(self, config: Config, model: ServedModel, owner: Service, weights: ServedWeights) -> None:
         self.config, self.model = config, model
@@ -173,45 +165,41 @@ class ModelService:
         self._was_ready = False
 
     def make_deployment(self, config: Config, limits: SupervisionLimits, succeeds: Deployment | None) -> Deployment:
-        """Make a deployment, which has no groups yet.  ``succeeds``: the one whose requests it is to serve."""
+        """Make a deployment without groups.  ``succeeds``: the one whose requests it is to serve."""
         epoch = 1 if succeeds is None else succeeds.epoch + 1
         sizes = None if succeeds is None else succeeds.placement
         return Deployment(epoch, config, self.model, self.weights, limits, self, sizes)
 
     @property
     def name(self) -> str:
-        """The model's id in /v1/models."""
         return self.model.name
 
     @property
     def replica(self) -> str:
-        """The name of the replica; empty for a model without any."""
+        """The name of the replica; empty without any."""
         return self.config.replica
 
     @property
     def groups(self) -> Mapping[str, GroupSupervisor]:
-        """The groups that may hold shards of this model."""
         return self.deployment.groups
 
     @property
     def placement(self) -> Placement | None:
-        """The placement of the present deployment; None until all groups have sent hello."""
         return self.deployment.placement
 
     @property
     def snapshot_store(self) -> SnapshotStore | None:
-        """The snapshots on disk; None while they are off or not open yet."""
+        """The snapshots on disk, if they are on and open."""
         return self.snapshots.store if self.snapshots is not None else None
 
     @property
     def host_tier(self) -> HostTier | None:
-        """The prefix slots in host memory; None while they are off."""
         return self.snapshots.host if self.snapshots is not None else None
 
     # ---- stop
 
     async def drain(self, drain_s: float) -> None:
-        """Let requests end, then save prefix slots; part of a stop."""
+        """Let requests end, then save prefix slots."""
         if self.engine is not None and self.deployment.complete and drain_s > 0:
             if not await self.engine.drain(drain_s):
                 now = self.engine.statistics()
@@ -221,13 +209,11 @@ class ModelService:
         self.end_requests()
 
     def hurry(self) -> None:
-        """End requests at once, whatever ``drain`` waits for."""
         if self._saving is not None:
             self._saving.cancel()
         self.end_requests()  # before their groups go: the reason is the stop, not a lost shard
 
     async def close(self) -> None:
-        """Close files, when the groups have stopped; the owner closes the store of snapshots."""
         await self.weights.close()
         if self._opening is not None:  # it ends by itself, unless the disk hangs
             self._loaded.set()
@@ -236,7 +222,7 @@ class ModelService:
             await self.snapshots.close()
 
     async def keep_prefixes(self) -> None:
-        """Copy prefix slots to host memory before the model leaves its devices; without a host tier save them."""
+        """Copy prefix slots to host memory before the model leaves its devices, or save them."""
         if self.snapshots is not None and self.deployment.complete:
             if self.snapshots.host is not None:
                 await self.snapshots.copy_all()
@@ -255,7 +241,7 @@ class ModelService:
             self._holding.cancel()
 
     async def save_prefixes(self, deadline_s: float) -> None:
-        """Save prefix slots to ``cache.dir``, if set, before the shards lose them; a hurried stop cancels it."""
+        """Save prefix slots to ``cache.dir``, if set; a hurried stop cancels it."""
         if self.snapshots is not None and self.snapshot_store is not None and self.deployment.complete:
             self._saving = asyncio.create_task(self.snapshots.save_all(deadline_s), name="save all slots")
             with contextlib.suppress(asyncio.CancelledError, TimeoutError):
@@ -277,12 +263,10 @@ class ModelService:
             self._take_over(engine, later, restored)
 
     def detach(self, engine: Engine) -> None:
-        """Detach the present deployment from the engine, whose requests wait for another one."""
         self.deployment.detach()
         engine.detach_frozen(_MOVING, None, 0)
 
     def _take_over(self, engine: Engine, later: Deployment, restored: RestoredLinks | None = None) -> None:
-        """Attach the present deployment, which is placed, to the engine of the one before."""
         assert later.placement is not None
         rows = journal_rows(later.buffers, later.placement, self.host_memory)
         engine.detach_frozen(_MOVING, rows, rows.n_pages if rows is not None else 0)
@@ -292,12 +276,10 @@ class ModelService:
 
     @property
     def changes(self) -> Changes:
-        """Changes of the service."""
         return self._owner.changes
 
     @property
     def model_state(self) -> ModelState:
-        """Whether the model is loaded."""
         return self._owner.model_state(self)
 
     @property
@@ -323,7 +305,7 @@ class ModelService:
         return "degraded" if self._was_ready else "starting"
 
     def reason(self) -> str:
-        """Return why requests are not served now; empty when they are."""
+        """Return why requests are not served now, or ""."""
         if self.state == "ready":
             return ""
         if self._owner.stopping:
@@ -338,7 +320,7 @@ class ModelService:
         return "; ".join(parts) or "the pipeline is being assembled"
 
     def failure(self) -> str:
-        """Return why groups that requests need are given up, each reason once; empty while none is."""
+        """Return why groups that requests need are given up, each reason once, or ""."""
         if self.deployment.infeasible_reason:
             return "the model does not fit: " + self.deployment.infeasible_reason.replace("\n", "; ")
         reasons: dict[str, list[str]] = {}
@@ -348,14 +330,14 @@ class ModelService:
         return "; ".join(f"group {', '.join(names)}: {reason}" for reason, names in reasons.items())
 
     def retry_in_s(self) -> float | None:
-        """Return the seconds until all groups that wait in BACKOFF or FAILED are started again; None if none is due."""
+        """Return the seconds until all groups in BACKOFF or FAILED are started again; None if none is due."""
         retries = [self.groups[name].retry_in_s for name in self.deployment.needed]
         return max((seconds for seconds in retries if seconds is not None), default=None)
 
     # ---- the owner of deployments
 
     def on_placed(self, deployment: Deployment) -> None:
-        """Make the engine for the first placement; serve with a later one if it is present, but was not placed yet."""
+        """Make the engine for the first placement; take it over with a later one, if present."""
         placement = deployment.placement
         assert placement is not None
         if self.engine is not None:
@@ -401,13 +383,11 @@ class ModelService:
         self._owner.on_placed(self)
 
     def _give_up(self, engine: Engine, error: RequestError) -> None:
-        """End the requests that wait for daemons, after others had the chance to go on with them."""
         if self.replica:
             engine.detach(error)
         engine.detach(error, permanent=True)
 
     def on_state(self, deployment: Deployment, group: str, state: State, reason: str) -> None:
-        """Report a group's change of state to owner and engine, if it belongs to the present deployment."""
         if deployment is not self.deployment:
             self._owner.changes.notify()
             return
@@ -428,8 +408,6 @@ class ModelService:
             self._owner.observer.progress(group, progress)
 
     async def drain_for_restart(self) -> FrozenState | None:
-        """Save prefix slots, and suspend requests before a daemon is restarted; return the state of the shards if its
-        successor may take it over."""
         if self.engine is None:
             return None
         if self.config.recovery.hold_s:
@@ -440,7 +418,6 @@ class ModelService:
         return None
 
     def on_change(self) -> None:
-        """Wake all waiters after a change of state."""
         if self.deployment.complete:
             self._loaded.set()
             self.weights.begin()
@@ -470,8 +447,7 @@ class ModelService:
 class Service:
     """The models of a configuration, by name (replicas: NAME/REPLICA), and the groups that hold their shards.
 
-    Create it in a running loop.  ``on_engine`` is called once for each of them, when it is placed.  ``limits``:
-    deadlines of supervision; the configuration limits restarts.
+    Create it in a running loop.  ``on_engine`` is called once a model, when it is placed.
     """
 
     def __init__(
@@ -536,18 +512,15 @@ class Service:
 
     @property
     def listener(self) -> Listener | None:
-        """Where daemons connect that have no socketpair; None while all have one."""
         return self._launcher.listener
 
     @property
     def only(self) -> ModelService:
-        """The model of a service that has one."""
         [service] = self.models.values()
         return service
 
     @property
     def groups(self) -> dict[str, GroupSupervisor]:
-        """The groups of all models, in the order of the configuration."""
         found = {name: group for service in self.models.values() for name, group in service.groups.items()}
         return {name: found[name] for name in dict.fromkeys([*self.config.groups, *found]) if name in found}
 
@@ -564,7 +537,6 @@ class Service:
     # ---- start and stop
 
     async def start(self) -> None:
-        """Start every group; returns when all are launched.  :meth:`wait_ready` waits for READY."""
         await asyncio.gather(*(service.deployment.start() for service in self.models.values()))
 
     async def wait_ready(self, timeout_s: float | None = None) -> bool:
@@ -575,8 +547,7 @@ class Service:
         return self.state == "ready"
 
     async def stop(self, drain_s: float | None = None, stop_s: float = STOP_S) -> None:
-        """Stop everything; ``drain_s`` None is the configured time.  All callers share one shutdown; a further call
-        with shorter deadlines shortens it."""
+        """Stop everything.  All callers share one shutdown; a further call with shorter deadlines shortens it."""
         if self._stopping is None:
             drain_s = self.config.server.drain_s if drain_s is None else drain_s
             self._stopping = asyncio.create_task(self._stop(drain_s, stop_s), name="stop")
@@ -604,13 +575,12 @@ class Service:
         await asyncio.gather(*(deployment.stop(stop_s) for deployment in self._deployments))
 
     async def save_prefixes(self, deadline_s: float) -> None:
-        """Save the prefix slots of all models to their ``cache.dir``, if set."""
         await asyncio.gather(*(service.save_prefixes(deadline_s) for service in self.models.values()))
 
     # ---- another deployment (admin_operations.py)
 
     def deploy(self, service: ModelService, config: Config) -> Deployment:
-        """Make a deployment to succeed that of a model, with groups of its own; it does not serve yet."""
+        """Make a deployment to succeed that of a model, with groups of its own."""
         self._launcher.listener = self._launcher.listener or open_listener(config)
         deployment = service.make_deployment(config, self._restart_limits(config), service.deployment)
         for name in config.groups:
@@ -628,26 +598,23 @@ class Service:
 
     @property
     def stopping(self) -> bool:
-        """True after the stop has begun."""
         return self._stopping is not None
 
     @property
     def state(self) -> ServiceState:
-        """The state of the models: the first of failed, starting, degraded that one of them has.  Of replicas the best
-        counts: one that serves is enough.
-        """
+        """The state of the model that is worst off; of replicas that of the best."""
         states = {service.state for service in self.models.values()}
         order: tuple[ServiceState, ...] = ("draining", "failed", "starting", "degraded", "ready")
         return next(state for state in (reversed(order) if self.replicated is not None else order) if state in states)
 
     def reason(self) -> str:
-        """Return why requests are not served now, each reason once; empty when they are."""
+        """Return why requests are not served now, or ""."""
         if self.state == "ready":
             return ""
         return self._reasons({key: service.reason() for key, service in self.models.items()})
 
     def failure(self) -> str:
-        """Return why groups that requests need are given up; empty while none is."""
+        """Return why groups that requests need are given up, or ""."""
         return self._reasons({key: service.failure() for key, service in self.models.items()})
 
     def _reasons(self, by_model: Mapping[str, str]) -> str:
@@ -662,7 +629,6 @@ class Service:
         )
 
     def retry_in_s(self) -> float | None:
-        """Return the seconds until all groups that wait in BACKOFF or FAILED are started again; None if none is due."""
         retries = [service.retry_in_s() for service in self.models.values()]
         return max((seconds for seconds in retries if seconds is not None), default=None)
 
@@ -676,11 +642,9 @@ class Service:
         return self._swapper
 
     def control(self, service: ModelService) -> LoadControl | None:
-        """Return what loads and unloads a model; None with replicas."""
         return None if self._swapper is None else LoadControl(self._swapper, self._key(service))
 
     def model_state(self, service: ModelService) -> ModelState:
-        """Return whether a model is loaded."""
         return ModelState.LOADED if self._swapper is None else self._swapper.state(self._key(service))
 
     def _key(self, service: ModelService) -> str:
@@ -705,7 +669,6 @@ class Service:
     # ---- the owner of models
 
     def on_engine_made(self, service: ModelService, engine: Engine) -> None:
-        """Hand the engine of a replica to the router, and each engine to the API."""
         if self.replicated is not None:
             self.replicated.add(service.replica, engine)
         if self._swapper is not None:
@@ -729,7 +692,7 @@ class Service:
             return store
 
     def on_state(self, service: ModelService, group: str, state: State, reason: str) -> None:
-        """Report a group's change of state to the observer, once for all models that it holds."""
+        """Report a group's change of state, once for all models that it holds."""
         if service is not next(one for one in self.models.values() if group in one.groups):
             return
         supervised = service.groups[group]
@@ -740,7 +703,6 @@ class Service:
         self.observer.state(group, state, reason)
 
     def on_change(self) -> None:
-        """Wake all waiters after a change of state."""
         self.changes.notify()
         if self.state == "ready":
             self.observer.ready(self)

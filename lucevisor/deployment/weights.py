@@ -1,13 +1,9 @@
-"""Checks that all shards load the same weights.
+"""Checks that all shards load the same weights; docs/adr/0007 says why the supervisor hashes and not the shards.
 
-A group may load a file only when its identity (``FileIdentity``) is that of the files that were planned with, or when
-hashing it gave the same digests.  Each file is hashed once, in the background, and the digests are kept for later
-starts.  docs/adr/0007 explains why the supervisor hashes and not the shards.  A tensor is hashed in blocks, so that a
-large one keeps several threads busy; its digest is the hash of its blocks' digests.
-
-Invariants: all digests are of one state of the file; digests that are read back were written, unchanged since, for
-files of the same device, inode, size, times and header; every identity in ``_admitted`` was seen on files with the
-bytes of the running plan.
+A group may load a file if its identity is that of the files that were planned with, or if hashing gave the same
+digests.  Each file is hashed once, in blocks by several threads, and the digests are kept for later starts. Invariants:
+all digests are of one state of the file; each identity in ``_admitted`` was seen on files with the bytes of the running
+plan.
 """
 
 from __future__ import annotations
@@ -72,7 +68,7 @@ def digests_path(directory: Path, identities: Sequence[FileIdentity]) -> Path:
 def read_digests(
     directory: Path, identities: Sequence[FileIdentity], tensors: Collection[str]
 ) -> dict[str, str] | None:
-    """Return the digests of ``tensors`` of these files, or None when there are none."""
+    """Return the digests of ``tensors`` of these files, if they are there."""
 
     def reject_reason(kept: _DigestFile) -> str:
         if kept.check != kept.checked().check:
@@ -123,7 +119,7 @@ def digest_tensors(
 ) -> dict[str, str]:
     """Return 32 hex digits for each tensor.  ``keep_cached``: leave what was read in the page cache.
 
-    Raises FileChangedError, DigestsStopped, GgufError for a file that was cut, OSError.
+    Raises FileChangedError, DigestsStopped, GgufError, OSError.
     """
     progress = progress or HashProgress(files.total_bytes)
     blocks = list(_blocks(files))
@@ -150,7 +146,6 @@ def digest_tensors(
 
 
 def _blocks(files: GgufFiles) -> Iterator[_Block]:
-    """Yield all tensors in file order."""
     for tensor in sorted(files.tensors.values(), key=lambda t: (t.part, t.offset)):
         for start in range(0, tensor.n_bytes, BLOCK_BYTES):
             yield _Block(tensor, start, min(BLOCK_BYTES, tensor.n_bytes - start))
@@ -202,7 +197,7 @@ class WeightsChangedError(LucevisorError):
 
 
 class ModelWeights:
-    """``files``: as the supervisor opened them.  ``directory``: where digests are kept.  ``what``: for messages."""
+    """``files``: as the supervisor opened them.  ``directory``: where digests are kept."""
 
     def __init__(
         self,
@@ -234,19 +229,17 @@ class ModelWeights:
             raise WeightsChangedError(reason)
 
     def begin(self) -> None:
-        """Start hashing in the background; does nothing the second time."""
         if self._hashing is None:
             self._hashing = asyncio.create_task(self._digests(self._files, self._progress), name="weight digests")
             self._hashing.add_done_callback(self._on_hashed)
 
     async def digests(self) -> dict[str, str]:
-        """Return xxh3_128 of every tensor.  Raises LucevisorError when the files cannot be hashed."""
+        """Return xxh3_128 of every tensor.  Raises LucevisorError."""
         self.begin()
         assert self._hashing is not None
         return await asyncio.shield(self._hashing)
 
     def progress(self) -> str:
-        """Return the progress of hashing, for messages."""
         done, total = self._progress.done_bytes, self._progress.total_bytes
         return f"{100 * done // max(total, 1)} % of {total / 1e9:.1f} GB"
 
@@ -270,14 +263,12 @@ class ModelWeights:
     # ---- files that daemons load
 
     def admitted(self, identities: Sequence[FileIdentity]) -> bool:
-        """Return whether files in this state hold the running plan's bytes."""
         return tuple(identities) in self._admitted
 
     async def admit(self) -> tuple[FileIdentity, ...]:
         """Return the identities that a daemon must find when it opens the files now.
 
-        Raises WeightsChangedError unless they provably hold the running plan's bytes, LucevisorError when they cannot
-        be read.
+        Raises WeightsChangedError unless they provably hold the running plan's bytes, LucevisorError.
         """
         try:
             known = await asyncio.to_thread(_now_among, self._files.paths, tuple(self._admitted))
@@ -350,7 +341,7 @@ class ModelWeights:
 
 
 def seconds_until_stable(identities: Sequence[FileIdentity], now_ns: int) -> float:
-    """Return the seconds until a write would change the times of every file; 0 or less: it would now."""
+    """Return the seconds until a write would change the times of every file."""
 
     def end_ns(identity: FileIdentity) -> int:
         coarse = identity.ctime_ns % 1_000_000_000 == 0
@@ -360,7 +351,7 @@ def seconds_until_stable(identities: Sequence[FileIdentity], now_ns: int) -> flo
 
 
 def _now_among(paths: Sequence[Path], admitted: Sequence[tuple[FileIdentity, ...]]) -> tuple[FileIdentity, ...] | None:
-    """Return the admitted identities that the files have now, or None, without opening a file.  Raises OSError."""
+    """Return the admitted identities that the files have now, if any.  Raises OSError."""
     stats = [path.stat() for path in paths]
     for identities in admitted:
         if all(identity_of(s, i.header) == i for s, i in zip(stats, identities, strict=True)):
@@ -369,8 +360,8 @@ def _now_among(paths: Sequence[Path], admitted: Sequence[tuple[FileIdentity, ...
 
 
 async def _wait_until_stable(files: GgufFiles) -> None:
-    """Wait until later writes change the files' times, also writes within a tick of the last one and through a memory
-    map whose pages are already dirty, which fsync write-protects."""
+    """Wait until later writes change the files' times, also those through a memory map, whose dirty pages fsync
+    write-protects."""
 
     def sync() -> None:
         for part in files.parts:
@@ -410,8 +401,6 @@ def open_offered(load: Load) -> tuple[list[OfferedFile], list[OpenFile]]:
 
 
 class ServedWeights:
-    """``directory``: where digests are kept."""
-
     def __init__(self, served: ServedModel, directory: Path) -> None:
         assert served.spec.files is not None
         self._served = served
@@ -434,31 +423,24 @@ class ServedWeights:
         return [self.model, *self.adapters.values(), *drafter]
 
     async def model_files(self) -> LoadFiles:
-        """Return the files of the model that a daemon loads.  Raises as :meth:`ModelWeights.admit` does."""
         return LoadFiles([str(path) for path in self._served.files], await self.model.admit())
 
     async def adapter_files(self) -> list[AdapterFile]:
-        """Return the adapters that a daemon loads.  Raises in the same way."""
         return [
             AdapterFile(one.name, str(one.files.paths[0]), one.scale, (await self.adapters[one.name].admit())[0])
             for one in self._served.spec.adapters
         ]
 
     async def adapter_digests(self) -> dict[str, dict[str, str]]:
-        """Return the digests of the tensors of each adapter, by name.  Raises LucevisorError."""
         return {name: await weights.digests() for name, weights in self.adapters.items()}
 
     async def draft_files(self) -> LoadFiles:
-        """Return the files of the drafter that a daemon loads; call it only if there is one.
-
-        Raises in the same way.
-        """
         assert self.draft is not None
         assert self._served.drafter is not None
         return LoadFiles([str(path) for path in self._served.drafter.files.paths], await self.draft.admit())
 
     async def draft_model(self) -> DraftModel:
-        """Return the identity of the drafter's state when its tensors are hashed.  Raises LucevisorError."""
+        """Return the identity of the drafter's state.  Raises LucevisorError."""
         assert self.draft is not None
         assert self._served.drafter is not None
         digests, drafter = await self.draft.digests(), self._served.drafter
@@ -476,12 +458,10 @@ class ServedWeights:
         return not of_draft or (self.draft is not None and self.draft.admitted(of_draft))
 
     async def wait_until_stable(self) -> None:
-        """See :meth:`ModelWeights.wait_until_stable`."""
         for weights in self._all:
             await weights.wait_until_stable()
 
     def begin(self) -> None:
-        """Start hashing in the background; does nothing the second time."""
         for weights in self._all:
             weights.begin()
 
@@ -489,6 +469,5 @@ class ServedWeights:
         return self.model.progress()
 
     async def close(self) -> None:
-        """Stop hashing."""
         for weights in self._all:
             await weights.close()
