@@ -64,8 +64,7 @@ LIBRARY_BYTES = 96 << 20
 @dataclass(frozen=True, slots=True)
 class StepSizes:
     """Sizes of steps and pools.  ``n_together``: sequences decoded in one step.  ``resident``: positions of a sequence
-    in KV group full that are attended to at once.
-    """
+    in KV group full that are attended to at once."""
 
     max_tokens: int
     max_sequences: int
@@ -87,7 +86,6 @@ class MemoryUse:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes on the device."""
         return self.weight_bytes + self.state_bytes + self.workspace_bytes
 
     def bytes_in(self, memory: str, device_memory: str) -> int:
@@ -107,7 +105,7 @@ class _Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What the workspace of a layer depends on.  Most layers of a model are equal in it."""
+    """What the workspace of a layer depends on."""
 
     kv_group: KvGroup
     window: int
@@ -140,10 +138,10 @@ class _Range:
 
 
 class CostModel:
-    """The costs of a model's layers in one pair of dtypes.  A plan asks thousands of times for few ranges."""
+    """The costs of a model's layers in one pair of dtypes."""
 
     def __init__(self, spec: ModelSpec, dtype: Dtype, kv_dtype: Dtype) -> None:
-        """``spec.files`` must be set, or counting weights raises ValueError."""
+        """``spec.files`` must be set to count weights."""
         self.spec, self.dtype, self.kv_dtype = spec, dtype, kv_dtype
         self.extent = extent_of(spec, kv_dtype)
         """Of pages and recurrent states that share memory; None: they cannot."""
@@ -151,20 +149,17 @@ class CostModel:
         self._ranges: dict[tuple[Backend, LayerRange, bool, bool], _Range] = {}
 
     def weight_bytes(self, shard: Shard) -> int:
-        """Bytes of weights on the shard; the first also holds the embedding, the last the output."""
+        """Bytes of weights; the first shard also holds the embedding, the last the output."""
         return self._range(shard).weight_bytes
 
     def stored_bytes(self, shard: Shard) -> int:
-        """Bytes of the same weights in the file."""
         return self._range(shard).stored_bytes
 
     def shares_memory(self, shard: Shard) -> bool:
-        """Return whether pages and states of a shard can share memory."""
         found = self._range(shard)
         return self.extent is not None and found.n_recurrent <= self.extent.layers * found.n_attention
 
     def state_bytes(self, shard: Shard, pools: PoolSizes) -> int:
-        """Bytes of the shard's pools on its device."""
         if pools.state_pages and self.extent is not None:
             own = self._range(shard)
             n_rows = pools.device_rows * self.extent.layers * own.n_attention if own.n_recurrent else 0
@@ -175,7 +170,6 @@ class CostModel:
         return of_drafts + sum(n[kv_group] * n_bytes for kv_group, n_bytes in found.device_units.items())
 
     def host_state_bytes(self, shard: Shard, pools: PoolSizes) -> int:
-        """Bytes of the shard's recurrent states and pages in host memory."""
         n = {KvGroup.FULL: pools.host_pages, KvGroup.RECURRENT: pools.host_states}
         return sum(n.get(kv_group, 0) * n_bytes for kv_group, n_bytes in self._range(shard).host_units.items())
 
@@ -208,9 +202,7 @@ class CostModel:
         )
 
     def _graph_bytes(self, shard: Shard, steps: StepSizes) -> int:
-        """Workspace of graphs of one long slice, with their input and output.  Bounds of the attended length are powers
-        of two.
-        """
+        """Workspace of graphs of one long slice, with input and output; lengths are rounded to powers of two."""
         n, positions = min(steps.max_tokens, GRAPH_ROWS), min(2 * steps.resident, GRAPH_LENGTH)
         context = min(2 * steps.max_context, GRAPH_LENGTH)
         slice_steps = replace(steps, max_tokens=n, max_context=context, resident=positions, n_together=1)
@@ -256,7 +248,6 @@ class CostModel:
         )
 
     def _layer(self, backend: Backend, i: int) -> tuple[_Weights, _Layer]:
-        """Return the weights of a layer, and what its workspace depends on."""
         if (backend, i) not in self._layers:
             layer, read_as = self.spec.layers[i], self.dtype if self.kv_dtype is Dtype.Q8_0 else self.kv_dtype
             weights = _count(layer_layouts(self.spec, i, backend, self.dtype), layer.n_routed)
@@ -297,7 +288,7 @@ def _mixer_bytes(layer: _Layer, backend: Backend, steps: StepSizes, rule_copies:
 
 
 def _count(layouts: list[TensorLayout], n_routed: int = 0) -> _Weights:
-    """Sum over some weights.  Each of the ``n_routed`` experts that a token uses has rows in both directions."""
+    """Sum over some weights; each of ``n_routed`` experts has rows in both directions."""
     matrices = [layout for layout in layouts if len(layout.shape) >= 2 and layout.role is not TensorRole.LOOKUP]
     return _Weights(
         n_bytes=sum(layout.n_bytes for layout in layouts),
@@ -327,7 +318,7 @@ def _largest(matrices: list[TensorLayout], forms: Set[WeightFormat]) -> int:
 
 
 def _query_groups(layer: LayerSpec) -> int:
-    """Return the query heads per kv head: the width of the attention output over the width of the values."""
+    """Return the query heads per kv head."""
     values = next((t for t in layer.state if t.name == "v"), None)
     width = _output_width(layer)
     if values is None or not width:
@@ -336,7 +327,7 @@ def _query_groups(layer: LayerSpec) -> int:
 
 
 def _sketch_bytes(layer: LayerSpec) -> int:
-    """Return the bytes of the sketches of a page's keys; 0 for a layer without pages that leave."""
+    """Return the bytes of the sketches of a page's keys."""
     keys = next((t for t in layer.state if t.name == "k" and layer.kv_group is KvGroup.FULL), None)
     if keys is None:
         return 0

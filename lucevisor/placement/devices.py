@@ -1,7 +1,6 @@
 """The configured devices, matched with the inventory, the memories they allocate from, and the dtypes they compute in.
 
-Invariant: all cpu devices of all groups of a host share one memory, that of the supervisor's own host is ``host``;
-every other device has its own.
+All cpu devices of a host share one memory, ``host`` on the supervisor's own; every other device has its own.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ SPARE_HOST_BYTES = 300 << 20
 
 @dataclass(frozen=True, slots=True)
 class TargetDevice:
-    """One device of ``target_devices``; ``info`` is None if its group was not queried.  ``n_spares``: of its group.
+    """One device of ``target_devices``; ``info`` None: its group was not queried.  ``n_spares``: of its group.
 
-    ``share``: of its usable memory, which other models may use, too.  ``host``: where it is; empty for this one.
+    ``share``: of its usable memory.  ``host``: where it is; empty for this one.
     """
 
     device: DeviceRef
@@ -60,14 +59,13 @@ class Memory:
 
     @property
     def usable_bytes(self) -> int | None:
-        """Bytes that shards may use; None if unknown."""
         return None if self.free_bytes is None else max(0, self.free_bytes - self.reserve_bytes)
 
 
 def with_target_devices(config: Config, inventory: Inventory) -> Config:
     """Return the configuration with all devices of all groups if it names none; of a group that was not queried, one.
 
-    Raises PlacementError for a group without a device.
+    Raises PlacementError.
     """
     if config.placement.devices:
         return config
@@ -81,9 +79,9 @@ def with_target_devices(config: Config, inventory: Inventory) -> Config:
 
 
 def target_devices(config: Config, inventory: Inventory | None) -> tuple[TargetDevice, ...]:
-    """Find each configured device in the inventory, in layer order.
+    """Find each configured device in the inventory, in layer order.  Raises PlacementError.
 
-    Raises PlacementError for an index that the group does not have.  Cpu groups accept any index: all are the host.
+    Cpu groups accept any index: all are the host.
     """
     targets = []
     for i, device in enumerate(config.placement.devices):
@@ -97,7 +95,7 @@ def target_devices(config: Config, inventory: Inventory | None) -> tuple[TargetD
 
 
 def order_is_free(config: Config, targets: Sequence[TargetDevice]) -> bool:
-    """Return whether the order of the hosts, and which of them hold layers, are to be chosen."""
+    """Return whether order and choice of hosts are automatic."""
     placement, several = config.placement, len({target.host for target in targets}) > 1
     return several and isinstance(placement.split, Auto) and "placement.target_devices" not in config.set_keys
 
@@ -110,9 +108,9 @@ def find_device(
     inventory: Inventory | None,
     taken: Collection[int] = (),
 ) -> DeviceInfo | None:
-    """Return what the group reported of the device that ``key`` names; None if the group was not queried.
+    """Return what the group reported of the device that ``key`` names; None if it was not queried.
 
-    Raises PlacementError for an index that the group does not have, with the nearest that is not ``taken``.
+    Raises PlacementError, with the nearest index that is not ``taken``.
     """
     devices = None if inventory is None else inventory.get(device.group)
     if devices is None:
@@ -136,7 +134,7 @@ def _no_device(config: Config, key: str, group: str, value: object) -> Placement
 
 
 def memories_of(targets: Sequence[TargetDevice]) -> dict[str, Memory]:
-    """Return the memories by name.  For the host, the smallest value that any cpu device reported counts."""
+    """Return the memories by name; of what cpu devices report, the smallest value counts."""
     out: dict[str, Memory] = {}
     for target in targets:
         if target.info is None:
@@ -154,8 +152,8 @@ def memories_of(targets: Sequence[TargetDevice]) -> dict[str, Memory]:
 def memory_share(config: Config, device: DeviceRef, backend: Backend) -> float:
     """Return the share of each device's usable memory for the model of ``config``, beside the others that use it.
 
-    Those that are loaded at the start divide the memory.  One that is loaded on demand may have all that pinned ones
-    leave, as the others make room for it.  Raises PlacementError if the configured shares leave nothing for others.
+    Those that are loaded at the start divide the memory; one loaded on demand may have all that pinned ones leave.
+    Raises PlacementError if the configured shares leave nothing for others.
     """
     host = config.groups[device.group].host_name
     users = [other for other in config.neighbours if _uses(other.config, device, backend, host)]
@@ -178,8 +176,7 @@ def memory_share(config: Config, device: DeviceRef, backend: Backend) -> float:
 
 
 def _divide(users: Sequence[Neighbour], whole: float, device: DeviceRef) -> dict[str, float]:
-    """Return the shares of a memory of which there is ``whole``: those that are configured, and the rest by the sizes
-    of the files.  Raises PlacementError."""
+    """Return the shares of ``whole`` of a memory: as configured, the rest by file sizes.  Raises PlacementError."""
     shares = {user.config.section: user.config.model.memory_share for user in users}
     given = {name: share for name, share in shares.items() if share != "auto"}
     left = whole - sum(given.values())
@@ -194,7 +191,7 @@ def _divide(users: Sequence[Neighbour], whole: float, device: DeviceRef) -> dict
 
 
 def _uses(config: Config, device: DeviceRef, backend: Backend, host: str) -> bool:
-    """Return whether a model uses the memory of a device on ``host``; ``config.groups`` are those that it uses."""
+    """Return whether a model uses the memory of a device on ``host``."""
     if backend is Backend.CPU:
         return any(group.backend == "cpu" and group.host_name == host for group in config.groups.values())
     named = {*config.placement.devices, config.draft.device, config.pflash.device, config.vision.device}
@@ -208,7 +205,7 @@ def _reserve(target: TargetDevice, free_bytes: int) -> int:
 
 
 def _spare_bytes(target: TargetDevice, targets: Sequence[TargetDevice]) -> int:
-    """Return the bytes of spares in a memory: on a GPU those of its group, in a host those of all cpu groups there."""
+    """Return the bytes of spares: on a GPU those of its group, in a host those of all cpu groups there."""
     if target.backend is not Backend.CPU:
         return target.n_spares * SPARE_DEVICE_BYTES
     groups = {other.device.group for other in targets if other.memory == target.memory}
@@ -232,7 +229,7 @@ def choose_dtype(configured: DType, targets: Sequence[TargetDevice]) -> DtypeCho
     """Choose the dtype of activations and arithmetic, one for the whole pipeline, as activations cross every boundary.
 
     ``auto``: with a GPU, bfloat16 if all devices multiply it natively, else float16, else float32; on cpus alone,
-    bfloat16 or float32.  Devices that were not queried count as supporting what their backend usually does.
+    bfloat16 or float32.  Devices that were not queried count as usual for their backend.
     """
     if configured != _AUTO:
         dtype = Dtype(configured)
@@ -254,7 +251,6 @@ def choose_dtype(configured: DType, targets: Sequence[TargetDevice]) -> DtypeCho
 
 
 def choose_kv_dtype(configured: KvDType, dtype: Dtype) -> DtypeChoice:
-    """Choose the dtype of keys and values.  ``auto``: that of the activations."""
     if configured == _AUTO:
         return DtypeChoice(dtype, f"kv_dtype {dtype}: as dtype")
     return DtypeChoice(Dtype(configured), f"kv_dtype {configured}: as configured")

@@ -1,7 +1,4 @@
-"""Placement and sizes of the models beside the served one: a drafter, the scoring model of PFlash, a vision encoder.
-
-Invariant: a drafter that is configured by kind is placed or the plan is refused; an automatic one may be left out.
-"""
+"""Placement and sizes of the models beside the served one: a drafter, the scoring model of PFlash, a vision encoder."""
 
 from __future__ import annotations
 
@@ -57,7 +54,6 @@ class DrafterSizing:
         return DraftKind(self.spec.model.architecture)
 
     def placed(self, stage: int) -> PlacedDrafter:
-        """Return it as a stage of a placement."""
         target, spec = self.target, self.spec
         return PlacedDrafter(stage, target.device, target.backend, self.kind, spec.layers, spec.captures)
 
@@ -65,10 +61,7 @@ class DrafterSizing:
 def place_drafter(
     config: Config, drafter: DraftSpec | None, targets: Sequence[TargetDevice], inventory: Inventory | None
 ) -> DrafterSizing | None:
-    """Place the drafter on ``draft.device``, or by default on the device of the last layers.
-
-    Raises PlacementError for a device that does not exist.
-    """
+    """Place the drafter on ``draft.device``, or on the device of the last layers.  Raises PlacementError."""
     if drafter is None:
         return None
     output = targets[-1]
@@ -87,7 +80,6 @@ def _target(config: Config, key: str, device: DeviceRef | None, inventory: Inven
 
 
 def _same_place(a: TargetDevice, b: TargetDevice) -> bool:
-    """Return whether two devices are one to a daemon, as all indices of a cpu group are."""
     return a.device == b.device or (a.device.group == b.device.group and a.backend is Backend.CPU)
 
 
@@ -96,8 +88,8 @@ def choose_drafting(
 ) -> SpeculationSettings:
     """Choose what drafts beside ``draft``, and the width.  Raises PlacementError for one beyond the drafter's.
 
-    An automatic width lets all sequences together draft about a chunk, as their steps get that much longer.  One that
-    decodes alone may look up as many drafts as a slice takes, which needs no more memory than drafts of several.
+    An automatic width lets all sequences together draft about a chunk.  One that decodes alone may look up as many
+    drafts as a slice takes, which needs no more memory.
     """
     lookup = config.draft.kind in ("auto", "lookup")
     width, engine = config.draft.width, config.engine
@@ -122,10 +114,7 @@ def choose_drafting(
 
 
 def left_out_reason(result: Placement | Infeasible, without: Placement | Infeasible) -> str:
-    """Return why an automatic drafter is left out; empty if it is used.
-
-    It is used where it fits and leaves room for a sequence of REFERENCE_TOKENS, if there is such room without it.
-    """
+    """Return why an automatic drafter is left out: it leaves no room for REFERENCE_TOKENS that there is without it."""
     if isinstance(result, Infeasible):
         return result.message.splitlines()[0]
     if isinstance(without, Infeasible) or result.max_context >= min(without.max_context, REFERENCE_TOKENS):
@@ -134,7 +123,6 @@ def left_out_reason(result: Placement | Infeasible, without: Placement | Infeasi
 
 
 def without_drafter(result: Placement | Infeasible, draft: DrafterSizing, reason: str) -> Placement | Infeasible:
-    """Return the plan without the drafter, with a notice and the reason."""
     kind, name = draft.kind, draft.spec.model.name
     notice = f"the drafter {name} on {draft.target.device} is left out: {reason}; draft.kind = {kind} insists on it"
     if isinstance(result, Infeasible):
@@ -174,10 +162,9 @@ def place_scorer(
     inventory: Inventory | None,
     dtypes: tuple[Dtype, Dtype],
 ) -> ScorerSizing | None:
-    """Place the scoring model on ``pflash.device``, or by default on the device of the last layers.
+    """Place the scoring model on ``pflash.device``, or on the device of the last layers.
 
-    ``dtypes``: of activations and of keys and values, those of the served model.  Raises PlacementError for a device
-    that does not exist and a model that cannot score.
+    ``dtypes``: of activations, and of keys and values.  Raises PlacementError, also for a model that cannot score.
     """
     if scorer is None:
         return None
@@ -218,7 +205,7 @@ class EncoderSizing:
 
 
 def image_tokens(config: Config, encoder: VisionSpec, target_model: ModelSpec) -> tuple[int, int]:
-    """Return the least and the most tokens of an image; one that a model reads in one step fits a chunk."""
+    """Return the least and the most tokens of an image, which fits a chunk if it is read in one step."""
     vision = config.vision
     most = encoder.max_tokens if vision.max_tokens == "auto" else vision.max_tokens
     if target_model.whole_images:
@@ -236,8 +223,10 @@ def place_encoder(
     inventory: Inventory | None,
     dtype: Dtype,
 ) -> EncoderSizing | None:
-    """Place the vision encoder on ``vision.device``, or by default on the device of the first layers, which read its
-    rows.  Raises PlacementError for a device that does not exist, and images that no message takes."""
+    """Place the vision encoder on ``vision.device``, or on the device of the first layers, which read its rows.
+
+    Raises PlacementError, also for images that no message takes.
+    """
     if encoder is None:
         return None
     target = _target(config, "vision.device", config.vision.device, inventory) or targets[0]

@@ -1,8 +1,7 @@
 """Links between the hosts of a pipeline, what a boundary between two of them costs, and the order of hosts.
 
-Pure: the caller measures and stores.  The costs are those of docs/scale.md: rows take half a round trip, what both ends
-of a message take, and their bytes at the link's rate.  Only the ways from the supervisor's host are measured; two other
-hosts count as connected through it, which may be too far and is never too near.
+Costs are those of docs/scale.md.  Only ways from the supervisor's host are measured; two other hosts count as connected
+through it.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ ASSUMED = Link(200e-6, 110e6)
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The way from the supervisor's host to each other host; one that is not there is ``ASSUMED``."""
+    """Ways from the supervisor's host; one that is not there is ``ASSUMED``."""
 
     of_host: Mapping[str, Link] = field(default_factory=dict)
 
@@ -66,17 +65,13 @@ class Links:
         )
 
     def message_s(self, a: str, b: str, n_bytes: int) -> float:
-        """Return the seconds of a message between two hosts; 0 on the same host."""
         way = self.between(a, b)
         return 0.0 if way is None else way.message_s(n_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a request sends over the boundaries: prompt tokens in steps of ``chunk`` rows, and answer tokens one by one.
-
-    A row has ``row_bytes``.
-    """
+    """What a request sends over the boundaries: its prompt in steps of ``chunk`` rows, its answer one by one."""
 
     prompt_tokens: int
     chunk: int
@@ -84,15 +79,14 @@ class Traffic:
     row_bytes: int
 
     def boundary_s(self, links: Links, a: str, b: str) -> float:
-        """Return the seconds that a request's rows are on the way over a boundary."""
         prompt_s = links.message_s(a, b, self.chunk * self.row_bytes) * self.prompt_tokens / self.chunk
         return prompt_s + links.message_s(a, b, self.row_bytes) * self.answer_tokens
 
     def ways_s(self, links: Links, hosts: Sequence[str], drafter: str | None = None) -> tuple[float, ...]:
         """Return the seconds on the way into each of the shards on ``hosts``.
 
-        Into the first one come the tokens of the last one, through the host of a ``drafter`` that reads its rows, and
-        before and behind all of them a message with the supervisor.
+        Into the first one come the tokens of the last one, through the host of a ``drafter``, and a message with the
+        supervisor before and behind all.
         """
         first, last = hosts[0], hosts[-1]
         drafter = last if drafter is None else drafter
@@ -105,9 +99,9 @@ Order = tuple[str, ...]
 
 
 def best_order(start: Order, score: Callable[[Order], tuple[float, ...]], *, drop: bool) -> Order:
-    """Return an order of hosts that no single move improves, found from ``start``: never one with a higher score.
+    """Return an order of hosts that no single move improves, found from ``start``.
 
-    A move puts a host elsewhere, and with ``drop`` also out of the order or, if it is out, into it.
+    A move puts a host elsewhere, and with ``drop`` also out of the order or into it.
     """
     best, least = start, score(start)
     while True:

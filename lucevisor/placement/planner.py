@@ -1,9 +1,8 @@
 """Placement planner: which device holds which layers (llama.cpp's tensor split, layer mode; vLLM's pipeline parallel).
 
-A layer is never split over devices, so there is no tensor parallelism.
-Pure: the caller reads the model's header and queries the devices.  Each choice records its reason where it is made.
-Invariant: a Placement covers every layer once, in the order of ``target_devices``, and fits wherever the free memory is
-known; otherwise the result is an Infeasible with advice.
+Pure.  A layer is never split over devices.  Each choice records its reason where it is made.  Invariant: a Placement
+covers every layer once, in the order of ``target_devices``, and fits wherever the free memory is known; else the result
+is an Infeasible with advice.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ LEFT = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Sequences that run at once, prefix slots, and their memory in bytes."""
+    """Sequences that run at once, prefix slots, and their memory."""
 
     max_sequences: int
     prefix_slots: int
@@ -108,7 +107,6 @@ class Capacity:
 
     @classmethod
     def configured(cls, config: Config, auto_slots: int, pooling: Pooling = LAST_ROW) -> Capacity:
-        """Return the configured capacity, with the small values for automatic keys."""
         n, slots, n_bytes = config.engine.max_sequences, config.cache.prefix_slots, config.cache.memory
         if not pooling.generates:
             slots = 0
@@ -129,20 +127,15 @@ def plan(
     links: Links | None = None,
     encoder: VisionSpec | None = None,
 ) -> Placement | Infeasible:
-    """Place ``spec``, its ``drafter``, the ``scorer`` of PFlash and the vision ``encoder``, if there are any, on the
-    devices of ``config``.
+    """Place ``spec``, its ``drafter``, the ``scorer`` of PFlash and the vision ``encoder`` on the devices of
+    ``config``.
 
-    ``spec.files`` must be set.  ``inventory``: the devices that each group's daemon or probe reported.  Free memory is
-    unknown for groups that are missing from it: whether they fit is then not checked, and automatic sizes stay small.
-    ``speeds``: measured times of this model on these devices, from which an automatic split is chosen; None: it is
-    chosen by memory.  A drafter is left out if ``draft.kind`` is automatic and it leaves too little for the model.
-    ``links``: to other hosts.  Where ``target_devices`` is automatic, too, they decide on the order of hosts, and one
-    that makes requests slower holds no layers if the others have room.
-    Raises PlacementError (a ConfigError) for invalid settings: a split that does not match the layers, a device that
-    does not exist, fewer pages than the context needs.
-
-    A model that is loaded on demand gets the smallest of a few shares of the memory in which a usual context fits, so
-    that others may stay.
+    ``inventory``: devices that were reported; for groups that are missing free memory is unknown, nothing is checked,
+    and automatic sizes stay small.  ``speeds``: measured times, for an automatic split; None: it is chosen by memory.
+    ``links``: to other hosts; with automatic ``target_devices`` they decide on the order of hosts, and one that makes
+    requests slower is left out if the others have room.  An automatic drafter is left out if it leaves too little for
+    the model.  A model that is loaded on demand gets the smallest of a few shares of the memory in which a usual
+    context fits. Raises PlacementError (a ConfigError) for invalid settings.
     """
     case = _Case(spec, inventory, drafter, scorer, links or Links(), encoder)
     speed_model = None if speeds is None else SpeedModel.of(spec, speeds)
@@ -158,7 +151,7 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What is to be placed, whatever the devices; see :func:`plan`."""
+    """What is to be placed; see :func:`plan`."""
 
     spec: ModelSpec
     inventory: Inventory | None
@@ -168,13 +161,11 @@ class _Case:
     encoder: VisionSpec | None
 
     def place(self, config: Config, speed_model: SpeedModel | None) -> Placement | Infeasible:
-        """Place the model, on hosts in the best order where that is free."""
         if order_is_free(config, target_devices(config, self.inventory)):
             return self.plan_hosts(config, speed_model)
         return self.plan(config, speed_model)
 
     def plan(self, config: Config, speed_model: SpeedModel | None) -> Placement | Infeasible:
-        """Place the model on the devices of ``config``, in their order."""
         attempt = self._attempt(config, speed_model)
         draft, known = attempt.draft, _are_known_gpus(attempt.targets)
 
@@ -319,7 +310,7 @@ def _check_deterministic(config: Config, targets: Sequence[TargetDevice], dtype:
 def _with_largest_capacity(
     config: Config, capacity: Capacity, small: Placement, planned: Callable[[Capacity], Placement | Infeasible]
 ) -> Placement:
-    """Return the placement of the largest automatic capacity that leaves context, chunk and drafter as in ``small``."""
+    """Return the placement of the largest automatic capacity that leaves context and drafter as in ``small``."""
 
     def as_good(found: Placement | Infeasible) -> TypeGuard[Placement]:
         return (
@@ -399,7 +390,7 @@ class _PlanAttempt:
         return placement if sizing.fits else Infeasible(placement, sizing.shortages, advise(sizing, ranges))
 
     def fastest_s(self) -> float:
-        """Return the time that the split by speed minimises; infinity if none fits, 0 without speeds."""
+        """Return the time that the split by speed minimises; infinity: none fits, 0: no speeds."""
         if self.speed_model is None:
             return 0.0
         try:
@@ -409,7 +400,6 @@ class _PlanAttempt:
         return inf if partition is None else partition.best_s
 
     def ways_s(self) -> tuple[float, ...]:
-        """Return the seconds that the reference request is on the way into each shard."""
         drafter = None if self.draft is None else self.draft.target.host
         return self._traffic().ways_s(self.links, [target.host for target in self.targets], drafter)
 
@@ -513,7 +503,6 @@ class _PlanAttempt:
         return PlacementError(SPLIT_KEY, placement.split_text(), error.why, error.hint, file=file)
 
     def _automatic_split(self, inputs: SizingInputs) -> tuple[tuple[LayerRange, ...], Partition | None]:
-        """Split by speed if the devices were measured and a split fits, else by memory."""
         goal, speed_model = self.config.placement.goal, self.speed_model
         if speed_model is None:
             why_not = "device speeds are unknown: the first start with this model measures them, as does plan --measure"
@@ -536,7 +525,7 @@ class _PlanAttempt:
         return ranges, None
 
     def _fastest(self, inputs: SizingInputs, speed_model: SpeedModel) -> Partition | None:
-        """Return the fastest split that fits, or one that is nearly as fast and lets pages and states share memory."""
+        """Return the fastest split that fits, or one nearly as fast where pages and states share memory."""
         goal, ways_s = self.config.placement.goal, self.ways_s()
         apart = replace(inputs, one_memory=False)
         found = fastest_partition(partition_problem(apart, speed_model, goal, apart.spec.legal_boundary, ways_s))
@@ -647,9 +636,7 @@ class _PlanAttempt:
 
 
 def _used_share(config: Config, sizing: Sizing, target: TargetDevice) -> float:
-    """Return the share of a memory that the model takes: on a GPU, which pages fill, all that it may have; on a cpu
-    often much less, so that others need not make room for it.  A configured share is taken as a whole.
-    """
+    """Return the share of a memory that the model takes: all on a GPU, which pages fill, and often less on a cpu."""
     memory = sizing.memories[target.memory]
     if not memory.usable_bytes or "model.memory_share" in config.set_keys:
         return target.share
@@ -657,7 +644,6 @@ def _used_share(config: Config, sizing: Sizing, target: TargetDevice) -> float:
 
 
 def _host_cache_bytes(config: Config, targets: Iterable[TargetDevice]) -> int | None:
-    """Return the host memory of prefix slots; None: half of what is free."""
     if not config.cache.prefix_slots:
         return 0
     if config.cache.host != "auto":
@@ -691,10 +677,10 @@ def partition_problem(
     legal: Callable[[int], bool],
     ways_s: Sequence[float],
 ) -> PartitionProblem:
-    """Return the problem for :func:`fastest_partition`.  Ranges must leave room for the reference load.
+    """Return the problem for :func:`fastest_partition`, of ranges that leave room for the reference load.
 
-    ``legal``: the boundaries to choose from.  ``ways_s``: of the reference request into each shard.  ``latency``
-    minimises the sum of all times, ``throughput`` the time of the slowest stage.
+    ``legal``: boundaries to choose from.  ``ways_s``: into each shard.  ``latency`` minimises the sum of all times,
+    ``throughput`` the time of the slowest stage.
     """
     spec, targets = inputs.spec, inputs.targets
     memory = RangeMemory(inputs, *reference_load(inputs))
@@ -718,7 +704,6 @@ def _by_speed(goal: str, partition: Partition) -> str:
 
 
 def _choose_sizes(inputs: SizingInputs, ranges: Sequence[LayerRange], config: Config) -> Sizing:
-    """Choose an automatic prefill chunk and an automatic pool of KV Flash, and return the sizes."""
     auto_pool = inputs.pool_pages is not None and config.kvflash.pool_tokens == "auto"
     if auto_pool:
         inputs = choose_pool(inputs, ranges, config.engine.usual_chunk)
@@ -731,8 +716,7 @@ def _choose_sizes(inputs: SizingInputs, ranges: Sequence[LayerRange], config: Co
 
 
 def _journal_bytes(sizing: Sizing, recovery: RecoveryConfig) -> int:
-    """Return the most host memory that the journal takes: rows of every page at every boundary, within its limit and
-    what cpu devices leave."""
+    """Return the most host memory of the journal: rows of every page at every boundary, within its limit."""
     inputs, limit = sizing.inputs, recovery.journal if recovery.hold_s else 0
     page_bytes = PAGE_TOKENS * dtype_bytes(inputs.dtype, inputs.spec.boundary_width)
     n_pages = (sizing.n_stages - 1) * sizing.pools.full_pages
@@ -809,7 +793,7 @@ def _residency(config: Config, sizing: Sizing) -> Iterator[str]:
 
 
 def _weights(sizing: Sizing) -> Iterator[str]:
-    """Name shards whose weights take more than in the file, tensors that two shards hold, adapters, unused ones."""
+    """Name shards that take more than the file, tensors held twice, adapters, unused tensors."""
     inputs, spec = sizing.inputs, sizing.inputs.spec
     cost = inputs.cost(spec)
     for shard, use in zip(sizing.shards, sizing.uses, strict=True):
@@ -830,7 +814,6 @@ def _weights(sizing: Sizing) -> Iterator[str]:
 
 
 def _memories(sizing: Sizing) -> Iterator[str]:
-    """Report how much memory is free and how much of it is kept free."""
     targets, memories = sizing.inputs.all_targets, sizing.memories.values()
     for memory in memories:
         if memory.free_bytes is not None:
@@ -903,8 +886,7 @@ def _reduced(config: Config, sizing: Sizing, drafting: SpeculationSettings) -> I
 
 
 def advise(sizing: Sizing, ranges: Sequence[LayerRange]) -> tuple[str, ...]:
-    """Return changes that were tried and make the plan fit: single ones, else the fewest together, else a last
-    resort."""
+    """Return changes that make the plan fit: single ones, else the fewest together, else a last resort."""
     inputs = sizing.inputs
     keys = {  # the least harmful first
         "draft.kind": inputs.draft is not None,
@@ -929,7 +911,7 @@ def advise(sizing: Sizing, ranges: Sequence[LayerRange]) -> tuple[str, ...]:
 
 
 def _setting_that_fits(inputs: SizingInputs, ranges: Sequence[LayerRange], keys: Sequence[str]) -> str:
-    """Return the keys with the values that fit, as in the configuration; empty if it does not fit with them."""
+    """Return the keys with the values that fit, as in the configuration; or ""."""
     for key in keys:
         if key == SPLIT_KEY:
             try:
@@ -953,7 +935,7 @@ def _setting_that_fits(inputs: SizingInputs, ranges: Sequence[LayerRange], keys:
 
 
 def _changed(inputs: SizingInputs, ranges: Sequence[LayerRange], key: str) -> SizingInputs:
-    """Return the inputs with less of what a key configures, or none of it, until they fit if they can."""
+    """Return the inputs with less of what a key configures."""
     short = choose_dtype("auto", inputs.targets).dtype
     short = Dtype.BFLOAT16 if short is Dtype.FLOAT32 else short
     match key:

@@ -1,4 +1,4 @@
-"""Output of ``lucevisor plan``: a table of shards, text and JSON.  All values come from the placement."""
+"""Output of ``lucevisor plan``: a table of shards, text and JSON."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ HEADINGS = TableRow("GROUP", "DEVICE", "LAYERS", "WEIGHTS", "STATE", "WORKSPACE"
 
 
 def placement_of(result: Result) -> Placement:
-    """Return the placement, whether or not it fits."""
     return result.placement if isinstance(result, Infeasible) else result
 
 
 def plan_rows(result: Result) -> list[TableRow]:
-    """Return a row for each shard, in layer order, one for each of drafter, scoring model and vision encoder."""
+    """Return a row for each shard, in layer order, and for each extra model."""
     p = placement_of(result)
     devices = [(d, str(d.layers)) for d in p.devices]
     others = (p.draft_device, "drafter"), (p.scorer_device, "scoring"), (p.encoder_device, "vision")
@@ -55,12 +54,10 @@ def plan_rows(result: Result) -> list[TableRow]:
 
 
 def plan_table(result: Result) -> str:
-    """Return the rows with headings as a plain text table; bytes are aligned on the right."""
     return in_columns([HEADINGS, *plan_rows(result)], range(3, 7))
 
 
 def host_table(p: Placement) -> str:
-    """Return the owners of host memory with the most that each takes."""
     rows = [
         (use.owner, "half of what is free" if use.limit_bytes is None else format_bytes(use.limit_bytes), use.owner.key)
         for use in p.host_memory
@@ -70,7 +67,6 @@ def host_table(p: Placement) -> str:
 
 
 def plan_text(result: Result) -> str:
-    """Return model, table, sizes, reasons, notices and advice."""
     p = placement_of(result)
     where = f"{_counted(len(p.devices), 'device')}, {_counted(len(p.stages), 'stage')}"
     parts = [

@@ -16,7 +16,7 @@ from lucevisor.protocol.loading import ArenaPlan, DraftKind, PoolSizes, Speculat
 
 
 class PlacementError(ConfigError):
-    """A setting that is invalid for this model and these devices: key, value and the nearest valid choice."""
+    """A setting that is invalid for this model and these devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class PlacedDrafter:
-    """The drafter on its device, after the output stage.  ``index``: the number after the output stage's.
+    """The drafter on its device; ``index``: the number after the output stage's.
 
     ``layers``: of the drafter; ``captures``: the model's layers whose hidden states it reads, in its own order.
     """
@@ -64,8 +64,7 @@ class PlacedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class PlacedScorer:
-    """The scoring model of PFlash on its device.  ``window_tokens``: of the longest window; ``step_tokens``: of one
-    message."""
+    """The scoring model of PFlash on its device.  ``step_tokens``: of one message."""
 
     device: DeviceRef
     backend: Backend
@@ -97,12 +96,9 @@ class PlacedEncoder:
 class DevicePlan:
     """One shard and the memory it needs.
 
-    ``host`` is where it is; empty for the supervisor's own.
-    ``memory`` names the memory that the device allocates from: all cpu devices share ``host``.  ``free_bytes`` were
-    free in it when it was queried (None: unknown), ``reserve_bytes`` of them are kept free, ``short_bytes`` are missing
-    for all shards in that memory.  ``host_state_bytes``: state in host memory instead of on the device.  ``decode_s``
-    and ``prefill_s``: measured times of its layers for one token and one slice; None if the split was not chosen by
-    speed.
+    ``host``: where it is; empty for the supervisor's own.  ``memory``: what the device allocates from, of which
+    ``free_bytes`` were free (None: unknown), ``reserve_bytes`` are kept free, ``short_bytes`` missing for all its
+    shards. ``decode_s``, ``prefill_s``: measured, if the split was chosen by speed.
     """
 
     device: DeviceRef
@@ -123,7 +119,6 @@ class DevicePlan:
 
     @property
     def needed_bytes(self) -> int:
-        """Weights, state and workspace together, on the device."""
         return self.weight_bytes + self.state_bytes + self.workspace_bytes
 
     @property
@@ -152,7 +147,7 @@ class HostOwner(StrEnum):
 
 
 class HostUse(NamedTuple):
-    """The most bytes that an owner takes; None: half of what is free at the time."""
+    """The most bytes that an owner takes; None: half of what is free."""
 
     owner: HostOwner
     limit_bytes: int | None
@@ -166,16 +161,10 @@ class Placement:
     """Place of each layer, and every size that daemons and engine must agree on.
 
     ``devices`` and ``stages`` are in layer order; ``arenas[b]`` lies between stages b and b + 1, and those of captures
-    follow.  ``journal_bytes``, ``host_cache_bytes``: the most host memory that the journal and prefix slots take; None:
-    half of what is free.
-    ``hosts_left_out``: why hosts hold no layers; empty if all do.
-    ``draft`` and ``draft_device`` are None without a drafter, ``draft_left_out`` is the reason; ``scorer`` and
-    ``scorer_device`` without a scoring model; ``encoder`` and ``encoder_device`` without a vision encoder.
-    ``pool_pages``: the most pages of a sequence on the devices with KV Flash; None: all.  ``residency_policy``: which;
-    ``tau``: tokens between two of its rankings.
-    ``reasons`` explain the choices, ``notices`` are logged at start.
-    ``goal`` and ``measured``: the goal of an automatic split and when its speeds were measured; empty unless it was
-    chosen by speed.
+    follow.  ``journal_bytes``, ``host_cache_bytes``: the most host memory of journal and prefix slots; None: half of
+    what is free.  ``hosts_left_out``: why hosts hold no layers, or empty; ``draft_left_out`` likewise.  ``pool_pages``:
+    the most pages of a sequence on the devices with KV Flash; None: all.  ``tau``: tokens between two of its rankings.
+    ``reasons`` explain the choices, ``notices`` are logged at start.  ``goal``, ``measured``: of a split by speed.
     """
 
     model: str
@@ -220,7 +209,7 @@ class Placement:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Names of the groups, in the order of their first stages, the stages of other models last."""
+        """Names of the groups, in the order of their first stages."""
         others = (model.group for model in (self.draft, self.scorer, self.encoder) if model is not None)
         return tuple(dict.fromkeys((*(stage.group for stage in self.stages), *others)))
 
@@ -230,12 +219,10 @@ class Placement:
 
     @property
     def host_state_bytes(self) -> int:
-        """Host memory of checkpoints and of pages of KV Flash."""
         return sum(device.host_state_bytes for device in (*self.devices, self.draft_device) if device is not None)
 
     @property
     def host_memory(self) -> tuple[HostUse, ...]:
-        """Host memory by owner."""
         return (
             HostUse(HostOwner.BOUNDARIES, self.arena_bytes),
             HostUse(HostOwner.JOURNAL, self.journal_bytes),
@@ -251,10 +238,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """One memory that is too small: the shards on ``devices`` need ``needed_bytes``, of ``usable_bytes`` there.
-
-    ``usable_bytes`` is ``free_bytes`` minus the reserve.
-    """
+    """One memory that is too small for the shards on ``devices``."""
 
     memory: str
     devices: tuple[DeviceRef, ...]
@@ -269,10 +253,7 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """A valid configuration that does not fit.
-
-    ``placement`` is what was configured; ``advice``: changes that make it fit, or a sentence that none was found.
-    """
+    """A valid configuration that does not fit; ``advice``: changes that make it fit."""
 
     placement: Placement
     shortages: tuple[Shortage, ...]
@@ -280,7 +261,6 @@ class Infeasible:
 
     @property
     def message(self) -> str:
-        """Shortages and advice, one per line."""
         lines = [
             f"{s.memory} is {format_bytes(s.short_bytes)} short: {', '.join(map(str, s.devices))} would take "
             f"{format_bytes(s.needed_bytes)}; {format_bytes(s.free_bytes)} are free, "

@@ -1,7 +1,6 @@
 """Sizes of a placement: the context, pages, slots, chunk and pool that fit the free memory, each with its reason.
 
-Pure arithmetic over the cost model.  Invariant: with every memory known and no shortage, all that lies in a memory
-takes at most its usable bytes.
+Invariant: with every memory known and no shortage, all that lies in a memory takes at most its usable bytes.
 """
 
 from __future__ import annotations
@@ -51,11 +50,9 @@ LONG_CHUNKS = (2048, 1024)
 class SizingInputs:
     """Settings to compute sizes for.  ``max_context`` and ``pages`` None: as much as fits.
 
-    ``n_slots``: prefix slots to reserve states and window pages for, if that many fit.  ``n_slot_pages``: pages that
-    slots may fill beside those of sequences.  ``states_in_host``: slots keep their states in host memory.
-    ``pool_pages``: resident pages of a sequence with KV Flash; None: off.  ``host_bytes``: host memory for its other
-    pages.  ``drafting``: limits of drafts.  ``one_memory``: pages and recurrent states share theirs where the layers of
-    each shard allow it.  ``models`` caches cost models; derived inputs share it.
+    ``n_slots``: prefix slots to reserve states and window pages for.  ``n_slot_pages``: pages that slots may fill
+    beside sequences.  ``pool_pages``: resident pages of a sequence with KV Flash; None: off.  ``host_bytes``: for its
+    others. ``one_memory``: pages and recurrent states share theirs where the layers of each shard allow it.
     """
 
     spec: ModelSpec
@@ -80,14 +77,12 @@ class SizingInputs:
     models: dict[tuple[str, Dtype, Dtype], CostModel] = field(default_factory=dict, repr=False, compare=False)
 
     def cost(self, spec: ModelSpec) -> CostModel:
-        """Return the cost model of the served model or its drafter."""
         key = (spec.architecture, self.dtype, self.kv_dtype)  # a drafter has an architecture of its own
         if key not in self.models:
             self.models[key] = CostModel(spec, self.dtype, self.kv_dtype)
         return self.models[key]
 
     def sequence_pages(self, n_tokens: int) -> int:
-        """Return the pages that a sequence of ``n_tokens`` keeps on the devices."""
         n_pages = pages_of(n_tokens)
         return n_pages if self.pool_pages is None else min(n_pages, self.pool_pages)
 
@@ -98,9 +93,8 @@ class SizingInputs:
         return self.host_bytes // page_bytes if page_bytes else 0
 
     def even_boundaries(self) -> Collection[int]:
-        """Return the boundaries between which every range has the model's ratio of layers, so that pages and states can
-        share memory; none where they cannot, or if there are too few for the targets.
-        """
+        """Return the boundaries between ranges with the model's ratio of layers, so that pages and states can share
+        memory; none if there are too few for the targets."""
         spec, kv_groups = self.spec, [layer.kv_group for layer in self.spec.layers]
         if self.cost(spec).extent is None or not self.one_memory:
             return ()
@@ -111,13 +105,12 @@ class SizingInputs:
 
     @property
     def all_targets(self) -> tuple[TargetDevice, ...]:
-        """Devices of the shards, the drafter, the scoring model and the vision encoder."""
         extras = (self.draft, self.scorer, self.encoder)
         return (*self.targets, *(extra.target for extra in extras if extra is not None))
 
 
 def largest_fitting(high: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest n from 0 to ``high`` that fits, by bisection; -1 if not even 0 does."""
+    """Return the largest n from 0 to ``high`` that fits, by bisection; -1: not even 0."""
     if not fits(0):
         return -1
     low = 0
@@ -140,18 +133,14 @@ def slot_unit_bytes(spec: ModelSpec, kv_dtype: Dtype, drafter: ModelSpec | None)
 
 
 def slot_window_pages(spec: ModelSpec) -> int:
-    """Return the most window pages that one prefix slot holds; 0 without sliding-window layers."""
     return max_slot_window_pages(spec.window) if spec.window and KvGroup.WINDOW in spec.kv_groups() else 0
 
 
 def reserved_slots(
     spec: ModelSpec, kv_dtype: Dtype, max_slots: int, memory_bytes: int, drafter: ModelSpec | None = None
 ) -> tuple[int, int]:
-    """Return for how many prefix slots states and window pages are reserved, and how many pages of KV group full the
-    rest of their memory holds.
-
-    No slots are reserved for a model with neither recurrent nor sliding layers: its slots take only full pages.
-    """
+    """Return for how many prefix slots states and window pages are reserved, and how many full pages the rest of their
+    memory holds."""
     if not max_slots:
         return 0, 0
     unit_bytes = slot_unit_bytes(spec, kv_dtype, drafter)
@@ -163,10 +152,9 @@ def reserved_slots(
 
 @dataclass(frozen=True)
 class Sizing:
-    """Sizes for a context and a number of pages of the full pool, and the bytes that they take.
+    """Sizes for a context and ``n_pages`` of the full pool, or of all memory that pages and recurrent states share.
 
-    Where pages and recurrent states share memory, ``n_pages`` counts all of it.
-    ``reasons`` explain the sizes.  Without ``shards`` only arenas and single shards are counted.
+    Without ``shards`` only arenas and single shards are counted.
     """
 
     inputs: SizingInputs
@@ -187,7 +175,7 @@ class Sizing:
 
     @cached_property
     def drafting(self) -> SpeculationSettings:
-        """Limits of drafts.  Of one sequence they are less than a chunk: window pages are counted for chunks."""
+        """Limits of drafts, less than a chunk of a sequence: window pages are counted for chunks."""
         most, settings = self.prefill_chunk - 1, self.inputs.drafting
         n_lookup = min(most, settings.max_lookup)
         return structs.replace(settings, max_drafts=min(most, settings.max_drafts), max_lookup=n_lookup)
@@ -200,7 +188,7 @@ class Sizing:
 
     @cached_property
     def state_pages(self) -> int:
-        """Pages in whose memory a recurrent state of the devices lies; 0: in none."""
+        """Pages in whose memory a recurrent state lies; 0: in none."""
         inputs = self.inputs
         cost = inputs.cost(inputs.spec)
         if cost.extent is None or not inputs.one_memory or not all(map(cost.shares_memory, self.shards)):
@@ -209,13 +197,12 @@ class Sizing:
 
     @property
     def n_kept_states(self) -> int:
-        """Recurrent states that no running sequence needs."""
         inputs = self.inputs
         return inputs.n_slots + SPARE_STATES if inputs.n_slots or not inputs.states_in_host else 0
 
     @property
     def most_shared_pages(self) -> int:
-        """Pages in whose memory all the states lie that running sequences and prefix slots can use."""
+        """Pages in whose memory all usable states lie."""
         inputs = self.inputs
         return self.state_pages * (inputs.max_sequences + (0 if inputs.states_in_host else self.n_kept_states))
 
@@ -303,12 +290,12 @@ class Sizing:
         return region_bytes * arena_regions(self.n_stages + (draft is not None))
 
     def needed_bytes(self, memory: str) -> int:
-        """Return the bytes of shards and all models in a memory; in the host's, with the arenas."""
+        """Return the bytes of all models in a memory; in the host's, with the arenas."""
         uses = zip([*self.inputs.targets], self.uses, strict=True)
         return self.extra_bytes(memory) + sum(use.bytes_in(memory, target.memory) for target, use in uses)
 
     def extra_bytes(self, memory: str) -> int:
-        """Return the bytes in a memory that no shard can have: arenas, drafter, scoring model and vision encoder."""
+        """Return the bytes in a memory of arenas and extra models."""
         draft = self.inputs.draft
         n_bytes = self.arena_bytes if memory == HOST else 0
         if draft is not None and self.draft_use is not None:
@@ -317,7 +304,6 @@ class Sizing:
         return n_bytes + sum(extra.use.bytes_in(memory, extra.target.memory) for extra in others)
 
     def fits_in(self, memory: Memory) -> bool:
-        """Return whether a memory has room for everything; unknown memories count as large enough."""
         return memory.usable_bytes is None or self.needed_bytes(memory.name) <= memory.usable_bytes
 
     @cached_property
@@ -340,7 +326,6 @@ class Sizing:
 
     @property
     def all_known(self) -> bool:
-        """True if the free memory of every device with layers is known."""
         return all(self.memories[target.memory].usable_bytes is not None for target in self.inputs.targets)
 
 
@@ -351,8 +336,7 @@ def compute_sizes(inputs: SizingInputs, ranges: Sequence[LayerRange]) -> Sizing:
     """Choose context, pages and states, and list the memories that are too small.
 
     An automatic context is the longest sequence that fits; automatic pages are as many as fit, up to what sequences and
-    prefix slots can use.  Reserved prefix slots are reduced before anything is reported as not fitting.  Verifying
-    drafts comes last: for as many as all sequences can use, within DRAFT_SHARE.
+    prefix slots can use.  Reserved slots give way first; verifying drafts gets the rest, within DRAFT_SHARE.
     """
     sizing, wanted = _compute(inputs, ranges), inputs.n_slots
     if not sizing.fits and wanted:
@@ -459,13 +443,11 @@ def _with_pages(sizing: Sizing) -> Sizing:
 
 
 def _host_memories(sizing: Sizing) -> list[str]:
-    """Return the names of the memories of cpus, which other programs use, too."""
     targets = [target for target in sizing.inputs.targets if target.backend is Backend.CPU]
     return [name for name in dict.fromkeys(target.memory for target in targets) if name in sizing.memories]
 
 
 def _host_state_bytes(sizing: Sizing, memory: str) -> int:
-    """Return the state of the devices with the memory of a host."""
     inputs, draft = sizing.inputs, sizing.draft_use
     n_bytes = sum(u.state_bytes for t, u in zip(inputs.targets, sizing.uses, strict=True) if t.memory == memory)
     on_host = draft is not None and inputs.draft is not None and inputs.draft.target.memory == memory
@@ -493,10 +475,7 @@ def _state_reasons(sizing: Sizing) -> Iterator[str]:
 
 
 def _with_draft_states(without: Sizing, ranges: Sequence[LayerRange]) -> Sizing:
-    """Add updates and windows for each draft of each sequence, or as many as the share allows.
-
-    Where the memory of a shard is unknown, those of one sequence.
-    """
+    """Add updates and windows for each draft of each sequence, or as many as the share allows."""
     inputs, n_sequences = without.inputs, without.inputs.max_sequences
     min_pages = without.pools.full_pages * (1 - DRAFT_SHARE)
     min_context = without.max_context * (1 - DRAFT_SHARE)
@@ -521,10 +500,7 @@ def _with_draft_states(without: Sizing, ranges: Sequence[LayerRange]) -> Sizing:
 
 
 def choose_chunk(inputs: SizingInputs, ranges: Sequence[LayerRange]) -> Sizing:
-    """Return the sizes with the longest chunk that leaves nine tenths of pages and context.
-
-    The chunk of ``inputs`` stays where a device is a cpu or a memory is unknown.
-    """
+    """Return the sizes with the longest chunk that leaves nine tenths of pages and context, on known GPUs alone."""
     usual = compute_sizes(inputs, ranges)
     known = all(memory.usable_bytes is not None for memory in usual.memories.values())
     if not known or not usual.fits or any(target.backend is Backend.CPU for target in inputs.targets):
@@ -550,8 +526,9 @@ def _leaves_enough(longer: Sizing, usual: Sizing) -> bool:
 
 
 def choose_pool(inputs: SizingInputs, ranges: Sequence[LayerRange], chunk: int) -> SizingInputs:
-    """Return the inputs with the largest pool of KV Flash of which the devices hold one for each sequence; with the
-    smallest where they hold none.  ``chunk``: the prefill chunk, which a pool may cut.
+    """Return the inputs with the largest pool of KV Flash that fits for each sequence, or the smallest one.
+
+    ``chunk``: the prefill chunk, which a pool may cut.
     """
 
     def with_pool(n_more: int) -> SizingInputs:
@@ -570,7 +547,7 @@ def choose_pool(inputs: SizingInputs, ranges: Sequence[LayerRange], chunk: int) 
 
 
 def reference_load(inputs: SizingInputs) -> tuple[int, int]:
-    """Return context and pages for automatic ranges: as configured, else one sequence of REFERENCE_TOKENS."""
+    """Return context and pages for automatic ranges."""
     context = inputs.max_context or min(inputs.spec.context_tokens, REFERENCE_TOKENS)
     pages = inputs.pages or inputs.sequence_pages(context)
     shared = 0 if inputs.pages else Sizing(inputs, (), 1, context, pages).state_pages
@@ -582,8 +559,8 @@ def reference_load(inputs: SizingInputs) -> tuple[int, int]:
 def ranges_by_memory(inputs: SizingInputs) -> tuple[LayerRange, ...]:
     """Choose ranges so that the fullest device is least full and there are as many pages as possible.
 
-    A device's share is what a range takes there over what is usable; devices that share a memory have equal parts of
-    it, and an unknown memory counts like the mean of the others.  Raises SplitError when there are too many devices.
+    Devices that share a memory have equal parts of it; an unknown one counts like the mean of the others.  Raises
+    SplitError.
     """
 
     even = inputs.even_boundaries()
@@ -611,10 +588,7 @@ def ranges_by_memory(inputs: SizingInputs) -> tuple[LayerRange, ...]:
 
 
 class RangeMemory:
-    """Bytes of any range of layers on any target, for one context and one number of pages.
-
-    Targets that share a memory have equal parts of it.
-    """
+    """Bytes of any range of layers on any target, for one context and one number of pages."""
 
     def __init__(self, inputs: SizingInputs, context: int, pages: int) -> None:
         self._targets = targets = inputs.targets
@@ -632,7 +606,7 @@ class RangeMemory:
         self._taken: dict[tuple[Backend, bool, bool, int, int], int] = {}
 
     def share(self, i: int, layers: LayerRange) -> float:
-        """Return what the range takes on target ``i`` over what is usable; an unknown memory is the mean of others."""
+        """Return what the range takes on target ``i`` over what is usable, or over the mean of others."""
         target, first, last = self._targets[i], i == 0, i == len(self._targets) - 1
         key = (target.backend, first, last, layers.start, layers.stop)
         if key not in self._taken:

@@ -1,8 +1,7 @@
 """Speeds of the devices for a model: what to measure, under which conditions, and the time of a layer range.
 
-Pure: the caller measures and stores.  A *unit* is the layers between two neighbouring legal boundaries, usually one
-layer.  Units with the same tensors, types and state are of one kind, and one of each kind is timed.  Invariant: speeds
-are used only under the conditions they were measured under.
+A *unit* is the layers between two neighbouring legal boundaries, usually one; of those with the same tensors, types and
+state one is timed.  Speeds are used only under the conditions they were measured under.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ ANSWER_TOKENS = 256
 
 
 class MeasurementConditions(msgspec.Struct, frozen=True):
-    """Everything that measured times depend on.  ``model``: hash of architecture, shapes and types; ``targets``: one
-    line per device, in layer order; ``version``: of this program.
-    """
+    """Everything that measured times depend on.  ``model``: a hash; ``targets``: a line per device, in layer order."""
 
     model: str
     targets: list[str]
@@ -47,15 +44,13 @@ class MeasurementConditions(msgspec.Struct, frozen=True):
     version: str
 
     def key(self) -> str:
-        """Return 32 hex digits that identify the conditions."""
         return sha256(msgspec.json.encode(self)).hexdigest()[:32]
 
 
 class Speeds(msgspec.Struct, frozen=True):
     """Measured times.  ``targets[i]``: kind of unit -> its Timing on device i, for every kind that can lie there.
 
-    The ``end_`` times of a target's Timings, of the head on the first and of the tail on the last, are the same in all
-    of them.  ``measured``: when, such as "2026-11-21 12:00 UTC".
+    The ``end_`` times are of the head on the first target and of the tail on the last.
     """
 
     conditions: MeasurementConditions
@@ -63,7 +58,6 @@ class Speeds(msgspec.Struct, frozen=True):
     targets: list[dict[str, Timing]]
 
     def valid(self) -> bool:
-        """Return whether every target has times, all finite and not negative."""
         timings = [timing for target in self.targets for timing in target.values()]
         times = (s for t in timings for s in (t.decode_s, t.prefill_s, t.end_decode_s, t.end_prefill_s))
         return len(self.targets) == len(self.conditions.targets) and all(isfinite(s) and s >= 0 for s in times)
@@ -77,7 +71,7 @@ class MeasurementRequest:
     spans: tuple[Mapping[str, Span], ...]
 
     def to_speeds(self, targets: Sequence[Sequence[Timing]], measured: str) -> Speeds:
-        """Return the speeds from the timings of each target's spans, in order.  Raises ValueError if any is missing."""
+        """Return the speeds from the timings of each target's spans.  Raises ValueError if any is missing."""
         timings_by_target = []
         for spans, timings in zip(self.spans, targets, strict=True):
             ends = timings[0] if timings else None  # embedding and output are timed with the first span
@@ -94,10 +88,9 @@ class MeasurementRequest:
 def measurement_request(
     spec: ModelSpec, config: Config, inventory: Inventory, threads: Mapping[str, int], version: str
 ) -> MeasurementRequest | None:
-    """Return what to measure before the split of ``config`` can be chosen by speed; None if there is nothing to choose.
+    """Return what to measure for the split of ``config``; None if there is nothing to choose.  Raises PlacementError.
 
-    ``inventory`` must have every group; ``threads``: compute threads of each cpu group.  Raises PlacementError as
-    ``plan`` does.
+    ``threads``: of each cpu group.
     """
     devices = config.placement.devices
     if not isinstance(config.placement.split, Auto) or not 1 < len(devices) <= len(units_of(spec)):
@@ -115,18 +108,16 @@ def measurement_request(
 
 
 def units_of(spec: ModelSpec) -> tuple[LayerRange, ...]:
-    """Return the layers between neighbouring legal boundaries, in order."""
     boundaries = [0, *legal_boundaries(spec.n_layers, spec.legal_boundary), spec.n_layers]
     return tuple(LayerRange(a, b) for a, b in pairwise(boundaries))
 
 
 def kinds_of(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the kind of each unit: 12 hex digits."""
     return tuple(_digest(_unit_facts(spec, unit))[:12] for unit in units_of(spec))
 
 
 def model_key(spec: ModelSpec) -> str:
-    """Return a hash of all that decides a model's speed: architecture, hyperparameters, shapes and types."""
+    """Return a hash of all that decides a model's speed."""
     ends = [
         _tensor_facts(spec, spec.embedding_tensors),
         _tensor_facts(spec, spec.output_tensors),
@@ -138,9 +129,9 @@ def model_key(spec: ModelSpec) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SpeedModel:
-    """Predicts the time of layer ranges from the speeds of a model's units.  ``starts[u]``: first layer of unit u.
+    """Predicts the time of layer ranges.  ``starts[u]``: first layer of unit u.
 
-    ``order``: the measured target of each shard, where hosts may be in any order; else they are in that of ``speeds``.
+    ``order``: the measured target of each shard, where hosts may be in any order.
     """
 
     speeds: Speeds
@@ -150,11 +141,10 @@ class SpeedModel:
 
     @classmethod
     def of(cls, spec: ModelSpec, speeds: Speeds) -> SpeedModel:
-        """Return the model of speeds that were measured for `spec`."""
         return cls(speeds, kinds_of(spec), tuple(unit.start for unit in units_of(spec)))
 
     def seconds(self, target: int, layers: LayerRange) -> tuple[float, float]:
-        """Return the seconds that ``layers`` take on target number ``target`` for one token, and for ``n_rows``."""
+        """Return the seconds that ``layers`` take on a target for one token, and for ``n_rows``."""
         timings = self.speeds.targets[target if self.order is None else self.order[target]]
         units = [timings[k] for k, s in zip(self.kinds, self.starts, strict=True) if layers.start <= s < layers.stop]
         # Targets that may be anywhere were all measured with the output, which only the last one has.
@@ -170,10 +160,7 @@ class SpeedModel:
 
 
 def _spans(spec: ModelSpec, targets: Sequence[TargetDevice], *, anywhere: bool) -> tuple[dict[str, Span], ...]:
-    """Return for each target one unit of each kind that it can hold, given that every other target holds one too.
-
-    With ``anywhere``, each may be the last of any number of them.
-    """
+    """Return for each target one unit of each kind that it can hold; with ``anywhere`` any, also as the last."""
     units, kinds = units_of(spec), kinds_of(spec)
     out: list[dict[str, Span]] = []
     for i, target in enumerate(targets):

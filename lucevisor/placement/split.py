@@ -1,7 +1,5 @@
-"""Layer split: by weights, by explicit ranges, by balancing a cost, or the fastest one that fits.
-
-Invariant: the ranges cover every layer once, in order, and none is empty.
-"""
+"""Layer split: by weights, by ranges, by balancing a cost, or the fastest one.  Ranges cover every layer once, in
+order."""
 
 from __future__ import annotations
 
@@ -33,11 +31,7 @@ class BoundaryMove:
 
 
 def from_weights(weights: Sequence[float], n_layers: int) -> tuple[LayerRange, ...]:
-    """Give each shard its share by cumulative rounding, so that errors do not add up; each gets at least one layer.
-
-    Weights are read as exact decimals (0.1 is a tenth), and shares rounded half away from zero.  Raises SplitError when
-    there are more shards than layers.
-    """
+    """Give each shard its share by cumulative rounding of exact decimals, at least one layer.  Raises SplitError."""
     check_count(len(weights), n_layers)
     exact = [Fraction(repr(float(w))) for w in weights]
     total = sum(exact)
@@ -94,7 +88,6 @@ def snap_to_legal(
 
 
 def check_count(n_shards: int, n_layers: int) -> None:
-    """Raise SplitError when there are more shards than layers."""
     if n_shards > n_layers:
         layers = f"{n_layers} layers" if n_layers > 1 else "1 layer"
         raise SplitError(
@@ -105,12 +98,11 @@ def check_count(n_shards: int, n_layers: int) -> None:
 
 
 def legal_boundaries(n_layers: int, legal: Callable[[int], bool]) -> list[int]:
-    """Return the layers in front of which the model may be split, without the two ends."""
+    """Return the layers in front of which the model may be split."""
     return [b for b in range(1, n_layers) if legal(b)]
 
 
 def check_boundaries(n_shards: int, boundaries: Sequence[int]) -> None:
-    """Raise SplitError when there are more shards than the boundaries allow."""
     if len(boundaries) < n_shards - 1:
         where = f"only in front of {_listed(boundaries)}" if boundaries else "nowhere"
         raise SplitError(
@@ -151,8 +143,7 @@ class RangeCost:
 class PartitionProblem:
     """``boundaries``: layers in front of which the model may be split.  ``cost``: None if the range does not fit.
 
-    ``joins_previous[i]``: shard i is in the same stage as shard i - 1, so their times add up; the largest sum is
-    minimised.  With all of them True that is the time of the whole pipeline.
+    ``joins_previous[i]``: shard i is in the stage of shard i - 1, so times add up; the largest sum is minimised.
     """
 
     n_layers: int
@@ -184,10 +175,7 @@ class _Partial(NamedTuple):
 
 
 def fastest_partition(problem: PartitionProblem, slack: float = SLACK) -> Partition | None:
-    """Return the most evenly filled of the partitions within ``slack`` of the fastest; None if none fits.
-
-    Raises SplitError when there are too many shards for the layers or the legal boundaries.
-    """
+    """Return the most evenly filled of the partitions within ``slack`` of the fastest, if any.  Raises SplitError."""
     check_count(len(problem.joins_previous), problem.n_layers)
     check_boundaries(len(problem.joins_previous), problem.boundaries)
     fastest = _search(problem)
@@ -201,7 +189,7 @@ def fastest_partition(problem: PartitionProblem, slack: float = SLACK) -> Partit
 def _search(problem: PartitionProblem, limit_s: float | None = None) -> _Partial | None:
     """Return the fastest partition, or the evenest within ``limit_s``; the lowest one on a tie.
 
-    Dynamic programming over the shards.  Of the partials that end at one layer, the Pareto front is kept.
+    Dynamic programming: of the partials that end at one layer, the Pareto front is kept.
     """
 
     def weight(partial: _Partial) -> tuple[float, float]:
@@ -239,10 +227,7 @@ def _extended(before: _Partial, cost: RangeCost, stop: int, *, ends: bool) -> _P
 def balanced_ranges(
     n_shards: int, n_layers: int, cost: Callable[[int, LayerRange], float], legal: Callable[[int], bool]
 ) -> tuple[LayerRange, ...]:
-    """Return the ranges that minimise the most expensive shard; of those, the most even.
-
-    Raises SplitError when there are too many shards for the layers or the legal boundaries.
-    """
+    """Return the ranges that minimise the most expensive shard; of those, the most even.  Raises SplitError."""
 
     def shares(shard: int, layers: LayerRange) -> RangeCost:
         share = cost(shard, layers)

@@ -1,7 +1,6 @@
 """Pipeline stages from shards, and the arenas and the Load message of each group.
 
-Invariant: neighbouring stages belong to different groups (consecutive shards of one group form one stage), and exactly
-one arena lies between two stages, and between a stage with captures and a draft stage of another group.
+One arena lies between two stages, which are of different groups, and between captures and a draft stage elsewhere.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def shards_of(
 
 
 def stages_of(shards: Sequence[Shard]) -> tuple[Stage, ...]:
-    """Merge consecutive shards of one group into stages; a group that appears again later gets another stage."""
+    """Merge consecutive shards of one group into stages."""
     merged: list[list[Shard]] = []
     for shard in shards:
         if merged and merged[-1][-1].device.group == shard.device.group:
@@ -57,11 +56,8 @@ def arenas_of(
     max_sequences: int,
     max_drafts: int = 0,
 ) -> tuple[ArenaPlan, ...]:
-    """Return one arena per boundary, then one from each capturing stage to a draft stage in another group, then, if
-    each of several stages has a group of its own, one for the tokens of ``max_sequences``, or ``max_drafts`` for each.
-
-    Each has one region per step in flight; a region holds the rows of one step.
-    """  # fmt: skip
+    """Return one arena per boundary, then one from each capturing stage to a draft stage in another group, then one for
+    tokens if each of several stages has a group of its own.  Each has a region per step in flight."""
     n_regions = arena_regions(len(stages) + (draft is not None))
     boundary_bytes = max_step_tokens * dtype_bytes(dtype, boundary_width)
     arenas = [ArenaPlan(boundary, boundary_bytes, n_regions) for boundary in range(len(stages) - 1)]
@@ -77,13 +73,12 @@ def arenas_of(
 
 
 def captures_of(stage: Stage, draft: PlacedDrafter | None) -> list[int]:
-    """Return the layers of a stage that the draft stage reads, in the drafter's order."""
     return [] if draft is None else [layer for layer in draft.captures if layer in stage.layers]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFiles:
-    """Absolute paths of all parts of a model, or of a drafter, and the expected state of each; () = not compared."""
+    """Absolute paths of all parts of a model, and the expected state of each; () = not compared."""
 
     paths: Sequence[str]
     identities: Sequence[FileIdentity] = ()
@@ -101,10 +96,8 @@ def load_message(
 ) -> Load:
     """Return the Load message for the daemon of ``group``.
 
-    ``draft_files``: for the group of the draft stage; None: without the drafter.  ``score_files``: of the scoring
-    model, which its group loads; ``vision_files``: of the vision encoder, likewise.
-    ``Load.arenas`` are those at either end of the group's stages, each once, in the order of ``placement.arenas``: send
-    a descriptor for each, in this order, then what wakes the reader of each.
+    ``draft_files``: for the group of the draft stage; None: without the drafter.  ``Load.arenas`` are those at either
+    end of the group's stages, in the order of ``placement.arenas``, which is that of their descriptors.
     """
     stages, draft = placement.stages_of(group), None
     if placement.draft is not None and placement.draft.group == group:
@@ -160,7 +153,7 @@ def _stage_plan(placement: Placement, stage: Stage, arenas: Sequence[ArenaPlan])
 
 
 def arena_ends(placement: Placement, arena: ArenaPlan) -> tuple[str, str]:
-    """Return the groups that write and read an arena; empty for captures without a drafter."""
+    """Return the groups that write and read an arena; empty without a drafter."""
     writer = placement.stages[arena.boundary].group
     if arena.tokens:
         return writer, placement.stages[0].group
