@@ -1,7 +1,4 @@
-"""The admin socket of a supervisor, in the run directory: JSON over HTTP, for the same user only.
-
-The peer uid of each connection is checked (SO_PEERCRED), so a leaked descriptor is useless to another user.
-"""
+"""The admin socket of a supervisor, in the run directory: JSON over HTTP, for the same user only (SO_PEERCRED)."""
 
 from __future__ import annotations
 
@@ -36,10 +33,10 @@ class AdminPort(Protocol):
     async def wait_ready(self, timeout_s: float) -> bool: ...
 
     def stop(self, reason: str) -> None:
-        """Begin the shutdown.  All callers share one; each further call shortens its deadlines."""
+        """Begin the shutdown; each further call shortens its deadlines."""
 
     async def restart(self, groups: list[str], *, now: bool) -> None:
-        """Restart groups one by one; return when the pipeline is READY again.  Raises LucevisorError."""
+        """Restart groups one by one; return when all are READY again.  Raises LucevisorError."""
 
     async def load(self, model: str) -> None:
         """Load a model; return when it is loaded.  Raises LucevisorError."""
@@ -48,10 +45,7 @@ class AdminPort(Protocol):
         """Unload a model; return when its memory is free.  Raises LucevisorError."""
 
     async def reload(self, overrides: list[str]) -> dict[str, object]:
-        """Reload the configuration with further KEY=VALUE overrides; return the changed keys.
-
-        Raises LucevisorError, and then changes nothing.
-        """
+        """Reload the configuration with KEY=VALUE overrides; return the changed keys.  Raises LucevisorError."""
 
 
 class ReadyQuery(msgspec.Struct):
@@ -116,8 +110,6 @@ async def _read_command(request: web.Request, kind: type[Command], default: byte
 
 
 def create_admin_app(port: AdminPort) -> web.Application:
-    """Return the admin application."""
-
     async def status(_: web.Request) -> web.Response:
         return json_response(port.status())
 
@@ -163,7 +155,7 @@ def create_admin_app(port: AdminPort) -> web.Application:
 
 
 async def serve_admin(app: web.Application, path: Path) -> web.AppRunner:
-    """Listen on ``path`` (mode 0600), also where another supervisor listens, until ``runner.cleanup()``."""
+    """Listen on ``path`` (mode 0600), also where another supervisor listens."""
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, auto_decompress=False)
     await runner.setup()
     new = path.with_suffix(".new")

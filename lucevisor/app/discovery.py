@@ -1,6 +1,4 @@
-"""Interpreters with torch, the devices they see, and a configuration for a model on them: for `init` and
-`start MODEL.gguf`.
-"""
+"""Interpreters with torch, the devices they see, and a configuration for a model on them."""
 
 from __future__ import annotations
 
@@ -51,8 +49,7 @@ except Exception as error:
 
 class Interpreter(msgspec.Struct):
     """Answer of an interpreter.  ``devices``: names of its GPUs, of ``memory_bytes`` in all.  ``file``: one that a new
-    torch would replace.  ``problem``: why it cannot run a daemon, or empty.
-    """
+    torch would replace.  ``problem``: why it cannot run a daemon, or ""."""
 
     torch: str = ""
     backend: Literal["cpu", "cuda", "hip"] = "cpu"
@@ -63,11 +60,9 @@ class Interpreter(msgspec.Struct):
     python: str = ""
 
     def as_cpu(self) -> Interpreter:
-        """Return a copy for a cpu group."""
         return msgspec.structs.replace(self, backend="cpu", devices=())
 
     def toml(self) -> str:
-        """Return the section of its group in a configuration file."""
         lines = [f"[groups.{self.backend}]", f'backend = "{self.backend}"']
         if self.python != sys.executable:
             lines.append(f"python = {json.dumps(self.python)}")
@@ -79,13 +74,12 @@ class Interpreter(msgspec.Struct):
 
 
 class KnownInterpreters(msgspec.Struct):
-    """Earlier answers of interpreters, by path, each with the ``state_of`` what it depends on."""
+    """Earlier answers, by path, each with the ``state_of`` what it depends on."""
 
     answers: dict[str, tuple[list[str], Interpreter]] = {}
 
 
 def model_name(model: str) -> str:
-    """Return a name for the supervisor of a model: the file's stem, or the repository's name."""
     stem = model.removeprefix(HUB_PREFIX).partition(":")[0] if model.startswith(HUB_PREFIX) else model
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(stem).name.removesuffix(".gguf")).lstrip("_.-")[:64]
     return name if NAME.match(name) else "model"
@@ -94,8 +88,8 @@ def model_name(model: str) -> str:
 def choose_groups(model: str, pythons: Sequence[str]) -> list[Interpreter]:
     """Return groups that hold ``model``: all GPUs of this machine, and its processor where those are too small or none.
 
-    Queries ``pythons``, this interpreter, and the virtual environments beside it and in the current directory.
-    Raises ConfigError when one of ``pythons`` cannot run a daemon, LucevisorError when none can.
+    Queries ``pythons``, this interpreter, and virtual environments beside it and in the current directory.  Raises
+    ConfigError when one of ``pythons`` cannot run a daemon, LucevisorError when none can.
     """
     pythons = [os.path.abspath(python) if "/" in python else python for python in pythons]
     candidates = list(dict.fromkeys([*pythons, sys.executable, *_environments()]))
@@ -118,7 +112,7 @@ def choose_groups(model: str, pythons: Sequence[str]) -> list[Interpreter]:
 
 
 def groups_by_vendor(interpreters: Sequence[Interpreter]) -> list[Interpreter]:
-    """Return the first interpreter with GPUs of each vendor, or without any the first one as a cpu group."""
+    """Return the first interpreter with GPUs of each vendor, or the first one as a cpu group."""
     groups: dict[str, Interpreter] = {}
     for interpreter in interpreters:
         if interpreter.devices:
@@ -127,9 +121,8 @@ def groups_by_vendor(interpreters: Sequence[Interpreter]) -> list[Interpreter]:
 
 
 def probe_interpreters(pythons: Sequence[str]) -> dict[str, Interpreter]:
-    """Return answers by path.  An interpreter that has answered is asked again after a change of its torch, the
-    devices, their drivers or the variables that hide them, and after a reboot: importing torch takes seconds.
-    """
+    """Return answers by path.  One is asked again after a change of its torch, devices, drivers or variables that hide
+    them, and after a reboot: importing torch takes seconds."""
     path = cache_directory() / "interpreters.json"
     known = (read_json(path, KnownInterpreters, "known interpreters", lambda _: "") or KnownInterpreters()).answers
     unknown = [python for python in pythons if python not in known or known[python][0] != state_of(known[python][1])]
@@ -141,7 +134,6 @@ def probe_interpreters(pythons: Sequence[str]) -> dict[str, Interpreter]:
 
 
 def state_of(answer: Interpreter) -> list[str]:
-    """Return what an interpreter's answer depends on, as text to compare."""
     files = [os.path.realpath(path) for path in (shutil.which(answer.python), answer.file) if path]
     stamps = [f"{path} {os.stat(path).st_mtime_ns}" for path in files if os.path.exists(path)]
     hardware = [Path(path).read_text() for path in _HARDWARE if os.path.exists(path)]
@@ -167,13 +159,13 @@ def probe_interpreter(python: str) -> Interpreter:
 
 
 def write_config(model: str, groups: Sequence[Interpreter]) -> str:
-    """Return the text of a configuration file that serves ``model`` on ``groups``, split automatically."""
+    """Return the text of a configuration file that serves ``model`` on ``groups``."""
     path = model if model.startswith(HUB_PREFIX) else str(Path(model).resolve())
     return "\n".join([f"[model]\npath = {json.dumps(path)}\n", *(group.toml() for group in groups)])
 
 
 def save_config(model: str, groups: Sequence[Interpreter], name: str) -> Path:
-    """Write the configuration of ``model`` beside the log of supervisor ``name``, and return its path."""
+    """Write the configuration of ``model`` beside the log of supervisor ``name``."""
     path = log_path(name) / "config.toml"
     head = "# Written by `lucevisor start` for a model, again at each such start: copy it to change it.\n\n"
     try:
@@ -186,8 +178,7 @@ def save_config(model: str, groups: Sequence[Interpreter], name: str) -> Path:
 
 def model_fits(model: str, groups: Sequence[Interpreter]) -> bool:
     """Return whether a model fits the GPUs of ``groups``.  One of less than half their memory does; the plan decides
-    about others, with daemons that say how much is free, which takes as long as importing torch.
-    """
+    about others, with daemons, which takes seconds."""
     if 2 * _model_bytes(model) < sum(group.memory_bytes for group in groups):
         return True
     # Most of the supervisor, which `start --daemon` imports in another process: half a second and more.
@@ -210,7 +201,7 @@ def model_fits(model: str, groups: Sequence[Interpreter]) -> bool:
 
 
 def _model_bytes(model: str) -> int:
-    """Return the bytes of a model's files; of one that has yet to be fetched, more than any memory has."""
+    """Return the bytes of a model's files; of one to be fetched, more than any memory has."""
     try:
         return sum(part.stat().st_size for part in part_paths(Path(model)))
     except (OSError, GgufError):

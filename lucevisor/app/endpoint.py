@@ -15,7 +15,7 @@ from lucevisor.errors import unusable
 
 
 class Endpoint:
-    """Serves clients over HTTP, and operators on the admin socket.  Give it the ``app`` and ``open`` it once."""
+    """Serves clients over HTTP, and operators on the admin socket."""
 
     def __init__(self, port: AdminPort, admin_socket: Path, tls: ssl.SSLContext | None = None) -> None:
         self.url = ""
@@ -36,7 +36,6 @@ class Endpoint:
             raise unusable(self._admin_socket.parent, error) from error
 
     async def open(self, sockets: Sequence[socket.socket]) -> None:
-        """Serve clients on listening sockets, which it closes."""
         self._sockets = [sock.dup() for sock in sockets]
         self._http, self.url = await server.serve(self.app, sockets, self._tls)
 

@@ -43,17 +43,14 @@ _MAX_BYTES: Final = 1 << 16
 
 
 class HandoverRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Request of the new process.  ``drain_s``: seconds that running requests may take to finish."""
+    """``drain_s``: seconds that running requests may take to finish."""
 
     pid: int
     drain_s: float
 
 
 class HandoverReply(msgspec.Struct, forbid_unknown_fields=True):
-    """Reply of the running supervisor.  ``refused``: why it hands nothing over, or empty.
-
-    The other fields are its connection to systemd (`lucevisor.app.systemd`).
-    """
+    """``refused``: why nothing is handed over, or empty; the rest is the connection to systemd."""
 
     pid: int
     refused: str = ""
@@ -62,8 +59,6 @@ class HandoverReply(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class HandoverServer:
-    """Listens on ``path`` from ``open`` to ``close``."""
-
     def __init__(self, path: Path, source: Handover) -> None:
         self._path, self._source = path, source
         self._sock: socket.socket | None = None
@@ -142,7 +137,7 @@ class HandoverOffer:
             sock.close()
 
     async def announce_serving(self) -> None:
-        """Confirm that connections are accepted; return when the old supervisor has released the name or exited."""
+        """Confirm that connections are accepted; return when the old supervisor has released the name."""
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._connection, SERVING)
         try:
@@ -156,7 +151,7 @@ class HandoverOffer:
             )
 
     async def wait_for_saves(self) -> AsyncIterator[None]:
-        """Yield each time the old supervisor has saved prefix slots, and once more when it has exited."""
+        """Yield when the old supervisor has saved prefix slots, and when it has exited."""
         loop, more = asyncio.get_running_loop(), True
         with self._connection, contextlib.suppress(OSError):
             while more:
@@ -165,7 +160,7 @@ class HandoverOffer:
 
 
 async def request_handover(path: Path, request: HandoverRequest) -> HandoverOffer | None:
-    """Ask the supervisor that listens on ``path`` for its sockets; None when there is none.  Raises LucevisorError."""
+    """Ask the supervisor on ``path`` for its sockets; None without one.  Raises LucevisorError."""
     loop = asyncio.get_running_loop()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.setblocking(False)
@@ -208,10 +203,7 @@ async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 
 class Handover:
-    """Both sides of a handover.
-
-    ``drain_s``: seconds that the old supervisor's requests may take; None: no take-over.
-    """
+    """Both sides of a handover.  ``drain_s``: seconds for the old supervisor's requests; None: no take-over."""
 
     def __init__(
         self,
@@ -248,10 +240,7 @@ class Handover:
     # ---- in the new supervisor
 
     async def take_over(self, server: ServerConfig) -> None:
-        """Take over the sockets and the name of the running supervisor.
-
-        Raises LucevisorError, and then nothing has changed.
-        """
+        """Take over the sockets and the name.  Raises LucevisorError, and then nothing has changed."""
         offer = await request_handover(self._run_dir.handover, HandoverRequest(os.getpid(), self._drain_s))
         if offer is None:
             log.info("the other supervisor has ended", name=self._run_dir.name)
@@ -277,7 +266,6 @@ class Handover:
         self.listen()
 
     async def _scan_saved(self, offer: HandoverOffer) -> None:
-        """Rescan cache.dir whenever the old supervisor has saved slots."""
         async for _ in offer.wait_for_saves():
             for model in self._service.models.values():
                 if model.snapshot_store is not None:
@@ -287,7 +275,6 @@ class Handover:
     # ---- in the old supervisor, called by HandoverServer
 
     def offer(self) -> tuple[HandoverReply, list[int]]:
-        """Return the reply, the lock of the run directory and the listening sockets."""
         if self._service.state == "draining":
             return HandoverReply(os.getpid(), refused="the running supervisor is stopping"), []
         self._report.reloading()
@@ -298,7 +285,6 @@ class Handover:
         return reply, [self._run_dir.lock, *self._endpoint.sockets]
 
     def on_failed(self) -> None:
-        """Continue as before, because the new supervisor failed."""
         self._report.ready()
 
     def on_served(self, request: HandoverRequest) -> None:

@@ -1,7 +1,6 @@
 """Log sinks: JSON lines in a rotating file that outlives the process, console or JSON lines on stderr.
 
-Each sink has a bounded queue and a writer thread.  A record that cannot be queued or written is dropped and counted;
-the next written record is preceded by one with the number of dropped records.
+Each has a bounded queue and a thread.  Records that cannot be queued or written are dropped, counted and reported.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ _file: _RotatingFile | None = None
 
 
 class _Queue(QueueHandler):
-    """Queues a record for the writer thread of a sink; drops it when the queue is full."""
+    """Queues a record for the thread of a sink, or drops it."""
 
     def __init__(self, sink: _Sink) -> None:
         super().__init__(sink.records)
         self._sink = sink
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Leave structlog's records to the writer thread; render others now, with arguments and traceback."""
+        """Leave structlog's records to the thread; render others now, with arguments and traceback."""
         prepared: logging.LogRecord = record if isinstance(record.msg, dict) else super().prepare(record)
         return prepared
 
@@ -95,7 +94,6 @@ class _Sink(QueueListener):
             self._reason = reason
 
     def handle(self, record: logging.LogRecord) -> None:
-        """Write a record, preceded by a notice with the number of records dropped before it."""
         n_missing = self._n_unreported
         try:
             text = str(record.msg) if getattr(record, "plain", False) else self._formatter.format(record)
@@ -118,7 +116,7 @@ class _Sink(QueueListener):
         return self._formatter.format(record)
 
     def close(self) -> None:
-        """Write what is queued and end, or give up after CLOSING_S."""
+        """Write what is queued, or give up after CLOSING_S."""
         logging.getLogger().removeHandler(self._entry)
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -128,7 +126,7 @@ class _Sink(QueueListener):
 
 
 class _RotatingFile(RotatingFileHandler):
-    """A file that rotates.  Unbuffered, so that a full disk leaves neither half a line nor a backlog."""
+    """Unbuffered, so that a full disk leaves neither half a line nor a backlog."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=FILE_BYTES, backupCount=N_OLD_FILES)
@@ -173,9 +171,9 @@ def _stderr_writer(stream: IO[str]) -> Callable[[bytes], None]:
 def configure(
     form: Literal["auto", "console", "json"], level: str, directory: Path | None = None, *, to_terminal: bool = True
 ) -> None:
-    """Set up structlog and logging for this process until `close`, which also runs at exit.
+    """Set up structlog and logging until `close`, which also runs at exit.  Raises OSError.
 
-    ``auto`` is console on a terminal, JSON elsewhere.  Raises OSError when the file in ``directory`` cannot be opened.
+    ``auto`` is console on a terminal, JSON elsewhere.
     """
     global _file
     close()
@@ -209,7 +207,7 @@ def set_level(level: str) -> None:
 
 
 def close() -> None:
-    """Write what is queued, within `CLOSING_S` for each sink, and close the file.  Idempotent."""
+    """Write what is queued, and close the file.  Idempotent."""
     global _file
     while _sinks:
         _sinks.popitem()[1].close()
@@ -222,7 +220,7 @@ atexit.register(close)
 
 
 def print_line(line: str) -> None:
-    """Queue a line for standard error, in order with the log records there."""
+    """Queue a line for standard error, in order with the log records."""
     if sink := _sinks.get("stderr"):
         record = logging.LogRecord("lucevisor", logging.INFO, "", 0, line, None, None)
         record.plain = True
@@ -277,7 +275,7 @@ def parse_record(line: str) -> dict[str, Any] | None:
 
 
 class ConsoleLine:
-    """Renders records for a terminal: local time of day, level, event, fields; requests and states as short lines."""
+    """Renders records for a terminal: time of day, level, event, fields; requests and states as short lines."""
 
     def __init__(self, *, colors: bool) -> None:
         self._render = structlog.dev.ConsoleRenderer(

@@ -1,6 +1,4 @@
-"""Opens the model that a configuration names, and the models beside it: files and headers, no weights; and
-finds the defaults of its family in etc/model_cards/*.toml.
-"""
+"""Opens the model that a configuration names, and those beside it: files and headers, no weights; finds its card."""
 
 from __future__ import annotations
 
@@ -40,7 +38,6 @@ _CHECKPOINT_CONFIG = "config.json"
 
 
 def part_names(file: str) -> list[str]:
-    """Return the names of all parts of a possibly split file."""
     match = _PART.search(file)
     if match is None:
         return [file]
@@ -50,9 +47,9 @@ def part_names(file: str) -> list[str]:
 def resolve_file(
     config: Config, key: str, source: Path | HubFile, notify: Callable[[str], None] = lambda _: None
 ) -> Path:
-    """Return the path of the (first) file that `key` names on this machine, downloading it from the hub if need be.
+    """Return the path of the (first) file that `key` names, downloading it if need be: ``notify`` gets what.
 
-    ``notify`` gets what is about to be downloaded.  Raises ConfigError.
+    Raises ConfigError.
     """
     if isinstance(source, HubFile):
         return _Download(config, key, source, notify).run()
@@ -88,7 +85,7 @@ def find_hub_file(model: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Download:
-    """One model from the hub: all parts from one commit of its repository.  ``key``: what names it."""
+    """One model from the hub: all parts from one commit."""
 
     config: Config
     key: str
@@ -107,7 +104,7 @@ class _Download:
         return first
 
     def _part(self, name: str, commit: str | None) -> Path:
-        """Return the cached or downloaded path of one file, of the newest commit or of ``commit``."""
+        """Return the path of one file, of the newest commit or of ``commit``."""
         from huggingface_hub import hf_hub_download, try_to_load_from_cache  # slow to import
 
         repo = self.source.repo_id
@@ -164,7 +161,7 @@ log = structlog.get_logger("lucevisor.app")
 class FamilyCard(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One card: for models of these ``architectures`` whose ``general.name`` the expression ``name`` is found in.
 
-    ``stop``: control tokens that end an answer besides those of the file, where the vocabulary has them.
+    ``stop``: control tokens that end an answer, too.
     """
 
     architectures: list[str]
@@ -198,11 +195,7 @@ _Notify = Callable[[str], None]
 
 
 def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
-    """Open the model and those beside it: locate or download the files and read their headers.
-
-    Raises ConfigError naming ``model.path``, ``model.chat_template``, ``draft.path``, ``draft.kind``, ``pflash.path``,
-    ``vision.path`` or a group that has nothing to do.
-    """
+    """Open the model and those beside it: locate or download the files and read their headers.  Raises ConfigError."""
     path = resolve_file(config, "model.path", config.model.source, notify)
     try:
         spec = open_spec(path, model_options(config))
@@ -217,7 +210,7 @@ def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
 
 
 def open_models(config: Config, notify: _Notify = lambda _: None) -> list[ServedModel]:
-    """Open each model of a configuration, as ``open_model`` does; raises ConfigErrors, with the keys of the file."""
+    """Open each model of a configuration.  Raises ConfigErrors, with the keys of the file."""
     opened, errors = [], list[ConfigError]()
     for own in config.each_model:
         try:
@@ -230,7 +223,7 @@ def open_models(config: Config, notify: _Notify = lambda _: None) -> list[Served
 
 
 def open_adapters(config: Config, spec: ModelSpec, notify: _Notify = lambda _: None) -> list[LoraAdapter]:
-    """Open the LoRA adapters of a model; raises ConfigError naming ``lora.NAME.path``, or its name."""
+    """Open the LoRA adapters of a model.  Raises ConfigError."""
     opened = []
     for name, adapter in config.lora.items():
         key = f"lora.{name}"
@@ -247,7 +240,7 @@ def open_adapters(config: Config, spec: ModelSpec, notify: _Notify = lambda _: N
 
 
 def without_unusable(config: Config) -> Config:
-    """Return the configuration without the files of `server.models_dir` that cannot be served; they are logged."""
+    """Return the configuration without files of `server.models_dir` that cannot be served."""
     unusable = []
     for name in config.found & config.models.keys():
         own = config.models[name]
@@ -263,7 +256,7 @@ def without_unusable(config: Config) -> Config:
 
 
 def open_template(config: Config, spec: ModelSpec) -> str | None:
-    """Return the chat template that takes the place of the model's own, None without one; raises ConfigError."""
+    """Return the chat template in place of the model's own, if any.  Raises ConfigError."""
     if not config.model.chat_template:
         return None
     try:
@@ -276,7 +269,6 @@ def open_template(config: Config, spec: ModelSpec) -> str | None:
 
 
 def open_tokenizer(config: Config, spec: ModelSpec) -> Tokenizer:
-    """Build the model's tokenizer; raises ConfigError naming ``model.path``."""
     try:
         return Tokenizer.from_gguf(spec.files.metadata if spec.files is not None else {})
     except TokenizerError as error:
@@ -285,7 +277,7 @@ def open_tokenizer(config: Config, spec: ModelSpec) -> Tokenizer:
 
 
 def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ModelSpec | None:
-    """Open the scoring model of ``[pflash]``; None while nothing needs it.  Raises ConfigError as above."""
+    """Open the scoring model of ``[pflash]``, if something needs it.  Raises ConfigError."""
     source = config.pflash.source
     if not config.scores or source is None:
         return None
@@ -302,7 +294,7 @@ def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ModelSpec |
 
 
 def open_encoder(config: Config, target: ModelSpec, notify: _Notify = lambda _: None) -> VisionSpec | None:
-    """Open the vision encoder of ``[vision]`` for ``target``, None without one; raises ConfigError."""
+    """Open the vision encoder of ``[vision]``, if any.  Raises ConfigError."""
     source = config.vision.source
     if source is None:
         return None
@@ -315,7 +307,7 @@ def open_encoder(config: Config, target: ModelSpec, notify: _Notify = lambda _: 
 
 
 def open_drafter(config: Config, target: ModelSpec, notify: _Notify = lambda _: None) -> ServedDrafter | None:
-    """Open the drafter that ``[draft]`` means for ``target``, None without one; raises ConfigError."""
+    """Open the drafter that ``[draft]`` means for ``target``, if any.  Raises ConfigError."""
     kind, source = config.draft.kind, config.draft.source
     if kind in ("off", "lookup"):
         return None
@@ -341,7 +333,6 @@ def open_drafter(config: Config, target: ModelSpec, notify: _Notify = lambda _: 
 
 
 def _unreadable(config: Config, key: str, value: str, error: Exception, hint: str) -> ConfigError:
-    """Return the error for a file that a key names.  The message for a truncated file already has a hint."""
     why = str(error).removeprefix(f"{value}: ")
     if isinstance(error, OSError):
         why, hint = f"cannot be read: {error.strerror or error}", "name a file that this user may read"
@@ -373,8 +364,7 @@ def _read_drafter(files: GgufFiles, target: ModelSpec, kind: str, config: Config
 
 
 def _draft_kind(files: GgufFiles, target: ModelSpec) -> DraftKind:
-    """Return the kind by architecture: an MTP head has its model's, Gemma's assistant its own, a draft model that of a
-    family."""
+    """Return the kind by architecture: a head has its model's, Gemma's assistant its own, a draft model a family's."""
     architecture = files.metadata.get("general.architecture")
     if architecture == gemma4_assistant.ARCHITECTURE or architecture == target.architecture in mtp.FAMILIES:
         return DraftKind.MTP

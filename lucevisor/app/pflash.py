@@ -18,19 +18,16 @@ _SAME = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", 
 
 
 class CurrentScorer:
-    """The scoring stage of the deployment that serves: a reload makes another one.  Of several replicas, any that has
-    one."""
+    """The scorer of the deployment that serves; of several replicas, any that has one."""
 
     def __init__(self, services: Sequence[ModelService]) -> None:
         self._services = services
 
     @property
     def window_tokens(self) -> int:
-        """See :class:`lucevisor.compression.windows.Scorer`."""
         return self._scoring().placed.window_tokens
 
     async def score(self, tokens: Sequence[int], n_query: int) -> Sequence[float]:
-        """See :class:`lucevisor.compression.windows.Scorer`."""
         return await self._scoring().score(tokens, n_query)
 
     def _scoring(self) -> ScorerClient:
@@ -42,7 +39,7 @@ class CurrentScorer:
 
 
 def make_compressor(services: Sequence[ModelService], tokenizer: Tokenizer) -> Compressor | None:
-    """Return the compressor of a model, or its replicas, one of which is placed; None while PFlash is off."""
+    """Return the compressor of a model, or its replicas; None while PFlash is off."""
     pflash, windows = services[0].config.pflash, _windows(services, tokenizer)
     if pflash.mode == "off" or windows is None:
         return None
@@ -53,7 +50,7 @@ def make_compressor(services: Sequence[ModelService], tokenizer: Tokenizer) -> C
 
 
 def make_page_scorer(service: ModelService, tokenizer: Tokenizer) -> PageScorer | None:
-    """Return what ranks pages under KV Flash's policy ``drafter``; None under others."""
+    """Return what ranks pages under KV Flash's policy ``drafter``."""
     windows = _windows([service], tokenizer) if service.config.kvflash.policy == "drafter" else None
     return windows.page_scores if windows is not None else None
 
@@ -69,7 +66,6 @@ def _windows(services: Sequence[ModelService], tokenizer: Tokenizer) -> WindowSc
 
 
 def pflash_status(service: ModelService, compressor: Compressor | None) -> dict[str, Any]:
-    """Return PFlash's part of the status: docs/pflash.md."""
     scoring = service.deployment.scoring
     now = compressor.statistics if compressor is not None else CompressionStatistics()
     use = None

@@ -88,7 +88,7 @@ class EarlySignals:
             signal.signal(number, self._on_signal)
 
     def stop_raising(self) -> None:
-        """Only record signals from now on.  Raises KeyboardInterrupt if SIGINT or SIGTERM has arrived."""
+        """Only record signals from now on.  Raises KeyboardInterrupt if one has arrived."""
         self._raising = False
         if self.asked:
             raise KeyboardInterrupt
@@ -103,17 +103,13 @@ class EarlySignals:
 
 
 class HangupHandler:
-    """Effect of a SIGHUP: a stop if the terminal of the process was closed, else a reload.
-
-    Under nohup, or in a session without a terminal as `--daemon` and systemd make it, a closed terminal ends nothing.
-    """
+    """Effect of a SIGHUP: a stop if the terminal was closed, but under nohup none; else a reload."""
 
     def __init__(self) -> None:
         self._ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._in_terminal = _has_terminal()
 
     def effect(self) -> Literal["stop", "reload", "none"]:
-        """Return the effect of a SIGHUP that arrives now."""
         if not self._in_terminal or _has_terminal():
             return "reload"
         return "none" if self._ignored else "stop"
@@ -135,7 +131,7 @@ def freeze_gc() -> None:
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files as far as the hard limit allows, to 65,536 at most, and return it."""
+    """Raise the limit of open files, to 65,536 at most, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -146,13 +142,12 @@ def raise_file_limit() -> int:
 
 
 def max_connections_for(n_files: int, n_groups: int) -> int:
-    """Return the number of connections within `n_files` open files; links, pipes and starts of daemons need the
-    rest."""
+    """Return the connections within `n_files` open files; daemons need the rest."""
     return max(n_files // 4, n_files - 192 - 16 * n_groups)
 
 
 def run(config: Config, name: str, display: LoadProgress, options: RunOptions) -> ExitCode:
-    """Serve until stopped.  Raises LucevisorError for what keeps it from starting at all."""
+    """Serve until stopped.  Raises LucevisorError for what keeps it from starting."""
     early = EarlySignals()
     run_dir = RunDirectory(name)
     if options.take_over_s is None or not run_dir.join():
@@ -188,7 +183,7 @@ def run(config: Config, name: str, display: LoadProgress, options: RunOptions) -
 
 
 def _open_log(config: Config, run_dir: RunDirectory, options: RunOptions) -> str:
-    """Log to the state directory, else to the run directory; return why, empty if the log stays."""
+    """Log to the state directory, else to the run directory, and return why."""
     try:
         directory = log_path(run_dir.name)
         logs.configure(config.log.format, config.log.level, directory, to_terminal=options.to_terminal)
@@ -215,7 +210,7 @@ _TLS_KEYS: Final = {"server.tls_cert_file", "server.tls_key_file"}
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """`KEY=VALUE` overrides of `start`, and those of the last `lucevisor reload`, which hold until the next one."""
+    """`KEY=VALUE` overrides of `start`, and those of the last `lucevisor reload`."""
 
     file: Path
     from_start: Sequence[str]
@@ -226,11 +221,10 @@ class Overrides:
         return merge_overrides(self.from_start, self.from_reload)
 
     def load(self) -> Config:
-        """Load the configuration as it is now; raises ConfigError."""
         return load(self.file, self.effective)
 
     def as_json_rows(self) -> list[dict[str, object]]:
-        """Return key, value, source and the overridden value of the file.  Environment variables may be secrets."""
+        """Return key, value, source and the overridden value; environment variables may be secrets."""
         pairs = [override.partition("=")[::2] for override in self.effective]
         of_reload = {override.partition("=")[0] for override in self.from_reload}
         hidden = values_in_file(self.file, [key for key, _ in pairs])
@@ -246,7 +240,6 @@ class Overrides:
 
 
 def live_keys(after: Config, tls: ssl.SSLContext | None) -> set[str]:
-    """Return the keys that `apply_live_keys` applies."""
     return _LIVE_KEYS | _TLS_KEYS if tls is not None and after.server.tls_cert_file else set(_LIVE_KEYS)
 
 
@@ -279,19 +272,18 @@ def apply_live_keys(
 
 
 def tls_context(server: ServerConfig) -> ssl.SSLContext | None:
-    """Return the context with the configured certificate, None without one; raises ConfigError."""
     return server_context(Path(server.tls_cert_file), Path(server.tls_key_file)) if server.tls_cert_file else None
 
 
 def read_server_keys(server: ServerConfig) -> tuple[Sequence[ApiKey], Sequence[ApiKey]]:
-    """Return the API keys and the admin keys of the configured files; raises ConfigError."""
+    """Return API keys and admin keys.  Raises ConfigError."""
     clients = read_api_keys(Path(server.api_keys_file)) if server.api_keys_file else ()
     admins = read_api_keys(Path(server.admin_keys_file), "server.admin_keys_file") if server.admin_keys_file else ()
     return clients, admins
 
 
 class Supervisor:
-    """A service, its HTTP endpoint and its admin socket.  Create it in a running loop."""
+    """A service, its HTTP endpoint and its admin socket."""
 
     def __init__(
         self,
@@ -322,7 +314,6 @@ class Supervisor:
         self._tasks: set[asyncio.Task[Any]] = set()  # the loop keeps no reference to them
 
     async def run(self, early: EarlySignals) -> ExitCode:
-        """Start, serve, stop."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.stop, signal.Signals(number).name)
@@ -355,10 +346,7 @@ class Supervisor:
         return ExitCode.DONE
 
     async def _start(self) -> None:
-        """Start the groups, and serve while they load; with --take-over when they have loaded.
-
-        Raises LucevisorError if the start fails.
-        """
+        """Start the groups, and serve while they load; with --take-over once they have.  Raises LucevisorError."""
         server = self.config.server
         if not self._handover.pending:
             sockets = adopt(listen_sockets(), server.host, server.port) or listen(server.host, server.port)
@@ -387,9 +375,7 @@ class Supervisor:
             raise no_room_error(self.service)
 
     def _make_api(self) -> None:
-        """Build tokenizers, templates and routes, once.  It takes seconds, in which daemons that were started import
-        torch.
-        """
+        """Build tokenizers, templates and routes, once: seconds in which daemons import torch."""
         if self._server is not None:
             return
         self._server = make_server_context(self.config, self.models)
@@ -407,7 +393,7 @@ class Supervisor:
         self._endpoint.app = create_app(*self._contexts.values())
 
     async def _watch_run_directory(self) -> None:
-        """Recreate the run directory when parts of it were removed, so that commands find this process."""
+        """Recreate what was removed of the run directory, so that commands find this process."""
         result = ""
         while True:
             await asyncio.sleep(1.0)
@@ -505,7 +491,7 @@ class Supervisor:
         await self.service.swapper.unload(self._find_model(model))
 
     def _find_model(self, name: str) -> str:
-        """Return the id of the model that an operator names by its id or its section; raises AdminError."""
+        """Return the id of the model with that id or section.  Raises AdminError."""
         models = self.service.models
         found = name if name in models else next(
             (key for key, model in models.items() if model.config.section == f"models.{name}"), ""
@@ -544,11 +530,9 @@ class Supervisor:
     # ---- for clients
 
     def _pipelines_of(self, context: ModelContext) -> list[ModelService]:
-        """The services of a model: one, or one for each replica."""
         return [model for model in self.service.models.values() if model.name == context.model.name]
 
     def _connect_service(self, context: ModelContext, models: Sequence[ModelService]) -> None:
-        """Connect the API of a model to the service's state."""
         context.retry_in_s = lambda: min(filter(None, (model.retry_in_s() for model in models)), default=None)
         context.control = models[0].control
         context.snapshots = lambda: next(filter(None, (model.snapshot_store for model in models)), None)
@@ -584,11 +568,8 @@ class Supervisor:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of one run.
-
-    ``take_over_s``: seconds that requests of the supervisor to take over from may take; None: off.  ``wait_forever``:
-    a start goes on trying groups that were given up.
-    """
+    """``take_over_s``: seconds for requests of the supervisor to take over from; None: off.  ``wait_forever``: try
+    groups that were given up again."""
 
     to_terminal: bool = True
     wait_forever: bool = False

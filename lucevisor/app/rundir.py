@@ -54,7 +54,7 @@ def runtime_root() -> Path:
 
 
 def run_path(name: str) -> Path:
-    """Return the run directory of a name.  Raises ConfigError when it cannot be one."""
+    """Return the run directory of a name.  Raises ConfigError."""
     path = runtime_root() / check_name(name)
     if (n_bytes := len(os.fsencode(path / "handover.sock"))) > MAX_SOCKET_BYTES:
         variable = "XDG_RUNTIME_DIR" if os.environ.get("XDG_RUNTIME_DIR") else "run directory"
@@ -64,7 +64,7 @@ def run_path(name: str) -> Path:
 
 
 def log_path(name: str) -> Path:
-    """Return the directory that keeps the log of a name.  Raises ConfigError when there is no home."""
+    """Return the directory that keeps the log of a name.  Raises ConfigError."""
     base = os.environ.get("XDG_STATE_HOME", "")
     try:
         root = Path(base) if base else Path.home() / ".local" / "state"
@@ -77,14 +77,13 @@ _USABLE = "letters, digits, '.', '_' and '-', at most 64, first a letter or digi
 
 
 def check_name(name: str) -> str:
-    """Return a name that a run directory may have; raises ConfigError."""
     if not NAME.match(name):
         raise ConfigError("--name", name, "is not a usable name", _USABLE)
     return name
 
 
 def default_name(config: Path) -> str:
-    """Return the stem of a configuration file.  Raises ConfigError when it cannot name a run directory."""
+    """Return the stem of a configuration file.  Raises ConfigError."""
     if not NAME.match(config.stem):
         reason = f"is not given, and the file's stem {config.stem!r} is not a usable name"
         raise ConfigError("--name", NO_VALUE, reason, f"give one: {_USABLE}")
@@ -92,8 +91,7 @@ def default_name(config: Path) -> str:
 
 
 class RunDirectory:
-    """Run directory of one name: claimed for the supervisor's lifetime, or joined during a take-over and adopted
-    later."""
+    """Run directory of one name: claimed, or joined during a take-over and adopted later."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -120,7 +118,7 @@ class RunDirectory:
         return self._lock
 
     def claim(self) -> None:
-        """Create the directory and take the lock; raises AlreadyRunningError or ConfigError."""
+        """Create the directory and take the lock.  Raises AlreadyRunningError, ConfigError."""
         try:
             self._lock = self._take_lock()
             for stale in (self.socket, self.handover, self.path / "pid"):
@@ -136,10 +134,7 @@ class RunDirectory:
             raise unusable(self.path, error) from error
 
     def join(self) -> bool:
-        """Use the directory together with the supervisor that holds it; False when there is none.
-
-        Raises ConfigError.
-        """
+        """Use the directory together with the supervisor that holds it, if any.  Raises ConfigError."""
         if not is_locked(self.path):
             return False
         try:
@@ -150,17 +145,13 @@ class RunDirectory:
         return True
 
     def adopt(self, lock: int) -> None:
-        """Own the name through a lock received from the old supervisor.
-
-        Raises LucevisorError for another name's lock.
-        """
+        """Own the name through a lock received from the old supervisor.  Raises LucevisorError."""
         if not os.path.samestat(os.fstat(lock), (self.path / "lock").stat()):
             raise LucevisorError(f"{self.path}: the lock that was handed over is not that of this directory")
         self._lock = lock
         self._write_pid()
 
     def release(self) -> None:
-        """Release the name to the process that received the lock."""
         os.close(self.lock)
         self._lock = None
 
@@ -176,10 +167,7 @@ class RunDirectory:
         return held and all(path.exists() for path in (self.path / "pid", self.own, self.socket, self.handover))
 
     def renew(self) -> None:
-        """Recreate the directory, without sockets, after systemd removed it at the last logout.
-
-        Raises AlreadyRunningError when another supervisor took the name meanwhile.
-        """
+        """Recreate the directory, without sockets, after systemd removed it.  Raises AlreadyRunningError."""
         lock = self._try_lock()  # a new file, because the one that this process locks was removed
         if lock is None:
             lock = self.lock
@@ -201,7 +189,7 @@ class RunDirectory:
         new.replace(self.path / "pid")
 
     def _take_lock(self) -> int:
-        """Return the descriptor of the lock file, also while other starts and stops remove it or its directory."""
+        """Return the descriptor of the lock file, also while other starts and stops remove it."""
         give_up_s = time.monotonic() + _CLAIM_S
         while True:
             obstacle: OSError | None = None
@@ -264,7 +252,6 @@ class RunDirectory:
 
 
 def _is_other_process(own: Path) -> bool:
-    """Return whether a ``process-PID`` belongs to another process that runs."""
     pid = own.name.removeprefix(_OWN)
     return pid.isdecimal() and int(pid) != os.getpid() and start_ticks(int(pid)) is not None
 
@@ -282,7 +269,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def read_pid(path: Path) -> int:
-    """Return the pid in a run directory; -1 when it is missing, of an earlier boot, or reused by another process."""
+    """Return the pid in a run directory; -1: missing, of an earlier boot, or reused."""
     try:
         pid, boot, ticks = (path / "pid").read_text().split()
     except (OSError, ValueError):
@@ -305,7 +292,7 @@ def is_locked(path: Path) -> bool:
 
 
 def running_supervisors() -> list[RunningSupervisor]:
-    """Return this user's running supervisors.  Raises ConfigError when their directory cannot be read."""
+    """Return this user's running supervisors.  Raises ConfigError."""
     root = runtime_root()
     try:
         if not root.is_dir():
@@ -322,7 +309,7 @@ def running_supervisors() -> list[RunningSupervisor]:
 
 
 def find_supervisor(name: str | None, socket: Path | None) -> RunningSupervisor:
-    """Return the supervisor that a command talks to: by socket, by name, or the only one.  Raises NotRunningError."""
+    """Return the supervisor that a command talks to.  Raises NotRunningError."""
     if socket is not None:
         if not socket.exists():
             raise NotRunningError(f"{socket}: there is no such socket: nothing runs there")

@@ -63,7 +63,6 @@ def status(
 
 
 def _cluster(service: Service) -> dict[str, Any] | None:
-    """Where daemons connect that have no socketpair; None if all have one."""
     listener = service.listener
     return None if listener is None else {"listen": listener.address, "refused": listener.n_refused}
 
@@ -112,7 +111,6 @@ def _load_state(service: ModelService) -> dict[str, Any]:
 
 
 def _adapters(service: ModelService) -> list[dict[str, Any]]:
-    """LoRA adapters, with the bytes that they take on all devices together; 0 while there is no placement."""
     placement = service.placement
     return [
         {
@@ -211,10 +209,9 @@ def _cache(service: ModelService, now: CacheStatistics) -> dict[str, Any]:
 
 
 def _group(service: Service, group: GroupSupervisor, progress: LoadProgress) -> dict[str, Any]:
-    """One group.  ``state_s``: seconds in the present state; ``loading``: phase and bytes while it loads.
+    """One group.  ``pid``: of the daemon, or of the launcher of one on another ``host``; ``daemon_pid``: there.
 
-    ``stages`` are those of the first model that the group holds.  ``pid``: of the daemon, or of the launcher that
-    stands for one on another ``host``; ``daemon_pid``: there; ``path``: what the kernel measured of the way there.
+    ``stages``: of the first model that the group holds.
     """
     path = group.path
     models = [model for model in service.models.values() if group.name in model.groups]
@@ -249,7 +246,6 @@ def _group(service: Service, group: GroupSupervisor, progress: LoadProgress) -> 
 
 
 def devices(group: GroupSupervisor, models: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the shards of a loaded group, with the memory of their devices; ``free_bytes`` as last reported."""
     loads = [(name, loaded) for name, loaded in zip(models, group.loads_by_model, strict=False) if loaded is not None]
     indices = sorted({use.device for _, loaded in loads for use in loaded.shards})
     free = dict(zip(indices, group.heartbeat.free_bytes, strict=False)) if group.heartbeat is not None else {}
@@ -276,7 +272,7 @@ def _device(group: GroupSupervisor, use: DeviceUse, free: dict[int, int]) -> dic
 
 
 def _recovery(now: RecoveryStatistics) -> dict[str, Any]:
-    """Recovery counters since the start.  ``held_s``: seconds that requests have waited for a lost daemon, now."""
+    """Recovery counters since the start.  ``held_s``: of requests that wait now."""
     return {
         "held_s": round(now.held_s, 3),
         "pauses": {reason: pause.n for reason, pause in now.pauses.items()},
@@ -336,7 +332,7 @@ def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
 
 
 class LoadProgress(Observer):
-    """Observer that records the groups' states for the status.  ``announces``: whether `ready` may print."""
+    """Records the groups' states.  ``announces``: whether `ready` may print."""
 
     def __init__(self) -> None:
         self.announces = True
@@ -360,7 +356,6 @@ class LoadProgress(Observer):
         return time.monotonic() - self._states[group][2] if group in self._states else 0.0
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the started groups, with the fields of the status."""
         return [
             {
                 "name": name,

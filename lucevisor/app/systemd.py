@@ -52,7 +52,6 @@ class Notifier:
 
 
 def watchdog_s(environ: Mapping[str, str] = os.environ, pid: int | None = None) -> float:
-    """Return the watchdog's interval that systemd expects of this process, 0 for none."""
     if environ.get("WATCHDOG_PID", str(pid or os.getpid())) != str(pid or os.getpid()):
         return 0.0
     interval = environ.get("WATCHDOG_USEC", "")
@@ -60,7 +59,7 @@ def watchdog_s(environ: Mapping[str, str] = os.environ, pid: int | None = None) 
 
 
 class SystemdReport:
-    """Sends start, state, watchdog and stop to systemd while :meth:`run` runs."""
+    """Sends start, state, watchdog and stop to systemd."""
 
     def __init__(self, read_state: StateReader) -> None:
         self._read_state = read_state
@@ -70,14 +69,12 @@ class SystemdReport:
         self._ready = self._stopping = False
 
     def use(self, notifier: Notifier, watchdog: float) -> None:
-        """Report to ``notifier``; ``watchdog``: interval that is expected, 0 for none."""
         self.notifier, self.watchdog_s = notifier, watchdog
         self._status, self._ready = "", False
         if notifier:
             self._used.set()
 
     async def run(self) -> None:
-        """Report until cancelled."""
         extended_s = -EXTEND_S
         while await self._used.wait():
             state, status = self._read_state()
@@ -108,7 +105,7 @@ class SystemdReport:
 
     @contextmanager
     def reload(self) -> Iterator[None]:
-        """Context of a reload: reports its begin and end, if the service was ready."""
+        """Report begin and end of a reload, if the service was ready."""
         was_ready = self._ready
         if was_ready:
             self.reloading()
@@ -119,7 +116,7 @@ class SystemdReport:
                 self.ready()
 
     def report_handed_over(self, main_pid: int) -> None:
-        """Name another process as the service's main process, which reports from now on."""
+        """Name another process as the main one, which reports from now on."""
         self.notifier.send(MAINPID=main_pid)
         self.notifier = Notifier({})
         self._used.clear()
@@ -131,7 +128,7 @@ class SystemdReport:
 
 
 def listen_sockets(environ: Mapping[str, str] = os.environ, pid: int | None = None) -> list[socket.socket]:
-    """Return the stream sockets that systemd opened for this process, close-on-exec; none without ``LISTEN_FDS``."""
+    """Return the stream sockets that systemd opened for this process, close-on-exec."""
     count = environ.get("LISTEN_FDS", "")
     if environ.get("LISTEN_PID") != str(pid or os.getpid()) or not count.isdecimal():
         return []

@@ -1,7 +1,6 @@
 """OpenTelemetry: a span for each request, with spans for its time in the queue, its prompt and its answer.
 
-On if OTEL_EXPORTER_OTLP_ENDPOINT (or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT) is set and the extra `traces` is installed.
-Spans are made after a request is over, and sent by a thread.
+On if OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT) is set and the extra `traces` is installed.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class Traces:
 
 
 def configured(environ: Mapping[str, str] = os.environ) -> Traces | None:
-    """Return the tracer that the environment configures; None without a configuration or without the extra."""
+    """Return the tracer that the environment configures, if any."""
     if not any(environ.get(name) for name in _ENDPOINTS) or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     try:

@@ -17,7 +17,6 @@ from lucevisor.placement.extra_models import image_tokens
 
 
 def make_image_reader(config: Config, model: ServedModel, settings: ApiSettings) -> ImageReader | None:
-    """Return what reads the images of requests; None where they are refused."""
     if model.encoder is None:
         return None
     media_path = Path(config.vision.media_path) if config.vision.media_path else None
@@ -26,8 +25,7 @@ def make_image_reader(config: Config, model: ServedModel, settings: ApiSettings)
 
 
 def make_encoder(services: Sequence[ModelService]) -> Callable[[EncoderImage], Awaitable[memoryview]]:
-    """Return what encodes images: the vision stage of the deployment that serves; of several replicas, one that has its
-    daemon."""
+    """Return what encodes images: the encoder of the deployment that serves, of replicas one with its daemon."""
 
     async def encode(image: EncoderImage) -> memoryview:
         placed = [service.deployment.vision for service in services]
@@ -40,7 +38,6 @@ def make_encoder(services: Sequence[ModelService]) -> Callable[[EncoderImage], A
 
 
 def vision_status(service: ModelService) -> dict[str, Any]:
-    """Return the vision encoder's part of the status: docs/api.md#images."""
     stage = service.deployment.vision
     if stage is None:
         return {"state": "none"}
