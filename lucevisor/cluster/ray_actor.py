@@ -1,9 +1,7 @@
-"""Process that a Ray actor runs on its node. The class travels there by value, where Ray's environment need not have
-lucevisor: nothing of the project is imported.
+"""Process that a Ray actor runs on its node, which need not have lucevisor: nothing of the project is imported.
 
-Invariants: the child never outlives this process (PR_SET_PDEATHSIG); it ends by itself, soon after the caller stops
-calling `beat`, or when it writes nothing after its input has ended; its output waits in a bounded buffer for `read`,
-and a full buffer stops the child's own writes. Methods block, each in a thread of the actor.
+The child never outlives this process (PR_SET_PDEATHSIG); it ends when the caller stops calling `beat`, or when it
+writes nothing after its input has ended.  Its output waits in a bounded buffer.  Methods block, each in a thread.
 """
 
 from __future__ import annotations
@@ -50,8 +48,8 @@ _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE
 def node_environment(assigned_devices: bool) -> dict[str, str]:
     """Return the environment that `ray start` had on this node, without Ray's own variables.
 
-    Ray gives its workers another one, with one OpenMP thread and no visible devices. `assigned_devices` keeps the
-    devices that Ray assigned to this actor.
+    Ray gives its workers one OpenMP thread and no devices. `assigned_devices` keeps those that it assigned to this
+    actor.
     """
     worker = dict(os.environ)
     node = worker
@@ -66,7 +64,6 @@ def node_environment(assigned_devices: bool) -> dict[str, str]:
 
 
 def node_niceness() -> int:
-    """Return the niceness of Ray's node, which its workers do not have."""
     with contextlib.suppress(OSError, KeyError):
         return os.getpriority(os.PRIO_PROCESS, int(os.environ["RAY_RAYLET_PID"]))
     return os.getpriority(os.PRIO_PROCESS, 0)
@@ -113,7 +110,7 @@ class RemoteProcess:
         return True
 
     def read(self) -> tuple[bytes, bytes, int | None]:
-        """Wait for output; return some of stdout and of stderr, and with the last of it the exit status."""
+        """Wait for output; return some of stdout and stderr, and with the last of it the exit status."""
         with self._changed:
             self._changed.wait_for(lambda: any(self._output) or (self._status is not None and not self._n_open))
             out, err = (bytes(part[:_MOST_READ_BYTES]) for part in self._output)
@@ -125,7 +122,6 @@ class RemoteProcess:
             return out, err, None if more else self._status
 
     def signal(self, number: int) -> None:
-        """Send a signal to the child, unless it has ended."""
         assert self._process is not None
         self._process.send_signal(number)
 

@@ -1,7 +1,6 @@
 """Connection to a Ray cluster, its nodes, and the choice of one for a command.
 
-A place is written as `ADDRESS`, as resources that a node must have free (`GPU=1,amd=1`), or as both
-(`ADDRESS,GPU=1`). Resources are reserved in a placement group of one bundle until the command ends.
+A place is written `ADDRESS`, as resources to reserve (`GPU=1,amd=1`), or as both.
 """
 
 from __future__ import annotations
@@ -84,9 +83,9 @@ class Node:
 
 
 def ray_environment() -> dict[str, str]:
-    """Return what Ray's processes are to have in their environment, unless it is there already.
+    """Return what Ray's processes are to have in their environment, unless it is there.
 
-    Ray itself uses a token that it finds for some of its commands only, and then others are refused.
+    Ray uses a token that it finds for some of its commands only, and then others are refused.
     """
     token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     has_token = bool(token) or os.path.exists(os.path.expanduser("~/.ray/auth_token"))
@@ -95,7 +94,6 @@ def ray_environment() -> dict[str, str]:
 
 
 def import_ray() -> Any:
-    """Return the package ray. Raises RayError."""
     os.environ.update(ray_environment())
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # or Ray would send the working directory to the nodes
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or it warns
@@ -107,10 +105,7 @@ def import_ray() -> Any:
 
 
 def connect(address: str) -> Any:
-    """Return the package ray, connected as a driver to the node of this host. Raises RayError.
-
-    With "auto" it takes minutes to fail where a cluster that Ray remembers is gone.
-    """
+    """Return the package ray, connected as a driver to the node of this host. Raises RayError."""
     ray = import_ray()
     if address.startswith("ray://"):
         hint = "join this host to the cluster, and name HEAD:PORT"
@@ -142,7 +137,6 @@ def accepts_connections(address: str) -> bool:
 
 
 def alive_nodes(ray: Any) -> list[Node]:
-    """Return the nodes that Ray counts as alive, ordered by address."""
     nodes = [
         Node(
             node["NodeID"],
@@ -159,7 +153,7 @@ def alive_nodes(ray: Any) -> list[Node]:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command that runs on a node: its process there, and the one that started it, on its host."""
+    """A command on a node: its process there, and the one that started it."""
 
     name: str
     pid: int
@@ -168,12 +162,11 @@ class Command:
 
 
 def command_name(name: str) -> str:
-    """Return the name of the actor of a command that this process is to run for its parent."""
     return f"{name}/{socket.gethostname()}/{os.getppid()}/{uuid.uuid4().hex[:8]}"
 
 
 def running_commands(ray: Any) -> dict[str, list[Command]]:
-    """Return the commands by the ids of their nodes, but those that do not answer."""
+    """Return the commands that answer, by the ids of their nodes."""
     from ray.util import list_named_actors
 
     actors = [one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
@@ -215,7 +208,7 @@ def _resolved(nodes: Sequence[Node], host: str) -> list[Node]:
 
 
 def actor_options(ray: Any, place: Place, timeout_s: float) -> dict[str, Any]:
-    """Return Ray's options that put an actor on the place; resources are reserved before. Raises RayError."""
+    """Return Ray's options that put an actor on the place, and reserve its resources. Raises RayError."""
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -242,10 +235,8 @@ def actor_options(ray: Any, place: Place, timeout_s: float) -> dict[str, Any]:
 
 
 def describe_resources(resources: Mapping[str, float]) -> str:
-    """Return resources as groups ask for them."""
     return ",".join(f"{name}={amount:g}" for name, amount in resources.items()) or "no resources"
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of Ray's message, which may be followed by many."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
