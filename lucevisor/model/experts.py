@@ -1,7 +1,4 @@
-"""Mixture-of-experts (MoE) metadata and tensors shared by several families.
-
-The routed experts of a layer are 3-D tensors and are never split between shards.
-"""
+"""Mixture-of-experts (MoE) metadata and tensors.  Routed experts are 3-D tensors, never split between shards."""
 
 from __future__ import annotations
 
@@ -17,9 +14,8 @@ GATING = {1: "softmax", 2: "sigmoid"}
 class Experts:
     """A token uses ``n_used`` of ``n_experts`` experts of ``width``, plus a shared one of ``shared_width`` (0: none).
 
-    ``gating``: softmax or sigmoid of the router's output.  ``normalise``: divide the selected weights by their sum;
-    they are then multiplied by ``scale``.  ``biased``: a bias is added to select experts, not to weigh them.
-    ``has_biases``: the router's output and the results of all matrices have one.
+    ``normalise``: divide the selected weights by their sum; then ``scale`` multiplies them.  ``biased``: a bias selects
+    experts, and does not weigh them.  ``has_biases``: of the router's output and all matrices.
     """
 
     n_experts: int
@@ -42,7 +38,7 @@ def read_experts(
     biased: bool = False,
     has_biases: bool = False,
 ) -> Experts:
-    """Read the expert metadata.  The arguments are defaults for missing keys; None: the key is required."""
+    """Read the expert metadata.  The arguments are defaults; None: the key is required."""
     n_experts = keys.integer("expert_count", high=1 << 16)
     n_used = keys.integer("expert_used_count")
     if n_used > n_experts:
@@ -68,8 +64,7 @@ def read_experts(
 
 
 def routed_tensors(files: GgufFiles, prefix: str, embedding: int, x: Experts) -> Shapes:
-    """Router, its bias and routed experts of the layer ``prefix`` ("blk.3."), with gate and up merged or separate as in
-    the file."""
+    """Router, its bias and routed experts of the layer ``prefix``, gate and up merged or separate as in the file."""
     e, f, n = embedding, x.width, x.n_experts
     out: Shapes = {prefix + "ffn_gate_inp.weight": (n, e)}
     if x.biased:
@@ -84,7 +79,6 @@ def routed_tensors(files: GgufFiles, prefix: str, embedding: int, x: Experts) ->
 
 
 def shared_tensors(prefix: str, embedding: int, x: Experts) -> Shapes:
-    """The shared expert, if there is one."""
     if not x.shared_width:
         return {}
     return swiglu_tensors(prefix, embedding, x.shared_width, "_shexp")
@@ -96,6 +90,6 @@ def merged(files: GgufFiles, prefix: str) -> bool:
 
 
 def refuse_experts(keys: Keys) -> None:
-    """Raise GgufError when the metadata declare experts, which a dense family would ignore."""
+    """Raise GgufError for experts, which a dense family would ignore."""
     if keys.integer("expert_count", 0, low=0):
         raise keys.error("expert_count", "is not 0: this family has no experts")

@@ -1,9 +1,8 @@
 """Extents: memory that holds one recurrent state or some pages of KV group ``full``, so that both share one pool.
 
-In each attention layer the keys and values of a page adjoin, and ``pages`` of them take as many bytes as the matrices
-of ``layers`` recurrent layers.  State s of the pool lies in the memory of pages ``s * pages`` .. ``(s + 1) * pages -
-1``.  A layer's tensor is the memory from its own first row on, and ids are multiplied (by 2 for pages, by ``layers``
-for states): kernels see ordinary pools with more rows.
+In each attention layer ``pages`` pages take as many bytes as the matrices of ``layers`` recurrent layers.  State s lies
+in the memory of pages ``s * pages`` .. ``(s + 1) * pages - 1``.  A layer's tensor begins at its own first row, and ids
+are multiplied (by 2 for pages, by ``layers`` for states): kernels see ordinary pools with more rows.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Extent:
 
 
 def extent_of(spec: ModelSpec, kv_dtype: Dtype) -> Extent | None:
-    """Return the extent of a model; None if its layers differ, or their sizes do not divide one another."""
+    """Return the extent of a model, if its layers are alike and their sizes divide one another."""
     paged = {layer.state for layer in spec.layers if layer.kv_group is KvGroup.FULL}
     recurrent = {layer.state for layer in spec.layers if layer.kv_group is KvGroup.RECURRENT}
     if set(spec.kv_groups()) != {KvGroup.FULL, KvGroup.RECURRENT} or len(paged) != 1 or len(recurrent) != 1:

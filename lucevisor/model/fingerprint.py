@@ -1,8 +1,7 @@
 """Model fingerprint: identifies the model that a saved state belongs to.
 
-A pure function of an opened model and its tensor digests (``lucevisor.deployment.weights``).  Invariant: equal
-fingerprints mean equal architecture, metadata (with tokenizer and chat template), tensor names, shapes, storage types
-and bytes, and equal model options.  Splitting into parts and the order of tensors and keys do not matter.
+Equal ones mean equal architecture, metadata (with tokenizer and chat template), tensor names, shapes, types and bytes,
+and model options.  Parts, and the order of tensors and keys, do not matter.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ def fingerprint(
     options: Mapping[str, str] | None = None,
     computed_by: Sequence[str] = (),
 ) -> str:
-    """64 hex digits: sha256 over one ASCII line per fact.  ``digests``: by tensor name, over all its bytes.
+    """64 hex digits: sha256 over one ASCII line per fact.  ``digests``: by tensor name.
 
-    ``options``: the model options of the spec; those that are "default" or do not affect this file are ignored.
-    ``computed_by``: what else the bits of a saved state depend on, where these matter.
+    ``options``: those of the spec; "default" ones are ignored.  ``computed_by``: what else the bits of a state depend
+    on.
     """
     files = spec.files
     assert files is not None
@@ -40,7 +39,6 @@ def fingerprint(
 
 
 def adapter_fingerprint(model: str, adapter: LoraAdapter, digests: Mapping[str, str]) -> str:
-    """The same for state of the model with fingerprint ``model`` that is computed with an adapter."""
     facts = ("adapter", model, adapter.name, adapter.scale, adapter.alpha, *_tensors(adapter.files, digests))
     return sha256("\n".join(map(ascii, facts)).encode("ascii")).hexdigest()
 

@@ -1,7 +1,6 @@
 """A GGUF model on disk: one file or the parts of a split one, as one tensor table.
 
-Files are read with pread, never mapped: touching a mapping of a truncated file kills the process with SIGBUS.  Only
-headers are read until a tensor's bytes are requested.
+Files are read with pread, never mapped: touching a mapping of a truncated file kills the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _CUT = "unexpected end of file: it was truncated after it was opened; download i
 
 
 class OpenFile:
-    """A file opened for reading, closed when unreferenced.  Replacing the file on disk does not affect it."""
+    """A file opened for reading, closed when unreferenced."""
 
     def __init__(self, path: Path) -> None:
         # O_NONBLOCK: opening a pipe without a writer would block forever
@@ -50,20 +49,17 @@ class OpenFile:
 
     @property
     def header_bytes(self) -> int:
-        """Bytes of the parsed header, from the file's start."""
         return self._header_bytes
 
     @property
     def identity(self) -> FileIdentity:
-        """Identity when the file was opened, before its header was read."""
         return identity_of(self._opened, self._header)
 
     def identity_now(self) -> FileIdentity:
-        """Identity now, assuming the parsed header: a write would have changed the times."""
+        """Identity now, assuming the parsed header."""
         return identity_of(os.fstat(self._fd), self._header)
 
     def has_its_header(self) -> bool:
-        """Reread the header and return whether it is still the parsed one.  Raises OSError."""
         return sha256(self.read(0, self._header_bytes)).hexdigest() == self._header
 
     def read(self, start: int, n: int) -> bytes:
@@ -75,11 +71,10 @@ class OpenFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def keep_header(self, header: bytes | memoryview) -> None:
-        """Make the file's first bytes, its parsed header, part of its identity."""
         self._header_bytes, self._header = len(header), sha256(header).hexdigest()
 
     def header(self) -> GgufHeader:
-        """Parse the GGUF header, reading only as much as needed.  Raises GgufError."""
+        """Parse the GGUF header.  Raises GgufError."""
         if self.n_bytes < 24:
             raise TruncatedFileError(
                 str(self.path), "byte 0", "the file is too short to be a GGUF file: download it again"
@@ -107,10 +102,7 @@ class GgufFiles:
     parts: tuple[OpenFile, ...]
 
     def read(self, tensor: TensorInfo, start: int = 0, n: int | None = None) -> bytes:
-        """``n`` bytes (default: all) of the tensor as stored, from ``start``.
-
-        Raises GgufError when the file was truncated since its header was read, OSError when it cannot be read.
-        """
+        """``n`` bytes (default: all) of the tensor as stored, from ``start``.  Raises GgufError, OSError."""
         n = max(0, tensor.n_bytes - start if n is None else min(n, tensor.n_bytes - start))
         raw = self.parts[tensor.part].read(tensor.offset + start, n)
         if len(raw) < n:
@@ -126,11 +118,10 @@ class GgufFiles:
         return tuple(part.identity for part in self.parts)
 
     def changed(self) -> list[Path]:
-        """Parts that were written to, renamed or had their mode changed since they were opened."""
         return [part.path for part in self.parts if part.identity_now() != part.identity]
 
     def other_headers(self) -> list[Path]:
-        """Parts whose header is no longer the parsed one; reads all headers.  Raises OSError."""
+        """Parts whose header is no longer the parsed one.  Raises OSError."""
         return [part.path for part in self.parts if not part.has_its_header()]
 
     @property
@@ -139,7 +130,7 @@ class GgufFiles:
 
 
 def part_paths(path: Path) -> tuple[Path, ...]:
-    """All parts of the model that ``path`` belongs to, in order; only ``path`` itself when it is not split."""
+    """All parts of the model that ``path`` belongs to, in order.  Raises GgufError."""
     match = _PART.match(path.name)
     if match is None:
         return (path,)
@@ -159,7 +150,7 @@ def part_paths(path: Path) -> tuple[Path, ...]:
 
 
 def open_model(paths: Sequence[Path]) -> GgufFiles:
-    """Open and parse every part.  Raises :class:`GgufError`, and OSError for a file that cannot be opened."""
+    """Open and parse every part.  Raises GgufError, OSError."""
     headers: list[GgufHeader] = []
     parts: list[OpenFile] = []
     tensors: dict[str, TensorInfo] = {}
@@ -182,7 +173,6 @@ def open_model(paths: Sequence[Path]) -> GgufFiles:
 
 
 def _check_part(path: Path, header: GgufHeader, i: int, n_parts: int) -> None:
-    """Check the part number in a header: a part under another name or place is refused."""
     count, number = header.metadata.get("split.count", 0), header.metadata.get("split.no", i)
     if count in (0, 1) and n_parts == 1:
         return

@@ -1,8 +1,7 @@
-"""GGUF header parser: metadata and tensor table, nothing else.
+"""GGUF header parser: metadata and tensor table.
 
-Every count and length is checked against the rest of the file, and against the limits below, before anything is
-allocated.  So a hostile header costs a small multiple of its own size, and never more than 1 GiB, however large and
-sparse the file is.  Source: the GGUF specification, versions 2 and 3, little-endian.
+Every count and length is checked against the rest of the file and the limits below before anything is allocated, so a
+hostile header costs a small multiple of its own size.  Source: GGUF specification, versions 2 and 3, little-endian.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ Value = bool | int | float | str | list["Value"] | list[int] | list[float] | lis
 
 
 def _shorten(text: str) -> str:
-    """Truncate for error messages: a hostile key or value has any length."""
     return text if len(text) <= 2 * _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...{text[-_SHOWN_CHARS:]}"
 
 
 class GgufError(ValueError):
-    """The file is not a readable GGUF file.  ``where`` names the key, tensor or offset."""
+    """``where`` names the key, tensor or offset."""
 
     def __init__(self, file: str, where: str, reason: str) -> None:
         where, reason = _shorten(where), _shorten(reason)
@@ -42,7 +40,7 @@ class GgufError(ValueError):
 
 
 class TruncatedHeaderError(GgufError):
-    """The data ends inside the header, but the file does not: parse again with more data."""
+    """The data ends inside the header: parse again with more."""
 
 
 class TruncatedFileError(GgufError):
@@ -51,7 +49,7 @@ class TruncatedFileError(GgufError):
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor: ``shape`` is row-major (the reverse of GGUF's order), ``offset`` counts from its file's start."""
+    """``shape`` is row-major (the reverse of GGUF's order), ``offset`` counts from its file's start."""
 
     name: str
     kind: GgmlType
@@ -63,8 +61,6 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata values are plain Python values; arrays are lists."""
-
     version: int
     metadata: dict[str, Value] = field(repr=False)
     tensors: dict[str, TensorInfo] = field(repr=False)
@@ -148,7 +144,7 @@ class _HeaderReader:
             return raw.decode("utf-8", errors="surrogateescape")
 
     def texts(self, n: int, where: str) -> list[Value]:
-        """The next ``n`` strings.  A vocabulary has 250,000, so the loop calls no more than it must."""
+        """The next ``n`` strings; a vocabulary has 250,000, so the loop calls no more than it must."""
         at, out, unpack = self.at, list[Value](), _U64.unpack_from
         data = self.data[at:].tobytes()
         start, end = 0, len(data)
@@ -195,10 +191,10 @@ class _HeaderReader:
 
 
 def parse(data: memoryview, file: str, file_bytes: int | None = None) -> GgufHeader:
-    """Parse the header at the start of ``data``.
+    """Parse the header at the start of ``data``.  ``file_bytes``: size of the whole file, which must contain all
+    tensors.
 
-    ``file_bytes``: size of the whole file (default: of ``data``), which must contain all tensors.
-    Raises :class:`GgufError` naming the key or tensor; :class:`TruncatedHeaderError` when more data could help.
+    Raises GgufError; TruncatedHeaderError when more data could help.
     """
     total = len(data) if file_bytes is None else file_bytes
     reader = _HeaderReader(data, file, total)
@@ -259,7 +255,7 @@ def _tensor_table(
 
 
 def check_overlap(file: str, rows: list[TensorInfo]) -> None:
-    """Refuse overlapping tensors: a damaged offset would otherwise load garbage silently.  Raises GgufError."""
+    """Refuse overlapping tensors, which would load garbage silently.  Raises GgufError."""
     by_offset = sorted(rows, key=lambda row: row.offset)
     for before, after in pairwise(by_offset):
         if before.offset + before.n_bytes > after.offset:

@@ -16,9 +16,7 @@ from lucevisor.model.values import Dtype, dtype_bytes
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """The tensors of an adapter for one matrix [N, K]: ``a`` [rank, K], or [V, rank] of a token table, and ``b``
-    [N, rank].
-    """
+    """The tensors for one matrix [N, K]: ``a`` [rank, K], or [V, rank] of a token table; ``b`` [N, rank]."""
 
     a: TensorInfo
     b: TensorInfo
@@ -28,15 +26,12 @@ class LoraPair:
         return self.b.shape[1]
 
     def n_bytes(self, dtype: Dtype) -> int:
-        """Bytes on a device, in the dtype of activations."""
         return sum(dtype_bytes(dtype, prod(tensor.shape)) for tensor in (self.a, self.b))
 
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """An adapter that requests name.  ``pairs``: by the name of the model's tensor.  ``alpha`` 0: no division by the
-    rank.
-    """
+    """``pairs``: by the name of the model's tensor.  ``alpha`` 0: no division by the rank."""
 
     name: str
     files: GgufFiles = field(repr=False)

@@ -18,7 +18,7 @@ _A, _B = ".lora_a", ".lora_b"
 
 
 def open_adapter(name: str, path: Path, scale: float, spec: ModelSpec) -> LoraAdapter:
-    """Open an adapter of the model ``spec``.  Raises GgufError naming what is wrong, and OSError."""
+    """Open an adapter of the model ``spec``.  Raises GgufError, OSError."""
     files = open_model((path,))
     metadata = files.metadata
     wanted = {"general.type": "adapter", "adapter.type": "lora", "general.architecture": spec.architecture}
@@ -40,7 +40,6 @@ def with_adapters(spec: ModelSpec, adapters: Sequence[LoraAdapter]) -> ModelSpec
 
 
 def adapter_bytes(spec: ModelSpec, layers: LayerRange, *, embedding: bool, output: bool, dtype: Dtype) -> int:
-    """Bytes that all adapters take on a shard of these layers."""
     if not spec.adapters:
         return 0
     names = shard_matrices(spec, layers, embedding=embedding, output=output)
@@ -62,7 +61,7 @@ def shard_matrices(spec: ModelSpec, layers: LayerRange, *, embedding: bool, outp
 
 
 def _pairs(files: GgufFiles, spec: ModelSpec) -> dict[str, LoraPair]:
-    """Return the pairs of a file.  Raises GgufError for one that the model has no such matrix for."""
+    """Return the pairs of a file.  Raises GgufError."""
     assert spec.files is not None
     matrices = shard_matrices(spec, LayerRange(0, spec.n_layers), embedding=True, output=True)
     pairs: dict[str, LoraPair] = {}

@@ -1,7 +1,4 @@
-"""Rotary position embedding (RoPE): frequencies, RoPE scaling and YaRN parameters from the metadata.
-
-The daemons compute the frequencies.
-"""
+"""Rotary position embedding (RoPE): base, scaling and YaRN parameters from the metadata."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ class Rotary:
     sections: tuple[int, ...] = ()
 
     def axis(self, pair: int) -> int:
-        """Return which position a pair turns by: 0 the time, 1 the row, 2 the column."""
+        """Return which position a pair turns by: 0 time, 1 row, 2 column."""
         axis = pair % 3
         return axis if self.sections and pair < 3 * self.sections[axis] else 0
 
@@ -58,14 +55,13 @@ def plain_rotary(keys: Keys, head_dim: int, theta: float, suffix: str = "") -> R
 
 
 def read_rotary(keys: Keys, head_dim: int, options: Mapping[str, str]) -> Rotary:
-    """Read ``rope.dimension_count``, ``rope.freq_base`` and ``rope.scaling.*``.  Raises GgufError, also for
-    an unsupported scaling type."""
+    """Read ``rope.dimension_count``, ``rope.freq_base`` and ``rope.scaling.*``.  Raises GgufError."""
     plain = plain_rotary(keys, head_dim, 10000.0)
     return replace(plain, yarn=read_yarn(keys, options), linear=read_linear(keys))
 
 
 def scaling_type(keys: Keys) -> str:
-    """The kind of RoPE scaling: "none", "linear" or "yarn"; files that give a factor only mean linear."""
+    """The kind of RoPE scaling; files that give a factor only mean linear."""
     by_factor = "linear" if keys.has("rope.scaling.factor") or keys.has("rope.scale_linear") else "none"
     kind = keys.text("rope.scaling.type", by_factor)
     if kind not in ("none", "linear", "yarn"):
@@ -74,7 +70,6 @@ def scaling_type(keys: Keys) -> str:
 
 
 def read_linear(keys: Keys) -> float:
-    """The divisor of positions; 1 without linear scaling."""
     if scaling_type(keys) != "linear":
         return 1.0
     key = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
@@ -85,8 +80,7 @@ def read_yarn(keys: Keys, options: Mapping[str, str]) -> Yarn | None:
     """YaRN's parameters; None when positions are not scaled.
 
     Option ``yarn_attn_factor``: "default" computes the factor on cos and sin by the formula, as common servers do;
-    "file" uses the value in the file.  ``rope.scaling.yarn_log_multiplier`` m divides the formula's value by
-    0.1 m ln(factor) + 1.
+    "file" uses that in the file.  ``yarn_log_multiplier`` m divides the formula's value by 0.1 m ln(factor) + 1.
     """
     if scaling_type(keys) != "yarn":
         return None

@@ -1,7 +1,4 @@
-"""Model spec: one :class:`LayerSpec` per layer, the single table that planner, pools, snapshots and blocks read.
-
-Built from a GGUF header alone.  A family adds one file in ``model/families``; nothing here depends on a family.
-"""
+"""Model spec: one :class:`LayerSpec` per layer, the single table that planner, pools, snapshots and blocks read."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ MAX_LAYERS = 1024
 class StateTensor:
     """One tensor of a layer's state (KV cache or recurrent state).
 
-    ``shape``: of one unit, a page (first axis: 64 positions) or a recurrent state.  ``dtype`` None: the configured kv
-    dtype.  ``update_width``: float32 numbers for what one token does to it, of which the state after verified tokens is
-    made; 0 where each state is written whole.
+    ``shape``: of a page (first axis: 64 positions) or a recurrent state.  ``dtype`` None: the configured kv dtype.
+    ``update_width``: float32 numbers for what one token does to it, from which the state after verified tokens is made;
+    0 where each state is written whole.
     """
 
     name: str
@@ -44,11 +41,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class MatrixPart:
-    """One layer's rows (``axis`` 0) or columns (``axis`` 1) [``start``, ``stop``) of a matrix of shape
-    ``full_shape`` that holds data of every layer.
-
-    Parts of consecutive layers are adjacent, so a shard's part is one range.
-    """
+    """A layer's rows (``axis`` 0) or columns (1) [``start``, ``stop``) of a matrix with data of every layer."""
 
     full_shape: tuple[int, int]
     axis: int
@@ -62,8 +55,7 @@ class MatrixPart:
 
 
 def update_width(n_key: int, n_value: int, dim: int) -> int:
-    """Float32 numbers of what a token does to the state of a gated delta net: keys, errors, decays, these up to a
-    multiple of four."""
+    """Float32 numbers of what a token does to a gated delta net: keys, errors, decays (a multiple of four)."""
     return (n_key + n_value) * dim + -(-n_value // 4) * 4
 
 
@@ -71,10 +63,9 @@ def update_width(n_key: int, n_value: int, dim: int) -> int:
 class LayerSpec:
     """One layer: its state, its tensors, and its dependencies on other layers.
 
-    ``tensors``: name in the file -> row-major shape; ``parts``: its parts of tensors that hold data of every layer.
-    ``shares_with``: the layer, on the same shard, whose pages this one reads instead of owning any.  ``window``:
-    positions visible to a sliding-window layer, including the current one; 0 = all.  ``n_routed``: routed experts per
-    token; 0 without experts.
+    ``tensors``: name in the file -> row-major shape; ``parts``: of tensors that hold data of every layer.
+    ``shares_with``: the layer whose pages this one reads instead of owning any.  ``window``: positions visible to a
+    sliding-window layer, the current one included; 0 = all.  ``n_routed``: routed experts per token.
     """
 
     index: int
@@ -90,16 +81,15 @@ class LayerSpec:
         return sum(t.n_bytes(kv_dtype) for t in self.state)
 
     def device_unit_bytes(self, kv_dtype: Dtype) -> int:
-        """Bytes that one takes on a device, with those of an update."""
+        """Bytes on a device, with those of an update."""
         return self.unit_bytes(kv_dtype) + self.update_bytes
 
     def draft_state_bytes(self, kv_dtype: Dtype) -> int:
-        """Bytes that a verified draft's recurrent state takes on a device: updates where they stand for it."""
+        """Bytes of a verified draft's recurrent state: updates where they stand for it."""
         return self.update_bytes + sum(t.n_bytes(kv_dtype) for t in self.state if not t.update_width)
 
     @property
     def update_bytes(self) -> int:
-        """Bytes of what one token does to a recurrent state."""
         return sum(4 * t.update_width for t in self.state)
 
 
@@ -115,7 +105,7 @@ class PoolingType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """The pooling of a text's hidden states to ``width`` numbers (0: as many as a hidden state has).
+    """The pooling of a text's hidden states to ``width`` numbers (0: all).
 
     ``bidirectional``: tokens see those after them.  ``generates``: the model also has logits of the next token.
     """
@@ -144,10 +134,9 @@ LAST_ROW = Pooling()
 class ModelSpec:
     """A model of some family.  ``params``: the family's own frozen record of hyperparameters.
 
-    ``boundary_width``: numbers per token that cross a boundary (hidden states plus the family's additions).
-    ``embedding_scale`` multiplies rows of the token table.  ``options``: the model options that affect this file.
-    ``mrope``: tokens of images have positions in three axes; ``whole_images``: in sliding layers they see those behind
-    them, too, so an image lies in one slice.  ``adapters``: those that sequences may name.
+    ``boundary_width``: numbers per token that cross a boundary.  ``embedding_scale`` multiplies rows of the token
+    table. ``options``: those that affect this file.  ``mrope``: tokens of images have positions in three axes;
+    ``whole_images``: in sliding layers they see those behind them, so an image lies in one slice.
     """
 
     architecture: str
@@ -173,7 +162,6 @@ class ModelSpec:
 
     @property
     def pooled_width(self) -> int:
-        """Numbers that a text is pooled to."""
         return self.pooling.width or self.hidden_size
 
     @property
@@ -189,23 +177,19 @@ class ModelSpec:
         return frozenset(layer.kv_group for layer in self.layers)
 
     def legal_boundary(self, boundary: int) -> bool:
-        """Return whether the model may be split before layer ``boundary``: no later layer reads the pages of an earlier
-        one."""
+        """Return whether the model may be split before a layer: no later one reads pages of an earlier one."""
         return all(x.shares_with is None or x.shares_with >= boundary for x in self.layers[boundary:])
 
     def unit_bytes(self, kv_group: KvGroup, layers: LayerRange, kv_dtype: Dtype) -> int:
-        """Bytes that one page (or state) of ``kv_group`` takes on a shard of ``layers``."""
         return sum(x.unit_bytes(kv_dtype) for x in self.layers[layers.start : layers.stop] if x.kv_group is kv_group)
 
     def draft_state_bytes(self, layers: LayerRange, kv_dtype: Dtype) -> int:
-        """Bytes that a verified draft's state takes on a shard of ``layers``."""
         recurrent = (x for x in self.layers[layers.start : layers.stop] if x.kv_group is KvGroup.RECURRENT)
         return sum(x.draft_state_bytes(kv_dtype) for x in recurrent)
 
 
 class Keys:
-    """Typed access to the metadata under an architecture's prefix.  Missing and invalid values raise GgufError naming
-    the key."""
+    """Typed access to the metadata under an architecture's prefix.  Raises GgufError naming the key."""
 
     def __init__(self, metadata: Mapping[str, Value], prefix: str, file: str) -> None:
         self.metadata, self.prefix, self.file = metadata, prefix, file
@@ -232,7 +216,7 @@ class Keys:
         return value
 
     def integers(self, key: str, n: int, default: int | None = None) -> list[int]:
-        """One number per layer: from an array of ``n``, or a single number for all."""
+        """One number per layer, from an array or a single number."""
         value = self.raw(key)
         if isinstance(value, list):
             if len(value) < n or not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value):
@@ -248,6 +232,16 @@ class Keys:
         if not isinstance(value, list) or len(value) < n or not all(isinstance(v, int) for v in value):
             raise self.error(key, f"expected an array of at least {n} flags")
         return [bool(v) for v in value[:n]]
+
+    def sliding_layers(self, n: int, window: int, period: int, full_at: int) -> tuple[bool, ...]:
+        """Which layers slide: an array, or a period (default ``period``) with one full layer, at place ``full_at``."""
+        key = "attention.sliding_window_pattern"
+        if not window:
+            return (False,) * n
+        if isinstance(self.raw(key), list):
+            return tuple(self.flags(key, n) or ())
+        period = self.integer(key, period)
+        return tuple(i % period != full_at % period for i in range(n))
 
     def number(
         self, key: str, default: float | None = None, *, above: float | None = None, low: float | None = None
@@ -274,7 +268,6 @@ class Keys:
         return value
 
     def even(self, key: str, default: int | None, *, high: int) -> int:
-        """An even number from 2 to ``high``, such as the rotary dims of a head."""
         value = self.integer(key, default, low=2, high=high)
         if value % 2 or not 2 <= value <= high:
             raise self.error(key, f"is {value}, expected an even number, 2 to {high}")
@@ -309,6 +302,13 @@ def attention_state(n_kv_heads: int, key_dim: int, value_dim: int) -> tuple[Stat
     )
 
 
+def attention_layer(
+    index: int, tensors: Shapes, state: tuple[StateTensor, ...], window: int = 0, *, n_routed: int = 0
+) -> LayerSpec:
+    """Return a layer that attends to all positions, or to the last ``window``."""
+    return LayerSpec(index, KvGroup.WINDOW if window else KvGroup.FULL, tensors, state, window, n_routed=n_routed)
+
+
 def attention_tensors(
     prefix: str,
     embedding: int,
@@ -319,7 +319,7 @@ def attention_tensors(
     n_gates: int = 0,
     qk_norm: bool = True,
 ) -> Shapes:
-    """Attention of the layer ``prefix`` ("blk.3."); ``n_gates``: rows of gates among those of the queries."""
+    """Attention of the layer ``prefix``; ``n_gates``: rows of gates among those of the queries."""
     e, q, kv = embedding, n_heads * dim, n_kv_heads * dim
     norms = {prefix + "attn_q_norm.weight": (dim,), prefix + "attn_k_norm.weight": (dim,)} if qk_norm else {}
     return {
@@ -351,10 +351,8 @@ def assemble(
 ) -> ModelSpec:
     """Build the spec of a model with token embedding, output norm and output matrix (lm_head; the embedding if tied).
 
-    ``carried``: numbers per token that cross a boundary in addition to the residual stream.  ``pooling``: as the file
-    says by default; a model that is made for pooling loads no output matrix.  ``inputs``: tensors beside the token
-    table; ``outputs``: in place of the output norm.  Raises GgufError for a tensor that is missing or whose shape
-    differs from ``layers``.
+    ``carried``: numbers per token that cross a boundary beside the residual stream.  ``pooling``: by default as the
+    file says.  ``inputs``: tensors beside the token table; ``outputs``: in place of the output norm.  Raises GgufError.
     """
     hidden_size = keys.integer("embedding_length")
     if pooling is None:
@@ -400,8 +398,7 @@ SCORE = "cls.output.weight"
 
 
 def read_pooling(files: GgufFiles, keys: Keys) -> tuple[Pooling, Shapes]:
-    """Read the pooling of a causal model, and the tensors of its head: a file that names one is made for it, any other
-    is a chat model, whose last row is the result."""
+    """Read the pooling of a causal model, and the tensors of its head; a chat model's result is its last row."""
     value = keys.integer("pooling_type", 0, low=0)
     if value not in (PoolingType.NONE, PoolingType.MEAN, PoolingType.LAST, PoolingType.RANK):
         raise keys.error("pooling_type", f"is {value}; this family pools by 1 (mean), 3 (last) or 4 (rank)")
@@ -417,8 +414,7 @@ def read_pooling(files: GgufFiles, keys: Keys) -> tuple[Pooling, Shapes]:
 
 
 def _check_layers(files: GgufFiles, unused: Sequence[str], keys: Keys, n_layers: int) -> None:
-    """Raise GgufError for layers beyond the block count and for biases that the family does not add: without them
-    answers would be silently wrong."""
+    """Raise GgufError for layers beyond the block count and for biases that the family does not add."""
     n_blocks = keys.integer("block_count")
     for name in unused:
         kind, _, name_in_layer = name.partition(".")
@@ -434,10 +430,7 @@ def _check_layers(files: GgufFiles, unused: Sequence[str], keys: Keys, n_layers:
 
 
 def _check_gaps(files: GgufFiles, used: AbstractSet[str]) -> None:
-    """Raise GgufError for a used tensor with room left before the next used one: its type or shape must be wrong.
-
-    Writers pad a tensor to the alignment and no further; llama.cpp refuses any other offset, too.
-    """
+    """Raise GgufError for a gap of more than the alignment behind a used tensor: its type or shape must be wrong."""
     alignment = files.metadata.get("general.alignment", 32)
     assert isinstance(alignment, int)
     for before, after in pairwise(sorted(files.tensors.values(), key=lambda found: (found.part, found.offset))):
@@ -452,7 +445,7 @@ def _check_gaps(files: GgufFiles, used: AbstractSet[str]) -> None:
 
 
 def check_tensors(files: GgufFiles, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise GgufError naming file and tensor when one is missing or has an unexpected shape."""
+    """Raise GgufError when a tensor is missing or has an unexpected shape."""
     for name, shape in expected.items():
         info = tensor(files, name)
         if info.shape != shape:
@@ -468,7 +461,7 @@ def model_name(files: GgufFiles) -> str:
 
 
 def main_quant(files: GgufFiles) -> str:
-    """The storage type with the most bytes: the quant that a file is named after."""
+    """The storage type with the most bytes."""
     by: dict[str, int] = {}
     for t in files.tensors.values():
         by[t.kind.name] = by.get(t.kind.name, 0) + t.n_bytes
@@ -476,7 +469,6 @@ def main_quant(files: GgufFiles) -> str:
 
 
 def tensor(files: GgufFiles, name: str) -> TensorInfo:
-    """The tensor ``name``.  Raises GgufError when it is missing."""
     info = files.tensors.get(name)
     if info is None:
         raise GgufError(

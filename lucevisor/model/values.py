@@ -1,4 +1,4 @@
-"""Small value types shared by supervisor and daemons.  Invariant: no I/O, no torch, no machine-dependent defaults."""
+"""Small value types shared by supervisor and daemons."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class LayerRange(msgspec.Struct, frozen=True, array_like=True):
 class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
     """Identity of a file's content on this host: its fstat and the sha256 of its GGUF header.
 
-    Every write through a descriptor changes ``ctime_ns``, which ``os.utime`` cannot set back.
+    Every write changes ``ctime_ns``, which ``os.utime`` cannot set back.
     """
 
     device: int
@@ -82,7 +82,6 @@ class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
 
 
 def identity_of(s: os.stat_result, header: str) -> FileIdentity:
-    """Identity of a file from its status and the sha256 of its header."""
     return FileIdentity(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns, header)
 
 
@@ -91,7 +90,6 @@ Q8_GROUP = 32
 
 
 def q8_groups(n: int) -> int:
-    """Groups that hold ``n`` consecutive numbers of q8_0 state; the last one is padded."""
     return -(-n // Q8_GROUP)
 
 

@@ -1,7 +1,4 @@
-"""Vision encoders: the spec of an mmproj file (architecture ``clip``), and the sizes that its images are resized to.
-
-Built from a GGUF header alone.  The daemons have the encoders, a file for each projector.
-"""
+"""Vision encoders: the spec of an mmproj file (architecture ``clip``), and the sizes that its images are resized to."""
 
 from __future__ import annotations
 
@@ -27,11 +24,9 @@ MAX_ASPECT: Final = 200
 
 
 class Projector(NamedTuple):
-    """What goes with a projector: the families that read what it makes, the token that chat templates write for an
-    image, and those that stand before and behind an image's own; "": the template writes them.
-
-    ``fills``: images are enlarged to as many tokens as they may have.
-    """
+    """The families that read what a projector makes, the token that chat templates write for an image, and those before
+    and behind an image's own; "": the template writes them.  ``fills``: images are enlarged to as many tokens as they
+    may have."""
 
     families: tuple[str, ...]
     placeholder: str
@@ -65,8 +60,7 @@ class ImageGrid(NamedTuple):
 
 
 class EncoderImage(NamedTuple):
-    """An image as an encoder takes it: RGB pixels, a byte each, and the ids of its tokens, which tell it from all
-    others."""
+    """An image as an encoder takes it: RGB pixels, a byte each, and the ids of its tokens."""
 
     size: ImageSize
     grid: ImageGrid
@@ -79,7 +73,7 @@ class VisionSpec:
     """An encoder: images of whole ``cell_pixels`` squares in, a row of ``output_size`` for each of them out.
 
     Patches are of ``patch`` pixels, ``merge`` x ``merge`` of them make a token.  ``side``: of the square of learned
-    position embeddings.  ``min_tokens``, ``max_tokens``: of an image, unless the configuration says otherwise.
+    position embeddings.  ``min_tokens``, ``max_tokens``: of an image, by default.
     """
 
     projector: str
@@ -114,7 +108,7 @@ class VisionSpec:
         return ImageGrid(size.height // self.cell_pixels, size.width // self.cell_pixels)
 
     def weight_bytes(self, dtype: Dtype) -> int:
-        """Bytes of the weights on a device: matrices in ``dtype``, the position embeddings and vectors in float32."""
+        """Matrices are in ``dtype``, position embeddings and vectors in float32."""
         total = 0
         for name, shape in self.tensors.items():
             exact = is_exact(name, shape)
@@ -122,7 +116,6 @@ class VisionSpec:
         return total
 
     def workspace_bytes(self, max_tokens: int, dtype: Dtype) -> int:
-        """Bytes that encoding an image takes beside the weights."""
         n_patches = max_tokens * self.merge * self.merge
         widest = max(3 * self.hidden_size, self.feed_forward, 3 * 2 * self.patch * self.patch)
         numbers = n_patches * (2 * widest + 8 * self.hidden_size)
@@ -135,8 +128,10 @@ def is_exact(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def filled(size: ImageSize, cell: int, max_tokens: int) -> ImageSize:
-    """Return Gemma 4's size: the largest of whole cells, ``max_tokens`` of them at most, in the aspect ratio of an
-    image; for one that is too narrow a single row or column.  Raises ValueError where that has no cell either."""
+    """Return Gemma 4's size: the largest of whole cells, at most ``max_tokens``, in an image's aspect ratio.
+
+    Raises ValueError where that has no cell.
+    """
     width, height = size
     factor = math.sqrt(max_tokens * cell * cell / (width * height))
     rows, columns = (math.floor(factor * side / cell) for side in (height, width))
@@ -150,8 +145,10 @@ def filled(size: ImageSize, cell: int, max_tokens: int) -> ImageSize:
 
 
 def resized(size: ImageSize, cell: int, min_tokens: int, max_tokens: int) -> ImageSize:
-    """Return Qwen's size (``smart_resize``): whole cells, ``min_tokens`` to ``max_tokens`` of them, and its
-    aspect ratio as far as that allows.  Raises ValueError for one that is too narrow."""
+    """Return Qwen's size (``smart_resize``): whole cells, ``min_tokens`` to ``max_tokens`` of them.
+
+    Raises ValueError for an image that is too narrow.
+    """
     width, height = size
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise ValueError(f"is {width} x {height} pixels: one side is more than {MAX_ASPECT} times the other")
@@ -168,7 +165,7 @@ def resized(size: ImageSize, cell: int, min_tokens: int, max_tokens: int) -> Ima
 
 
 def read_vision_spec(files: GgufFiles, target: ModelSpec | None = None) -> VisionSpec:
-    """Read the spec of an open mmproj file, and check that it fits ``target``.  Raises GgufError."""
+    """Read the spec of an open mmproj file for ``target``.  Raises GgufError."""
     keys = Keys(files.metadata, ARCHITECTURE, str(files.paths[0]))
     architecture = files.metadata.get("general.architecture")
     if architecture != ARCHITECTURE:
@@ -186,7 +183,7 @@ def read_vision_spec(files: GgufFiles, target: ModelSpec | None = None) -> Visio
 
 
 def open_vision(path: Path, target: ModelSpec | None = None) -> VisionSpec:
-    """Open an mmproj file and read its spec; the result's ``files`` is set.  Raises GgufError and OSError."""
+    """Open an mmproj file and read its spec.  Raises GgufError, OSError."""
     return read_vision_spec(open_model(part_paths(path)), target)
 
 
@@ -302,7 +299,6 @@ def _read_gemma4v(spec: VisionSpec, files: GgufFiles, keys: Keys) -> VisionSpec:
 
 
 def _colours(keys: Keys, key: str) -> tuple[float, float, float]:
-    """A number for each of red, green and blue."""
     found = keys.raw(key)
     values: Sequence[object] = found if isinstance(found, list) else [0.5, 0.5, 0.5]
     if len(values) != 3 or not all(isinstance(value, float | int) for value in values):

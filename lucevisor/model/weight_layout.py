@@ -1,8 +1,6 @@
 """Weight layout of a shard: one :class:`TensorLayout` per tensor, with its format and bytes on the device.
 
-The planner sums these bytes (the memory estimate of weights) and the loader creates exactly these formats, so a plan
-matches what the device holds.  Invariants: each tensor of the shard appears once, in the format of its role; a shard's
-bytes are the sum over its layers, embedding and output.
+The planner sums these bytes and the loader creates exactly these formats, so a plan matches what the device holds.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ ROW_INDEXED = DENSE_FORMATS | QUANTISED_FORMATS
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """One tensor on a device, or the ``part`` of it used by the shard's layers; ``shape`` is that on the device."""
+    """One tensor on a device, or the ``part`` of it used by the shard's layers."""
 
     name: str
     kind: GgmlType
@@ -69,7 +67,7 @@ class TensorLayout:
 def tensor_format(
     kind: GgmlType, shape: tuple[int, ...], role: TensorRole, backend: Backend, dtype: Dtype
 ) -> WeightFormat:
-    """Format of one tensor.  Lookup tables keep the file's codes: only the rows of a step are dequantised."""
+    """Format of one tensor.  Lookup tables keep the file's codes."""
     if role is TensorRole.EXACT:
         return WeightFormat.FLOAT32
     fmt = weight_format(kind, shape, backend, dtype)
@@ -85,10 +83,7 @@ def matrix_role(name: str, shape: tuple[int, ...]) -> TensorRole:
 def shard_layouts(
     spec: ModelSpec, layers: LayerRange, *, embedding: bool, output: bool, backend: Backend, dtype: Dtype
 ) -> list[TensorLayout]:
-    """All tensors of a shard of ``layers``, with the layers' parts of one tensor joined.
-
-    Raises ValueError when ``spec.files`` is None.
-    """
+    """All tensors of a shard of ``layers``, with the layers' parts of one tensor joined."""
     out = non_layer_layouts(spec, embedding=embedding, output=output, backend=backend, dtype=dtype)
     joined: dict[str, TensorLayout] = {}
     for i in range(layers.start, layers.stop):
@@ -103,11 +98,10 @@ def shard_layouts(
 def non_layer_layouts(
     spec: ModelSpec, *, embedding: bool, output: bool, backend: Backend, dtype: Dtype
 ) -> list[TensorLayout]:
-    """A shard's tensors outside its layers: small shared ones; the token table with ``embedding``; output norm and
-    matrix with ``output``.
+    """A shard's tensors outside its layers.
 
-    Tied embeddings are kept once when both are on this shard and the matrix's format can be indexed by row (dense or
-    quantised), otherwise in both formats.
+    Tied embeddings are kept once when both are on this shard and the matrix can be indexed by row, else in both
+    formats.
     """
     files = spec.files
     assert files is not None
@@ -168,7 +162,6 @@ def _part(files: GgufFiles, name: str, part: MatrixPart, backend: Backend, dtype
 
 
 def _join(a: TensorLayout, b: TensorLayout) -> TensorLayout:
-    """Join the parts of two adjacent layers."""
     assert a.part is not None
     assert b.part is not None
     if a.part.stop != b.part.start or a.format is not b.format:

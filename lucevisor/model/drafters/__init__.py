@@ -15,7 +15,7 @@ __all__ = ["DraftSpec", "draft_paths", "open_draft", "read_draft_spec"]
 
 
 def draft_paths(path: Path) -> tuple[Path, ...]:
-    """All files of the drafter that ``path`` names: a GGUF file, or the directory or a file of a checkpoint."""
+    """All files of the drafter that ``path`` names: GGUF, or the directory or a file of a checkpoint."""
     if path.is_dir():
         return checkpoint_paths(path)
     if path.name == CONFIG or path.suffix == ".safetensors":
@@ -24,17 +24,15 @@ def draft_paths(path: Path) -> tuple[Path, ...]:
 
 
 def open_draft(paths: Sequence[Path]) -> GgufFiles:
-    """Open the files of a drafter, in the order of :func:`draft_paths`.  Raises GgufError and OSError."""
     return open_checkpoint(paths) if paths[0].name == CONFIG else open_model(paths)
 
 
 def read_draft_spec(
     files: GgufFiles, target: ModelSpec, kind: str, options: Mapping[str, str] | None = None
 ) -> DraftSpec:
-    """Read the spec of a drafter of ``target``, whose files are open.
+    """Read the spec of a drafter of ``target``; ``files``: those of the target for a head inside them.
 
-    ``kind``: a :class:`lucevisor.protocol.loading.DraftKind`; ``files``: those of the target for a head inside them;
-    ``options``: the target's.  Raises GgufError when they do not fit.
+    ``kind``: a :class:`lucevisor.protocol.loading.DraftKind`; ``options``: the target's.  Raises GgufError.
     """
     if kind == "dflash":
         return dflash.read(files, target)

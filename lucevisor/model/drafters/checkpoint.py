@@ -1,7 +1,7 @@
 """A DFlash drafter as a Hugging Face checkpoint (``config.json`` and safetensors), seen as a GGUF file.
 
-Keys and tensors get the names that llama.cpp's converter gives them; their values are not touched.  The tensor table is
-read as strictly as a GGUF header.  Source: the format's description, https://github.com/huggingface/safetensors.
+Keys and tensors get the names of llama.cpp's converter.  The tensor table is read as strictly as a GGUF header. Source:
+https://github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 def checkpoint_paths(path: Path) -> tuple[Path, ...]:
-    """The configuration and all parts of the checkpoint in the directory ``path``.  Raises GgufError."""
+    """The configuration and all parts of the checkpoint in a directory.  Raises GgufError."""
     single = path / WEIGHTS
     if single.exists():
         return (path / CONFIG, single)
@@ -101,7 +101,7 @@ def checkpoint_paths(path: Path) -> tuple[Path, ...]:
 
 
 def open_checkpoint(paths: Sequence[Path]) -> GgufFiles:
-    """Open a checkpoint, the configuration first.  Raises GgufError, and OSError for a file that cannot be opened."""
+    """Open a checkpoint, the configuration first.  Raises GgufError, OSError."""
     parts = [OpenFile(path) for path in paths]
     metadata = _metadata(parts[0])
     tensors: dict[str, TensorInfo] = {}
@@ -115,7 +115,7 @@ def open_checkpoint(paths: Sequence[Path]) -> GgufFiles:
 
 
 def _gguf_name(name: str) -> str:
-    """The name in a GGUF file; an unknown one stays as it is, for the reader to refuse."""
+    """The name in a GGUF file; an unknown one stays, for the reader to refuse."""
     layer = _LAYER.fullmatch(name)
     if layer and layer[2] in _LAYER_TENSORS:
         return f"blk.{layer[1]}.{_LAYER_TENSORS[layer[2]]}"
@@ -150,10 +150,7 @@ def _metadata(file: OpenFile) -> dict[str, Value]:
 
 
 def _rope_base(where: str, fields: dict[str, Any]) -> Value:
-    """Return the RoPE base, whose place depends on the version of transformers that wrote the file.
-
-    Scaled positions are refused.
-    """
+    """Return the RoPE base, whose place depends on the version of transformers; scaled positions are refused."""
     scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else scaling
     if kind != "default":
@@ -179,7 +176,7 @@ def _windows(where: str, fields: dict[str, Any]) -> dict[str, Value]:
 
 
 def _captures(where: str, fields: dict[str, Any]) -> dict[str, Value]:
-    """Return the captured layers.  A checkpoint counts layers by their outputs, a GGUF file by their inputs."""
+    """Return the captured layers: a checkpoint counts by outputs, a GGUF file by inputs."""
     ids = fields.get("target_layer_ids")
     if ids is None:
         return {}
@@ -195,7 +192,7 @@ class _Entry(msgspec.Struct):
 
 
 def _read_header(file: OpenFile, part: int) -> dict[str, TensorInfo]:
-    """The tensors of an open file, which is file ``part`` of a model.  Raises GgufError."""
+    """The tensors of file ``part`` of a model.  Raises GgufError."""
     path = str(file.path)
     n = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
     start = _LENGTH_BYTES + n

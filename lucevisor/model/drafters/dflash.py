@@ -62,8 +62,8 @@ class Selector:
 class DflashParams(LlamaParams):
     """Hyperparameters of ``qwen3``, whose layers a drafter has, and its own.
 
-    ``features``: numbers per token that are captured.  ``windows``: of each layer, 0: all positions.  ``causal``: for
-    each layer, whether a position of a block attends only to earlier ones of it.
+    ``features``: numbers per token that are captured.  ``windows``: of each layer, 0: all positions.  ``causal``:
+    whether a position of a block attends only to earlier ones of it.
     """
 
     features: int
@@ -77,7 +77,7 @@ class DflashParams(LlamaParams):
 
 
 def read(files: GgufFiles, target: ModelSpec) -> DraftSpec:
-    """Read and check a drafter of ``target``.  Raises GgufError naming file and key or tensor."""
+    """Read and check a drafter of ``target``.  Raises GgufError."""
     architecture = files.metadata.get("general.architecture")
     if not isinstance(architecture, str) or not (architecture == UPSTREAM or architecture.endswith("dflash-draft")):
         where = "metadata value 'general.architecture'"
@@ -127,7 +127,6 @@ def read(files: GgufFiles, target: ModelSpec) -> DraftSpec:
 
 
 def _renamed(files: GgufFiles) -> GgufFiles:
-    """The file with llama.cpp's names."""
     out: dict[str, TensorInfo] = {}
     for name, info in files.tensors.items():
         old_norm = _OLD_NORM.fullmatch(name)
@@ -145,7 +144,6 @@ def _nested(keys: Keys, key: str) -> str:
 
 
 def _hyperparameters(keys: Keys, files: GgufFiles, target: ModelSpec) -> tuple[DflashParams, int]:
-    """The parameters and the block size, both checked against the target."""
     for key in _CLOSED_KEYS:
         if keys.flag(key, False):
             raise keys.error(key, "is true: this is a drafter of another kind (DSpark), which is not supported")
@@ -198,8 +196,7 @@ def _mask_token(keys: Keys, target: ModelSpec) -> int:
 
 
 def _masks(keys: Keys, n_layers: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Windows and causality of the layers.  Without a flag for all, exactly the sliding layers are causal: so they were
-    trained."""
+    """Windows and causality of the layers; without a flag for all, the sliding layers are causal, as trained."""
     sliding = keys.flags("attention.sliding_window_pattern", n_layers)
     if sliding is None:
         if keys.has("attention.sliding_window"):
@@ -213,7 +210,7 @@ def _masks(keys: Keys, n_layers: int) -> tuple[tuple[int, ...], tuple[bool, ...]
 
 
 def _selector(keys: Keys, files: GgufFiles, target: ModelSpec) -> Selector | None:
-    """DFlash 2 is detected by its tensors, because architecture and layout are those of version 1."""
+    """DFlash 2 is detected by its tensors."""
     if "selector_hidden.weight" not in files.tensors and not keys.has("selector_top_k"):
         return None
     selector = Selector(
@@ -228,7 +225,6 @@ def _selector(keys: Keys, files: GgufFiles, target: ModelSpec) -> Selector | Non
 
 
 def _shared_tensors(p: DflashParams, vocabulary: int) -> Shapes:
-    """Shapes of the tensors outside the layers."""
     e, s = p.hidden_size, p.selector
     out: Shapes = {
         "fc.weight": (e, p.features),
@@ -254,7 +250,7 @@ def _layer_tensors(files: GgufFiles, p: DflashParams) -> list[Shapes]:
 
 
 def _refuse_extras(files: GgufFiles, used: set[str]) -> None:
-    """Raise GgufError for a tensor that is not used: without it the drafts would be garbage."""
+    """Raise GgufError for a tensor that is not used: drafts would be garbage."""
     for name, info in files.tensors.items():
         if name not in used:
             kind = next((text for part, text in _EXTRAS.items() if part in name), "it is unknown to this version")
@@ -262,7 +258,7 @@ def _refuse_extras(files: GgufFiles, used: set[str]) -> None:
 
 
 def _captures(keys: Keys, files: GgufFiles, target: ModelSpec, p: DflashParams) -> tuple[int, ...]:
-    """Captured layers, counted by their outputs.  llama.cpp counts by inputs: one more."""
+    """Captured layers, counted by their outputs; llama.cpp counts by inputs, one more."""
     n, remainder = divmod(p.features, target.hidden_size)
     if remainder or not n:
         reason = (
@@ -286,7 +282,7 @@ def _captures(keys: Keys, files: GgufFiles, target: ModelSpec, p: DflashParams) 
 
 
 def default_captures(n_layers: int, n: int) -> tuple[int, ...]:
-    """The default captures of the authors' code for a number of layers: evenly from 1 to the third last."""
+    """The default captures of the authors' code: evenly from 1 to the third last layer."""
     if n == 1:
         return (n_layers // 2,)
     return tuple(round(1 + i * (n_layers - 4) / (n - 1)) for i in range(n))

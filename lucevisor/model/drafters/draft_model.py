@@ -1,6 +1,6 @@
 """Draft models: a smaller model with the target's vocabulary drafts token by token (``draft.kind = "model"``).
 
-Any family whose layers all attend to all positions, whole in a file of its own.  Its pages have the target's ids.
+Any family whose layers all attend to all positions; its pages have the target's ids.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DraftModelParams:
 
 
 def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> DraftSpec:
-    """Read a draft model and check that it can draft for ``target``.  Raises GgufError naming file and key."""
+    """Read a draft model and check that it can draft for ``target``.  Raises GgufError."""
     spec, file = read_spec(files, options), str(files.paths[0])
     if not spec.pooling.generates:
         raise GgufError(file, "draft model", f"{spec.name} is made for embeddings or ranking, and generates nothing")

@@ -1,7 +1,4 @@
-"""Sizes of a draft vocabulary: how many of a model's tokens drafts are drawn from, and the bytes that takes.
-
-Invariant: the planner and the drafter's daemon get the same numbers here.
-"""
+"""Sizes of a draft vocabulary: how many of a model's tokens drafts are drawn from, and the bytes that takes."""
 
 from __future__ import annotations
 
@@ -12,10 +9,8 @@ from lucevisor.model.quant_types import GgmlType, WeightFormat, format_bytes
 
 @dataclass(frozen=True, slots=True)
 class DraftVocabularySizes:
-    """Sizes for models with ``min_vocabulary`` tokens or more.
-
-    One of ``share`` tokens is drafted, ``max_rows`` at most, in multiples of ``multiple``, of whole tiles.
-    """
+    """Of ``min_vocabulary`` tokens or more one in ``share`` is drafted, at most ``max_rows``, in ``multiple`` (whole
+    tiles)."""
 
     min_vocabulary: int = 65536
     share: int = 4

@@ -1,7 +1,7 @@
 """Gemma 4 assistants: small models whose layers have queries only and attend to keys and values of their target.
 
-Those keys and values are made again from captures, with the target's own matrices, so that the drafter may run on any
-device and its state follows that of the target like any drafter's.  Maths: docs/speculation.md.
+Those are made again from captures, with the target's matrices, so the drafter may run on any device.  Maths:
+docs/speculation.md.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ TARGET_NORM, TARGET_ROPE_FREQS = "target.output_norm.weight", "target.rope_freqs
 @dataclass(frozen=True, slots=True)
 class KeyValueSource:
     """A layer of the target whose keys and values are read.  ``layer``: of the drafter, where they are kept; ``at``:
-    index among the captures of the residual stream that goes into it.
-    """
+    index of its input among the captures."""
 
     layer: int
     at: int
@@ -37,9 +36,8 @@ class KeyValueSource:
 
 @dataclass(frozen=True, slots=True)
 class AssistantParams:
-    """Hyperparameters.  ``block``: of the drafter's own layers; ``hidden_at``: index of the target's last layer among
-    the captures; ``rotary``: of the keys, sliding and full; ``eps``: of the target's norms.
-    """
+    """``block``: of the drafter's layers; ``hidden_at``: index of the target's last layer among the captures;
+    ``rotary``: of the keys, sliding and full; ``eps``: of the target's norms."""
 
     block: Gemma4Params
     sources: tuple[KeyValueSource, ...]
@@ -49,7 +47,7 @@ class AssistantParams:
 
 
 def read(files: GgufFiles, target: ModelSpec) -> DraftSpec:
-    """Read and check an assistant of ``target``.  Raises GgufError naming file and key or tensor."""
+    """Read and check an assistant of ``target``.  Raises GgufError."""
     keys = Keys(files.metadata, ARCHITECTURE, str(files.paths[0]))
     of_target = target.params
     if not isinstance(of_target, Gemma4Params):
@@ -102,7 +100,7 @@ def _sliding(keys: Keys) -> list[bool]:
 
 
 def _block(keys: Keys, of_target: Gemma4Params, sliding: list[bool], kept_in: Mapping[bool, int]) -> Gemma4Params:
-    """Hyperparameters of the drafter's layers.  Heads are those of the keys that they read."""
+    """Hyperparameters of the drafter's layers; heads are those of the keys."""
     heads = {layer.sliding: layer for i, layer in enumerate(of_target.layers) if of_target.owns(i)}
     dims = {True: keys.head_dim("_swa"), False: keys.head_dim()}
     n_heads, widths = keys.integer("attention.head_count"), keys.integers("feed_forward_length", len(sliding))
@@ -130,7 +128,7 @@ def _block(keys: Keys, of_target: Gemma4Params, sliding: list[bool], kept_in: Ma
 
 
 def _own_layer(files: GgufFiles, params: AssistantParams, i: int) -> LayerSpec:
-    """A layer of queries.  Its window counts the token that the target computed last, and those before it."""
+    """A layer of queries.  Its window counts the token that the target computed last, too."""
     p, layer = params.block, params.block.layers[i]
     tensors = attention_tensors(p, i) | feed_forward_tensors(files, p, i)
     window = p.window + 1 if layer.sliding else 0
@@ -138,7 +136,6 @@ def _own_layer(files: GgufFiles, params: AssistantParams, i: int) -> LayerSpec:
 
 
 def _kept_layer(source: KeyValueSource, hidden_size: int) -> LayerSpec:
-    """Return the drafter's layer that stores keys and values of a target's layer, with their norms and matrices."""
     layer, b = source.of_target, f"blk.{source.layer}."
     kv, d = layer.n_kv_heads * layer.head_dim, layer.head_dim
     tensors: Shapes = {
@@ -158,10 +155,7 @@ def _assembled(
     layers: tuple[LayerSpec, ...],
     prefixes: Mapping[str, str],
 ) -> tuple[ModelSpec, GgufFiles, frozenset[str]]:
-    """The spec, the drafter's own tensors, and the names of those that are the target's.
-
-    ``taken``: prefixes of the target's layers here and there.
-    """
+    """The spec, the drafter's own tensors, and the names of those that are the target's."""
     assert target.files is not None
     p, e = params.block, target.hidden_size
     drafter_files = with_tensors(

@@ -1,9 +1,7 @@
-"""Multi-token-prediction (MTP, "nextn") heads of the families ``qwen35``, ``qwen35moe`` and
-``qwen3next``.
+"""Multi-token-prediction (MTP, "nextn") heads of the families ``qwen35``, ``qwen35moe`` and ``qwen3next``.
 
-A head is the block after the last layer of the model's own file, or alone in a file with the same keys.  Embedding,
-output norm and output matrix are the target's, also where a separate file has copies of them.  Maths:
-docs/speculation.md.
+A head is the block after the last layer of the model's file, or alone in a file.  Embedding, output norm and output
+matrix are the target's.  Maths: docs/speculation.md.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ _OWN = {"nextn.embed_tokens.weight": EMBEDDING, "nextn.shared_head_head.weight":
 
 @dataclass(frozen=True, slots=True)
 class MtpParams:
-    """Hyperparameters.  ``family`` and ``block``: the decoder layer inside the head, layer 0 of the drafter."""
+    """``block``: the decoder layer inside the head, layer 0 of the drafter."""
 
     family: str
     block: Qwen35Params
 
 
 def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> DraftSpec:
-    """Read and check the head of ``target`` in ``files``.  Raises GgufError naming file and key or tensor."""
+    """Read and check the head of ``target`` in ``files``.  Raises GgufError."""
     file = str(files.paths[0])
     architecture = files.metadata.get("general.architecture")
     if target.architecture not in FAMILIES or architecture != target.architecture:
@@ -104,7 +102,6 @@ def _head_tensors(files: GgufFiles, target: ModelSpec) -> GgufFiles:
 
 
 def _tensors(files: GgufFiles, p: Qwen35Params) -> tuple[Shapes, Shapes]:
-    """Shapes of the head's own tensors, and of its decoder layer."""
     e = p.hidden_size
     norms = ("nextn.enorm.weight", "nextn.hnorm.weight", _HEAD_NORM, OUTPUT_NORM)
     shared: Shapes = {"nextn.eh_proj.weight": (e, 2 * e), **dict.fromkeys(norms, (e,))}

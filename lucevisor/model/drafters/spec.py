@@ -25,10 +25,9 @@ LM_HEAD = "output.weight"
 class DraftSpec:
     """A drafter of one target model.
 
-    ``model``: architecture "dflash" or "mtp", layers and state as of any model; its ``files`` also have the tensors
-    that are read from the target's files, named in ``from_target``.  ``files``: the drafter's own, tensors under the
-    names of ``model``.  ``captures``: ascending layers of the target whose residual stream, after the layer, the
-    drafter reads.  ``max_drafts`` and ``default_drafts``: tokens of one draft.
+    ``model``: layers and state as of any model; its ``files`` also have the target's tensors named in ``from_target``.
+    ``files``: the drafter's own.  ``captures``: ascending layers of the target whose residual stream, after the layer,
+    the drafter reads.  ``max_drafts``, ``default_drafts``: tokens of one draft.
     """
 
     model: ModelSpec
@@ -44,11 +43,8 @@ class DraftSpec:
         return LayerRange(0, self.model.n_layers)
 
     def layouts(self, backend: Backend, dtype: Dtype, *, with_output: bool, with_embedding: bool) -> list[TensorLayout]:
-        """The tensors that its device holds for it alone.
-
-        ``with_output``: the device has the target's output matrix, from where it is shared; ``with_embedding``: in the
-        same stage the token table, too.  Without the table, a tied output matrix serves where rows of it can be read.
-        """
+        """The tensors that its device holds for it alone, as it has the target's output matrix (``with_output``) or
+        embedding (``with_embedding``).  Without the table, a tied output matrix serves where rows of it can be read."""
         table = with_embedding or (with_output and self._is_table(backend, dtype))
         return shard_layouts(
             self.model,
@@ -71,9 +67,7 @@ class DraftSpec:
     def draft_vocabulary_bytes(
         self, backend: Backend, dtype: Dtype, sizes: DraftVocabularySizes = DRAFT_VOCABULARY
     ) -> int:
-        """Bytes of the draft vocabulary on the drafter's device; 0 where there is none, as with an output matrix of its
-        own or one that is not packed.
-        """
+        """Bytes of the draft vocabulary; 0 with an output matrix of its own or one that is not packed."""
         if not self.shares_lm_head or self.model.files is None:
             return 0
         tensor = self.model.files.tensors[self.lm_head]
@@ -81,7 +75,7 @@ class DraftSpec:
         return sizes.n_bytes(tensor.kind, tensor.shape, fmt)
 
     def _is_table(self, backend: Backend, dtype: Dtype) -> bool:
-        """Return whether the target's output matrix is its embedding, in a format from which rows can be read."""
+        """Return whether the target's output matrix is its embedding, with rows that can be read."""
         name = self.lm_head
         if name != EMBEDDING or self.model.files is None:
             return False
@@ -92,12 +86,11 @@ class DraftSpec:
 
 
 def with_tensors(files: GgufFiles, tensors: Mapping[str, TensorInfo]) -> GgufFiles:
-    """Return files with other tensors, or with the same ones under other names."""
     return replace(files, tensors=dict(tensors))
 
 
 def joined(files: GgufFiles, target: GgufFiles, names: Iterable[str]) -> GgufFiles:
-    """``own`` with the tensors ``names`` of ``target``, in one table over the files of both."""
+    """``files`` with the tensors ``names`` of ``target``, in one table over the files of both."""
     if files.parts == target.parts:
         return with_tensors(files, files.tensors | {name: target.tensors[name] for name in names})
     n = len(files.parts)
@@ -117,9 +110,8 @@ def assemble(
     shared: Shapes,
     lm_head: tuple[str, int],
 ) -> ModelSpec:
-    """Check and build the spec of a drafter.  ``own``: its tensors, by the names in ``files``, which have the target's,
-    too; ``lm_head``: name and columns of its output matrix.  Raises GgufError naming file and tensor.
-    """
+    """Check and build the spec of a drafter.  ``own``: its tensors, by the names in ``files``; ``lm_head``: name and
+    columns of its output matrix.  Raises GgufError."""
     embedding = {EMBEDDING: (target.vocabulary, target.hidden_size)}
     output = {lm_head[0]: (target.vocabulary, lm_head[1])}
     expected = {**shared, **{n: s for layer in layers for n, s in layer.tensors.items()}, **embedding, **output}
@@ -147,5 +139,4 @@ def assemble(
 
 
 def refuse(files: GgufFiles, tensor: TensorInfo, reason: str) -> GgufError:
-    """The error to raise for a tensor of a drafter."""
     return GgufError(str(files.paths[tensor.part]), f"tensor {tensor.name!r}", reason)

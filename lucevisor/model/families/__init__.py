@@ -47,8 +47,7 @@ REFUSED = (
 
 
 def read_spec(files: GgufFiles, options: Mapping[str, str] | None = None) -> ModelSpec:
-    """Read the spec of an open model.  ``options``: as in ``Load.options``.  Raises GgufError for an unknown
-    architecture."""
+    """Read the spec of an open model.  ``options``: as in ``Load.options``.  Raises GgufError."""
     architecture = files.metadata.get("general.architecture")
     family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
     if family is None:
@@ -63,5 +62,4 @@ def read_spec(files: GgufFiles, options: Mapping[str, str] | None = None) -> Mod
 
 
 def open_spec(path: Path, options: Mapping[str, str] | None = None) -> ModelSpec:
-    """Open the model at ``path`` (all its parts) and read its spec; the result's ``files`` is set."""
     return read_spec(open_model(part_paths(path)), options)

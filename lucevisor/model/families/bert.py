@@ -12,16 +12,15 @@ from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import (
     MAX_LAYERS,
     Keys,
-    LayerSpec,
     ModelSpec,
     Pooling,
     PoolingType,
     Shapes,
     assemble,
+    attention_layer,
     attention_state,
     tensor,
 )
-from lucevisor.model.values import KvGroup
 
 POSITIONS, TYPES, NORM = "position_embd.weight", "token_types.weight", "token_embd_norm"
 CLASSIFIER, SCORE = "cls", "cls.output"
@@ -29,8 +28,7 @@ CLASSIFIER, SCORE = "cls", "cls.output"
 
 @dataclass(frozen=True, slots=True)
 class BertParams:
-    """Hyperparameters.  ``has_types``: a row of token types is added, the first one; behind a ``separator`` (-1: none)
-    the second one, because there the second text of a pair begins."""
+    """``has_types``: a row of token types is added, the first one; behind a ``separator`` (-1: none) the second one."""
 
     n_layers: int
     hidden_size: int
@@ -74,7 +72,7 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     if e % p.n_heads:
         raise keys.error("attention.head_count", f"is {p.n_heads}, which does not divide the embedding length {e}")
     state = attention_state(p.n_heads, p.head_dim, p.head_dim)
-    layers = [LayerSpec(i, KvGroup.FULL, layer_tensors(p, i), state) for i in range(p.n_layers)]
+    layers = [attention_layer(i, layer_tensors(p, i), state) for i in range(p.n_layers)]
     inputs: Shapes = {POSITIONS: (context, e), f"{NORM}.weight": (e,), f"{NORM}.bias": (e,)}
     if p.has_types:
         inputs[TYPES] = tensor(files, TYPES).shape

@@ -1,7 +1,7 @@
 """Family ``gemma3``: sliding and full attention, norms before and after each block, positions of two kinds.
 
-Text only.  Full layers may divide their positions (``rope.scaling``), sliding ones never do.  ``gemma-embedding`` is
-an encoder of the same layers: its tokens see those after them, too, and a sliding layer's window lies on both sides.
+Text only.  ``rope.scaling`` is of full layers alone.  ``gemma-embedding`` is an encoder of the same layers: tokens see
+those after them, and a window lies on both sides.
 """
 
 from __future__ import annotations
@@ -15,24 +15,22 @@ from lucevisor.model.rope import Rotary, plain_rotary, read_rotary
 from lucevisor.model.spec import (
     MAX_LAYERS,
     Keys,
-    LayerSpec,
     ModelSpec,
     Pooling,
     PoolingType,
     Shapes,
     assemble,
+    attention_layer,
     attention_state,
     attention_tensors,
     swiglu_tensors,
     tensor,
 )
-from lucevisor.model.values import KvGroup
 
 
 @dataclass(frozen=True, slots=True)
 class Gemma3Params:
-    """Hyperparameters.  ``window``: positions visible to layers with ``sliding[i]``; of a ``bidirectional`` model half
-    of them on each side of a token."""
+    """``window``: positions visible to layers with ``sliding[i]``; half of them on each side if ``bidirectional``."""
 
     hidden_size: int
     feed_forward: int
@@ -49,19 +47,7 @@ class Gemma3Params:
     bidirectional: bool = False
 
 
-def sliding_layers(keys: Keys, n_layers: int, window: int, period: int = 6) -> tuple[bool, ...]:
-    """Read which layers slide: an array, or a period that ends with a full layer; ``period`` if the key is missing."""
-    key = "attention.sliding_window_pattern"
-    if not window:
-        return (False,) * n_layers
-    if isinstance(keys.raw(key), list):
-        return tuple(keys.flags(key, n_layers) or ())
-    period = keys.integer(key, period)
-    return tuple(i % period < period - 1 for i in range(n_layers))
-
-
 def hyperparameters(keys: Keys) -> Gemma3Params:
-    """Read and cross-check the metadata.  Raises GgufError naming the key."""
     n_layers, window = keys.integer("block_count", high=MAX_LAYERS), keys.integer("attention.sliding_window", 0, low=0)
     e, n_heads, n_kv_heads = (
         keys.integer(key) for key in ("embedding_length", "attention.head_count", "attention.head_count_kv")
@@ -77,7 +63,7 @@ def hyperparameters(keys: Keys) -> Gemma3Params:
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=d,
-        sliding=sliding_layers(keys, n_layers, window),
+        sliding=keys.sliding_layers(n_layers, window, 6, -1),
         window=window,
         rotary=rotary,
         rotary_sliding=plain_rotary(keys, d, 1e4, "_swa"),
@@ -109,7 +95,7 @@ def embedding_spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     if keys.integer("pooling_type", PoolingType.MEAN, low=0) != PoolingType.MEAN:
         raise keys.error("pooling_type", f"is {keys.raw('pooling_type')}; this family pools by 1 (mean)")
     state = attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
-    layers = [LayerSpec(i, KvGroup.FULL, layer_tensors(p, i), state) for i in range(len(p.sliding))]
+    layers = [attention_layer(i, layer_tensors(p, i), state) for i in range(len(p.sliding))]
     outputs: Shapes = {"output_norm.weight": (p.hidden_size,)}
     width = p.hidden_size
     for name in DENSE:
@@ -127,13 +113,6 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     p = hyperparameters(keys)
     state = attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
     layers = [
-        LayerSpec(
-            index=i,
-            kv_group=KvGroup.WINDOW if slides else KvGroup.FULL,
-            tensors=layer_tensors(p, i),
-            state=state,
-            window=p.window if slides else 0,
-        )
-        for i, slides in enumerate(p.sliding)
+        attention_layer(i, layer_tensors(p, i), state, p.window if slides else 0) for i, slides in enumerate(p.sliding)
     ]
     return assemble(files, keys, p, layers, embedding_scale=math.sqrt(p.hidden_size))

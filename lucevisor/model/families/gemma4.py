@@ -1,7 +1,7 @@
 """Family ``gemma4``: sliding-window and full attention with different head sizes, norms before and after each block.
 
-Variants, determined by the file: per-layer embeddings (E2B, E4B), layers that share the KV cache of an earlier one, and
-routed experts beside the dense feed-forward.  A full layer without a value matrix uses its keys as values.
+Variants by file: per-layer embeddings (E2B, E4B), layers that share an earlier KV cache, routed experts beside the
+dense feed-forward.  A full layer without a value matrix uses its keys as values.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ ID_WIDTH = 16
 
 @dataclass(frozen=True, slots=True)
 class Gemma4Layer:
-    """Parameters that differ between layers.  ``source``: the layer whose keys and values this one reads (itself if it
-    owns some).  ``key_values``: values are the raw keys.
-    """
+    """``source``: the layer whose keys and values this one reads.  ``key_values``: values are the raw keys."""
 
     sliding: bool
     n_kv_heads: int
@@ -69,7 +67,7 @@ class Gemma4Params:
 
 
 def sources(keys: Keys, sliding: list[bool]) -> list[int]:
-    """For each layer, the one whose keys and values it reads: itself, or the last owner of the same attention type."""
+    """For each layer, the one whose keys and values it reads: itself, or the last owner of the same type."""
     n_owning = len(sliding) - keys.integer("attention.shared_kv_layers", 0, low=0)
     last = {kind: max((i for i in range(n_owning) if sliding[i] is kind), default=-1) for kind in (True, False)}
     out = [i if i < n_owning else last[kind] for i, kind in enumerate(sliding)]
@@ -82,7 +80,6 @@ def sources(keys: Keys, sliding: list[bool]) -> list[int]:
 
 
 def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4Params:
-    """Read and cross-check the metadata.  Raises GgufError naming the key."""
     n = keys.integer("block_count", high=MAX_LAYERS)
     sliding = keys.flags("attention.sliding_window_pattern", n)
     if sliding is None:
@@ -124,7 +121,6 @@ def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4Params:
 
 
 def attention_tensors(p: Gemma4Params, i: int) -> Shapes:
-    """Norms and attention of layer ``i``; a layer that shares a KV cache has queries only."""
     b, e, layer = f"blk.{i}.", p.hidden_size, p.layers[i]
     d, kv = layer.head_dim, layer.n_kv_heads * layer.head_dim
     out: Shapes = {
@@ -142,7 +138,6 @@ def attention_tensors(p: Gemma4Params, i: int) -> Shapes:
 
 
 def feed_forward_tensors(files: GgufFiles, p: Gemma4Params, i: int) -> Shapes:
-    """Feed-forward, experts, and the layer's own tensors for the per-layer embeddings."""
     b, e, f = f"blk.{i}.", p.hidden_size, p.layers[i].feed_forward
     out: Shapes = {
         b + "ffn_norm.weight": (e,),
@@ -164,7 +159,6 @@ def feed_forward_tensors(files: GgufFiles, p: Gemma4Params, i: int) -> Shapes:
 
 
 def layer_parts(p: Gemma4Params, vocabulary: int, i: int) -> dict[str, MatrixPart]:
-    """The columns of the per-layer table and the rows of its projection that belong to layer ``i``."""
     if not p.layer_input:
         return {}
     width, start, stop = p.n_layers * p.layer_input, i * p.layer_input, (i + 1) * p.layer_input

@@ -7,10 +7,8 @@ from dataclasses import dataclass, fields, replace
 
 from lucevisor.model.experts import read_experts
 from lucevisor.model.families import llama
-from lucevisor.model.families.gemma3 import sliding_layers
 from lucevisor.model.gguf_files import GgufFiles
-from lucevisor.model.spec import Keys, LayerSpec, ModelSpec, assemble, attention_state
-from lucevisor.model.values import KvGroup
+from lucevisor.model.spec import Keys, ModelSpec, assemble, attention_layer, attention_state
 
 ARCHITECTURE = "gpt-oss"
 SINKS = "attn_sinks.weight"
@@ -18,14 +16,13 @@ SINKS = "attn_sinks.weight"
 
 @dataclass(frozen=True, slots=True)
 class GptOssParams(llama.LlamaParams):
-    """Hyperparameters.  ``window``: positions visible to layers with ``sliding[i]``."""
+    """``window``: positions visible to layers with ``sliding[i]``."""
 
     sliding: tuple[bool, ...]
     window: int
 
 
 def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) -> GptOssParams:
-    """Read and cross-check the metadata.  Raises GgufError naming the key."""
     p = llama.hyperparameters(files, keys, options, experts=True)
     experts = read_experts(keys, width=p.feed_forward or None, shared_width=0, gating=1, has_biases=True)
     rotary = p.rotary
@@ -34,7 +31,7 @@ def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) ->
     p = replace(p, experts=experts, rotary=rotary, mlp_norm="post_attention_norm")
     window = keys.integer("attention.sliding_window", 0, low=0)
     same = {field.name: getattr(p, field.name) for field in fields(p)}
-    return GptOssParams(**same, sliding=sliding_layers(keys, p.n_layers, window, 2), window=window)
+    return GptOssParams(**same, sliding=keys.sliding_layers(p.n_layers, window, 2, -1), window=window)
 
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
@@ -44,12 +41,11 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     assert p.experts is not None
     state, sinks = attention_state(p.n_kv_heads, p.head_dim, p.head_dim), (p.n_heads,)
     layers = [
-        LayerSpec(
-            index=i,
-            kv_group=KvGroup.WINDOW if slides else KvGroup.FULL,
-            tensors=llama.layer_tensors(files, p, i) | {f"blk.{i}.{SINKS}": sinks},
-            state=state,
-            window=p.window if slides else 0,
+        attention_layer(
+            i,
+            llama.layer_tensors(files, p, i) | {f"blk.{i}.{SINKS}": sinks},
+            state,
+            p.window if slides else 0,
             n_routed=p.experts.n_used,
         )
         for i, slides in enumerate(p.sliding)

@@ -1,5 +1,4 @@
-"""Family ``laguna``: full and sliding-window attention with gated heads; leading dense layers, then MoE with a shared
-expert.
+"""Family ``laguna``: full and sliding attention with gated heads; leading dense layers, then MoE with a shared expert.
 
 The number of query heads differs by layer.  Only full-attention layers use YaRN.
 """
@@ -16,22 +15,20 @@ from lucevisor.model.rope import Rotary, plain_rotary, read_rotary
 from lucevisor.model.spec import (
     MAX_LAYERS,
     Keys,
-    LayerSpec,
     ModelSpec,
     Shapes,
     assemble,
+    attention_layer,
     attention_state,
     attention_tensors,
     swiglu_tensors,
     tensor,
 )
-from lucevisor.model.values import KvGroup
 
 
 @dataclass(frozen=True, slots=True)
 class LagunaParams:
-    """Hyperparameters.  Layer i has ``heads[i]`` query heads and ``gates[i]`` gate columns: one per head, one per
-    element, or 0.
+    """Layer i has ``heads[i]`` query heads and ``gates[i]`` gate columns: one per head, one per element, or 0.
 
     ``window``: positions visible to layers with ``sliding[i]``.  The first ``n_dense`` layers have no experts.
     """
@@ -55,21 +52,7 @@ class LagunaParams:
         return len(self.heads)
 
 
-def sliding_layers(keys: Keys, n_layers: int, window: int) -> tuple[bool, ...]:
-    """Read which layers use sliding-window attention: an array, or a period (default 4) starting with a full layer."""
-    if not window:
-        return (False,) * n_layers
-    key = "attention.sliding_window_pattern"
-    if isinstance(keys.raw(key), list):
-        flags = keys.flags(key, n_layers)
-        assert flags is not None
-        return tuple(flags)
-    period = keys.integer(key, 4)
-    return tuple(i % period != 0 for i in range(n_layers))
-
-
 def gate_columns(files: GgufFiles, i: int, n_heads: int, head_dim: int) -> int:
-    """Columns of layer i's gate, from the tensor's shape; 0 when the model has no gates."""
     if "blk.0.attn_gate.weight" not in files.tensors:
         return 0
     name = f"blk.{i}.attn_gate.weight"
@@ -81,7 +64,6 @@ def gate_columns(files: GgufFiles, i: int, n_heads: int, head_dim: int) -> int:
 
 
 def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) -> LagunaParams:
-    """Read and cross-check the metadata.  Raises GgufError naming the key."""
     n_layers = keys.integer("block_count", high=MAX_LAYERS)
     heads, n_kv_heads = keys.integers("attention.head_count", n_layers), keys.integer("attention.head_count_kv")
     for n in heads:
@@ -101,7 +83,7 @@ def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) ->
         n_kv_heads=n_kv_heads,
         head_dim=d,
         gates=tuple(gate_columns(files, i, n, d) for i, n in enumerate(heads)),
-        sliding=sliding_layers(keys, n_layers, window),
+        sliding=keys.sliding_layers(n_layers, window, 4, 0),
         window=window,
         rotary=rotary,
         rotary_sliding=sliding,
@@ -131,12 +113,11 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     p = hyperparameters(files, keys, options)
     state = attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
     layers = [
-        LayerSpec(
-            index=i,
-            kv_group=KvGroup.WINDOW if slides else KvGroup.FULL,
-            tensors=layer_tensors(files, p, i),
-            state=state,
-            window=p.window if slides else 0,
+        attention_layer(
+            i,
+            layer_tensors(files, p, i),
+            state,
+            p.window if slides else 0,
             n_routed=p.experts.n_used if p.experts is not None and i >= p.n_dense else 0,
         )
         for i, slides in enumerate(p.sliding)

@@ -16,15 +16,14 @@ from lucevisor.model.rope import Rotary, read_rotary
 from lucevisor.model.spec import (
     MAX_LAYERS,
     Keys,
-    LayerSpec,
     ModelSpec,
     Shapes,
     assemble,
+    attention_layer,
     attention_state,
     attention_tensors,
     swiglu_tensors,
 )
-from lucevisor.model.values import KvGroup
 
 ROPE_FACTORS = "rope_freqs.weight"
 INPUTS = ("attn_q", "attn_k", "attn_v")
@@ -73,8 +72,7 @@ def hyperparameters(
     experts: bool = False,
     scaled: bool = False,
 ) -> LlamaParams:
-    """Read and cross-check the metadata.  ``scaled``: the file must say how logits are scaled.  Raises GgufError naming
-    the key."""
+    """Read and cross-check the metadata.  ``scaled``: the file must say how logits are scaled."""
     e, n_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     n_kv_heads = keys.integer("attention.head_count_kv", n_heads)
     keys.check_heads(n_heads, n_kv_heads)
@@ -136,18 +134,16 @@ def mlp_tensors(files: GgufFiles, p: LlamaParams, i: int) -> Shapes:
 
 
 def read(files: GgufFiles, options: Mapping[str, str], architecture: str, **switches: bool) -> ModelSpec:
-    """Read the spec of a file of ``architecture`` with the ``switches`` of :func:`hyperparameters`.  Option
-    ``yarn_attn_factor``: see :mod:`lucevisor.model.rope`."""
+    """Read the spec of a file of ``architecture`` with the ``switches`` of :func:`hyperparameters`."""
     keys = Keys(files.metadata, architecture, str(files.paths[0]))
     return build(files, keys, hyperparameters(files, keys, options, **switches))
 
 
 def build(files: GgufFiles, keys: Keys, p: LlamaParams) -> ModelSpec:
-    """Assemble and check a spec."""
     state = attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
     n_routed = p.experts.n_used if p.experts is not None else 0
     layers = [
-        LayerSpec(i, KvGroup.FULL, layer_tensors(files, p, i), state, n_routed=n_routed if i >= p.n_dense else 0)
+        attention_layer(i, layer_tensors(files, p, i), state, n_routed=n_routed if i >= p.n_dense else 0)
         for i in range(p.n_layers)
     ]
     shared = {ROPE_FACTORS: (p.rotary.n // 2,)} if p.rope_factors else {}
@@ -156,5 +152,4 @@ def build(files: GgufFiles, keys: Keys, p: LlamaParams) -> ModelSpec:
 
 
 def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
-    """Read the spec of a ``llama`` file."""
     return read(files, options, "llama", adjacent_pairs=True, experts=True)

@@ -55,7 +55,6 @@ class Qwen35Params:
 
 
 def hyperparameters(keys: Keys, options: Mapping[str, str]) -> Qwen35Params:
-    """Read and cross-check the metadata.  Raises GgufError naming the key."""
     n_layers = keys.integer("block_count", high=MAX_LAYERS) - keys.integer("nextn_predict_layers", 0, low=0)
     if n_layers < 1:
         raise keys.error("block_count", "leaves no layers besides the MTP blocks")
@@ -108,7 +107,7 @@ def _kv_heads(keys: Keys, n_layers: int) -> int:
 
 
 def delta_inputs(p: Qwen35Params, b: str) -> Shapes:
-    """Input matrices of the gated delta net of the layer ``b`` ("blk.3.")."""
+    """Input matrices of the gated delta net of a layer."""
     return {
         b + "attn_qkv.weight": (p.conv_channels, p.hidden_size),
         b + "attn_gate.weight": (p.inner_size, p.hidden_size),
@@ -118,8 +117,7 @@ def delta_inputs(p: Qwen35Params, b: str) -> Shapes:
 
 
 def mixer_tensors(p: Qwen35Params, i: int, inputs: Callable[[Qwen35Params, str], Shapes] = delta_inputs) -> Shapes:
-    """Norms and token mixer of layer ``i``, the matrices before a gated delta net by ``inputs``; the feed-forward
-    (dense or experts) is the family's."""
+    """Norms and token mixer of layer ``i``; ``inputs``: the matrices before a gated delta net."""
     b, e, d = f"blk.{i}.", p.hidden_size, p.head_dim
     out: Shapes = {b + "attn_norm.weight": (e,), b + "post_attention_norm.weight": (e,)}
     if p.recurrent[i]:
@@ -137,7 +135,7 @@ def mixer_tensors(p: Qwen35Params, i: int, inputs: Callable[[Qwen35Params, str],
 
 
 def layer_state(p: Qwen35Params, i: int) -> tuple[StateTensor, ...]:
-    """Gated delta net: last inputs of the convolution and the matrix S, both float32.  Attention: keys and values."""
+    """Gated delta net: last inputs of the convolution and the matrix S, float32.  Attention: keys and values."""
     if not p.recurrent[i]:
         return attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
     matrices = (p.delta_value_heads, p.delta_dim, p.delta_dim)
@@ -160,8 +158,7 @@ def build(
     n_routed: int = 0,
     inputs: Callable[[Qwen35Params, str], Shapes] = delta_inputs,
 ) -> ModelSpec:
-    """Assemble and check a spec; ``feed_forward(i)``: the feed-forward tensors of layer i; ``inputs`` as in
-    :func:`mixer_tensors`."""
+    """``feed_forward(i)``: the feed-forward tensors of layer i; ``inputs``: as in :func:`mixer_tensors`."""
     layers = [
         LayerSpec(
             index=i,

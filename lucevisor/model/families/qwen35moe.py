@@ -31,7 +31,6 @@ def expert_tensors(files: GgufFiles, p: Qwen35MoeParams, i: int) -> Shapes:
 
 
 def moe_hyperparameters(keys: Keys, options: Mapping[str, str]) -> Qwen35MoeParams:
-    """Read and cross-check the metadata.  Raises GgufError naming the key."""
     dense = hyperparameters(keys, options)
     width = None
     if dense.feed_forward:
