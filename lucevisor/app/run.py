@@ -57,6 +57,7 @@ from lucevisor.config import (
     values_in_file,
 )
 from lucevisor.deployment.admin_operations import AdminOperations
+from lucevisor.deployment.model_swapper import LoadControl
 from lucevisor.deployment.preflight import check_before_start
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import ModelService, Service
@@ -485,20 +486,20 @@ class Supervisor:
         await self._admin_operations.restart_all(groups or self.service.used_groups, now=now)
 
     async def load(self, model: str) -> None:
-        await self.service.swapper.load(self._find_model(model))
+        await self._control(model).load()
 
     async def unload(self, model: str) -> None:
-        await self.service.swapper.unload(self._find_model(model))
+        await self._control(model).unload()
 
-    def _find_model(self, name: str) -> str:
-        """Return the id of the model with that id or section.  Raises AdminError."""
+    def _control(self, name: str) -> LoadControl:
+        """Return what loads the model that an operator names by its id or its section.  Raises AdminError."""
         models = self.service.models
-        found = name if name in models else next(
-            (key for key, model in models.items() if model.config.section == f"models.{name}"), ""
-        )  # fmt: skip
-        if not found:
-            raise AdminError(f"there is no model {name!r}; {suggest(name, [*models], 'models')}")
-        return found
+        for key, model in models.items():
+            if model.control is None:
+                raise AdminError("replicas are loaded as long as their groups run; stop or restart the groups")
+            if key == name or model.config.section == f"models.{name}":
+                return model.control
+        raise AdminError(f"there is no model {name!r}; {suggest(name, [*models], 'models')}")
 
     async def reload(self, overrides: list[str]) -> dict[str, object]:
         task = self._spawn(self._reload(overrides), "reload")

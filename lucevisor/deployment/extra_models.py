@@ -42,7 +42,7 @@ class ModelClient(Generic[Placed]):
     what = "model"
 
     def __init__(self, placed: Placed) -> None:
-        self.placed = placed
+        self.placed: Placed = placed
         self.work_in_progress = ""  # of its daemon, for messages
         self._link: Channel | None = None
         self._loss = "its daemon is starting"
@@ -185,26 +185,28 @@ class EncoderClient(ModelClient[PlacedEncoder]):
                 self._kept.move_to_end(image.ids)
                 self.n_reused += 1
                 return rows
-            n_losses, number = 0, self.n_encoded + 1
-            while True:
-                await self._wait()
-                try:
-                    message = EncodeImage(number, *image.size)
-                    frame = await self._send(message, number, f"image {number}", [image.pixels])
-                    break
-                except _Lost as lost:
-                    n_losses += 1
-                    if n_losses > MAX_LOSSES:
-                        raise VisionError(f"{n_losses} daemons in a row were lost with this image: {lost}") from lost
-                    log.info("image is encoded again", reason=str(lost))
-            assert isinstance(frame.message, ImageRows)
+            rows = await self._encode(image)
             self.n_encoded += 1
-            self.seconds += frame.message.compute_s
-            rows = frame.payload
             if len(rows) != (expected := len(image.ids) * self._row_bytes):
                 raise VisionError(f"the vision encoder answered with {len(rows)} bytes of rows, not {expected}")
             self._keep(image.ids, rows)
             return rows
+
+    async def _encode(self, image: EncoderImage) -> memoryview:
+        number, n_losses = self.n_encoded + 1, 0
+        while True:
+            await self._wait()
+            try:
+                frame = await self._send(EncodeImage(number, *image.size), number, f"image {number}", [image.pixels])
+            except _Lost as lost:
+                n_losses += 1
+                if n_losses > MAX_LOSSES:
+                    raise VisionError(f"{n_losses} daemons in a row were lost with this image: {lost}") from lost
+                log.info("image is encoded again", reason=str(lost))
+            else:
+                assert isinstance(frame.message, ImageRows)
+                self.seconds += frame.message.compute_s
+                return frame.payload
 
     async def _wait(self) -> None:
         """Wait for the daemon, as long as requests are held for one."""

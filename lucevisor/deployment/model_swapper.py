@@ -78,75 +78,31 @@ class ModelSwapper:
                 use.state = ModelState.LOADING
             else:
                 service.deployment.wanted = False
-        self._policy = SwapPolicy(uses)
-        self._problems: dict[str, str] = {}  # why models could not be loaded the last time
+        self.policy = SwapPolicy(uses)
+        self.problems: dict[str, str] = {}  # why models could not be loaded the last time
         self._timer: asyncio.TimerHandle | None = None
         self._failing: set[str] = set()  # models whose load has failed and is being undone
         self._parked: dict[str, HostLease] = {}  # weights in the host memory of daemons
         self._ending: dict[str, asyncio.Task[None]] = {}  # groups that are being stopped
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self.closed = False
 
     def state(self, name: str) -> ModelState:
-        return self._policy.models[name].state
+        return self.policy.models[name].state
 
-    def problem(self, name: str) -> str:
-        return self._problems.get(name, "")
-
-    def loads(self, name: str) -> tuple[int, float]:
-        """Return how often a model was loaded, and the seconds that the last time took."""
-        use = self._policy.models[name]
-        return use.n_loads, use.load_s
-
-    def unloads_in_s(self, name: str) -> float | None:
-        """Return the seconds until an idle model leaves; None: it stays, or has requests."""
-        due_at = self._policy.models[name].due_at() if self.state(name) is ModelState.LOADED else inf
-        return None if due_at == inf else max(0.0, due_at - self._loop.time())
+    async def wait_for(self, name: str, done: Callable[[], bool]) -> None:
+        """Wait until something holds of a model that was ordered, or the service stops."""
+        changes = self._models[name].changes
+        changes.notify()  # who ordered something else gives way
+        await changes.wait_for(lambda: done() or self.closed)
 
     def close(self) -> None:
         """Decide nothing more: the service stops."""
-        self._closed = True
+        self.closed = True
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
             task.cancel()
-
-    # ---- operators
-
-    async def load(self, name: str) -> None:
-        """Load a model; returns when it was loaded.  Raises LucevisorError."""
-        use = self._policy.models[name]
-        n_loads = use.n_loads
-        self._problems.pop(name, None)
-        self._decide(self._policy.want(name, self._loop.time()))
-        changes = self._models[name].changes
-        changes.notify()  # who unloads it gives way
-        await changes.wait_for(lambda: not use.ordered or bool(self.problem(name)) or self._closed)
-        if self.state(name) is not ModelState.LOADED and use.n_loads == n_loads:
-            gone = "the supervisor is stopping" if self._closed else "it was unloaded meanwhile; load it again"
-            raise LucevisorError(f"model {name} is not loaded: {self.problem(name) or gone}")
-
-    async def unload(self, name: str) -> None:
-        """Unload a model once it has no requests; returns when its memory is free.  Raises AdminError."""
-        use = self._policy.models[name]
-        if use.pin:
-            raise AdminError(f"model {name} is pinned ([models.{name}] pin = true): it is never unloaded")
-        self._decide(self._policy.unload(name, self._loop.time()))
-        changes = self._models[name].changes
-        changes.notify()  # who loads it gives way
-        n_unloads = use.n_unloads
-        await changes.wait_for(lambda: (not use.leave and use.state is not ModelState.LEAVING) or self._closed)
-        if use.state in IN_MEMORY and use.n_unloads == n_unloads:
-            why = "the supervisor is stopping" if self._closed else "it was loaded again meanwhile"
-            raise AdminError(f"model {name} is not unloaded: {why}")
-
-    def keep_alive(self, name: str, seconds: float) -> None:
-        """Set the idle time of a model until it is loaded again; negative: it stays, 0: it leaves when it is idle."""
-        now, pinned = self._loop.time(), self._policy.models[name].pin
-        if seconds == 0:
-            self._decide(() if pinned else self._policy.unload(name, now))
-        else:
-            self._decide(self._policy.keep_alive(name, max(0.0, seconds), now))
 
     # ---- events of models and groups
 
@@ -154,7 +110,7 @@ class ModelSwapper:
         service = self._models[name]
         assert service.deployment.placement is not None
         shares = service.deployment.placement.memory_shares
-        self._decide(self._policy.on_placed(name, shares, self._loop.time()))
+        self.decide(self.policy.on_placed(name, shares, self._loop.time()))
 
     def on_busy(self, name: str) -> None:
         """A model's first request came, or its last one ended; engines call it while they handle an event."""
@@ -163,14 +119,14 @@ class ModelSwapper:
     def _note_busy(self, name: str) -> None:
         engine = self._models[name].engine
         busy = engine is not None and engine.busy
-        if busy or self._policy.models[name].busy:  # between two calls requests may have ended, and others come
-            self._decide(self._policy.on_busy(name, busy, self._loop.time()))
+        if busy or self.policy.models[name].busy:  # between two calls requests may have ended, and others come
+            self.decide(self.policy.on_busy(name, busy, self._loop.time()))
 
     def on_complete(self, name: str) -> None:
         """A model is served."""
         if self.state(name) is ModelState.LOADING:
-            self._problems.pop(name, None)
-            self._decide(self._policy.on_loaded(name, self._loop.time()))
+            self.problems.pop(name, None)
+            self.decide(self.policy.on_loaded(name, self._loop.time()))
 
     def on_not_loaded(self, name: str, reason: str) -> None:
         """A model could not be loaded, or placed."""
@@ -178,7 +134,7 @@ class ModelSwapper:
 
     def _fail(self, name: str, reason: str) -> None:
         service, text = self._models[name], f"model {name} could not be loaded: {reason}"
-        self._problems[name] = reason
+        self.problems[name] = reason
         if self.state(name) in (ModelState.LOADING, ModelState.LOADED):  # loaded: the next daemon could not
             if name not in self._failing:
                 self._failing.add(name)
@@ -186,43 +142,43 @@ class ModelSwapper:
         elif self.state(name) is not ModelState.LEAVING:
             if service.engine is not None:
                 service.engine.unload(NOT_LOADED, RequestError("shard_lost", text))
-            self._decide(self._policy.on_not_loaded(name, self._loop.time()))
+            self.decide(self.policy.on_not_loaded(name, self._loop.time()))
             self._note_busy(name)
         self._on_change()
 
     async def _end_load(self, name: str) -> None:
         """Free what other daemons have loaded of a model, then end the requests that wait."""
         service = self._models[name]
-        text = f"model {name} could not be loaded: {self.problem(name)}"
+        text = f"model {name} could not be loaded: {self.problems.get(name, '')}"
         if service.engine is not None:
             service.engine.unload(NOT_LOADED, RequestError("shard_lost", text))
         await service.deployment.unload(park=False)
         self._failing.discard(name)
-        self._decide(self._policy.on_not_loaded(name, self._loop.time()))
+        self.decide(self.policy.on_not_loaded(name, self._loop.time()))
         self._note_busy(name)  # requests that came meanwhile try again
 
     def on_moved(self, name: str) -> None:
-        self._policy.models[name].groups = frozenset(self._models[name].config.groups)
-        used = {group for use in self._policy.models.values() for group in use.groups}
-        self._policy.running_groups &= used
+        self.policy.models[name].groups = frozenset(self._models[name].config.groups)
+        used = {group for use in self.policy.models.values() for group in use.groups}
+        self.policy.running_groups &= used
 
     def on_group_state(self, group: str, state: State, reason: str) -> None:
         now = self._loop.time()
         if state is State.STARTING:
-            self._decide([*self._policy.on_daemon_lost(group, now), *self._policy.on_started([group], now)])
+            self.decide([*self.policy.on_daemon_lost(group, now), *self.policy.on_started([group], now)])
         elif state is State.READY:
-            self._decide(self._policy.on_started([group], now))
+            self.decide(self.policy.on_started([group], now))
         elif state is State.FAILED:
-            self._policy.on_daemon_lost(group, now)
-            for name, use in self._policy.models.items():
+            self.policy.on_daemon_lost(group, now)
+            for name, use in self.policy.models.items():
                 preloads = self._models[name].config.model.preload
                 if group in use.groups and use.state is ModelState.LOADING and not preloads:
                     self.on_not_loaded(name, f"group {group} is FAILED: {reason}")
 
     # ---- instructions
 
-    def _decide(self, instructions: Sequence[Instruction]) -> None:
-        if self._closed:
+    def decide(self, instructions: Sequence[Instruction]) -> None:
+        if self.closed:
             return
         for instruction in instructions:
             match instruction:
@@ -238,14 +194,14 @@ class ModelSwapper:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if (at := self._policy.next_at()) < inf:
+        if (at := self.policy.next_at()) < inf:
             self._timer = self._loop.call_at(max(at, self._loop.time() + 0.01), self._tick)
         if instructions:
             self._on_change()
 
     def _tick(self) -> None:
         self._timer = None
-        self._decide(self._policy.tick(self._loop.time()))
+        self.decide(self.policy.tick(self._loop.time()))
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._loop.create_task(work, name=name)
@@ -261,10 +217,10 @@ class ModelSwapper:
     async def _load(self, name: str) -> None:
         service, groups = self._models[name], self._groups()
         log.info("loading model", model=name)
-        for group in self._policy.models[name].groups:
+        for group in self.policy.models[name].groups:
             if group in self._ending:
                 await asyncio.wait({self._ending[group]})
-        for group in self._policy.models[name].groups:
+        for group in self.policy.models[name].groups:
             if groups[group].state is State.STOPPED:
                 with contextlib.suppress(LucevisorError):  # its state says why
                     await groups[group].start()
@@ -283,7 +239,7 @@ class ModelSwapper:
         parked_bytes = await service.deployment.unload(park=park)
         if parked_bytes:
             self._parked[name] = service.host_memory.lease(HostOwner.WEIGHTS, parked_bytes)
-        self._decide(self._policy.on_left(name, parked_bytes > 0, self._loop.time()))
+        self.decide(self.policy.on_left(name, parked_bytes > 0, self._loop.time()))
         self._on_change()
 
     async def _stop(self, group: str) -> None:
@@ -292,38 +248,64 @@ class ModelSwapper:
             await self._groups()[group].stop(deadline_s=STOP_S)
         finally:
             del self._ending[group]
-            self._policy.on_daemon_lost(group, self._loop.time())
+            self.policy.on_daemon_lost(group, self._loop.time())
             self._on_change()
 
 
 class LoadControl:
-    """Loads and unloads one model, for its API (api.contexts.ModelControl)."""
+    """Loads and unloads one model, for its API and operators (api.contexts.ModelControl)."""
 
     def __init__(self, swapper: ModelSwapper, name: str) -> None:
-        self._swapper, self._name = swapper, name
+        self._swapper, self._name, self._use = swapper, name, swapper.policy.models[name]
 
     @property
     def state(self) -> str:
-        return self._swapper.state(self._name).value
+        return self._use.state.value
 
     @property
     def problem(self) -> str:
-        return self._swapper.problem(self._name)
+        """Return why the model could not be loaded the last time, or empty."""
+        return self._swapper.problems.get(self._name, "")
 
     @property
     def unloads_in_s(self) -> float | None:
-        return self._swapper.unloads_in_s(self._name)
+        """Return the seconds until the idle model leaves; None: it stays, or has requests."""
+        due_at = self._use.due_at() if self._use.state is ModelState.LOADED else inf
+        return None if due_at == inf else max(0.0, due_at - self._now())
 
     @property
     def loads(self) -> tuple[int, float]:
-        """How often it was loaded, and the seconds that the last time took."""
-        return self._swapper.loads(self._name)
+        return self._use.n_loads, self._use.load_s
 
     async def load(self) -> None:
-        await self._swapper.load(self._name)
+        """Load it; returns when it was loaded.  Raises LucevisorError."""
+        swapper, use, n_loads = self._swapper, self._use, self._use.n_loads
+        swapper.problems.pop(self._name, None)
+        swapper.decide(swapper.policy.want(self._name, self._now()))
+        await swapper.wait_for(self._name, lambda: not use.ordered or bool(self.problem))
+        if use.state is not ModelState.LOADED and use.n_loads == n_loads:
+            gone = "the supervisor is stopping" if swapper.closed else "it was unloaded meanwhile; load it again"
+            raise LucevisorError(f"model {self._name} is not loaded: {self.problem or gone}")
 
     async def unload(self) -> None:
-        await self._swapper.unload(self._name)
+        """Unload it once it has no requests; returns when its memory is free.  Raises AdminError."""
+        swapper, use, n_unloads = self._swapper, self._use, self._use.n_unloads
+        if use.pin:
+            raise AdminError(f"model {self._name} is pinned ([models.{self._name}] pin = true): it is never unloaded")
+        self.keep_alive(0.0)
+        await swapper.wait_for(self._name, lambda: not use.leave and use.state is not ModelState.LEAVING)
+        if use.state in IN_MEMORY and use.n_unloads == n_unloads:
+            why = "the supervisor is stopping" if swapper.closed else "it was loaded again meanwhile"
+            raise AdminError(f"model {self._name} is not unloaded: {why}")
 
     def keep_alive(self, seconds: float) -> None:
-        self._swapper.keep_alive(self._name, seconds)
+        """Set its idle time until it is loaded again; negative: it stays, 0: it leaves when it is idle."""
+        policy = self._swapper.policy
+        if seconds != 0:
+            self._swapper.decide(policy.keep_alive(self._name, max(0.0, seconds), self._now()))
+        elif not self._use.pin:
+            self._swapper.decide(policy.unload(self._name, self._now()))
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

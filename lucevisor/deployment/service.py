@@ -37,7 +37,7 @@ from lucevisor.engine.replicas import ReplicatedEngine
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.shell import Changes, Engine, EngineSettings
 from lucevisor.engine.validation import enabled
-from lucevisor.errors import AdminError, LucevisorError, unusable
+from lucevisor.errors import LucevisorError, unusable
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.kv_transfer.host_memory import HostMemory
@@ -180,6 +180,11 @@ class ModelService:
         return self.config.replica
 
     @property
+    def key(self) -> str:
+        """Its name in ``Service.models``."""
+        return f"{self.name}/{self.replica}" if self.replica else self.name
+
+    @property
     def groups(self) -> Mapping[str, GroupSupervisor]:
         return self.deployment.groups
 
@@ -255,7 +260,7 @@ class ModelService:
         """Serve with another deployment, whose daemons have the ``restored`` state."""
         self.deployment.detach()
         self.deployment, self.config = later, config
-        self._owner.on_moved(self)
+        self._owner.swapper.on_moved(self.key)
         for name, group in later.groups.items():
             self.on_state(later, name, group.state, "reloaded")
         engine.detach_frozen(_MOVING, None, 0)
@@ -280,12 +285,12 @@ class ModelService:
 
     @property
     def model_state(self) -> ModelState:
-        return self._owner.model_state(self)
+        return self._owner.swapper.state(self.key)
 
     @property
     def control(self) -> LoadControl | None:
         """Loads and unloads the model; None for a replica."""
-        return self._owner.control(self)
+        return None if self.replica else LoadControl(self._owner.swapper, self.key)
 
     @property
     def _comes_by_request(self) -> bool:
@@ -380,7 +385,7 @@ class ModelService:
             self._holding = asyncio.create_task(hold, name="watch holds")
         if self.snapshots is not None and cache.dir and cache.prefix_slots:
             self._opening = asyncio.create_task(self._open_snapshots(self.snapshots, deployment), name="open snapshots")
-        self._owner.on_placed(self)
+        self._owner.swapper.on_placed(self.key)
 
     def _give_up(self, engine: Engine, error: RequestError) -> None:
         if self.replica:
@@ -401,7 +406,7 @@ class ModelService:
         self.on_change()
 
     def on_not_loaded(self, deployment: Deployment, reason: str) -> None:
-        self._owner.on_not_loaded(self, reason)
+        self._owner.swapper.on_not_loaded(self.key, reason)
 
     def on_progress(self, deployment: Deployment, group: str, progress: Progress) -> None:
         if deployment is self.deployment:
@@ -421,7 +426,7 @@ class ModelService:
         if self.deployment.complete:
             self._loaded.set()
             self.weights.begin()
-            self._owner.on_complete(self)
+            self._owner.swapper.on_complete(self.key)
         if self.state == "ready":
             self._was_ready = True
         self._owner.on_change()
@@ -476,14 +481,10 @@ class Service:
         self._opening_store = asyncio.Lock()
         weights = {model.name: ServedWeights(model, cache_directory()) for model in models}  # hashed once
         services = [ModelService(own, model, self, weights[model.name]) for own, model in pipelines(config, models)]
-        self.models: Mapping[str, ModelService] = {
-            f"{service.name}/{service.replica}" if service.replica else service.name: service for service in services
-        }
+        self.models: Mapping[str, ModelService] = {service.key: service for service in services}
         for service in services:
             service.deployment = service.make_deployment(service.config, self._restart_limits(config), None)
-        self._swapper: ModelSwapper | None = None
-        if not config.replicas:
-            self._swapper = ModelSwapper(self.models, lambda: self.groups, self.on_change)
+        self.swapper = ModelSwapper(self.models, lambda: self.groups, self.on_change)
         self._start_groups(config, [service.deployment for service in services])
 
     def _restart_limits(self, config: Config) -> SupervisionLimits:
@@ -558,8 +559,7 @@ class Service:
         await asyncio.shield(self._stopping)
 
     async def _stop(self, drain_s: float, stop_s: float) -> None:
-        if self._swapper is not None:
-            self._swapper.close()
+        self.swapper.close()
         self.on_change()
         await asyncio.gather(*(service.drain(drain_s) for service in self.models.values()))
         await self._stop_groups(stop_s)
@@ -632,47 +632,12 @@ class Service:
         retries = [service.retry_in_s() for service in self.models.values()]
         return max((seconds for seconds in retries if seconds is not None), default=None)
 
-    # ---- models that are loaded on demand
-
-    @property
-    def swapper(self) -> ModelSwapper:
-        """What loads and unloads models.  Raises AdminError with replicas, which are always loaded."""
-        if self._swapper is None:
-            raise AdminError("replicas are loaded as long as their groups run; stop or restart the groups")
-        return self._swapper
-
-    def control(self, service: ModelService) -> LoadControl | None:
-        return None if self._swapper is None else LoadControl(self._swapper, self._key(service))
-
-    def model_state(self, service: ModelService) -> ModelState:
-        return ModelState.LOADED if self._swapper is None else self._swapper.state(self._key(service))
-
-    def _key(self, service: ModelService) -> str:
-        return next(name for name, one in self.models.items() if one is service)
-
-    def on_placed(self, service: ModelService) -> None:
-        if self._swapper is not None:
-            self._swapper.on_placed(self._key(service))
-
-    def on_moved(self, service: ModelService) -> None:
-        if self._swapper is not None:
-            self._swapper.on_moved(self._key(service))
-
-    def on_complete(self, service: ModelService) -> None:
-        if self._swapper is not None:
-            self._swapper.on_complete(self._key(service))
-
-    def on_not_loaded(self, service: ModelService, reason: str) -> None:
-        if self._swapper is not None:
-            self._swapper.on_not_loaded(self._key(service), reason)
-
     # ---- the owner of models
 
     def on_engine_made(self, service: ModelService, engine: Engine) -> None:
         if self.replicated is not None:
             self.replicated.add(service.replica, engine)
-        if self._swapper is not None:
-            engine.on_busy = partial(self._swapper.on_busy, self._key(service))
+        engine.on_busy = partial(self.swapper.on_busy, service.key)
         self.on_engine(service, engine)
 
     async def open_store(
@@ -696,8 +661,7 @@ class Service:
         if service is not next(one for one in self.models.values() if group in one.groups):
             return
         supervised = service.groups[group]
-        if self._swapper is not None:
-            self._swapper.on_group_state(group, state, reason)
+        self.swapper.on_group_state(group, state, reason)
         if state is State.BACKOFF or (state is State.FAILED and supervised.retry_in_s is not None):
             self.restart_reasons[group]["resources" if supervised.shortage else "failure"] += 1
         self.observer.state(group, state, reason)

@@ -122,12 +122,12 @@ async def test_memory_is_back_at_the_same_level_after_each_round(tmp_path, expec
         levels = []
         for _ in range(3):
             assert await answers(service) == expected
-            await service.swapper.unload("window")
+            await service.models["window"].control.unload()
             assert states(service) == dict.fromkeys(NAMES, "unloaded")
             levels.append(resident_bytes(service))
         assert levels[-1] - levels[1] < 8 << 20
         pids = [group.pid for group in service.groups.values()]
-        await service.swapper.load("dense")
+        await service.models["dense"].control.load()
         assert states(service)["dense"] == "loaded"
         assert [group.pid for group in service.groups.values()] == pids
 
@@ -156,11 +156,11 @@ async def test_a_reload_moves_the_layers_of_a_model_that_is_not_loaded(tmp_path,
     file.write_text(f'[model]\npath = "{MODELS["qwen3"]}"\nttl = 30.0\n{GROUP}{placement}')
     async with running(file, tmp_path) as service:
         [name] = service.models
-        await service.swapper.unload(name)
+        await service.models[name].control.unload()
         changed = await AdminOperations(service).reload(load(file, ["placement.target_layer_split=0-1,1-4"]))
         assert [*changed] == ["placement.target_layer_split"]
         assert await generate(service, PROMPTS[0], N_TOKENS) == expected["dense", 0]
-        await service.swapper.unload(name)
+        await service.models[name].control.unload()
         assert await generate(service, PROMPTS[1], N_TOKENS) == expected["dense", 1]
 
 
@@ -192,7 +192,7 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_the_others_serve(tmp_p
         assert "model hybrid could not be loaded" in finished.error.message
         assert str(copy) in finished.error.message
         with pytest.raises(LucevisorError, match=r"model hybrid is not loaded: .*model.gguf"):
-            await service.swapper.load("hybrid")
+            await service.models["hybrid"].control.load()
         assert await generate(service.models["dense"], PROMPTS[0], N_TOKENS) == expected["dense", 0]
         assert {group.restarts for group in service.groups.values()} == {0}
 
@@ -272,23 +272,23 @@ async def test_a_pinned_model_is_not_unloaded(tmp_path):
     file = write(tmp_path, "dense", keys="pin = true")
     async with running(file, tmp_path) as service:
         with pytest.raises(AdminError, match="model dense is pinned"):
-            await service.swapper.unload("dense")
+            await service.models["dense"].control.unload()
 
 
 async def test_orders_that_another_one_revokes_are_answered(tmp_path):
     async with running(write(tmp_path, "dense"), tmp_path) as service:
-        swapper = service.swapper
-        loading = asyncio.ensure_future(swapper.load("dense"))
+        control = service.models["dense"].control
+        loading = asyncio.ensure_future(control.load())
         await until(lambda: states(service)["dense"] == "loading")
-        await swapper.unload("dense")
+        await control.unload()
         with pytest.raises(LucevisorError, match="model dense is not loaded: it was unloaded meanwhile; load it again"):
             await asyncio.wait_for(loading, 20.0)
-        await swapper.load("dense")
+        await control.load()
         answer = asyncio.ensure_future(generate(service.models["dense"], PROMPTS[0], 200))
         await until(lambda: service.models["dense"].engine.busy)
-        unloading = asyncio.ensure_future(swapper.unload("dense"))
+        unloading = asyncio.ensure_future(control.unload())
         await asyncio.sleep(0)
-        await swapper.load("dense")
+        await control.load()
         with pytest.raises(AdminError, match="model dense is not unloaded: it was loaded again meanwhile"):
             await asyncio.wait_for(unloading, 20.0)
         await answer

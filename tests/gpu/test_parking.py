@@ -115,6 +115,6 @@ async def test_parked_models_come_back_and_answer_as_before(tmp_path: Path) -> N
         for _ in range(3):
             assert await answers(service) == first
         assert service.groups["gpu"].restarts == 0
-        await service.swapper.unload("dense")
+        await service.models["dense"].control.unload()
         assert service.models["dense"].model_state.value == "unloaded"
         assert await answers(service) == first
