@@ -26,8 +26,6 @@ from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.model.gguf_files import part_paths
 from lucevisor.model.gguf_header import GgufError
 
-PROBE_S = 120.0
-"""Importing torch from a cold disk takes a minute."""
 _HARDWARE = ("/proc/sys/kernel/random/boot_id", "/proc/driver/nvidia/version", "/sys/module/amdgpu/version")
 _DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvidia-caps/*", "/dev/dri/render*", "/dev/kfd")
 _VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -143,13 +141,13 @@ def state_of(answer: Interpreter) -> list[str]:
 
 def probe_interpreter(python: str) -> Interpreter:
     """Ask an interpreter for its torch and devices. Never raises; see ``problem``."""
-    command = [python, "-P", "-c", _PROBE]
+    command, timeout_s = [python, "-P", "-c", _PROBE], 120.0  # importing torch from a cold disk takes a minute
     try:
-        done = subprocess.run(command, capture_output=True, timeout=PROBE_S, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL)
     except OSError as error:
         return Interpreter(python=python, problem=error.strerror or str(error))
     except subprocess.TimeoutExpired:
-        return Interpreter(python=python, problem=f"no answer within {PROBE_S:.0f} s")
+        return Interpreter(python=python, problem=f"no answer within {timeout_s:.0f} s")
     try:
         answer = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=Interpreter)
         return msgspec.structs.replace(answer, python=python)

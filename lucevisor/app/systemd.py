@@ -14,7 +14,6 @@ import structlog
 
 log = structlog.get_logger("lucevisor.app")
 
-_FIRST_FD: Final = 3
 _REPEATED: Final = {"WATCHDOG", "STATUS", "EXTEND_TIMEOUT_USEC"}
 _POLL_S: Final = 0.25
 EXTEND_S: Final = 30.0
@@ -133,7 +132,7 @@ def listen_sockets(environ: Mapping[str, str] = os.environ, pid: int | None = No
     if environ.get("LISTEN_PID") != str(pid or os.getpid()) or not count.isdecimal():
         return []
     sockets = []
-    for fd in range(_FIRST_FD, _FIRST_FD + int(count)):
+    for fd in range(3, 3 + int(count)):
         os.set_inheritable(fd, False)
         sockets.append(socket.socket(fileno=fd))
     return sockets

@@ -20,7 +20,6 @@ _BUFFERED_BYTES = 256 * 1024  # of each stream
 _MOST_READ_BYTES = 48 * 1024  # of each stream: Ray carries 100 kB in an answer, and more through its object store
 _INPUT_END_S = 10.0  # without output after the end of its input, until the child is asked to end
 _TERMINATED_S = 5.0  # from SIGTERM to SIGKILL
-_HELD_PIPE_S = 1.0  # a grandchild may hold a pipe of a child that has ended
 
 # In the child, before its exec: it is tied to this process, and gets back what Ray takes from its workers, signals that
 # are blocked in their threads and the priority of the node.
@@ -175,7 +174,7 @@ class RemoteProcess:
         while True:
             with self._changed:
                 self._changed.wait_for(has_room)
-            if not poll.poll(_HELD_PIPE_S * 1000):
+            if not poll.poll(1000):  # a grandchild may hold a pipe of a child that has ended
                 if self._status is not None:
                     break
                 continue

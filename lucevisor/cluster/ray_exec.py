@@ -26,17 +26,11 @@ from lucevisor.cluster.ray_nodes import (
     one_line,
 )
 
-BROKEN = 255
-"""Exit code when the command did not start or contact with it was lost, as ssh has it."""
-
 _BEAT_S = 1.0
 _SILENCE_S = 20.0  # without the other side, both give up; the daemon's own connections notice a cut sooner
-_HEAD_S = 50.0  # without Ray's head; after 60 s Ray ends this process and the actor's without a word
 _JOINED_S = 30.0  # until Ray has connected this process
-_PLACED_S = 30.0  # until a node has the resources free, such as those of the daemon before
 _STARTED_S = 60.0  # until Ray has a worker, whose interpreter may come from a slow disk
 _CHUNK_BYTES = 64 * 1024  # Ray carries up to 100 kB in a call itself
-_N_METHODS = 6  # of the actor at once: beat, read, write, signals
 _RELAYED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -60,10 +54,10 @@ class _Relay:
             self._ray = ray = connect(address)
             connecting.cancel()
             ray.cloudpickle.register_pickle_by_value(ray_actor)  # the node need not have lucevisor
-            options = actor_options(ray, place, _PLACED_S)
+            options = actor_options(ray, place, 30.0)  # the daemon before may still have the resources
             actor = (
                 ray.remote(ray_actor.RemoteProcess)
-                .options(name=command_name(name), max_concurrency=_N_METHODS, **options)
+                .options(name=command_name(name), max_concurrency=6, **options)  # beat, read, write, signals
                 .remote(_SILENCE_S)
             )
             failure = ray.get(actor.start.remote(list(command), place.resources.get("GPU", 0) > 0), timeout=_STARTED_S)
@@ -90,7 +84,8 @@ class _Relay:
     def _watch_head(self) -> NoReturn:
         address = self._ray.get_runtime_context().gcs_address
         seen_s = time.monotonic()
-        while time.monotonic() - seen_s < _HEAD_S:
+        # After 60 s Ray ends this process and the actor's without a word.
+        while time.monotonic() - seen_s < 50.0:
             time.sleep(_BEAT_S)
             if accepts_connections(address):
                 seen_s = time.monotonic()
@@ -130,7 +125,8 @@ class _Relay:
     def _give_up(self, sentence: str) -> NoReturn:
         self._last_word.acquire()
         os.write(self._err_fd, f"lucevisor: {sentence}\n".encode(errors="replace"))
-        os._exit(BROKEN)  # Ray ends the actors of a driver that is gone, and gives back what they had reserved
+        # As ssh does; Ray ends the actors of a driver that is gone, and gives back what they had reserved.
+        os._exit(255)
 
     def _explain(self, error: Exception) -> str:
         errors = self._ray.exceptions

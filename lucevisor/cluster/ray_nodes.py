@@ -19,9 +19,6 @@ NAMESPACE = "lucevisor"
 """Namespace of the actors, where `lucevisor cluster status` finds them."""
 
 INSTALL = f"{sys.executable} -m pip install 'lucevisor[ray]'"
-_CONNECTED_S = 2.0
-_DESCRIBED_S = 5.0
-_OF_NODE = 0.001  # of the resource `node:ADDRESS`, of which every node has 1
 
 
 class RayError(Exception):
@@ -130,7 +127,7 @@ def accepts_connections(address: str) -> bool:
     """True if a part of Ray answers at HOST:PORT. Ray itself counts one as alive for up to a minute after its end."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECTED_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
     except (OSError, ValueError):
         return False
     return True
@@ -174,7 +171,7 @@ def running_commands(ray: Any) -> dict[str, list[Command]]:
     for actor in sorted(actors):
         name, host, starter, _ = actor.rsplit("/", 3)
         with contextlib.suppress(Exception):  # it has just ended, or its node hangs
-            node, pid = ray.get(ray.get_actor(actor).describe.remote(), timeout=_DESCRIBED_S)
+            node, pid = ray.get(ray.get_actor(actor).describe.remote(), timeout=5.0)
             found.setdefault(node, []).append(Command(name, pid, host, int(starter)))
     return found
 
@@ -219,7 +216,7 @@ def actor_options(ray: Any, place: Place, timeout_s: float) -> dict[str, Any]:
         return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)}
     bundle = dict(place.resources)
     if node is not None:
-        bundle[f"node:{node.address}"] = _OF_NODE
+        bundle[f"node:{node.address}"] = 0.001  # of which every node has 1
     group = placement_group([bundle], strategy="STRICT_PACK")
     if not group.wait(timeout_s):
         wanted = describe_resources(place.resources)

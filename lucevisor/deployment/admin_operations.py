@@ -20,9 +20,6 @@ from lucevisor.errors import AdminError, ConfigError, ConfigErrors, LucevisorErr
 from lucevisor.kv_transfer.exports import ExportedState
 from lucevisor.supervision.events import State
 
-FREEZE_S: Final = 15.0
-"""Timeout in seconds for the steps in flight, before the state is copied."""
-
 DEPLOYMENT_KEYS: Final[tuple[str, ...]] = ("placement.", "groups.", "draft.device", "recovery.journal",
                    "recovery.spares", "recovery.restart_limit")  # fmt: skip
 """Keys, and prefixes of keys, that may change with another deployment."""
@@ -60,9 +57,10 @@ async def freeze_and_export(engine: Engine, earlier: Deployment) -> ExportedStat
     """Suspend requests, and copy all state to host memory.  Raises LucevisorError, and then requests continue."""
     assert earlier.placement is not None
     try:
-        frozen = await engine.freeze(FREEZE_S, "reload")
+        timeout_s = 15.0  # for the steps in flight
+        frozen = await engine.freeze(timeout_s, "reload")
         while frozen is None and engine.ready:  # a daemon was lost, and came back
-            frozen = await engine.freeze(FREEZE_S, "reload")
+            frozen = await engine.freeze(timeout_s, "reload")
         if frozen is None:
             raise LucevisorError("running requests could not be paused; try again")
         return await earlier.export_state(frozen, {stage.group for stage in earlier.placement.stages})

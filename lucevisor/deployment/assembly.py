@@ -129,10 +129,6 @@ class DraftAssembly:
         self._on_change()
 
 
-MAX_REPLAYS: Final = 2
-"""Loads of a group with a replay since the last loss.  Further loads have none, in case the replay is what fails."""
-
-
 class PipelineAssembly:
     """Joins the daemons of one placement into a pipeline.
 
@@ -191,9 +187,9 @@ class PipelineAssembly:
     async def replay(self, group: str, timeout_s: float) -> StateReplay | None:
         """Return the steps that a lost group's next daemon computes while it loads; the caller closes their file.
 
-        None without such steps, and after MAX_REPLAYS daemons that did not load.
+        None without such steps, and after two daemons that did not load: the replay may be what fails.
         """
-        if group not in self._lost or self._replaying[group] == MAX_REPLAYS:
+        if group not in self._lost or self._replaying[group] == 2:
             return None
         stages = [stage for stage, name in enumerate(self._stage_groups) if name == group]
         self._replaying[group] += 1  # here, for a loss that comes before it is sent makes it out of date

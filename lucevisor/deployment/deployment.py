@@ -56,12 +56,9 @@ from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.machine import SupervisionLimits
 from lucevisor.suspend_clock import SuspendAwareClock
 
-OPTIONAL_GROUPS_S = 5.0
-"""Seconds to wait for optional groups once all others have sent hello."""
-
 
 class PlacementBarrier:
-    """Waits for the hellos of all ``groups``, and OPTIONAL_GROUPS_S for ``others``, then places the model once."""
+    """Waits for the hellos of all ``groups``, and 5 s for ``others``, then places the model once."""
 
     def __init__(
         self,
@@ -97,7 +94,7 @@ class PlacementBarrier:
 
     async def _wait_for_others(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with suspend_clock.timeout(OPTIONAL_GROUPS_S):
+            async with suspend_clock.timeout(5.0):
                 while self._others - self._hellos.keys() - self._failed:
                     self._news.clear()
                     await self._news.wait()

@@ -18,8 +18,6 @@ from typing import Final
 
 TURN_S: Final = 5.0
 """Time for which a model is served before it makes room while it is busy; four times its load if that is longer."""
-EPSILON: Final = 1e-6
-"""Tolerance of sums of shares."""
 
 
 class ModelState(StrEnum):
@@ -252,7 +250,7 @@ class SwapPolicy:
         assert model.shares is not None
         others = [other.shares or {} for other in self._present() if other not in without]
         used = {memory: sum(shares.get(memory, 0.0) for shares in others) for memory in model.shares}
-        return all(used[memory] + share <= 1.0 + EPSILON for memory, share in model.shares.items())
+        return all(used[memory] + share <= 1.0 + 1e-6 for memory, share in model.shares.items())
 
     def _make_room(self, model: ModelUse, now: float) -> None:
         """Evict as few models as it takes, idle ones first, the least recently used of these."""

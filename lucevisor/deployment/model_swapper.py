@@ -35,8 +35,6 @@ from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
 
 NOT_LOADED: Final = "the model is not loaded; a request loads it"
-STOP_S: Final = 4.0
-"""Time that the daemon of an idle group has to exit before SIGKILL."""
 
 log = structlog.get_logger("lucevisor.deployment")
 
@@ -245,7 +243,7 @@ class ModelSwapper:
     async def _stop(self, group: str) -> None:
         log.info("stopping group: its models are idle", group=group)
         try:
-            await self._groups()[group].stop(deadline_s=STOP_S)
+            await self._groups()[group].stop()
         finally:
             del self._ending[group]
             self.policy.on_daemon_lost(group, self._loop.time())

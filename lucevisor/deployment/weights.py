@@ -184,9 +184,6 @@ written since."""
 COARSE_TICK_S = 2.0
 """The age of a file time that proves as much on file systems that store whole seconds."""
 
-CLOSE_S = 2.0
-"""Timeout in seconds for the end of a pass, which takes one read of 1 MiB unless the disk hangs."""
-
 _RELOAD = "`lucevisor stop`, then `lucevisor start`, loads the new file into every group"
 
 log = structlog.get_logger("lucevisor.deployment")
@@ -244,12 +241,12 @@ class ModelWeights:
         return f"{100 * done // max(total, 1)} % of {total / 1e9:.1f} GB"
 
     async def close(self) -> None:
-        """Stop hashing; returns when no thread reads any more, or after CLOSE_S."""
+        """Stop hashing; returns when no thread reads any more, unless the disk hangs."""
         for progress in self._passes:
             progress.stop = True
         tasks = [*self._comparing.values(), *([self._hashing] if self._hashing is not None else [])]
         if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_S)
+            await asyncio.wait(tasks, timeout=2.0)
 
     def _on_hashed(self, task: asyncio.Task[dict[str, str]]) -> None:
         if task.cancelled():

@@ -14,16 +14,14 @@ from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_tree import NO_STATE, Node, PrefixSlot, PrefixTree
 from lucevisor.model.values import KvGroup
 
-_MAX_LISTED = 20
-
 
 class AccountingError(Exception):
     """Ids and their owners do not add up: a defect.  ``problems`` holds one line each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)
-        more = len(self.problems) - _MAX_LISTED
-        listed = self.problems[:_MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
+        more = len(self.problems) - 20
+        listed = self.problems[:20] + ([f"and {more} more"] if more > 0 else [])
         super().__init__("inconsistent accounting: " + "; ".join(listed))
 
 

@@ -16,8 +16,6 @@ from lucevisor.model.values import Q8_GROUP, Dtype, KvGroup, dtype_bytes, q8_gro
 
 PAGE_ROWS = 2
 """Rows of an attention layer's memory that a page takes: its keys and its values."""
-MAX_PADDING = 1.5
-"""An extent takes at most so many times the bytes of a state's matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ def extent_of(spec: ModelSpec, kv_dtype: Dtype) -> Extent | None:
         sum(layer.kv_group is kv_group for layer in spec.layers) for kv_group in (KvGroup.RECURRENT, KvGroup.FULL)
     ]
     fewest = -(-counts[0] // counts[1])
-    for n in range(fewest, int(fewest * MAX_PADDING) + 1):
+    for n in range(fewest, int(fewest * 1.5) + 1):  # at most half more than the bytes of a state's matrices
         if n * matrix_bytes % page_bytes == 0:
             return Extent(n * matrix_bytes // page_bytes, n)
     return None

@@ -19,8 +19,6 @@ GEMMA4V: Final = "gemma4v"
 IMAGE_ID: Final = 1 << 31
 """Ids of an image's tokens begin here, where no vocabulary reaches: 31 bits each of a hash of its content, so that two
 images have the same ids where they are the same, and nowhere else."""
-MAX_ASPECT: Final = 200
-"""The longer side of an image divided by the shorter one, as the model's own processor has it."""
 
 
 class Projector(NamedTuple):
@@ -150,8 +148,8 @@ def resized(size: ImageSize, cell: int, min_tokens: int, max_tokens: int) -> Ima
     Raises ValueError for an image that is too narrow.
     """
     width, height = size
-    if max(width, height) > MAX_ASPECT * min(width, height):
-        raise ValueError(f"is {width} x {height} pixels: one side is more than {MAX_ASPECT} times the other")
+    if max(width, height) > 200 * min(width, height):  # as the model's own processor has it
+        raise ValueError(f"is {width} x {height} pixels: one side is more than 200 times the other")
     rows, columns = round(height / cell), round(width / cell)
     if rows * columns > max_tokens:
         scale = math.sqrt(height * width / (max_tokens * cell * cell))

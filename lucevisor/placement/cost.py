@@ -14,10 +14,10 @@ layer frees its part before the next one begins, so the largest layer counts:
                  SCORE_BYTES                                                   float32 on a GPU: scores in plain steps
     host pages   2 x HOST_CHUNK_PAGES x page of a layer of each shape             chunks on a GPU
                  host pages x sketches of the keys of each layer               where pages are ranked
-                 T x query heads x head dim x PARTIAL_COPIES x 4               parts of the output that are merged
-    output       n_sequences x V x SAMPLING_BYTES                              logits, sorted values and ids, counts
+                 T x query heads x head dim x 4 x 4                            parts of the output that are merged
+    output       n_sequences x V x 28                                          logits, sorted values and ids, counts
     GPU          min(largest matrix of blocks, DEQUANT_ELEMENTS) (12 + b)      dequantised in parts before GEMM
-                 LIBRARY_BYTES                                                 workspace of the BLAS libraries
+                 96 MiB                                                        workspace of the BLAS libraries
     graphs       the above of G tokens that attend to GRAPH_LENGTH positions   beside the eager step's, on a GPU: they
                  2 G x boundary width x b                                      have a pool, one input and one output
     cpu          largest int8 matrix x 2                                       widened for GEMM
@@ -55,10 +55,6 @@ from lucevisor.protocol.loading import PoolSizes
 RULE_COPIES, KERNEL_COPIES = 16, 4
 SCORE_BYTES = 3 * 4 * SCORE_ELEMENTS
 """Scores in float32, masked, and their softmax."""
-SAMPLING_BYTES = 28
-PARTIAL_COPIES = 4
-"""Copies of the output in float32: two parts, and the workspace that merges them."""
-LIBRARY_BYTES = 96 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +174,7 @@ class CostModel:
         found = self._range(shard)
         out = self._layer_bytes(shard, steps, 4, RULE_COPIES)
         if shard.last:
-            out += steps.max_sequences * self.spec.vocabulary * SAMPLING_BYTES
+            out += steps.max_sequences * self.spec.vocabulary * 28
         if shard.backend is Backend.CPU:
             few = steps.max_sequences <= INT8_GEMV_ROWS
             return out + 2 * max(0 if few else found.end_int8, found.largest_int8)
@@ -187,7 +183,7 @@ class CostModel:
             out += 2 * HOST_CHUNK_PAGES * found.page_bytes + sketches
         expanded = min(DEQUANT_ELEMENTS, found.largest_blocks)
         scores = SCORE_BYTES if self.dtype is Dtype.FLOAT32 else 0
-        out += expanded * (12 + dtype_bytes(self.dtype, 1)) + LIBRARY_BYTES + scores
+        out += expanded * (12 + dtype_bytes(self.dtype, 1)) + (96 << 20) + scores
         if self.kv_dtype is Dtype.Q8_0:  # whose chunks are not captured
             return out
         return out + self._graph_bytes(shard, steps) + expanded * dtype_bytes(self.dtype, 1) + scores
@@ -277,7 +273,7 @@ def _mixer_bytes(layer: _Layer, backend: Backend, steps: StepSizes, rule_copies:
         seen, n_pages = steps.max_context, steps.pools.window_pages
         if layer.window:
             seen = min(seen, layer.window - 1 + steps.max_tokens)
-    partial = steps.max_tokens * layer.output_width * PARTIAL_COPIES * 4 if steps.pools.host_pages else 0
+    partial = steps.max_tokens * layer.output_width * 4 * 4 if steps.pools.host_pages else 0
     on_gpu = backend is not Backend.CPU  # its kernels read the pages of short slices in place
     n_gathered = 1 if on_gpu else steps.n_together
     read = partial + n_gathered * min(n_pages, pages_of(seen) + 1) * layer.read_bytes

@@ -130,11 +130,6 @@ def without_drafter(result: Placement | Infeasible, draft: DrafterSizing, reason
     return replace(result, draft_left_out=reason, notices=(*result.notices, notice))
 
 
-CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
-"""Tokens of one message to the scoring stage: other stages of its daemon wait for so many."""
-MIN_WINDOW_TOKENS = 256
-
-
 @dataclass(frozen=True, slots=True)
 class ScorerSizing:
     """A scoring model on ``target``, whole but for its output matrix."""
@@ -173,10 +168,11 @@ def place_scorer(
         why = "is a model none of whose layers attends to all positions: it cannot score"
         raise PlacementError("pflash.path", config.pflash.path, why, "name another model", file=file)
     window_tokens = min(config.pflash.window, scorer.context_tokens)
-    if window_tokens < MIN_WINDOW_TOKENS:
-        why = f"has a context of {window_tokens} tokens; a window takes {MIN_WINDOW_TOKENS}"
+    if window_tokens < 256:
+        why = f"has a context of {window_tokens} tokens; a window takes 256"
         raise PlacementError("pflash.path", config.pflash.path, why, "name another model", file=file)
-    step_tokens = min(window_tokens, CPU_STEP_TOKENS if target.backend is Backend.CPU else GPU_STEP_TOKENS)
+    # Other stages of its daemon wait for so many.
+    step_tokens = min(window_tokens, 512 if target.backend is Backend.CPU else 2048)
     shard = Shard(target.device, target.backend, LayerRange(0, scorer.n_layers), first=True, last=False)
     pools = score_pools(scorer.kv_groups(), window_tokens)
     steps = StepSizes(step_tokens, 1, window_tokens, window_tokens, 1, pools)

@@ -15,8 +15,6 @@ import msgspec
 
 from lucevisor.placement.formatting import format_bytes, format_seconds
 
-MESSAGE_S = 40e-6
-"""What both ends of a message over TCP take."""
 SUPERVISOR = ""
 """The supervisor's own host, as `TargetDevice.host` names it."""
 
@@ -35,7 +33,7 @@ class Link(msgspec.Struct, frozen=True):
 
     def message_s(self, n_bytes: int) -> float:
         """Return the seconds from the sending of ``n_bytes`` until the other end has read them."""
-        return self.round_trip_s / 2 + MESSAGE_S + n_bytes / self.bytes_per_s
+        return self.round_trip_s / 2 + 40e-6 + n_bytes / self.bytes_per_s  # both ends take 40 us
 
     def __str__(self) -> str:
         how = f"measured {self.measured}" if self.measured else "assumed, as it was not measured yet"

@@ -83,18 +83,10 @@ must save twice that, as without it another host can be lost, and snapshots cros
 """
 DEVICES_KEY, SPLIT_KEY = "placement.target_devices", "placement.target_layer_split"
 MIN_CHUNK = 64  # the smallest prefill chunk that advice names
-FEW_SEQUENCES, FEW_SLOTS, FEW_BYTES = 8, 32, 1 << 30
-"""Automatic sequences, prefix slots and their memory on a cpu, and where free memory is unknown."""
-FEW_TEXTS = 32
-"""Automatic sequences of a model that only pools: each takes one step."""
-MANY_SEQUENCES, MANY_SLOTS = (128, 64, 32, 16), 512
-"""Automatic sequences, the most that memory allows, and prefix slots on GPUs."""
+FEW_SLOTS = 32
+"""Automatic prefix slots on a cpu, and where free memory is unknown."""
 ALL_BYTES = 1 << 62
 """Automatic memory of prefix slots on GPUs where pages and recurrent states share it: what running requests leave."""
-ON_DEMAND_SHARES = (1 / 8, 1 / 4, 1 / 2)
-"""Shares of the memory for a model that is loaded on demand, before all of it."""
-LEFT = 0.95
-"""Share of the context that an automatic capacity leaves where they do: states need some memory of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +103,9 @@ class Capacity:
         if not pooling.generates:
             slots = 0
         return cls(
-            (FEW_SEQUENCES if pooling.generates else FEW_TEXTS) if n == "auto" else n,
+            (8 if pooling.generates else 32) if n == "auto" else n,  # a text that is pooled takes one step
             auto_slots if slots == "auto" else slots,
-            FEW_BYTES if n_bytes == "auto" else n_bytes,
+            1 << 30 if n_bytes == "auto" else n_bytes,
         )
 
 
@@ -140,7 +132,7 @@ def plan(
     case = _Case(spec, inventory, drafter, scorer, links or Links(), encoder)
     speed_model = None if speeds is None else SpeedModel.of(spec, speeds)
     if not config.model.preload and config.model.memory_share == "auto" and len(config.neighbours) > 1:
-        for share in ON_DEMAND_SHARES:
+        for share in (1 / 8, 1 / 4, 1 / 2):
             result = case.place(replace(config, model=replace(config.model, memory_share=share)), speed_model)
             wanted = min(REFERENCE_TOKENS, spec.context_tokens)
             if isinstance(result, Placement) and not result.draft_left_out and result.max_context >= wanted:
@@ -204,7 +196,7 @@ class _Case:
         draft = place_drafter(config, self.drafter, targets, self.inventory)
         scoring = place_scorer(config, self.scorer, targets, self.inventory, (dtype.dtype, kv_dtype.dtype))
         extras = scoring, place_encoder(config, self.encoder, self.spec, targets, self.inventory, dtype.dtype)
-        slots = MANY_SLOTS if _are_known_gpus(targets) else FEW_SLOTS
+        slots = 512 if _are_known_gpus(targets) else FEW_SLOTS
         capacity = Capacity.configured(config, slots, self.spec.pooling)
         dtypes = dtype, kv_dtype
         return _PlanAttempt(self.spec, config, targets, dtypes, speed_model, draft, extras, capacity, self.links)
@@ -315,13 +307,14 @@ def _with_largest_capacity(
     def as_good(found: Placement | Infeasible) -> TypeGuard[Placement]:
         return (
             isinstance(found, Placement)
-            and found.max_context >= small.max_context * (LEFT if found.pools.state_pages else 1)
+            # Where pages and states share memory, states need some of their own.
+            and found.max_context >= small.max_context * (0.95 if found.pools.state_pages else 1)
             and found.pool_pages == small.pool_pages
             and (found.draft is None) == (small.draft is None)
         )
 
     best = small
-    for n in MANY_SEQUENCES if config.engine.max_sequences == "auto" else ():
+    for n in (128, 64, 32, 16) if config.engine.max_sequences == "auto" else ():
         found = planned(replace(capacity, max_sequences=n))
         if as_good(found) and 2 * _state_bytes(found) >= _state_bytes(small):
             best, capacity = found, replace(capacity, max_sequences=n)

@@ -30,8 +30,6 @@ MAX_HEADER_BYTES = 128 << 20
 MAX_TOKENS = 1 << 24
 """Tokens of one file at most; more than any context."""
 
-_NO_CHECKSUM = "0" * 16
-
 
 class Fault(StrEnum):
     """Reasons to refuse a file, as metric labels."""
@@ -168,7 +166,7 @@ def lay_out(model: StateModel, slot: SlotRecord) -> SnapshotHeader:
             packed_tokens=pack_tokens(slot.tokens),
             created_s=float(slot.created_s),
             tensors=tuple(tensors),
-            checksums={t.name: _NO_CHECKSUM for t in tensors},
+            checksums={t.name: "0" * 16 for t in tensors},
             data_start=0,
             draft_fingerprint=draft.fingerprint if draft is not None else "",
             paged_out=slot.paged_out,

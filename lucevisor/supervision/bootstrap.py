@@ -18,9 +18,6 @@ import time
 from pathlib import Path
 
 EXIT_CONFIGURATION = 78  # as in lucevisor/protocol/process.py, which is not here yet
-TERMINATE_S = 3.0
-KEPT_S = 30 * 86400.0
-"""Source that no daemon has been started from for so long, and that none runs from, is removed."""
 SIGNALS = {b"s": signal.SIGUSR1, b"t": signal.SIGTERM, b"k": signal.SIGKILL}
 """Signals by order: stacks, terminate, kill."""
 
@@ -39,8 +36,9 @@ def install(archive: bytes, code_hash: str) -> Path:
         refuse(
             f"{cache} on {os.uname().nodename} can be changed by other users: remove it, or set XDG_CACHE_HOME there"
         )
-    for other in cache.iterdir():
-        if other.name != code_hash and time.time() - other.lstat().st_mtime > KEPT_S and use(other, fcntl.LOCK_EX):
+    for other in cache.iterdir():  # source of which no daemon was started for a month, and none runs
+        unused_s = time.time() - other.lstat().st_mtime
+        if other.name != code_hash and unused_s > 30 * 86400.0 and use(other, fcntl.LOCK_EX):
             subprocess.run(["rm", "-rf", str(other)], check=False)
     directory = cache / code_hash
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -92,7 +90,7 @@ def follow_orders(process: "subprocess.Popen[bytes]", orders: io.BufferedReader)
     while order := orders.read(1):
         process.send_signal(SIGNALS[order])
     process.terminate()
-    time.sleep(TERMINATE_S)
+    time.sleep(3.0)
     process.kill()
 
 

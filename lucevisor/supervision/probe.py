@@ -21,8 +21,6 @@ from lucevisor.supervision.child import ProcessEnd, SpawnError, stage_packages
 from lucevisor.supervision.events import ProcessSignal
 from lucevisor.supervision.launcher import Launcher, open_listener
 
-HELLO_S, EXIT_S = 60.0, 3.0
-
 
 @dataclass(frozen=True, slots=True)
 class Probe:
@@ -102,8 +100,8 @@ async def probe(
     heartbeat = child.open_heartbeat(f"{group.name} heartbeat", lambda _: None, lambda _: None)
     expected = Expected(group.name, Backend(group.backend), launcher.source_hash, list(devices))
     try:
-        if not await session.answer(session.hello, HELLO_S):
-            return Probe(problem=session.problem(f"no hello within {HELLO_S:.0f} s"))
+        if not await session.answer(session.hello, 60.0):
+            return Probe(problem=session.problem("no hello within 60 s"))
         hello = session.hello.result()
         if problems := check_hello(hello, expected):
             return Probe(hello, problem="; ".join(map(str, problems)))
@@ -117,9 +115,9 @@ async def probe(
     finally:
         with contextlib.suppress(ProtocolError):
             link.send(Shutdown("the probe is over"))
-        await asyncio.wait({session.ended}, timeout=EXIT_S)
+        await asyncio.wait({session.ended}, timeout=3.0)
         if not session.ended.done():
             child.send(ProcessSignal.KILL)
-            await asyncio.wait({session.ended}, timeout=EXIT_S)
+            await asyncio.wait({session.ended}, timeout=3.0)
         link.close()
         heartbeat.close()

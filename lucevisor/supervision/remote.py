@@ -26,9 +26,6 @@ from lucevisor.supervision.child import Child, ProcessEnd, StagedPackages, expla
 from lucevisor.supervision.events import ProcessSignal
 
 BOOTSTRAP: Final = "import sys; stdin = sys.stdin.buffer; exec(stdin.read(int(stdin.readline())))"
-RELAY_S: Final = 2.0
-"""Time that an order to kill has to reach the daemon, before its launcher is killed."""
-
 OUT_OF_MEMORY: Final = "the kernel was out of memory and killed it"
 """Printed by the bootstrap."""
 _ORDERS: Final = {ProcessSignal.STACKS: b"s", ProcessSignal.TERMINATE: b"t", ProcessSignal.KILL: b"k"}
@@ -94,7 +91,7 @@ class RemoteChild(Child):
         self._write()
         if to_send is ProcessSignal.KILL and self._killing is None:
             self._killed = True
-            self._killing = self._loop.call_later(RELAY_S, super().send, to_send)
+            self._killing = self._loop.call_later(2.0, super().send, to_send)  # until the order has reached the daemon
 
     def _write(self) -> None:
         """Write what the pipe takes; the rest when it takes more."""
