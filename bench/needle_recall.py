@@ -26,7 +26,7 @@ from demo_drafts import answer
 from records import save
 from services import DEMO, ROOT, running
 
-from lucevisor.app.pflash import make_page_scorer
+from lucevisor.app.extra_models import make_page_scorer
 from lucevisor.model.gguf_files import open_model
 from lucevisor.text.tokenizer import Tokenizer
 

@@ -25,7 +25,7 @@ import structlog
 from make_gguf import SHAPES, write
 from services import running
 
-from lucevisor.app.pflash import make_compressor
+from lucevisor.app.extra_models import make_compressor
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.tokenizer import Tokenizer

@@ -38,13 +38,12 @@ from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.api.server import adopt, create_app, listen
 from lucevisor.app import logs, traces
 from lucevisor.app.endpoint import Endpoint
+from lucevisor.app.extra_models import make_compressor, make_encoder, make_image_reader, make_page_scorer
 from lucevisor.app.handover import Handover, no_room_error
 from lucevisor.app.model_files import FamilyCard, find_card, open_models, open_tokenizer, without_unusable
-from lucevisor.app.pflash import make_compressor, make_page_scorer
 from lucevisor.app.rundir import RunDirectory, log_path
 from lucevisor.app.status import LoadProgress, status
 from lucevisor.app.systemd import Notifier, SystemdReport, listen_sockets, watchdog_s
-from lucevisor.app.vision import make_encoder, make_image_reader
 from lucevisor.config import (
     ApiKey,
     Config,

@@ -9,8 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from lucevisor.app import logs
-from lucevisor.app.pflash import pflash_status
-from lucevisor.app.vision import vision_status
+from lucevisor.app.extra_models import pflash_status, vision_status
 from lucevisor.compression.compressor import Compressor
 from lucevisor.deployment.service import ModelService, Observer, Service
 from lucevisor.engine.recovery import RecoveryStatistics

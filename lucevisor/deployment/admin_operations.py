@@ -17,7 +17,7 @@ from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.service import RESTART_S, ModelService, Service
 from lucevisor.engine.shell import Engine
 from lucevisor.errors import AdminError, ConfigError, ConfigErrors, LucevisorError, NotReadyError, nearest, show
-from lucevisor.kv_transfer.exports import ExportedState
+from lucevisor.kv_transfer.transfers import ExportedState
 from lucevisor.supervision.events import State
 
 DEPLOYMENT_KEYS: Final[tuple[str, ...]] = ("placement.", "groups.", "draft.device", "recovery.journal",

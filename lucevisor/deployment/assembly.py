@@ -17,8 +17,7 @@ from msgspec.structs import replace
 
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.shell import DraftStage, Engine, StateReplay
-from lucevisor.kv_transfer.exports import ExportedState
-from lucevisor.kv_transfer.transfers import KvTransfer
+from lucevisor.kv_transfer.transfers import ExportedState, KvTransfer
 from lucevisor.protocol.arena import ORDERED
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame

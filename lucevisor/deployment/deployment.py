@@ -32,9 +32,8 @@ from lucevisor.engine.pipeline import StageFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.shell import Engine
 from lucevisor.errors import LucevisorError
-from lucevisor.kv_transfer.exports import ExportedState
 from lucevisor.kv_transfer.host_memory import HostMemory
-from lucevisor.kv_transfer.transfers import KvTransfer
+from lucevisor.kv_transfer.transfers import ExportedState, KvTransfer
 from lucevisor.model.gguf_files import OpenFile
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import Dtype

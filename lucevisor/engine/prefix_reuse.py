@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.sequence import LiveSequence, RequestRecord, page_operations, swap_operations
-from lucevisor.kv.measured_rate import MeasuredRate
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import HostMemoryFull, NoRoom, PagedOut
-from lucevisor.kv.prefix_cache import PrefixIndex, PrefixMatch, PrefixSettings, Reservation
+from lucevisor.kv.prefix_cache import MeasuredRate, PrefixIndex, PrefixMatch, PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import NO_STATE, CacheTier, Origin, SlotSource
 from lucevisor.kv.residency import page_table
 from lucevisor.model.values import PAGE_TOKENS, KvGroup

@@ -32,6 +32,22 @@ SHARED: Final = (KvGroup.FULL, KvGroup.RECURRENT)
 """The KV groups that may share memory."""
 
 
+@dataclass(slots=True)
+class MeasuredRate:
+    """Units a second.  With each measurement the earlier ones count a tenth less."""
+
+    n: float = 0.0
+    seconds: float = 0.0
+    measured_at: float = 0.0
+
+    def add(self, n: int, seconds: float, now: float) -> None:
+        self.n, self.seconds, self.measured_at = 0.9 * self.n + n, 0.9 * self.seconds + seconds, now
+
+    def seconds_for(self, n: int) -> float | None:
+        """Return how long ``n`` units take; None if that is not known."""
+        return n * self.seconds / self.n if self.n else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSettings:
     """Limits.  ``unit_bytes``: of a page, or of a sequence's recurrent states, over all shards.  ``checkpoint_pages``:

@@ -23,8 +23,7 @@ from lucevisor import __version__, suspend_clock
 from lucevisor.config import CacheConfig
 from lucevisor.engine.shell import Engine
 from lucevisor.errors import ConfigError
-from lucevisor.kv.measured_rate import MeasuredRate
-from lucevisor.kv.prefix_cache import PrefixHooks, Reservation
+from lucevisor.kv.prefix_cache import MeasuredRate, PrefixHooks, Reservation
 from lucevisor.kv.prefix_tree import CacheTier, PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.kv_transfer.host_tier import HostSlot, HostTier

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from lucevisor.cli import cli, cluster
 from lucevisor.config import checks, load
 from lucevisor.errors import ExitCode
-from lucevisor.supervision.remote import launch_command
+from lucevisor.supervision.launcher import launch_command
 from tests.config.boxes import SMALLEST, error_of
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.app.pflash import make_page_scorer
+from lucevisor.app.extra_models import make_page_scorer
 from lucevisor.kv.residency import Residency
 from lucevisor.model.families import open_spec
 from tests.combinations import slow

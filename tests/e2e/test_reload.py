@@ -19,7 +19,7 @@ from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.service import Service
 from lucevisor.errors import ConfigErrors, LucevisorError
-from lucevisor.kv_transfer.exports import ExportedState
+from lucevisor.kv_transfer.transfers import ExportedState
 from lucevisor.placement.result import Infeasible, Placement
 from tests.combinations import slow
 from tests.e2e.service import TRANSPORTS
@@ -94,7 +94,7 @@ async def test_what_cannot_be_reloaded_changes_nothing(tmp_path: Path, monkeypat
             with pytest.raises(LucevisorError, match="nothing is reloaded: group z is FAILED: it is z"):
                 await AdminOperations(service).reload(replace(config, recovery=limited))
             monkeypatch.undo()
-            monkeypatch.setattr("lucevisor.kv_transfer.exports.ExportedState.load", fails)
+            monkeypatch.setattr("lucevisor.kv_transfer.transfers.ExportedState.load", fails)
             with pytest.raises(LucevisorError, match="the memory is gone"):
                 await AdminOperations(service).reload(config)
         assert streams.wrong == []

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.kv_transfer.exports import ExportedState
 from lucevisor.kv_transfer.host_memory import HostMemory, HostMemoryShort
-from lucevisor.kv_transfer.transfers import KvTransfer
+from lucevisor.kv_transfer.transfers import ExportedState, KvTransfer
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Dtype, KvGroup, LayerRange
 from lucevisor.placement.result import HostOwner

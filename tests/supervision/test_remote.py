@@ -22,9 +22,8 @@ from lucevisor.protocol.tcp import Credentials, connect
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.launcher import Launcher, open_listener
+from lucevisor.supervision.launcher import Launcher, open_listener, portable_path
 from lucevisor.supervision.listener import Listener
-from lucevisor.supervision.remote import portable_path
 from tests.supervision.real_groups import FAST, Owner, brisk, environment_of, ready, runs, stage_tiny
 from tests.waiting import until
 

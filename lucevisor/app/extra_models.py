@@ -1,16 +1,23 @@
-"""PFlash in a running supervisor: the compressor of a deployment, and its part of the status."""
+"""The models beside the served one in a running supervisor: who scores and encodes, and their parts of the status."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from lucevisor.api.contexts import ApiSettings
+from lucevisor.api.images import ImageReader
 from lucevisor.compression.compressor import CompressionSettings, CompressionStatistics, Compressor
 from lucevisor.compression.windows import WindowScorer
+from lucevisor.config import Config
 from lucevisor.deployment.extra_models import ScorerClient
+from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import ModelService
 from lucevisor.engine.page_ranking import PageScorer
-from lucevisor.errors import ScoringError
+from lucevisor.errors import ScoringError, VisionError
+from lucevisor.model.vision import EncoderImage
+from lucevisor.placement.extra_models import image_tokens
 from lucevisor.text.tokenizer import Tokenizer
 
 _SAME = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", "tokenizer.ggml.merges")
@@ -88,4 +95,45 @@ def pflash_status(service: ModelService, compressor: Compressor | None) -> dict[
         "remembered": compressor.n_remembered_parts if compressor is not None else 0,
         "reused": now.n_remembered,
         "seconds": round(now.seconds, 6),
+    }
+
+
+def make_image_reader(config: Config, model: ServedModel, settings: ApiSettings) -> ImageReader | None:
+    if model.encoder is None:
+        return None
+    media_path = Path(config.vision.media_path) if config.vision.media_path else None
+    limits = image_tokens(config, model.encoder, model.spec)
+    return ImageReader.of(model.encoder, limits, media_path, settings.max_body_bytes)
+
+
+def make_encoder(services: Sequence[ModelService]) -> Callable[[EncoderImage], Awaitable[memoryview]]:
+    """Return what encodes images: the encoder of the deployment that serves, of replicas one with its daemon."""
+
+    async def encode(image: EncoderImage) -> memoryview:
+        placed = [service.deployment.vision for service in services]
+        stages = [stage for stage in placed if stage is not None]
+        if not stages:
+            raise VisionError("images cannot be read yet: the model is being placed")
+        return await next((stage for stage in stages if stage.attached), stages[0]).encode(image)
+
+    return encode
+
+
+def vision_status(service: ModelService) -> dict[str, Any]:
+    stage = service.deployment.vision
+    if stage is None:
+        return {"state": "none"}
+    loaded = service.deployment.loads.get(stage.placed.group)
+    use = loaded.vision if loaded is not None else None
+    return {
+        "state": "attached" if stage.attached else "detached",
+        "reason": stage.unavailable_reason,
+        "name": stage.placed.name,
+        "device": str(stage.placed.device),
+        "min_tokens": stage.placed.min_tokens,
+        "max_tokens": stage.placed.max_tokens,
+        "weight_bytes": use.weight_bytes if use is not None else 0,
+        "encoded": stage.n_encoded,
+        "reused": stage.n_reused,
+        "seconds": round(stage.seconds, 6),
     }
