@@ -239,8 +239,8 @@ def _group(service: Service, group: GroupSupervisor, progress: LoadProgress) -> 
         "python": group.hello.executable if group.hello is not None else "",
         "kernels": kernels,
         "warnings": list(dict.fromkeys(warning for loaded in group.loads for warning in loaded.warnings)),
-        "spare": any(spare.warm for spare in group.spares),
-        "spares": [{"pid": s.pid, "warm": s.warm, "rss_bytes": s.rss_bytes} for s in group.spares],
+        "spare": any(spare["warm"] for spare in group.spares),
+        "spares": group.spares,
     }
 
 

@@ -33,10 +33,10 @@ from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import SHARED_PACKAGES, source_hash
 from lucevisor.protocol.messages import StreamKind
-from lucevisor.protocol.transport import AwaitedConnection, Link
+from lucevisor.protocol.transport import Link
 from lucevisor.source_tree import locate
 from lucevisor.supervision.events import ProcessSignal
-from lucevisor.supervision.listener import Listener
+from lucevisor.supervision.listener import Channels, Listener
 
 _OF_PYTHON = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONEXECUTABLE", "PYTHONSAFEPATH", "PYTHONOPTIMIZE")
 _OF_VENV = ("VIRTUAL_ENV", "VIRTUAL_ENV_PROMPT", "__PYVENV_LAUNCHER__", "CONDA_PREFIX", "CONDA_DEFAULT_ENV")
@@ -260,17 +260,13 @@ class Child:
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        link_sockets: Sequence[socket.socket | AwaitedConnection],
-        heartbeat_socket: socket.socket | AwaitedConnection,
+        channels: Channels,
         on_line: Callable[[str, str], None],
         on_exit: Callable[[ProcessEnd], None],
-        file_connections: Sequence[socket.socket | AwaitedConnection] = (),
     ) -> None:
         self._pidfd = os.pidfd_open(process.pid)  # the pid cannot be reused before it is reaped below
         self.pid = process.pid
-        self.link_sockets = link_sockets
-        self.heartbeat_socket = heartbeat_socket
-        self.file_connections = file_connections  # one for each link over TCP
+        self._channels = channels
         self.lines = {"stdout": OutputLines(), "stderr": OutputLines()}
         self._killed = False  # by this supervisor
         self._oom_kills = oom_kills()
@@ -295,16 +291,16 @@ class Child:
         self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None], model: int = 0
     ) -> Link:
         files = None
-        if self.file_connections:
+        if self._channels.files:
             from lucevisor.protocol.files import FileServer  # not needed where all share memory
 
-            files = FileServer(self.file_connections[model], f"{name} files")
-        return Link(self.link_sockets[model], on_frame, on_closed, name=name, files=files)
+            files = FileServer(self._channels.files[model], f"{name} files")
+        return Link(self._channels.links[model], on_frame, on_closed, name=name, files=files)
 
     def open_heartbeat(
         self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None]
     ) -> Link:
-        return Link(self.heartbeat_socket, on_frame, on_closed, stream=StreamKind.HEARTBEAT, name=name)
+        return Link(self._channels.heartbeat, on_frame, on_closed, stream=StreamKind.HEARTBEAT, name=name)
 
     def send(self, to_send: ProcessSignal) -> None:
         """Signal the process. Raises ProcessLookupError when it has been reaped."""
@@ -413,14 +409,24 @@ def spawn(
     assert listener is not None or not tcp
     # Open here, inherited ends would hide that the child has closed its own.
     with ExitStack() as inherited, starting_process() as on_failure:
-        ours, addresses, fds = _open_channels(n_links, inherited, on_failure, listener if tcp else None)
+        fds: list[int] = []
+        if tcp and listener is not None:
+            channels = listener.expect(n_links, on_failure)
+        else:
+            ours, options = [], []
+            for option in (*["link"] * n_links, "heartbeat"):
+                end, theirs = socket.socketpair()
+                ours.append(on_failure.enter_context(end))
+                fds.append(inherited.enter_context(theirs).fileno())
+                options.append(f"--{option}=fd:{fds[-1]}")
+            channels = Channels(ours[:n_links], ours[n_links], (), options)
         key_fd: int | str = ""
         if listener is not None:
             key_fd = listener.key_descriptor()
             inherited.callback(os.close, key_fd)
             fds.append(key_fd)
         process = subprocess.Popen(
-            [*command, *channel_options(addresses, n_links), f"--secret={key_fd}", f"--parent-pid={os.getpid()}"],
+            [*command, *channels.options, f"--secret={key_fd}", f"--parent-pid={os.getpid()}"],
             env=env,
             cwd=directory,
             stdin=subprocess.DEVNULL,
@@ -432,22 +438,12 @@ def spawn(
         )
         on_failure.push(lambda *_: kill(process))
         _limit_files(process.pid)
-        return Child(process, ours[:n_links], ours[n_links], on_line, on_exit, ours[n_links + 1 :])
+        return Child(process, channels, on_line, on_exit)
 
 
 def require_main_thread() -> None:
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a daemon is killed when the thread that spawned it ends: spawn in the main thread")
-
-
-def channel_options(addresses: Sequence[str], n_links: int) -> list[str]:
-    """Return a daemon's options for its links, its heartbeat, and the files of links over TCP."""
-    links, files = addresses[:n_links], addresses[n_links + 1 :]
-    return [
-        *(f"--link={address}" for address in links),
-        f"--heartbeat={addresses[n_links]}",
-        *(f"--files={address}" for address in files),
-    ]
 
 
 @contextlib.contextmanager
@@ -463,27 +459,6 @@ def starting_process() -> Iterator[ExitStack]:
                 reason += f": {_SHORTAGES[error.errno]}; tried again until it works"
             raise SpawnError(reason, configuration=error.errno not in _SHORTAGES) from error
         on_failure.pop_all()
-
-
-def _open_channels(
-    n_links: int, inherited: ExitStack, on_failure: ExitStack, listener: Listener | None
-) -> tuple[list[socket.socket | AwaitedConnection], list[str], list[int]]:
-    """Return our ends, their addresses, and descriptors to inherit: links, heartbeat, over TCP files."""
-    if listener is not None:
-        awaited, addresses = listener.expect(n_links)
-        for connection in awaited:
-            on_failure.callback(connection.forget)
-        return [*awaited], [*addresses], []
-    sockets: list[socket.socket | AwaitedConnection] = []
-    addresses, fds = [], []
-    for _ in range(n_links + 1):
-        ours, theirs = socket.socketpair()
-        on_failure.enter_context(ours)
-        inherited.enter_context(theirs)
-        sockets.append(ours)
-        addresses.append(f"fd:{theirs.fileno()}")
-        fds.append(theirs.fileno())
-    return sockets, addresses, fds
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

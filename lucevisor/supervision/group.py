@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import structlog
 
@@ -27,7 +28,7 @@ from lucevisor.supervision.daemon import Callbacks, Daemon
 from lucevisor.supervision.events import State
 from lucevisor.supervision.launcher import Launcher
 from lucevisor.supervision.machine import Machine, SupervisionLimits
-from lucevisor.supervision.spares import Spares, SpareStatus
+from lucevisor.supervision.spares import Spares
 
 _log = structlog.get_logger("lucevisor.supervision")
 
@@ -125,7 +126,7 @@ class GroupSupervisor:
         return self._live_daemon.heartbeat if self._live_daemon else None
 
     @property
-    def spares(self) -> list[SpareStatus]:
+    def spares(self) -> list[dict[str, Any]]:
         return self._spares.statuses
 
     @property

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -27,13 +27,11 @@ import structlog
 
 from lucevisor.config import ClusterConfig, Config, GroupConfig, read_credentials
 from lucevisor.errors import ConfigError, LucevisorError
-from lucevisor.protocol.transport import AwaitedConnection
 from lucevisor.supervision.child import (
     Child,
     ProcessEnd,
     SpawnError,
     StagedPackages,
-    channel_options,
     daemon_arguments,
     environment,
     explain_kill,
@@ -45,7 +43,7 @@ from lucevisor.supervision.child import (
     starting_process,
 )
 from lucevisor.supervision.events import ProcessSignal
-from lucevisor.supervision.listener import Listener
+from lucevisor.supervision.listener import Channels, Listener
 
 
 def open_listener(config: Config) -> Listener | None:
@@ -126,12 +124,10 @@ class Launcher:
         assert self.listener is not None  # a host needs [cluster]
         env = environment(config, threads)
         with starting_process() as on_failure:
-            awaited, addresses = self.listener.expect(n_links)
-            for connection in awaited:
-                on_failure.callback(connection.forget)
+            channels = self.listener.expect(n_links, on_failure)
             order = {
                 "hash": self.source_hash,
-                "arguments": [*arguments, *channel_options(addresses, n_links)],
+                "arguments": [*arguments, *channels.options],
                 "unset": sorted(env.unset),
                 "defaults": dict(env.defaults),
                 "env": dict(env.values),
@@ -145,9 +141,7 @@ class Launcher:
                 cwd="/", stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True,
             )  # fmt: skip
             on_failure.push(lambda *_: kill(process))
-            return RemoteChild(
-                process, awaited[:n_links], awaited[n_links], on_line, on_exit, awaited[n_links + 1 :], stdin
-            )
+            return RemoteChild(process, channels, on_line, on_exit, stdin)
 
     @property
     def _tls_files(self) -> list[str]:
@@ -205,14 +199,12 @@ class RemoteChild(Child):
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        links: Sequence[AwaitedConnection],
-        heartbeat: AwaitedConnection,
+        channels: Channels,
         on_line: Callable[[str, str], None],
         on_exit: Callable[[ProcessEnd], None],
-        files: Sequence[AwaitedConnection],
         stdin: bytes,
     ) -> None:
-        super().__init__(process, links, heartbeat, on_line, on_exit, files)
+        super().__init__(process, channels, on_line, on_exit)
         assert process.stdin is not None
         self._stdin, self._unsent = process.stdin, bytearray(stdin)
         os.set_blocking(self._stdin.fileno(), False)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 
@@ -15,6 +18,15 @@ from lucevisor.protocol.tcp import LOOPBACK, Acceptor, Credentials
 from lucevisor.protocol.transport import AwaitedConnection
 
 _log = structlog.get_logger("lucevisor.supervision")
+
+
+class Channels(NamedTuple):
+    """Our ends of links, heartbeat and, over TCP, files of each link; ``options``: of the daemon, for its own ends."""
+
+    links: Sequence[socket.socket | AwaitedConnection]
+    heartbeat: socket.socket | AwaitedConnection
+    files: Sequence[AwaitedConnection]
+    options: list[str]
 
 
 class Listener:
@@ -38,16 +50,21 @@ class Listener:
     def n_refused(self) -> int:
         return self._acceptor.refusals.n_refused
 
-    def expect(self, n_links: int) -> tuple[Sequence[AwaitedConnection], Sequence[str]]:
-        """Await so many links of a daemon, a heartbeat, and files of each link; return them, and their addresses."""
-        awaited, addresses = [], []
-        for purpose in (*[Purpose.LINK] * n_links, Purpose.HEARTBEAT, *[Purpose.FILES] * n_links):
+    def expect(self, n_links: int, on_failure: ExitStack) -> Channels:
+        """Await so many links of a daemon, a heartbeat, and files of each link, until ``on_failure``."""
+        options: list[str] = []
+
+        def awaited(purpose: Purpose, option: str) -> AwaitedConnection:
             channel = os.urandom(CHANNEL_BYTES)
             connection = AwaitedConnection(partial(self._awaited.pop, channel, None))
             self._awaited[channel] = purpose, connection
-            awaited.append(connection)
-            addresses.append(f"tcp:{self.address}/{channel.hex()}")
-        return awaited, addresses
+            on_failure.callback(connection.forget)
+            options.append(f"--{option}=tcp:{self.address}/{channel.hex()}")
+            return connection
+
+        links = [awaited(Purpose.LINK, "link") for _ in range(n_links)]
+        heartbeat = awaited(Purpose.HEARTBEAT, "heartbeat")
+        return Channels(links, heartbeat, [awaited(Purpose.FILES, "files") for _ in range(n_links)], options)
 
     def close(self) -> None:
         """Close the port; idempotent."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -21,15 +22,6 @@ _log = structlog.get_logger("lucevisor.supervision")
 
 LaunchSpare = Callable[[int, Callable[[ev.Event], None]], Daemon]
 """Starts a process as the daemon with a number, and passes its events on.  Raises SpawnError."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpareStatus:
-    """A spare as `status` shows it.  ``warm``: it has sent hello."""
-
-    pid: int
-    warm: bool
-    rss_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -56,9 +48,12 @@ class Spares:
         self._changed = asyncio.Event()
 
     @property
-    def statuses(self) -> list[SpareStatus]:
+    def statuses(self) -> list[dict[str, Any]]:
         heartbeats = [(spare, spare.daemon.heartbeat) for spare in self._spares.values()]
-        return [SpareStatus(s.daemon.child.pid, s.warm, beat.rss_bytes if beat else 0) for s, beat in heartbeats]
+        return [
+            {"pid": spare.daemon.child.pid, "warm": spare.warm, "rss_bytes": beat.rss_bytes if beat else 0}
+            for spare, beat in heartbeats
+        ]
 
     def refill(self) -> None:
         """Start missing spares after a delay: a group that has become READY has work to do first."""

@@ -216,7 +216,7 @@ SHORT = brisk(spare_delay_s=0.01, heartbeat_s=2.0)
 
 
 def warm(group) -> list[int]:
-    return [spare.pid for spare in group.spares if spare.warm]
+    return [spare["pid"] for spare in group.spares if spare["warm"]]
 
 
 async def test_a_spare_takes_over_and_another_is_started(tmp_path):
@@ -230,7 +230,7 @@ async def test_a_spare_takes_over_and_another_is_started(tmp_path):
             assert group.hello.pid == spare
             assert not exists(pid)
         assert owner.news == ["ready", "lost"] * 2 + ["ready"]
-        assert group.spares == [] or group.spares[0].pid != spare
+        assert group.spares == [] or group.spares[0]["pid"] != spare
     assert owner.states.count(State.FAILED) == 0
 
 
