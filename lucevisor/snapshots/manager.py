@@ -36,7 +36,6 @@ from lucevisor.protocol.messages import SlotPlace
 from lucevisor.snapshots.disk import describe_error
 from lucevisor.snapshots.file_format import DraftModel, SlotRecord, StateModel, max_file_bytes
 from lucevisor.snapshots.policy import (
-    Backoff,
     Candidate,
     SavePolicy,
     SaveTrigger,
@@ -116,7 +115,7 @@ class SnapshotManager:
         self._rates: dict[CacheTier, MeasuredRate] = {"host": MeasuredRate(), "disk": MeasuredRate()}
         self._new_slots: asyncio.Queue[PrefixSlot] = asyncio.Queue()  # to be copied to host memory
         self._copying = asyncio.Lock()  # one slot at a time
-        self._backoff = Backoff()
+        self._pause_s = self._paused_until = 0.0
         self._restoring: dict[tuple[str, int], _Restoring] = {}
         self._candidates: dict[int, PrefixSlot] = {}
         self._disk = ThreadPoolExecutor(3, thread_name_prefix="snapshots")  # a save, a restore, and the rest
@@ -169,7 +168,7 @@ class SnapshotManager:
             elif self.host is not None:
                 self.host.pin(slot)
                 n_saved += await self._save_held(store, self.host, slot)
-            if self._backoff.left_s(time.monotonic()):  # others would fail as well
+            if self._pause_left_s:  # others would fail as well
                 break
         return n_saved
 
@@ -198,6 +197,15 @@ class SnapshotManager:
     def _min_gain(self) -> int:
         """Tokens more than another tier has, for which a slot is copied to host memory and read back."""
         return max(1, min(PAGE_TOKENS, self._save_policy.min_tokens))
+
+    @property
+    def _pause_left_s(self) -> float:
+        return max(0.0, self._paused_until - time.monotonic())
+
+    def _pause_saves(self) -> None:
+        """Pause after a failure of the disk, twice as long as the last time."""
+        self._pause_s = min(3600.0, max(60.0, 2 * self._pause_s))
+        self._paused_until = time.monotonic() + self._pause_s
 
     # ---- restore
 
@@ -336,7 +344,7 @@ class SnapshotManager:
         if self.host is not None and slot.origin not in ("host", "preempted"):
             self._new_slots.put_nowait(slot)
         if self.store is not None and slot.origin not in ("host", "disk", "preempted"):
-            if self._backoff.left_s(time.monotonic()):  # no candidate is saved now
+            if self._pause_left_s:  # no candidate is saved now
                 self._candidates = {n: known for n, known in self._candidates.items() if known.alive}
             self._candidates[slot.number] = slot
             self._wake.set()
@@ -416,7 +424,7 @@ class SnapshotManager:
             self._wake.clear()
             while self._candidates:
                 await self._engine.slots.wait_for_capacity()
-                if pause_s := self._backoff.left_s(time.monotonic()):
+                if pause_s := self._pause_left_s:
                     await asyncio.sleep(pause_s)
                     continue
                 await self._renew(store)
@@ -432,7 +440,7 @@ class SnapshotManager:
             await self._on_disk(store.renew)
         except ConfigError as error:
             log.warning("snapshot directory cannot be used", reason=str(error))
-            self._backoff.failed(time.monotonic())
+            self._pause_saves()
 
     def _policy_for(self, store: SnapshotStore) -> SavePolicy:
         return replace(self._save_policy, disk_bytes=store.budget)
@@ -455,7 +463,7 @@ class SnapshotManager:
 
     def _reject_reason(self, store: SnapshotStore, slot: PrefixSlot | HostSlot, trigger: SaveTrigger) -> str:
         reason = reject_save_reason(self._candidate(store, slot), trigger, self._policy_for(store))
-        if trigger is SaveTrigger.EVICTION and self._backoff.left_s(time.monotonic()):
+        if trigger is SaveTrigger.EVICTION and self._pause_left_s:
             reason = "saves pause, as the last one failed"
         if reason:
             log.debug("snapshot not worth a file", n_tokens=slot.n_tokens, trigger=trigger.value, reason=reason)
@@ -501,10 +509,10 @@ class SnapshotManager:
                 await self._on_disk(store.abort, pending, transfer.problem)
                 return False
             await self._on_disk(store.finish, pending, transfer.n_bytes)
-            self._backoff.succeeded()
+            self._pause_s = self._paused_until = 0.0
         except SaveFailed as failed:  # logged and counted by the store
             if failed.label in DISK_FAILURES:
-                self._backoff.failed(time.monotonic())
+                self._pause_saves()
             return False
         except asyncio.CancelledError:
             if pending is not None:  # unless it is finished; daemons may still write into the unlinked file

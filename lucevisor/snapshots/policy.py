@@ -221,28 +221,3 @@ def files_to_evict(files: Iterable[CacheFile], disk_bytes: int, keep: Collection
             chosen.append(f)
             excess -= f.n_bytes
     return chosen
-
-
-# ---- when to try again
-
-
-@dataclass(slots=True)
-class Backoff:
-    """Pauses after failures of the disk; each is twice as long as the one before, until a success."""
-
-    first_s: float = 60.0
-    most_s: float = 3600.0
-    _pause_s: float = 0.0
-    _until_s: float = 0.0
-
-    def failed(self, now: float) -> None:
-        """Record a failure."""
-        self._pause_s = min(self.most_s, max(self.first_s, 2 * self._pause_s))
-        self._until_s = now + self._pause_s
-
-    def succeeded(self) -> None:
-        self._pause_s = self._until_s = 0.0
-
-    def left_s(self, now: float) -> float:
-        """Return the rest of the present pause."""
-        return max(0.0, self._until_s - now)

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor.snapshots.policy import (
-    Backoff,
     CacheFile,
     Candidate,
     FileKind,
@@ -144,17 +143,3 @@ def test_victims(files, budget, data):
     assert over <= 0 or not left  # within the budget, or nothing more to give
     assert not gone or over + gone[-1].n_bytes > 0  # and the last one was needed
     assert not gone or all(f.used_s >= gone[-1].used_s for f in left)
-
-
-def test_pauses_after_failures_grow_to_an_hour_and_end_with_a_success():
-    backoff, now, pauses = Backoff(), 5.0, []
-    assert backoff.left_s(now) == 0.0
-    for _ in range(8):
-        backoff.failed(now)
-        pauses.append(backoff.left_s(now))
-        now += pauses[-1]
-        assert backoff.left_s(now) == 0.0
-    assert pauses == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0]
-    backoff.failed(now)
-    backoff.succeeded()
-    assert backoff.left_s(now) == 0.0
