@@ -53,22 +53,15 @@ class ServedModel:
         return None if self.drafter is None else self.drafter.spec
 
 
-def model_configs(config: Config, models: Sequence[ServedModel]) -> list[Config]:
-    """Return the configuration of each model, with its neighbours and an equal part of the journal."""
-    each = config.each_model
-    if len(each) == 1:
-        return [*each]
-    recovery = replace(config.recovery, journal=config.recovery.journal // len(each))
-    neighbours = tuple(Neighbour(own, model.n_bytes) for own, model in zip(each, models, strict=True))
-    return [replace(own, recovery=recovery, neighbours=neighbours) for own in each]
-
-
 def pipelines(config: Config, models: Sequence[ServedModel]) -> list[tuple[Config, ServedModel]]:
-    """Return configuration and model of each pipeline: one a model, or one a replica of the only one."""
-    if not config.replicas:
-        return list(zip(model_configs(config, models), models, strict=True))
-    [model] = models
-    each = config.each_replica
+    """Return configuration and model of each pipeline: one a model, or one a replica of the only one.
+
+    Each has its neighbours and an equal part of the journal.
+    """
+    each = config.each_replica if config.replicas else config.each_model
+    pairs = list(zip(each, [*models] * (len(each) // len(models)), strict=True))
+    if len(pairs) == 1:
+        return pairs
     recovery = replace(config.recovery, journal=config.recovery.journal // len(each))
-    neighbours = tuple(Neighbour(own, model.n_bytes) for own in each)
-    return [(replace(own, recovery=recovery, neighbours=neighbours), model) for own in each]
+    neighbours = tuple(Neighbour(own, model.n_bytes) for own, model in pairs)
+    return [(replace(own, recovery=recovery, neighbours=neighbours), model) for own, model in pairs]

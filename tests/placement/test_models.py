@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lucevisor.app.model_files import open_models
 from lucevisor.config import Config, load
-from lucevisor.deployment.served_model import model_configs
+from lucevisor.deployment.served_model import pipelines
 from lucevisor.errors import ConfigError
 from lucevisor.placement.devices import memories_of, target_devices
 from lucevisor.placement.planner import plan
@@ -32,7 +32,8 @@ def configs(folder: Path, devices: dict[str, str], *sizes: int, more: str = "") 
     text += "".join(f'[groups.{name}]\nbackend = "{"cuda" if name == "cuda" else "cpu"}"\n' for name in groups)
     (folder / "box.toml").write_text(text)
     loaded = load(folder / "box.toml", more.split())
-    return model_configs(loaded, [SimpleNamespace(n_bytes=size) for size in sizes])  # type: ignore[misc]
+    models = [SimpleNamespace(n_bytes=size) for size in sizes]
+    return [own for own, _ in pipelines(loaded, models)]  # type: ignore[arg-type]
 
 
 def usable(config: Config) -> dict[str, int | None]:
@@ -82,7 +83,7 @@ def test_plans_say_what_is_for_others_and_fit_together(tmp_path):
     configs(tmp_path, {"a": '["left:0", "right:0"]', "b": '["right:0"]'}, 1, 1)
     loaded = load(tmp_path / "box.toml", ["models.b.memory_share=0.25"])
     models = open_models(loaded)
-    plans = [plan(model.spec, own, INVENTORY) for own, model in zip(model_configs(loaded, models), models, strict=True)]
+    plans = [plan(model.spec, own, INVENTORY) for own, model in pipelines(loaded, models)]
     assert all(isinstance(found, Placement) for found in plans)
     assert [share in plan_text(found) for share, found in zip(("75%", "25%"), plans, strict=True)] == [True, True]
     assert sum(device.needed_bytes for found in plans for device in found.devices) < 8 << 30
