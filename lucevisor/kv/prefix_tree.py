@@ -130,6 +130,15 @@ class Walk:
         return self.path if self.partial is None else [*self.path, self.partial]
 
 
+def nodes_below(tops: Iterable[Node]) -> Iterator[Node]:
+    """Yield some nodes and all below them."""
+    stack = [*tops]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += node.children.values()
+
+
 def path_to(node: Node) -> list[Node]:
     """Return the nodes from the root, left out, to ``node``."""
     path = []
@@ -165,11 +174,7 @@ class PrefixTree:
 
     @property
     def nodes(self) -> Iterator[Node]:
-        stack = [*self._roots.values()]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack += node.children.values()
+        return nodes_below(self._roots.values())
 
     def holds(self, kv_group: KvGroup) -> Counter[int]:
         """Return the reference counts that nodes and slots hold, by id of a KV group."""

@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Final, overload
 
+import numpy as np
+
 from lucevisor.model.values import PAGE_TOKENS
 
 TOKEN_BYTES: Final = 4
@@ -69,28 +71,17 @@ class TokenBuffer(Sequence[int]):
 
     def n_common_pages(self, pages: bytes, first: int, n_pages: int) -> int:
         """Return how many of the first ``n_pages`` packed pages of ``pages`` equal those from page ``first`` on."""
-        with memoryview(self._ids) as ids, ids.cast("B") as view:
-            start = first * PAGE_BYTES
-            if pages.startswith(view[start : start + n_pages * PAGE_BYTES]):
-                return n_pages
-            same, different = 0, n_pages  # pages [0, same) are equal; page range up to `different` is not
-            while different - same > 1:
-                middle = (same + different) // 2
-                if pages.startswith(view[start + same * PAGE_BYTES : start + middle * PAGE_BYTES], same * PAGE_BYTES):
-                    same = middle
-                else:
-                    different = middle
-            return same
+        start = first * PAGE_TOKENS
+        return _n_equal(self._ids[start : start + n_pages * PAGE_TOKENS], pages) // PAGE_TOKENS
 
     def n_common(self, other: TokenBuffer, most: int) -> int:
         """Return how many ids both begin with, at most ``most``; 0 with different adapters."""
-        low, high = 0, min(len(self), len(other), most if self.adapter == other.adapter else 0)
-        packed = self.packed(0, high)
-        with memoryview(other._ids) as ids, ids.cast("B") as view:
-            while low < high:
-                middle = (low + high + 1) // 2
-                if packed.startswith(view[low * TOKEN_BYTES : middle * TOKEN_BYTES], low * TOKEN_BYTES):
-                    low = middle
-                else:
-                    high = middle - 1
-        return low
+        return min(most, _n_equal(self._ids[:most], other._ids)) if self.adapter == other.adapter else 0
+
+
+def _n_equal(ids: array[int], others: array[int] | bytes) -> int:
+    """Return how many packed ids both begin with."""
+    mine, theirs = (np.frombuffer(memoryview(one).cast("B"), np.uint32) for one in (ids, others))
+    n = min(len(mine), len(theirs))
+    different = mine[:n] != theirs[:n]
+    return int(different.argmax()) if different.any() else n

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lucevisor.kv.page_pool import PageAllocator, PagePools
 from lucevisor.kv.prefix_cache import PrefixIndex
-from lucevisor.kv.prefix_tree import NO_STATE, Node, PrefixSlot, PrefixTree
+from lucevisor.kv.prefix_tree import NO_STATE, Node, PrefixSlot, PrefixTree, nodes_below
 from lucevisor.model.values import KvGroup
 
 
@@ -94,7 +94,9 @@ def index_problems(index: PrefixIndex) -> Iterator[str]:
 
 
 def _node_problems(node: Node, pools: PagePools) -> Iterator[str]:
-    where, slots = f"pages {node.start} to {node.stop} of the prefix tree", list(_slots_through(node))
+    where, slots = f"pages {node.start} to {node.stop} of the prefix tree", list[PrefixSlot]()
+    for below in nodes_below([node]):
+        slots += below.slots.values()
     if node.n_slots != len(slots) or (node.parent is not None and not slots):
         yield f"{where}: {len(slots)} slots lead through, {node.n_slots} are counted"
     for key, child in node.children.items():
@@ -110,19 +112,6 @@ def _node_problems(node: Node, pools: PagePools) -> Iterator[str]:
         n_wanted, n_pages = (node.stop - node.start) * needs, len(node.pages.get(kv_group, ()))
         if n_pages != n_wanted:
             yield f"{where}: {n_pages} pages of KV group {kv_group}, {n_wanted} are needed"
-
-
-def _nodes(root: Node) -> Iterator[Node]:
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        yield node
-        stack += node.children.values()
-
-
-def _slots_through(node: Node) -> Iterator[PrefixSlot]:
-    for below in _nodes(node):
-        yield from below.slots.values()
 
 
 def _held(tree: PrefixTree) -> dict[KvGroup, Counter[int]]:
