@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from msgspec import structs
 
@@ -55,7 +56,7 @@ class DrafterSizing:
 
     def placed(self, stage: int) -> PlacedDrafter:
         target, spec = self.target, self.spec
-        return PlacedDrafter(stage, target.device, target.backend, self.kind, spec.layers, spec.captures)
+        return PlacedDrafter(target.device, target.backend, stage, self.kind, spec.layers, spec.captures)
 
 
 def place_drafter(
@@ -130,24 +131,17 @@ def without_drafter(result: Placement | Infeasible, draft: DrafterSizing, reason
     return replace(result, draft_left_out=reason, notices=(*result.notices, notice))
 
 
+Placed = TypeVar("Placed", PlacedScorer, PlacedEncoder)
+
+
 @dataclass(frozen=True, slots=True)
-class ScorerSizing:
-    """A scoring model on ``target``, whole but for its output matrix."""
+class ExtraSizing(Generic[Placed]):
+    """A scoring model, whole but for its output matrix, or a vision encoder on ``target``."""
 
-    spec: ModelSpec
+    placed: Placed
     target: TargetDevice
-    window_tokens: int
-    step_tokens: int
+    n_layers: int
     use: MemoryUse
-
-    @property
-    def layers(self) -> LayerRange:
-        return LayerRange(0, self.spec.n_layers)
-
-    @property
-    def placed(self) -> PlacedScorer:
-        device, backend = self.target.device, self.target.backend
-        return PlacedScorer(device, backend, self.spec.name, self.window_tokens, self.step_tokens)
 
 
 def place_scorer(
@@ -156,7 +150,7 @@ def place_scorer(
     targets: Sequence[TargetDevice],
     inventory: Inventory | None,
     dtypes: tuple[Dtype, Dtype],
-) -> ScorerSizing | None:
+) -> ExtraSizing[PlacedScorer] | None:
     """Place the scoring model on ``pflash.device``, or on the device of the last layers.
 
     ``dtypes``: of activations, and of keys and values.  Raises PlacementError, also for a model that cannot score.
@@ -177,27 +171,8 @@ def place_scorer(
     pools = score_pools(scorer.kv_groups(), window_tokens)
     steps = StepSizes(step_tokens, 1, window_tokens, window_tokens, 1, pools)
     use = memory_use(CostModel(scorer, *dtypes), shard, steps)
-    return ScorerSizing(scorer, target, window_tokens, step_tokens, use)
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderSizing:
-    """A vision encoder on ``target``, for images of ``min_tokens`` to ``max_tokens``."""
-
-    spec: VisionSpec
-    target: TargetDevice
-    min_tokens: int
-    max_tokens: int
-    use: MemoryUse
-
-    @property
-    def layers(self) -> LayerRange:
-        return LayerRange(0, self.spec.n_layers)
-
-    @property
-    def placed(self) -> PlacedEncoder:
-        device, backend = self.target.device, self.target.backend
-        return PlacedEncoder(device, backend, self.spec.name, self.min_tokens, self.max_tokens)
+    placed = PlacedScorer(target.device, target.backend, scorer.name, window_tokens, step_tokens)
+    return ExtraSizing(placed, target, scorer.n_layers, use)
 
 
 def image_tokens(config: Config, encoder: VisionSpec, target_model: ModelSpec) -> tuple[int, int]:
@@ -218,7 +193,7 @@ def place_encoder(
     targets: Sequence[TargetDevice],
     inventory: Inventory | None,
     dtype: Dtype,
-) -> EncoderSizing | None:
+) -> ExtraSizing[PlacedEncoder] | None:
     """Place the vision encoder on ``vision.device``, or on the device of the first layers, which read its rows.
 
     Raises PlacementError, also for images that no message takes.
@@ -237,4 +212,5 @@ def place_encoder(
     use = MemoryUse(
         weight_bytes=encoder.weight_bytes(dtype), state_bytes=0, workspace_bytes=encoder.workspace_bytes(most, dtype)
     )
-    return EncoderSizing(encoder, target, least, most, use)
+    placed = PlacedEncoder(target.device, target.backend, encoder.name, least, most)
+    return ExtraSizing(placed, target, encoder.n_layers, use)

@@ -35,8 +35,7 @@ from lucevisor.placement.devices import (
 from lucevisor.placement.extra_models import (
     REFERENCE_TOKENS,
     DrafterSizing,
-    EncoderSizing,
-    ScorerSizing,
+    ExtraSizing,
     choose_drafting,
     left_out_reason,
     place_drafter,
@@ -46,7 +45,14 @@ from lucevisor.placement.extra_models import (
 )
 from lucevisor.placement.formatting import format_bytes, format_seconds
 from lucevisor.placement.links import SUPERVISOR, Links, Order, Traffic, best_order
-from lucevisor.placement.result import DevicePlan, Infeasible, Placement, PlacementError
+from lucevisor.placement.result import (
+    DevicePlan,
+    Infeasible,
+    PlacedEncoder,
+    PlacedScorer,
+    Placement,
+    PlacementError,
+)
 from lucevisor.placement.sizing import (
     MAX_AUTO_POOL_PAGES,
     RangeMemory,
@@ -348,7 +354,7 @@ class _PlanAttempt:
     dtypes: tuple[DtypeChoice, DtypeChoice]
     speed_model: SpeedModel | None
     draft: DrafterSizing | None
-    extras: tuple[ScorerSizing | None, EncoderSizing | None]
+    extras: tuple[ExtraSizing[PlacedScorer] | None, ExtraSizing[PlacedEncoder] | None]
     capacity: Capacity
     links: Links
     reasons: list[str] = field(default_factory=list)
@@ -369,8 +375,7 @@ class _PlanAttempt:
         reasons = [
             *_kv_saving(sizing.inputs),
             *_drafts(config, sizing, drafting),
-            *_scoring(config, sizing.inputs),
-            *_vision(config, sizing.inputs),
+            *_extra_models(config, sizing.inputs),
             *sizing.reasons,
             *_residency(config, sizing),
             *_weights(sizing),
@@ -570,10 +575,10 @@ class _PlanAttempt:
             draft_device = _device_plan(sizing, inputs.draft.target, inputs.draft.spec.layers, sizing.draft_use)
         n_state_bytes = sum(one.state_bytes for one in (*devices, draft_device) if one is not None)
         if (scorer := inputs.scorer) is not None:
-            scorer_device = _device_plan(sizing, scorer.target, scorer.layers, scorer.use)
+            scorer_device = _device_plan(sizing, scorer.target, LayerRange(0, scorer.n_layers), scorer.use)
         if (encoder := inputs.encoder) is not None:
-            encoder_device = _device_plan(sizing, encoder.target, encoder.layers, encoder.use)
-            n, most = min(sizing.prefill_chunk, sizing.max_context), encoder.max_tokens
+            encoder_device = _device_plan(sizing, encoder.target, LayerRange(0, encoder.n_layers), encoder.use)
+            n, most = min(sizing.prefill_chunk, sizing.max_context), encoder.placed.max_tokens
             if spec.whole_images and n < min(most, sizing.max_context):
                 why = f"the model reads an image in one step, and the pool of KV Flash allows steps of {n} tokens"
                 hint = f"nearest: {n}; or raise kvflash.pool_tokens"
@@ -749,20 +754,16 @@ def _drafts(config: Config, sizing: Sizing, drafting: SpeculationSettings) -> It
         yield f"drafter: {draft.target.device} holds copies of the model's embedding and output matrix for it"
 
 
-def _scoring(config: Config, inputs: SizingInputs) -> Iterator[str]:
-    scorer = inputs.scorer
-    if scorer is not None:
+def _extra_models(config: Config, inputs: SizingInputs) -> Iterator[str]:
+    if inputs.scorer is not None:
+        placed = inputs.scorer.placed
         why = "as configured" if config.pflash.device is not None else "where the last layers are"
-        windows = f"windows of {scorer.window_tokens} tokens"
-        yield f"scoring model: {scorer.spec.name} on {scorer.target.device}, {why}; {windows}"
-
-
-def _vision(config: Config, inputs: SizingInputs) -> Iterator[str]:
-    encoder = inputs.encoder
-    if encoder is not None:
+        yield f"scoring model: {placed.name} on {placed.device}, {why}; windows of {placed.window_tokens} tokens"
+    if inputs.encoder is not None:
+        encoder = inputs.encoder.placed
         why = "as configured" if config.vision.device is not None else "where the first layers are"
         images = f"images of {encoder.min_tokens} to {encoder.max_tokens} tokens"
-        yield f"vision encoder: {encoder.spec.name} on {encoder.target.device}, {why}; {images}"
+        yield f"vision encoder: {encoder.name} on {encoder.device}, {why}; {images}"
 
 
 def _residency(config: Config, sizing: Sizing) -> Iterator[str]:
@@ -863,9 +864,9 @@ def _reduced(config: Config, sizing: Sizing, drafting: SpeculationSettings) -> I
         why = f"a step verifies fewer drafts than engine.prefill_chunk, {n}"
         yield f"draft.width = {config.draft.width} is cut to {sizing.drafting.max_drafts}: {why}"
     encoder, asked = sizing.inputs.encoder, config.vision.max_tokens
-    if encoder is not None and asked != "auto" and asked > encoder.max_tokens:
+    if encoder is not None and asked != "auto" and asked > encoder.placed.max_tokens:
         why = "the model reads an image in one step, of engine.prefill_chunk"
-        yield f"vision.max_tokens = {asked} is cut to {encoder.max_tokens}: {why}"
+        yield f"vision.max_tokens = {asked} is cut to {encoder.placed.max_tokens}: {why}"
     if pool is None:
         return
     if config.kvflash.pool_tokens not in ("auto", pool * PAGE_TOKENS):

@@ -44,52 +44,46 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedDrafter:
-    """The drafter on its device; ``index``: the number after the output stage's.
+class PlacedModel:
+    """A model beside the served one, on its device."""
+
+    device: DeviceRef
+    backend: Backend
+
+    @property
+    def group(self) -> str:
+        return self.device.group
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedDrafter(PlacedModel):
+    """The drafter; ``index``: the number after the output stage's.
 
     ``layers``: of the drafter; ``captures``: the model's layers whose hidden states it reads, in its own order.
     """
 
     index: int
-    device: DeviceRef
-    backend: Backend
     kind: DraftKind
     layers: LayerRange
     captures: tuple[int, ...]
 
-    @property
-    def group(self) -> str:
-        return self.device.group
-
 
 @dataclass(frozen=True, slots=True)
-class PlacedScorer:
-    """The scoring model of PFlash on its device.  ``step_tokens``: of one message."""
+class PlacedScorer(PlacedModel):
+    """The scoring model of PFlash.  ``step_tokens``: of one message."""
 
-    device: DeviceRef
-    backend: Backend
     name: str
     window_tokens: int
     step_tokens: int
 
-    @property
-    def group(self) -> str:
-        return self.device.group
-
 
 @dataclass(frozen=True, slots=True)
-class PlacedEncoder:
-    """The vision encoder on its device.  ``min_tokens``, ``max_tokens``: of an image."""
+class PlacedEncoder(PlacedModel):
+    """The vision encoder.  ``min_tokens``, ``max_tokens``: of an image."""
 
-    device: DeviceRef
-    backend: Backend
     name: str
     min_tokens: int
     max_tokens: int
-
-    @property
-    def group(self) -> str:
-        return self.device.group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,9 +26,9 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange, dtype_bytes
 from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes
 from lucevisor.placement.devices import HOST, HOST_PAGES, Memory, TargetDevice, memories_of
-from lucevisor.placement.extra_models import REFERENCE_TOKENS, DrafterSizing, EncoderSizing, ScorerSizing, memory_use
+from lucevisor.placement.extra_models import REFERENCE_TOKENS, DrafterSizing, ExtraSizing, memory_use
 from lucevisor.placement.formatting import format_bytes
-from lucevisor.placement.result import Shard, Shortage
+from lucevisor.placement.result import PlacedEncoder, PlacedScorer, Shard, Shortage
 from lucevisor.placement.split import balanced_ranges
 from lucevisor.placement.stages import shards_of, stages_of
 from lucevisor.protocol.loading import PoolSizes, SpeculationSettings, arena_regions, token_region_bytes
@@ -71,8 +71,8 @@ class SizingInputs:
     residency_policy: ResidencyPolicy = "lru"
     draft: DrafterSizing | None = None
     drafting: SpeculationSettings = NO_DRAFTS
-    scorer: ScorerSizing | None = None
-    encoder: EncoderSizing | None = None
+    scorer: ExtraSizing[PlacedScorer] | None = None
+    encoder: ExtraSizing[PlacedEncoder] | None = None
     one_memory: bool = False
     models: dict[tuple[str, Dtype, Dtype], CostModel] = field(default_factory=dict, repr=False, compare=False)
 

@@ -113,7 +113,10 @@ def units_of(spec: ModelSpec) -> tuple[LayerRange, ...]:
 
 
 def kinds_of(spec: ModelSpec) -> tuple[str, ...]:
-    return tuple(_digest(_unit_facts(spec, unit))[:12] for unit in units_of(spec))
+    return tuple(
+        _digest([_layer_facts(spec, layer, unit.start) for layer in spec.layers[unit.start : unit.stop]])[:12]
+        for unit in units_of(spec)
+    )
 
 
 def model_key(spec: ModelSpec) -> str:
@@ -167,15 +170,11 @@ def _spans(spec: ModelSpec, targets: Sequence[TargetDevice], *, anywhere: bool) 
         first, last = i == 0 and not anywhere, i == len(targets) - 1 or anywhere
         index = 0 if target.backend is Backend.CPU else target.device.index
         spans: dict[str, Span] = {}
-        for unit in range(len(units)) if anywhere else _possible_units(i, len(targets), len(units)):
+        for unit in range(len(units)) if anywhere else range(i, len(units) - len(targets) + i + 1):
             ends = not spans
             spans.setdefault(kinds[unit], Span(index, units[unit], first and ends, last and ends))
         out.append(spans)
     return tuple(out)
-
-
-def _possible_units(target: int, n_targets: int, n_units: int) -> range:
-    return range(target, n_units - n_targets + target + 1)
 
 
 def _device_line(target: TargetDevice, config: Config, threads: Mapping[str, int]) -> str:
@@ -184,10 +183,6 @@ def _device_line(target: TargetDevice, config: Config, threads: Mapping[str, int
     how = f", {threads.get(group.name, 0)} threads" if target.backend is Backend.CPU else ""
     pinned = f", cores {','.join(map(str, group.cores))}" if group.cores else ""
     return f"{target.device} {target.backend} {name}{how}{pinned}"
-
-
-def _unit_facts(spec: ModelSpec, unit: LayerRange) -> list[object]:
-    return [_layer_facts(spec, spec.layers[i], unit.start) for i in range(unit.start, unit.stop)]
 
 
 def _layer_facts(spec: ModelSpec, layer: LayerSpec, start: int) -> object:

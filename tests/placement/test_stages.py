@@ -24,7 +24,7 @@ def placement(devices: list[str], draft: str = "", captures: Sequence[int] = ())
     drafter = None
     if draft:
         device = DeviceRef(draft.split(":")[0], int(draft.split(":")[1]))
-        drafter = PlacedDrafter(len(stages), device, Backend.CPU, DraftKind.DFLASH, LayerRange(0, 2), tuple(captures))
+        drafter = PlacedDrafter(device, Backend.CPU, len(stages), DraftKind.DFLASH, LayerRange(0, 2), tuple(captures))
     return Placement(
         model="m",
         architecture="any",
