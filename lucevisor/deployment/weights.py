@@ -90,12 +90,8 @@ class DigestsStopped(Exception):
     """``stop`` was set."""
 
 
-class FileChangedError(Exception):
-    """A file changed while it was hashed."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(f"{path} was changed while it was hashed")
-        self.path = path
+class WeightsChangedError(LucevisorError):
+    """The model on disk is not the one that runs."""
 
 
 @dataclass(slots=True)
@@ -119,7 +115,7 @@ def digest_tensors(
 ) -> dict[str, str]:
     """Return 32 hex digits for each tensor.  ``keep_cached``: leave what was read in the page cache.
 
-    Raises FileChangedError, DigestsStopped, GgufError, OSError.
+    Raises WeightsChangedError, DigestsStopped, GgufError, OSError.
     """
     progress = progress or HashProgress(files.total_bytes)
     blocks = list(_blocks(files))
@@ -171,7 +167,7 @@ def _digest(files: GgufFiles, block: _Block, buffer: memoryview, progress: HashP
 
 def _check_unchanged(files: GgufFiles) -> None:
     for path in files.changed():
-        raise FileChangedError(path)
+        raise WeightsChangedError(f"{path} was changed while it was hashed; {_RELOAD}")
 
 
 def _lower_priority() -> None:
@@ -187,10 +183,6 @@ COARSE_TICK_S = 2.0
 _RELOAD = "`lucevisor stop`, then `lucevisor start`, loads the new file into every group"
 
 log = structlog.get_logger("lucevisor.deployment")
-
-
-class WeightsChangedError(LucevisorError):
-    """The model on disk is not the one that runs."""
 
 
 class ModelWeights:
@@ -325,8 +317,6 @@ class ModelWeights:
         started, began_ns = time.monotonic(), time.time_ns()
         try:
             digests = await asyncio.to_thread(digest_tensors, files, progress, n_threads=n_threads, keep_cached=keep)
-        except FileChangedError as error:
-            raise WeightsChangedError(f"{error}; {_RELOAD}") from error
         except DigestsStopped as error:
             raise LucevisorError("the supervisor is stopping") from error
         except (GgufError, OSError) as error:

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lucevisor.deployment import weights as weight_digests
-from lucevisor.deployment.weights import FileChangedError, ModelWeights, WeightsChangedError, digest_tensors
+from lucevisor.deployment.weights import ModelWeights, WeightsChangedError, digest_tensors
 from lucevisor.errors import LucevisorError
 from lucevisor.model.families import open_spec
 from lucevisor.model.fingerprint import fingerprint
@@ -182,7 +182,7 @@ def test_a_file_that_changes_meanwhile_has_no_digests(tmp_path: Path) -> None:
     path = settled(write(tmp_path / "m.gguf"))
     files = open_spec(path).files
     flip(path, path.stat().st_size - 1, 0)
-    with pytest.raises(FileChangedError, match=r"m\.gguf was changed"):
+    with pytest.raises(WeightsChangedError, match=r"m\.gguf was changed"):
         digest_tensors(files)
 
 
