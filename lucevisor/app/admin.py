@@ -140,17 +140,8 @@ def create_admin_app(port: AdminPort) -> web.Application:
         return json_response({**port.status(), "changed": changed})
 
     app = web.Application(middlewares=[_own_user_only], client_max_size=1 << 20)
-    app.add_routes(
-        [
-            web.get("/status", status),
-            web.get("/ready", ready),
-            web.post("/stop", stop),
-            web.post("/restart", restart),
-            web.post("/reload", reload),
-            web.post("/load", load),
-            web.post("/unload", unload),
-        ]
-    )
+    app.add_routes([web.get("/status", status), web.get("/ready", ready)])
+    app.add_routes([web.post(f"/{command.__name__}", command) for command in (stop, restart, reload, load, unload)])
     return app
 
 

@@ -20,9 +20,6 @@ EXTEND_S: Final = 30.0
 """EXTEND_TIMEOUT_USEC while the supervisor starts or stops, sent repeatedly.  The supervisor's own deadlines bound
 both, and a hung event loop sends no extension."""
 
-StateReader = Callable[[], tuple[str, str]]
-"""Returns the ``state`` of the status JSON and the line that `systemctl status` shows."""
-
 
 class Notifier:
     """Sends assignments to the socket that ``NOTIFY_SOCKET`` names; does nothing if it names none."""
@@ -60,7 +57,8 @@ def watchdog_s(environ: Mapping[str, str] = os.environ, pid: int | None = None) 
 class SystemdReport:
     """Sends start, state, watchdog and stop to systemd."""
 
-    def __init__(self, read_state: StateReader) -> None:
+    def __init__(self, read_state: Callable[[], tuple[str, str]]) -> None:
+        """``read_state`` returns the ``state`` of the status and the line that `systemctl status` shows."""
         self._read_state = read_state
         self._used = asyncio.Event()
         self.notifier, self.watchdog_s = Notifier({}), 0.0
@@ -79,7 +77,8 @@ class SystemdReport:
             state, status = self._read_state()
             now = time.monotonic()
             if state == "draining" and not self._stopping:
-                self._stop()
+                self._stopping = True
+                self.notifier.send(STOPPING=1)
                 extended_s = -EXTEND_S  # extensions of the start do not count
             if (state == "starting" or self._stopping) and now - extended_s > EXTEND_S / 4:
                 extended_s = now
@@ -119,11 +118,6 @@ class SystemdReport:
         self.notifier.send(MAINPID=main_pid)
         self.notifier = Notifier({})
         self._used.clear()
-
-    def _stop(self) -> None:
-        if not self._stopping:
-            self._stopping = True
-            self.notifier.send(STOPPING=1)
 
 
 def listen_sockets(environ: Mapping[str, str] = os.environ, pid: int | None = None) -> list[socket.socket]:
