@@ -110,7 +110,8 @@ def non_layer_layouts(
     if embedding:
         for name, shape in spec.embedding_tensors.items():
             role = _role(name, shape)
-            shared = name in output_tensors and _row_indexed(files, name, shape, backend, dtype)
+            fmt = weight_format(tensor(files, name).kind, shape, backend, dtype)
+            shared = name in output_tensors and fmt in ROW_INDEXED
             if not shared:
                 out.append(_tensor_layout(files, name, shape, role, backend, dtype))
     for name, shape in spec.shared_tensors.items():
@@ -125,18 +126,6 @@ def layer_layouts(spec: ModelSpec, i: int, backend: Backend, dtype: Dtype) -> li
     assert files is not None
     out = [_tensor_layout(files, n, shape, matrix_role(n, shape), backend, dtype) for n, shape in layer.tensors.items()]
     return out + [_part(files, name, part, backend, dtype) for name, part in layer.parts.items()]
-
-
-def weight_bytes(
-    spec: ModelSpec, layers: LayerRange, *, embedding: bool, output: bool, backend: Backend, dtype: Dtype
-) -> int:
-    return sum(
-        r.n_bytes for r in shard_layouts(spec, layers, embedding=embedding, output=output, backend=backend, dtype=dtype)
-    )
-
-
-def _row_indexed(files: GgufFiles, name: str, shape: tuple[int, ...], backend: Backend, dtype: Dtype) -> bool:
-    return weight_format(tensor(files, name).kind, shape, backend, dtype) in ROW_INDEXED
 
 
 def _role(name: str, shape: tuple[int, ...]) -> TensorRole:
