@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
@@ -197,12 +198,8 @@ _Notify = Callable[[str], None]
 def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
     """Open the model and those beside it: locate or download the files and read their headers.  Raises ConfigError."""
     path = resolve_file(config, "model.path", config.model.source, notify)
-    try:
-        spec = open_spec(path, model_options(config))
-        files = part_paths(path)
-    except (GgufError, OSError) as error:
-        hint = "name a file of a family this version runs"
-        raise _unreadable(config, "model.path", config.model.path, error, hint) from error
+    with _reading(config, "model.path", config.model.path, "name a file of a family this version runs"):
+        spec, files = open_spec(path, model_options(config)), part_paths(path)
     spec = with_adapters(spec, open_adapters(config, spec, notify))
     drafter, scorer = open_drafter(config, spec, notify), open_scorer(config, notify)
     template, encoder = open_template(config, spec), open_encoder(config, spec, notify)
@@ -231,11 +228,8 @@ def open_adapters(config: Config, spec: ModelSpec, notify: _Notify = lambda _: N
             hint = "give the adapter, or the model, another name"
             raise ConfigError(key, NO_VALUE, "is the id of the model, too", hint, file=str(config.file))
         path = resolve_file(config, f"{key}.path", adapter.source, notify)
-        try:
+        with _reading(config, f"{key}.path", adapter.path, f"name an adapter of {spec.name}"):
             opened.append(open_adapter(name, path, adapter.scale, spec))
-        except (GgufError, OSError) as error:
-            hint = f"name an adapter of {spec.name}"
-            raise _unreadable(config, f"{key}.path", adapter.path, error, hint) from error
     return opened
 
 
@@ -259,21 +253,15 @@ def open_template(config: Config, spec: ModelSpec) -> str | None:
     """Return the chat template in place of the model's own, if any.  Raises ConfigError."""
     if not config.model.chat_template:
         return None
-    try:
+    with _reading(config, "model.chat_template", config.model.chat_template, "name a file with a Jinja template"):
         source = Path(config.model.chat_template).read_text("utf-8")
-        ChatTemplate(source, named_tokens(spec.files.metadata if spec.files is not None else {}))
-    except (OSError, UnicodeDecodeError, TemplateError, TokenizerError) as error:
-        hint = "name a file with a Jinja template"
-        raise _unreadable(config, "model.chat_template", config.model.chat_template, error, hint) from error
+        ChatTemplate(source, named_tokens(spec.metadata))
     return source
 
 
 def open_tokenizer(config: Config, spec: ModelSpec) -> Tokenizer:
-    try:
-        return Tokenizer.from_gguf(spec.files.metadata if spec.files is not None else {})
-    except TokenizerError as error:
-        hint = "convert the file again, or name another"
-        raise _unreadable(config, "model.path", config.model.path, error, hint) from error
+    with _reading(config, "model.path", config.model.path, "convert the file again, or name another"):
+        return Tokenizer.from_gguf(spec.metadata)
 
 
 def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ModelSpec | None:
@@ -282,14 +270,12 @@ def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ModelSpec |
     if not config.scores or source is None:
         return None
     path = resolve_file(config, "pflash.path", source, notify)
-    try:
+    hint = "name a file of a causal family this version runs, such as Qwen3-0.6B"
+    with _reading(config, "pflash.path", config.pflash.path, hint):
         spec = open_spec(path)
         if spec.pooling.bidirectional:
             raise GgufError(str(path), "metadata value 'general.architecture'", f"{spec.architecture!r} is an encoder")
-        Tokenizer.from_gguf(spec.files.metadata if spec.files is not None else {})
-    except (GgufError, TokenizerError, OSError) as error:
-        hint = "name a file of a causal family this version runs, such as Qwen3-0.6B"
-        raise _unreadable(config, "pflash.path", config.pflash.path, error, hint) from error
+        Tokenizer.from_gguf(spec.metadata)
     return spec
 
 
@@ -299,11 +285,9 @@ def open_encoder(config: Config, target: ModelSpec, notify: _Notify = lambda _: 
     if source is None:
         return None
     path = resolve_file(config, "vision.path", source, notify)
-    try:
+    hint = f"name the mmproj file that was converted with {target.name}"
+    with _reading(config, "vision.path", config.vision.path, hint):
         return open_vision(path, target)
-    except (GgufError, OSError) as error:
-        hint = f"name the mmproj file that was converted with {target.name}"
-        raise _unreadable(config, "vision.path", config.vision.path, error, hint) from error
 
 
 def open_drafter(config: Config, target: ModelSpec, notify: _Notify = lambda _: None) -> ServedDrafter | None:
@@ -319,12 +303,10 @@ def open_drafter(config: Config, target: ModelSpec, notify: _Notify = lambda _: 
     drafter = None
     if source is not None:
         path = resolve_file(config, "draft.path", source, notify)
-        try:
+        hint = f"name a drafter of {target.name}, or remove the key"
+        with _reading(config, "draft.path", config.draft.path, hint):
             files = open_draft(draft_paths(path))
             drafter = _read_drafter(files, target, kind if kind != "auto" else _draft_kind(files, target), config)
-        except (GgufError, OSError) as error:
-            hint = f"name a drafter of {target.name}, or remove the key"
-            raise _unreadable(config, "draft.path", config.draft.path, error, hint) from error
     elif kind == "mtp" or has_mtp_head(target):
         drafter = _built_in_mtp_head(config, target)
     if drafter is None:
@@ -332,13 +314,18 @@ def open_drafter(config: Config, target: ModelSpec, notify: _Notify = lambda _: 
     return drafter
 
 
-def _unreadable(config: Config, key: str, value: str, error: Exception, hint: str) -> ConfigError:
-    why = str(error).removeprefix(f"{value}: ")
-    if isinstance(error, OSError):
-        why, hint = f"cannot be read: {error.strerror or error}", "name a file that this user may read"
-    elif isinstance(error, TruncatedFileError):
-        hint = ""
-    return ConfigError(key, value, why, hint, file=str(config.file))
+@contextmanager
+def _reading(config: Config, key: str, value: str, hint: str) -> Iterator[None]:
+    """Turn what reading the file that a key names raises into ConfigError."""
+    try:
+        yield
+    except (GgufError, OSError, UnicodeDecodeError, TemplateError, TokenizerError) as error:
+        why = str(error).removeprefix(f"{value}: ")
+        if isinstance(error, OSError):
+            why, hint = f"cannot be read: {error.strerror or error}", "name a file that this user may read"
+        elif isinstance(error, TruncatedFileError):  # whose message has a hint
+            hint = ""
+        raise ConfigError(key, value, why, hint, file=str(config.file)) from error
 
 
 def has_mtp_head(target: ModelSpec) -> bool:

@@ -38,7 +38,7 @@ class ServedModel:
 
     @property
     def metadata(self) -> Mapping[str, object]:
-        metadata: Mapping[str, object] = {} if self.spec.files is None else self.spec.files.metadata
+        metadata = self.spec.metadata
         return metadata if self.chat_template is None else {**metadata, TEMPLATE_KEY: self.chat_template}
 
     @property

@@ -161,6 +161,10 @@ class ModelSpec:
     adapters: tuple[LoraAdapter, ...] = field(default=(), repr=False, compare=False)
 
     @property
+    def metadata(self) -> Mapping[str, Value]:
+        return {} if self.files is None else self.files.metadata
+
+    @property
     def pooled_width(self) -> int:
         return self.pooling.width or self.hidden_size
 
