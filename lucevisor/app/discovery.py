@@ -157,13 +157,11 @@ def probe_interpreter(python: str) -> Interpreter:
 
 
 def write_config(model: str, groups: Sequence[Interpreter]) -> str:
-    """Return the text of a configuration file that serves ``model`` on ``groups``."""
     path = model if model.startswith(HUB_PREFIX) else str(Path(model).resolve())
     return "\n".join([f"[model]\npath = {json.dumps(path)}\n", *(group.toml() for group in groups)])
 
 
 def save_config(model: str, groups: Sequence[Interpreter], name: str) -> Path:
-    """Write the configuration of ``model`` beside the log of supervisor ``name``."""
     path = log_path(name) / "config.toml"
     head = "# Written by `lucevisor start` for a model, again at each such start: copy it to change it.\n\n"
     try:

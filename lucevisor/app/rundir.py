@@ -109,7 +109,6 @@ class RunDirectory:
 
     @property
     def own(self) -> Path:
-        """Subdirectory of this process alone."""
         return self.path / f"{_OWN}{os.getpid()}"
 
     @property

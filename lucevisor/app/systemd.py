@@ -98,7 +98,6 @@ class SystemdReport:
         self.notifier.send(READY=1)
 
     def reloading(self) -> None:
-        """Report that a reload begins; :meth:`ready` ends it."""
         self.notifier.send(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000)
 
     @contextmanager

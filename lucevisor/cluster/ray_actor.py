@@ -90,7 +90,6 @@ class RemoteProcess:
         return self._failure
 
     def beat(self) -> None:
-        """Show that the caller lives."""
         self._seen_s = time.monotonic()
 
     def write(self, data: bytes, last: bool) -> bool:
@@ -196,7 +195,6 @@ class RemoteProcess:
         self._end()
 
     def _end(self) -> None:
-        """End the child, by SIGTERM, then by SIGKILL."""
         process = self._process
         if process is not None and not self._wait_end(0.0):
             process.send_signal(signal.SIGTERM)

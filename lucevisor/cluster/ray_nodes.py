@@ -74,7 +74,6 @@ class Node:
 
     @property
     def asked_for(self) -> dict[str, float]:
-        """Resources that groups may ask for."""
         own = {name: amount for name, amount in sorted(self.resources.items()) if not name.startswith("node:")}
         return {name: amount for name, amount in own.items() if name not in ("memory", "object_store_memory")}
 

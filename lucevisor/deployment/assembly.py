@@ -166,7 +166,6 @@ class PipelineAssembly:
 
     @property
     def complete(self) -> bool:
-        """True while requests are served."""
         return self._attached and not self._lost
 
     @property
@@ -179,7 +178,6 @@ class PipelineAssembly:
 
     @property
     def resetting(self) -> frozenset[str]:
-        """The groups that have yet to answer a Reset."""
         drafter = {self._draft.group} if self._draft is not None and self._draft.resetting else set()
         return frozenset(self._resetting | drafter)
 

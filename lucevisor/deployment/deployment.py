@@ -334,7 +334,6 @@ class Deployment:
 
     @property
     def complete(self) -> bool:
-        """True while the engine runs steps on this deployment."""
         return self._assembly is not None and self._assembly.complete
 
     @property
@@ -384,7 +383,6 @@ class Deployment:
 
     @property
     def draft_group(self) -> str:
-        """The group of the draft stage; empty without one."""
         return "" if self.placement is None or self.placement.draft is None else self.placement.draft.group
 
     def draft_layers(self, groups: Collection[str]) -> Sequence[LayerSpec]:

@@ -125,7 +125,6 @@ class ScorerClient(ModelClient[PlacedScorer]):
         return isinstance(frame.message, WindowScores) and self._take(group, frame, frame.message.window)
 
     async def score(self, tokens: Sequence[int], n_query: int) -> Sequence[float]:
-        """See :meth:`lucevisor.compression.windows.Scorer.score`."""
         async with self._turn:
             self._n_windows += 1
             scores: Sequence[float] = ()

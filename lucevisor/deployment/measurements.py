@@ -186,7 +186,6 @@ def link_file() -> Path:
 
 
 def remote_groups(config: Config) -> dict[str, str]:
-    """Return the first group of each other host, by host."""
     groups: dict[str, str] = {}
     for name, group in config.groups.items():
         if group.host:

@@ -299,5 +299,4 @@ class SwapPolicy:
         return now >= self._group_due_at(group)
 
     def _ends_with_group(self, model: ModelUse, now: float) -> bool:
-        """Return whether a model's daemons end when it has left."""
         return any(self._group_is_due(group, now) for group in model.groups)

@@ -121,7 +121,6 @@ class ModelSwapper:
             self.decide(self.policy.on_busy(name, busy, self._loop.time()))
 
     def on_complete(self, name: str) -> None:
-        """A model is served."""
         if self.state(name) is ModelState.LOADING:
             self.problems.pop(name, None)
             self.decide(self.policy.on_loaded(name, self._loop.time()))

@@ -181,7 +181,6 @@ class ModelService:
 
     @property
     def key(self) -> str:
-        """Its name in ``Service.models``."""
         return f"{self.name}/{self.replica}" if self.replica else self.name
 
     @property

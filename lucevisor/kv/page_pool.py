@@ -212,7 +212,6 @@ class Extents:
         return len(self._free_pages)
 
     def __contains__(self, page: int) -> bool:
-        """Return whether a page lies in an extent."""
         return page < len(self._free_pages) * self.n_pages
 
     def holds_state(self, extent: int) -> bool:
@@ -274,7 +273,6 @@ class Extents:
             self.n_free_pages -= len(self._free_pages[extent])
 
     def reopen(self, extent: int) -> None:
-        """Undo ``close``."""
         if self._free_pages[extent]:
             insort(self._partial, extent)
             self.n_free_pages += len(self._free_pages[extent])
@@ -471,7 +469,6 @@ class PagePools:
         self[KvGroup.FULL].epoch = 0
 
     def in_use(self) -> dict[KvGroup, list[int]]:
-        """Return the ids in use by KV group, device and host together, without states after drafts."""
         units = {kv_group: allocator.in_use() for kv_group, allocator in self._allocators.items()}
         for kv_group, cached in self.slot_pools._allocators.items():
             if cached is not self._allocators[kv_group]:

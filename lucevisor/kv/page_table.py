@@ -221,7 +221,6 @@ class PageTable:
 
     @property
     def hosts(self) -> list[int]:
-        """Pages in host memory that it owns."""
         return []
 
     def paged_out(self) -> PagedOut | None:

@@ -44,7 +44,6 @@ class MeasuredRate:
         self.n, self.seconds, self.measured_at = 0.9 * self.n + n, 0.9 * self.seconds + seconds, now
 
     def seconds_for(self, n: int) -> float | None:
-        """Return how long ``n`` units take; None if that is not known."""
         return n * self.seconds / self.n if self.n else None
 
 
@@ -171,7 +170,6 @@ class PrefixIndex:
         return bool(self.reservations) or any(slot.pins for slot in self._slots.values())
 
     def find_slot(self, tokens: Sequence[int], n_tokens: int) -> PrefixSlot | None:
-        """Return the slot of exactly the first ``n_tokens`` tokens."""
         return self.tree.find_slot(TokenBuffer.of(tokens), n_tokens)
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
@@ -309,7 +307,6 @@ class PrefixIndex:
     # ---- pins
 
     def pin(self, slot: PrefixSlot) -> None:
-        """Protect a slot from eviction, once per call."""
         slot.pins += 1
 
     def unpin(self, slot: PrefixSlot) -> None:
@@ -419,11 +416,9 @@ class PrefixIndex:
             self._evict(victim)
 
     def n_owners(self, page: int) -> int:
-        """Return as how many owners of a page of KV group full slots count."""
         return int(self.tree.holds(KvGroup.FULL)[page] > 0)
 
     def pinned_pages(self) -> set[int]:
-        """Return the pages of KV group full of pinned slots."""
         return {page for slot in self._slots.values() if slot.pins for page in slot.pages(KvGroup.FULL)}
 
     def move_pages(self, moves: Mapping[int, int]) -> None:

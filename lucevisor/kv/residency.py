@@ -40,7 +40,6 @@ class Residency:
 
     @property
     def ranks_decodes(self) -> bool:
-        """True if the stages rank the pages by their own queries."""
         return self.policy == "qk"
 
     def ranks_at(self, position: int) -> bool:
@@ -310,7 +309,6 @@ class ResidentPageTable(PageTable):
 
 
 def page_table(pools: PagePools, window_tokens: int | None, residency: Residency | None) -> PageTable:
-    """Return an empty page table for a sequence, with KV Flash if there is a ``residency``."""
     if residency is None or KvGroup.FULL not in pools:
         return PageTable(pools, window_tokens)
     return ResidentPageTable(pools, window_tokens, residency)

@@ -63,7 +63,6 @@ class TokenBuffer(Sequence[int]):
         self._ids.append(token)
 
     def packed(self, start: int = 0, stop: int | None = None) -> bytes:
-        """Return ids ``[start, stop)``, four bytes each."""
         return self._ids[start:stop].tobytes()
 
     def first(self, n: int) -> TokenBuffer:
@@ -80,7 +79,6 @@ class TokenBuffer(Sequence[int]):
 
 
 def _n_equal(ids: array[int], others: array[int] | bytes) -> int:
-    """Return how many packed ids both begin with."""
     mine, theirs = (np.frombuffer(memoryview(one).cast("B"), np.uint32) for one in (ids, others))
     n = min(len(mine), len(theirs))
     different = mine[:n] != theirs[:n]

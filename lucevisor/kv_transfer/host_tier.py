@@ -67,7 +67,6 @@ class HostSlot:
 
     @property
     def value(self) -> int:
-        """Tokens to compute again without it."""
         return self.n_tokens - self.start
 
 
@@ -244,7 +243,6 @@ class HostTier:
 
 
 def _chain(held: HostSlot) -> Iterator[HostSlot]:
-    """Yield a slot and those that it is based on."""
     at: HostSlot | None = held
     while at is not None:
         yield at
@@ -252,12 +250,10 @@ def _chain(held: HostSlot) -> Iterator[HostSlot]:
 
 
 def _whole_pages(held: HostSlot) -> int:
-    """Return how many tokens the whole pages of a slot have."""
     return held.n_tokens // PAGE_TOKENS * PAGE_TOKENS
 
 
 def _first_rows(tensor: TransferTensor, stop: int) -> TransferTensor:
-    """Return the rows of a tensor before position ``stop``."""
     n, n_rows = stop - tensor.first, tensor.shape[0]
     return replace(tensor, shape=(n, *tensor.shape[1:]), n_bytes=tensor.n_bytes // n_rows * n)
 

@@ -224,7 +224,6 @@ class KvTransfer:
         return tensors
 
     def _send(self, group: str) -> None:
-        """Send what waits, as far as the daemon has credits."""
         daemon = self._daemons[group]
         while daemon.waiting and daemon.link is not None and len(daemon.sent) < CREDITS:
             message = daemon.waiting.popleft()
@@ -239,7 +238,6 @@ class KvTransfer:
                     self._end(group, message, f"group {group} could not be asked: {error}")
 
     def _end(self, group: str, message: _Message, problem: str = "") -> None:
-        """Count a message as answered."""
         transfer = message.transfer
         is_optional = group == self._draft_group and group not in self._layers and isinstance(message.order, Restore)
         if problem and is_optional:

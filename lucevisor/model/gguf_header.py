@@ -87,7 +87,6 @@ _STRING, _ARRAY = GGUFValueType.STRING.value, GGUFValueType.ARRAY.value
 
 
 def _least_bytes(kind: int) -> int:
-    """Minimum size of an array element, in bytes."""
     return _SCALARS[kind][1] if kind in _SCALARS else 8 if kind == _STRING else 12
 
 

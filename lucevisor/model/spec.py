@@ -309,7 +309,6 @@ def attention_state(n_kv_heads: int, key_dim: int, value_dim: int) -> tuple[Stat
 def attention_layer(
     index: int, tensors: Shapes, state: tuple[StateTensor, ...], window: int = 0, *, n_routed: int = 0
 ) -> LayerSpec:
-    """Return a layer that attends to all positions, or to the last ``window``."""
     return LayerSpec(index, KvGroup.WINDOW if window else KvGroup.FULL, tensors, state, window, n_routed=n_routed)
 
 

@@ -95,7 +95,6 @@ class VisionSpec:
 
     @property
     def cell_pixels(self) -> int:
-        """Side of the square of pixels that a token stands for."""
         return self.patch * self.merge
 
     @property

@@ -314,7 +314,6 @@ def _largest(matrices: list[TensorLayout], forms: Set[WeightFormat]) -> int:
 
 
 def _query_groups(layer: LayerSpec) -> int:
-    """Return the query heads per kv head."""
     values = next((t for t in layer.state if t.name == "v"), None)
     width = _output_width(layer)
     if values is None or not width:
@@ -323,7 +322,6 @@ def _query_groups(layer: LayerSpec) -> int:
 
 
 def _sketch_bytes(layer: LayerSpec) -> int:
-    """Return the bytes of the sketches of a page's keys."""
     keys = next((t for t in layer.state if t.name == "k" and layer.kv_group is KvGroup.FULL), None)
     if keys is None:
         return 0

@@ -95,7 +95,6 @@ def target_devices(config: Config, inventory: Inventory | None) -> tuple[TargetD
 
 
 def order_is_free(config: Config, targets: Sequence[TargetDevice]) -> bool:
-    """Return whether order and choice of hosts are automatic."""
     placement, several = config.placement, len({target.host for target in targets}) > 1
     return several and isinstance(placement.split, Auto) and "placement.target_devices" not in config.set_keys
 
@@ -191,7 +190,6 @@ def _divide(users: Sequence[Neighbour], whole: float, device: DeviceRef) -> dict
 
 
 def _uses(config: Config, device: DeviceRef, backend: Backend, host: str) -> bool:
-    """Return whether a model uses the memory of a device on ``host``."""
     if backend is Backend.CPU:
         return any(group.backend == "cpu" and group.host_name == host for group in config.groups.values())
     named = {*config.placement.devices, config.draft.device, config.pflash.device, config.vision.device}

@@ -27,7 +27,6 @@ class Link(msgspec.Struct, frozen=True):
     measured: str = ""
 
     def valid(self) -> bool:
-        """Return whether the numbers can be those of a link."""
         numbers = (self.round_trip_s, self.bytes_per_s)
         return all(map(isfinite, numbers)) and self.round_trip_s >= 0 and self.bytes_per_s > 0
 

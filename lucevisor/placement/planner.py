@@ -249,7 +249,6 @@ class _Case:
 
 
 def _noted(result: Placement | Infeasible, reason: str) -> Placement | Infeasible:
-    """Return the result with a reason in front of the others."""
     if isinstance(result, Infeasible):
         return replace(result, placement=replace(result.placement, reasons=(reason, *result.placement.reasons)))
     return replace(result, reasons=(reason, *result.reasons))
@@ -285,7 +284,6 @@ def _hosts(names: Iterable[str]) -> str:
 
 
 def _are_known_gpus(targets: Sequence[TargetDevice]) -> bool:
-    """Return whether all devices are GPUs of which the free memory is known."""
     return all(target.info is not None and target.backend is not Backend.CPU for target in targets)
 
 

@@ -88,7 +88,6 @@ class SizingInputs:
 
     @property
     def host_page_limit(self) -> int:
-        """Pages of all layers that fit into ``host_bytes``."""
         page_bytes = self.spec.unit_bytes(KvGroup.FULL, LayerRange(0, self.spec.n_layers), self.kv_dtype)
         return self.host_bytes // page_bytes if page_bytes else 0
 
@@ -202,7 +201,6 @@ class Sizing:
 
     @property
     def most_shared_pages(self) -> int:
-        """Pages in whose memory all usable states lie."""
         inputs = self.inputs
         return self.state_pages * (inputs.max_sequences + (0 if inputs.states_in_host else self.n_kept_states))
 
@@ -547,7 +545,6 @@ def choose_pool(inputs: SizingInputs, ranges: Sequence[LayerRange], chunk: int) 
 
 
 def reference_load(inputs: SizingInputs) -> tuple[int, int]:
-    """Return context and pages for automatic ranges."""
     context = inputs.max_context or min(inputs.spec.context_tokens, REFERENCE_TOKENS)
     pages = inputs.pages or inputs.sequence_pages(context)
     shared = 0 if inputs.pages else Sizing(inputs, (), 1, context, pages).state_pages

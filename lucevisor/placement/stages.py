@@ -28,14 +28,12 @@ from lucevisor.protocol.loading import (
 def shards_of(
     devices: Sequence[DeviceRef], backends: Sequence[Backend], ranges: Sequence[LayerRange]
 ) -> tuple[Shard, ...]:
-    """Return one shard per device, in layer order."""
     last = len(devices) - 1
     rows = enumerate(zip(devices, backends, ranges, strict=True))
     return tuple(Shard(device, backend, layers, i == 0, i == last) for i, (device, backend, layers) in rows)
 
 
 def stages_of(shards: Sequence[Shard]) -> tuple[Stage, ...]:
-    """Merge consecutive shards of one group into stages."""
     merged: list[list[Shard]] = []
     for shard in shards:
         if merged and merged[-1][-1].device.group == shard.device.group:

@@ -126,7 +126,6 @@ def open_snapshot(path: Path) -> tuple[int, SnapshotHeader, os.stat_result]:
 
 
 def read_header(fd: int, file_bytes: int) -> SnapshotHeader:
-    """Read and check the header of an open file.  Raises SnapshotError."""
     try:
         length = os.pread(fd, LENGTH_BYTES, 0)
         n = header_bytes(length, file_bytes)

@@ -89,7 +89,6 @@ class SnapshotMatch:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes to read."""
         return self.entry.n_bytes * self.n_tokens // self.entry.n_tokens
 
 

@@ -80,7 +80,6 @@ def open_secret(name: str) -> int:
 
 
 def n_oom_kills() -> int:
-    """Return how many processes the kernel has ended here for lack of memory."""
     with open("/proc/vmstat", encoding="ascii") as lines:
         return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 

@@ -284,7 +284,6 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """True once the process is reaped."""
         return self._pidfd < 0
 
     def open_link(
@@ -368,7 +367,6 @@ class Child:
 
 
 def _limit_files(pid: int) -> None:
-    """Set a daemon's own limit of open files."""
     with contextlib.suppress(OSError):  # it has ended, or this is not permitted: it keeps the supervisor's
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         # The supervisor's is higher, for connections.

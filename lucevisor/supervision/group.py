@@ -97,7 +97,6 @@ class GroupSupervisor:
 
     @property
     def retry_in_s(self) -> float | None:
-        """Seconds until a group in BACKOFF or FAILED is started again; None when no start is due."""
         return self._machine.retry_in_s(self._clock())
 
     @property
@@ -268,7 +267,6 @@ class GroupSupervisor:
 
     @property
     def _live_daemon(self) -> Daemon | None:
-        """The daemon whose process has not been reaped."""
         return self._daemon if self._machine.pid else None
 
     @property

@@ -67,7 +67,6 @@ class Listener:
         return Channels(links, heartbeat, [awaited(Purpose.FILES, "files") for _ in range(n_links)], options)
 
     def close(self) -> None:
-        """Close the port; idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         if not self._acceptor.closed:

@@ -388,7 +388,6 @@ class Machine:
                 self._give_up_daemon(f"it sent {what} out of turn, while {self.state}", _Escalation.TERM)
 
     def _give_up_daemon(self, reason: str, level: _Escalation, configuration: bool = False) -> None:
-        """Give up on the daemon and stop it, beginning at `level`."""
         if self.state in (State.STARTING, *_WATCHED):
             self._fault = reason
             self._configuration = configuration

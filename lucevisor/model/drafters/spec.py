@@ -61,7 +61,6 @@ class DraftSpec:
 
     @property
     def shares_lm_head(self) -> bool:
-        """True if the output matrix is the target's."""
         return self.lm_head in self.from_target
 
     def draft_vocabulary_bytes(
