@@ -224,9 +224,11 @@ class SwapPolicy:
         self._load_wanted(now)
         for model in self.models.values():
             if model.state is ModelState.LOADED and not model.pin and now >= model.due_at():
-                self._leave(model, park=not self._ends_with_group(model, now))
+                ends = any(now >= self._group_due_at(group) for group in model.groups)  # with all they keep
+                self._leave(model, park=not ends)
         for group in sorted(self.running_groups):
-            if self._group_is_due(group, now) and not any(model.state in IN_MEMORY for model in self._of_group(group)):
+            is_due = now >= self._group_due_at(group)
+            if is_due and not any(model.state in IN_MEMORY for model in self._of_group(group)):
                 self.running_groups.discard(group)
                 self._out.append(StopGroup(group))
         instructions, self._out = self._out, []
@@ -294,9 +296,3 @@ class SwapPolicy:
             or model.state is not ModelState.UNLOADED
         ]  # fmt: skip
         return max((model.due_at() for model in bound), default=inf) if any(m.idle_s for m in models) else inf
-
-    def _group_is_due(self, group: str, now: float) -> bool:
-        return now >= self._group_due_at(group)
-
-    def _ends_with_group(self, model: ModelUse, now: float) -> bool:
-        return any(self._group_is_due(group, now) for group in model.groups)

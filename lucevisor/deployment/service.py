@@ -75,6 +75,7 @@ def engine_limits(
     cache: CacheConfig, spec: ModelSpec, placement: Placement, drafter: ModelSpec | None = None
 ) -> EngineLimits:
     """Limits of the engine that runs ``placement``.  ``drafter``: the one that is placed."""
+    unit_bytes, n_pages = slot_unit_bytes(spec, placement.kv_dtype, drafter), placement.pool_pages
     return EngineLimits(
         max_sequences=placement.max_sequences,
         max_context=placement.max_context,
@@ -84,8 +85,14 @@ def engine_limits(
         kv_groups=placement.kv_groups,
         pools=placement.pools,
         window_tokens=placement.window_tokens,
-        prefix=_prefix_settings(cache, spec, placement, drafter),
-        residency=_residency(placement),
+        prefix=PrefixSettings(
+            max_slots=placement.prefix_slots,
+            memory_bytes=placement.cache_bytes,
+            min_tokens=cache.min_tokens,
+            checkpoint_pages=cache.checkpoint_pages,
+            unit_bytes={kv_group: unit_bytes[kv_group] for kv_group in placement.kv_groups},
+        ),
+        residency=None if n_pages is None else Residency(n_pages, placement.residency_policy, placement.tau),
         speculation=placement.drafting,
         whole_texts=spec.pooling.whole_texts,
         whole_images=spec.whole_images,
@@ -99,25 +106,6 @@ def _long_prefill_tokens(placement: Placement) -> int:
     """
     cpu = any(shard.backend is Backend.CPU for stage in placement.stages for shard in stage.shards)
     return min(placement.prefill_chunk, 2 * PAGE_TOKENS) if cpu else placement.prefill_chunk
-
-
-def _residency(placement: Placement) -> Residency | None:
-    if placement.pool_pages is None:
-        return None
-    return Residency(placement.pool_pages, placement.residency_policy, placement.tau)
-
-
-def _prefix_settings(
-    cache: CacheConfig, spec: ModelSpec, placement: Placement, drafter: ModelSpec | None
-) -> PrefixSettings:
-    unit_bytes = slot_unit_bytes(spec, placement.kv_dtype, drafter)
-    return PrefixSettings(
-        max_slots=placement.prefix_slots,
-        memory_bytes=placement.cache_bytes,
-        min_tokens=cache.min_tokens,
-        checkpoint_pages=cache.checkpoint_pages,
-        unit_bytes={kv_group: unit_bytes[kv_group] for kv_group in placement.kv_groups},
-    )
 
 
 ServiceState = Literal["ready", "starting", "degraded", "failed", "draining"]

@@ -37,6 +37,7 @@ from lucevisor.model.values import FileIdentity, identity_of
 from lucevisor.placement.stages import LoadFiles
 from lucevisor.protocol.loading import AdapterFile, Load, OfferedFile
 from lucevisor.snapshots.file_format import DraftModel
+from lucevisor.snapshots.store import lower_priority
 
 BLOCK_BYTES = 64 << 20
 READ_BYTES = 1 << 20
@@ -128,7 +129,7 @@ def digest_tensors(
         return _digest(files, block, buffer, progress, keep_cached)
 
     _check_unchanged(files)
-    with ThreadPoolExecutor(n_threads, thread_name_prefix="weight hash", initializer=_lower_priority) as pool:
+    with ThreadPoolExecutor(n_threads, thread_name_prefix="weight hash", initializer=lower_priority) as pool:
         try:
             digests = list(pool.map(work, blocks))
         except BaseException:
@@ -168,10 +169,6 @@ def _digest(files: GgufFiles, block: _Block, buffer: memoryview, progress: HashP
 def _check_unchanged(files: GgufFiles) -> None:
     for path in files.changed():
         raise WeightsChangedError(f"{path} was changed while it was hashed; {_RELOAD}")
-
-
-def _lower_priority() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread: requests come first
 
 
 TICK_S = 0.1

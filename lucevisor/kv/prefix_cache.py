@@ -251,7 +251,7 @@ class PrefixIndex:
         needs = {kv_group: n for kv_group, n in needs.items() if kv_group in self.pools}
         if not self.worth_caching(n_tokens) or not self.reclaim_host(len(leaving)):
             return None
-        if not self.reclaim_for_slot(needs):
+        if not self._reclaim(self.pools, needs):
             return None
         ids, hosts = self.pools.allocate(needs), self.pools.host_pages.allocate(len(leaving))
         if ids is None or hosts is None:
@@ -361,18 +361,15 @@ class PrefixIndex:
                 return n_missing <= pools.shared_pages(found)
         return True
 
-    def _n_reclaimable(self, kv_group: KvGroup, shared: Collection[int]) -> int:
-        """Return how many ids evicting all unpinned slots would free; ``shared`` ones would stay."""
-        allocator = self._sequence_pools[kv_group]
-        pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, kv_group)}
-        return allocator.n_evictable - allocator.n_evictable_of(pinned.union(shared))
-
     def can_reclaim_host(self, n: int, shared: Collection[int]) -> bool:
         hosts = self.pools.host_pages
-        if n <= hosts.n_free:
-            return True
-        pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, KvGroup.FULL)}
-        return n <= hosts.n_free + hosts.n_evictable - hosts.n_evictable_of(pinned.union(shared))
+        return n <= hosts.n_free or n <= hosts.n_free + self._n_reclaimable(KvGroup.FULL, shared, hosts)
+
+    def _n_reclaimable(self, kv_group: KvGroup, shared: Collection[int], allocator: PageAllocator | None = None) -> int:
+        """Return how many ids evicting all unpinned slots would free; ``shared`` ones would stay."""
+        allocator = allocator or self._sequence_pools[kv_group]
+        pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, kv_group)}
+        return allocator.n_evictable - allocator.n_evictable_of(pinned.union(shared))
 
     def reclaim_host(self, n: int) -> bool:
         """Evict slots until so many pages in host memory are free; False if that is not enough."""
@@ -387,10 +384,6 @@ class PrefixIndex:
     def reclaim(self, needs: Mapping[KvGroup, int]) -> bool:
         """Evict slots until so many ids of each KV group are free for a sequence; False if that is not enough."""
         return self._reclaim(self._sequence_pools, needs)
-
-    def reclaim_for_slot(self, needs: Mapping[KvGroup, int]) -> bool:
-        """Evict slots until so many ids of each KV group are free for a slot; False if that is not enough."""
-        return self._reclaim(self.pools, needs)
 
     def reclaim_checkpoint(self, n_tokens_saved: int) -> bool:
         """Evict a slot for the state of one that saves more tokens, unless a state is free; False if none is worth

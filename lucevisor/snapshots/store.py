@@ -138,9 +138,7 @@ class SnapshotStore:
         n_threads = min(4, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="snapshot check")
         n_sealing = 1 + min(2, os.cpu_count() or 1)  # one for fsync
-        self._seal_pool = ThreadPoolExecutor(
-            n_sealing, thread_name_prefix="snapshot seal", initializer=_lower_io_priority
-        )
+        self._seal_pool = ThreadPoolExecutor(n_sealing, thread_name_prefix="snapshot seal", initializer=lower_priority)
         self.budget = disk_bytes
         self._scanned = False
         disk.make_directory(directory)
@@ -474,8 +472,8 @@ def _label(error: Exception) -> str:
     return "disk_full" if isinstance(error, OSError) and error.errno in _FULL else "io"
 
 
-def _lower_io_priority() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread alone
+def lower_priority() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread: requests come first
 
 
 def _check_size(pending: PendingSnapshot, n_bytes: int) -> None:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
 import structlog
 from msgspec import structs
@@ -390,17 +389,9 @@ class Daemon:
                 self._emit(ev.ProgressReceived(self.number))
                 self._callbacks[progress.model].on_progress(self.name, progress)
             case LogLine(level, event, fields):
-                self._on_log_line(level, event, fields)
+                getattr(self._log, level)(event, **without_reserved_names(fields))
             case _:
                 pass
-
-    def _on_log_line(
-        self,
-        level: Literal["debug", "info", "warning", "error"],
-        event: str,
-        fields: dict[str, Field],
-    ) -> None:
-        getattr(self._log, level)(event, **without_reserved_names(fields))
 
     def _on_heartbeat_closed(self, error: ProtocolError) -> None:
         """Report a lost heartbeat, but after the link: a daemon that exits closes both, and its link has the reason."""

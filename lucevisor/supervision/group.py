@@ -159,7 +159,10 @@ class GroupSupervisor:
         killed.
         """
         self._request(ev.StopRequested(deadline_s, drain_s))
-        state = await self._wait_for(self._is_stopped, deadline_s + self.limits.reap_s + 5.0)
+        state = await self._wait_for(
+            lambda state: state is State.STOPPED or (state is State.FAILED and self._machine.quarantined),
+            deadline_s + self.limits.reap_s + 5.0,
+        )
         await self._spares.wait_until_reaped()
         return state
 
@@ -323,9 +326,6 @@ class GroupSupervisor:
             self._spares.drop()
         for callbacks in self._callbacks:
             callbacks.on_state(self.name, state, reason)
-
-    def _is_stopped(self, state: State) -> bool:
-        return state is State.STOPPED or (state is State.FAILED and self._machine.quarantined)
 
     async def _wait_for(self, accepts: Callable[[State], bool], timeout_s: float) -> State:
         if accepts(self.state):

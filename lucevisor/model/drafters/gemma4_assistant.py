@@ -53,8 +53,13 @@ def read(files: GgufFiles, target: ModelSpec) -> DraftSpec:
     if not isinstance(of_target, Gemma4Params):
         reason = f"is {ARCHITECTURE!r}, a drafter for gemma4 models; {target.name} is {target.architecture}"
         raise GgufError(keys.file, "metadata value 'general.architecture'", reason)
-    _check_width(keys, target)
-    sliding = _sliding(keys)
+    width = keys.integer("embedding_length_out")
+    if width != target.hidden_size:
+        reason = f"is {width}, expected {target.hidden_size}: the drafter belongs to another model than {target.name}"
+        raise keys.error("embedding_length_out", reason)
+    sliding = keys.flags("attention.sliding_window_pattern", keys.integer("block_count", high=MAX_LAYERS))
+    if sliding is None:
+        raise keys.error("attention.sliding_window_pattern", "is missing")
     last = {
         kind: max(
             (i for i, layer in enumerate(of_target.layers) if layer.sliding is kind and of_target.owns(i)), default=0
@@ -83,20 +88,6 @@ def read(files: GgufFiles, target: ModelSpec) -> DraftSpec:
     prefixes = {f"blk.{sources[kind].layer}.": f"blk.{i}." for kind, i in last.items()}
     model, drafter_files, from_target = _assembled(files, target, params, tuple(layers), prefixes)
     return DraftSpec(model, 1, drafter_files, from_target, captures, max_drafts=15, default_drafts=3)
-
-
-def _check_width(keys: Keys, target: ModelSpec) -> None:
-    width = keys.integer("embedding_length_out")
-    if width != target.hidden_size:
-        reason = f"is {width}, expected {target.hidden_size}: the drafter belongs to another model than {target.name}"
-        raise keys.error("embedding_length_out", reason)
-
-
-def _sliding(keys: Keys) -> list[bool]:
-    sliding = keys.flags("attention.sliding_window_pattern", keys.integer("block_count", high=MAX_LAYERS))
-    if sliding is None:
-        raise keys.error("attention.sliding_window_pattern", "is missing")
-    return sliding
 
 
 def _block(keys: Keys, of_target: Gemma4Params, sliding: list[bool], kept_in: Mapping[bool, int]) -> Gemma4Params:
