@@ -39,10 +39,9 @@ from daemons.ops.selection import KernelSelector
 from lucevisor.model.drafters import open_draft, read_draft_spec
 from lucevisor.model.drafters.dflash import DflashParams
 from lucevisor.model.drafters.draft_model import DraftModelParams
-from lucevisor.model.drafters.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabularySizes
 from lucevisor.model.drafters.gemma4_assistant import AssistantParams
 from lucevisor.model.drafters.mtp import MtpParams
-from lucevisor.model.drafters.spec import DraftSpec
+from lucevisor.model.drafters.spec import DRAFT_VOCABULARY, DraftSpec, DraftVocabularySizes
 from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import Backend, KvGroup
 from lucevisor.protocol.loading import DeviceUse, DraftPlan, Load, PoolSizes

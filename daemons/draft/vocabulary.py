@@ -27,8 +27,7 @@ from daemons.ops.linear import BlockLinear, DenseLinear, Float32CpuLinear, Linea
 from daemons.ops.lora import LoraLinear
 from daemons.ops.selection import KernelSelector
 from daemons.weights.packed import PackedWeights, empty_packed
-from lucevisor.model.drafters.draft_vocabulary import DraftVocabularySizes
-from lucevisor.model.drafters.spec import EMBEDDING, DraftSpec
+from lucevisor.model.drafters.spec import EMBEDDING, DraftSpec, DraftVocabularySizes
 from lucevisor.model.quant_types import TILE_ROWS
 from lucevisor.model.weight_layout import TensorRole
 

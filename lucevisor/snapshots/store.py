@@ -213,10 +213,6 @@ class SnapshotStore:
         adapter = self.model.adapter_of(snapshot.fingerprint) or ""
         return SnapshotEntry(file, snapshot, status.st_size, status.st_mtime, adapter)
 
-    @property
-    def n_files(self) -> int:
-        return len(self._index)
-
     def find(self, prompt: Sequence[int], most: int) -> SnapshotMatch | None:
         """Return the match that restores most of the prompt's first ``most`` tokens; does not block."""
         return longest_match(self.entries[::-1], prompt, most, whole_only=self.model.whole_only)

@@ -18,7 +18,7 @@ from daemons.draft.stage import DraftJob, DraftStage
 from daemons.kv.batch import Batch
 from daemons.models.stage import LoadedStage
 from lucevisor.model.drafters import draft_paths, open_draft, read_draft_spec
-from lucevisor.model.drafters.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabularySizes
+from lucevisor.model.drafters.spec import DRAFT_VOCABULARY, DraftVocabularySizes
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, KvGroup

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lucevisor.model.drafters.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabularySizes
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError, TensorInfo
-from lucevisor.model.quant_types import weight_format
+from lucevisor.model.quant_types import GgmlType, WeightFormat, format_bytes, weight_format
 from lucevisor.model.spec import LayerSpec, ModelSpec, Shapes, check_tensors, main_quant, model_name
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import ROW_INDEXED, TensorLayout, shard_layouts
@@ -19,6 +18,30 @@ MAX_RECURRENT_DRAFTS = 15
 """Drafts of one slice of a model with recurrent states: kernels keep what up to 16 tokens do to a state."""
 EMBEDDING = "token_embd.weight"
 LM_HEAD = "output.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocabularySizes:
+    """Of ``min_vocabulary`` tokens or more one in ``share`` is drafted, at most ``max_rows``, in ``multiple`` (whole
+    tiles)."""
+
+    min_vocabulary: int = 65536
+    share: int = 4
+    max_rows: int = 65536
+    multiple: int = 256  # 16 tiles of 16 rows: kernels that deal tiles out to slabs have whole ones
+
+    def rows(self, vocabulary: int) -> int:
+        """Tokens that drafts are drawn from; 0: from all."""
+        n = min(self.max_rows, vocabulary // self.share) // self.multiple * self.multiple
+        return n if vocabulary >= self.min_vocabulary else 0
+
+    def n_bytes(self, kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> int:
+        """Bytes on the drafter's device beside an output matrix [V, E]; 0 unless that is packed."""
+        n = self.rows(shape[0]) if fmt is WeightFormat.PACKED else 0
+        return format_bytes(kind, (n, shape[-1]), fmt) + n * 8 if n else 0  # a row has its token id beside it
+
+
+DRAFT_VOCABULARY = DraftVocabularySizes()
 
 
 @dataclass(frozen=True, slots=True)
