@@ -129,7 +129,6 @@ class ModelRunner:
                 "vision encoder", reporter, runner._load_vision, needed=not load.stages
             )
         draft, scorer, vision = runner._draft, runner.scorer, runner.vision
-        assert runner.spec.files is not None
         identities = unchanged(runner.spec.files)
         for adapter in runner.spec.adapters:
             identities += unchanged(adapter.files)

@@ -90,7 +90,6 @@ def _of_matrix(
     spec: ModelSpec, layout: TensorLayout, selector: KernelSelector
 ) -> Iterator[tuple[KernelThreshold, int]]:
     """The limits between the kernels that this device has for the matrix."""
-    assert spec.files is not None
     weights = WeightLoader(spec.files, [layout], selector, lambda done, total: None)
     try:
         product = weights.linear(layout.name) if len(layout.shape) == 2 else weights.experts(layout.name)

@@ -294,7 +294,6 @@ class DraftStage:
         layouts = spec.layouts(
             backend, load.dtype, with_output=shared.lm_head is not None, with_embedding=shared.table is not None
         )
-        assert spec.model.files is not None
         report = progress_of(progress, plan.stage, plan.device)
         weights = WeightLoader(spec.model.files, layouts, selector, report)
         try:
@@ -545,7 +544,6 @@ def _pools_of(load: Load) -> PoolSizes:
 
 def _open_spec(target: ModelSpec, load: Load, plan: DraftPlan) -> DraftSpec:
     """Open the drafter's files, which may be the target's."""
-    assert target.files is not None
     paths = tuple(Path(file) for file in plan.files)
     files = target.files if paths == target.files.paths else check_identities(open_draft(paths), plan.identities)
     return read_draft_spec(files, target, plan.kind, load.options)

@@ -65,7 +65,6 @@ def load_kernels(spec: ModelSpec, layers: LayerRange, selector: KernelSelector, 
 def _products(spec: ModelSpec, layers: tuple[LayerSpec, ...], selector: KernelSelector, rows: torch.Tensor) -> None:
     from daemons.ops.packed_linear import PackedLinear
 
-    assert spec.files is not None
     tensors = (spec.files.tensors[name] for layer in layers for name in layer.tensors if name in spec.files.tensors)
     kinds = {t.kind.name: t.kind for t in tensors if len(t.shape) == 2 and t.kind.name in TILES}
     for kind in kinds.values():
@@ -76,7 +75,6 @@ def _products(spec: ModelSpec, layers: tuple[LayerSpec, ...], selector: KernelSe
 
 def _lookup(spec: ModelSpec, selector: KernelSelector, n_rows: int) -> None:
     """Rows of the token table, which nothing else needs before the first layer."""
-    assert spec.files is not None
     for kind, shape in ((spec.files.tensors[name].kind, shape) for name, shape in spec.embedding_tensors.items()):
         if kind.name in TILES and selector.kernels:
             packed = empty_packed(kind, TILE_ROWS, shape[-1], selector.device)

@@ -24,7 +24,6 @@ from daemons.models.loader import WeightLoader
 from daemons.models.lora import LoraWeights
 from daemons.ops.lora import LoraContext
 from daemons.ops.selection import KernelSelector
-from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype
 from lucevisor.model.weight_layout import shard_layouts
@@ -103,7 +102,7 @@ class ShardModel:
         kept = shard_layouts(
             spec, layers, embedding=config.embedding, output=config.output, backend=config.backend, dtype=config.dtype
         )
-        weights = WeightLoader(_files(spec), kept, selector, report)
+        weights = WeightLoader(spec.files, kept, selector, report)
         self.lora = LoraContext(selector.product)
         if spec.adapters:
             weights.lora = LoraWeights(spec.adapters, self.lora, self.device, selector.dtype)
@@ -150,7 +149,7 @@ class ShardModel:
             self.layers, self.captured = layers, captured
 
     def _kind(self, i: int) -> object:
-        layer, files = self.spec.layers[i], _files(self.spec)
+        layer, files = self.spec.layers[i], self.spec.files
         tensors = ((name.removeprefix(f"blk.{i}."), files.tensors[name]) for name in sorted(layer.tensors))
         shapes = tuple((name, tensor.kind, tensor.shape) for name, tensor in tensors)
         return layer.kv_group, layer.window, layer.state, layer.shares_with is not None, shapes
@@ -217,15 +216,6 @@ def check(config: ShardConfig) -> None:
         if layer.shares_with is not None and layer.shares_with not in layers:
             reason = f"layer {layer.index} reads pages of layer {layer.shares_with}, which is on another shard"
             raise LoadError(where, reason, "move the layer split", configuration=True)
-    _files(spec)
-
-
-def _files(spec: ModelSpec) -> GgufFiles:
-    if spec.files is None:
-        raise LoadError(
-            spec.name, "the model's files are not opened", "read the spec with open_spec", configuration=True
-        )
-    return spec.files
 
 
 def stream_dtype(h: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -84,7 +84,6 @@ class VisionStage:
     def _weight(self, name: str) -> Tensor:
         """Read a tensor: vectors and learned positions in float32, matrices in the compute dtype."""
         spec, files = self.spec, self.spec.files
-        assert files is not None
         tensor, shape = files.tensors[name], spec.tensors[name]
         dtype = torch.float32 if is_exact(name, shape) else self.dtype
         values = read_numbers(files, tensor, dtype).view(shape)

@@ -338,7 +338,6 @@ class _Locating:
                 own = files if draft.files == load.files else open_draft([self._here[path] for path in draft.files])
                 drafter = read_draft_spec(own, spec, draft.kind, load.options)
                 layouts = drafter.layouts(backend, load.dtype, with_output=False, with_embedding=False)
-                assert drafter.model.files is not None
                 yield from self._of_tensors(drafter.model.files, (layout.name for layout in layouts))
 
         def of_scorer(files: GgufFiles) -> Iterator[Range]:
@@ -393,7 +392,6 @@ class _Locating:
         layouts = shard_layouts(
             spec, layers, embedding=embedding, output=output, backend=backend, dtype=self.located.load.dtype
         )
-        assert spec.files is not None
         yield from self._of_tensors(spec.files, (layout.name for layout in layouts))
 
     def _of_tensors(self, files: GgufFiles, names: Iterable[str]) -> Iterator[Range]:

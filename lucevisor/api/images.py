@@ -54,7 +54,6 @@ class ImageReader:
     @classmethod
     def of(cls, spec: VisionSpec, limits: tuple[int, int], media_path: Path | None, max_file_bytes: int) -> ImageReader:
         """``limits``: least and most tokens of an image."""
-        assert spec.files is not None
         return cls(
             cell=spec.cell_pixels,
             min_tokens=limits[0],

@@ -64,9 +64,8 @@ def make_page_scorer(service: ModelService, tokenizer: Tokenizer) -> PageScorer 
 
 def _windows(services: Sequence[ModelService], tokenizer: Tokenizer) -> WindowScorer | None:
     model = services[0].model
-    if model.scorer is None or model.scorer.files is None:
+    if model.scorer is None:
         return None
-    assert model.spec.files is not None
     own_metadata, scorer_metadata = model.spec.files.metadata, model.scorer.files.metadata
     same = all(own_metadata.get(key) == scorer_metadata.get(key) for key in _SAME)
     return WindowScorer(tokenizer, CurrentScorer(services), None if same else Tokenizer.from_gguf(scorer_metadata))

@@ -255,13 +255,13 @@ def open_template(config: Config, spec: ModelSpec) -> str | None:
         return None
     with _reading(config, "model.chat_template", config.model.chat_template, "name a file with a Jinja template"):
         source = Path(config.model.chat_template).read_text("utf-8")
-        ChatTemplate(source, named_tokens(spec.metadata))
+        ChatTemplate(source, named_tokens(spec.files.metadata))
     return source
 
 
 def open_tokenizer(config: Config, spec: ModelSpec) -> Tokenizer:
     with _reading(config, "model.path", config.model.path, "convert the file again, or name another"):
-        return Tokenizer.from_gguf(spec.metadata)
+        return Tokenizer.from_gguf(spec.files.metadata)
 
 
 def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ModelSpec | None:
@@ -275,7 +275,7 @@ def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ModelSpec |
         spec = open_spec(path)
         if spec.pooling.bidirectional:
             raise GgufError(str(path), "metadata value 'general.architecture'", f"{spec.architecture!r} is an encoder")
-        Tokenizer.from_gguf(spec.metadata)
+        Tokenizer.from_gguf(spec.files.metadata)
     return spec
 
 
@@ -329,13 +329,11 @@ def _reading(config: Config, key: str, value: str, hint: str) -> Iterator[None]:
 
 
 def has_mtp_head(target: ModelSpec) -> bool:
-    assert target.files is not None
     n = target.files.metadata.get(f"{target.architecture}.nextn_predict_layers", 0)
     return isinstance(n, int) and n > 0
 
 
 def _built_in_mtp_head(config: Config, target: ModelSpec) -> ServedDrafter | None:
-    assert target.files is not None
     try:
         return _read_drafter(target.files, target, DraftKind.MTP, config)
     except GgufError as error:

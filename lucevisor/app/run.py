@@ -652,7 +652,7 @@ def _model_card(model: ServedModel, metadata: Mapping[str, object], aliases: tup
         path=str(model.files[0]),
         architecture=model.spec.architecture,
         quant=model.spec.quant,
-        n_parameters=0 if model.spec.files is None else sum(prod(t.shape) for t in model.spec.files.tensors.values()),
+        n_parameters=sum(prod(t.shape) for t in model.spec.files.tensors.values()),
         facts={key: value for key, value in metadata.items() if not isinstance(value, list) and key != TEMPLATE_KEY},
     )
     return replace(card, adapters=tuple(_adapter_card(adapter, card) for adapter in model.spec.adapters))

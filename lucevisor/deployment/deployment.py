@@ -445,9 +445,9 @@ class Deployment:
             why = placement.hosts_left_out or f"the drafter is left out: {placement.draft_left_out}"
             raise LucevisorError(f"it has nothing to run: {why}")
         scorer = self._model.scorer
-        score_files = [str(path) for path in scorer.files.paths] if scorer is not None and scorer.files else []
+        score_files = [str(path) for path in scorer.files.paths] if scorer is not None else []
         encoder = self._model.encoder
-        vision_files = [str(path) for path in encoder.files.paths] if encoder is not None and encoder.files else []
+        vision_files = [str(path) for path in encoder.files.paths] if encoder is not None else []
         files, draft_files = await self._weights.model_files(), None
         if group == self.draft_group:
             draft_files = await self._draft_files(alone=not placement.stages_of(group))

@@ -38,7 +38,7 @@ class ServedModel:
 
     @property
     def metadata(self) -> Mapping[str, object]:
-        metadata = self.spec.metadata
+        metadata = self.spec.files.metadata
         return metadata if self.chat_template is None else {**metadata, TEMPLATE_KEY: self.chat_template}
 
     @property

@@ -386,7 +386,6 @@ def open_offered(load: Load) -> tuple[list[OfferedFile], list[OpenFile]]:
 
 class ServedWeights:
     def __init__(self, served: ServedModel, directory: Path) -> None:
-        assert served.spec.files is not None
         self._served = served
         self.model = ModelWeights(served.spec.files, directory)
         self.adapters = {

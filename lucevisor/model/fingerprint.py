@@ -29,7 +29,6 @@ def fingerprint(
     on.
     """
     files = spec.files
-    assert files is not None
     digest = sha256()
     heeded = sorted((k, v) for k, v in (options or {}).items() if k in spec.options and v != "default")
     for fact in (_VERSION, spec.architecture, *_metadata(files), *_tensors(files, digests), *heeded, *computed_by):

@@ -129,6 +129,10 @@ class GgufFiles:
         return sum(t.n_bytes for t in self.tensors.values())
 
 
+NO_FILES = GgufFiles((), {}, {}, ())
+"""Those of a model that is not read from files."""
+
+
 def part_paths(path: Path) -> tuple[Path, ...]:
     """All parts of the model that ``path`` belongs to, in order.  Raises GgufError."""
     match = _PART.match(path.name)

@@ -62,7 +62,6 @@ def shard_matrices(spec: ModelSpec, layers: LayerRange, *, embedding: bool, outp
 
 def _pairs(files: GgufFiles, spec: ModelSpec) -> dict[str, LoraPair]:
     """Return the pairs of a file.  Raises GgufError."""
-    assert spec.files is not None
     matrices = shard_matrices(spec, LayerRange(0, spec.n_layers), embedding=True, output=True)
     pairs: dict[str, LoraPair] = {}
 

@@ -9,7 +9,7 @@ from enum import IntEnum
 from itertools import pairwise
 from math import prod
 
-from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.gguf_files import NO_FILES, GgufFiles
 from lucevisor.model.gguf_header import GgufError, TensorInfo, Value
 from lucevisor.model.lora import LoraAdapter
 from lucevisor.model.values import PAGE_TOKENS, Dtype, KvGroup, LayerRange, dtype_bytes
@@ -157,12 +157,8 @@ class ModelSpec:
     mrope: bool = False
     whole_images: bool = False
     skipped: tuple[str, ...] = ()  # unused tensors of the file, such as an MTP block
-    files: GgufFiles | None = field(default=None, repr=False, compare=False)
+    files: GgufFiles = field(default=NO_FILES, repr=False, compare=False)
     adapters: tuple[LoraAdapter, ...] = field(default=(), repr=False, compare=False)
-
-    @property
-    def metadata(self) -> Mapping[str, Value]:
-        return {} if self.files is None else self.files.metadata
 
     @property
     def pooled_width(self) -> int:

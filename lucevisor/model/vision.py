@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from lucevisor.model.gguf_files import GgufFiles, open_model, part_paths
+from lucevisor.model.gguf_files import NO_FILES, GgufFiles, open_model, part_paths
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.spec import MAX_LAYERS, Keys, ModelSpec, Shapes, check_tensors, main_quant, model_name, tensor
 from lucevisor.model.values import Dtype, dtype_bytes
@@ -91,7 +91,7 @@ class VisionSpec:
     min_tokens: int = 1
     max_tokens: int = 1
     tensors: Shapes = field(default_factory=dict)
-    files: GgufFiles | None = field(default=None, repr=False, compare=False)
+    files: GgufFiles = field(default=NO_FILES, repr=False, compare=False)
 
     @property
     def cell_pixels(self) -> int:
@@ -194,7 +194,7 @@ def _check_target(spec: VisionSpec, target: ModelSpec, keys: Keys) -> None:
         raise keys.error("vision.projection_dim", f"{reason} file of this model")
     if spec.projector == QWEN3VL and not target.mrope:
         raise keys.error("projector_type", f"is {spec.projector!r}, and {target.name} has no rope.dimension_sections")
-    tokens = None if target.files is None else target.files.metadata.get("tokenizer.ggml.tokens")
+    tokens = target.files.metadata.get("tokenizer.ggml.tokens")
     for name in filter(None, (of.placeholder, of.before, of.behind)):
         if isinstance(tokens, list) and name not in tokens:
             raise keys.error("projector_type", f"is {spec.projector!r}, and {target.name} has no token {name}")

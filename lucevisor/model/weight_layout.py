@@ -104,7 +104,6 @@ def non_layer_layouts(
     formats.
     """
     files = spec.files
-    assert files is not None
     out: list[TensorLayout] = []
     output_tensors = spec.output_tensors if output else {}
     if embedding:
@@ -123,7 +122,6 @@ def non_layer_layouts(
 
 def layer_layouts(spec: ModelSpec, i: int, backend: Backend, dtype: Dtype) -> list[TensorLayout]:
     files, layer = spec.files, spec.layers[i]
-    assert files is not None
     out = [_tensor_layout(files, n, shape, matrix_role(n, shape), backend, dtype) for n, shape in layer.tensors.items()]
     return out + [_part(files, name, part, backend, dtype) for name, part in layer.parts.items()]
 

@@ -799,7 +799,7 @@ def _weights(sizing: Sizing) -> Iterator[str]:
             yield f"{name} is both embedding and output matrix: {first} and {last} hold a copy each"
     for adapter in spec.adapters:
         yield f"adapter {adapter.name}: {format_bytes(adapter.n_bytes(inputs.dtype))} of the weights"
-    if spec.skipped and spec.files is not None:
+    if spec.skipped:
         n_bytes = sum(spec.files.tensors[name].n_bytes for name in spec.skipped)
         what = f"{len(spec.skipped)} tensors ({format_bytes(n_bytes)})"
         yield f"{what} in the file are unused and not loaded, such as {spec.skipped[0]}"

@@ -199,7 +199,7 @@ def _tensor_facts(spec: ModelSpec, tensors: Mapping[str, tuple[int, ...]]) -> li
 
 
 def _type(spec: ModelSpec, name: str) -> str:
-    return spec.files.tensors[name].kind.name if spec.files is not None and name in spec.files.tensors else ""
+    return spec.files.tensors[name].kind.name if name in spec.files.tensors else ""
 
 
 def _digest(decisions: object) -> str:

@@ -101,7 +101,6 @@ def read(files: GgufFiles, target: ModelSpec) -> DraftSpec:
     if EMBEDDING not in drafter_files.tensors:
         lm_head = LM_HEAD if LM_HEAD in target.output_tensors else EMBEDDING
         from_target = frozenset({EMBEDDING, lm_head})
-    assert target.files is not None
     all_files = joined(drafter_files, target.files, sorted(from_target))
     layers = [
         LayerSpec(i, KvGroup.FULL, tensors, attention_state(p.n_kv_heads, p.head_dim, p.head_dim))
@@ -180,7 +179,6 @@ _OTHER = "the drafter belongs to another model"
 def _check_vocabulary(keys: Keys, target: ModelSpec) -> None:
     if keys.integer("vocab_size", target.vocabulary) != target.vocabulary:
         raise keys.error("vocab_size", f"is {keys.raw('vocab_size')}, {target.name} has {target.vocabulary}: {_OTHER}")
-    assert target.files is not None
     key = "tokenizer.ggml.tokens"
     tokens, expected = keys.metadata.get(key), target.files.metadata.get(key)
     if isinstance(tokens, list) and isinstance(expected, list) and len(tokens) != len(expected):

@@ -36,7 +36,6 @@ def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> Dra
         raise GgufError(file, "metadata value 'general.architecture'", reason)
     if KvGroup.FULL not in target.kv_groups():
         raise GgufError(file, "draft model", f"{target.name} has no layer with full attention, whose pages it shares")
-    assert target.files is not None
     own, theirs = files.metadata.get(_TOKENS), target.files.metadata.get(_TOKENS)
     if spec.vocabulary > target.vocabulary or own != theirs:
         reason = f"differs from that of {target.name}: a draft model has the same vocabulary"

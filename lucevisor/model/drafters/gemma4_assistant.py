@@ -147,7 +147,6 @@ def _assembled(
     prefixes: Mapping[str, str],
 ) -> tuple[ModelSpec, GgufFiles, frozenset[str]]:
     """The spec, the drafter's own tensors, and the names of those that are the target's."""
-    assert target.files is not None
     p, e = params.block, target.hidden_size
     drafter_files = with_tensors(
         files, {LM_HEAD if name == EMBEDDING else name: t for name, t in files.tensors.items()}

@@ -50,7 +50,6 @@ def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> Dra
     shared, layer = _tensors(drafter_files, p)
     lm_head = LM_HEAD if LM_HEAD in {*drafter_files.tensors, *target.output_tensors} else EMBEDDING
     from_target = frozenset({EMBEDDING, OUTPUT_NORM, lm_head} - drafter_files.tensors.keys())
-    assert target.files is not None
     all_files = joined(drafter_files, target.files, sorted(from_target))
     if _HEAD_NORM not in drafter_files.tensors:
         all_files = with_tensors(all_files, all_files.tensors | {_HEAD_NORM: all_files.tensors[OUTPUT_NORM]})

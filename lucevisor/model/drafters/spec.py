@@ -90,7 +90,7 @@ class DraftSpec:
         self, backend: Backend, dtype: Dtype, sizes: DraftVocabularySizes = DRAFT_VOCABULARY
     ) -> int:
         """Bytes of the draft vocabulary; 0 with an output matrix of its own or one that is not packed."""
-        if not self.shares_lm_head or self.model.files is None:
+        if not self.shares_lm_head:
             return 0
         tensor = self.model.files.tensors[self.lm_head]
         fmt = weight_format(tensor.kind, tensor.shape, backend, dtype)
@@ -99,7 +99,7 @@ class DraftSpec:
     def _is_table(self, backend: Backend, dtype: Dtype) -> bool:
         """Return whether the target's output matrix is its embedding, with rows that can be read."""
         name = self.lm_head
-        if name != EMBEDDING or self.model.files is None:
+        if name != EMBEDDING:
             return False
         tensor = self.model.files.tensors[name]
         fmt = weight_format(tensor.kind, tensor.shape, backend, dtype)
