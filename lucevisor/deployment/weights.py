@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -104,13 +103,6 @@ class HashProgress:
     stop: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    tensor: TensorInfo
-    start: int
-    n_bytes: int
-
-
 def digest_tensors(
     files: GgufFiles, progress: HashProgress | None = None, *, n_threads: int = 2, keep_cached: bool = True
 ) -> dict[str, str]:
@@ -119,51 +111,39 @@ def digest_tensors(
     Raises WeightsChangedError, DigestsStopped, GgufError, OSError.
     """
     progress = progress or HashProgress(files.total_bytes)
-    blocks = list(_blocks(files))
-    local = threading.local()
+    in_order = sorted(files.tensors.values(), key=lambda t: (t.part, t.offset))
+    blocks = [(tensor, start) for tensor in in_order for start in range(0, tensor.n_bytes, BLOCK_BYTES)]
 
-    def work(block: _Block) -> bytes:
-        buffer = getattr(local, "buffer", None)
-        if buffer is None:
-            buffer = local.buffer = memoryview(bytearray(READ_BYTES))
-        return _digest(files, block, buffer, progress, keep_cached)
+    def digest(block: tuple[TensorInfo, int]) -> bytes:
+        tensor, start = block
+        fd, first = files.parts[tensor.part].fileno(), tensor.offset + start
+        at, end = first, min(first + BLOCK_BYTES, tensor.offset + tensor.n_bytes)
+        buffer, hash_ = memoryview(bytearray(READ_BYTES)), xxhash.xxh3_128()
+        while at < end:
+            if progress.stop:
+                raise DigestsStopped
+            n = os.preadv(fd, [buffer[: end - at]], at)
+            if n == 0:
+                raise GgufError(str(files.paths[tensor.part]), f"tensor {tensor.name!r}", _CUT)
+            hash_.update(buffer[:n])
+            at += n
+            progress.done_bytes += n  # an update lost between threads only makes a message less exact
+        if not keep_cached:
+            os.posix_fadvise(fd, first, end - first, os.POSIX_FADV_DONTNEED)
+        return hash_.digest()
 
     _check_unchanged(files)
     with ThreadPoolExecutor(n_threads, thread_name_prefix="weight hash", initializer=lower_priority) as pool:
         try:
-            digests = list(pool.map(work, blocks))
+            digests = list(pool.map(digest, blocks))
         except BaseException:
             progress.stop = True
             raise
     _check_unchanged(files)
     hashes = {name: xxhash.xxh3_128() for name in files.tensors}
-    for block, hash_ in zip(blocks, digests, strict=True):
-        hashes[block.tensor.name].update(hash_)
+    for (tensor, _), of_block in zip(blocks, digests, strict=True):
+        hashes[tensor.name].update(of_block)
     return {name: hash_.hexdigest() for name, hash_ in hashes.items()}
-
-
-def _blocks(files: GgufFiles) -> Iterator[_Block]:
-    for tensor in sorted(files.tensors.values(), key=lambda t: (t.part, t.offset)):
-        for start in range(0, tensor.n_bytes, BLOCK_BYTES):
-            yield _Block(tensor, start, min(BLOCK_BYTES, tensor.n_bytes - start))
-
-
-def _digest(files: GgufFiles, block: _Block, buffer: memoryview, progress: HashProgress, keep_cached: bool) -> bytes:
-    tensor, fd = block.tensor, files.parts[block.tensor.part].fileno()
-    at, end = tensor.offset + block.start, tensor.offset + block.start + block.n_bytes
-    digest = xxhash.xxh3_128()
-    while at < end:
-        if progress.stop:
-            raise DigestsStopped
-        n = os.preadv(fd, [buffer[: end - at]], at)
-        if n == 0:
-            raise GgufError(str(files.paths[tensor.part]), f"tensor {tensor.name!r}", _CUT)
-        digest.update(buffer[:n])
-        at += n
-        progress.done_bytes += n  # an update lost between threads only makes a message less exact
-    if not keep_cached:
-        os.posix_fadvise(fd, tensor.offset + block.start, block.n_bytes, os.POSIX_FADV_DONTNEED)
-    return digest.digest()
 
 
 def _check_unchanged(files: GgufFiles) -> None:
