@@ -448,7 +448,7 @@ class Deployment:
         score_files = [str(path) for path in scorer.files.paths] if scorer is not None else []
         encoder = self._model.encoder
         vision_files = [str(path) for path in encoder.files.paths] if encoder is not None else []
-        files, draft_files = await self._weights.model_files(), None
+        files, draft_files = await self._weights.model.load_files(), None
         if group == self.draft_group:
             draft_files = await self._draft_files(alone=not placement.stages_of(group))
         threads = group_threads(self.config, group)
@@ -476,7 +476,7 @@ class Deployment:
         """Return the drafter's files; None when they cannot be used and the daemon has layers to serve."""
         self._draft_problem = ""
         try:
-            return await self._weights.draft_files()
+            return await self._weights.draft.load_files()
         except LucevisorError as error:
             if alone:
                 raise

@@ -308,7 +308,9 @@ class ModelService:
             if (g := self.groups[name]).state is not State.READY
         ]
         if not parts and self._opening is not None:
-            return f"the weights are being hashed for cache.dir, {self.weights.progress()}: once for each model file"
+            return (
+                f"the weights are being hashed for cache.dir, {self.weights.model.progress()}: once for each model file"
+            )
         return "; ".join(parts) or "the pipeline is being assembled"
 
     def failure(self) -> str:

@@ -255,6 +255,10 @@ class ModelWeights:
                     del self._comparing[identities]
         return identities
 
+    async def load_files(self) -> LoadFiles:
+        """Return the files that a daemon loads.  Raises as ``admit`` does."""
+        return LoadFiles([str(path) for path in self._files.paths], await self.admit())
+
     async def _compare(self, files: GgufFiles) -> None:
         """Admit ``files`` if they hold the same bytes.  Raises WeightsChangedError."""
         path = next(
@@ -371,22 +375,13 @@ class ServedWeights:
         self.adapters = {
             one.name: ModelWeights(one.files, directory, what=f"the adapter {one.name}") for one in served.spec.adapters
         }
-        self.draft: ModelWeights | None = None
-        if served.drafter is not None:
-            has_own_files = served.drafter.files is not served.spec.files
-            self.draft = (
-                ModelWeights(served.drafter.files, directory, reopen=open_draft, what="the drafter")
-                if has_own_files
-                else self.model
-            )
+        self.draft = self.model
+        if served.drafter is not None and served.drafter.files is not served.spec.files:
+            self.draft = ModelWeights(served.drafter.files, directory, reopen=open_draft, what="the drafter")
 
     @property
     def _all(self) -> list[ModelWeights]:
-        drafter = [] if self.draft is None or self.draft is self.model else [self.draft]
-        return [self.model, *self.adapters.values(), *drafter]
-
-    async def model_files(self) -> LoadFiles:
-        return LoadFiles([str(path) for path in self._served.files], await self.model.admit())
+        return list(dict.fromkeys([self.model, *self.adapters.values(), self.draft]))
 
     async def adapter_files(self) -> list[AdapterFile]:
         return [
@@ -397,14 +392,8 @@ class ServedWeights:
     async def adapter_digests(self) -> dict[str, dict[str, str]]:
         return {name: await weights.digests() for name, weights in self.adapters.items()}
 
-    async def draft_files(self) -> LoadFiles:
-        assert self.draft is not None
-        assert self._served.drafter is not None
-        return LoadFiles([str(path) for path in self._served.drafter.files.paths], await self.draft.admit())
-
     async def draft_model(self) -> DraftModel:
         """Return the identity of the drafter's state.  Raises LucevisorError."""
-        assert self.draft is not None
         assert self._served.drafter is not None
         digests, drafter = await self.draft.digests(), self._served.drafter
         mark = await asyncio.to_thread(fingerprint, replace(drafter.spec.model, files=drafter.files), digests)
@@ -418,7 +407,7 @@ class ServedWeights:
             return False
         if not all(one.admitted([i]) for one, i in zip(self.adapters.values(), of_adapters, strict=True)):
             return False
-        return not of_draft or (self.draft is not None and self.draft.admitted(of_draft))
+        return not of_draft or self.draft.admitted(of_draft)
 
     async def wait_until_stable(self) -> None:
         for weights in self._all:
@@ -427,9 +416,6 @@ class ServedWeights:
     def begin(self) -> None:
         for weights in self._all:
             weights.begin()
-
-    def progress(self) -> str:
-        return self.model.progress()
 
     async def close(self) -> None:
         for weights in self._all:
