@@ -96,6 +96,27 @@ def test_the_page_shows_the_box_and_streams_a_chat(box: tuple[Cli, str, int], op
     assert page.locator("#log").inner_text() == ""
 
 
+def test_of_several_models_one_is_chosen_for_the_chat(open_page: Any, tmp_path: Path, forker: Any) -> None:
+    file, model = tmp_path / "box.toml", DEMO.parent / "demo/demo-qwen35-22m-q4_k_m.gguf"
+    tables = "".join(f'[models.{name}]\npath = "{model}"\nname = "{EVIL} {name}"\n' for name in "ab")
+    file.write_text(f'{tables}[groups.cpu]\nbackend = "cpu"\n')
+    cli = Cli(forker)
+    try:
+        page = open_page(cli.start(file)["url"])
+        page.wait_for_selector("#state.ready")
+        assert page.locator("#chat-model option").all_inner_texts() == [f"{EVIL} a", f"{EVIL} b"]
+        cards = [card.inner_text() for card in page.locator(".shard").all()]
+        assert [f"of {EVIL} {name}" in card for name, card in zip("ab", cards, strict=True)] == [True, True]
+        page.select_option("#chat-model", f"{EVIL} b")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            ask(page, "What does os.path.join do?")
+        assert sent.value.post_data_json["model"] == f"{EVIL} b"
+        assert page.title() != "owned"
+        cli.stop()
+    finally:
+        cli.close()
+
+
 def test_answers_are_markdown_and_can_be_copied(box: tuple[Cli, str, int], open_page: Any) -> None:
     page = open_page(box[1], permissions=["clipboard-read", "clipboard-write"])
     page.wait_for_selector("#state.ready")

@@ -54,6 +54,7 @@ function draw(now, at) {
   }
   setState(now.state, now.state);
   if (!last) showSampling(now.model.name);
+  offerModels(now);
   setText("model", modelLine(now));
   document.title = `${[...new Set(now.models.map((model) => model.name))].join(", ")} – Lucevisor`;
   const colours = stageColours(now);
@@ -171,21 +172,23 @@ function drawLayers(now, colours) {
 
 function drawShards(now, colours) {
   const groups = [...now.groups].sort((a, b) => (a.stages[0] ?? 1e9) - (b.stages[0] ?? 1e9));
+  const several = now.models.filter((model) => !model.replica).length > 1;
   const cards = groups.flatMap((group) =>
-    (group.devices.length ? group.devices : [null]).map((device) => shardCard(group, device, colours, now.admin)),
+    (group.devices.length ? group.devices : [null]).map((device) => shardCard(group, device, colours, now.admin, several)),
   );
   const focused = document.activeElement?.dataset?.group; // redrawn buttons keep the focus
   fill(byId("shards"), ...cards);
   if (focused) [...byId("shards").querySelectorAll("button")].find((b) => b.dataset.group === focused)?.focus();
 }
 
-function shardCard(group, device, colours, admin) {
+function shardCard(group, device, colours, admin, several) {
   const card = make("article", `shard t${device ? colours.get(device.device) : ""}`);
   const name = make("b", "", device ? device.device : group.name);
   card.append(make("div", "row", name, make("span", `pill ${group.state}`, group.state)));
   if (device) {
     const [start, stop] = device.layers;
-    card.append(make("div", "", `layers ${start} to ${stop - 1}`), make("div", "small", device.name), ...memory(device));
+    const layers = `layers ${start} to ${stop - 1}${several ? ` of ${device.model}` : ""}`;
+    card.append(make("div", "", layers), make("div", "small", device.name), ...memory(device));
   }
   if (group.loading) card.append(loadingLine(group));
   const warm = (group.spares ?? []).filter((spare) => spare.warm).length;

@@ -24,7 +24,7 @@ async function answer(messages, entry) {
     method: "POST",
     headers: authorised(apiKey(), { "Content-Type": "application/json" }),
     body: JSON.stringify({
-      model: last?.now.model.name, // the first of several
+      model: byId("chat-model").value || last?.now.model.name,
       messages: system ? [{ role: "system", content: system }, ...messages] : messages,
       stream: true,
       stream_options: { include_usage: true },
@@ -89,6 +89,17 @@ async function copyText(text, button) {
   button.textContent = "Copied";
   setTimeout(() => (button.textContent = "Copy"), 1500);
 }
+
+// Offers the models to choose from, if there are several.
+function offerModels(now) {
+  const names = now.models.filter((model) => !model.replica).map((model) => model.name);
+  const select = byId("chat-model");
+  byId("choose-model").hidden = names.length < 2;
+  if ([...select.options].map((option) => option.value).join("\n") === names.join("\n")) return;
+  fill(select, ...names.map((name) => Object.assign(make("option", "", name), { value: name })));
+}
+
+byId("chat-model").addEventListener("change", (event) => showSampling(event.target.value));
 
 // What answers are drawn with where this page says nothing: the model card's sampling.
 async function showSampling(model) {
