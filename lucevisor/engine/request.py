@@ -275,7 +275,7 @@ class RequestHandle:
         self._cancel = cancel
 
     def cancel(self) -> None:
-        """Cancel the request and free its pages; a FinishedEvent follows the events already queued."""
+        """Cancel (abort) the request and free its pages; a FinishedEvent follows the events already queued."""
         if self.finished is None:
             self._cancel(self.request_id)
 

@@ -307,7 +307,7 @@ class PlacedRows(Rows, frozen=True, array_like=True):
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True):
-    """Token masks of a step's masked slices, for the output stage, sent before or after the Step.
+    """Token masks (grammar bitmasks) of a step's masked slices, for the output stage, sent before or after the Step.
 
     Payload: ``n_rows`` bit rows of ``row_bytes`` each, ``n_drafts + 1`` per slice, in order; token t is allowed if bit
     ``t % 8`` of byte ``t // 8`` is set. Tokens beyond the row are not allowed."""
