@@ -24,7 +24,7 @@ from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Load
 from lucevisor.protocol.steps import PendingCancelled, Reset, ResetDone, StepResult
 from lucevisor.protocol.transport import Channel
-from lucevisor.supervision.daemon import LoadOrder
+from lucevisor.supervision.daemon import LoadWithFiles
 
 log = structlog.get_logger("lucevisor.deployment")
 
@@ -389,17 +389,17 @@ class SuccessorState:
         self._exported: dict[str, ExportedState] = {}
         self._rows: dict[str, FileIO] = {}  # the files that loads carry
 
-    async def load_order(self, group: str, load: Load, assembly: PipelineAssembly | None) -> LoadOrder:
+    async def load_order(self, group: str, load: Load, assembly: PipelineAssembly | None) -> LoadWithFiles:
         """Return a load with the steps to replay meanwhile; where requests wait it skips the warm-up, as kernels are
         cached."""
         self._close_rows(group)
         if assembly is None or assembly.complete:
-            return LoadOrder(load)
+            return LoadWithFiles(load)
         replay = None if group in self._exported else await assembly.replay(group, 1.0)
         if replay is None:
-            return LoadOrder(replace(load, warm_up=not assembly.holding))
+            return LoadWithFiles(replace(load, warm_up=not assembly.holding))
         self._rows[group] = replay.file
-        return LoadOrder(replace(load, replay=[*replay.stages], warm_up=False), [replay.file.fileno()])
+        return LoadWithFiles(replace(load, replay=[*replay.stages], warm_up=False), [replay.file.fileno()])
 
     def add(self, group: str, state: ExportedState) -> None:
         self.drop(group)  # of one that did not load

@@ -49,7 +49,7 @@ from lucevisor.protocol.messages import Progress, Unload, Unloaded
 from lucevisor.protocol.steps import RowsCopy, Step, StepResult
 from lucevisor.protocol.transport import Channel
 from lucevisor.protocol.validation import UnansweredStep
-from lucevisor.supervision.daemon import Callbacks, LoadOrder
+from lucevisor.supervision.daemon import Callbacks, LoadWithFiles
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.machine import SupervisionLimits
@@ -424,7 +424,7 @@ class Deployment:
 
     # ---- callbacks of supervision
 
-    async def _make_load(self, group: str, hello: Hello) -> LoadOrder | None:
+    async def _make_load(self, group: str, hello: Hello) -> LoadWithFiles | None:
         self._active.set()
         try:
             return await self._load_order(group, hello)
@@ -436,7 +436,7 @@ class Deployment:
             self._owner.on_not_loaded(self, self.problem)  # its requests get the reason; others are loaded
             return None
 
-    async def _load_order(self, group: str, hello: Hello) -> LoadOrder | None:
+    async def _load_order(self, group: str, hello: Hello) -> LoadWithFiles | None:
         placement = await self._placing.wait(group, hello)
         self.problem = ""
         if not self.wanted:
@@ -470,7 +470,7 @@ class Deployment:
             offered, self._offered[group] = await asyncio.to_thread(open_offered, load)
             load = msgspec.structs.replace(load, offered=offered)
         sources = [file.fileno() for file in self._offered.get(group, ())]
-        return LoadOrder(load, [*fds, *order.fds, *sources], self._model.spec.vocabulary)
+        return LoadWithFiles(load, [*fds, *order.fds, *sources], self._model.spec.vocabulary)
 
     async def _draft_files(self, *, alone: bool) -> LoadFiles | None:
         """Return the drafter's files; None when they cannot be used and the daemon has layers to serve."""

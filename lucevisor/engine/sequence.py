@@ -18,7 +18,7 @@ from lucevisor.engine.request import (
     Usage,
 )
 from lucevisor.engine.spec_decode.controller import RequestDrafts
-from lucevisor.kv.page_table import Growth, MakeRoom, PageTable, Swap
+from lucevisor.kv.page_table import Growth, MakeRoom, PageSwap, PageTable
 from lucevisor.kv.prefix_cache import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE, CacheTier, Origin
 from lucevisor.kv.tokens import TokenBuffer
@@ -80,7 +80,7 @@ def page_operations(sequence: int, growth: Growth) -> list[Operation]:
     return [*leaving, SetPages(sequence, growth.kv_group, growth.first, growth.pages)] if growth.pages else leaving
 
 
-def swap_operations(sequence: int, swap: Swap | None) -> list[Operation]:
+def swap_operations(sequence: int, swap: PageSwap | None) -> list[Operation]:
     """Return the operations that move pages to host memory and back."""
     operations: list[Operation] = []
     if swap is not None and swap.out:

@@ -31,7 +31,7 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class PageSwap:
     """Entries that leave a table, for ``hosts`` in host memory, and entries that come back to ``pages``."""
 
     out: list[int]
@@ -227,7 +227,7 @@ class PageTable:
         """Return which pages lie in host memory; None if none does."""
         return None
 
-    def arrange(self, paged_out: PagedOut | None, make_room: MakeRoom) -> Swap | None:
+    def arrange(self, paged_out: PagedOut | None, make_room: MakeRoom) -> PageSwap | None:
         """After ``adopt``: page out and in until it is as ``paged_out``, or within the bound.  Raises NoRoom."""
         return None
 
@@ -265,6 +265,6 @@ class PageTable:
         """True if pages were ranked and not exchanged since."""
         return False
 
-    def swap(self, make_room: MakeRoom = lambda n_device, n_host: None) -> Swap | None:
+    def swap(self, make_room: MakeRoom = lambda n_device, n_host: None) -> PageSwap | None:
         """Bring the best pages back, once after each ranking.  None if nothing changes, or too few pages are free."""
         return None

@@ -118,7 +118,7 @@ class PrefixSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class LongestMatch:
     """Longest match: all of ``path`` (the root first), then the first pages of ``partial``; ``n_pages`` in all."""
 
     path: list[Node]
@@ -182,7 +182,7 @@ class PrefixTree:
 
     # ---- lookups
 
-    def walk(self, tokens: TokenBuffer, n_tokens: int) -> Walk:
+    def walk(self, tokens: TokenBuffer, n_tokens: int) -> LongestMatch:
         """Follow the first ``n_tokens`` tokens as far as whole pages are known."""
         node = self._roots.get(tokens.adapter)
         if node is None:
@@ -194,12 +194,12 @@ class PrefixTree:
                 break
             n_same = tokens.n_common_pages(child.tokens, at, min(child.stop, n_pages) - at)
             if at + n_same < child.stop:
-                return Walk(path, child, at + n_same)
+                return LongestMatch(path, child, at + n_same)
             path.append(child)
             node = child
-        return Walk(path, None, node.stop)
+        return LongestMatch(path, None, node.stop)
 
-    def slots_on(self, walk: Walk, tokens: TokenBuffer, n_tokens: int) -> Iterator[PrefixSlot]:
+    def slots_on(self, walk: LongestMatch, tokens: TokenBuffer, n_tokens: int) -> Iterator[PrefixSlot]:
         """Yield the slots that the first ``n_tokens`` tokens begin with, longest first; ``walk`` is theirs."""
         for node in reversed(walk.path):
             if node.slots:
@@ -223,7 +223,7 @@ class PrefixTree:
         """Return the entry of the oldest window page visible from position ``n_tokens``; 0 without sliding layers."""
         return 0 if self._window_tokens is None else first_visible_page(n_tokens, self._window_tokens)
 
-    def n_usable_pages(self, walk: Walk) -> int:
+    def n_usable_pages(self, walk: LongestMatch) -> int:
         """Return after how many pages of a walk a prompt can start: the window behind that place is held whole."""
         if self._window_tokens is None:
             return walk.n_pages
@@ -312,7 +312,9 @@ class PrefixTree:
 
     # ---- inside
 
-    def _fresh_pages(self, walk: Walk, source: SlotSource, first_window: int) -> dict[KvGroup, dict[int, int]] | None:
+    def _fresh_pages(
+        self, walk: LongestMatch, source: SlotSource, first_window: int
+    ) -> dict[KvGroup, dict[int, int]] | None:
         """Return the pages of a new slot that the tree does not hold, by KV group and entry; None if one is missing."""
         n_pages = source.n_tokens // PAGE_TOKENS
         wanted = {KvGroup.FULL: [(walk.n_pages, n_pages)], KvGroup.WINDOW: [(max(first_window, walk.n_pages), n_pages)]}

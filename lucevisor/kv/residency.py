@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lucevisor.kv.page_pool import PagePools
-from lucevisor.kv.page_table import Entries, Growth, HostMemoryFull, MakeRoom, NoRoom, PagedOut, PageTable, Swap
+from lucevisor.kv.page_table import Entries, Growth, HostMemoryFull, MakeRoom, NoRoom, PagedOut, PageSwap, PageTable
 from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_host_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, KvGroup
 
@@ -146,7 +146,7 @@ class ResidentPageTable(PageTable):
         self._full.hosts = [page for page in full if page in in_host]
         self._full.pages = [page for page in full if page not in in_host]
 
-    def arrange(self, paged_out: PagedOut | None, make_room: MakeRoom) -> Swap | None:
+    def arrange(self, paged_out: PagedOut | None, make_room: MakeRoom) -> PageSwap | None:
         entries, bound = self._full, self._bound
         if not bound.keeps_host:
             return None
@@ -217,14 +217,14 @@ class ResidentPageTable(PageTable):
             return None
         return 0 if self.ranks_at(stop - 1) else -stop % self._bound.tau
 
-    def swap(self, make_room: MakeRoom = lambda n_device, n_host: None) -> Swap | None:
+    def swap(self, make_room: MakeRoom = lambda n_device, n_host: None) -> PageSwap | None:
         if not self._is_ranked:
             return None
         self._is_ranked = False
         out, back = self._bound.swap(self._full.resident(), self._full.out, self._scores)
         return self._exchange(out, back, make_room) if out else None
 
-    def _exchange(self, out: list[int], back: list[int], make_room: MakeRoom) -> Swap | None:
+    def _exchange(self, out: list[int], back: list[int], make_room: MakeRoom) -> PageSwap | None:
         """Move resident entries ``out`` to host memory and ``back`` from there; None if too few pages are free."""
         entries, full, hosts = self._full, self._pools[KvGroup.FULL], self._pools.host_pages
         held = dict(zip(entries.resident(), entries.pages, strict=True))
@@ -247,7 +247,7 @@ class ResidentPageTable(PageTable):
         entries.out = sorted(left)
         entries.hosts = [left[entry] for entry in entries.out]
         entries.pages = [held[entry] for entry in sorted(held)]
-        return Swap(out, taken, back, pages)
+        return PageSwap(out, taken, back, pages)
 
     def _stamp_hosts(self, pages: Iterable[int], hosts: Iterable[int]) -> None:
         """Keep the draft epoch of what leaves where drafters page theirs out, too."""

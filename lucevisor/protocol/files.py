@@ -379,7 +379,7 @@ class FileServer:
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class PendingRequest:
     """A request, and where its bytes go.  ``answer`` None: it has none yet."""
 
     request: FileRequest
@@ -388,21 +388,21 @@ class Asked:
     answer: FileAnswer | None = None
 
 
-class Requests:
+class PendingRequests:
     """Requests without an answer, oldest first.  Pure."""
 
     def __init__(self) -> None:
         self._n = self.n_bytes = 0
-        self._due: deque[Asked] = deque()
+        self._due: deque[PendingRequest] = deque()
 
     def __len__(self) -> int:
         return len(self._due)
 
     def add(
         self, operation: FileOperation, file: int, offset: int, n_bytes: int, checksum: int, into: memoryview | None
-    ) -> Asked:
+    ) -> PendingRequest:
         """Number a request."""
-        asked = Asked(FileRequest(self._n, operation, file, offset, n_bytes, checksum), into)
+        asked = PendingRequest(FileRequest(self._n, operation, file, offset, n_bytes, checksum), into)
         self._n += 1
         self.n_bytes += n_bytes
         self._due.append(asked)
@@ -417,7 +417,7 @@ class Requests:
         asked.filled = True
         return asked.into
 
-    def end(self, answer: FileAnswer) -> Asked:
+    def end(self, answer: FileAnswer) -> PendingRequest:
         """Take the answer that is due.  Raises RemoteProtocolError."""
         if not self._due or answer.number != self._due[0].request.number:
             due = self._due[0].request.number if self._due else "none"
@@ -453,7 +453,7 @@ class FileClient:
         self._link = link
         self._sending = Lock()  # keeps requests on the connection in the order of their numbers
         self._changed = Condition()
-        self._requests = Requests()
+        self._requests = PendingRequests()
         self._broken = ""
         link.payload_memory = self._memory
         StartedThread("files", self._receive)
@@ -471,7 +471,7 @@ class FileClient:
         *,
         payload: Sequence[memoryview] = (),
         into: memoryview | None = None,
-    ) -> Asked:
+    ) -> PendingRequest:
         """Send a request as soon as the window has room; ``wait`` returns its answer."""
         checksum = 0
         for part in payload:
@@ -489,7 +489,7 @@ class FileClient:
                 self._link.send(asked.request, payload=payload)
         return asked
 
-    def wait(self, asked: Asked) -> FileAnswer:
+    def wait(self, asked: PendingRequest) -> FileAnswer:
         """Return the answer to a request.  Raises FileError."""
         with self._changed:
             self._changed.wait_for(lambda: asked.answer is not None)
@@ -529,11 +529,11 @@ class RemoteFile:
     def __init__(self, client: FileClient, number: int) -> None:
         self._client, self._number = client, number
         self._lock = Lock()
-        self._written: deque[Asked] = deque()  # without an answer so far
+        self._written: deque[PendingRequest] = deque()  # without an answer so far
         self._closed = False
 
     def read(self, views: Sequence[memoryview], offset: int) -> None:
-        asked: list[tuple[Asked, list[memoryview]]] = []
+        asked: list[tuple[PendingRequest, list[memoryview]]] = []
         for parts in _chunks(views):
             n_bytes = sum(map(len, parts))
             into = parts[0] if len(parts) == 1 else memoryview(bytearray(n_bytes))
@@ -555,7 +555,7 @@ class RemoteFile:
             offset += n_bytes
             with self._lock:
                 self._written.append(asked)
-                done = list[Asked]()
+                done = list[PendingRequest]()
                 while self._written and self._written[0].answer is not None:
                     done.append(self._written.popleft())
             self._check(done)
@@ -577,7 +577,7 @@ class RemoteFile:
             self._closed = True
             self._client.ask(FileOperation.CLOSE, self._number)
 
-    def _check(self, requests: Iterable[Asked]) -> None:
+    def _check(self, requests: Iterable[PendingRequest]) -> None:
         """Wait for all of these, as the receiving thread fills their views; raise the first error."""
         problem: FileError | None = None
         for asked in requests:

@@ -43,7 +43,7 @@ from lucevisor.supervision.events import State
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOrder:
+class LoadWithFiles:
     """A Load and descriptors to send with it, which the caller keeps. `vocabulary`: ids that the daemon may name."""
 
     load: Load
@@ -65,7 +65,7 @@ class Callbacks:
     memory is free, or it could not be loaded. `on_draining(group, daemon)`: finish, then call `drained(daemon)`.
     """
 
-    make_load: Callable[[str, Hello], Awaitable[LoadOrder | None]]
+    make_load: Callable[[str, Hello], Awaitable[LoadWithFiles | None]]
     wanted: Callable[[], bool] = lambda: True
     check_loaded: Callable[[str, Loaded], str] = lambda *_: ""
     on_ready: Callable[[str, Channel, Hello, Loaded], None] = _ignore
@@ -295,11 +295,11 @@ class Daemon:
         link.loading, link.loaded = False, None
         link.callbacks.on_unloaded(self.name, unloaded)
 
-    async def _make_load(self, link: ModelLink) -> LoadOrder | None:
+    async def _make_load(self, link: ModelLink) -> LoadWithFiles | None:
         assert link.hello is not None
         return await link.callbacks.make_load(self.name, link.hello)
 
-    def _send(self, link: ModelLink, order: LoadOrder) -> None:
+    def _send(self, link: ModelLink, order: LoadWithFiles) -> None:
         replays = bool(order.load.replay)
         link.loading = True
         link.facts = DaemonFacts(0.0, order.load, replays=replays, vocabulary=order.vocabulary)

@@ -29,15 +29,15 @@ from lucevisor.protocol.files import (
     MAX_OPEN,
     WINDOW_BYTES,
     Access,
-    Asked,
     Extents,
     FileClient,
     FileError,
     FileServer,
     LocalFile,
     OpenFiles,
+    PendingRequest,
+    PendingRequests,
     RemoteFile,
-    Requests,
     offered_files,
 )
 from lucevisor.protocol.frames import encode
@@ -222,8 +222,8 @@ def test_a_file_that_was_closed_is_not_open_any_more() -> None:
 SIZES = st.lists(st.sampled_from([1, 40, 5_000, 65_000, 70_000, 200_000]), min_size=1, max_size=6)
 
 
-def receiver(sizes: list[int]) -> tuple[Connection, Requests, list[Asked]]:
-    requests = Requests()
+def receiver(sizes: list[int]) -> tuple[Connection, PendingRequests, list[PendingRequest]]:
+    requests = PendingRequests()
     asked = [
         requests.add(FileOperation.READ, 0, 0, n, 0, memoryview(bytearray(n))) if n else requests.add(
             FileOperation.STATUS, 0, 0, 0, 0, None
@@ -245,7 +245,7 @@ def answer(number: int, n_bytes: int) -> bytes:
     return encode(FileAnswer(number, crc32(payload)), payload_bytes=n_bytes) + payload
 
 
-def feed(connection: Connection, requests: Requests, data: bytes, reads: list[int]) -> None:
+def feed(connection: Connection, requests: PendingRequests, data: bytes, reads: list[int]) -> None:
     """Raises RemoteProtocolError at the first answer that is refused."""
     at = turn = 0
     while at < len(data):
@@ -316,9 +316,9 @@ def test_answers_that_are_not_due_or_damaged_are_refused(
 
 def test_an_answer_without_a_request_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="number none was due"):
-        Requests().end(FileAnswer(0))
+        PendingRequests().end(FileAnswer(0))
     with pytest.raises(RemoteProtocolError, match="that were not asked for"):
-        Requests().memory(FileAnswer(0), 10)
+        PendingRequests().memory(FileAnswer(0), 10)
 
 
 # ---- both ends
@@ -399,7 +399,7 @@ def test_what_is_on_the_way_is_bounded_and_long_transfers_are_whole() -> None:
         file = both.file(save_of((0, n)), fd)
         ask = both.client.ask
 
-        def watched(*args: object, **kwargs: object) -> Asked:
+        def watched(*args: object, **kwargs: object) -> PendingRequest:
             found = ask(*args, **kwargs)  # type: ignore[arg-type]
             on_the_way.append(both.client._requests.n_bytes)
             return found

@@ -14,7 +14,7 @@ from lucevisor.model.values import Dtype, LayerRange
 from lucevisor.protocol.handshake import source_hash
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.supervision.child import StagedPackages, stage_packages
-from lucevisor.supervision.daemon import Callbacks, LoadOrder
+from lucevisor.supervision.daemon import Callbacks, LoadWithFiles
 from lucevisor.supervision.events import State
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.launcher import Launcher
@@ -42,10 +42,10 @@ def stage_tiny(run_dir: Path) -> StagedPackages:
     return StagedPackages(staging, source_hash(Path(lucevisor.__file__).parent, staging / "daemons"))
 
 
-def tiny_load() -> LoadOrder:
+def tiny_load() -> LoadWithFiles:
     """An order that no tiny daemon looks at."""
     stage = StagePlan(0, [ShardPlan(0, LayerRange(0, 1))], None, None, embedding=True, output=True)
-    return LoadOrder(Load([], Dtype.FLOAT32, Dtype.FLOAT32, [stage], [], PoolSizes(1, 0, 0), 1, 1))
+    return LoadWithFiles(Load([], Dtype.FLOAT32, Dtype.FLOAT32, [stage], [], PoolSizes(1, 0, 0), 1, 1))
 
 
 class Owner:
@@ -76,7 +76,7 @@ class Owner:
             on_progress=lambda _, progress: self.progress.append(progress),
         )
 
-    async def make_load(self, group, hello) -> LoadOrder:
+    async def make_load(self, group, hello) -> LoadWithFiles:
         self.hellos.append(hello)
         self.asked_for_load.set()
         try:
