@@ -35,6 +35,7 @@ from lucevisor.model.quant_types import BY_NAME, format_bytes, weight_format
 from lucevisor.model.spec import update_width
 from lucevisor.model.values import Q8_GROUP, Backend, Dtype
 from lucevisor.model.weight_layout import TensorLayout, TensorRole
+from tests.combinations import slow
 from tests.daemons.cpu_kernels import needs_cpu_kernels
 from tests.daemons.tiny_models import random_blocks
 from tests.kernels.delta_layers import make_states
@@ -396,7 +397,7 @@ def test_a_library_that_was_cut_short_is_made_once_more(tmp_path, monkeypatch):
     assert len(made) == 2  # what was made now would be no better
 
 
-@pytest.mark.parametrize("architecture", ["x86-64-v3", "alderlake", "icelake-server", "sapphirerapids"])
+@pytest.mark.parametrize("architecture", ["x86-64-v3", "sapphirerapids", slow("alderlake"), slow("icelake-server")])
 def test_kernels_compile_for_every_width(tmp_path, architecture):
     whole = tmp_path / "all.cpp"
     whole.write_text("".join(f'#include "{source}"\n' for source in compiler.SOURCES.glob("*.cpp")))
@@ -405,6 +406,7 @@ def test_kernels_compile_for_every_width(tmp_path, architecture):
     compiler._run([found, *flags, str(whole)])
 
 
+@pytest.mark.slow
 def test_the_same_numbers_where_a_hypervisor_hides_vnni(tmp_path, monkeypatch):
     found = next(filter(None, map(shutil.which, compiler._compilers())))
     library = tmp_path / "kernels.so"

@@ -16,14 +16,14 @@ from daemons.ops.paged import Pages, Q8Pages
 from lucevisor.model.values import Q8_GROUP, Backend, Dtype, KvGroup, LayerRange, q8_groups
 from lucevisor.model.weight_layout import weight_bytes
 from lucevisor.protocol.steps import CopyPage, CopyState, SetPages
-from tests.combinations import combinations
+from tests.combinations import combinations, slow
 from tests.families.golden import FIXTURES, KINDS, Golden, each_kind, opened
 from tests.families.pipeline import How, Pipeline, load_stages, pools_of
 from tests.families.rounding import Formats, middle_error
 from tests.numerics import UNIT, q8_error
 
 
-@pytest.mark.parametrize("name", [*FIXTURES, "qwen35_mtp"])
+@pytest.mark.parametrize("name", [*FIXTURES, slow("qwen35_mtp")])
 def test_logits_and_every_layer(name):
     golden = opened(name)
     c = golden.pipeline()
