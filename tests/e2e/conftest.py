@@ -13,8 +13,15 @@ from tests.daemon_forks import Forker
 from tests.e2e.process import DEMO, Cli
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forked_daemons(forker: Forker) -> Iterator[None]:
+    """Also for what fixtures of a module start."""
+    with forker.installed():
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _every_test(forked_daemons: None, quiet_log: None) -> None:
+def _every_test(quiet_log: None) -> None:
     """What all tests here use."""
 
 
