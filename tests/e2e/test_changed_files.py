@@ -82,19 +82,16 @@ dir = "{}"
 """
 
 
-async def test_the_same_bytes_in_another_file_are_loaded(model: Path, tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+async def test_changed_and_the_daemon_dies(model: Path, tmp_path: Path) -> None:
+    """The same bytes in another file are loaded; other bytes are refused in a restart that nobody asked for too; with
+    the old ones back an operator's works.
+    """
     async with running(two_groups(tmp_path, model, CACHE.format(tmp_path / "snapshots")), tmp_path) as service:
         before = await generate(service, PROMPT, 8)
         change(model, "same bytes")
         await AdminOperations(service).restart_all(["right"], now=True)
         assert await generate(service, PROMPT, 8) == before
-
-
-@pytest.mark.timeout(300)
-async def test_changed_and_the_daemon_dies(model: Path, tmp_path: Path) -> None:
-    """A restart that nobody asked for is refused alike; with the old bytes back an operator's works."""
-    async with running(two_groups(tmp_path, model, CACHE.format(tmp_path / "snapshots")), tmp_path) as service:
-        before = await generate(service, PROMPT, 8)
         change(model, "one byte")
         right = service.groups["right"]
         assert right.pid is not None

@@ -88,7 +88,7 @@ async def ask_all(service: Service, prompt: Sequence[int]) -> tuple[list[list[in
     return [tokens for tokens, _ in answers], [finished.usage.cached_tokens for _, finished in answers]
 
 
-@pytest.mark.parametrize("n_groups", [1, 2, slow(3)])
+@pytest.mark.parametrize("n_groups", [slow(1), 2, slow(3)])
 async def test_each_has_its_answers_its_prefixes_and_its_files(tmp_path: Path, name: str, n_groups: int) -> None:
     path = configure(tmp_path, name, n_groups)
     longer = [*TEXT, 7, 8, 9]

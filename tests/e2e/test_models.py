@@ -109,11 +109,22 @@ async def test_two_models_in_the_same_two_daemons_answer_as_each_does_alone(tmp_
         assert [group.restarts for group in service.groups.values()] == [1, 1]
 
 
-async def test_the_loss_of_a_daemon_leaves_the_streams_of_a_model_elsewhere_alone(tmp_path, expected):
+async def test_neither_a_refused_reload_nor_a_lost_daemon_touches_a_model_elsewhere(tmp_path, expected):
     async with running(config_of(APART, tmp_path), tmp_path) as service:
         dense, hybrid = service.models.values()
         assert [[*model.groups] for model in (dense, hybrid)] == [["left"], ["right"]]
         left, right = service.groups.values()
+        file = tmp_path / "config.toml"
+        pids = [left.pid, right.pid]
+        after = load(file, ["models.dense.placement.target_devices=left:0,right:0", "server.drain_s=7"])
+        with pytest.raises(ConfigErrors, match=r"models\.dense\.placement\.target_devices = .* several models"):
+            await AdminOperations(service).reload(after)
+        assert service.config.server.drain_s != 7
+        changed = await AdminOperations(service).reload(load(file, ["server.drain_s=7"]))
+        assert changed == {"server.drain_s": 7.0}
+        assert service.config.server.drain_s == 7
+        assert [left.pid, right.pid] == pids
+
         os.kill(left.pid, signal.SIGSTOP)  # so that it does not come back before the others have answered
         os.kill(left.pid, signal.SIGKILL)
         await left.wait(State.STARTING, State.BACKOFF, timeout_s=60)
@@ -124,21 +135,6 @@ async def test_the_loss_of_a_daemon_leaves_the_streams_of_a_model_elsewhere_alon
         now = hybrid.engine.statistics()
         assert not any(pause.n for pause in now.recovery.pauses.values())
         assert (left.restarts, right.restarts) == (1, 0)
-
-
-async def test_a_reload_that_moves_layers_is_refused_and_nothing_changes(tmp_path, expected):
-    async with running(config_of(APART, tmp_path), tmp_path) as service:
-        file = tmp_path / "config.toml"
-        pids = [group.pid for group in service.groups.values()]
-        after = load(file, ["models.dense.placement.target_devices=left:0,right:0", "server.drain_s=7"])
-        with pytest.raises(ConfigErrors, match=r"models\.dense\.placement\.target_devices = .* several models"):
-            await AdminOperations(service).reload(after)
-        assert service.config.server.drain_s != 7
-        changed = await AdminOperations(service).reload(load(file, ["server.drain_s=7"]))
-        assert changed == {"server.drain_s": 7.0}
-        assert service.config.server.drain_s == 7
-        assert [group.pid for group in service.groups.values()] == pids
-        assert await generate(service.models["hybrid"], PROMPTS[1], N_TOKENS) == expected["hybrid"][1]
 
 
 def test_a_supervisor_of_two_models_is_operated_like_one(cli: Cli, tmp_path: Path) -> None:

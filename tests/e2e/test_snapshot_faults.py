@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Awaitable
@@ -18,13 +19,30 @@ from tests.e2e.service import MODELS, PROMPT, Place, ask, running, snapshots_of,
 from tests.waiting import until
 
 
-async def saved_prompt(place: Place) -> list[int]:
-    """Save ``PROMPT`` and return the answer that belongs to it."""
-    async with running(place.config(), place.directory) as service:
-        expected, _ = await ask(service, PROMPT, [])
-        await snapshots_of(service).save_all(60.0)
-    assert place.files()
-    return expected
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A folder with ``PROMPT`` saved, and the answer that belongs to it."""
+
+    async def save(place: Place) -> list[int]:
+        async with running(place.config(), place.directory) as service:
+            expected, _ = await ask(service, PROMPT, [])
+            await snapshots_of(service).save_all(60.0)
+        assert place.files()
+        return expected
+
+    place = Place(MODELS["qwen35"], tmp_path_factory.mktemp("saved"))
+    return place.snapshots, asyncio.run(save(place))
+
+
+@pytest.fixture
+def place(saved: tuple[Path, list[int]], tmp_path: Path) -> Place:
+    shutil.copytree(saved[0], tmp_path / "snapshots")
+    return Place(MODELS["qwen35"], tmp_path)
+
+
+@pytest.fixture
+def expected(saved: tuple[Path, list[int]]) -> list[int]:
+    return saved[1]
 
 
 def flip_in_each_tensor(file: Path) -> None:
@@ -41,10 +59,8 @@ def flip(file: Path, at: int) -> None:
 
 
 async def test_a_file_that_is_damaged_while_a_supervisor_knows_it_is_set_aside_and_the_prompt_computed(
-    tmp_path: Path,
+    place: Place, expected: list[int]
 ) -> None:
-    place = Place(MODELS["qwen35"], tmp_path)
-    expected = await saved_prompt(place)
     async with running(place.config(), place.directory) as service:
         await until(lambda: len(snapshots_of(service).store.entries) == len(place.files()))
         for file in place.files():
@@ -57,9 +73,7 @@ async def test_a_file_that_is_damaged_while_a_supervisor_knows_it_is_set_aside_a
     assert list(place.snapshots.glob("*.refused"))
 
 
-async def test_a_daemon_killed_while_it_restores_costs_the_prefix_only(tmp_path: Path) -> None:
-    place = Place(MODELS["qwen35"], tmp_path)
-    expected = await saved_prompt(place)
+async def test_a_daemon_killed_while_it_restores_costs_the_prefix_only(place: Place, expected: list[int]) -> None:
     async with running(place.config(), place.directory) as service:
         kill_at(service, "load", "a")
         answer, finished = await ask(service, PROMPT, [])  # it was queued: it waits for the daemon
@@ -146,9 +160,9 @@ def delay(service: Service, what: str, seconds: float) -> None:
     setattr(transfers, what, begin_and_wait)
 
 
-async def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(MODELS["qwen35"], tmp_path)
-    expected = await saved_prompt(place)
+async def test_nobody_waits_for_a_disk_that_hangs(
+    place: Place, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lucevisor.snapshots.manager.TRANSFER_S", 0.3)
     async with running(place.config(), place.directory) as service:
         delay(service, "load", 1.5)

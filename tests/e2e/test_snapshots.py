@@ -111,26 +111,18 @@ async def test_an_evicted_slot_goes_to_disk_and_comes_back(tmp_path: Path) -> No
     assert sum(finished.usage.cached_tokens >= 256 for _, finished in warm) > 0
 
 
-async def test_requests_that_want_the_same_file_wait_for_one_restore(tmp_path: Path) -> None:
+async def test_a_stop_saves_and_requests_that_want_the_same_file_wait_for_one_restore(tmp_path: Path) -> None:
     place = Place(MODELS["qwen35"], tmp_path)
     async with running(place.config(), place.directory) as service:
+        assert service.only.engine is not None
+        service.only.engine.prefixes.hooks.on_slot = lambda slot: None
         expected, _ = await ask(service, PROMPT, [])
-        await snapshots_of(service).save_all(60.0)
-        assert place.files()
+        assert not place.files()
+        await service.stop()
+    assert place.files()
+    assert not list(place.snapshots.glob("*.partial"))
     async with running(place.config(), place.directory) as service:
         answers = await asyncio.gather(*(ask(service, PROMPT, []) for _ in range(6)))
         assert told_of(service)["restored"] == 1
     assert all(tokens == expected for tokens, _ in answers)
     assert all(finished.usage.cached_tokens > 200 for _, finished in answers)
-
-
-async def test_a_stop_with_requests_still_saves_within_its_deadline(tmp_path: Path) -> None:
-    place = Place(MODELS["qwen35"], tmp_path)
-    async with running(place.config(), place.directory) as service:
-        assert service.only.engine is not None
-        service.only.engine.prefixes.hooks.on_slot = lambda slot: None
-        await ask(service, PROMPT, [])
-        assert not place.files()
-        await service.stop()
-    assert place.files()
-    assert not list(place.snapshots.glob("*.partial"))
