@@ -20,6 +20,7 @@ from lucevisor.model.quant_types import WeightFormat
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, KvGroup, LayerRange
 from lucevisor.model.weight_layout import layer_layouts, non_layer_layouts, shard_layouts
+from tests.combinations import combinations
 from tests.families.shapes import (
     E2B,
     E4B,
@@ -160,9 +161,9 @@ def _numbers(shape: tuple[int, ...]) -> int:
     return n
 
 
-@pytest.mark.parametrize("backend", list(Backend))
-@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
-@pytest.mark.parametrize("name", [*FILES, *EMBEDDERS, "e2b", "26b", "xs2"])
+@combinations(
+    backend=list(Backend), dtype=[Dtype.FLOAT32, Dtype.BFLOAT16], name=[*FILES, *EMBEDDERS, "e2b", "26b", "xs2"]
+)
 def test_a_shards_bytes_are_the_sum_over_embedding_layers_and_output(name, backend, dtype, full_size):
     spec = full_size.get(name) or golden(name)
     layers = [sum(r.n_bytes for r in layer_layouts(spec, i, backend, dtype)) for i in range(spec.n_layers)]

@@ -16,6 +16,7 @@ from lucevisor.text.grammar.forms import json_schema
 from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.rules import Rules
 from lucevisor.text.tools.call import calls_only, functions, without_schemas
+from tests.combinations import combinations
 from tests.text.call_walks import NAMES, compiler, matcher, parsed, tokenizer, written
 
 Schema = dict[str, Any]
@@ -313,8 +314,13 @@ FORMAT_CHECKER = jsonschema.FormatChecker(["date", "uuid", "ipv4", "ipv6", "emai
 BARE = ["gemma", "pairs", "xml"]
 
 
+@combinations(kind=sorted({*NAMES}.difference(BARE)), name=sorted(SCHEMAS))
+def test_parameters_of_every_kind_in_json_are_enforced_and_read_back(kind: str, name: str) -> None:
+    test_parameters_of_every_kind_are_enforced_and_read_back(kind, name)
+
+
 @pytest.mark.parametrize("name", sorted(SCHEMAS))
-@pytest.mark.parametrize("kind", sorted(NAMES))
+@pytest.mark.parametrize("kind", BARE)
 def test_parameters_of_every_kind_are_enforced_and_read_back(kind: str, name: str) -> None:
     ended = [check_walk(kind, SCHEMAS[name], seed, markers=seed % 2 == 0) for seed in range(4)]
     assert any(ended) or name in ("nothing", "anything")
@@ -419,8 +425,7 @@ def test_whatever_is_sent_as_a_schema_compiles_or_is_refused(kind: str, strict: 
         compiler(True).compile(rules.grammar(rules.part(json_schema(schema, lenient=not strict))))
 
 
-@pytest.mark.parametrize("key", ["allOf", "anyOf", "oneOf"])
-@pytest.mark.parametrize("kind", sorted(NAMES))
+@combinations(key=["allOf", "anyOf", "oneOf"], kind=sorted(NAMES))
 def test_definitions_that_are_used_twice_at_every_step_are_looked_at_once(kind: str, key: str) -> None:
     """Else each step would double the work, of the grammar and of reading a call: 2^60."""
     steps = {f"d{i}": {key: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
