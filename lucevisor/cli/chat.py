@@ -78,10 +78,11 @@ class Conversation:
 
 @click.command()
 @target_options
+@click.option("--model", default="", help="One of several models, or a LoRA adapter (default: the first model).")
 @click.option("--system", default="", help="System prompt.")
 @click.option("--think", is_flag=True, help="Enable thinking, if the model supports it.")
 @click.option("--temperature", type=RangeOfNumbers(0, 2), default=0.7, show_default=True)
-def chat(name: str | None, socket: Path | None, system: str, think: bool, temperature: float) -> int:
+def chat(name: str | None, socket: Path | None, model: str, system: str, think: bool, temperature: float) -> int:
     """Talk to the model; /help lists the commands of the chat, Ctrl-D ends it.  LUCEVISOR_API_KEY is the API key, if
     any."""
     from rich.console import Console
@@ -90,7 +91,10 @@ def chat(name: str | None, socket: Path | None, system: str, think: bool, temper
     client = connect(status, os.environ.get("LUCEVISOR_API_KEY", ""))
     conversation = Conversation(system, think, temperature)
     console = Console(highlight=False)
-    click.echo(f"{status['model']['name']} at {status['url']}; /help lists commands, Ctrl-D ends", err=True)
+    model = model or status["model"]["name"]
+    names = [part["name"] for part in status["models"] if not part.get("replica")]
+    others = f" (--model chooses of {', '.join(names)})" if len(names) > 1 else ""
+    click.echo(f"{model} at {status['url']}{others}; /help lists commands, Ctrl-D ends", err=True)
     with _line_editing():
         while (line := _read()) is not None:
             if not line:
@@ -102,7 +106,7 @@ def chat(name: str | None, socket: Path | None, system: str, think: bool, temper
                 click.echo(reply, err=True)
                 continue
             conversation.messages.append({"role": "user", "content": line})
-            if answer := _answer(client, console, status["model"]["name"], conversation):
+            if answer := _answer(client, console, model, conversation):
                 conversation.messages.append({"role": "assistant", "content": answer})
             else:
                 conversation.messages.pop()

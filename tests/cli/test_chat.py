@@ -54,7 +54,7 @@ def test_a_conversation(live, monkeypatch):  # noqa: F811
     server = live(lambda: Rig())
     server.do(lambda rig: setattr(rig.stage, "script", say("**Hello** there!")))
     monkeypatch.setattr(module, "find_supervisor", lambda *_: type("Target", (), {"socket": None}))
-    status = {"url": server.url, "tls_cert_file": "", "model": {"name": MODEL}}
+    status = {"url": server.url, "tls_cert_file": "", "model": {"name": MODEL}, "models": []}
     monkeypatch.setattr(module.AdminClient, "call", lambda *_: status)
     typed = "/temperature 0\nHi\n\nGo \\\non\n/new\nAgain\n"
     done = CliRunner().invoke(cli, ["chat", "--system", "Be brief."], input=typed)
@@ -74,8 +74,24 @@ def test_what_was_not_answered_is_not_sent_again(live, monkeypatch):  # noqa: F8
     server.do(lambda rig: rig.lose())
     monkeypatch.setattr(module, "find_supervisor", lambda *_: type("Target", (), {"socket": None}))
     monkeypatch.setattr(
-        module.AdminClient, "call", lambda *_: {"url": server.url, "tls_cert_file": "", "model": {"name": "wrong"}}
+        module.AdminClient,
+        "call",
+        lambda *_: {"url": server.url, "tls_cert_file": "", "model": {"name": "wrong"}, "models": []},
     )
     done = CliRunner().invoke(cli, ["chat"], input="One\nTwo\n")
     assert done.exit_code == 0, done.output
     assert done.stderr.count("is not served") + done.stderr.count("model") >= 2
+
+
+def test_one_of_several_models_is_chosen(live, monkeypatch):  # noqa: F811
+    server = live(lambda: Rig())
+    monkeypatch.setattr(module, "find_supervisor", lambda *_: type("Target", (), {"socket": None}))
+    models = [{"name": "first"}, {"name": MODEL}]
+    status = {"url": server.url, "tls_cert_file": "", "model": models[0], "models": models}
+    monkeypatch.setattr(module.AdminClient, "call", lambda *_: status)
+    done = CliRunner().invoke(cli, ["chat", "--model", MODEL], input="Hi\n")
+    assert done.exit_code == 0, done.output
+    assert f"{MODEL} at {server.url} (--model chooses of first, {MODEL}); /help" in done.stderr
+    assert server.do(lambda rig: len(rig.stage.opened)) == 1
+    done = CliRunner().invoke(cli, ["chat"], input="Hi\n")
+    assert 'the model "first" does not exist here' in done.stderr
