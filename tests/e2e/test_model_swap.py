@@ -138,7 +138,7 @@ async def test_an_idle_service_has_no_daemons_and_a_request_starts_them(tmp_path
         assert await generate(service.models["dense"], PROMPTS[0], N_TOKENS) == expected["dense", 0]
         await until(lambda: all(group.state is State.STOPPED for group in service.groups.values()))
         assert (service.state, states(service)) == ("ready", {"dense": "unloaded", "hybrid": "unloaded"})
-        assert service.swapper.unloads_in_s("dense") is None
+        assert service.models["dense"].control.unloads_in_s is None
         assert await generate(service.models["hybrid"], PROMPTS[1], N_TOKENS) == expected["hybrid", 1]
 
 
