@@ -461,7 +461,9 @@ class Supervisor:
     def _reload_live_keys(self) -> None:
         try:
             overrides = Overrides(self.config.file, self._overrides.from_start)
-            config, changed, waiting = apply_live_keys(self.config, overrides.load(), self._server, self._tls)
+            after = overrides.load()
+            after = after.without_models(after.found - self.config.models.keys())  # of files that came later
+            config, changed, waiting = apply_live_keys(self.config, after, self._server, self._tls)
             # Overrides of `lucevisor reload --set` that changed the deployment stay; live keys follow the file again.
             left = [o for o in self._overrides.from_reload if o.partition("=")[0] in waiting]
             self._overrides = replace(overrides, from_reload=left)
@@ -509,9 +511,11 @@ class Supervisor:
     async def _reload(self, overrides: list[str]) -> dict[str, object]:
         with self._report.reload():
             later = replace(self._overrides, from_reload=overrides)
-            after, described = await asyncio.to_thread(lambda: (later.load(), later.as_json_rows()))
+            after, described = await asyncio.to_thread(lambda: (without_unusable(later.load()), later.as_json_rows()))
+            at_once = live_keys(after, self._tls)
+            self._admin_operations.check_reload(after, at_once)
             await asyncio.to_thread(check_before_start, after, self.models)
-            changed = await self._admin_operations.reload(after, live_keys(after, self._tls))
+            changed = await self._admin_operations.reload(after, at_once)
             apply_live_keys(self.config, after, self._server, self._tls)
         self.config, self._overrides, self._described = after, later, described
         log.info("configuration reloaded, with API keys and certificate", changed=[*changed])

@@ -267,12 +267,13 @@ def single_model(config: Config, command: str) -> Config:
 
 
 def changed_keys(before: Config, after: Config) -> list[str]:
-    """Return the dotted keys whose values differ; `groups.NAME` for a group that only one of them has."""
+    """Return the dotted keys whose values differ; `groups.NAME` and `models.NAME` for one that only one of them has."""
     old, new = _flat(before), _flat(after)
-    of_one = sorted(before.groups.keys() ^ after.groups.keys())
+    of_one = [f"{GROUPS}.{name}" for name in sorted(before.groups.keys() ^ after.groups.keys())]
+    of_one += [f"{MODELS}.{name}" for name in sorted(before.models.keys() ^ after.models.keys())]
     differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    prefixes = tuple(f"{GROUPS}.{name}." for name in of_one)
-    return [key for key in differing if not key.startswith(prefixes)] + [f"{GROUPS}.{name}" for name in of_one]
+    prefixes = tuple(f"{name}." for name in of_one)
+    return [key for key in differing if not key.startswith(prefixes)] + of_one
 
 
 def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> list[str]:

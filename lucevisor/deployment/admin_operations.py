@@ -16,7 +16,16 @@ from lucevisor.deployment.assembly import RestoredLinks
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.service import RESTART_S, ModelService, Service
 from lucevisor.engine.shell import Engine
-from lucevisor.errors import AdminError, ConfigError, ConfigErrors, LucevisorError, NotReadyError, nearest, show
+from lucevisor.errors import (
+    NO_VALUE,
+    AdminError,
+    ConfigError,
+    ConfigErrors,
+    LucevisorError,
+    NotReadyError,
+    nearest,
+    show,
+)
 from lucevisor.kv_transfer.transfers import ExportedState
 from lucevisor.supervision.events import State
 
@@ -44,7 +53,8 @@ def changed_values(before: Config, after: Config, at_once: Collection[str]) -> d
     if fixed:
         given = {override.partition("=")[0] for override in after.overrides}
         files = {key: OVERRIDE if key in given else str(after.file) for key in fixed}
-        raise ConfigErrors([ConfigError(key, values[key], why, hint, file=files[key]) for key in fixed])
+        shown = {key: NO_VALUE if isinstance(values[key], Mapping) else values[key] for key in fixed}
+        raise ConfigErrors([ConfigError(key, shown[key], why, hint, file=files[key]) for key in fixed])
     return values
 
 
@@ -157,6 +167,10 @@ class AdminOperations:
             await service.changes.wait_for(lambda: service.stopping or supervised.state in (State.READY, State.FAILED))
         if supervised.state is State.FAILED or service.stopping:
             raise NotReadyError(f"group {group} did not come back: {service.reason() or supervised.reason}")
+
+    def check_reload(self, config: Config, at_once: Collection[str]) -> None:
+        """Raise ConfigErrors if keys differ that only another start can change."""
+        changed_values(self._service.config, config, LATE_KEYS.union(at_once))
 
     async def reload(self, config: Config, at_once: Collection[str] = ()) -> dict[str, object]:
         """Switch to another configuration; return the changed keys and their values when requests are served with it.

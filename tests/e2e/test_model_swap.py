@@ -235,6 +235,30 @@ async def test_a_folder_of_files_is_served_without_those_that_cannot_be(tmp_path
         await service.stop(0.0)
 
 
+def test_a_reload_beside_a_folder_with_other_files_than_at_the_start(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "dense.gguf").write_bytes(MODELS["qwen3"].read_bytes())
+    (folder / "broken.gguf").write_bytes(b"GGUF")
+    file = tmp_path / "config.toml"
+    file.write_text(f'[server]\nmodels_dir = "models"\n{GROUP}')
+    status = cli.start(file)
+    assert cli.run("reload").stdout == "nothing has changed\n"
+    assert cli.run("reload", "--set", "server.drain_s=3").stdout.startswith("server.drain_s = 3")
+    (folder / "new.gguf").write_bytes(MODELS["qwen35"].read_bytes())
+    refused = cli.run("reload", check=False)
+    assert refused.returncode == 2, refused.stderr
+    said = (
+        f"lucevisor: {file}: models.new: cannot change while the supervisor serves several models; leave it as it was"
+    )
+    assert refused.stderr == f"{said}, or `lucevisor stop`, then `start`\n"
+    os.kill(status["pid"], signal.SIGHUP)
+    wait_until(lambda: cli.log().read_text().count("configuration reloaded, with API keys") == 3)
+    assert "models.new" not in cli.log().read_text()
+    cli.stop()
+    assert "Traceback" not in cli.log().read_text()
+
+
 def test_an_idle_supervisor_wakes_up_once_a_second_and_answers_over_http(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text(f'[model]\npath = "{MODELS["qwen3"]}"\nname = "m"\nttl = 0.3\naliases = ["claude-*"]\n{GROUP}')
