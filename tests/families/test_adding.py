@@ -13,9 +13,9 @@ import pytest
 import transformers
 
 from daemons import models
-from daemons.models.blocks import Block
+from daemons.models.blocks import Block, gated_mlp
 from daemons.models.llama import LlamaFamily
-from daemons.models.moe import MoeMlp, build_experts, build_router, build_shared_expert
+from daemons.models.moe import MoeMlp, build_experts, build_router
 from lucevisor.model import families
 from lucevisor.model.experts import shared_tensors
 from lucevisor.model.families.llama import hyperparameters, layer_tensors
@@ -54,7 +54,7 @@ class Qwen2MoeFamily(LlamaFamily):
         assert self.p.experts is not None
         b = f"blk.{index}."
         router = build_router(self.w, b, self.p.experts, shared_gate=SHARED_GATE)
-        return MoeMlp(router, build_experts(self.w, b, "silu"), build_shared_expert(self.w, b))
+        return MoeMlp(router, build_experts(self.w, b, "silu"), gated_mlp(self.w, b, "_shexp"))
 
 
 # ---- what would go into tests/families/generate/llama.py

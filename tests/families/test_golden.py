@@ -14,7 +14,7 @@ from torch import Tensor
 
 from daemons.ops.paged import Pages, Q8Pages
 from lucevisor.model.values import Q8_GROUP, Backend, Dtype, KvGroup, LayerRange, q8_groups
-from lucevisor.model.weight_layout import weight_bytes
+from lucevisor.model.weight_layout import shard_layouts
 from lucevisor.protocol.steps import CopyPage, CopyState, SetPages
 from tests.combinations import combinations, slow
 from tests.families.golden import FIXTURES, KINDS, Golden, each_kind, opened
@@ -184,7 +184,7 @@ def test_shards_load_what_the_plan_counts(golden):
         stages = load_stages(golden.spec, layer_split)
         for stage, a, b in zip(stages, boundaries, boundaries[1:], strict=False):
             [use] = stage.usage()
-            counted = weight_bytes(
+            counted = shard_layouts(
                 golden.spec,
                 LayerRange(a, b),
                 embedding=a == 0,
@@ -192,7 +192,7 @@ def test_shards_load_what_the_plan_counts(golden):
                 backend=Backend.CPU,
                 dtype=Dtype.FLOAT32,
             )
-            assert use.weight_bytes == counted
+            assert use.weight_bytes == sum(layout.n_bytes for layout in counted)
             if not layer_split:
                 assert use.weight_bytes == sum(golden.spec.files.tensors[n].n_bytes for n in golden.spec.files.tensors)
 

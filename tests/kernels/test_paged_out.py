@@ -14,7 +14,7 @@ from daemons.kv.sequences import Sequences
 from daemons.ops.attention import reference
 from daemons.ops.triton.paged_attention import paged_attention
 from lucevisor.model.spec import LayerSpec, ModelSpec, attention_state
-from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.model.values import Dtype, KvGroup, LayerRange
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import OpenSequence, PageOut, SamplingParams, SetPages, Slice
 
@@ -25,14 +25,14 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 16
 @pytest.mark.parametrize("n", [1, 3])
 def test_pages_that_left_are_not_read(n: int) -> None:
     torch.manual_seed(1)
-    layers = (LayerSpec(0, Space.FULL, {}, attention_state(KV_HEADS, WIDTH, WIDTH)),)
+    layers = (LayerSpec(0, KvGroup.FULL, {}, attention_state(KV_HEADS, WIDTH, WIDTH)),)
     spec = ModelSpec("test", "test", "F32", 16, 100, 4096, layers, {}, {}, 0, None)
     pools = Pools(spec, LayerRange(0, 1), CPU, Dtype.FLOAT32, SIZES)
     sequences = Sequences([pools], SIZES, max_sequences=3)
     pages = {1: [3, 9, 2, 8, 5, 11], 2: [0, 1], 3: [4, 10, 6, 7]}
     for s, ids in pages.items():
         sequences.apply(OpenSequence(s, 0, SamplingParams()))
-        sequences.apply(SetPages(s, Space.FULL, 0, ids))
+        sequences.apply(SetPages(s, KvGroup.FULL, 0, ids))
     sequences.apply(PageOut(1, [1, 2, 3]))
     sequences.apply(PageOut(3, [1]))
     sequences.flush()
@@ -45,13 +45,13 @@ def test_pages_that_left_are_not_read(n: int) -> None:
     layout = Layout([Slice(s, start, [1] * n, True) for s, start in starts.items()], sequences, spec)
     [group] = Batch(layout, sequences.tables(CPU), layout.on(CPU)).groups
     q = torch.randn(3, n, HEADS, WIDTH)
-    read, mask = group.keys(Space.FULL, 0)
+    read, mask = group.keys(KvGroup.FULL, 0)
     wanted = torch.zeros(3, n, HEADS, WIDTH)
     for b in range(3):
         k, v = (pool.read(read, torch.float32)[b : b + 1].nan_to_num(0.0) for pool in (keys, values))
         shown = None if mask is None else mask[b : b + 1]
         wanted[b] = reference(q[b : b + 1], k, v, shown, scale=0.25)[0]
-    where = group.query(Space.FULL)
+    where = group.query(KvGroup.FULL)
     found = paged_attention(
         q.flatten(0, 1), keys, values, where.tables, where.rows, where.starts, n,
         window=0, scale=0.25, softcap=0.0, max_length=where.max_length,
