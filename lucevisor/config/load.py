@@ -221,7 +221,8 @@ def _read_model(
             pending.errors.append(named)
     if config is None:
         return None
-    return dataclasses.replace(config, section=section, own_keys=frozenset(own_keys))
+    config = dataclasses.replace(config, section=section, own_keys=frozenset(own_keys))
+    return dataclasses.replace(config, notices=(*inner.notices, *unused_settings(config)))
 
 
 def _check_models(pending: PendingConfig, configs: Mapping[str, Config]) -> None:

@@ -78,7 +78,7 @@ class ModelClient(Generic[Placed]):
 
     def _detach(self, reason: str) -> None:
         if self._link is not None:
-            log.warning(f"{self.what} detached", group=self.placed.group, reason=reason)
+            log.info(f"{self.what} detached", group=self.placed.group, reason=reason)
         self._link, self._loss, self._number, self.work_in_progress = None, reason, 0, ""
         self._ready.clear()
         if self._answer is not None and not self._answer.done():

@@ -111,6 +111,11 @@ def test_an_override_of_one_model_is_named_as_it_was_given(file: Path) -> None:
     assert refusal(file, TEXT, "models.small=1")[0] == "models.small: is not a key"
 
 
+def test_a_setting_without_effect_is_named_as_in_the_file(file: Path) -> None:
+    file.write_text(TEXT + "[models.small.draft]\nkind = 'off'\nwidth = 3\n")
+    assert [str(notice).partition(": has no")[0] for notice in load(file).notices] == ["models.small.draft.width = 3"]
+
+
 FOLDER = """
 [server]
 models_dir = "models"
