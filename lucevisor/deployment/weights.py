@@ -242,7 +242,7 @@ class ModelWeights:
                 return known
             files = await asyncio.to_thread(self._reopen, self._files.paths)
         except (GgufError, OSError) as error:
-            raise LucevisorError(f"{self._what} cannot be read any more: {error}") from error
+            raise LucevisorError(f"{self._what} cannot be read any more: {_why(error)}") from error
         identities = files.identities
         if identities not in self._admitted:
             if identities not in self._comparing:
@@ -364,7 +364,7 @@ def open_offered(load: Load) -> tuple[list[OfferedFile], list[OpenFile]]:
                 if opened[path].identity != identity:
                     raise WeightsChangedError(f"{path} was changed a moment ago; {_RELOAD}")
     except (GgufError, OSError) as error:
-        raise LucevisorError(f"the model's files cannot be read any more: {error}") from error
+        raise LucevisorError(f"the model's files cannot be read any more: {_why(error)}") from error
     return [OfferedFile(path, part.header_bytes, part.identity) for path, part in opened.items()], [*opened.values()]
 
 
@@ -420,3 +420,9 @@ class ServedWeights:
     async def close(self) -> None:
         for weights in self._all:
             await weights.close()
+
+
+def _why(error: GgufError | OSError) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}; put the file back, or start without it"
+    return str(error)
