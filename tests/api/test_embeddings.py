@@ -118,6 +118,7 @@ REFUSED = [
     ({"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format: "),
     ({"input": "a", "dimension": 3}, "dimension", "dimension: is not a parameter"),
     ({"input": "a", "model": "other"}, "model", "the model "),
+    ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "truncate_prompt_tokens: 0 leaves nothing"),
 ]
 
 

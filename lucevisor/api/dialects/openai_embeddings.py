@@ -50,6 +50,8 @@ def parse_embeddings(fields: dict[str, Any], ctx: ModelContext) -> PreparedReque
         normalize=body.normalize is not False,
         base64=body.encoding_format == "base64",
     )
+    if body.truncate_prompt_tokens == 0:
+        raise bad_parameter("truncate_prompt_tokens", "0 leaves nothing of a text; send 1 or more, or -1")
     texts = read_texts(body.input, "input", ctx, max_tokens=body.truncate_prompt_tokens)
     return prepare_texts(texts, options, ctx, ignored(EmbeddingsBody, fields, RULES))
 
