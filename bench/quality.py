@@ -247,9 +247,10 @@ def greedy(model, own, their, options):
         for ids, at, x, y, before in parted:
             pair = [x["id"], y["id"]]
             texts = [own.ask("/detokenize", {"tokens": part})["content"] for part in (ids, before, pair[:1], pair[1:])]
-            [exactly] = _ask_tokens(exact, [*ids, *before], 1)["completion_probabilities"]
             apart = {
-                name: distance(token, pair) for name, token in (("ours", x), ("llama.cpp", y), ("float32", exactly))
+                "ours": _distance_after(own, [*ids, *before], pair) if x["id"] == eos else distance(x, pair),
+                "llama.cpp": distance(y, pair),
+                "float32": _distance_after(exact, [*ids, *before], pair),
             }
             cases.append({
                 "prompt": texts[0][-80:], "token": at, "before": texts[1][-40:], "candidates": texts[2:],
@@ -287,6 +288,16 @@ def distance(token, pair):
     """How far the logit of one candidate is above another's; None if they are not among the best."""
     known = {top["id"]: top["logprob"] for top in token["top_logprobs"]}
     return known[pair[0]] - known[pair[1]] if set(pair) <= known.keys() else None
+
+
+def _distance_after(server, ids, pair):
+    """The same of our server, which has no candidates of the token that ends an answer."""
+    logprobs = []
+    for token in pair:
+        body = {"prompt": [*ids, token], "max_tokens": 0, "echo": True, "logprobs": 0, "temperature": 0}
+        [choice] = server.ask("/v1/completions", body)["choices"]
+        logprobs.append(choice["logprobs"]["token_logprobs"][-1])
+    return logprobs[0] - logprobs[1]
 
 
 def at_once(options, ask, items):
