@@ -27,7 +27,8 @@ downloads the files, `bench/quality.py FOLDER --llama DIRECTORY --save` repeats 
   may part where llama.cpp's candidates are no farther apart than twice its largest rounding there. The record has each
   case.
 - *Code*: functions in Python whose assertions pass. *Tools*: requests answered with the right call, by `tool_choice`.
-  These and greedy answers were asked four at once.
+  These and greedy answers were asked four at once. This build of llama-server sent the calls of the 0.5B as text, also
+  with `required`, so its count says nothing about the model.
 - *Arms*: ours alone in float32, a conversation of twenty turns. A turn counts if all its tokens are those of the
   service with nothing on.
 """
