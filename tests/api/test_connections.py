@@ -140,7 +140,7 @@ class TestBodies:
     def test_one_whose_last_part_fills_the_buffer_is_read(self, serve, chunked):
         """aiohttp's parser stops in the part that does, before the end of the body."""
         server = serve()
-        server.do(lambda rig: setattr(rig.context, "preprocessor", None))
+        server.do(lambda rig: setattr(rig.context.server, "preprocessor", None))
         length, data = b"Content-Length: 1000000", b"x" * 1_000_000
         request = post(BODY, n_bytes=len(data)).partition(b"\r\n\r\n")[0] + b"\r\n\r\n" + data
         if chunked:
