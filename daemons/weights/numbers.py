@@ -16,7 +16,7 @@ def decode(files: GgufFiles, tensor: TensorInfo, raw: Tensor, dtype: torch.dtype
     """Return the numbers of rows ``raw`` uint8 [rows, row_bytes] of a tensor.  Raises LoadError for an unknown type."""
     try:
         return dequantise(tensor.kind, raw, dtype)
-    except (NotImplementedError, KeyError, ValueError) as error:  # what gguf-py raises for types it does not know
+    except (NotImplementedError, KeyError, ValueError) as error:  # what gguf-py raises for other types
         reason = f"its type {tensor.kind.name} is not supported ({error})"
         raise LoadError(files.where(tensor), reason, "use a file with another type", configuration=True) from error
 

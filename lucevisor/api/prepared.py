@@ -25,8 +25,8 @@ class OutputGrammar(msgspec.Struct, frozen=True, kw_only=True):
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the Responses API. ``echo``: JSON object of the request's fields that the response repeats. ``items``:
     JSON array of the request's own input items. ``summary``: send reasoning as its summary. ``encrypted``: send it
-    encoded too. ``namespaces``: of functions, by the name that the model knows. ``custom``: names of tools whose input
-    is text."""
+    encoded too. ``namespaces``: of functions, by the name in the prompt. ``custom``: names of tools whose input is
+    text."""
 
     echo: bytes
     items: bytes

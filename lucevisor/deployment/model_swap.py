@@ -185,7 +185,7 @@ class SwapPolicy:
         return self._decide(now)
 
     def unload(self, name: str, now: float) -> Sequence[Instruction]:
-        """An operator wants a model to leave, as soon as it is idle, parked or not.  Who ordered it gives way."""
+        """Unload a model as soon as it is idle, parked or not, in place of any order to load it."""
         model = self.models[name]
         model.leave, model.ordered = model.state in (*IN_MEMORY, ModelState.PARKED), False
         if not model.busy:
@@ -193,7 +193,7 @@ class SwapPolicy:
         return self._decide(now)
 
     def keep_alive(self, name: str, seconds: float, now: float) -> Sequence[Instruction]:
-        """A request wants a model to leave after so much idle time; 0: never.  Holds until it is loaded again."""
+        """Set the idle time after which a model leaves, until it is loaded again; 0: never."""
         model = self.models[name]
         model.keep_alive_s, model.keep_alive_load = seconds, model.n_loads + (model.state is not ModelState.LOADED)
         return self._decide(now)

@@ -350,7 +350,7 @@ class DraftStep(msgspec.Struct, frozen=True, array_like=True):
     """A step for the draft stage, after the output stage ran it: operations, the drafter's state of all slices, then
     drafts. Answered by a StepResult.
 
-    ``tokens[i]``: sampled for slice i. None: the output stage of this daemon knows them, and the message may come
+    ``tokens[i]``: sampled for slice i. None: the output stage of this daemon has them, and the message may come
     before it has answered."""
 
     step: Step

@@ -217,13 +217,19 @@ async def test_weights_that_cannot_be_loaded_fail_the_requests_of_their_model_al
         assert service.groups["left"].pid == pid
 
 
-async def test_a_folder_of_files_is_served_without_those_that_cannot_be(tmp_path, expected):
+def folder_with_a_broken_file(tmp_path: Path) -> Path:
+    """A configuration of ``models``, a folder with a model and a file that is none."""
     folder = tmp_path / "models"
     folder.mkdir()
     (folder / "dense.gguf").write_bytes(MODELS["qwen3"].read_bytes())
     (folder / "broken.gguf").write_bytes(b"GGUF")
     file = tmp_path / "config.toml"
     file.write_text(f'[server]\nmodels_dir = "models"\n{GROUP}')
+    return file
+
+
+async def test_a_folder_of_files_is_served_without_those_that_cannot_be(tmp_path, expected):
+    file = folder_with_a_broken_file(tmp_path)
     loaded = without_unusable(load(file))
     service = Service(loaded, open_models(loaded), tmp_path, Observer())
     try:
@@ -236,16 +242,11 @@ async def test_a_folder_of_files_is_served_without_those_that_cannot_be(tmp_path
 
 
 def test_a_reload_beside_a_folder_with_other_files_than_at_the_start(cli: Cli, tmp_path: Path) -> None:
-    folder = tmp_path / "models"
-    folder.mkdir()
-    (folder / "dense.gguf").write_bytes(MODELS["qwen3"].read_bytes())
-    (folder / "broken.gguf").write_bytes(b"GGUF")
-    file = tmp_path / "config.toml"
-    file.write_text(f'[server]\nmodels_dir = "models"\n{GROUP}')
+    file = folder_with_a_broken_file(tmp_path)
     status = cli.start(file)
     assert cli.run("reload").stdout == "nothing has changed\n"
     assert cli.run("reload", "--set", "server.drain_s=3").stdout.startswith("server.drain_s = 3")
-    (folder / "new.gguf").write_bytes(MODELS["qwen35"].read_bytes())
+    (tmp_path / "models" / "new.gguf").write_bytes(MODELS["qwen35"].read_bytes())
     refused = cli.run("reload", check=False)
     assert refused.returncode == 2, refused.stderr
     said = (
