@@ -251,7 +251,8 @@ async def test_snapshots_of_one_replica_are_restored_by_the_other(tmp_path, aske
 
 def test_two_replicas_are_operated_like_one_model(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "box.toml"
-    file.write_text(CONFIG.replace("[cache]\n", f'[cache]\ndir = "{tmp_path / "slots"}"\n'))
+    cache = f'[cache]\ndir = "{tmp_path / "slots"}"\ndisk = "1GiB"\n'  # the default depends on what is free just then
+    file.write_text(CONFIG.replace("[cache]\n", cache))
     status = cli.start(file)
     url = status["url"]
     wait_until(lambda: all(model["state"] == "ready" for model in cli.status()["models"]), what="both serve")
