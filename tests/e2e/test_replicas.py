@@ -129,28 +129,32 @@ async def test_streams_get_their_tokens_also_when_every_daemon_of_a_replica_is_k
 
 @pytest.mark.slow
 async def test_daemons_killed_at_random_change_no_token(tmp_path, asked, expected):
-    """Half a replica, which is rebuilt, or all of it, while the other one is whole or not."""
+    """Half a replica, which is rebuilt, or all of it, while the other one is whole or not.
+
+    A request ends at its fourth loss in a row without a token, so the next kills wait until none is left of those that
+    met the last ones: three daemons at once are three losses for a request that moves from one to the next.
+    """
     rng = random.Random(4)
     async with replicated(tmp_path) as service:
-        ended, n_answers = False, 0
+        ended, n_answers = False, [0] * 8
 
-        async def stream(number: int) -> None:
-            nonlocal n_answers
+        async def stream(at: int) -> None:
+            number = at
             while not ended:
                 prompt, how = asked[number]
                 assert (await ask(service, prompt, how))[0] == expected[number]
-                n_answers, number = n_answers + 1, (number + 9) % N_ASKED
+                n_answers[at], number = n_answers[at] + 1, (number + 9) % N_ASKED
 
         async with asyncio.TaskGroup() as streams:
-            for number in range(8):
-                streams.create_task(stream(number))
+            for at in range(len(n_answers)):
+                streams.create_task(stream(at))
             for _ in range(N_KILLS):
-                n_before = n_answers
+                await asyncio.sleep(rng.random())
                 for group in rng.sample([*service.groups.values()], rng.choice((1, 1, 2, 3))):
                     if group.pid is not None:
                         os.kill(group.pid, signal.SIGKILL)
-                await asyncio.sleep(rng.random())
-                await until(lambda: n_answers > n_before)  # noqa: B023
+                n_before = [*n_answers]
+                await until(lambda: all(now > before for now, before in zip(n_answers, n_before, strict=True)))  # noqa: B023
             ended = True
 
 
