@@ -49,7 +49,7 @@ def run_step(
     sampled, plan, hop_s = [], self._plans[stage_index], 0.0
     if step.n_tokens:
         if step.depends_on_step and plan.embedding:
-            following = RunAheadStep(self._ring, step, await_rows)
+            following = RunAheadStep(self._token_ring, step, await_rows)
             following(torch.zeros(step.n_tokens, dtype=torch.int64))
             sampled = following.tokens
         elif plan.source is not None and await_rows is not None:
