@@ -46,6 +46,8 @@ if not any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ["TRITON_INTERPRET"] = "1"
 
 os.environ.setdefault("HF_HOME", str(Path.home() / ".cache" / "huggingface"))  # it would move along
+for name in ("COLUMNS", "LINES", "FORCE_COLOR", "CLICOLOR_FORCE", "NO_COLOR", "TTY_COMPATIBLE"):
+    os.environ.pop(name, None)  # what commands print does not depend on who runs the tests
 os.environ["LUCEVISOR_VALIDATE"] = "1"  # engines check their accounts when idle
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lucevisor-cache-")
 os.environ["XDG_STATE_HOME"] = os.environ["XDG_CACHE_HOME"]  # logs of supervisors

@@ -26,7 +26,7 @@ from tests.waiting import wait_until
 RULES = "\n".join(f"import module_{i}  # rule {i}" for i in range(60))
 
 
-def post(url: str, body: dict[str, Any], timeout_s: float = 60.0) -> tuple[int, dict[str, Any]]:
+def post(url: str, body: dict[str, Any], timeout_s: float = 100.0) -> tuple[int, dict[str, Any]]:
     """The status and the body of the answer."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
     try:
@@ -84,7 +84,7 @@ class Cli:
         self._started: list[subprocess.Popen[str]] = []
         self._forked: list[int] = []
 
-    def run(self, *arguments: str, timeout_s: float = 60.0, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, timeout_s: float = 100.0, check: bool = True) -> subprocess.CompletedProcess[str]:
         if self._forker is not None:
             done = self._forker.run([*FORKED, *arguments], env=self.env, cwd=ROOT, timeout_s=timeout_s)
         else:
@@ -114,7 +114,7 @@ class Cli:
         more += ["--allow-faults", limits] if limits else []
         sets = [part for o in ("server.port=0", *overrides) for part in ("--set", o)]
         if self._forker is None:
-            self.run("start", str(config), "--daemon", "--name", name, "--timeout", "60", *more, *sets, timeout_s=90)
+            self.run("start", str(config), "--daemon", "--name", name, "--timeout", "100", *more, *sets, timeout_s=120)
             return self.status(name)
         command = [*FORKED, "start", str(config), "--name", name, "--detached", *more, *sets]
         with (self.runtime / f"output-{name}-{len(self._forked)}").open("wb") as file:
@@ -126,7 +126,7 @@ class Cli:
             assert alive(pid), (self.runtime / f"output-{name}-{len(self._forked) - 1}").read_text()
             return self.ready(name, pid)
 
-        wait_until(ready, 60, "ready")
+        wait_until(ready, what="ready")
         return self.status(name)
 
     def ready(self, name: str = "t", pid: int | None = None) -> bool:
@@ -158,7 +158,7 @@ class Cli:
         for pid in self._forked:  # they have the environment of what they are forks of
             os.kill(pid, signal.SIGKILL)
         for started in self._started:  # a zombie or an open pipe would be found by another test
-            started.communicate(timeout=10)
+            started.communicate(timeout=60)
         for pid in self._forked:
             os.waitpid(pid, 0)
         shutil.rmtree(self.runtime, ignore_errors=True)

@@ -65,7 +65,7 @@ async def test_cut_before_the_daemons_load(model: Path, tmp_path: Path) -> None:
     change(model, "cut")
     try:
         await service.start()
-        assert not await service.wait_ready(60.0)
+        assert not await service.wait_ready(100.0)
         assert service.groups["left"].state is State.FAILED
         assert "model.gguf was changed while the supervisor started" in service.reason()
     finally:
@@ -96,7 +96,7 @@ async def test_changed_and_the_daemon_dies(model: Path, tmp_path: Path) -> None:
         right = service.groups["right"]
         assert right.pid is not None
         os.kill(right.pid, 9)
-        assert await right.wait(State.FAILED, timeout_s=60.0) is State.FAILED
+        assert await right.wait(State.FAILED, timeout_s=100.0) is State.FAILED
         assert "changed since the supervisor started" in service.reason()
         assert "tensor 'blk.5.ffn_down.weight' holds other bytes" in service.reason()
         change(model, "one byte")  # and back
@@ -116,10 +116,10 @@ def test_an_operator_sees_why_and_what_to_do(cli: Cli, model: Path, tmp_path: Pa
     assert "then `lucevisor start`" in done.stdout + done.stderr
     assert cli.status()["state"] == "failed"
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(f"{url}/ready", timeout=10)
+        urllib.request.urlopen(f"{url}/ready", timeout=100)
     assert caught.value.code == 503
     assert "changed since the supervisor started" in caught.value.read().decode()
-    code, refused = post(f"{url}/v1/completions", {"prompt": [5, 6], "max_tokens": 1}, 10)
+    code, refused = post(f"{url}/v1/completions", {"prompt": [5, 6], "max_tokens": 1})
     assert code == 503
     assert "changed since the supervisor started" in str(refused)
     cli.run("stop", "--name", "t")

@@ -93,7 +93,7 @@ def test_signals_lose_no_answer_and_change_no_token(cli: Cli, name: str, tmp_pat
 def test_a_start_with_fault_hooks_is_refused(cli: Cli) -> None:
     env = cli.env | {"LUCEVISOR_FAULTS": str(cli.runtime)}
     command = [sys.executable, "-m", "lucevisor", "start", str(DEMO), "--name", "t", "--set", "server.port=0"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2
     assert "it is for `lucevisor chaos`" in done.stderr
     assert not os.path.exists(cli.socket())

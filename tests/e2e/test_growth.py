@@ -48,7 +48,7 @@ class Watched:
             now = self.cli.status()
             return now["state"] == "ready" and pid_of(now, group) not in (0, pid)
 
-        wait_until(replaced, 30, "ready again")
+        wait_until(replaced, what="ready again")
 
     def held(self) -> dict[str, int]:
         """What may not grow; zombies are children, too."""
@@ -76,7 +76,7 @@ def test_restarts_kills_and_moves_leave_nothing(cli: Cli) -> None:
         for i in range(n):
             what(GROUPS[i % 2])
     assert complete(watched.url, watched.prompt)[0] == watched.right
-    wait_until(lambda: not watched.grow_table(before), 60, "connections close behind their answers")
+    wait_until(lambda: not watched.grow_table(before), what="connections close behind their answers")
     growth = watched.process.memory_info().rss - rss
     assert growth < 2**20 * (8 + n / 20), f"{growth / n / 3:.0f} bytes each"
     cli.stop()

@@ -42,7 +42,7 @@ class Clients:
         request = urllib.request.Request(f"{self._url}/v1/completions", json.dumps(body).encode())
         request.add_header("content-type", "application/json")
         ids: list[int] = []
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=100) as reply:
             for line in reply:
                 if line.startswith(b"data: {"):
                     event = json.loads(line[6:])
@@ -72,7 +72,7 @@ class Clients:
         finally:
             self._ended = True
             for thread in threads:
-                thread.join(60)
+                thread.join(100)
 
 
 @contextlib.contextmanager
@@ -113,9 +113,9 @@ def test_clients_notice_nothing_of_a_new_supervisor(cli: Cli, manager: Manager) 
         old, status = status, cli.start(DEMO, *EXACT, take_over=True)
         assert status["url"] == old["url"]
         assert not set(pids(status)) & set(pids(old))
-        wait_until(lambda: not any(alive(pid) for pid in pids(old)), 30, "the old one has ended")
+        wait_until(lambda: not any(alive(pid) for pid in pids(old)), what="the old one has ended")
         n_then = clients.n_answers
-        wait_until(lambda: clients.n_answers > n_then + N_CLIENTS, 30, "answers of the new one")
+        wait_until(lambda: clients.n_answers > n_then + N_CLIENTS, what="answers of the new one")
     assert clients.wrong == []
     said = manager.read()
     main = said.index(f"MAINPID={status['pid']}")
@@ -133,9 +133,9 @@ def test_a_killed_supervisor_leaves_nothing_and_the_next_goes_on_warm(cli: Cli, 
     asked = tokens_of(url, RULES)
     answer, _ = complete(url, asked)
     right, _ = complete(url, asked + answer)
-    wait_until(lambda: cli.status()["cache"]["saved"] >= 1, 20, "a file was saved")
+    wait_until(lambda: cli.status()["cache"]["saved"] >= 1, what="a file was saved")
     os.kill(status["pid"], signal.SIGKILL)
-    wait_until(lambda: not any(alive(pid) for pid in pids(status)), 60, "no daemon is left")
+    wait_until(lambda: not any(alive(pid) for pid in pids(status)), what="no daemon is left")
     again = cli.start(DEMO, *cache, take_over=True)  # there is nothing to take over
     tokens, n_cached = complete(again["url"], asked + answer)
     assert n_cached > 64

@@ -45,7 +45,7 @@ def shown(terminal: int) -> bytes:
 def test_a_closed_terminal_ends_a_start_in_the_foreground_and_leaves_nothing(cli: Cli, early: bool) -> None:
     pid, terminal = in_terminal(cli, "start", str(DEMO), "--name", "t", "--set", "server.port=0")
     directory = cli.runtime / "lucevisor" / "t"
-    wait_until(lambda: (shown(terminal), directory.exists() if early else cli.ready())[1], 60, "started")
+    wait_until(lambda: (shown(terminal), directory.exists() if early else cli.ready())[1], what="started")
     os.close(terminal)
     ended = wait_for(pid, 60)
     assert os.waitstatus_to_exitcode(ended) == 0
@@ -71,7 +71,7 @@ def test_a_closed_terminal_does_not_end_a_daemon(cli: Cli) -> None:
         said.extend(shown(terminal))
         return b"is ready at" in said
 
-    wait_until(is_ready, 60, "the command says so")
+    wait_until(is_ready, what="the command says so")
     os.close(terminal)
     wait_for(pid, 60)
     supervisor = cli.status()["pid"]
@@ -109,7 +109,7 @@ def test_sighup_changes_keys_certificate_and_level_under_a_stream(cli: Cli, tmp_
     config.write_text(config.read_text() + '[log]\nlevel = "debug"\n')
     os.kill(status["pid"], signal.SIGHUP)
     log = cli.log()
-    wait_until(lambda: "configuration reloaded" in log.read_text(), 60, "reloaded")
+    wait_until(lambda: "configuration reloaded" in log.read_text(), what="reloaded")
     with pytest.raises(OSError, match=r"certificate|CERTIFICATE"):
         ask("first", old)
     new = ssl.create_default_context(cafile=str(tmp_path / "box.crt"))
@@ -172,7 +172,7 @@ def test_a_command_that_is_ended_leaves_nothing(
     assert "Traceback" not in output
     assert list(directory.iterdir()) == []
     assert list(cli.runtime.glob("lucevisor/*")) == []
-    wait_until(lambda: processes_below(directory) == [], 60, "all processes have ended")
+    wait_until(lambda: processes_below(directory) == [], what="all processes have ended")
 
 
 def processes_below(directory: Path) -> list[int]:

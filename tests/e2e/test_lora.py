@@ -19,7 +19,17 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.lora_files import open_adapter, with_adapters
 from lucevisor.supervision.machine import SupervisionLimits
 from tests.combinations import slow
-from tests.e2e.service import GOLDEN, PROMPT, SPLITS, generate_all, running, snapshots_of, told_of, write_config
+from tests.e2e.service import (
+    GOLDEN,
+    PROMPT,
+    SPLITS,
+    generate_all,
+    restore_always,
+    running,
+    snapshots_of,
+    told_of,
+    write_config,
+)
 from tests.families.adapters import random_pairs, write_adapter
 from tests.families.pipeline import Pipeline, load_stages
 
@@ -100,6 +110,7 @@ async def test_each_has_its_answers_its_prefixes_and_its_files(tmp_path: Path, n
         await snapshots_of(service).save_all(60.0)
         assert told_of(service)["failed"] == 0
     async with running(path, tmp_path) as service:
+        restore_always(service)
         answers, cached = await ask_all(service, longer)
         assert answers == wanted
         assert min(cached) >= len(TEXT), "each from its own file"

@@ -127,7 +127,7 @@ async def test_neither_a_refused_reload_nor_a_lost_daemon_touches_a_model_elsewh
 
         os.kill(left.pid, signal.SIGSTOP)  # so that it does not come back before the others have answered
         os.kill(left.pid, signal.SIGKILL)
-        await left.wait(State.STARTING, State.BACKOFF, timeout_s=60)
+        await left.wait(State.STARTING, State.BACKOFF, timeout_s=100)
         assert [model.state for model in (dense, hybrid)] == ["degraded", "ready"]
         held = asyncio.create_task(generate(dense, PROMPTS[0], N_TOKENS))
         assert [await generate(hybrid, prompt, N_TOKENS) for prompt in PROMPTS] == expected["hybrid"]

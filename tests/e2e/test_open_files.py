@@ -35,7 +35,7 @@ def test_connections_leave_descriptors_for_daemons_and_never_fail_a_group(cli: C
             with contextlib.suppress(ConnectionError):  # replaced already
                 flood[-1].sendall(b"GET /health HTTP/1.1\r\nx: ")
         os.kill(group(status, "left")["pid"], signal.SIGKILL)
-        wait_until(lambda: group(cli.status(), "left")["restarts"] == 1, 60, "a restart")
+        wait_until(lambda: group(cli.status(), "left")["restarts"] == 1, what="a restart")
         wait_until(lambda: cli.status()["state"] == "ready", 90, "ready again")
         assert answer(status) == before
         assert [g["restarts"] for g in cli.status()["groups"]] == [1, 0]

@@ -25,7 +25,7 @@ async def test_clients_beyond_the_queue_get_429_and_nothing_else(
     assert found.codes[429] > 0
     if seconds > 60:
         assert growth(samples) < 1.05
-    wait_until(lambda: cli.status()["engine"]["running"] == 0, 60, "nothing runs")
+    wait_until(lambda: cli.status()["engine"]["running"] == 0, what="nothing runs")
     engine = cli.status()["engine"]
     assert (engine["queued"], engine["held"], engine["pages"]["used"]) == (0, 0, 0)
     cli.stop()

@@ -227,8 +227,8 @@ def test_a_group_is_restarted_with_the_admin_key(box: tuple[Cli, str, int], open
     page.fill("#admin-key", "root-key")
     page.press("#admin-key", "Enter")
     page.click("button[data-group=right]")
-    wait_until(lambda: cli.status()["groups"][1]["restarts"] == before["restarts"] + 1, 20, "the restart")
-    wait_until(lambda: cli.status()["state"] == "ready", 30, "ready")
+    wait_until(lambda: cli.status()["groups"][1]["restarts"] == before["restarts"] + 1, what="the restart")
+    wait_until(lambda: cli.status()["state"] == "ready", what="ready")
     expect(page.locator("#recovery")).to_be_hidden()
 
 

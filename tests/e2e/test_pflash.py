@@ -37,7 +37,7 @@ def served(forker: Forker, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     cli = Cli(forker)
     try:
         status = cli.start(path, "engine.dtype=float32", "draft.kind=off", "cache.min_tokens=64", *SIZES)
-        wait_until(lambda: attached(cli), 30, "the scoring model is attached")
+        wait_until(lambda: attached(cli), what="the scoring model is attached")
         yield cli, status
         cli.stop()
     finally:
@@ -118,12 +118,12 @@ def test_without_its_daemon_prompts_stay_whole_and_no_request_fails(
         asked = pool.submit(completed, client, prompt)
         time.sleep(0.3)
         os.kill(group["pid"], signal.SIGKILL)
-        kept, usage = asked.result(30)
+        kept, usage = asked.result(100)
     n = len(TEXTS.encode(prompt))
     assert (kept["prompt_tokens"], kept["kept_tokens"], usage.prompt_tokens) == (n, n, n)
     assert "scoring model" in kept["reason"]
     assert cli.status()["pflash"]["prompts"]["failed"] == 1
-    wait_until(lambda: attached(cli), 30, "the scoring model is attached again")
+    wait_until(lambda: attached(cli), what="the scoring model is attached again")
     kept, _ = completed(client, text_of(500, 11))
     assert "reason" not in kept
     assert kept["kept_tokens"] < kept["prompt_tokens"]

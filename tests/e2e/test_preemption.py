@@ -18,8 +18,7 @@ from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.protocol.steps import SamplingParams
 from tests.combinations import slow
-from tests.e2e.service import generate, running
-from tests.e2e.test_host_tier import restore_always
+from tests.e2e.service import generate, restore_always, running
 from tests.e2e.test_speculation import CASES, Case, config_of
 
 N_PROMPT = N_TOKENS = 120

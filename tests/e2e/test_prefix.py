@@ -31,7 +31,7 @@ def test_an_agent_that_tells_the_time_is_answered_from_memory_and_everybody_is_t
     assert 0 < now["cache"]["used_bytes"] <= now["cache"]["max_bytes"] == 2**30
     assert now["engine"]["pages"]["used"] == 0
     assert now["engine"]["pages"]["cached"] > 0
-    with urllib.request.urlopen(f"{status['url']}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"{status['url']}/metrics", timeout=100) as reply:
         text = reply.read().decode()
     name = now["model"]["name"]
     assert f'lucevisor_cached_prompt_tokens_total{{model="{name}",tier="device"}} {float(sum(cached))}' in text

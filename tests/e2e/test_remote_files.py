@@ -21,7 +21,7 @@ from lucevisor.model.families import open_spec
 from lucevisor.protocol import files
 from tests.certificates import make_certificate
 from tests.combinations import slow
-from tests.e2e.service import MODELS, PROMPT, Place, ask, converse, running, snapshots_of, told_of
+from tests.e2e.service import MODELS, PROMPT, Place, ask, converse, restore_always, running, snapshots_of, told_of
 from tests.waiting import until
 
 
@@ -41,6 +41,7 @@ async def test_state_goes_to_disk_and_back_over_any_transport(name: str, tmp_pat
     assert off.answers == cold.answers == warm.answers
     for config in (remote.config(), place.config(), remote.config(3)):
         async with running(config, tmp_path) as service:
+            restore_always(service)
             told = await converse(service, spec.vocabulary, 2)
             counts = told_of(service)
         assert told.answers == off.answers
@@ -138,7 +139,7 @@ async def test_a_supervisor_killed_while_its_daemons_save_or_restore_leaves_noth
     before = place.files()
     arguments = [str(place.config()), str(tmp_path), what, str(n)]
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.e2e.killed_supervisor", *arguments)
-    assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGKILL
+    assert await asyncio.wait_for(process.wait(), 200) == -signal.SIGKILL
     assert place.files() == before
     assert len(list(place.snapshots.glob("*.partial"))) == (what == "write")
     async with running(place.config(), tmp_path) as service:
@@ -157,7 +158,7 @@ async def test_steps_go_on_while_a_disk_hangs(what: str, tmp_path: Path, monkeyp
 
     def call(self: files.LocalFile, views: Sequence[memoryview], offset: int) -> None:
         begun.set()
-        assert held.wait(60)
+        assert held.wait(100)
         real(self, views, offset)
 
     if what == "read":
@@ -169,7 +170,7 @@ async def test_steps_go_on_while_a_disk_hangs(what: str, tmp_path: Path, monkeyp
         monkeypatch.setattr(files.LocalFile, what, call)
         asking = asyncio.create_task(ask(service, PROMPT, []))
         await until(begun.is_set)
-        answer, _ = await asyncio.wait_for(ask(service, [9, 8, 7], [], 30), 30)
+        answer, _ = await asyncio.wait_for(ask(service, [9, 8, 7], [], 30), 50)
         assert len(answer) == 30
         held.set()
         _, finished = await asking

@@ -15,7 +15,7 @@ import pytest
 from lucevisor.deployment.service import Service
 from lucevisor.snapshots import disk
 from tests.combinations import slow
-from tests.e2e.service import MODELS, PROMPT, Place, ask, running, snapshots_of, told_of
+from tests.e2e.service import MODELS, PROMPT, Place, ask, restore_always, running, snapshots_of, told_of
 from tests.waiting import until
 
 
@@ -109,6 +109,7 @@ async def test_a_conversation_that_rests_while_a_daemon_is_lost_comes_back_when_
     """From its file, if it has one; else it is computed again."""
     place = Place(MODELS["qwen35"], tmp_path)
     async with running(place.config(on=on), place.directory) as service:
+        restore_always(service)
         expected, _ = await ask(service, PROMPT, [])
         other, _ = await ask(service, [9, *PROMPT], [])
         if on:
@@ -142,38 +143,45 @@ def kill_at(service: Service, what: str, group: str) -> None:
     setattr(transfers, what, begin_and_kill)
 
 
-def delay(service: Service, what: str, seconds: float) -> None:
-    """Let the answers to the next transfers of a kind come late."""
+def hold(service: Service, what: str) -> tuple[asyncio.Event, asyncio.Event]:
+    """Let transfers of a kind hang; return an event that is set when one has begun, and one to set for their end."""
+    begun, over = asyncio.Event(), asyncio.Event()
     transfers = service.only.deployment.transfers
     assert transfers is not None
     begin = getattr(transfers, what)
 
     def begin_and_wait(units: object) -> Awaitable[object]:
         ended = begin(units)
+        begun.set()
 
         async def late() -> object:
-            await asyncio.sleep(seconds)
+            await over.wait()
             return await ended
 
         return asyncio.ensure_future(late())
 
     setattr(transfers, what, begin_and_wait)
+    return begun, over
 
 
 async def test_nobody_waits_for_a_disk_that_hangs(
     place: Place, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lucevisor.snapshots.manager.TRANSFER_S", 0.3)
     async with running(place.config(), place.directory) as service:
-        delay(service, "load", 1.5)
+        monkeypatch.setattr("lucevisor.snapshots.manager.TRANSFER_S", 0.3)
+        _, over = hold(service, "load")
         answer, finished = await ask(service, PROMPT, [])
         assert answer == expected
         assert finished.usage.cached_tokens == 0
         assert told_of(service) == Counter()  # the daemons are not through with it
+        over.set()
         await until(lambda: told_of(service)["failed"] == 1)
-        delay(service, "save", 1.5)
+        begun, over = hold(service, "save")
         before = place.files()
         await ask(service, [9, *PROMPT], [])
+        await begun.wait()
+        await asyncio.sleep(1.0)  # for longer than a transfer may take
+        over.set()
         await until(lambda: told_of(service)["failed"] == 2)
         assert place.files() == before
         assert service.only.engine is not None

@@ -28,7 +28,7 @@ def test_a_service_of_systemd_starts_serves_stops_and_goes_on_warm(cli: Cli, tmp
         command += ["--set", f"server.port={sock.getsockname()[1]}"]
         activated = [sys.executable, "-m", "tests.socket_activation", str(sock.fileno()), *command]
         process = cli.popen_raw(activated, pass_fds=[sock.fileno()])
-        wait_until(lambda: "READY=1" in manager.read(), 60, "READY=1")
+        wait_until(lambda: "READY=1" in manager.read(), what="READY=1")
         status = cli.status()
         assert (status["url"], status["pid"]) == (url, process.pid)
         asked = tokens_of(url, RULES)
@@ -36,9 +36,9 @@ def test_a_service_of_systemd_starts_serves_stops_and_goes_on_warm(cli: Cli, tmp
         assert n_cached == 0
         asked += answer
         right, _ = complete(url, asked)
-        wait_until(lambda: manager.read().count("WATCHDOG=1") > 2, 60, "a watchdog that is fed")
+        wait_until(lambda: manager.read().count("WATCHDOG=1") > 2, what="a watchdog that is fed")
         process.send_signal(signal.SIGHUP)
-        wait_until(lambda: manager.read().count("READY=1") == 2, 60, "the end of a reload")
+        wait_until(lambda: manager.read().count("READY=1") == 2, what="the end of a reload")
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=30)
         assert process.returncode == 0, output

@@ -33,15 +33,15 @@ def test_run_directory_and_cache_are_made_again_under_load_and_the_log_outlives_
         return bool(cli.status()["cache"]["saved"] > n_before)
 
     with clients.running():
-        wait_until(lambda: saves(0), 60, "a snapshot")
+        wait_until(lambda: saves(0), what="a snapshot")
         shutil.rmtree(cli.runtime / "lucevisor")
         shutil.rmtree(cache)
-        wait_until(lambda: cli.run("status", check=False).returncode == ExitCode.DONE, 60, "status finds it")
+        wait_until(lambda: cli.run("status", check=False).returncode == ExitCode.DONE, what="status finds it")
         saved = cli.status()["cache"]["saved"]
-        wait_until(lambda: saves(saved), 60, "saves work again")
+        wait_until(lambda: saves(saved), what="saves work again")
         assert list(cache.glob("*.safetensors"))
         os.kill(cli.status()["groups"][0]["pid"], signal.SIGKILL)
-        wait_until(lambda: cli.status()["groups"][0]["restarts"] == 1 and cli.ready(), 60, "ready again")
+        wait_until(lambda: cli.status()["groups"][0]["restarts"] == 1 and cli.ready(), what="ready again")
     assert clients.wrong == []
     cli.run("stop")
     assert not (cli.runtime / "lucevisor" / "t").exists()

@@ -119,7 +119,7 @@ def test_the_same_image_hits_the_prefix_cache_also_after_a_restart(
     assert other != first
     vision = cli.status()["vision"]
     assert (vision["encoded"], vision["reused"]) == (2, 1)
-    wait_until(lambda: cli.status()["cache"]["saved"] >= 2, 20, "saved")
+    wait_until(lambda: cli.status()["cache"]["saved"] >= 2, what="saved")
     cli.stop()
     url = cli.start(path)["url"]
     assert ask(url, ONE) == (first, n_prompt, reused)
@@ -143,13 +143,18 @@ def test_a_daemon_that_is_killed_loses_nothing(cli: Cli, made: Path, family: str
         threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: cli.status()["engine"]["running"] == 2, 20, "running")
+
+        def run_both(threads: list[threading.Thread] = threads) -> bool:
+            """Or one has ended, where this process got no time to see them run."""
+            return cli.status()["engine"]["running"] == 2 or not all(thread.is_alive() for thread in threads)
+
+        wait_until(run_both, what="running")
         time.sleep(0.1)
         kill(cli, group["name"])
         for thread in threads:
             thread.join()
         assert answers == right
-        wait_until(cli.ready, 30, "ready")
+        wait_until(cli.ready, what="ready")
     cli.stop()
 
 

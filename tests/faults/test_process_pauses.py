@@ -16,7 +16,7 @@ import pytest
 from tests.daemon_forks import Forker
 
 ROOT = Path(__file__).parents[2]
-PAUSE_S = 3.0  # twice every deadline of tests/supervision/paused_supervisor.py
+PAUSE_S = 4.5  # half as long again as every deadline of tests/supervision/paused_supervisor.py
 
 
 class Paused:

@@ -62,10 +62,10 @@ async def ask(service: Service) -> FinishedEvent:
 
 async def test_a_daemon_that_hangs_in_a_reset_is_found(tmp_path):
     config = config_of(tmp_path, right="sleep at reset")
-    async with serving(config, tmp_path, step_s=1.0) as service:
+    async with serving(config, tmp_path, step_s=3.0) as service:
         right = service.groups["right"]
-        await right.wait(State.READY, timeout_s=60)
-        await right.wait(State.STOPPING, timeout_s=20)
+        await right.wait(State.READY, timeout_s=100)
+        await right.wait(State.STOPPING, timeout_s=100)
         assert right.reason.startswith("a reset gave no result in ")
         assert await service.wait_ready(60.0), service.reason()
         assert service.groups["left"].restarts == 0
@@ -79,11 +79,11 @@ async def test_a_daemon_that_breaks_the_order_of_steps_counts_as_failed(tmp_path
         end = await ask(service)
         assert end.error is not None
         assert "group right" in end.error.message
-        await right.wait(State.BACKOFF, timeout_s=20)
+        await right.wait(State.BACKOFF, timeout_s=100)
         assert await service.wait_ready(60.0), service.reason()
         assert service.restart_reasons["right"] == {"failure": 1}
         await ask(service)
-        await right.wait(State.FAILED, timeout_s=20)
+        await right.wait(State.FAILED, timeout_s=100)
         assert "StepResult is of stage 0, which it does not run" in service.reason()
         assert "restart limit 1/60s reached" in service.reason()
         assert service.groups["left"].restarts == 0
@@ -92,12 +92,12 @@ async def test_a_daemon_that_breaks_the_order_of_steps_counts_as_failed(tmp_path
 async def test_a_restart_that_waits_for_another_starts_nothing_during_a_stop(tmp_path):
     async with serving(config_of(tmp_path, left="sleep at reset"), tmp_path) as service:
         left, right = service.groups.values()
-        await left.wait(State.READY, timeout_s=60)
-        await right.wait(State.READY, timeout_s=60)
+        await left.wait(State.READY, timeout_s=100)
+        await right.wait(State.READY, timeout_s=100)
         orders = AdminOperations(service)
         first = asyncio.create_task(orders.restart_all(["right"], now=True))
         second = asyncio.create_task(orders.restart_all(["right"], now=True))
-        await right.wait(State.STARTING, timeout_s=20)
+        await right.wait(State.STARTING, timeout_s=100)
         await service.stop(0.0, 0.5)
         for asked in (first, second):
             with pytest.raises(LucevisorError, match="stopping"):
@@ -120,7 +120,7 @@ async def test_a_plan_that_did_not_fit_is_made_again_at_a_restart(tmp_path):
     async with serving(config_of(tmp_path, left="poor", right="poor"), tmp_path) as service:
         assert not await service.wait_ready(60.0)
         for group in service.groups.values():
-            await group.wait(State.FAILED, timeout_s=20)
+            await group.wait(State.FAILED, timeout_s=100)
             assert "short" in group.reason
         await AdminOperations(service).restart_all(["left"], now=True)
         assert service.groups["left"].state is State.LOADING  # it waits for the other one

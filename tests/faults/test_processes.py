@@ -40,7 +40,7 @@ async def test_death_before_ready_is_noticed_at_once_and_retried(tmp_path, how):
     async with tiny_group(tmp_path, how, TINY_ONCE=str(tmp_path / "once")) as (group, owner):
         began = time.monotonic()
         await group.start()
-        await group.wait(State.BACKOFF, timeout_s=60)
+        await group.wait(State.BACKOFF, timeout_s=100)
         assert time.monotonic() - began < 15.0  # no deadline had to pass
         ended = "killed by signal 6 (SIGABRT)" if "abort" in how else f"exited with code 3: tiny ends at {how[8:]}"
         assert ended in group.reason
@@ -51,7 +51,7 @@ async def test_death_before_ready_is_noticed_at_once_and_retried(tmp_path, how):
 async def test_a_crash_loop_ends_in_failed_with_the_reason_and_restart_clears_it(tmp_path):
     async with tiny_group(tmp_path, "exit at ready", limits=brisk(n_restarts=2)) as (group, owner):
         await group.start()
-        await group.wait(State.FAILED, timeout_s=20)
+        await group.wait(State.FAILED, timeout_s=100)
         assert "exited with code 3: tiny ends at ready" in group.reason
         assert group.reason.endswith("restart limit 2/60s reached")
         assert owner.states.count(State.STARTING) == 3
@@ -59,7 +59,7 @@ async def test_a_crash_loop_ends_in_failed_with_the_reason_and_restart_clears_it
         with pytest.raises(RefusedError, match="lucevisor restart left"):
             await group.start()
         await group.restart()
-        await group.wait(State.FAILED, timeout_s=20)
+        await group.wait(State.FAILED, timeout_s=100)
         assert owner.states.count(State.STARTING) == 6  # the count began anew
 
 
@@ -87,7 +87,7 @@ def test_no_daemon_outlives_a_killed_supervisor(tmp_path):
         assert len(set(pids)) == len(behaviours)
         assert all(runs(pid) for pid in pids)
         supervisor.kill()
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 60.0
         while any(runs(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.02)
         left = {how: pid for how, pid in zip(behaviours, pids, strict=True) if runs(pid)}
@@ -180,7 +180,7 @@ async def test_a_daemon_that_never_ends_is_quarantined_and_no_second_one_is_star
     async with ready_group(tmp_path, "deaf", limits=limits, launcher=Unkillable) as (group, _):
         began = time.monotonic()
         assert await group.stop(0.5) is State.FAILED
-        assert time.monotonic() - began < 8.0  # less than reap_s is otherwise
+        assert time.monotonic() - began < 20.0  # less than reap_s is otherwise
         assert group.quarantined
         assert "quarantine" in group.reason
         with pytest.raises(RefusedError, match="quarantine"):
@@ -190,7 +190,7 @@ async def test_a_daemon_that_never_ends_is_quarantined_and_no_second_one_is_star
         assert await group.stop(0.5) is State.FAILED
         assert len(made) == 1
         os.kill(made[0].pid, signal.SIGKILL)  # the driver let go
-        assert await group.wait(State.STOPPED, timeout_s=60) is State.STOPPED
+        assert await group.wait(State.STOPPED, timeout_s=100) is State.STOPPED
         await group.start()
         assert len(made) == 2
         os.kill(made[1].pid, signal.SIGKILL)
@@ -216,7 +216,7 @@ async def test_a_stop_in_each_phase_of_the_start_is_clean(tmp_path, phase):
             case "ready":
                 await ready(group)
             case "backoff":
-                await group.wait(State.BACKOFF, timeout_s=60)
+                await group.wait(State.BACKOFF, timeout_s=100)
         began = time.monotonic()
         assert await group.stop(60.0) is State.STOPPED
         assert time.monotonic() - began < 20.0  # in order, not at the deadline

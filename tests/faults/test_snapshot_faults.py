@@ -46,7 +46,7 @@ class Saver:
     def close(self):
         self._process.stdin.close()
         self._process.stdout.close()
-        assert self._process.wait(10) == 0
+        assert self._process.wait(60) == 0
 
 
 def test_kill_9_at_every_point_of_a_save(tmp_path):

@@ -21,7 +21,7 @@ from lucevisor.supervision.launcher import Launcher
 from lucevisor.supervision.machine import SupervisionLimits
 from tests.waiting import until
 
-FAST = SupervisionLimits(backoff_min_s=0.05, hello_s=20.0, exit_grace_s=0.5, stacks_s=0.5, recheck_s=0.1, n_restarts=3)
+FAST = SupervisionLimits(backoff_min_s=0.05, hello_s=60.0, exit_grace_s=0.5, stacks_s=0.5, recheck_s=0.1, n_restarts=3)
 REAL = ("__init__.py", "__main__.py", "compute_lock.py", "errors.py", "main.py", "options.py", "heartbeat.py")
 
 

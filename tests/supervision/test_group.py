@@ -142,12 +142,13 @@ async def test_the_daemon_has_its_own_session_its_cores_and_no_foreign_descripto
     leaked = os.open("/dev/null", os.O_RDONLY)
     os.set_inheritable(leaked, True)
     try:
-        config = GroupConfig(name="left", backend="cpu", cores=(0,))
+        core = max(os.sched_getaffinity(0))  # not every machine gives its first to all
+        config = GroupConfig(name="left", backend="cpu", cores=(core,))
         group = GroupSupervisor(config, 1, Launcher(stage_tiny(tmp_path)), [Owner().callbacks()], limits=FAST)
         await group.start()
         await ready(group)
         assert os.getsid(group.pid) == group.pid != os.getsid(0)  # Ctrl-C does not reach it
-        assert os.sched_getaffinity(group.pid) == {0}
+        assert os.sched_getaffinity(group.pid) == {core}
         open_there = links_of(group.pid)
         assert sum(name.startswith("socket:") for name in open_there) == 2
         assert sum(name.startswith("pipe:") for name in open_there) == 2
@@ -204,7 +205,7 @@ async def test_a_daemon_that_says_what_cannot_be_true_is_replaced_and_its_words_
     fields = json.dumps({"x": math.nan})
     async with tiny_group(tmp_path, "odd log", limits=brisk(n_restarts=1), TINY_FIELDS=fields) as (group, _):
         await group.start()
-        await group.wait(State.FAILED, timeout_s=60)
+        await group.wait(State.FAILED, timeout_s=100)
         assert group.reason == "it sent an impossible message: LogLine.fields.x is nan; restart limit 1/60s reached"
 
 
@@ -212,7 +213,7 @@ async def test_a_daemon_that_says_what_cannot_be_true_is_replaced_and_its_words_
 
 
 LIMITS = brisk(spare_delay_s=0.01)
-SHORT = brisk(spare_delay_s=0.01, heartbeat_s=2.0)
+SHORT = brisk(spare_delay_s=0.01, heartbeat_s=3.0)
 
 
 def warm(group) -> list[int]:

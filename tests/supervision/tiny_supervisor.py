@@ -27,7 +27,7 @@ async def main(run_dir: str, *behaviours: str) -> None:
     for group, how in zip(groups, behaviours, strict=True):
         await group.start()
         slow = "sleep at load" in how
-        await group.wait(State.LOADING if slow else State.READY, timeout_s=30)
+        await group.wait(State.LOADING if slow else State.READY, timeout_s=100)
     await asyncio.sleep(0.3)  # a moment inside the load
     print(json.dumps([group.pid for group in groups]), flush=True)
     await asyncio.sleep(600)
