@@ -45,7 +45,7 @@ if __name__ != "__main__":  # the process that forks holds what a daemon imports
 
 _PR_SET_CHILD_SUBREAPER = 36
 _ABOVE_ALL = 512  # descriptor numbers while the inherited ones are put in their places
-_START_S = 60.0
+_START_S = 120.0
 _CHANNEL = "LUCEVISOR_FORKER"  # descriptor that a command of `Forker.command` finds its forking process by
 _FORKED = ["-m", "tests.forked_command", "lucevisor"]
 _COMMANDS = ("start", "plan", "logits", "bench", "demo", "operate", "cache", "logs")

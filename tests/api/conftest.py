@@ -101,7 +101,7 @@ class Live:
     def close(self) -> None:
         self._wait(self.runner.cleanup())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(100)
         self._loop.close()
 
 

@@ -245,7 +245,7 @@ class TestStream:
             assert json.loads(data)["type"] == name
 
     def test_a_failure_on_the_way(self, client, server):
-        script(server, say("word ", end=False), step_s=0.002)
+        script(server, say("word ", end=False), step_s=0.02)
         stream = ask(client, stream=True, max_tokens=400)
         seen = [next(stream) for _ in range(4)]
         server.do(Rig.lose)

@@ -92,7 +92,7 @@ class TestHeads:
         server = serve(head_timeout_s=0.3)
         sock = dial(server, b"GET /health HTTP/1.1\r\n")
         answer = b""
-        end = time.monotonic() + 20
+        end = time.monotonic() + 100
         while not answer:
             assert time.monotonic() < end
             sock.sendall(b"x-a: b\r\n")
@@ -109,10 +109,10 @@ class TestHeads:
         assert dropped(server, "head") == 1
 
     def test_a_later_one_has_the_same_deadline(self, serve):
-        server = serve(head_timeout_s=0.5, idle_timeout_s=60)
+        server = serve(head_timeout_s=1.5, idle_timeout_s=100)
         sock = dial(server, HEALTH)
         assert read_one(sock)[0].startswith(b"HTTP/1.1 200 ")
-        time.sleep(0.8)  # idle for longer than a head may take
+        time.sleep(1.8)  # idle for longer than a head may take
         sock.sendall(HEALTH + b"GET /health HT")
         assert read_one(sock)[0].startswith(b"HTTP/1.1 200 ")
         sock.sendall(b"TP/1.1\r\nHost: localhost\r\n")
@@ -190,10 +190,10 @@ class TestUnreadAnswers:
         assert (line["status"], line["dropped"]) == (499, "the client read less than 16 KiB in 0.5 s")
 
     def test_one_that_reads_slowly_is_not(self, serve):
-        server = serve(write_timeout_s=0.6)
+        server = serve(write_timeout_s=1.5)
         sock = dial(server, rcvbuf=4096)
         sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200)
-        end = time.monotonic() + 1.4
+        end = time.monotonic() + 3.4
         while time.monotonic() < end:
             assert sock.recv(4096)
             time.sleep(0.02)

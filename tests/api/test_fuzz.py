@@ -91,7 +91,7 @@ def server():
 @pytest.fixture(scope="module")
 def connection(server):
     host, _, port = server.url.removeprefix("http://").partition(":")
-    one = http.client.HTTPConnection(host, int(port), timeout=30)  # the first long body starts a process
+    one = http.client.HTTPConnection(host, int(port), timeout=120)  # the first long body starts a process
     yield one
     one.close()
 

@@ -61,7 +61,7 @@ class Server:
         assert self._process.stdout is not None
         self._process.stdin.close()
         try:
-            assert self._process.wait(20) == 0
+            assert self._process.wait(100) == 0
         finally:
             self._process.kill()
             self._process.wait()

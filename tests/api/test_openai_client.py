@@ -92,7 +92,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("n", [1, 2])
     def test_an_error_in_a_stream_is_raised(self, client, server, n):
-        script(server, say("word ", end=False), step_s=0.002)
+        script(server, say("word ", end=False), step_s=0.02)
         stream = client.chat.completions.create(model=MODEL, messages=HI, stream=True, n=n)
         seen = [next(stream) for _ in range(4)]
         server.do(Rig.lose)

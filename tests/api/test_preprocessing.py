@@ -29,7 +29,7 @@ from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.preprocessing import SHORT_BYTES, Preprocessor
 from lucevisor.api.schemas import decode_object
 from tests.api.scripted_model import Rig, metadata
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 PARSERS = {
     "chat": parse_chat,
@@ -306,14 +306,15 @@ def test_no_process_outlives_a_server_that_is_killed():
     assert server.stdout is not None
     try:
         server.stdout.readline()
+        # the worker, and multiprocessing's resource tracker
+        wait_until(lambda: len(psutil.Process(server.pid).children()) == 2, what="both are there")
         found = psutil.Process(server.pid).children()
-        assert len(found) == 2  # the worker, and multiprocessing's resource tracker
     finally:
         server.send_signal(signal.SIGKILL)
         server.wait()
         server.stdin.close()
         server.stdout.close()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 100
     while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in found):
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -37,7 +37,7 @@ EVENT = TypeAdapter(ResponseStreamEvent)
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=20) as one:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120) as one:
         yield one
 
 
@@ -383,7 +383,7 @@ class TestStream:
         script(server, say("Hi."))
         body = json.dumps({"model": MODEL, "input": "Hi", "stream": True}).encode()
         request = urllib.request.Request(server.url + "/v1/responses", body, {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=20) as reply:
+        with urllib.request.urlopen(request, timeout=120) as reply:
             parts = reply.read().decode().split("\n\n")
         assert parts.pop() == ""
         for part in parts:
@@ -392,7 +392,7 @@ class TestStream:
         assert name == "response.completed"
 
     def test_a_failure_on_the_way(self, client, server):
-        script(server, say("word ", end=False), step_s=0.002)
+        script(server, say("word ", end=False), step_s=0.02)
         stream = ask(client, stream=True)
         seen = [next(stream) for _ in range(6)]
         server.do(Rig.lose)

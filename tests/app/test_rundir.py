@@ -139,7 +139,7 @@ def other():
     process = subprocess.Popen([sys.executable, "-c", OTHER], text=True, stdin=-1, stdout=-1)
     assert process.stdout.readline() == "claimed\n"
     yield process
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
 
 
 def test_a_name_is_handed_over_without_a_moment_in_which_it_is_free(runtime):

@@ -28,7 +28,7 @@ def test_messages_take_the_latency_each_way_and_bytes_their_time(tmp_path: Path)
     with out.open("w") as stdout:
         assert slow_link.run([sys.executable, "-c", PING], 20e-3, 5e6, stdout=stdout) == 0
     round_trip_s, copy_s, first_s = json.loads(out.read_text())
-    assert 40e-3 <= round_trip_s < 0.2
+    assert 40e-3 <= round_trip_s < 1.0
     assert min(copy_s, first_s) >= (1 << 20) / 5e6
     names = subprocess.run(["ip", "netns", "list"], text=True, capture_output=True, check=True).stdout
     assert slow_link.NAMESPACE not in names

@@ -77,9 +77,9 @@ async def test_who_is_ready_and_makes_no_steps_is_not_served_again(
     supervised: Supervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those on their way when it was ready do not count."""
-    monkeypatch.setattr(faults, "READY_S", 0.3)
     await supervised.target.ready()
     assert supervised.n_steps == 1 + 2 * 2 + 1
+    monkeypatch.setattr(faults, "READY_S", 0.3)
     supervised.steps = False
     with pytest.raises(LucevisorError, match="ready, and makes no steps"):
         await supervised.target.ready()

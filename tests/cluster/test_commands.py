@@ -38,7 +38,7 @@ def test_plan_doctor_status_and_metrics_name_the_host(tmp_path: Path) -> None:
             answer = complete(status["url"], [1, 2, 3])
             os.kill(attic["daemon_pid"], signal.SIGKILL)
             assert complete(status["url"], [1, 2, 3])[0] == answer[0]
-            wait_until(cli.ready, 60)
+            wait_until(cli.ready)
             shown = cli.run("status").stdout
             assert "group attic on attic: round trip" in shown
             cli.stop()

@@ -27,15 +27,15 @@ def test_a_start_measures_links_and_leaves_a_host_out_that_one_makes_slow(tmp_pa
             cli.stop()
             [(name, link)] = json.loads(links.read_text())["links"].items()
             assert name == f"{made.listen} attic"
-            assert 0 < link["round_trip_s"] < 0.01
-            assert link["bytes_per_s"] > 10e6
+            assert 0 < link["round_trip_s"] < 0.4  # on a busy machine; less than below
+            assert link["bytes_per_s"] > 1e5
             planned = cli.run("plan", str(config)).stdout
             assert f"measured {link['measured']}" in planned
 
             links.write_text(json.dumps({"version": 1, "links": {name: link | {"round_trip_s": 0.5}}}))
             config.write_text(text)
             url = cli.start(config)["url"]
-            wait_until(lambda: cli.status()["groups"][1]["state"] == "failed", 20, "the end of the other daemon")
+            wait_until(lambda: cli.status()["groups"][1]["state"] == "failed", what="the end of the other daemon")
             [here, attic] = cli.status()["groups"]
             assert [device["layers"] for device in here["devices"]] == [[0, 8]]
             assert "it has nothing to run: hosts: 512 prompt tokens" in attic["reason"]

@@ -8,10 +8,11 @@ from daemons.compute_lock import ComputeLock
 
 
 def test_another_thread_runs_while_one_waits_and_not_before():
-    lock, order, ran = ComputeLock(), list[str](), threading.Event()
+    lock, order, asks, ran = ComputeLock(), list[str](), threading.Event(), threading.Event()
 
     def other() -> None:
         order.append("asks")
+        asks.set()
         with lock:
             order.append("runs")
             ran.set()
@@ -20,6 +21,7 @@ def test_another_thread_runs_while_one_waits_and_not_before():
     thread = threading.Thread(target=other)
     with lock:
         thread.start()
+        assert asks.wait(60)
         assert not ran.wait(0.2)
         order.append("waits")
         with lock.released:

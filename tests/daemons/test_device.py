@@ -53,7 +53,7 @@ def test_a_build_for_gpus_that_sees_none_says_why_and_what_hides_them(monkeypatc
 
 HOLDS = """
 import sys
-held = bytearray(1 << 30)
+held = bytearray(1 << 28)
 held[::4096] = b"x" * len(held[::4096])
 print("held", flush=True)
 sys.stdin.read(1)
@@ -66,7 +66,7 @@ def test_memory_of_a_process_that_ends_is_waited_for(monkeypatch):
         total, process = 8 << 30, psutil.Process(holder.pid)
         # other processes of this machine take and free memory meanwhile: this one alone counts
         monkeypatch.setattr(device, "memory_free", lambda _: total - process.memory_info().rss)
-        wanted = device.memory_free(device.CPU) + (1 << 29)  # half of what it holds more than there is
+        wanted = device.memory_free(device.CPU) + (1 << 27)  # half of what it holds more than there is
         assert not device.wait_until_free(device.CPU, wanted, 0.1)
         timer = threading.Timer(0.3, holder.kill)
         timer.start()

@@ -129,7 +129,7 @@ async def test_threads_make_the_same_masks_in_the_order_of_the_slices() -> None:
     maker = MaskMaker(recorded.on_made, recorded.on_failed)
     constraints = [ToyConstraint(i, fails_at=0 if i == 7 else -1) for i in range(23)]
     maker.make_masks(5, jobs_of(constraints))
-    await asyncio.wait_for(recorded.came.wait(), 10)
+    await asyncio.wait_for(recorded.came.wait(), 100)
     expected = make_masks(5, jobs_of([ToyConstraint(i, fails_at=0 if i == 7 else -1) for i in range(23)]))
     assert recorded.made == [expected]
     assert [name for name, _ in expected.failures] == ["r7"]
@@ -146,7 +146,7 @@ async def test_masks_that_cannot_be_made_are_reported_at_once(threaded: bool, mo
     recorded = _Recorded()
     maker = MaskMaker(recorded.on_made, recorded.on_failed, threaded=threaded)
     maker.make_masks(5, jobs_of([ToyConstraint(0)]))
-    await asyncio.wait_for(recorded.came.wait(), 10)
+    await asyncio.wait_for(recorded.came.wait(), 100)
     assert recorded.failed == ["the masks of step 5 cannot be made: MemoryError: no room"]
     maker.close()
 

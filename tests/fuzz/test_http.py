@@ -20,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from tests.api.conftest import Live
 from tests.api.scripted_model import MODEL, Rig, dice
 from tests.fuzz.steady import amounts, mutated, run
+from tests.waiting import wait_until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 
@@ -239,7 +240,7 @@ def server():
 def good_head(server, rng):
     """A request that is whole, on a connection that is kept: it must be answered, and the connection stay in step."""
     data, got = with_body(rng), b""
-    sock = server.kept or server.connect(20)
+    sock = server.kept or server.connect(100)
     server.kept = None
     sock.sendall(data)
     while True:
@@ -329,8 +330,5 @@ def test_each_odd_part_alone(server):
 def test_requests(server, n):
     outcomes = run("http", n, lambda rng: case(server, rng), growth_kib=24 << 10)
     assert {"200", "400", "broken 400", "broken 404"} <= outcomes.keys()
-    deadline = 200
-    while server.live.do(lambda rig: rig.n_busy) and deadline:
-        deadline -= 1
-    assert server.live.do(lambda rig: rig.n_busy) == 0
+    wait_until(lambda: server.live.do(lambda rig: rig.n_busy) == 0)
     assert good_head(server, random.Random("last"))

@@ -25,7 +25,7 @@ def test_mistake(number, sent, status, words, server):
     method, path, *body = sent.split(" ", 2)
     content = (body[0] if body else "").replace("HI", HI).encode()
     headers = {"content-type": "application/json"} if content else {}
-    answer = httpx.request(method, server.url + path, content=content, headers=headers, timeout=30)
+    answer = httpx.request(method, server.url + path, content=content, headers=headers, timeout=120)
     error = answer.json()["error"]
     assert words in (error if isinstance(error, str) else error["message"])
     assert answer.status_code == int(status)

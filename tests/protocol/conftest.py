@@ -16,7 +16,7 @@ def run(request):
 
         async def watched():
             asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context["exception"]))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(100):
                 await main
 
         with asyncio.Runner(loop_factory=factory) as runner:

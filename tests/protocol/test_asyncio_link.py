@@ -51,6 +51,7 @@ class Seen:
 def new_link(**options):
     """(link in READY, what it saw, the daemon's bare socket)."""
     ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 17)  # the machine's default may be any
     seen = Seen()
     link = Link(ours, seen.on_frame, seen.on_closed, name="link of left", **options)
     link._connection.state = LinkState.READY

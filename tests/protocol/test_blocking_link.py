@@ -2,6 +2,7 @@
 
 import os
 import resource
+import select
 import signal
 import socket
 import threading
@@ -26,6 +27,8 @@ STEP_BYTES = encode(STEP, 7, payload_bytes=16) + b"0123456789abcdef"
 def pair():
     """(supervisor's link, daemon's link), both in READY."""
     a, b = socket.socketpair()
+    for sock in (a, b):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 17)  # the machine's default may be any
     links = BlockingLink(a, role=Role.SUPERVISOR), BlockingLink(b)
     for link in links:
         link._connection.state = LinkState.READY
@@ -85,7 +88,7 @@ def test_full_socket_buffers_block_and_lose_nothing(pair):
         frame = daemon.receive()
         assert frame.message.step_id == i
         assert frame.payload == rows + rows[:100]
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -140,7 +143,7 @@ def test_close_wakes_a_thread_that_receives(raw):
     time.sleep(0.05)
     link.close()
     link.close()
-    thread.join(5)
+    thread.join(60)
     assert found == [None]
     assert link.closed_because is not None
     assert link.closed_because.local
@@ -155,13 +158,17 @@ def test_a_frame_cut_by_a_signal_handler_is_the_last(pair):
     def interrupt(number, frame):
         raise InterruptedError("stop was asked")
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    def interrupt_inside_the_frame():
+        assert select.select([daemon.fileno()], [], [], 60)[0]
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    before, thread = signal.signal(signal.SIGALRM, interrupt), threading.Thread(target=interrupt_inside_the_frame)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        thread.start()
         with pytest.raises(InterruptedError):
             supervisor.send(STEP, payload=[bytes(1_000_000)])  # nobody reads
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        thread.join()
         signal.signal(signal.SIGALRM, before)
     with pytest.raises(LinkClosed, match="sending was interrupted by InterruptedError"):
         supervisor.send(Reset(1))
