@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import structlog
 
@@ -43,7 +43,7 @@ from lucevisor.supervision.child import (
     starting_process,
 )
 from lucevisor.supervision.events import ProcessSignal
-from lucevisor.supervision.listener import Channels, Listener
+from lucevisor.supervision.listener import Listener
 
 
 def open_listener(config: Config) -> Listener | None:
@@ -141,7 +141,9 @@ class Launcher:
                 cwd="/", stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True,
             )  # fmt: skip
             on_failure.push(lambda *_: kill(process))
-            return RemoteChild(process, channels, on_line, on_exit, stdin)
+            child = RemoteChild(process, channels, on_line, on_exit)
+            child.begin(stdin)
+            return child
 
     @property
     def _tls_files(self) -> list[str]:
@@ -194,45 +196,43 @@ def stdin_of(order: dict[str, Any], archive: bytes) -> bytes:
 
 
 class RemoteChild(Child):
-    """The launcher of a daemon on another host, as that daemon."""
+    """The launcher of a daemon on another host, as that daemon; it reads its orders from standard input."""
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        channels: Channels,
-        on_line: Callable[[str, str], None],
-        on_exit: Callable[[ProcessEnd], None],
-        stdin: bytes,
-    ) -> None:
-        super().__init__(process, channels, on_line, on_exit)
-        assert process.stdin is not None
-        self._stdin, self._unsent = process.stdin, bytearray(stdin)
+    _unsent = b""
+    _killing: asyncio.TimerHandle | None = None
+
+    def begin(self, stdin: bytes) -> None:
+        """Write what starts the daemon."""
         os.set_blocking(self._stdin.fileno(), False)
-        self._killing: asyncio.TimerHandle | None = None
-        self._write()
+        self._write(stdin)
 
     def send(self, to_send: ProcessSignal) -> None:
         if self.ended:
             super().send(to_send)
-        self._unsent += _ORDERS[to_send]
-        self._write()
+        self._write(_ORDERS[to_send])
         if to_send is ProcessSignal.KILL and self._killing is None:
             self._killed = True
             self._killing = self._loop.call_later(2.0, super().send, to_send)  # until the order has reached the daemon
 
-    def _write(self) -> None:
+    def _write(self, data: bytes = b"") -> None:
         """Write what the pipe takes; the rest when it takes more."""
+        self._unsent += data
         fd = -1 if self._stdin.closed else self._stdin.fileno()
         try:
             while fd >= 0 and self._unsent:
-                del self._unsent[: os.write(fd, self._unsent)]
+                self._unsent = self._unsent[os.write(fd, self._unsent) :]
         except BlockingIOError:
             self._loop.add_writer(fd, self._write)
             return
         except BrokenPipeError:  # its exit follows
-            self._unsent.clear()
+            self._unsent = b""
         if fd >= 0:
             self._loop.remove_writer(fd)
+
+    @property
+    def _stdin(self) -> IO[bytes]:
+        assert self._process.stdin is not None
+        return self._process.stdin
 
     def _reap(self) -> None:
         super()._reap()
