@@ -28,6 +28,9 @@ from lucevisor.protocol.transport import BlockingLink, Channel
 
 NEVER = 2**64 - 1
 """No step has this id."""
+BOUNDARY_S = 150.0
+"""Time that a neighbour waits for a boundary to be opened: the supervisor ends its load, which makes no progress,
+sooner."""
 
 
 class RowsOrder:
@@ -331,8 +334,13 @@ class RowsEndpoint:
             if frame is not None and isinstance(frame.message, Attach):
                 key = frame.message.capture, frame.message.boundary
                 with self._opened:
-                    self._opened.wait_for(lambda: key in self._buffers)
-                    buffer = self._buffers[key]
+                    is_open = self._opened.wait_for(lambda: key in self._buffers, BOUNDARY_S)
+                if not is_open:
+                    what = f"a neighbour asked for boundary {key[1]}{' of captures' if key[0] else ''}"
+                    self._report(f"{what}, which is not here after {BOUNDARY_S:g} s; restart both groups")
+                    link.close()
+                    return
+                buffer = self._buffers[key]
                 peer = RowsLink(buffer, link, frame.message.epoch)
                 if buffer.attach_peer(peer, lambda: link.send(Attached(accepted=True))):
                     peer.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from lucevisor.protocol import tcp_buffer
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.authentication import CHALLENGE_BYTES, NO_CHANNEL, AuthenticationError, Purpose
 from lucevisor.protocol.connection import Connection
@@ -384,3 +386,17 @@ def test_unknown_boundaries_are_refused() -> None:
             reader.endpoint.place(PlacedRows(False, 5, 0, 1, 1, 0), memoryview(b"rows"))
         with pytest.raises(LocalProtocolError):
             reader.link.send(PlacedRows(False, 1, 0, 1, 1, 0), payload=[b"rows"])
+
+
+def test_who_asks_for_an_unknown_boundary_is_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_buffer, "BOUNDARY_S", 0.2)
+    with daemons(1) as (reader,):
+        reader.open(1)
+        n_threads = len(sys._current_frames())
+        link = connected(reader.endpoint.address)
+        link.send(Attach(False, 5, 1))
+        assert link.receive() is None
+        link.close()
+        [text] = reader.refused
+        assert text == "a neighbour asked for boundary 5, which is not here after 0.2 s; restart both groups"
+        wait_until(lambda: len(sys._current_frames()) == n_threads)
