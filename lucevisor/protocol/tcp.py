@@ -39,6 +39,8 @@ CONNECT_S: Final = 10.0
 AUTHENTICATE_S: Final = 5.0
 """Time that an accepted connection has to authenticate."""
 MAX_PENDING: Final = 128
+_AT_ONCE: Final = 4
+"""Connections that ``process`` reads from before it returns: TLS handshakes of strangers cost milliseconds each."""
 _TRIES: Final = 4  # of a client whose connection is closed during its authentication: maybe by lot
 LOST_AFTER_S: Final = 8
 """Time after which a peer that answers nothing is lost."""
@@ -285,8 +287,10 @@ class Acceptor:
         return max(0.0, min(times) - time.monotonic()) + 0.01 if times else None
 
     def process(self) -> Iterator[Accepted]:
-        """Accept and authenticate; yield the connections that are authentic, and expected when they are yielded."""
-        yield from self._process(self._epoll.poll(0))
+        """Accept and authenticate; yield the connections that are authentic, and expected when they are yielded.
+
+        What is left for the next call keeps the descriptor readable."""
+        yield from self._process(self._epoll.poll(0, _AT_ONCE))
 
     def serve(self, on_accepted: Callable[[Accepted], None]) -> None:
         """Accept and authenticate until ``stop``, in this thread."""
