@@ -20,9 +20,6 @@ from lucevisor.model.vision import EncoderImage
 from lucevisor.placement.extra_models import image_tokens
 from lucevisor.text.tokenizer import Tokenizer
 
-_SAME = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", "tokenizer.ggml.merges")
-"""Keys of a file's metadata that decide how it splits text."""
-
 
 class CurrentScorer:
     """The scorer of the deployment that serves; of several replicas, any that has one."""
@@ -66,9 +63,7 @@ def _windows(services: Sequence[ModelService], tokenizer: Tokenizer) -> WindowSc
     model = services[0].model
     if model.scorer is None:
         return None
-    own_metadata, scorer_metadata = model.spec.files.metadata, model.scorer.files.metadata
-    same = all(own_metadata.get(key) == scorer_metadata.get(key) for key in _SAME)
-    return WindowScorer(tokenizer, CurrentScorer(services), None if same else Tokenizer.from_gguf(scorer_metadata))
+    return WindowScorer(tokenizer, CurrentScorer(services), model.scorer_tokenizer)
 
 
 def pflash_status(service: ModelService, compressor: Compressor | None) -> dict[str, Any]:

@@ -201,9 +201,10 @@ def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
     with _reading(config, "model.path", config.model.path, "name a file of a family this version runs"):
         spec, files = open_spec(path, model_options(config)), part_paths(path)
     spec = with_adapters(spec, open_adapters(config, spec, notify))
-    drafter, scorer = open_drafter(config, spec, notify), open_scorer(config, notify)
+    drafter, (scorer, scorer_tokenizer) = open_drafter(config, spec, notify), open_scorer(config, spec, notify)
     template, encoder = open_template(config, spec), open_encoder(config, spec, notify)
-    return ServedModel(spec, files, config.model.name or spec.name, drafter, scorer, template, encoder)
+    name = config.model.name or spec.name
+    return ServedModel(spec, files, name, drafter, scorer, template, encoder, scorer_tokenizer)
 
 
 def open_models(config: Config, notify: _Notify = lambda _: None) -> list[ServedModel]:
@@ -264,19 +265,27 @@ def open_tokenizer(config: Config, spec: ModelSpec) -> Tokenizer:
         return Tokenizer.from_gguf(spec.files.metadata)
 
 
-def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ModelSpec | None:
-    """Open the scoring model of ``[pflash]``, if something needs it.  Raises ConfigError."""
+_SPLITS = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", "tokenizer.ggml.merges")
+"""Keys of a file's metadata that decide how it splits text."""
+
+
+def open_scorer(
+    config: Config, target: ModelSpec, notify: _Notify = lambda _: None
+) -> tuple[ModelSpec | None, Tokenizer | None]:
+    """Open the scoring model of ``[pflash]``, if something needs it, and its tokenizer, if it is not that of
+    ``target``.  Raises ConfigError."""
     source = config.pflash.source
     if not config.scores or source is None:
-        return None
+        return None, None
     path = resolve_file(config, "pflash.path", source, notify)
     hint = "name a file of a causal family this version runs, such as Qwen3-0.6B"
     with _reading(config, "pflash.path", config.pflash.path, hint):
         spec = open_spec(path)
         if spec.pooling.bidirectional:
             raise GgufError(str(path), "metadata value 'general.architecture'", f"{spec.architecture!r} is an encoder")
-        Tokenizer.from_gguf(spec.files.metadata)
-    return spec
+        metadata, own = spec.files.metadata, target.files.metadata
+        same = all(metadata.get(key) == own.get(key) for key in _SPLITS)
+        return spec, None if same else Tokenizer.from_gguf(metadata)
 
 
 def open_encoder(config: Config, target: ModelSpec, notify: _Notify = lambda _: None) -> VisionSpec | None:

@@ -69,6 +69,7 @@ from lucevisor.snapshots.maintenance import check_directory
 from lucevisor.supervision.events import State
 from lucevisor.supervision.machine import SupervisionLimits
 from lucevisor.text.template import TEMPLATE_KEY, ChatTemplate
+from lucevisor.text.tokenizer import Tokenizer
 
 log = structlog.get_logger("lucevisor.app")
 
@@ -327,14 +328,16 @@ class Supervisor:
         self._report.use(Notifier(), watchdog_s())
         report = asyncio.create_task(self._report.run(), name="systemd")
         watch = asyncio.create_task(self._watch_run_directory(), name="watch run directory")
+        started = asyncio.create_task(self._start(), name="start")
+        asked = asyncio.create_task(self._stop_asked.wait(), name="wait for a stop")
         try:
-            started = asyncio.ensure_future(self._start())
-            asked = asyncio.ensure_future(self._stop_asked.wait())
             await asyncio.wait({started, asked}, return_when=asyncio.FIRST_COMPLETED)
             if started.done():
                 started.result()
             await asked
         finally:
+            started.cancel()  # before what it opens is closed
+            await asyncio.gather(started, return_exceptions=True)
             watch.cancel()
             await self._handover.close()
             await self.service.stop()
@@ -350,9 +353,10 @@ class Supervisor:
         server = self.config.server
         if not self._handover.pending:
             sockets = adopt(listen_sockets(), server.host, server.port) or listen(server.host, server.port)
-            await self.service.start()
-            self._make_api()
+            self.service.opening = "tokenizers and chat templates are built"
             await self._endpoint.open_admin()
+            await self.service.start()
+            await self._make_api()
             await self._endpoint.open(sockets)
             self._prepare()
             self._listening()
@@ -364,33 +368,40 @@ class Supervisor:
             return
         self._display.announces = False
         await self.service.start()
-        self._make_api()
+        await self._make_api()
         if await self.service.wait_ready(None):
             self._prepare()
-            await self._handover.take_over(server)
-            self._listening()
+            # A stop does not end it halfway, when one of the two has the name and the other one the sockets.
+            await asyncio.shield(self._spawn(self._handover.take_over(server), "take over"))
             self._display.announces = True
-            self._display.ready(self.service)
+            self._listening()
         elif not self._stop_asked.is_set():
             raise no_room_error(self.service)
 
-    def _make_api(self) -> None:
-        """Build tokenizers, templates and routes, once: seconds in which daemons import torch."""
-        if self._server is not None:
-            return
+    async def _make_api(self) -> None:
+        """Build tokenizers, templates and routes, while daemons import torch.
+
+        Seconds in a thread.  It cannot be cancelled, but ends within one part of one model.
+        """
         self._server = make_server_context(self.config, self.models)
         self._server.not_ready, self._server.status = self._not_ready, self.status
         self._server.restart = self._begin_restart
         if self._traces is not None:
             self._server.trace = self._traces
-        self._contexts |= make_model_contexts(self.config, self.models, self._server)
-        for context in self._contexts.values():
-            context.grammars.prepare()
+        contexts = {}
+        for own, model in zip(self.config.each_model, self.models, strict=True):
+            tokenizer = await asyncio.to_thread(open_tokenizer, own, model.spec)
+            contexts[model.name] = context = make_model_context(own, model, tokenizer, self._server)
+            await asyncio.to_thread(context.grammars.prepare)
             self._connect_service(context, self._pipelines_of(context))
             for marker in context.template.lost_markers(context.tokenizer) if context.template is not None else []:
                 log.warning("chat template writes a marker in a way that makes it ordinary text",
                             model=context.model.name, marker=marker)  # fmt: skip
-        self._endpoint.app = create_app(*self._contexts.values())
+        self._endpoint.app = create_app(*contexts.values())
+        self._contexts = contexts
+        for service in self.service.models.values():
+            if service.engine is not None:  # its daemons were faster
+                self._connect_engine(service, service.engine)
 
     async def _watch_run_directory(self) -> None:
         """Recreate what was removed of the run directory, so that commands find this process."""
@@ -421,6 +432,8 @@ class Supervisor:
     def _listening(self) -> None:
         self._display.listening(self.url)
         log.info("listening", url=self.url, name=self.run_dir.name, pid=os.getpid())
+        self.service.opening = ""
+        self.service.on_change()
 
     @property
     def url(self) -> str:
@@ -437,7 +450,7 @@ class Supervisor:
     # ---- for operators (lucevisor.app.admin.AdminPort)
 
     def status(self) -> dict[str, Any]:
-        requests = self._endpoint.app[ACTIVE].generating(time.monotonic())
+        requests = self._endpoint.app[ACTIVE].generating(time.monotonic()) if self._contexts else []
         compressors = {name: context.compressor for name, context in self._contexts.items()}
         name = self.run_dir.name
         return status(self.service, name, self.url, self._display, requests, compressors, self._described)
@@ -542,7 +555,10 @@ class Supervisor:
         context.snapshots = lambda: next(filter(None, (model.snapshot_store for model in models)), None)
 
     def _on_engine(self, model: ModelService, engine: Engine) -> None:
-        self._make_api()  # a daemon was faster
+        if self._contexts:  # else the API is made later
+            self._connect_engine(model, engine)
+
+    def _connect_engine(self, model: ModelService, engine: Engine) -> None:
         context = self._contexts[model.name]
         models = self._pipelines_of(context)
         placements = [one.placement for one in models if one.placement is not None]
@@ -621,30 +637,25 @@ def make_server_context(config: Config, models: Sequence[ServedModel]) -> Server
     )
 
 
-def make_model_contexts(
-    config: Config, models: Sequence[ServedModel], server: ServerContext
-) -> dict[str, ModelContext]:
-    """Return the contexts, by model, of a server that has no engines yet."""
-    contexts = {}
-    for own, model in zip(config.each_model, models, strict=True):
-        metadata, tokenizer = model.metadata, open_tokenizer(own, model.spec)
-        card = find_card(model.spec.architecture, metadata) or FamilyCard(architectures=[], name="")
-        contexts[model.name] = ModelContext(
-            model=_model_card(model, metadata, own.model.aliases),
-            tokenizer=tokenizer,
-            template=ChatTemplate.from_gguf(metadata),
-            server=server,
-            defaults=SamplingDefaults.from_gguf(metadata, card.sampling),
-            direct_defaults=card.sampling_without_thinking,
-            efforts=dict(card.thinking_budgets.items()),
-            stop_ids=card.stop_ids(tokenizer),
-            normalise=own.cache.normalise,
-            images=make_image_reader(own, model, server.settings),
-            banned=tuple(range(tokenizer.n_vocab, model.spec.vocabulary)),
-            pooling=model.spec.pooling,
-            pooled_width=model.spec.pooled_width,
-        )
-    return contexts
+def make_model_context(config: Config, model: ServedModel, tokenizer: Tokenizer, server: ServerContext) -> ModelContext:
+    """Return the context of a model that has no engine yet."""
+    metadata = model.metadata
+    card = find_card(model.spec.architecture, metadata) or FamilyCard(architectures=[], name="")
+    return ModelContext(
+        model=_model_card(model, metadata, config.model.aliases),
+        tokenizer=tokenizer,
+        template=ChatTemplate.from_gguf(metadata),
+        server=server,
+        defaults=SamplingDefaults.from_gguf(metadata, card.sampling),
+        direct_defaults=card.sampling_without_thinking,
+        efforts=dict(card.thinking_budgets.items()),
+        stop_ids=card.stop_ids(tokenizer),
+        normalise=config.cache.normalise,
+        images=make_image_reader(config, model, server.settings),
+        banned=tuple(range(tokenizer.n_vocab, model.spec.vocabulary)),
+        pooling=model.spec.pooling,
+        pooled_width=model.spec.pooled_width,
+    )
 
 
 def _model_card(model: ServedModel, metadata: Mapping[str, object], aliases: tuple[str, ...]) -> ModelCard:

@@ -17,7 +17,7 @@ import click
 from lucevisor.app.rundir import find_supervisor
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import RangeOfNumbers, target_options
-from lucevisor.errors import ExitCode, LucevisorError, nearest
+from lucevisor.errors import ExitCode, LucevisorError, NotReadyError, nearest
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -243,6 +243,8 @@ def connect(status: dict[str, Any], key: str = "") -> OpenAI:
         from openai import DefaultHttpxClient, OpenAI
     except ImportError as e:
         raise LucevisorError("this command needs the `openai` package: pip install 'lucevisor[client]'") from e
+    if not status["url"]:
+        raise NotReadyError(f"{status['name']} starts and does not listen yet: {status['reason']}; try again later")
     http_client = DefaultHttpxClient(verify=_trust_certificate(cert)) if (cert := status["tls_cert_file"]) else None
     return OpenAI(base_url=f"{status['url']}/v1", api_key=key or "none", max_retries=0, http_client=http_client)
 

@@ -13,6 +13,7 @@ from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.vision import VisionSpec
 from lucevisor.text.template import TEMPLATE_KEY
+from lucevisor.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class ServedDrafter:
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """Files of a model and their header.  ``name``: its id in /v1/models; ``scorer``: of PFlash; ``chat_template``:
-    instead of the files' own, if not None; ``encoder``: of images."""
+    instead of the files' own, if not None; ``encoder``: of images; ``scorer_tokenizer``: where it is another one."""
 
     spec: ModelSpec
     files: tuple[Path, ...]
@@ -35,6 +36,7 @@ class ServedModel:
     scorer: ModelSpec | None = None
     chat_template: str | None = None
     encoder: VisionSpec | None = None
+    scorer_tokenizer: Tokenizer | None = None
 
     @property
     def metadata(self) -> Mapping[str, object]:

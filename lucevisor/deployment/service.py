@@ -457,6 +457,7 @@ class Service:
         self.restart_reasons: dict[str, Counter[str]] = {name: Counter() for name in config.groups}
         self.observer, self.on_engine = observer, on_engine
         self.changes = Changes()
+        self.opening = ""  # what clients wait for besides the models
         self._stopping: asyncio.Task[None] | None = None
         try:
             staging = stage_packages(run_dir)
@@ -594,13 +595,14 @@ class Service:
         """The state of the model that is worst off; of replicas that of the best."""
         states = {service.state for service in self.models.values()}
         order: tuple[ServiceState, ...] = ("draining", "failed", "starting", "degraded", "ready")
-        return next(state for state in (reversed(order) if self.replicated is not None else order) if state in states)
+        state = next(state for state in (reversed(order) if self.replicated is not None else order) if state in states)
+        return "starting" if state == "ready" and self.opening else state
 
     def reason(self) -> str:
         """Return why requests are not served now, or ""."""
         if self.state == "ready":
             return ""
-        return self._reasons({key: service.reason() for key, service in self.models.items()})
+        return self._reasons({key: service.reason() for key, service in self.models.items()}) or self.opening
 
     def failure(self) -> str:
         """Return why groups that requests need are given up, or ""."""
