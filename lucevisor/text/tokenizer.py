@@ -331,9 +331,9 @@ def _build_core(vocabulary: Vocabulary, scheme: PreTokenizerSpec) -> BpeCore:
     # Files from llama.cpp's converter may have merges of strings that are not tokens: drop them.
     merges = [
         (left, right)
-        for left, right in vocabulary.merges or merges_of_scores(_scores(vocabulary, usable))
+        for left, right in vocabulary.merges
         if left in usable and right in usable and left + right in usable
-    ]
+    ] or merges_of_scores(_scores(vocabulary, usable))
     model = models.BPE(
         vocab=usable,
         merges=merges,
