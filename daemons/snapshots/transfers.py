@@ -24,7 +24,7 @@ from daemons.snapshots.streams import CopyStream, SnapshotIO, copy_stream_for
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.files import ByteFile
 from lucevisor.protocol.messages import Failed, Restore, Restored, Save, Saved, TransferFailed
-from lucevisor.protocol.threads import StartedThread
+from lucevisor.protocol.threads import StartedThread, lower_priority
 
 MAX_PENDING = 64
 """Pending transfers; each holds a file."""
@@ -304,7 +304,7 @@ class _Threads:
     def _run(self) -> None:
         try:
             if self._nice:
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)  # of this thread alone
+                lower_priority(self._nice)
             streams = _ThreadStreams()
             with torch.inference_mode():
                 while (work := self._queue.get()) is not None:

@@ -35,8 +35,8 @@ from lucevisor.model.gguf_header import GgufError, TensorInfo
 from lucevisor.model.values import FileIdentity, identity_of
 from lucevisor.placement.stages import LoadFiles
 from lucevisor.protocol.loading import AdapterFile, Load, OfferedFile
+from lucevisor.protocol.threads import lower_priority
 from lucevisor.snapshots.file_format import DraftModel
-from lucevisor.snapshots.store import lower_priority
 
 BLOCK_BYTES = 64 << 20
 READ_BYTES = 1 << 20

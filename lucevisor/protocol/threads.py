@@ -1,4 +1,4 @@
-"""Threads that begin within START_TIMEOUT_S, and an executor of such threads; daemons and supervisor use both.
+"""Threads that begin within START_TIMEOUT_S, an executor of such threads, and their priority; for both sides.
 
 ``Thread.start``, and with it ``ThreadPoolExecutor.submit``, waits forever for a thread that finds no memory before it
 says that it runs (https://github.com/python/cpython/issues/140746)."""
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,12 @@ START_TIMEOUT_S: Final = 5.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def lower_priority(nice: int = 10) -> None:
+    """Let other threads run before this one.  One that is nicer stays so: raising its priority takes privileges."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 class StartedThread:

@@ -24,6 +24,7 @@ from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
 from lucevisor.kv_transfer.transfers import TransferFile
 from lucevisor.protocol.messages import TransferTensor
+from lucevisor.protocol.threads import lower_priority
 from lucevisor.snapshots import disk
 from lucevisor.snapshots.disk import describe_error
 from lucevisor.snapshots.file_format import (
@@ -138,6 +139,7 @@ class SnapshotStore:
         n_threads = min(4, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="snapshot check")
         n_sealing = 1 + min(2, os.cpu_count() or 1)  # one for fsync
+        # requests come first
         self._seal_pool = ThreadPoolExecutor(n_sealing, thread_name_prefix="snapshot seal", initializer=lower_priority)
         self.budget = disk_bytes
         self._scanned = False
@@ -466,10 +468,6 @@ def _label(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):  # the directory was there when the save began; the next makes it again
         return "removed"
     return "disk_full" if isinstance(error, OSError) and error.errno in _FULL else "io"
-
-
-def lower_priority() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread: requests come first
 
 
 def _check_size(pending: PendingSnapshot, n_bytes: int) -> None:

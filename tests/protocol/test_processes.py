@@ -7,12 +7,14 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from lucevisor.protocol import fault_hooks
-from lucevisor.protocol.threads import StartedThread, ThreadExecutor
+from lucevisor.protocol.threads import StartedThread, ThreadExecutor, lower_priority
+from tests.another_user import as_nobody
 from tests.waiting import wait_until
 
 # ---- a process that ends with its parent
@@ -101,6 +103,25 @@ def test_a_shutdown_waits_for_work_that_runs_and_cancels_what_waits() -> None:
         waiting.result(0)
     executor.shutdown(cancel_futures=True)
     assert gone("two")
+
+
+def test_a_thread_of_a_nice_process_gets_no_nicer_than_it_is() -> None:
+    """Only root may raise a priority."""
+    found: list[int] = []
+
+    def work(nice: int) -> None:
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, nice)
+        lower_priority()
+        found.append(os.getpriority(os.PRIO_PROCESS, thread))
+
+    here = os.nice(0)
+    with as_nobody() if os.geteuid() == 0 else nullcontext():
+        for nice in (here, max(here, 15)):
+            thread = threading.Thread(target=work, args=(nice,))
+            thread.start()
+            thread.join()
+    assert found == [max(here, 10), max(here, 15)]
 
 
 # ---- fault hooks
