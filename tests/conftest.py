@@ -130,6 +130,14 @@ def no_thread_begins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory for sockets, whose paths have 107 bytes at most: ``tmp_path`` may leave them too few."""
+    directory = tempfile.mkdtemp(prefix="lv", dir="/tmp")
+    yield Path(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     """Mount a file system of so many KiB; skips where that is not permitted."""
     mounted: list[Path] = []

@@ -46,10 +46,10 @@ class Source:
 
 
 @pytest.fixture
-async def source(tmp_path: Path) -> AsyncIterator[Source]:
+async def source(short_path: Path) -> AsyncIterator[Source]:
     n_before = psutil.Process().num_fds()
     one = Source()
-    server = HandoverServer(tmp_path / "handover.sock", one)
+    server = HandoverServer(short_path / "handover.sock", one)
     server.open()
     yield one
     await server.close()
@@ -66,8 +66,8 @@ async def taken_from(path: Path) -> HandoverOffer:
     return taken
 
 
-async def test_sockets_lock_and_what_was_saved(source: Source, tmp_path: Path) -> None:
-    taken = await taken_from(tmp_path)
+async def test_sockets_lock_and_what_was_saved(source: Source, short_path: Path) -> None:
+    taken = await taken_from(short_path)
     assert (taken.reply.pid, taken.reply.notify_socket) == (os.getpid(), "/n")
     assert os.path.samestat(os.fstat(taken.lock), os.fstat(source.lock))
     assert [sock.getsockname() for sock in taken.sockets] == [source.listening.getsockname()]
@@ -95,24 +95,24 @@ async def test_one_that_serves_goes_on_when_the_other_one_says_nothing(monkeypat
     taken.decline()
 
 
-async def test_a_successor_that_ends_before_it_serves_changes_nothing(source: Source, tmp_path: Path) -> None:
-    (await taken_from(tmp_path)).decline()
-    taken = await taken_from(tmp_path)
+async def test_a_successor_that_ends_before_it_serves_changes_nothing(source: Source, short_path: Path) -> None:
+    (await taken_from(short_path)).decline()
+    taken = await taken_from(short_path)
     assert source.said == ["offer", "keep", "offer"]
     taken.decline()
 
 
-async def test_a_refusal_is_said(source: Source, tmp_path: Path) -> None:
+async def test_a_refusal_is_said(source: Source, short_path: Path) -> None:
     source.refuses = "it is stopping"
     with pytest.raises(LucevisorError, match="not taken over: it is stopping"):
-        await taken_from(tmp_path)
+        await taken_from(short_path)
     source.refuses = ""
-    (await taken_from(tmp_path)).decline()
+    (await taken_from(short_path)).decline()
 
 
-async def test_something_else_than_a_request_gets_no_descriptor(source: Source, tmp_path: Path) -> None:
+async def test_something_else_than_a_request_gets_no_descriptor(source: Source, short_path: Path) -> None:
     for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"pid": 1}', b""):
-        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "handover.sock"))
+        reader, writer = await asyncio.open_unix_connection(str(short_path / "handover.sock"))
         writer.write(said)
         if not said:
             writer.close()
@@ -120,14 +120,14 @@ async def test_something_else_than_a_request_gets_no_descriptor(source: Source, 
         writer.close()
         await writer.wait_closed()
     assert "offer" not in source.said
-    (await taken_from(tmp_path)).decline()
+    (await taken_from(short_path)).decline()
 
 
-async def test_nobody_is_there(tmp_path: Path) -> None:
-    assert await request_handover(tmp_path / "handover.sock", ASK) is None
+async def test_nobody_is_there(short_path: Path) -> None:
+    assert await request_handover(short_path / "handover.sock", ASK) is None
     with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(str(tmp_path / "handover.sock"))
-    assert await request_handover(tmp_path / "handover.sock", ASK) is None
+        stale.bind(str(short_path / "handover.sock"))
+    assert await request_handover(short_path / "handover.sock", ASK) is None
 
 
 @needs_root

@@ -21,9 +21,9 @@ from tests.another_user import as_nobody, needs_root, open_directory
 
 
 @pytest.fixture(autouse=True)
-def runtime(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path
+def runtime(short_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    return short_path
 
 
 CLAIMS = """

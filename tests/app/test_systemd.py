@@ -39,15 +39,15 @@ class Manager:
 
 
 @pytest.fixture
-def manager(tmp_path: Path) -> Iterator[Manager]:
-    one = Manager(str(tmp_path / "notify"))
+def manager(short_path: Path) -> Iterator[Manager]:
+    one = Manager(str(short_path / "notify"))
     yield one
     one.sock.close()
 
 
 @pytest.mark.parametrize("address", ["{folder}/abc", "@lucevisor-{name}"], ids=["path", "abstract"])
-def test_a_message_has_one_assignment_a_line(address: str, tmp_path: Path) -> None:
-    manager = Manager(address.format(folder=tmp_path, name=f"{tmp_path.name}-{id(tmp_path)}"))
+def test_a_message_has_one_assignment_a_line(address: str, short_path: Path) -> None:
+    manager = Manager(address.format(folder=short_path, name=f"{short_path.name}-{id(short_path)}"))
     Notifier(manager.environ).send(STATUS="two\nlines: ü", READY=1)
     assert manager.read() == ["STATUS=two lines: ü\nREADY=1"]
     manager.sock.close()
@@ -62,11 +62,11 @@ def test_an_address_of_another_kind_is_said_once(address: str) -> None:
     assert len(said) == 1
 
 
-def test_a_manager_that_is_gone_or_reads_nothing_is_logged(tmp_path: Path) -> None:
+def test_a_manager_that_is_gone_or_reads_nothing_is_logged(short_path: Path) -> None:
     with capture_logs() as said:
-        Notifier({"NOTIFY_SOCKET": str(tmp_path / "nobody")}).send(WATCHDOG=1)
+        Notifier({"NOTIFY_SOCKET": str(short_path / "nobody")}).send(WATCHDOG=1)
     assert [(line["event"], line["what"]) for line in said] == [("report to systemd failed", "WATCHDOG")]
-    busy = Manager(str(tmp_path / "busy"))
+    busy = Manager(str(short_path / "busy"))
     with capture_logs() as said:
         for _ in range(2000):
             Notifier(busy.environ).send(WATCHDOG=1)

@@ -76,7 +76,7 @@ class Cli:
     """
 
     def __init__(self, forker: Forker | None = None) -> None:
-        self.runtime = Path(tempfile.mkdtemp(prefix="lv"))
+        self.runtime = Path(tempfile.mkdtemp(prefix="lv", dir="/tmp"))
         self.env = os.environ | {
             "XDG_RUNTIME_DIR": str(self.runtime), "XDG_STATE_HOME": str(self.runtime / "state"), "NO_COLOR": "1"
         }  # fmt: skip

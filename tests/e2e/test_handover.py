@@ -94,8 +94,8 @@ def reading(manager: Manager) -> Iterator[None]:
 
 
 @pytest.fixture
-def manager(tmp_path: Path) -> Iterator[Manager]:
-    one = Manager(str(tmp_path / "notify"))
+def manager(short_path: Path) -> Iterator[Manager]:
+    one = Manager(str(short_path / "notify"))
     yield one
     one.sock.close()
 

@@ -50,13 +50,13 @@ def test_ls(two):
     assert found[1]["fingerprint"] == "ab" * 32
 
 
-def test_without_a_directory_a_supervisor_is_asked(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_without_a_directory_a_supervisor_is_asked(short_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
     for command in (["ls"], ["verify"], ["prune"], ["rm", "--all"]):
         with pytest.raises(NotRunningError, match="no supervisor runs"):
             run(*command)
     with pytest.raises(NotRunningError, match="no such socket"):
-        run("ls", "--socket", tmp_path / "none")
+        run("ls", "--socket", short_path / "none")
 
 
 def test_verify(two):
