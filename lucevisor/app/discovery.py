@@ -208,4 +208,4 @@ def _environments() -> list[str]:
     folders = dict.fromkeys((Path(sys.prefix).parent, Path.cwd()))
     found = sorted(marker for folder in folders for marker in folder.glob("*/pyvenv.cfg"))
     pythons = [marker.parent / "bin" / "python" for marker in found if marker.parent != Path(sys.prefix)]
-    return [str(python) for python in pythons if python.exists()]
+    return [str(python) for python in pythons if os.access(python, os.X_OK)]  # others' may be closed to this user

@@ -13,6 +13,7 @@ import pytest
 from lucevisor.app.discovery import choose_groups, model_name, probe_interpreter, save_config, write_config
 from lucevisor.config import load
 from lucevisor.errors import ConfigError, LucevisorError
+from tests.another_user import as_nobody, needs_root, open_directory
 
 
 def stand_in(folder: Path, name: str, answer: object) -> str:
@@ -81,6 +82,22 @@ def test_environments_beside_this_one_are_queried(folder: Path, monkeypatch: pyt
     (folder / "rocm" / "pyvenv.cfg").touch()
     python = stand_in(folder / "rocm" / "bin", "python", CPU)
     assert [group.python for group in choose_groups("m.gguf", [])] == [python]
+
+
+@needs_root
+def test_an_environment_that_this_user_may_not_enter_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_directory() as place:
+        for name in ("closed", "other/bin"):
+            (place / name).mkdir(parents=True)
+        (place / "other" / "pyvenv.cfg").touch()
+        (place / "other" / "bin" / "python").symlink_to(stand_in(place / "closed", "python", CPU))
+        (place / "closed").chmod(0o700)
+        own = stand_in(place, "own", CPU)
+        monkeypatch.chdir(place)
+        monkeypatch.setattr(sys, "executable", own)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+        with as_nobody():
+            assert [group.python for group in choose_groups("m.gguf", [])] == [own]
 
 
 def test_an_interpreter_is_asked_again_when_its_answer_may_have_changed(
