@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -143,25 +143,22 @@ def kill_at(service: Service, what: str, group: str) -> None:
     setattr(transfers, what, begin_and_kill)
 
 
-def hold(service: Service, what: str) -> tuple[asyncio.Event, asyncio.Event]:
-    """Let transfers of a kind hang; return an event that is set when one has begun, and one to set for their end."""
-    begun, over = asyncio.Event(), asyncio.Event()
+def delay(service: Service, what: str, wait: Callable[[], Awaitable[object]]) -> None:
+    """Let the answers to transfers of a kind come late."""
     transfers = service.only.deployment.transfers
     assert transfers is not None
     begin = getattr(transfers, what)
 
     def begin_and_wait(units: object) -> Awaitable[object]:
         ended = begin(units)
-        begun.set()
 
         async def late() -> object:
-            await over.wait()
+            await wait()
             return await ended
 
         return asyncio.ensure_future(late())
 
     setattr(transfers, what, begin_and_wait)
-    return begun, over
 
 
 async def test_nobody_waits_for_a_disk_that_hangs(
@@ -169,19 +166,17 @@ async def test_nobody_waits_for_a_disk_that_hangs(
 ) -> None:
     async with running(place.config(), place.directory) as service:
         monkeypatch.setattr("lucevisor.snapshots.manager.TRANSFER_S", 0.3)
-        _, over = hold(service, "load")
+        over = asyncio.Event()
+        delay(service, "load", over.wait)
         answer, finished = await ask(service, PROMPT, [])
         assert answer == expected
         assert finished.usage.cached_tokens == 0
         assert told_of(service) == Counter()  # the daemons are not through with it
         over.set()
         await until(lambda: told_of(service)["failed"] == 1)
-        begun, over = hold(service, "save")
+        delay(service, "save", lambda: asyncio.sleep(1.0))
         before = place.files()
         await ask(service, [9, *PROMPT], [])
-        await begun.wait()
-        await asyncio.sleep(1.0)  # for longer than a transfer may take
-        over.set()
         await until(lambda: told_of(service)["failed"] == 2)
         assert place.files() == before
         assert service.only.engine is not None

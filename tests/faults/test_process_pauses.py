@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+import psutil
 import pytest
 
 from tests.daemon_forks import Forker
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 PAUSE_S = 4.5  # half as long again as every deadline of tests/supervision/paused_supervisor.py
@@ -52,8 +54,9 @@ def streaming(tmp_path: Path, forker: Forker) -> Iterator[Callable[[int], Paused
         os.waitpid(pid, 0)
 
 
-def pause(*pids: int) -> None:
-    for pid in pids:
+def pause(run: Paused, *daemons: int) -> None:
+    wait_until(lambda: psutil.Process(run.pid).status() == psutil.STATUS_STOPPED)
+    for pid in daemons:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(PAUSE_S)
 
@@ -63,9 +66,9 @@ def test_a_pause_of_the_supervisor_kills_no_healthy_daemon(
     streaming: Callable[[int], Paused], with_daemons: bool
 ) -> None:
     run = streaming(300)
-    pids = [run.pid, *(run.daemons if with_daemons else [])]
-    pause(*pids)
-    for pid in pids:
+    daemons = run.daemons if with_daemons else []
+    pause(run, *daemons)
+    for pid in (run.pid, *daemons):
         os.kill(pid, signal.SIGCONT)
     end = run.next_line()
     assert end == {"n_tokens": 300, "reason": "length", "pids": run.daemons, "why": "", "states": ["ready", "ready"]}
@@ -73,7 +76,7 @@ def test_a_pause_of_the_supervisor_kills_no_healthy_daemon(
 
 def test_a_daemon_that_hangs_is_found_also_after_a_pause(streaming: Callable[[int], Paused]) -> None:
     run = streaming(300)
-    pause(run.pid, run.daemons[1])
+    pause(run, run.daemons[1])
     os.kill(run.pid, signal.SIGCONT)
     end = run.next_line()
     assert (end["n_tokens"], end["reason"], end["states"]) == (300, "length", ["ready", "ready"])
