@@ -97,6 +97,14 @@ def test_a_crash_is_explained_by_the_exit_that_follows_the_closed_link():
     assert driven.machine.reason == "process 1001 exited with code 1: RuntimeError: out of memory"
 
 
+def test_words_that_are_read_behind_the_end_of_a_connection_explain_the_exit():
+    driven = DrivenMachine().to(State.LOADING)
+    driven.send(ev.LinkLost(1, "heartbeat: end of file"))
+    driven.send(ev.Failure(1, "load failed: tensor is missing", configuration=True, exiting=True))
+    driven.send(ev.Exited(1, code=1))
+    assert (driven.state, driven.machine.reason) == (State.FAILED, "load failed: tensor is missing")
+
+
 def test_slow_failures_outside_the_window_go_on_restarting_but_starts_that_never_succeed_do_not():
     driven = DrivenMachine().to(State.READY)
     for child in range(1, 8):
