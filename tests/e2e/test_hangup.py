@@ -117,7 +117,7 @@ def test_sighup_changes_keys_certificate_and_level_under_a_stream(cli: Cli, tmp_
         ask("first", new)
     assert ask("second", new, max_tokens=4).status == 200
     assert stream.read().endswith(b"data: [DONE]\n\n")
-    assert '"level": "debug"' in log.read_text()
+    wait_until(lambda: '"level": "debug"' in log.read_text(), what="heartbeats are logged")
     assert cli.run("reload").stdout == "nothing has changed\n"
     wait_until(
         lambda: {"ann", "bob"} <= {json.loads(r).get("key") for r in log.read_text().splitlines()},
