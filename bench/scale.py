@@ -411,7 +411,7 @@ class Replica:
 
     def _submit(self, request: GenerationRequest) -> float:
         self._n_submitted_tokens -= len(request.prompt)
-        return self._handle(lambda: ev.Submit(request), n_frames=0)
+        return self._handle(lambda: ev.Submit(request), n_frames=0) + self._handle(ev.Tick, n_frames=0)
 
     def answer(self, stage: int, result: StepResult) -> None:
         """Send a stage's answer to the supervisor."""

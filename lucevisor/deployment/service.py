@@ -350,6 +350,7 @@ class ModelService:
             on_drafter_lost=lambda failure: self.deployment.drafter_failed(failure),
             blame=lambda step: self.deployment.blame(step),
             validate=enabled(os.environ),
+            call_soon=asyncio.get_running_loop().call_soon,
         )
         drafter = self.model.drafter.spec.model if placement.draft is not None and self.model.drafter else None
         cache, layers = self.config.cache, self.model.spec.layers

@@ -149,6 +149,7 @@ class EngineCore:
             case ev.Submit(request, wanted):
                 self.check_taking(request)
                 self.scheduler.submit(request, self._now, wanted)
+                self._proceed_due = False  # others may come with it
             case ev.Cancel(request_id, error):
                 self._events += self.scheduler.cancel(request_id, self._now, error)
             case ev.Resume(request_id):

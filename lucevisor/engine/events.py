@@ -87,7 +87,7 @@ PAUSE_REASONS: tuple[PauseReason, ...] = get_args(PauseReason)
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A request.  Refusals are raised as SubmitError."""
+    """A request, which the next event plans, a Tick if no other.  Refusals are raised as SubmitError."""
 
     request: GenerationRequest
     wanted: WantedRows | None = None

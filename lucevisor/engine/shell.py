@@ -115,11 +115,13 @@ class RowStore(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(CoreSettings):
     """``rows``: the memory of the journal. ``blame`` names the first stage of a step whose rows are NaN or infinite.
-    ``mask_threads`` False: masks are made on the calling thread. ``on_step`` gets every finished step."""
+    ``mask_threads`` False: masks are made on the calling thread. ``on_step`` gets every finished step. ``call_soon``:
+    that of the event loop, so that requests that come together share their first step."""
 
     rows: RowStore | None = None
     blame: Callable[[Step], str] = lambda _: "the output stage"
     mask_threads: bool = True
+    call_soon: Callable[[Callable[[], None]], object] = lambda call: call()
     clock: Callable[[], float] = time.monotonic
     on_step: Callable[[PipelineResult], None] = lambda _: None
     on_pipeline_failed: Callable[[StageFailure], None] = lambda _: None
@@ -152,6 +154,7 @@ class Engine:
         self.core = EngineCore(limits, settings, self._clock(), self._has_rows)
         self._handles: dict[str, RequestHandle] = {}
         self._was_busy = False
+        self._tick_due = False
         self._collectors: dict[str, RowCollector] = {}  # by request
         self._links: list[StageLink] = []  # by stage, and that of the draft stage after the last one
         self._n_stages = 0
@@ -427,6 +430,7 @@ class Engine:
 
     def tick(self) -> None:
         """Plan what has become possible."""
+        self._tick_due = False
         self.handle(ev.Tick())
 
     def _submit(self, request: GenerationRequest, wanted: WantedRows | None) -> RequestHandle:
@@ -438,6 +442,9 @@ class Engine:
             if known is handle:
                 del self._handles[request.request_id]
             raise
+        if not self._tick_due:
+            self._tick_due = True
+            self._settings.call_soon(self.tick)
         self._note_busy()
         return handle
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -241,6 +242,20 @@ def test_a_prompt_too_long_for_the_pages_names_the_pages() -> None:
     assert error.limit_tokens == 640
     for part in ("page pool holds 640 tokens", "at most 639 tokens", "engine.pages"):
         assert part in error.message
+
+
+def test_requests_that_come_together_share_their_first_step() -> None:
+    waiting: list[Callable[[], None]] = []
+    toy = ToyEngine(limits(), call_soon=waiting.append)
+    toy.attach()
+    handles = [toy.engine.submit(request(name, n=1)) for name in "abc"]
+    [tick] = waiting
+    tick()
+    toy.run()
+    assert [len(done.step.slices) for done in toy.steps if done.step.slices] == [3]
+    assert [handle.finished is not None for handle in handles] == [True] * 3
+    toy.engine.submit(request("d"))
+    assert len(waiting) == 2
 
 
 # ---- a reader's end

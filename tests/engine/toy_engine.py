@@ -60,6 +60,7 @@ class ToyEngine:
         max_losses: int = 4,
         policy: type[FairShare] = FairShare,
         blame: Callable[[Step], str] = lambda _: "the output stage",
+        call_soon: Callable[[Callable[[], None]], object] = lambda call: call(),
     ):
         self.limits, self.homes = limits, homes or range(n_stages)
         self.rows, self.journal_pages = ToyRows(), journal_pages
@@ -88,6 +89,7 @@ class ToyEngine:
                 on_drafter_lost=self.lost.append,
                 validate=True,
                 mask_threads=False,
+                call_soon=call_soon,
                 policy=policy,
             ),
         )
