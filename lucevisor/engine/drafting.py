@@ -252,7 +252,8 @@ class Drafting:
         if self.active and not upkeep:
             self.outstanding.append(step)
         if self._settings.lookup:
-            records = [part.record for part in step.parts.values()]  # of prompts: while the shards compute them
+            records = [part.record for part in step.parts.values() if part.record.max_tokens > 1]  # others: no drafts
+            # Prompts, while the shards compute them.
             self._index(record for record in records if record.state is RequestState.PREFILL and not record.uncached)
 
     # ---- results
