@@ -24,6 +24,7 @@ from lucevisor.engine.request import (
     SubmitError,
     TokenEvent,
 )
+from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.protocol.steps import SamplingParams
 
 Ids = tuple[int, ...]
@@ -75,7 +76,7 @@ class Decider:
         for ids in answers:
             if len(ids) > 1:
                 last.setdefault(ids[:-1], {})[ids[-1]] = 0.0
-        end = await self._follow(prompt, first)
+        end = await self._follow(prompt, first, branches=bool(last))
         self.context.prompt_tokens += end.usage.prompt_tokens
         self.context.queue_s = end.timings.queue_s
         self.metrics.queue.observe(end.timings.queue_s)
@@ -89,18 +90,23 @@ class Decider:
                 logprobs[i] += last[ids[:-1]][ids[-1]] + sum(one.logprob for one in found[len(found) - n_middle :])
         return Decision(logprobs, end.usage.cached_tokens)
 
-    async def _follow(self, prompt: Sequence[int], following: dict[int, float], path: Ids = ()) -> FinishedEvent:
+    async def _follow(
+        self, prompt: Sequence[int], following: dict[int, float], path: Ids = (), *, branches: bool = False
+    ) -> FinishedEvent:
         """Fill in the log-probabilities of tokens that may follow the prompt and ``path``, the beginning of an answer.
-        The event has those of the tokens of ``path`` but the first."""
-        named = tuple(following)
+        The event has those of the tokens of ``path`` but the first.  ``branches``: paths will follow the prompt."""
+        tokens, named = TokenBuffer(prompt), tuple(following)
+        for token in path:
+            tokens.append(token)
         async with self._limit:
             request = GenerationRequest(
                 request_id=f"{self._ids}-{len(self.handles)}",
-                prompt=[*prompt, *path] if path else prompt,
+                prompt=tokens,
                 max_tokens=1,
                 sampling=SamplingParams(temperature=0.0, n_top_logprobs=0, logprob_token_ids=named),
                 client_id=self.context.caller.share,
                 publishes=self.publishes and not path,
+                branches=branches,
                 prompt_logprobs=len(path) > 1,
                 prompt_logprobs_from=len(prompt) if path else 0,
                 images=self.images,

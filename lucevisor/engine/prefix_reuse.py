@@ -269,12 +269,12 @@ class PrefixReuse:
             return self._remember(record, live, origin, now)
         source = self._source(live, live.state, origin)
         live.state = NO_STATE  # the index takes it over
-        self.index.publish(record.tokens, source, now)
+        self.index.publish(record.tokens, source, now, branches=record.request.branches)
         return []
 
     def _remember(self, record: RequestRecord, live: LiveSequence, origin: Origin, now: float) -> list[Operation]:
-        n, index = live.n_computed, self.index
-        if not index.worth_caching(n):
+        n, index, branches = live.n_computed, self.index, record.request.branches
+        if not index.worth_caching(n, branches=branches):
             return []
         if (known := index.find_slot(record.tokens, n)) is not None:
             index.touch(known, now)
@@ -285,7 +285,7 @@ class PrefixReuse:
             if taken is None:
                 return []
             state = taken
-        slot = index.publish(record.tokens, self._source(live, state, origin), now)
+        slot = index.publish(record.tokens, self._source(live, state, origin), now, branches=branches)
         return [CopyState(live.state, state)] if slot is not None and state != NO_STATE else []
 
     @staticmethod

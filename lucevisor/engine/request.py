@@ -74,7 +74,7 @@ class GenerationRequest:
     output must be; of this request alone.  ``prompt_logprobs``: the FinishedEvent has the log-probabilities of the
     prompt's tokens; ``prompt_logprobs_from``: those behind that position alone, so a prefix up to there may be cached.
     ``pooled``: nothing is generated; the FinishedEvent has the prompt's pooled hidden state.  ``images``: ascending.
-    ``publishes``: others may begin with what it computed.
+    ``publishes``: others may begin with what it computed; ``branches``: some will soon, however short it is.
     """
 
     request_id: str
@@ -89,6 +89,7 @@ class GenerationRequest:
     pooled: bool = False
     images: tuple[PromptImage, ...] = ()
     publishes: bool = True
+    branches: bool = False
     prompt_logprobs_from: int = 0
 
     @property

@@ -197,8 +197,9 @@ class PrefixIndex:
 
     # ---- making slots
 
-    def worth_caching(self, n_tokens: int) -> bool:
-        return self.enabled and n_tokens >= max(1, self.settings.min_tokens)
+    def worth_caching(self, n_tokens: int, *, branches: bool = False) -> bool:
+        """Return whether a prefix is long enough; one that ``branches``, which others are about to begin with, is."""
+        return self.enabled and n_tokens >= max(1, 0 if branches else self.settings.min_tokens)
 
     def allocate_state(self, n_tokens_saved: int) -> int | None:
         if not self.reclaim_checkpoint(n_tokens_saved):
@@ -212,7 +213,7 @@ class PrefixIndex:
         return n_tokens - (known.n_tokens if known is not None else 0)
 
     def publish(
-        self, tokens: Sequence[int], source: SlotSource, now: float, *, pinned: bool = False
+        self, tokens: Sequence[int], source: SlotSource, now: float, *, pinned: bool = False, branches: bool = False
     ) -> PrefixSlot | None:
         """Cache the first ``source.n_tokens`` tokens.  Takes over the caller's reference to the state in any case.
 
@@ -221,7 +222,7 @@ class PrefixIndex:
         """
         packed = TokenBuffer.of(tokens)
         known = made = None
-        if self.worth_caching(source.n_tokens):
+        if self.worth_caching(source.n_tokens, branches=branches):
             known = self.tree.find_slot(packed, source.n_tokens)
             made = self._add(packed, source, now) if known is None else None
         if source.state != NO_STATE:  # a slot that was made has a reference of its own

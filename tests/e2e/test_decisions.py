@@ -32,6 +32,18 @@ def test_64_labels_share_the_prompt(endpoint):
     assert costs[1] < 1.2 * costs[0]
 
 
+def test_labels_of_several_tokens_share_a_short_prompt(endpoint):
+    """One that is shorter than what the prefix cache keeps otherwise."""
+    before = n_step_tokens(endpoint)
+    labels = [f"{label} ({i})" for i in range(8) for label in LABELS]
+    answer = httpx.post(f"{endpoint}/decisions", json={"prompt": PROMPT, "labels": labels}, timeout=120).json()
+    own = [httpx.post(endpoint.removesuffix("/v1") + "/tokenize", json={"content": label}).json() for label in labels]
+    n_own = sum(len(one["tokens"]) for one in own)
+    n_prompt = answer["usage"]["prompt_tokens"]
+    assert n_step_tokens(endpoint) - before < n_prompt + n_own
+    assert n_prompt < 64
+
+
 def test_they_are_the_log_probabilities_of_an_echo(endpoint):
     def post(path, body):
         return httpx.post(endpoint + path, json=body, timeout=120).json()
