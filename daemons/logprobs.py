@@ -7,12 +7,11 @@ a decode of as many sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lucevisor.protocol.steps import PromptLogprobs, Sampled, Slice
+from lucevisor.protocol.steps import PromptLogprobs, SamplingParams, Slice
 
 ROWS = 16
 """Rows whose logits are in memory at once, of whichever slices."""
@@ -62,37 +61,38 @@ def prompt_logprobs(
     return answers
 
 
-@dataclass(slots=True)
+Top = list[tuple[int, float]]
+"""Tokens and their log-probabilities."""
+
+
 class TokenReport:
-    """Log-probabilities of the model itself, before penalties, masks and temperature: [n, V]; the best of each row."""
+    """Log-probabilities of the model itself, before penalties, masks and temperature, of the rows [n, V] of a step that
+    want them: all in a few operations, as each costs a GPU's host as much as a decode's."""
 
-    logprobs: Tensor
-    values: Tensor
-    ids: Tensor
+    def __init__(self, logits: Tensor, rows: Sequence[SamplingParams], *, by_row: bool = False) -> None:
+        """``rows``: what each row wants.  ``logits`` may then be changed."""
+        self._at = {row: at for at, row in enumerate(i for i, s in enumerate(rows) if s.n_top_logprobs >= 0)}
+        self._wanted = [rows[row] for row in self._at]
+        self._logprobs = logits[:0]
+        if self._at:
+            wanted = logits if len(self._at) == len(rows) else logits[torch.tensor([*self._at], device=logits.device)]
+            self._logprobs = log_probabilities(wanted, by_row=by_row)
 
-
-def report_of(logits: Tensor, n_top: int, token_ids: Sequence[int] = (), *, by_row: bool = False) -> TokenReport | None:
-    """The report of rows [n, V], which may then be changed; None unless asked for.  ``token_ids`` follow the best."""
-    if n_top < 0:
-        return None
-    logprobs = log_probabilities(logits, by_row=by_row)
-    values, ids = logprobs.topk(min(n_top, logits.shape[-1]))
-    if token_ids:
-        named = torch.tensor(token_ids, device=logits.device).expand(len(logits), -1)
-        values, ids = torch.cat((values, logprobs.gather(1, named)), dim=1), torch.cat((ids, named), dim=1)
-    return TokenReport(logprobs, values, ids)
-
-
-def sampled_of(sequence: int, tokens: list[int], report: TokenReport | None, mus: list[float]) -> list[Sampled]:
-    """Tokens that were drawn, with what their report says of them and mirostat's ``mus``."""
-    standing: Sequence[float | None] = mus or [None] * len(tokens)
-    if report is None:
-        return [Sampled(sequence, token, mu=mu) for token, mu in zip(tokens, standing, strict=True)]
-    n = len(tokens)
-    index = torch.tensor(tokens, device=report.logprobs.device).unsqueeze(1)
-    own = report.logprobs[:n].gather(1, index).squeeze(1).tolist()
-    top = zip(report.ids[:n].tolist(), report.values[:n].tolist(), strict=True)
-    return [
-        Sampled(sequence, token, logprob, list(zip(ids, values, strict=True)), mu)
-        for token, logprob, (ids, values), mu in zip(tokens, own, top, standing, strict=True)
-    ]
+    def of(self, tokens: Sequence[int]) -> list[tuple[float | None, Top]]:
+        """Return of each row the log-probability of the token that was drawn from it, then the best tokens, which the
+        named ones follow."""
+        found: list[tuple[float | None, Top]] = [(None, []) for _ in tokens]
+        if not self._at:
+            return found
+        n_most = min(max(s.n_top_logprobs for s in self._wanted), self._logprobs.shape[-1])
+        best = self._logprobs.topk(n_most)
+        named = [(tokens[row], *s.logprob_token_ids) for row, s in zip(self._at, self._wanted, strict=True)]
+        width = max(map(len, named))
+        index = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in named], device=self._logprobs.device)
+        values = self._logprobs.gather(1, index).tolist()
+        tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        for row, s, ids, of_named, (top_ids, top) in zip(self._at, self._wanted, named, values, tops, strict=True):
+            n = s.n_top_logprobs
+            pairs = [*zip(top_ids[:n], top, strict=False), *zip(ids[1:], of_named[1:], strict=False)]
+            found[row] = of_named[0], pairs
+        return found

@@ -22,7 +22,7 @@ from torch import Tensor
 from daemons.async_output import AsyncTokens, PlaceholderFill
 from daemons.device import one_thread
 from daemons.errors import StateError
-from daemons.logprobs import TokenReport, report_of, sampled_of
+from daemons.logprobs import TokenReport
 from daemons.ops.topk import likeliest
 from daemons.random_sampling import (
     can_draw_on_device,
@@ -421,39 +421,39 @@ class Sampler:
         rows: list[SamplingParams] = []
         positions: list[int] = []
         blocks: list[Tensor] = []
-        reports: list[TokenReport | None] = []
         masked: list[int] = []
         for slice_ in slices:
-            state, drafts = self.states[slice_.sequence], slice_.drafts
-            block = _block(logits, len(rows), 1 + len(drafts))
-            named = state.sampling.logprob_token_ids
-            reports.append(report_of(block, state.sampling.n_top_logprobs, named, by_row=self.by_row))
-            adjust(state, block, drafts)
+            blocks.append(_block(logits, len(rows), 1 + len(slice_.drafts)))
             if slice_.masked:
-                masked += range(len(rows), len(rows) + len(block))
-            rows += [state.sampling] * (1 + len(drafts))
+                masked += range(len(rows), len(rows) + len(blocks[-1]))
+            rows += [self.states[slice_.sequence].sampling] * len(blocks[-1])
             end = slice_.start + len(slice_.tokens)
-            positions += range(end - len(drafts), end + 1)
-            blocks.append(block)
+            positions += range(end - len(slice_.drafts), end + 1)
+        report = TokenReport(logits, rows, by_row=self.by_row)
+        for slice_, block in zip(slices, blocks, strict=True):
+            adjust(self.states[slice_.sequence], block, slice_.drafts)
         if masks is not None:
             apply_masks(logits, masks, masked)
         drawn, at = _draw_rows(logits, rows, positions, meanwhile, by_row=self.by_row), 0
-        out: list[Sampled] = []
         spans: list[tuple[int, int, int]] = []
-        for slice_, block, report in zip(slices, blocks, reports, strict=True):
+        accepted: list[tuple[int, int, float | None]] = []  # row, sequence and mirostat's mu of each token
+        for slice_, block in zip(slices, blocks, strict=True):
             state, drafts = self.states[slice_.sequence], slice_.drafts
             end = at + 1 + len(drafts)
             spans.append((slice_.sequence, at, end))
-            mus: list[float] = []
+            mus: Sequence[float | None] = ()
             if state.sampling.uses_mirostat:
                 with one_thread(self.device) if self.by_row else nullcontext():
                     tokens, mus = _draw_mirostat(block, state, positions[at:end], drafts)
+                drawn[at : at + len(tokens)] = tokens
             else:
                 tokens = _accepted(drawn[at:end], drafts)
-            at = end
             self.count(slice_.sequence, drafts[: len(tokens) - 1])
             self._last[slice_.sequence] = tokens[-1]
-            out += sampled_of(slice_.sequence, tokens, report, mus)
+            accepted += [(at + i, slice_.sequence, mu) for i, mu in enumerate(mus or [None] * len(tokens))]
+            at = end
+        said = report.of(drawn)
+        out = [Sampled(sequence, drawn[row], *said[row], mu) for row, sequence, mu in accepted]
         if not valid.all():
             void = {sequence for sequence, first, stop in spans if not valid[first:stop].all()}
             self._invalid += sorted(void)
