@@ -89,8 +89,6 @@ _RESERVED = frozenset({
 })  # fmt: skip
 """Fields of a log record that mean something to structlog, its processors or this program."""
 
-_log = structlog.get_logger("lucevisor.supervision")
-
 
 def without_reserved_names(fields: Mapping[str, Field]) -> dict[str, Field]:
     """Return a daemon's log fields with reserved names prefixed: `self` becomes `daemon_self`."""
@@ -139,11 +137,12 @@ class Daemon:
         self._loading: asyncio.Task[None] | None = None
         self._later: set[asyncio.Task[None]] = set()  # loads of one model each
         self._ended: ProcessEnd | None = None
-        self._log = _log.bind(group=self.name)
+        # Not `bind`, which would keep the level of now.
+        self._log = structlog.get_logger("lucevisor.supervision", group=self.name)
 
     def adopt(self, child: Child) -> None:
         self.child = child
-        self._log = _log.bind(group=self.name, pid=child.pid)
+        self._log = structlog.get_logger("lucevisor.supervision", group=self.name, pid=child.pid)
         for i, callbacks in enumerate(self._callbacks):
             on_frame = partial(self._on_link_frame, i)
             channel = child.open_link(f"{self.name} link", on_frame, self._on_link_closed, i)
