@@ -16,8 +16,10 @@ from lucevisor.config import load
 from lucevisor.deployment.service import ModelService, Observer, Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
 from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.kv_transfer.host_memory import available_bytes
 from lucevisor.protocol.steps import SamplingParams
 from lucevisor.snapshots.manager import SnapshotManager
+from tests.waiting import until
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = DATA / "golden"
@@ -25,6 +27,8 @@ GOLDEN = DATA / "golden"
 _numbers = itertools.count()
 
 
+FREE_BYTES = 768 << 20
+"""Free memory that a small service needs, with what is reserved for a spare of each group."""
 TRANSPORTS = ("shared_memory", "tcp")
 
 
@@ -53,6 +57,7 @@ async def running(
     config: Path, directory: Path, overrides: Sequence[str] = (), **options: Any
 ) -> AsyncIterator[Service]:
     """The service of ``config``, READY; stopped at the end.  ``options`` of :class:`Service`."""
+    await until(lambda: available_bytes() > FREE_BYTES)  # else the plan is refused, while others have it for a moment
     loaded = load(config, overrides)
     service = Service(loaded, open_models(loaded), directory, Observer(), **options)
     try:
