@@ -19,8 +19,8 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 
 @contextmanager
 def open_directory() -> Iterator[Path]:
-    """A directory that everybody may enter, as a run directory never is."""
-    path = Path(tempfile.mkdtemp(prefix="lv"))
+    """A directory that everybody may enter, as a run directory never is; short enough for sockets."""
+    path = Path(tempfile.mkdtemp(prefix="lv", dir="/tmp"))
     path.chmod(0o755)
     yield path
     shutil.rmtree(path)

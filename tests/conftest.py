@@ -138,12 +138,12 @@ def short_path() -> Iterator[Path]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+def small_disk(short_path: Path) -> Iterator[Callable[[int], Path]]:
     """Mount a file system of so many KiB; skips where that is not permitted."""
     mounted: list[Path] = []
 
     def mount(n_kib: int) -> Path:
-        directory = tmp_path / f"disk{len(mounted)}"
+        directory = short_path / f"disk{len(mounted)}"
         directory.mkdir()
         command = ["mount", "-t", "tmpfs", "-o", f"size={n_kib}k,mode=0700", "tmpfs", str(directory)]
         try:

@@ -51,14 +51,14 @@ def test_a_file_whose_stem_is_no_name_asks_for_one():
         default_name(Path("etc/my bóx.toml"))
 
 
-def test_a_supervisor_whose_socket_was_removed_is_not_gone(tmp_path):
-    (tmp_path / "pid").write_text(f"{os.getpid()} {boot_id()} {start_ticks(os.getpid())}\n")
-    client = AdminClient(tmp_path / "admin.sock")
+def test_a_supervisor_whose_socket_was_removed_is_not_gone(short_path):
+    (short_path / "pid").write_text(f"{os.getpid()} {boot_id()} {start_ticks(os.getpid())}\n")
+    client = AdminClient(short_path / "admin.sock")
     with pytest.raises(
         NotRunningError, match=f"was removed, but the supervisor still runs: `kill {os.getpid()}` stops it"
     ):
         client.call("GET", "/status")
-    (tmp_path / "pid").unlink()
+    (short_path / "pid").unlink()
     with pytest.raises(NotRunningError, match="the supervisor is gone"):
         client.call("GET", "/status")
 
