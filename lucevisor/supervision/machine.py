@@ -261,7 +261,7 @@ class Machine:
             case ev.Overdue(_, what, waited_s):
                 self._give_up_daemon(f"{what} gave no result in {waited_s:.1f} s", _Escalation.STACKS)
             case ev.Failure(_, reason, configuration, exiting):
-                if self.state is State.STOPPING and not self._fault:  # read behind the end of another connection
+                if self.state is State.STOPPING and not self._fault:  # read after another connection had ended
                     self._fault, self._configuration = reason, configuration
                 self._give_up_daemon(reason, _Escalation.GRACE if exiting else _Escalation.TERM, configuration)
             case ev.SpawnFailed(_, reason, configuration):
