@@ -55,6 +55,8 @@ WINDOW, N_GREEDY, N_TOP = 512, 64, 5
 DRAFTED, DRAFTER = "Qwen2.5-Coder-1.5B-Instruct-Q4_K_M", "Qwen2.5-Coder-0.5B-Instruct-Q4_K_M"
 DEPTHS = (0.1, 0.4, 0.7, 0.95)
 NEEDLES = (("harbor", "73935"), ("lantern", "20418"), ("violin", "58162"), ("meadow", "91647"))
+PAST_CALLS = {r"'\n<tool_call>\n{": r"'\n```json\n{", r"}\n</tool_call>'": r"}\n```'"}
+"""What writes past calls in the template of Qwen2.5-Coder, and what writes them as the models write calls."""
 CORES = len(os.sched_getaffinity(0))
 """Threads of each server, as by default; `taskset` gives both fewer where others use the machine."""
 
@@ -77,8 +79,22 @@ class Model:
     def template(self):
         return open_model([self.path]).metadata.get("tokenizer.chat_template", "")
 
+    @property
+    def has_tools(self):
+        return "tools" in self.template
+
+    def fenced_template(self):
+        """The template with past calls in blocks of Markdown, which changes no prompt here: none has past calls.
+        llama-server infers from them how the model writes calls, and these models write blocks, not the tags."""
+        template = self.template
+        for tagged, fenced in PAST_CALLS.items():
+            if template.count(tagged) != 1:
+                raise SystemExit(f"{self.path}: {tagged} must be in its chat template once: adapt PAST_CALLS")
+            template = template.replace(tagged, fenced)
+        return template
+
     def parts(self):
-        coder = ["code", "tools"] if "tools" in self.template else []
+        coder = ["code", "tools"] if self.has_tools else []
         return ["perplexity", "greedy", *coder, "needle", "arms", *(["drafts"] if self.name == DRAFTED else [])]
 
 
@@ -140,10 +156,11 @@ def llama_server(options, model, *arguments):
         port = probe.getsockname()[1]
     command = [options.llama / "llama-server", "-m", model.path, "--port", port, "-t", CORES]
     command += ["-np", options.at_once, "-c", 8192 * options.at_once]
-    with (
-        tempfile.TemporaryFile() as log,
-        subprocess.Popen([*map(str, command), *arguments], stdout=log, stderr=log) as process,
-    ):
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
+        if model.has_tools:
+            (template := Path(folder) / "template.jinja").write_text(model.fenced_template())
+            command += ["--chat-template-file", template]
+        process = subprocess.Popen([*map(str, command), *arguments], stdout=log, stderr=log)
         try:
             server = Server(f"http://127.0.0.1:{port}")
             while not _is_ready(server):
@@ -154,6 +171,7 @@ def llama_server(options, model, *arguments):
             yield server
         finally:
             process.terminate()
+            process.wait()
 
 
 def _is_ready(server):

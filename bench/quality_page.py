@@ -27,8 +27,10 @@ downloads the files, `bench/quality.py FOLDER --llama DIRECTORY --save` repeats 
   may part where llama.cpp's candidates are no farther apart than twice its largest rounding there. The record has each
   case.
 - *Code*: functions in Python whose assertions pass. *Tools*: requests answered with the right call, by `tool_choice`.
-  These and greedy answers were asked four at once. This build of llama-server sent the calls of the 0.5B as text, also
-  with `required`, so its count says nothing about the model.
+  These and greedy answers were asked four at once. llama-server infers from a template's past calls how a model writes
+  calls. Qwen2.5-Coder writes blocks of Markdown, not its template's tags, so it had the template with past calls in
+  such blocks (`--chat-template-file`); no prompt here has past calls. With the file's own template it sent all calls
+  of the 0.5B as text, also with `required`.
 - *Arms*: ours alone in float32, a conversation of twenty turns. A turn counts if all its tokens are those of the
   service with nothing on.
 """
