@@ -1,17 +1,20 @@
 """Swaps of models over HTTP: how long a request waits for a model that is loaded, parked or cold, and whether a long
 session goes on after its model was away.
 
-    python bench/model_swap.py A.gguf B.gguf [--context 50000] [--rounds 5] [--backend cuda] [--python PYTHON]
-                               [--url URL --models A B] [--json PATH]
+    python bench/model_swap.py A.gguf B.gguf ... [--context 50000] [--rounds 5] [--ttl 0] [--backend cuda]
+                               [--python PYTHON] [--url URL --models A B ...] [--json PATH]
 
-Starts a supervisor with both models, each of which needs all of the memory, so every alternate request swaps; or uses
+Starts a supervisor with the models, each of which needs all of the memory, so every alternate request swaps; or uses
 the server at URL, any with an OpenAI endpoint that loads models by name, such as llama-server's router.
 
 - cold: first requests for a model that was never loaded (its file may be in the page cache; --drop-caches drops it).
 - warm: requests that alternate between the models: each waits until one has left and the other is back.
 - resident: requests for the model that is loaded.
-- session: a prompt of so many words on A, one answer of B, then the same prompt and a further sentence on A: the time
-  to its first token, the tokens that were cached, and whether the answer is that of before the swap.
+- session: a prompt of so many words on the first model, an answer of the last one, then the same prompt and a further
+  sentence on the first: the time to its first token, the tokens that were cached, and whether the answer is that of
+  before the swap.
+- idle, with --ttl: what nvidia-smi says of the first GPU after --ttl seconds without a request, and how long the next
+  request waits.
 """
 
 import argparse
@@ -27,15 +30,14 @@ from pathlib import Path
 
 from records import machine, write_json
 
-CONFIG = """
-[models.a]
-path = "{a}"
+MODEL = """
+[models.{name}]
+path = "{path}"
 preload = false
 memory_share = 1.0
-[models.b]
-path = "{b}"
-preload = false
-memory_share = 1.0
+ttl = {ttl}
+"""
+GROUP = """
 [groups.device]
 backend = "{backend}"
 {python}
@@ -84,14 +86,15 @@ def ask(url, model, prompt, n_tokens=8):
     return {"first_s": first or whole, "whole_s": whole, "usage": usage, "text": "".join(parts)}
 
 
-def measure(url, a, b, options):
+def measure(url, models, options):
     cold, warm, resident = {}, [], []
-    for model in (a, b):
+    for model in models:
         cold[model] = ask(url, model, "Once upon a time", 1)["first_s"]
     for _ in range(options.rounds):
-        for model in (a, b):
+        for model in models:
             warm.append(ask(url, model, "Once upon a time", 1)["first_s"])
             resident.append(ask(url, model, "Once upon a time", 1)["first_s"])
+    a, b = models[0], models[-1]
     prompt = text(options.context)
     first = ask(url, a, prompt)
     longer = prompt + first["text"] + " And then the captain said:"
@@ -109,9 +112,24 @@ def measure(url, a, b, options):
     return {"cold": cold, "warm": warm, "resident": resident, "session": session}
 
 
+def smi(*query):
+    """Lines of nvidia-smi's answer to a query."""
+    command = ["nvidia-smi", "--id=0", *query, "--format=csv,noheader"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def idle(url, model, options):
+    """The GPU after ``ttl`` seconds without a request, and the request after that."""
+    device = "--query-gpu=memory.used,power.draw"
+    busy, pause = smi(device)[0], options.ttl + 5
+    time.sleep(pause)
+    found = {"busy": busy, "idle": smi(device)[0], "processes": smi("--query-compute-apps=pid"), "waited_s": pause}
+    return found | {"first_s": ask(url, model, "Once upon a time", 1)["first_s"]}
+
+
 def report(found):
     cold = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in found["cold"].items())
-    warm, resident = found["warm"][2:] or found["warm"], found["resident"]
+    warm, resident = found["warm"][len(found["cold"]) :] or found["warm"], found["resident"]
     session = found["session"]
     return "\n".join(
         [
@@ -130,41 +148,47 @@ def main():
     parser.add_argument("files", nargs="*")
     parser.add_argument("--context", type=int, default=35_000, help="words of the session")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ttl", type=float, default=0.0)
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--python", default="")
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE for the supervisor")
     parser.add_argument("--url", default="")
-    parser.add_argument("--models", nargs=2)
+    parser.add_argument("--models", nargs="+")
     parser.add_argument("--drop-caches", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.url:
-        found = measure(options.url, options.models[0], options.models[1], options)
+        found = measure(options.url, options.models, options)
         print(report(found))
         if options.json:
             write_json(options.json, {"machine": machine(), "url": options.url, **found})
         return
-    a, b = (str(Path(file).absolute()) for file in options.files)
+    models = {f"m{i}": str(Path(file).absolute()) for i, file in enumerate(options.files)}
     if options.drop_caches:
-        for file in (a, b):
+        for file in models.values():
             with open(file, "rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     command = [sys.executable, "-m", "lucevisor"]
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.toml"
         python = f'python = "{options.python}"' if options.python else ""
-        config.write_text(CONFIG.format(a=a, b=b, backend=options.backend, python=python))
+        sections = [MODEL.format(name=name, path=path, ttl=options.ttl) for name, path in models.items()]
+        config.write_text("".join(sections) + GROUP.format(backend=options.backend, python=python))
         sets = [word for pair in options.set for word in ("--set", pair)]
         subprocess.run([*command, "start", config, "--daemon", "--name", "swap", *sets], check=True)
         try:
             status = [*command, "status", "--name", "swap", "--json"]
             now = json.loads(subprocess.run(status, check=True, capture_output=True).stdout)
-            found = measure(now["url"], "a", "b", options)
+            found = measure(now["url"], [*models], options)
             now = json.loads(subprocess.run(status, check=True, capture_output=True).stdout)
             found["residency"] = {model["name"]: model["residency"] for model in now["models"]}
+            if options.ttl:
+                found["idle"] = idle(now["url"], "m0", options)
         finally:
             subprocess.run([*command, "stop", "--name", "swap"], check=True)
     print(report(found))
+    if options.ttl:
+        print(f"idle: {found['idle']}")
     print("; ".join(f"{name}: {one['state']}, {one['loads']} loads, the last in {one['load_s']} s, "
                     f"{one['parked_bytes']} bytes parked" for name, one in found["residency"].items()))  # fmt: skip
     if options.json:
