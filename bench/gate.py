@@ -146,7 +146,7 @@ def measurements(half: str, files: Path, out: Path) -> list[Measurement]:
     if half == "gpu":
         named = [Figure(f"{kind}, {n} tokens a step", 0.03) for kind in ("mtp", "dflash2") for n in (3, 8)]
         useless = [Figure(f"{kind}, 16 streams, all drafts wrong", 0.0, limit=0.98) for kind in ("mtp", "dflash2")]
-        speculation = ["--devices", "cuda:0", "--files", files, "--repeats", 1, "--tokens", 128]
+        speculation = ["--devices", "cuda:0", "--files", files, "--repeats", 3, "--tokens", 128]
         speculation += ["--accepted", 3, 8, "--streams", 16]
         halved = ["--model", model(dense), "--backend", "cuda", "--groups", 2, "--tokens", 4096, "--streams", 8]
         return [

@@ -133,7 +133,7 @@ async def until(condition):
 async def warm(service):
     """Wait until all groups have their warm spares."""
     n_spares = service.config.recovery.spares * len(service.groups)
-    await until(lambda: sum(spare.warm for one in service.groups.values() for spare in one.spares) == n_spares)
+    await until(lambda: sum(spare["warm"] for one in service.groups.values() for spare in one.spares) == n_spares)
 
 
 async def kill(service, group):
