@@ -335,6 +335,6 @@ def _runtime() -> Any:
 
 def _clear_last_error() -> None:
     """Clear the error with a dummy launch: the runtime reports it a second time at the next launch."""
-    with suppress(RuntimeError):  # the error that the caller already knows from the return value
+    with suppress(RuntimeError):  # the error that the caller already has from the return value
         torch.zeros(1, device="cuda").add_(1)
     torch.cuda.synchronize()

@@ -78,7 +78,7 @@ def _driver() -> Any:
 
 
 class _OutOfMemory(RuntimeError):
-    """The message is one that ``device.allocating`` knows."""
+    """The message is one that ``device.allocating`` matches."""
 
 
 def _call(name: str, *arguments: Any) -> None:

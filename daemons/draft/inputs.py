@@ -181,7 +181,7 @@ class DraftInputs:
         return self._async_drafts is not None
 
     def with_drafts(self, step: Step) -> tuple[Step, PlaceholderFill | None]:
-        """Return a step with the drafts that its slices are to verify; 0 where only the device knows them, which the
+        """Return a step with the drafts that its slices are to verify; 0 where only the device has them, which the
         second result puts in place.  Raises StateError where none were made.
         """
         if not any(s.drafts_pend for s in step.slices):

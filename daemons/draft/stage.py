@@ -170,7 +170,7 @@ def _first_tokens(s: Slice, n: int) -> Slice:
 
 
 class PlaceholderDraft(NamedTuple):
-    """A draft whose start only the device knows: ``layout``, whose metadata the device fills in, and the step's ``row``
+    """A draft whose start only the device has: ``layout``, whose metadata the device fills in, and the step's ``row``
     [1] of the preceding token.
     """
 

@@ -1,4 +1,4 @@
-"""The slices of a step that share one call of each block, as the host knows them.  Knows ids and places, no tensors.
+"""The slices of a step that share one call of each block, as the host has them: ids and places, no tensors.
 
 A step of one long slice may be padded, so that one graph serves many lengths: pad rows follow the slice's tokens, and
 no page and no state is written for them.

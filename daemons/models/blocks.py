@@ -1,7 +1,7 @@
 """Building blocks of decoder layers, shared by all families.
 
 A block is a callable ``(x [T, E], batch) -> [T, E]`` with its weights and its layer's pools bound at construction; it
-knows no sequence, step or family name.  Families combine blocks in ``Family.layer``.
+has no sequences, steps or family names.  Families combine blocks in ``Family.layer``.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def checks_blocks(kind: GgmlType) -> bool:
-    """Return whether ``any_invalid`` knows a type; the numbers of others are looked at when they are dequantised."""
+    """Return whether ``any_invalid`` covers a type; the numbers of others are looked at when they are dequantised."""
     return kind.name in HALVES or kind.name in _DENSE or kind.name in ("MXFP4", "IQ1_M")
 
 

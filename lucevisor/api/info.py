@@ -145,7 +145,7 @@ def _model(ctx: ModelContext) -> dict[str, object]:
 
 
 _ROUTER_STATES: Final = {"parked": "sleeping", "leaving": "loaded"}
-"""The states that llama.cpp's server knows, for those of ours that have other names."""
+"""The states of llama.cpp's server, for those of ours that have other names."""
 
 
 def _status(ctx: ModelContext) -> dict[str, object]:

@@ -250,7 +250,7 @@ class DraftRelay:
         self, entry: PipelineStep, *, drawn: list[list[int]] | None = None, before: Sequence[Sampled] = ()
     ) -> None:
         """Send a step to the draft stage that was attached when it was submitted. ``drawn``: the tokens sampled for its
-        slices, and ``before``: those of the step it may have run ahead of; None if the stage's daemon will know them.
+        slices, and ``before``: those of the step it may have run ahead of; None if the stage's daemon will have them.
         """
         draft, step = entry.draft, entry.step
         if draft is None or draft is not self.attached:

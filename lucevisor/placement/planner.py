@@ -419,7 +419,7 @@ class _PlanAttempt:
         paged, flash_tokens, chunk = KvGroup.FULL in spec.kv_groups(), config.kvflash.pool_tokens, engine.usual_chunk
         if spec.pooling.whole_texts:
             if max_context is not None and max_context > spec.context_tokens:
-                why = f"is more than the {spec.context_tokens} positions that {spec.name} knows"
+                why = f"is more than the {spec.context_tokens} positions that {spec.name} was trained with"
                 raise PlacementError(
                     "engine.max_context", max_context, why, f"nearest: {spec.context_tokens}", file=file
                 )

@@ -6,7 +6,7 @@
 
 The server is who accepted the connection.  A MAC is HMAC-SHA256, with the secret as its key, over the name of the role
 that sends it and all that was sent before, so the secret is never sent, and nothing that was recorded, or came from the
-same end, is an answer.  ``binding`` is what both ends know of an outer layer: of TLS, the certificate's hash.
+same end, is an answer.  ``binding`` is what both ends have of an outer layer: of TLS, the certificate's hash.
 Opens no sockets.  Invariants: every message has a fixed size; MACs are compared in constant time.
 """
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from lucevisor.model.values import KvGroup
 
 PENDING = -1
-"""Stands for tokens that the supervisor does not know yet.  The only token of a slice: what ``Step.depends_on_step``,
+"""Stands for tokens that the supervisor does not have yet.  The only token of a slice: what ``Step.depends_on_step``,
 or in a pipeline of one stage the step before, sampled for the sequence.  All drafts of a slice: those
 that the draft stage in the output stage's daemon made for the sequence last, of several stages behind
 ``Step.drafts_of``."""
@@ -235,7 +235,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def drafts_pend(self) -> bool:
-        """True if the supervisor does not know the drafts yet."""
+        """True if the supervisor does not have the drafts yet."""
         return self.n_drafts > 0 and self.tokens[-1] == PENDING
 
     def with_drafts(self, found: Sequence[int]) -> Slice:
