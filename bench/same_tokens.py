@@ -74,7 +74,7 @@ async def answers(service, prompts, sampling, n_tokens, together=TOGETHER, kills
 
 async def measure(options, dtype, keep):
     texts, _ = held_out(16, 1024)
-    prompts = [texts[i % 16][: 150 + 7 * i] for i in range(options.answers)]
+    prompts = [texts[i % 16][: 150 + 7 * i % 667] for i in range(options.answers)]
     with tempfile.TemporaryDirectory() as directory:
         right = {}
 
