@@ -79,6 +79,7 @@ def measure(options):
         n_bytes = n * k // kind.block_elements * kind.block_bytes
         copies = [random_packed(kind, n, k, options.device) for _ in range(max(2, CACHE_BYTES // n_bytes + 1))]
         kernels = [selector.packed_linear(packed, k) for packed in copies]
+        selector.finish()
         triton = [PackedLinear(packed, k) for packed in copies]
         plain = [BlockLinear(kind, unpack(packed, k), k) for packed in copies[:2]]
         for rows in ROWS:

@@ -307,7 +307,7 @@ class DraftStage:
                 if part is not None:
                     vocabulary = vocabulary._replace(lm_head=part.lm_head, ids=part.ids)
                 drafter = DRAFTERS[type(spec.model.params)](spec, vocabulary, weights, pools)
-            weights.check_numbers()
+            weights.finish()
         finally:
             weights.close()
         unchanged(spec.files)

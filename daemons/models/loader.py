@@ -107,7 +107,7 @@ class Rows:
 
 @dataclass(slots=True)
 class WeightLoader:
-    """Builds the callables and vectors of one shard.  Call ``check_numbers`` when the shard is built, then close it."""
+    """Builds the callables and vectors of one shard.  Call ``finish`` when the shard is built, then close it."""
 
     files: GgufFiles
     layouts: Sequence[TensorLayout]
@@ -139,13 +139,17 @@ class WeightLoader:
     def close(self) -> None:
         self.staging.close()
 
-    def check_numbers(self) -> None:
-        """Raise LoadError naming a tensor with NaN or infinite numbers; a cpu's raises when it is read."""
+    def finish(self) -> None:
+        """Wait for kernels that still compile.
+
+        Raises LoadError naming a tensor with NaN or infinite numbers; a cpu's raises when it is read.
+        """
         found, self._invalid = self._invalid, {}
         flags = torch.stack([torch.stack(flags).any() for flags in found.values()]).tolist() if found else []
         for name, invalid in zip(found, flags, strict=True):
             if invalid:
                 raise not_finite(self.files, self.files.tensors[name])
+        self.selector.finish()
 
     def _check(self, chunk: TensorChunk, flag: Tensor) -> None:
         if self.staging.accelerated:

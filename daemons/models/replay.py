@@ -291,6 +291,8 @@ class LayerwiseReplay:
         ``missing_bytes``: weights that are still to be loaded.
         """
         n_layers = len(shard.layers)
+        if not self.problem:
+            shard.selector.finish()  # the layer runs before the others are loaded
         self._missing_bytes = missing_bytes
         if self._thread is None or self._stream is None:
             self._try(shard, n_layers)

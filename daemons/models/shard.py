@@ -117,7 +117,7 @@ class ShardModel:
                 self.layers.append(family.layer(i))
                 on_layer(self, n_bytes - weights.n_bytes)
             self.output = family.output() if config.output else None
-            weights.check_numbers()
+            weights.finish()
         finally:
             weights.close()
         self.table = weights.tables.get("token_embd.weight")  # None without the embedding

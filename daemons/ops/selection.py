@@ -6,6 +6,7 @@ turns layout, device and dtype into a callable.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -40,6 +41,8 @@ from lucevisor.model.quant_types import GgmlType, WeightFormat
 
 if TYPE_CHECKING:
     from daemons.ops.cuda.gemv import CudaGemv
+    from daemons.ops.cuda.operations import CudaOperations
+    from daemons.ops.packed_linear import PackedExperts, PackedLinear
 
 DETERMINISTIC = "engine.deterministic"
 _NOT_COMPILED: dict[tuple[object, ...], str] = {}
@@ -51,6 +54,8 @@ _GEMV_FAILURES: dict[tuple[str, torch.dtype], str] = {}
 @dataclass(slots=True)
 class KernelSelector:
     """Builds the callables of one device and records what it selected, as ``operation -> implementation``.
+
+    Call ``finish`` when they are built: CUDA C++ compiles meanwhile.
 
     ``kernels``: whether to use Triton kernels; None: on a GPU for which Triton can compile.  ``limits``: up to how many
     rows each kernel runs; None: as this kind of device was tuned, else as built in.  ``batch_invariant``: one kernel
@@ -72,6 +77,11 @@ class KernelSelector:
     """C++ kernels of a cpu that computes in bfloat16."""
     max_async_pairs: int = UNLIMITED_PAIRS
     """(token, expert) pairs up to which none of the experts built here synchronises with the host."""
+    waited_s: float = 0.0
+    """In ``finish``."""
+    _compiling: list[tuple[str, PackedLinear | PackedExperts]] = field(init=False, default_factory=list)
+    """What ``finish`` has to look at, and what it is."""
+    _cuda_operations: CudaOperations | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """Raises LoadError for what ``batch_invariant`` needs and is not there."""
@@ -126,8 +136,8 @@ class KernelSelector:
         if self._row_gemv is not None and self._row_gemv.limits.clusters:
             from daemons.ops.cuda.operations import CudaOperations
 
-            operations = CudaOperations(self.device, self.dtype, self._row_gemv.architecture)
-            return operations, "triton, gated delta net of short slices cuda c++"
+            self._cuda_operations = CudaOperations(self.device, self.dtype, self._row_gemv.architecture)
+            return self._cuda_operations, "triton, gated delta net of short slices cuda c++"
         if self.kernels and self.batch_invariant:
             from daemons.ops.triton_batch_invariant import BatchInvariantTritonOperations
 
@@ -243,7 +253,7 @@ class KernelSelector:
         n_rows = min(n_rows, self.thresholds.limit(kind, "cuda rows", n_rows))
         gemv_rows = self.thresholds.limit(kind, "triton rows", MAX_GEMV_ROWS)
         product = PackedLinear(packed, n_columns, row_gemv, n_rows, gemv_rows)
-        self._note(f"linear {kind}", product.implementation + self.thresholds.note(kind))
+        self._built("linear", product)
         return product
 
     def _batch_invariant_linear(self, packed: PackedWeights, n_columns: int) -> Linear:
@@ -264,26 +274,60 @@ class KernelSelector:
             return self._experts(BatchInvariantPackedExperts(packed, n_columns))
         n_pairs = self.thresholds.limit(kind, "cuda pairs", MAX_ROW_GEMV_PAIRS)
         experts = PackedExperts(packed, n_columns, self._row_gemv_of(packed)[0], n_pairs)
-        self._note(f"experts {kind}", experts.implementation + self.thresholds.note(kind))
+        self._built("experts", experts)
         return self._experts(experts)
 
-    def _row_gemv_of(self, packed: PackedWeights) -> tuple[CudaGemv | None, int]:
-        """The CUDA C++ kernels for this matrix, compiled, and for how many rows there are some.
+    def _built(self, what: str, product: PackedLinear | PackedExperts) -> None:
+        if product.row_gemv is not None:
+            self._compiling.append((what, product))
+        else:
+            self._note_packed(what, product)
 
-        None, and a warning, where they cannot be compiled; that is not tried again for another matrix like it.
+    def _note_packed(self, what: str, product: PackedLinear | PackedExperts) -> None:
+        kind = product.packed.kind.name
+        self._note(f"{what} {kind}", product.implementation + self.thresholds.note(kind))
+
+    def _row_gemv_of(self, packed: PackedWeights) -> tuple[CudaGemv | None, int]:
+        """The CUDA C++ kernels for this matrix, which compile from now on, and for how many rows there are some.
+
+        None, and a warning, where they could not be compiled; that is not tried again for another matrix like it.
         """
-        if self._row_gemv is None:
+        if self._row_gemv is None or self._not_compiled(packed):
             return None, 0
-        kind, n_rows = packed.kind.name, 0
-        key = (str(self.device), self.dtype, kind, packed.n_chunks, packed.tiles.ndim)
-        if key not in _NOT_COMPILED:
-            n_rows, failed = _prepared(self._row_gemv, packed)
-            if failed:
-                _NOT_COMPILED[key] = failed
-        if reason := _NOT_COMPILED.get(key):
-            warning = f"{self.device} multiplies {kind} with Triton kernels, slower than CUDA C++: {reason}"
-            self.warnings += [warning] if warning not in self.warnings else []
+        n_rows = self._row_gemv.prepare(packed)
         return (self._row_gemv if n_rows else None), n_rows
+
+    def _not_compiled(self, packed: PackedWeights) -> bool:
+        """Whether there are no CUDA C++ kernels for this matrix since some could not be compiled; then also warns."""
+        if not (reason := _NOT_COMPILED.get(self._key(packed))):
+            return False
+        kind = packed.kind.name
+        warning = f"{self.device} multiplies {kind} with Triton kernels, slower than CUDA C++: {reason}"
+        self.warnings += [warning] if warning not in self.warnings else []
+        return True
+
+    def _key(self, packed: PackedWeights) -> tuple[object, ...]:
+        return (str(self.device), self.dtype, packed.kind.name, packed.n_chunks, packed.tiles.ndim)
+
+    def finish(self) -> None:
+        """Wait for kernels of the matrices built so far that still compile, load them, and note what was selected.
+
+        Matrices for which CUDA C++ cannot be compiled are left to Triton, with a warning.  Raises CompileError or
+        DriverError for kernels of a layer, which has no others.
+        """
+        began, built = time.monotonic(), self._compiling
+        self._compiling = []
+        for what, product in built:
+            packed = product.packed
+            assert self._row_gemv is not None
+            if not self._not_compiled(packed) and (failed := _not_loaded(self._row_gemv, packed)):
+                _NOT_COMPILED[self._key(packed)] = failed
+            if self._not_compiled(packed):
+                product.row_gemv = None
+            self._note_packed(what, product)
+        if self._cuda_operations is not None:
+            self._cuda_operations.load()
+        self.waited_s += time.monotonic() - began
 
     def _experts(self, matrices: ExpertWeights) -> ExpertWeights:
         self.max_async_pairs = min(self.max_async_pairs, matrices.max_async_pairs)
@@ -392,15 +436,16 @@ def _cuda_gemv(device: torch.device, dtype: torch.dtype) -> tuple[CudaGemv | Non
         return None, reason
 
 
-def _prepared(gemv: CudaGemv, packed: PackedWeights) -> tuple[int, str]:
-    """For how many rows there are kernels, or why they could not be compiled."""
+def _not_loaded(gemv: CudaGemv, packed: PackedWeights) -> str:
+    """Load the kernels for a matrix, and return why that failed."""
     from daemons.ops.cuda.compiler import CompileError
     from daemons.ops.cuda.driver import DriverError
 
     try:
-        return gemv.prepare(packed), ""
+        gemv.load(packed)
     except (CompileError, DriverError) as error:
-        return 0, f"{type(error).__name__}: {_first_line(error)}"
+        return f"{type(error).__name__}: {_first_line(error)}"
+    return ""
 
 
 def _first_line(error: Exception) -> str:

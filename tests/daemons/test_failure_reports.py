@@ -17,7 +17,7 @@ from daemons.errors import DeviceError, describe
 from daemons.ops.basic import rotate
 from daemons.ops.cpu import compiler
 from daemons.ops.cpu.library import cpu_kernels
-from daemons.ops.cuda.compiler import CompileError, compile_kernel, nvrtc
+from daemons.ops.cuda.compiler import CompileError, compile_kernel, nvrtc, start
 from daemons.ops.selection import KernelSelector
 from daemons.options import Options
 from daemons.runner import ModelRunner
@@ -175,9 +175,12 @@ class BrokenGemv:
         self.n_calls = 0
 
     def prepare(self, packed: PackedWeights) -> int:
-        self.n_calls += 1
-        compile_kernel("gemv.cu", "sm_90", ("KIND=NONE", "TILE_BYTES=0"))
+        self.code = start(compile_kernel, "gemv.cu", "sm_90", ("KIND=NONE", "TILE_BYTES=0"))
         return 1
+
+    def load(self, packed: PackedWeights) -> None:
+        self.n_calls += 1
+        self.code.result()
 
 
 def test_matrices_for_which_nvrtc_fails_are_left_to_triton(monkeypatch, tmp_path):
@@ -190,9 +193,11 @@ def test_matrices_for_which_nvrtc_fails_are_left_to_triton(monkeypatch, tmp_path
     gemv, selectors = BrokenGemv(), [KernelSelector(CPU, torch.float16, kernels=True) for _ in range(2)]
     for selector in selectors:
         selector._row_gemv = gemv
-        for _ in range(3):  # layers
-            packed = empty_packed(BY_NAME["Q6_K"], TILE_ROWS, CHUNK, CPU)
-            assert selector.packed_linear(packed, CHUNK).implementation.startswith("packed, triton")
+        packed = [empty_packed(BY_NAME["Q6_K"], TILE_ROWS, CHUNK, CPU) for _ in range(3)]  # layers
+        products = [selector.packed_linear(one, CHUNK) for one in packed]
+        selector.finish()
+        assert all(product.implementation.startswith("packed, triton") for product in products)
+        assert selector.selected["cpu linear Q6_K"].startswith("packed, triton")
     assert gemv.n_calls == 1
     (warning,) = {*selectors[0].warnings, *selectors[1].warnings}
     assert len(selectors[1].warnings) == 1

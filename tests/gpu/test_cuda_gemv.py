@@ -219,5 +219,6 @@ def test_a_gpu_selects_it_and_says_so():
     selector = KernelSelector(torch.device("cuda", 0), torch.bfloat16)
     assert selector.warnings == []
     selector.packed_linear(Matrix.random("Q4_K", 40, 512).packed, 512)
+    selector.finish()
     assert selector.selected["cuda:0 linear Q4_K"].startswith("packed, cuda c++ to")
     assert KernelSelector(torch.device("cuda", 0), torch.float32).warnings == []

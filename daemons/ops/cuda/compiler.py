@@ -1,26 +1,35 @@
 """Compile CUDA C++ to machine code with NVRTC, the compiler library that torch's CUDA wheels bring along.
 
 Needs neither a GPU nor a CUDA installation.  A kernel takes 0.2 to 1 s and a model some thirty of them, so they are
-compiled in threads, and machine code is kept in the user's cache under a name made of sources, options and compiler.
+compiled in threads while weights are read, and machine code is kept in the user's cache under a name made of sources,
+options and compiler.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
+from typing import ParamSpec
 
 import torch
 
-from daemons.ops.code_cache import cache_directory, kept
+from daemons.ops.code_cache import kept
 from lucevisor.protocol.threads import ThreadExecutor
 
 SOURCES = Path(__file__).parent
+MAX_THREADS = 8
+_COMPILING: dict[str, Lock] = {}
+"""By name of the machine code: who needs what another thread compiles finds it kept."""
+
+P = ParamSpec("P")
 
 
 class CompileError(Exception):
@@ -48,23 +57,25 @@ def compile_kernel(file: str, architecture: str, defines: tuple[str, ...] = ()) 
     options = (f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{d}" for d in defines))
     digest = sha256(repr((_version(), file, options)).encode() + _sources())
     name = f"{Path(file).stem}-{architecture}-{digest.hexdigest()[:24]}.cubin"
-    return kept(name, lambda: _compiled(file, options))
+    with _COMPILING.setdefault(name, Lock()):
+        return kept(name, lambda: _compiled(file, options))
 
 
-def compile_together(kernels: Sequence[Callable[[], bytes]]) -> None:
-    """Compile kernels that are needed next into the user's cache, all at once; what fails fails again, and says why,
-    when it is needed.
-    """
-    n_threads = min(len(kernels), len(os.sched_getaffinity(0)), 8)
-    if n_threads < 2 or cache_directory() is None:
-        return
+def start(compile_: Callable[P, bytes], *args: P.args, **kwargs: P.kwargs) -> Future[bytes]:
+    """Compile a kernel in a thread, while the caller goes on; the future has what ``compile_`` returns or raises."""
+    with suppress(MemoryError):
+        return _threads().submit(compile_, *args, **kwargs)
+    future: Future[bytes] = Future()
     try:
-        threads = ThreadExecutor(n_threads, "nvrtc")
-    except MemoryError:
-        return
-    futures = [threads.submit(kernel) for kernel in kernels]
-    threads.shutdown(wait=False)
-    wait(futures)
+        future.set_result(compile_(*args, **kwargs))
+    except Exception as error:  # for whoever needs the kernel
+        future.set_exception(error)
+    return future
+
+
+@cache
+def _threads() -> ThreadExecutor:
+    return ThreadExecutor(min(len(os.sched_getaffinity(0)), MAX_THREADS), "nvrtc")
 
 
 @cache

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from daemons.ops.basic import l2_scale
-from daemons.ops.cuda.compiler import compile_kernel, compile_together
-from daemons.ops.cuda.driver import Kernel, load_kernel
+from daemons.ops.cuda.compiler import compile_kernel, start
+from daemons.ops.cuda.driver import Kernel
 from daemons.ops.cuda.limits import DTYPES, DeviceLimits
 from daemons.ops.operations import MAX_DECODE_TOKENS, DeltaNetPools, GatedDeltaNetParams
 from daemons.ops.triton.recurrent_delta_rule import L2_EPS
@@ -87,20 +87,24 @@ def compile_delta_net_batch(architecture: str, params: GatedDeltaNetParams, dtyp
 
 
 class CudaDeltaNet:
-    """The kernels for the layers of one shape on a device.  Raises CompileError or DriverError."""
+    """The kernels for the layers of one shape on a device."""
 
     def __init__(
         self, params: GatedDeltaNetParams, device: torch.device, dtype: torch.dtype, architecture: str
     ) -> None:
         most, cluster = shared_bytes(params, MAX_DECODE_TOKENS), halves(params) * (params.n_value // params.n_key)
-        forms = [partial(compile_delta_net, architecture, params, dtype, n) for n in (2, 1)]
-        compile_together([*forms, partial(compile_delta_net_batch, architecture, params, dtype)])
-        self.kernel, alone = (
-            load_kernel(code, "delta_net", device, most, dependent=True, cluster=cluster)
-            for code in [compile_() for compile_ in forms]
+        self.kernel, self._alone = (
+            Kernel(
+                start(compile_delta_net, architecture, params, dtype, n),
+                "delta_net",
+                device,
+                most,
+                dependent=True,
+                cluster=cluster,
+            )
+            for n in (2, 1)
         )
-        # Of one slice: where each block has a multiprocessor to itself, none waits for another's arithmetic.
-        self.kernel_of_one = alone if alone.max_clusters(32 * WARPS, most) >= params.n_key else self.kernel
+        self._most_bytes, self._n_key = most, params.n_key
         self.limits = DeviceLimits.of(device)
         self.batch_kernel: Kernel | None = None
         free = self.limits.block_shared_bytes - batch_bytes(params, 0)
@@ -108,9 +112,20 @@ class CudaDeltaNet:
         self.max_slices = max(0, n_pairs) * self.limits.n_processors // params.n_key
         """Of a launch of the batch kernel, whose blocks keep what their pairs of a slice and a key head need."""
         if n_pairs > 0:
-            code = compile_delta_net_batch(architecture, params, dtype)
+            code = start(compile_delta_net_batch, architecture, params, dtype)
             limit = self.limits.block_shared_bytes
-            self.batch_kernel = load_kernel(code, "delta_net_batch", device, limit, dependent=True)
+            self.batch_kernel = Kernel(code, "delta_net_batch", device, limit, dependent=True)
+
+    @cached_property
+    def kernel_of_one(self) -> Kernel:
+        """Of one slice: where each block has a multiprocessor to itself, none waits for another's arithmetic."""
+        return self._alone if self._alone.max_clusters(32 * WARPS, self._most_bytes) >= self._n_key else self.kernel
+
+    def load(self) -> None:
+        """Wait until the kernels are compiled, and load them.  Raises CompileError or DriverError."""
+        for kernel in (self.kernel, self.kernel_of_one, self.batch_kernel):
+            if kernel is not None:
+                kernel.load()
 
     def __call__(
         self, y: Tensor, pools: DeltaNetPools, ids: Tensor, kept: Tensor, params: GatedDeltaNetParams

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import cache
 from typing import Any, ClassVar
 
@@ -77,7 +78,7 @@ def _argument(value: Tensor | int | float | None) -> ctypes._SimpleCData[Any]:
 
 
 class Kernel:
-    """The kernel ``name`` of some machine code on one device.
+    """The kernel ``name`` of some machine code on one device, loaded when it is first launched, or by ``load``.
 
     ``dependent``: it waits for its inputs itself, so it may start while the kernel ahead of it still runs (from sm_90).
     ``cluster``: the blocks of a cluster, for which it was compiled; more than one only from sm_90 on.
@@ -87,40 +88,42 @@ class Kernel:
     """False: every kernel waits for the whole one ahead, so that a benchmark can compare."""
 
     def __init__(
-        self, code: bytes, name: str, device: torch.device, shared_bytes: int, *, dependent: bool, cluster: int = 1
+        self,
+        code: Future[bytes],
+        name: str,
+        device: torch.device,
+        shared_bytes: int,
+        *,
+        dependent: bool,
+        cluster: int = 1,
     ) -> None:
         self.name, self.device, self.cluster = name, device, cluster
-        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        driver = _driver()
-        with torch.cuda.device(device):
-            # makes the device's context this thread's; waits for nothing: other threads may have work queued
-            torch.cuda.current_stream().query()
-            _check(driver.cuModuleLoadData(ctypes.byref(self._module), code), f"loading {name}")
-            _check(
-                driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), f"finding {name}"
-            )
-            if shared_bytes:
-                _check(
-                    driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes),
-                    f"{shared_bytes} bytes of shared memory for {name}",
-                )
+        self._code, self._shared_bytes = code, shared_bytes
+        self._function: ctypes.c_void_p | None = None
         size, program = (_Attribute(_CLUSTER_DIMENSION), _Attribute(_PROGRAMMATIC_SERIALIZATION))
         size.value[:3], program.value[0] = (cluster, 1, 1), 1
         self._attributes = (_Attribute * 2)(size, program) if cluster > 1 else (_Attribute * 1)(program)
         self.dependent = dependent and torch.cuda.get_device_capability(device) >= (9, 0)
-        self._launch = driver.cuLaunchKernelEx
+
+    def load(self) -> None:
+        """Wait until it is compiled, and load it.  Raises CompileError or DriverError."""
+        if self._function is None:
+            self._function = _function(self._code.result(), self.name, self.device, self._shared_bytes)
 
     def __call__(
         self, grid: tuple[int, int], n_threads: int, shared_bytes: int, arguments: Sequence[Tensor | int | float | None]
     ) -> None:
         """Launch on the device's current stream.  Numbers are passed as 32 bits, tensors and None as pointers."""
+        self.load()
         values = [_argument(a) for a in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         config = self._config(grid, n_threads, shared_bytes)
-        _check(self._launch(ctypes.byref(config), self._function, pointers, None), f"launching {self.name}")
+        result = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
+        _check(result, f"launching {self.name}")
 
     def max_clusters(self, n_threads: int, shared_bytes: int) -> int:
         """How many clusters run on the device at once."""
+        self.load()
         found, config = ctypes.c_int(), self._config((self.cluster, 1), n_threads, shared_bytes)
         with torch.cuda.device(self.device):
             result = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), self._function, ctypes.byref(config))
@@ -134,11 +137,21 @@ class Kernel:
 
 
 @cache
-def load_kernel(
-    code: bytes, name: str, device: torch.device, shared_bytes: int, *, dependent: bool, cluster: int = 1
-) -> Kernel:
-    """The kernel, loaded once in a process: the driver waits for all that the device computes when it loads one.
+def _function(code: bytes, name: str, device: torch.device, shared_bytes: int) -> ctypes.c_void_p:
+    """The kernel's handle, loaded once in a process: the driver waits for all that the device computes when it loads
+    one.
 
     A spare's rehearsal leaves them to its load.
     """
-    return Kernel(code, name, device, shared_bytes, dependent=dependent, cluster=cluster)
+    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    with torch.cuda.device(device):
+        # makes the device's context this thread's; waits for nothing: other threads may have work queued
+        torch.cuda.current_stream().query()
+        _check(driver.cuModuleLoadData(ctypes.byref(module), code), f"loading {name}")
+        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
+        if shared_bytes:
+            _check(
+                driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes),
+                f"{shared_bytes} bytes of shared memory for {name}",
+            )
+    return function

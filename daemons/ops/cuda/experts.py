@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from daemons.ops.cuda.compiler import compile_kernel
-from daemons.ops.cuda.driver import Kernel, load_kernel
+from daemons.ops.cuda.compiler import compile_kernel, start
+from daemons.ops.cuda.driver import Kernel
 from daemons.ops.cuda.limits import DTYPES, DeviceLimits, eight_rows_bytes
 from daemons.weights.packed import PackedWeights, tile_bytes
 from lucevisor.model.quant_types import TILE_ROWS, padded_rows
@@ -121,8 +121,8 @@ class CudaExperts:
     def _kernels_of(self, kind: str, shape: ExpertsShape) -> tuple[Kernel, Kernel]:
         key = shape.constants(kind)
         if key not in self._kernels:
-            code, limit = compile_experts(self.architecture, kind, shape, self.dtype, *self.defines), 0
-            order = load_kernel(code, "order_pairs", self.device, limit, dependent=True)
-            product = load_kernel(code, "gemv_experts", self.device, self.limits.block_shared_bytes, dependent=True)
+            code = start(compile_experts, self.architecture, kind, shape, self.dtype, *self.defines)
+            order = Kernel(code, "order_pairs", self.device, 0, dependent=True)
+            product = Kernel(code, "gemv_experts", self.device, self.limits.block_shared_bytes, dependent=True)
             self._kernels[key] = order, product
         return self._kernels[key]

@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from daemons.ops.cuda.compiler import compile_kernel
-from daemons.ops.cuda.driver import Kernel, load_kernel
+from daemons.ops.cuda.compiler import compile_kernel, start
+from daemons.ops.cuda.driver import Kernel
 from daemons.ops.cuda.limits import DTYPES, WIDE_ARCHITECTURE, DeviceLimits, eight_rows_bytes
 from daemons.weights.packed import PackedWeights, tile_bytes
 from lucevisor.model.quant_types import TILE_ROWS, padded_rows
@@ -93,13 +93,13 @@ class Gemm:
         self._kernels: dict[tuple[str, ...], tuple[Kernel, Kernel, Kernel]] = {}
 
     def kernels(self, kind: str, shape: GemmShape) -> tuple[Kernel, Kernel, Kernel]:
-        """What spreads the rows, the product, and what adds parts.  Raises CompileError or DriverError."""
+        """What spreads the rows, the product, and what adds parts."""
         key = shape.constants(kind)
         if key not in self._kernels:
-            code, limit = compile_gemm(kind, shape, self.dtype, *self.defines), self.limits.block_shared_bytes
-            spread = load_kernel(code, "gemm_rows", self.device, 0, dependent=True)
-            product = load_kernel(code, "gemm", self.device, limit, dependent=True)
-            self._kernels[key] = spread, product, load_kernel(code, "gemm_sums", self.device, 0, dependent=True)
+            code, limit = start(compile_gemm, kind, shape, self.dtype, *self.defines), self.limits.block_shared_bytes
+            spread = Kernel(code, "gemm_rows", self.device, 0, dependent=True)
+            product = Kernel(code, "gemm", self.device, limit, dependent=True)
+            self._kernels[key] = spread, product, Kernel(code, "gemm_sums", self.device, 0, dependent=True)
         return self._kernels[key]
 
     def __call__(self, shape: GemmShape, packed: PackedWeights, x: Tensor, out: Tensor | None = None) -> Tensor:

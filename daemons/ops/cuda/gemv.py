@@ -7,17 +7,17 @@ docs/kernels.md how they compute.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from daemons.ops.cuda.compiler import compile_kernel, compile_together
-from daemons.ops.cuda.driver import Kernel, load_kernel
+from daemons.ops.cuda.compiler import compile_kernel, start
+from daemons.ops.cuda.driver import Kernel
 from daemons.ops.cuda.experts import CudaExperts
-from daemons.ops.cuda.gemm import MAX_GEMM_ROWS, Gemm, GemmShape, compile_gemm, gemm_shape
+from daemons.ops.cuda.gemm import MAX_GEMM_ROWS, Gemm, GemmShape, gemm_shape
 from daemons.ops.cuda.limits import DTYPES, DeviceLimits, eight_rows_bytes
-from daemons.ops.cuda.slabs import SlabGemv, SlabShape, compile_slabs, slab_shape
+from daemons.ops.cuda.slabs import SlabGemv, SlabShape, slab_shape
 from daemons.ops.cuda.streamed import MAX_STREAMED_ROWS, StreamedShape, compile_streamed, streamed_shape
 from daemons.ops.expert_pairs import ExpertPairs
 from daemons.ops.triton.split_k import reduce_splits, split_buffer
@@ -138,17 +138,22 @@ class CudaGemv:
         self._slabs = SlabGemv(device, dtype, *defines)
         self._gemm = Gemm(device, dtype, *defines)
         self._rows_kernels: dict[tuple[str, int, int], Kernel] = {}
-        self._prepared: set[tuple[str, GemvShape, tuple[ShapeOfRows, ...]]] = set()
+        self._prepared: dict[tuple[str, GemvShape, tuple[ShapeOfRows, ...]], tuple[Kernel, ...]] = {}
 
     def prepare(self, packed: PackedWeights) -> int:
-        """Compile what rows times a matrix need; returns how many rows there are kernels for.
+        """Start to compile what rows times a matrix need; returns how many rows there are kernels for."""
+        return self._prepare(packed)[0]
 
-        Raises CompileError or DriverError when it cannot run here.
-        """
+    def load(self, packed: PackedWeights) -> None:
+        """Wait for what :meth:`prepare` started.  Raises CompileError or DriverError when it cannot run here."""
+        for kernel in self._prepare(packed)[1]:
+            kernel.load()
+
+    def _prepare(self, packed: PackedWeights) -> tuple[int, tuple[Kernel, ...]]:
         kind, n_chunks = packed.kind.name, packed.n_chunks
         shape = gemv_shape(kind, n_chunks, self.limits) if kind in KINDS else None
         if shape is None:
-            return 0
+            return 0, ()
         n_rows, shapes = 1, list[ShapeOfRows]()
         if packed.tiles.ndim < 4:  # experts have a kernel of their own
             for more in (*range(8, MAX_STREAMED_ROWS + 1, 8), 2 * MAX_STREAMED_ROWS, MAX_GEMM_ROWS):
@@ -156,52 +161,34 @@ class CudaGemv:
                     break
                 n_rows = more
                 shapes.append(found)
-        if (wanted := (kind, shape, tuple(shapes))) in self._prepared:
-            return n_rows
-        one_row = gemv_constants(kind, shape.warps, shape.depth)
-        compile_together(
-            [
-                partial(compile_gemv, self.architecture, one_row, self.dtype, *self.defines),
-                *(partial(self._compile, kind, found) for found in dict.fromkeys(shapes)),
-            ]
-        )
-        self._kernel(kind, shape)
-        for found in shapes:
-            match found:
-                case SlabShape():
-                    self._slabs.kernels(kind, found)
-                case StreamedShape():
-                    self._streamed_kernels(kind, found)
-                case RowsShape():
-                    self._rows_kernel(kind, found)
-                case GemmShape():
-                    self._gemm.kernels(kind, found)
-        self._prepared.add(wanted)
-        return n_rows
+        if (wanted := (kind, shape, tuple(shapes))) not in self._prepared:
+            of_rows = [kernel for found in shapes for kernel in self._kernels_of(kind, found)]
+            self._prepared[wanted] = (self._kernel(kind, shape), *of_rows)
+        return n_rows, self._prepared[wanted]
 
-    def _compile(self, kind: str, shape: ShapeOfRows) -> bytes:
+    def _kernels_of(self, kind: str, shape: ShapeOfRows) -> tuple[Kernel, ...]:
         match shape:
             case SlabShape():
-                return compile_slabs(kind, shape, self.dtype, *self.defines)
+                return self._slabs.kernels(kind, shape)
             case StreamedShape():
-                return compile_streamed(self.architecture, kind, shape, self.dtype, *self.defines)
+                return self._streamed_kernels(kind, shape)
             case RowsShape():
-                return compile_gemv_rows(self.architecture, kind, shape, self.dtype, *self.defines)
+                return (self._rows_kernel(kind, shape),)
             case GemmShape():
-                return compile_gemm(kind, shape, self.dtype, *self.defines)
+                return self._gemm.kernels(kind, shape)
 
     def _kernel(self, kind: str, shape: GemvShape, *, gated: bool = False) -> Kernel:
         key = gemv_constants(kind, shape.warps, shape.depth, gated=gated)
         if key not in self._kernels:
-            code = compile_gemv(self.architecture, key, self.dtype, *self.defines)
-            self._kernels[key] = load_kernel(code, "gemv", self.device, self.limits.block_shared_bytes, dependent=True)
+            code = start(compile_gemv, self.architecture, key, self.dtype, *self.defines)
+            self._kernels[key] = Kernel(code, "gemv", self.device, self.limits.block_shared_bytes, dependent=True)
         return self._kernels[key]
 
     def _rows_kernel(self, kind: str, shape: RowsShape) -> Kernel:
         key = (kind, shape.tiles_of_rows, shape.depth)
         if key not in self._rows_kernels:
-            code = compile_gemv_rows(self.architecture, kind, shape, self.dtype, *self.defines)
-            kernel = load_kernel(code, "gemv_rows", self.device, self.limits.block_shared_bytes, dependent=True)
+            code = start(compile_gemv_rows, self.architecture, kind, shape, self.dtype, *self.defines)
+            kernel = Kernel(code, "gemv_rows", self.device, self.limits.block_shared_bytes, dependent=True)
             self._rows_kernels[key] = kernel
         return self._rows_kernels[key]
 
@@ -212,10 +199,10 @@ class CudaGemv:
     def _streamed_kernels(self, kind: str, shape: StreamedShape) -> tuple[Kernel, Kernel]:
         key = shape.constants(kind)
         if key not in self._streamed:
-            code = compile_streamed(self.architecture, kind, shape, self.dtype, *self.defines)
+            code = start(compile_streamed, self.architecture, kind, shape, self.dtype, *self.defines)
             limit, cluster = self.limits.block_shared_bytes, shape.cluster
-            spread = load_kernel(code, "stream_rows", self.device, 0, dependent=True)
-            product = load_kernel(code, "gemv_streamed", self.device, limit, dependent=True, cluster=cluster)
+            spread = Kernel(code, "stream_rows", self.device, 0, dependent=True)
+            product = Kernel(code, "gemv_streamed", self.device, limit, dependent=True, cluster=cluster)
             self._streamed[key] = spread, product
         return self._streamed[key]
 

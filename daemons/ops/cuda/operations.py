@@ -23,3 +23,8 @@ class CudaOperations(TritonOperations):
         if key not in self._delta_nets:
             self._delta_nets[key] = CudaDeltaNet(weights, self.device, self.dtype, self.architecture)
         return TritonGatedDeltaNet(weights, self._delta_nets[key])
+
+    def load(self) -> None:
+        """Wait for kernels that compile.  Raises CompileError or DriverError."""
+        for delta_net in list(self._delta_nets.values()):
+            delta_net.load()

@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from daemons.ops.cuda.compiler import compile_kernel
-from daemons.ops.cuda.driver import Kernel, load_kernel
+from daemons.ops.cuda.compiler import compile_kernel, start
+from daemons.ops.cuda.driver import Kernel
 from daemons.ops.cuda.limits import DTYPES, WIDE_ARCHITECTURE, DeviceLimits, eight_rows_bytes
 from daemons.weights.packed import PackedWeights, tile_bytes
 from lucevisor.model.quant_types import TILE_ROWS, padded_rows
@@ -105,12 +105,12 @@ class SlabGemv:
         self._kernels: dict[tuple[str, ...], tuple[Kernel, Kernel]] = {}
 
     def kernels(self, kind: str, shape: SlabShape) -> tuple[Kernel, Kernel]:
-        """The product, and the one that adds parts.  Raises CompileError or DriverError."""
+        """The product, and the one that adds parts."""
         key = shape.constants(kind)
         if key not in self._kernels:
-            code, limit = compile_slabs(kind, shape, self.dtype, *self.defines), self.limits.block_shared_bytes
-            product = load_kernel(code, "gemv_slabs", self.device, limit, dependent=True)
-            self._kernels[key] = product, load_kernel(code, "gemv_slabs_sums", self.device, 0, dependent=True)
+            code, limit = start(compile_slabs, kind, shape, self.dtype, *self.defines), self.limits.block_shared_bytes
+            product = Kernel(code, "gemv_slabs", self.device, limit, dependent=True)
+            self._kernels[key] = product, Kernel(code, "gemv_slabs_sums", self.device, 0, dependent=True)
         return self._kernels[key]
 
     def __call__(self, shape: SlabShape, packed: PackedWeights, x: Tensor, out: Tensor | None = None) -> Tensor:
