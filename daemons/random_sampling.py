@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from daemons.device import one_thread
+from lucevisor.model.workspace import DRAW_ROWS, WIDE_DRAW_ROWS
 from lucevisor.protocol.steps import SamplingParams
 
 CANDIDATES = 1024
@@ -54,6 +55,8 @@ def put(tokens: list[int], rows: list[int], found: list[int]) -> None:
 
 def draw(x: Tensor, samplings: Sequence[SamplingParams], keys: Sequence[int]) -> list[int]:
     """Draw one id a row from adjusted logits ``x`` [n, V]; ``keys``: the draw_key of each row."""
+    if len(keys) > DRAW_ROWS:
+        return [token for part in _parts(len(keys)) for token in draw(x[part], samplings[part], keys[part])]
     scaled = x / _on(x.device, [[s.temperature] for s in samplings], torch.float32)
     key = _keys(x.device, keys)
     filtered = [i for i, s in enumerate(samplings) if s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0]
@@ -64,12 +67,21 @@ def draw(x: Tensor, samplings: Sequence[SamplingParams], keys: Sequence[int]) ->
         put(tokens, plain, _gumbel_max(p, _all_ids(p), take(key, plain)).tolist())
     width = min(x.shape[-1], max(CANDIDATES, *(s.top_k for s in samplings)))
     while filtered:
-        settings = [samplings[i] for i in filtered]
-        found, complete = _filtered(take(scaled, filtered), settings, take(key, filtered), width)
-        put(tokens, filtered, found.tolist())
-        # the rest are flat distributions: what the filters keep is wider than the candidates
-        filtered, width = [i for i, ok in zip(filtered, complete.tolist(), strict=True) if not ok], x.shape[-1]
+        wide = list[int]()  # flat distributions: what the filters keep is wider than the candidates
+        n_rows = len(filtered) if width <= CANDIDATES else WIDE_DRAW_ROWS
+        for at in range(0, len(filtered), n_rows):
+            part = filtered[at : at + n_rows]
+            settings = [samplings[i] for i in part]
+            found, complete = _filtered(take(scaled, part), settings, take(key, part), width)
+            put(tokens, part, found.tolist())
+            wide += [i for i, ok in zip(part, complete.tolist(), strict=True) if not ok]
+        filtered, width = wide, x.shape[-1]
     return tokens
+
+
+def _parts(n_rows: int) -> list[slice]:
+    """Return the rows that are drawn from at a time."""
+    return [slice(at, at + DRAW_ROWS) for at in range(0, n_rows, DRAW_ROWS)]
 
 
 def can_draw_on_device(samplings: Sequence[SamplingParams]) -> bool:
@@ -101,6 +113,8 @@ def draw_on_device(
     if by_row:
         rows = zip(x.unsqueeze(1), samplings, keys, strict=True)
         return torch.cat([draw_on_device(row.clone(), [s], [key]) for row, s, key in rows])
+    if len(keys) > DRAW_ROWS:
+        return torch.cat([draw_on_device(x[part], samplings[part], keys[part]) for part in _parts(len(keys))])
     scaled = x / _on(x.device, [[s.temperature] for s in samplings], torch.float32)
     key = _keys(x.device, keys)
     if samplings[0].top_k > 0:

@@ -29,7 +29,7 @@ from daemons.logprobs import prompt_logprobs
 from daemons.models.replay import LayerwiseReplay, layerwise_replays, report_replays
 from daemons.models.stage import LoadedStage
 from daemons.relevance.stage import ScoreStage
-from daemons.sampling import Sampler, rows_to_sample
+from daemons.sampling import Sampler, rows_to_sample, sampled_parts
 from daemons.snapshots.state_map import DraftPools, StateMap
 from daemons.step_output import Payload, StepOutput
 from daemons.token_ring import RunAheadStep, TokenRing, zero_placeholders
@@ -453,6 +453,8 @@ class ModelRunner:
             finish_and_share()
             devices.synchronize(stage.device)  # as drawing does: the step's time is known
             return []
+        if len(wanted) > stage.max_sampled_rows:
+            return self._sample_in_parts(stage, step, rows, masks, finish_and_share)
         logits = stage.logits(rows, wanted)  # on a device it is queued by now: the masks arrive meanwhile
         poll_previous()
         slices = [s for s in step.slices if s.sample]
@@ -464,6 +466,23 @@ class ModelRunner:
             return async_output
         found = masks(step.step_id, slices) if any(s.masked for s in slices) else None
         return self._sampler.sample(slices, logits, found, partial(self._extend_drafts, step))
+
+    def _sample_in_parts(
+        self, stage: LoadedStage, step: Step, rows: Tensor, masks: MaskSource,
+        finish_and_share: Callable[[], list[Slice] | None],
+    ) -> list[Sampled]:  # fmt: skip
+        """Sample slices of many drafts, some at a time: the logits of all would take gigabytes."""
+        assert self._sampler is not None
+        slices = [s for s in finish_and_share() or step.slices if s.sample]
+        found = masks(step.step_id, slices) if any(s.masked for s in slices) else None
+        wanted, sampled, first, first_mask = rows_to_sample(step.slices), list[Sampled](), 0, 0
+        for part in sampled_parts(slices, stage.max_sampled_rows):
+            stop = first + len(rows_to_sample(part))
+            stop_mask = first_mask + sum(1 + s.n_drafts for s in part if s.masked)
+            own = None if found is None or stop_mask == first_mask else found[first_mask:stop_mask]
+            sampled += self._sampler.sample(part, stage.logits(rows, wanted[first:stop]), own)
+            first, first_mask = stop, stop_mask
+        return sampled
 
     def _extend_drafts(self, step: Step, drawn: Tensor | None) -> None:
         """Extend the drafter's context while the host waits for a step, if its DraftStep has arrived."""

@@ -10,7 +10,7 @@ XTC; each acts on what the previous one left.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -475,6 +475,19 @@ def rows_to_sample(slices: Sequence[Slice]) -> list[int]:
         if s.sample:
             rows += range(end - 1 - s.n_drafts, end)
     return rows
+
+
+def sampled_parts(slices: Sequence[Slice], max_rows: int) -> Iterator[list[Slice]]:
+    """Deal slices that are sampled into parts of at most ``max_rows`` rows, or of one slice."""
+    part, n_rows = list[Slice](), 0
+    for s in slices:
+        if part and n_rows + 1 + s.n_drafts > max_rows:
+            yield part
+            part, n_rows = [], 0
+        part.append(s)
+        n_rows += 1 + s.n_drafts
+    if part:
+        yield part
 
 
 def _accepted(drawn: list[int], drafts: list[int]) -> list[int]:

@@ -30,7 +30,7 @@ from daemons.ops.paged import PagedTensor, Pages
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup
-from lucevisor.model.workspace import GRAPH_ROWS
+from lucevisor.model.workspace import GRAPH_ROWS, SAMPLED_ROWS
 from lucevisor.protocol.loading import DeviceUse, Load, StagePlan
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import OpenSequence, Operation, PageScores, SamplingParams, SetPages, Slice, Step
@@ -109,6 +109,7 @@ class LoadedStage:
         self.first_device, self.device = shards[0].device, shards[-1].device
         self.dtype = torch_dtype(load.dtype)
         self.max_step_tokens, self.max_drafts, self.max_lookup = load.max_step_tokens, load.max_drafts, load.max_lookup
+        self.max_sampled_rows = max(SAMPLED_ROWS, load.max_sequences)
         self.ranks_pages = load.rank_pages
         self.sequences = Sequences(
             [s.pools for s in shards],

@@ -192,6 +192,34 @@ def test_tokens_are_those_of_steps_that_wait(mix: str, backend: Backend) -> None
     assert on_device or mix == "of all kinds" or not ahead.n_async
 
 
+@pytest.mark.parametrize("mix", ["plain", "filtered", "of all kinds"])
+def test_many_rows_are_sampled_in_parts(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of 3, 1 and 2 rows, of which the first and the last are masked, at most 3 rows at a time."""
+    golden = opened("qwen3")
+    whole, parts = (Daemon.of(golden.spec, golden.ids, Backend.CPU, MIXES[mix]) for _ in range(2))
+    slices = [
+        Slice(0, 5, golden.ids[5:8], True, n_drafts=2, masked=True),
+        Slice(1, 6, golden.ids[6:7], True),
+        Slice(2, 7, golden.ids[7:9], True, n_drafts=1, masked=True),
+    ]
+    masks = torch.zeros(5, -(-golden.spec.vocabulary // 8), dtype=torch.uint8)
+    for row in range(5):
+        masks[row, row] = 0b1010  # each row of a masked slice may be one of two tokens of its own
+    made, logits = list[int](), parts.runner.stages[0].logits
+    monkeypatch.setattr(parts.runner.stages[0], "max_sampled_rows", 3)
+    monkeypatch.setattr(
+        parts.runner.stages[0], "logits", lambda rows, which: made.append(len(which)) or logits(rows, which)
+    )
+    found = [
+        daemon.runner.run_step(Step(9, 0, [], slices), 0, 0.0, lambda step_id, masked: masks.clone()).result.sampled
+        for daemon in (whole, parts)
+    ]
+    assert found[0] == found[1]
+    assert made == [3, 3]
+    assert found[1][0].token in (1, 3)
+    assert {s.sequence for s in found[1]} == {0, 1, 2}
+
+
 def test_a_token_that_nobody_sampled_is_refused() -> None:
     sampler = Sampler(9, torch.device("cpu"))
     sampler.open(4, GREEDY, [])
