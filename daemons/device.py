@@ -157,7 +157,9 @@ def _accelerator_info(index: int) -> DeviceInfo:
         architecture = f"sm_{properties.major}{properties.minor}"
         bfloat16 = properties.major >= 8
     dtypes = [Dtype.FLOAT32, Dtype.FLOAT16] + ([Dtype.BFLOAT16] if bfloat16 else [])
-    return DeviceInfo(index, properties.name, total, free, architecture, dtypes)
+    uuid = str(getattr(properties, "uuid", ""))  # none of some drivers, or zeros
+    uuid = uuid if uuid.strip("0-") else ""
+    return DeviceInfo(index, properties.name, total, free, architecture, dtypes, uuid)
 
 
 def _cpu_info() -> DeviceInfo:

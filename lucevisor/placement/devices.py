@@ -1,6 +1,6 @@
 """The configured devices, matched with the inventory, the memories they allocate from, and the dtypes they compute in.
 
-All cpu devices of a host share one memory, ``host`` on the supervisor's own; every other device has its own.
+All cpu devices of a host share one memory, ``host`` on the supervisor's own; so do groups that see the same GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ SPARE_HOST_BYTES = 300 << 20
 class TargetDevice:
     """One device of ``target_devices``; ``info`` None: its group was not queried.  ``n_spares``: of its group.
 
-    ``share``: of its usable memory.  ``host``: where it is; empty for this one.
+    ``share``: of its usable memory.  ``host``: where it is; empty for this one.  ``same_as``: the first device that is
+    the same GPU, seen by another group.
     """
 
     device: DeviceRef
@@ -41,11 +42,12 @@ class TargetDevice:
     n_spares: int = 0
     share: float = 1.0
     host: str = ""
+    same_as: DeviceRef | None = None
 
     @property
     def memory(self) -> str:
         if self.backend is not Backend.CPU:
-            return str(self.device)
+            return str(self.same_as or self.device)
         return f"{HOST} {self.host}" if self.host else HOST
 
 
@@ -90,8 +92,26 @@ def target_devices(config: Config, inventory: Inventory | None) -> tuple[TargetD
         info = find_device(config, f"placement.target_devices[{i}]", device, backend, inventory, taken)
         share = memory_share(config, device, backend)
         host = config.groups[device.group].host_name
-        targets.append(TargetDevice(device, backend, info, config.recovery.spares, share, host))
+        same_as = first_seen(config, device, info, inventory)
+        targets.append(TargetDevice(device, backend, info, config.recovery.spares, share, host, same_as))
     return tuple(targets)
+
+
+def first_seen(
+    config: Config, device: DeviceRef, info: DeviceInfo | None, inventory: Inventory | None
+) -> DeviceRef | None:
+    """Return the device of an earlier group on the same host that is the same GPU; None: there is none, as far as
+    known."""
+    if info is None or not info.uuid or inventory is None:
+        return None
+    for group in config.groups:
+        if group == device.group:
+            break
+        if config.groups[group].host_name == config.groups[device.group].host_name:
+            for other in inventory.get(group, ()):
+                if other.uuid == info.uuid:
+                    return DeviceRef(group, other.index)
+    return None
 
 
 def order_is_free(config: Config, targets: Sequence[TargetDevice]) -> bool:
@@ -143,7 +163,8 @@ def memories_of(targets: Sequence[TargetDevice]) -> dict[str, Memory]:
         if known is not None and known.free_bytes is not None:
             free = min(free, known.free_bytes)
         spares = max(_spare_bytes(other, targets) for other in targets if other.memory == target.memory)
-        usable = max(0, free - _reserve(target, free) - spares)
+        groups = {other.device.group for other in targets if other.memory == target.memory}
+        usable = max(0, free - _reserve(target, free, len(groups)) - spares)
         out[target.memory] = Memory(target.memory, free, free - int(usable * target.share))
     return out
 
@@ -196,10 +217,11 @@ def _uses(config: Config, device: DeviceRef, backend: Backend, host: str) -> boo
     return device.group in config.groups and (device in named or not config.placement.devices)
 
 
-def _reserve(target: TargetDevice, free_bytes: int) -> int:
+def _reserve(target: TargetDevice, free_bytes: int, n_daemons: int) -> int:
     if target.backend is Backend.CPU or target.info is None:
         return int(free_bytes * HOST_RESERVE)
-    return (512 << 20) + int(target.info.total_bytes * 0.01)  # for fragmentation of the allocator
+    # for kernels, graphs and fragmentation of the allocator
+    return n_daemons * (512 << 20) + int(target.info.total_bytes * 0.01)
 
 
 def _spare_bytes(target: TargetDevice, targets: Sequence[TargetDevice]) -> int:

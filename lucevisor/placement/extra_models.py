@@ -15,7 +15,7 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, KvGroup, LayerRange
 from lucevisor.model.vision import VisionSpec
 from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes
-from lucevisor.placement.devices import Inventory, TargetDevice, find_device, memory_share
+from lucevisor.placement.devices import Inventory, TargetDevice, find_device, first_seen, memory_share
 from lucevisor.placement.result import (
     Infeasible,
     PlacedDrafter,
@@ -77,7 +77,8 @@ def _target(config: Config, key: str, device: DeviceRef | None, inventory: Inven
         return None
     backend = Backend(config.groups[device.group].backend)
     info, share = find_device(config, key, device, backend, inventory), memory_share(config, device, backend)
-    return TargetDevice(device, backend, info, share=share, host=config.groups[device.group].host_name)
+    same_as = first_seen(config, device, info, inventory)
+    return TargetDevice(device, backend, info, share=share, host=config.groups[device.group].host_name, same_as=same_as)
 
 
 def _same_place(a: TargetDevice, b: TargetDevice) -> bool:

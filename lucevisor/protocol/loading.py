@@ -21,6 +21,7 @@ class DeviceInfo(msgspec.Struct, frozen=True):
     free_bytes: int
     architecture: str  # "sm_90", "gfx1151", "x86_64+avx512_bf16"
     dtypes: list[Dtype]  # formats with native matrix products
+    uuid: str = ""  # the same in all processes that see a GPU
 
 
 class Hello(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from msgspec.structs import replace as replaced
 
 from daemons.models.stage import LoadedStage
 from lucevisor.config import CacheConfig, Config, KvFlashConfig, load
@@ -29,7 +30,7 @@ from lucevisor.placement.result import Placement, PlacementError
 from lucevisor.placement.stages import LoadFiles, load_message
 from tests.combinations import combinations
 from tests.model.qwen35_file import Shape, write
-from tests.placement.made import BOX, BOX_SPLIT, CPUS, DEMO, GIB, box, configure, cpu, gpu, placed, refused, wrong
+from tests.placement.made import BOX, BOX_SPLIT, CPUS, DEMO, GIB, MIB, box, configure, cpu, gpu, placed, refused, wrong
 
 # ---- what is where
 
@@ -181,6 +182,29 @@ def test_settings_that_do_less_than_they_say_are_named(demo, tmp_path):
     assert "engine.max_context = 8192 exceeds the 4096 tokens" in notices
     assert "engine.pages = 10000 is more than can be used: 8 sequences of 8192 tokens fill 1024" in notices
     assert "engine.prefill_chunk = 10000 is cut to max_context = 8192" in notices
+
+
+# ---- one GPU seen by several groups
+
+
+def test_groups_that_see_the_same_gpu_share_its_memory(big, tmp_path):
+    config = configure(tmp_path, ["cuda:0", "hip:0"], [1, 1])
+    apart, same = (
+        placed(big, config, {"cuda": [replaced(gpu(0, 40), uuid="a")], "hip": [replaced(gpu(0, 40), uuid=uuid)]})
+        for uuid in ("b", "a")
+    )
+    assert [d.memory for d in apart.devices] == ["cuda:0", "hip:0"]
+    assert [d.memory for d in same.devices] == ["cuda:0", "cuda:0"]
+    assert sum(d.needed_bytes for d in same.devices) <= 40 * GIB - same.devices[0].reserve_bytes
+    assert same.devices[0].reserve_bytes == apart.devices[0].reserve_bytes + 512 * MIB
+    assert any("cuda:0: 40.0 GiB are free for cuda:0, hip:0 together" in reason for reason in same.reasons)
+
+
+def test_devices_of_one_group_are_never_the_same(big, tmp_path):
+    """Some drivers report one uuid for all."""
+    gpus = [replaced(gpu(i, 40), uuid="a") for i in range(2)]
+    p = placed(big, configure(tmp_path, ["cuda:0", "cuda:1"]), {"cuda": gpus})
+    assert [d.memory for d in p.devices] == ["cuda:0", "cuda:1"]
 
 
 # ---- the prefill chunk
