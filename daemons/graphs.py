@@ -25,6 +25,7 @@ from daemons.cuda_graphs import captured, not_captured
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Tables
 from daemons.kv.slice_group import GraphKey
+from daemons.ops.compile_only import compile_only
 from daemons.ops.cpu.recording import RecordedMemory, UnrecordableError, record
 from daemons.ops.operations import SHORT_SLICE
 
@@ -162,7 +163,7 @@ class StepGraphs(Generic[Output]):
         key = layout.graph_key
         if key is not None and self.device.type == "cpu" and not layout.is_padded:
             key = key._replace(max_length=0)  # its kernels read lengths from memory
-        if key is None or layout.n_rows > self.max_tokens or key in self._uncapturable:
+        if key is None or layout.n_rows > self.max_tokens or key in self._uncapturable or compile_only():
             return self._run_eagerly(rows, layout, tables, await_rows)
         if not self._reads(tables):  # a table grew and moved
             self._graphs.clear()

@@ -1,10 +1,11 @@
 """Warm-up: run every kind of step that compiles kernels, and capture the graphs that are used first: those of verify
 slices and drafts, and of the chunks that begin a prompt.
 
-A kernel compiles at its first launch, for a second or more, and is cached on disk for later starts; a graph takes tens
-of milliseconds, which a client would wait for whenever the width changes.  A cpu compiles nothing here, and records
-steps of a small model alone: in 0.01 s each, as long as several of them take.  The steps run through a stage like real
-ones, on pages and states that are still free, and leave no sequence open.
+A kernel compiles for a second or more, and is cached on disk for later starts: before the steps run, all kernels
+compile at once, in a run in which none is launched (ops/compile_only.py).  A graph takes tens of milliseconds, which a
+client would wait for whenever the width changes.  A cpu compiles nothing here, and records steps of a small model
+alone: in 0.01 s each, as long as several of them take.  The steps run through a stage like real ones, on pages and
+states that are still free, and leave no sequence open.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 
 from daemons import device as devices
 from daemons.draft.stage import DraftStage
 from daemons.graphs import CAPTURE_AT, CAPTURED, MAX_GRAPHS
-from daemons.heartbeat import Reporter, progress_of
+from daemons.heartbeat import Field, Reporter, progress_of
 from daemons.kv.sequences import Sequences
 from daemons.kv.slice_group import PADDED_ROWS
 from daemons.models.stage import LoadedStage
+from daemons.ops.compile_only import compiling
 from daemons.ops.operations import MAX_DECODE_TOKENS
 from daemons.ops.page_scores import QUERIES
 from lucevisor.model.values import PAGE_TOKENS, KvGroup
@@ -69,6 +72,12 @@ Report = Callable[[int, int], None]
 """(steps done, of how many)."""
 
 
+class Log(Protocol):
+    """See :meth:`daemons.heartbeat.Reporter.log`, with the level."""
+
+    def __call__(self, event: str, **fields: Field) -> None: ...
+
+
 class WarmStep(NamedTuple):
     """A slice of ``n`` tokens at ``start``, of which ``n_drafts`` are verified, and ``num_draft_tokens`` drafts
     behind it.  ``ranks``: it scores a page on the device and one in host memory.  ``sequences``: how many have such a
@@ -90,17 +99,27 @@ def warm_up_all(stages: Sequence[tuple[StagePlan, LoadedStage]], draft: DraftSta
         runs = any(stage.graphs) or stage.spec.pooling.bidirectional
         if runs and (compiles or (recorded and stage.max_drafts)):
             started, device, number = time.monotonic(), plan.shards[0].device, plan.stage
-            warm_up(stage, progress_of(reporter.progress, number, device, "warm up"), compiles=compiles)
+            log = partial(reporter.log, "debug", stage=number)
+            waited_s = sum(shard.selector.waited_s for shard in stage.shards)
+            log("the load waited for CUDA C++ kernels", seconds=round(waited_s, 2))
+            warm_up(stage, progress_of(reporter.progress, number, device, "warm up"), log, compiles=compiles)
             what = "kernels are ready" if compiles else "verify slices are recorded"
             reporter.log(
                 "info" if compiles else "debug", what, stage=number, seconds=round(time.monotonic() - started, 2)
             )
     if draft is not None and draft.graphs is not None:
         report = progress_of(reporter.progress, draft.plan.stage, draft.plan.device, "warm up")
-        warm_up_draft(draft, report, compiles=draft.device.type != "cpu")
+        log = partial(reporter.log, "debug", stage=draft.plan.stage)
+        warm_up_draft(draft, report, log, compiles=draft.device.type != "cpu")
 
 
-def warm_up(stage: LoadedStage, report: Report = lambda done, total: None, *, compiles: bool = True) -> None:
+def warm_up(
+    stage: LoadedStage,
+    report: Report = lambda done, total: None,
+    log: Log = lambda event, **fields: None,
+    *,
+    compiles: bool = True,
+) -> None:
     """Run all steps and wait for them.  ``compiles``: else those of verify slices alone, to capture them."""
     sizes = stage.sequences.units
     pages = min(
@@ -146,6 +165,9 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None, *, co
         of_max_batch = [one for one in several if one.sequences == several[-1].sequences][: len(VERIFYING) - 1]
         of_max_batch[:0] = [WarmStep(0, 1, sequences=of_max_batch[0].sequences)] if of_max_batch else []
         captured = [_captured(verifies, pages * PAGE_TOKENS), _captured(of_max_batch, pages * PAGE_TOKENS), chunks]
+        with stage.shortened():
+            _compile_all(steps, run, report, log)
+        stage.reset()
         _run_all(steps, captured, stage.device, run, report, stage.shortened())
     else:  # graphs of a cpu are for any length
         _run_all([], [verifies], stage.device, run, report, seconds=RECORD_SECONDS)
@@ -175,7 +197,13 @@ def _states(pools: PoolSizes, one: WarmStep, i: int) -> list[int]:
     return [i, *range(first, first + one.n_drafts)]
 
 
-def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None, *, compiles: bool = True) -> None:
+def warm_up_draft(
+    stage: DraftStage,
+    report: Report = lambda done, total: None,
+    log: Log = lambda event, **fields: None,
+    *,
+    compiles: bool = True,
+) -> None:
     """Warm a draft stage up: extend contexts by every kind of step and make drafts of all widths."""
     most = stage.spec.max_drafts
     n_positions = stage.sequences.units[KvGroup.FULL] * PAGE_TOKENS - most - 1
@@ -205,11 +233,35 @@ def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None, 
     if compiles:
         # Drafts lie behind a slice: within the same bound of the length.
         captured = [_captured(alike, n_positions, room=most + 1) for alike in (verifies, of_max_batch)]
+        _compile_all(steps, run, report, log)
+        stage.reset()
         _run_all(steps, captured, stage.device, run, report)
     else:
         _run_all([], [verifies], stage.device, run, report, seconds=RECORD_SECONDS)
     stage.reset()
     devices.synchronize(stage.device)
+
+
+def _compile_all(steps: Sequence[WarmStep], run: Callable[[int, WarmStep], None], report: Report, log: Log) -> None:
+    """Compile the Triton kernels of ``steps`` in threads; those of the first one alone where they are cached.
+
+    Whatever fails is left to the run of the steps, which says why.
+    """
+    began, kernels, problem = time.monotonic(), list[float](), ""
+    try:
+        with compiling() as compilation:
+            kernels = compilation.seconds
+            for number, one in enumerate(steps if compilation.mode is not None else []):
+                report(0, len(steps))
+                run(number, one)
+                if not number and compilation.are_cached():
+                    break
+            compilation.wait(partial(report, 0, len(steps)))
+    except Exception as error:  # any: nothing that runs needs it
+        problem = f"{type(error).__name__}: {error}"
+    seconds, one_by_one = round(time.monotonic() - began, 2), round(sum(kernels), 2)
+    what = "Triton kernels compiled together"
+    log(what, kernels=len(kernels), seconds=seconds, one_by_one=one_by_one, problem=problem)
 
 
 def _run_all(

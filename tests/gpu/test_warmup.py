@@ -39,9 +39,11 @@ def test_no_graph_is_captured_while_a_client_waits(
     draft = load_draft(target, path, kind, EXACT)
     stages = load_stages(target, how=EXACT, captures=draft.spec.captures)
     draft.max_drafts = stages[0].max_drafts = n
+    problems = list[object]()
     for stage in stages:
-        warm_up(stage)
-    warm_up_draft(draft)
+        warm_up(stage, log=lambda event, **fields: problems.append(fields["problem"]))
+    warm_up_draft(draft, log=lambda event, **fields: problems.append(fields["problem"]))
+    assert problems == [""] * (len(stages) + 1)
     pipeline = DraftedPipeline(target, stages, draft)
     captured: list[object] = []
     monkeypatch.setattr(StepGraphs, "_capture", lambda self, key, *more: captured.append(key))
