@@ -93,7 +93,7 @@ def _of_matrix(
     weights = WeightLoader(spec.files, [layout], selector, lambda done, total: None)
     try:
         product = weights.linear(layout.name) if len(layout.shape) == 2 else weights.experts(layout.name)
-        weights.finish()
+        selector.finish()
     finally:
         weights.close()
     n_columns = layout.shape[-1]

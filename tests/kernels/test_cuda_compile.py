@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
 from daemons.ops.code_cache import kept
 from daemons.ops.cuda import compiler as compilation
-from daemons.ops.cuda.compiler import CompileError, nvrtc
+from daemons.ops.cuda.compiler import CompileError, compile_kernel, nvrtc, start
 from daemons.ops.cuda.delta_net import compile_delta_net, compile_delta_net_batch
 from daemons.ops.cuda.experts import compile_experts, experts_shape
 from daemons.ops.cuda.gemm import compile_gemm, gemm_shape
@@ -240,6 +242,32 @@ def test_another_option_or_source_is_other_machine_code(cache, monkeypatch):
     monkeypatch.setattr(compilation, "_sources", lambda: b"changed")
     compile_gemv("sm_90", gemv_constants("Q4_K", 8, 3), torch.bfloat16)
     assert len([*cache.iterdir()]) == 3
+
+
+@pytest.mark.parametrize("has_threads", [True, False])
+def test_a_kernel_compiles_meanwhile_and_a_failure_waits_for_who_needs_it(has_threads, monkeypatch):
+    if not has_threads:
+        monkeypatch.setattr(compilation, "_threads", mock.Mock(side_effect=MemoryError))
+    code = start(compile_gemv, "sm_90", gemv_constants("Q4_K", 8, 4), torch.bfloat16)
+    failed = start(compile_kernel, "gemv.cu", "sm_90", ("KIND=NONE", "TILE_BYTES=0"))
+    assert code.done() is not has_threads
+    assert code.result().startswith(b"\x7fELF")
+    with pytest.raises(CompileError, match=r"gemv.cu for sm_90"):
+        failed.result()
+
+
+def test_a_kernel_that_two_need_compiles_once(monkeypatch):
+    names = list[str]()
+
+    def compiled(file, options):
+        names.append(file)
+        time.sleep(0.1)
+        return b"code"
+
+    monkeypatch.setattr(compilation, "_compiled", compiled)
+    futures = [start(compile_kernel, "gemv.cu", "sm_90", ("A=1",)) for _ in range(3)]
+    assert [future.result() for future in futures] == [b"code"] * 3
+    assert names == ["gemv.cu"]
 
 
 def test_without_a_cache_code_is_made_each_time(monkeypatch, tmp_path):
