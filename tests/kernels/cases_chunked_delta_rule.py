@@ -5,8 +5,6 @@ from __future__ import annotations
 from daemons.ops.triton.chunked_delta_rule import (
     delta_rule_solve_kernel,
     delta_rule_state_kernel,
-    gated_norm_options,
-    gated_rms_norm_kernel,
     solve_options,
     state_options,
 )
@@ -15,7 +13,7 @@ from tests.kernels.targets import TARGETS, Case
 POINTERS = ("qkv", "gates", "pairs", "decays", "conv_states", "states", "norm")
 TF32 = tuple(t for t in TARGETS if t.startswith("sm_") and t != "sm_75")
 OTHERS = tuple(t for t in TARGETS if t not in TF32)
-SIZES = ("n", "n_chunks", "rows")
+SIZES = ("n", "n_chunks")
 
 
 def _cases(dtype: str, n_key: int, n_value: int, dim: int, precision: str) -> list[Case]:
@@ -28,7 +26,6 @@ def _cases(dtype: str, n_key: int, n_value: int, dim: int, precision: str) -> li
     for what, kernel, options in (
         ("solve", delta_rule_solve_kernel, solve_options(*heads, precision)),
         ("carry", delta_rule_state_kernel, state_options(*heads, 4, precision)),
-        ("gate", gated_rms_norm_kernel, gated_norm_options(*heads)),
     ):
         own = {k: v for k, v in signature.items() if k in kernel.arg_names}
         aligned = tuple(k for k in own if k in (*activations, *POINTERS, "y_stride"))

@@ -7,6 +7,8 @@ from daemons.ops.triton.recurrent_delta_rule import (
     causal_conv1d_kernel,
     conv1d_options,
     delta_rule_recurrent_kernel,
+    gated_norm_options,
+    gated_rms_norm_kernel,
     recurrent_options,
     updates_options,
 )
@@ -21,13 +23,15 @@ def _cases(dtype: str, n_key: int, n_value: int, dim: int, conv_width: int = 4) 
     activations = {"y": f"*{dtype}", "out": f"*{dtype}"}
     signature = activations | dict.fromkeys(POINTERS, "*fp32")
     signature |= {"ids": "*i64", "kept": "*i64", "rows": "*i64", "eps": "fp32"}
-    signature |= dict.fromkeys(("n", "y_stride", "source", "target", "states_stride", "updates_stride"), "i32")
-    found, sizes = [], (n_key, n_value, dim, conv_width)
+    sizes = ("n", "n_rows", "y_stride", "source", "target", "states_stride", "updates_stride")
+    signature |= dict.fromkeys(sizes, "i32")
+    found, heads = [], (n_key, n_value, dim, conv_width)
     for what, kernel, options in (
-        ("convolve", causal_conv1d_kernel, conv1d_options(*sizes, keep=True)),
-        ("convolve long", causal_conv1d_kernel, conv1d_options(*sizes, keep=False)),
-        ("recur", delta_rule_recurrent_kernel, recurrent_options(*sizes)),
-        ("recur long", delta_rule_recurrent_kernel, recurrent_options(*sizes, DELTA_NET_TOKENS)),
+        ("convolve", causal_conv1d_kernel, conv1d_options(*heads, keep=True)),
+        ("convolve long", causal_conv1d_kernel, conv1d_options(*heads, keep=False)),
+        ("recur", delta_rule_recurrent_kernel, recurrent_options(*heads)),
+        ("recur long", delta_rule_recurrent_kernel, recurrent_options(*heads, DELTA_NET_TOKENS)),
+        ("gate", gated_rms_norm_kernel, gated_norm_options(n_key, n_value, dim)),
         ("make states", apply_updates_kernel, updates_options(n_key, n_value, dim)),
     ):
         own = {k: v for k, v in signature.items() if k in kernel.arg_names}

@@ -2,7 +2,7 @@
 
 Four launches: :func:`causal_conv1d_kernel` makes q, k, v and the gates; :func:`delta_rule_solve_kernel` solves each
 chunk, all chunks in parallel; :func:`delta_rule_state_kernel` carries the state S from chunk to chunk;
-:func:`gated_rms_norm_kernel` norms the outputs.  Formulas and sources: docs/kernels.md.
+:func:`gated_rms_norm` norms the outputs.  Formulas and sources: docs/kernels.md.
 
 Invariant: decays are multiplied, never taken as differences of summed logarithms: nothing overflows, and no digits are
 lost after a token that resets the state.
@@ -20,12 +20,10 @@ from torch import Tensor
 from daemons.ops.delta_rule import CHUNK
 from daemons.ops.operations import GatedDeltaNetParams
 from daemons.ops.triton.dependent_launch import dependent_launch
-from daemons.ops.triton.recurrent_delta_rule import causal_conv1d_kernel, conv1d_options
+from daemons.ops.triton.recurrent_delta_rule import causal_conv1d_kernel, conv1d_options, gated_rms_norm
 
 VALUES = 32
 """Columns of S per program of :func:`delta_rule_state_kernel`: with heads of 128, one slice fills an H200."""
-ROWS = 16
-"""Tokens per program of :func:`gated_rms_norm_kernel`."""
 
 
 @triton.jit
@@ -195,32 +193,6 @@ def delta_rule_state_kernel(
     tl.store(matrix + HALF * DIM, lower)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def gated_rms_norm_kernel(
-    y,  # [rows, columns]
-    qkv,  # [rows, C]: q, k, and outputs in place of v
-    out,  # [rows, N_VALUE DIM]
-    norm,  # [DIM]
-    eps,
-    rows,
-    y_stride,
-    N_KEY: tl.constexpr,
-    N_VALUE: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    """ROWS tokens of one value head: RMSNorm times silu(z).  Grid [N_VALUE, ceil(rows / ROWS)]."""
-    j, row = tl.program_id(0), tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
-    at = tl.arange(0, DIM)[None, :]
-    inside = row < rows
-    o = tl.load(qkv + row * C + (2 * N_KEY + j) * DIM + at, mask=inside, other=0.0)
-    z = tl.load(y + row * y_stride + C + j * DIM + at, mask=inside, other=0.0).to(tl.float32)
-    o *= tl.rsqrt(tl.sum(o * o, axis=1) / DIM + eps)[:, None] * tl.load(norm + at)
-    o *= z / (1.0 + tl.exp(-z))
-    tl.store(out + row * (N_VALUE * DIM) + j * DIM + at, o.to(out.dtype.element_ty), mask=inside)
-
-
 @cache
 def _precision(device: torch.device) -> str:
     """Precision of float32 products: three TF32 products where tensor cores have them, else IEEE."""
@@ -242,11 +214,6 @@ def state_options(n_key: int, n_value: int, dim: int, conv_width: int, precision
     heads: dict[str, int | str] = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "CONV_WIDTH": conv_width}
     window = {"WINDOW_CHANNELS": triton.next_power_of_2(part), "WINDOW_ROWS": triton.next_power_of_2(conv_width - 1)}
     return heads | window | {"SIZE": CHUNK, "VALUES": values, "PRECISION": precision, "num_warps": 4, "num_stages": 1}
-
-
-def gated_norm_options(n_key: int, n_value: int, dim: int) -> dict[str, int]:
-    """What :func:`gated_rms_norm_kernel` is compiled for, and its warps."""
-    return {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "ROWS": ROWS, "num_warps": 4}
 
 
 def chunked_gated_delta_net(
@@ -279,7 +246,6 @@ def chunked_gated_delta_net(
     qkv, gates = scratch(rows, channels), scratch(rows, m.n_value, 2)
     pairs = scratch(n_slices, n_chunks, m.n_value, 2, CHUNK, CHUNK)
     decays = scratch(n_slices, n_chunks, m.n_value, 2, CHUNK)
-    out = torch.empty(rows, m.n_value * m.dim, dtype=y.dtype, device=y.device)
     heads, precision = (m.n_key, m.n_value, m.dim), _precision(y.device)
     causal_conv1d_kernel[(2 * m.n_key + m.n_value, rows)](
         *(y, qkv, gates, conv_states, ids, ids, m.conv_weight, m.decay_rates, m.dt_bias, n, y.stride(0)),
@@ -293,7 +259,4 @@ def chunked_gated_delta_net(
         *(y, qkv, pairs, decays, conv_states, states, ids, spans, n, n_chunks, y.stride(0)),
         **state_options(*heads, conv_width, precision),
     )
-    gated_rms_norm_kernel[(m.n_value, triton.cdiv(rows, ROWS))](
-        *(y, qkv, out, m.norm.weight, m.norm.epsilon, rows, y.stride(0)), **gated_norm_options(*heads)
-    )
-    return out
+    return gated_rms_norm(y, qkv, m)

@@ -1,9 +1,9 @@
 """The recurrent gated delta net, for decode: one or a few tokens per slice.
 
-Two launches from input columns to gated outputs; the reference is ``daemons.models.blocks.GatedDeltaNet``.  A program
-holds the whole state S of a value head in registers and walks the tokens of its slice, so long slices are faster with
-``chunked_delta_rule``.  Knows no sequences or steps, only rows of the state pools: for each slice the row it reads, and
-for each token the row that gets the state after it, or its update, or -1.
+Three launches from input columns to gated outputs; the reference is ``daemons.models.blocks.GatedDeltaNet``.  A
+program holds some columns of the state S of a value head in registers and walks the tokens of its slice, so long slices
+are faster with ``chunked_delta_rule``.  There are no sequences or steps here, only rows of the state pools: for each
+slice the row it reads, and for each token the row that gets the state after it, or its update, or -1.
 
 Invariant: a row that one slice reads is written by that slice alone, and only by the program that has read its part.
 """
@@ -25,6 +25,10 @@ L2_EPS = 1e-6
 """Epsilon of the l2 norm of queries and keys."""
 UPDATED_COLUMNS = 32
 """Columns of a state that a program of :func:`apply_updates_kernel` holds: with whole ones too few are at work."""
+RECURRENT_COLUMNS = 32
+"""The same for :func:`delta_rule_recurrent_kernel`: on an H200 the fastest for decodes, and near it for prompts."""
+NORM_ROWS = 16
+"""Tokens per program of :func:`gated_rms_norm_kernel`."""
 
 
 @triton.jit
@@ -106,19 +110,19 @@ def causal_conv1d_kernel(
 
 
 @triton.jit
-def _load_token(qkv, gates, z, kept, at, pair, value, width):
-    """q and k [BLOCK, 2], v, z, decay and beta of one token, and the row its state goes to; ``pair`` [1, 2] and
-    ``value``: where its heads begin.
+def _load_token(qkv, gates, kept, key, value, at, columns, N_KEY: tl.constexpr, DIM: tl.constexpr, width):
+    """q and k [BLOCK], v [COLUMNS], decay and beta of one token, and the row its state goes to; ``key`` and ``value``:
+    where the numbers of its heads are.
 
     ``width``: DIM, or 0 after the last token, where nothing is read.
     """
-    qk = tl.load(qkv + pair + at[:, None], mask=at[:, None] < width, other=0.0)
-    v = tl.load(qkv + value + at, mask=at < width, other=0.0)
-    gate = tl.load(z + at, mask=at < width, other=0.0).to(tl.float32)
+    q = tl.load(qkv + key, mask=at < width, other=0.0)
+    k = tl.load(qkv + N_KEY * DIM + key, mask=at < width, other=0.0)
+    v = tl.load(qkv + value, mask=columns < width, other=0.0)
     decay = tl.load(gates, mask=width > 0, other=0.0)
     beta = tl.load(gates + 1, mask=width > 0, other=0.0)
     target = tl.load(kept, mask=width > 0, other=-1)
-    return qk, v, gate, decay, beta, target
+    return q, k, v, decay, beta, target
 
 
 @triton.jit
@@ -178,41 +182,39 @@ def apply_updates_kernel(
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids", "kept"])
 def delta_rule_recurrent_kernel(
     y,  # [B n, columns]
-    qkv,  # [B n, C]
+    qkv,  # [B n, C]; its columns of v get the outputs
     gates,  # [B n, N_VALUE, 2]
-    out,  # [B n, N_VALUE DIM]
     conv_states,  # [states, CONV_WIDTH - 1, C]
     states,  # [states, N_VALUE, DIM, DIM]
     updates,  # [states, UPDATE_WIDTH]
     ids,  # [B]
     kept,  # [B n]
-    norm,  # [DIM]
-    eps,
     n,
     y_stride,
     N_KEY: tl.constexpr, N_VALUE: tl.constexpr, DIM: tl.constexpr, CONV_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    UPDATE_WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, UPDATE_WIDTH: tl.constexpr,
     WINDOW_CHANNELS: tl.constexpr, WINDOW_ROWS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One value head of one slice: the delta rule over its n <= TOKENS tokens and the gated norm; keeps each S or its
+    """COLUMNS columns of one value head of one slice: the delta rule over its n <= TOKENS tokens; keeps each S or its
     update, and the conv window that replaces the one the slice read.
 
-    Grid [N_VALUE, B].  Each program writes WINDOW_CHANNELS channels of the window, WINDOW_ROWS >= CONV_WIDTH - 1 rows.
+    Grid [BLOCK / COLUMNS, N_VALUE, B].  Each program writes WINDOW_CHANNELS channels of the window, WINDOW_ROWS >=
+    CONV_WIDTH - 1 rows.
     """
     wait_for_inputs(PDL)
-    j, b = tl.program_id(0), tl.program_id(1)
+    part, j, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
     state, first = tl.load(ids + b), b.to(tl.int64) * n
-    at = tl.arange(0, BLOCK)
-    inside = at < DIM
-    square = inside[:, None] & inside[None, :]
-    matrix = states + j * (DIM * DIM) + at[:, None] * DIM + at[None, :]
+    at, columns = tl.arange(0, BLOCK), part * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < DIM
+    square = (at < DIM)[:, None] & inside[None, :]
+    matrix = states + j * (DIM * DIM) + at[:, None] * DIM + columns[None, :]
     s = tl.load(matrix + state * (N_VALUE * DIM * DIM), mask=square, other=0.0)
     kept += first
     keeps_updates = (n > 1) & (tl.load(kept) >= 0)
 
     row = tl.arange(0, WINDOW_ROWS)[:, None]
-    channel = j * WINDOW_CHANNELS + tl.arange(0, WINDOW_CHANNELS)[None, :]
+    channel = (j * tl.num_programs(0) + part) * WINDOW_CHANNELS + tl.arange(0, WINDOW_CHANNELS)[None, :]
     window = conv_states + state * ((CONV_WIDTH - 1) * C) + channel
     token = tl.arange(0, TOKENS)
     targets = tl.load(kept + token, mask=token < n, other=-1)
@@ -220,40 +222,65 @@ def delta_rule_recurrent_kernel(
     mine = (row < tl.where(n_moved > 0, CONV_WIDTH - 1, 0)) & (channel < C)  # none if the window stays
     moved = _shifted_window(window, y, first, row, channel, mine, n_moved, y_stride, C, CONV_WIDTH)
 
-    weight = tl.load(norm + at, mask=inside, other=0.0)
-    heads = (j % N_KEY + N_KEY * tl.arange(0, 2)[None, :]) * DIM
-    value = (2 * N_KEY + j) * DIM
+    key = j % N_KEY * DIM + at
+    value = (2 * N_KEY + j) * DIM + columns
+    k_width = tl.where((part == 0) & (j < N_KEY), DIM, 0)  # the program that keeps the key
     qkv += first * C
     gates += (first * N_VALUE + j) * 2
-    z = y + first * y_stride + C + j * DIM
-    out += first * (N_VALUE * DIM) + j * DIM
-    qk, v, gate, decay, beta, target = _load_token(qkv, gates, z, kept, at, heads, value, DIM)
+    q, k, v, decay, beta, target = _load_token(qkv, gates, kept, key, value, at, columns, N_KEY, DIM, DIM)
     for i in range(n):
-        qkv += C
+        later = qkv + C
         gates += 2 * N_VALUE
-        z += y_stride
         kept += 1
         # prefetch the next token's inputs
-        later = _load_token(qkv, gates, z, kept, at, heads, value, tl.where(i + 1 < n, DIM, 0))
-        q, k = tl.split(qk)
+        width = tl.where(i + 1 < n, DIM, 0)
+        next_q, next_k, next_v, next_decay, next_beta, next_target = _load_token(
+            later, gates, kept, key, value, at, columns, N_KEY, DIM, width
+        )
         error = (v - decay * tl.sum(s * k[:, None], axis=0)) * beta
         s = _updated(s, k, error, decay)
         if target >= 0:
             if keeps_updates:
                 update = updates + target * UPDATE_WIDTH
-                tl.store(update + j * DIM + at, k, mask=at < tl.where(j < N_KEY, DIM, 0))
-                tl.store(update + (N_KEY + j) * DIM + at, error, mask=inside)
+                tl.store(update + j * DIM + at, k, mask=at < k_width)
+                tl.store(update + (N_KEY + j) * DIM + columns, error, mask=inside)
                 tl.store(update + (N_KEY + N_VALUE) * DIM + j, decay)
             else:
                 tl.store(matrix + target * (N_VALUE * DIM * DIM), s, mask=square)
-        o = tl.sum(s * q[:, None], axis=0)
-        o *= tl.rsqrt(tl.sum(o * o, axis=0) / DIM + eps) * weight
-        o *= gate / (1.0 + tl.exp(-gate))
-        tl.store(out + at, o.to(out.dtype.element_ty), mask=inside)
-        out += N_VALUE * DIM
-        qk, v, gate, decay, beta, target = later
+        tl.store(qkv + value, tl.sum(s * q[:, None], axis=0), mask=inside)
+        qkv = later
+        q, k, v, decay, beta, target = next_q, next_k, next_v, next_decay, next_beta, next_target
     tl.debug_barrier()  # every thread has read the window before any writes it
     tl.store(window + row * C, moved, mask=mine)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def gated_rms_norm_kernel(
+    y,  # [n_rows, columns]
+    qkv,  # [n_rows, C]: q, k, and outputs in place of v
+    out,  # [n_rows, N_VALUE DIM]
+    norm,  # [DIM]
+    eps,
+    n_rows,
+    y_stride,
+    N_KEY: tl.constexpr,
+    N_VALUE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """ROWS tokens of one value head: RMSNorm times silu(z).  Grid [N_VALUE, ceil(n_rows / ROWS)]."""
+    wait_for_inputs(PDL)
+    j, row = tl.program_id(0), tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
+    at = tl.arange(0, BLOCK)[None, :]
+    inside = (row < n_rows) & (at < DIM)
+    o = tl.load(qkv + row * C + (2 * N_KEY + j) * DIM + at, mask=inside, other=0.0)
+    z = tl.load(y + row * y_stride + C + j * DIM + at, mask=inside, other=0.0).to(tl.float32)
+    o *= tl.rsqrt(tl.sum(o * o, axis=1) / DIM + eps)[:, None] * tl.load(norm + at, mask=at < DIM, other=0.0)
+    o *= z / (1.0 + tl.exp(-z))
+    tl.store(out + row * (N_VALUE * DIM) + j * DIM + at, o.to(out.dtype.element_ty), mask=inside)
 
 
 def conv1d_options(n_key: int, n_value: int, dim: int, conv_width: int, *, keep: bool) -> dict[str, float]:
@@ -273,11 +300,31 @@ def recurrent_options(
     n_key: int, n_value: int, dim: int, conv_width: int, max_tokens: int = MAX_DECODE_TOKENS
 ) -> dict[str, int]:
     """What :func:`delta_rule_recurrent_kernel` is compiled for, and its warps."""
-    block, part = triton.next_power_of_2(dim), triton.cdiv((2 * n_key + n_value) * dim, n_value)
+    block = triton.next_power_of_2(dim)
+    columns = min(block, RECURRENT_COLUMNS)
+    part = triton.cdiv((2 * n_key + n_value) * dim, n_value * (block // columns))
     heads = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "CONV_WIDTH": conv_width, "BLOCK": block}
     window = {"WINDOW_CHANNELS": triton.next_power_of_2(part), "WINDOW_ROWS": triton.next_power_of_2(conv_width - 1)}
-    heads["UPDATE_WIDTH"] = update_width(n_key, n_value, dim)
-    return heads | window | {"TOKENS": max_tokens, "num_warps": 8 if block > 64 else 4}
+    heads |= {"COLUMNS": columns, "UPDATE_WIDTH": update_width(n_key, n_value, dim)}
+    return heads | window | {"TOKENS": max_tokens, "num_warps": 2}
+
+
+def gated_norm_options(n_key: int, n_value: int, dim: int) -> dict[str, int]:
+    """What :func:`gated_rms_norm_kernel` is compiled for, and its warps."""
+    heads = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "BLOCK": triton.next_power_of_2(dim)}
+    return heads | {"ROWS": NORM_ROWS, "num_warps": 4}
+
+
+def gated_rms_norm(y: Tensor, qkv: Tensor, params: GatedDeltaNetParams) -> Tensor:
+    """The outputs that are in ``qkv`` in place of v, normed and gated by the columns z of ``y``."""
+    m, rows = params, y.shape[0]
+    out = torch.empty(rows, m.n_value * m.dim, dtype=y.dtype, device=y.device)
+    gated_rms_norm_kernel[(m.n_value, triton.cdiv(rows, NORM_ROWS))](
+        *(y, qkv, out, m.norm.weight, m.norm.epsilon, rows, y.stride(0)),
+        **gated_norm_options(m.n_key, m.n_value, m.dim),
+        **dependent_launch(y.device),
+    )
+    return out
 
 
 def updates_options(n_key: int, n_value: int, dim: int) -> dict[str, int]:
@@ -331,16 +378,14 @@ def recurrent_gated_delta_net(
     assert [x.dtype for x in (*pools, ids, kept)] == [torch.float32] * 3 + [torch.int64] * 2
     qkv = torch.empty(rows, channels, dtype=torch.float32, device=y.device)
     gates = torch.empty(rows, m.n_value, 2, dtype=torch.float32, device=y.device)
-    out = torch.empty(rows, m.n_value * m.dim, dtype=y.dtype, device=y.device)
     sizes = (m.n_key, m.n_value, m.dim, conv_width)
     causal_conv1d_kernel[(2 * m.n_key + m.n_value, rows)](
         *(y, qkv, gates, conv_states, ids, kept, m.conv_weight, m.decay_rates, m.dt_bias, n, y.stride(0)),
         **conv1d_options(*sizes, keep=True),
         **dependent_launch(y.device),
     )
-    delta_rule_recurrent_kernel[(m.n_value, n_slices)](
-        *(y, qkv, gates, out, *pools, ids, kept, m.norm.weight, m.norm.epsilon, n, y.stride(0)),
-        **recurrent_options(*sizes, max_tokens),
-        **dependent_launch(y.device),
+    options = recurrent_options(*sizes, max_tokens)
+    delta_rule_recurrent_kernel[(options["BLOCK"] // options["COLUMNS"], m.n_value, n_slices)](
+        *(y, qkv, gates, *pools, ids, kept, n, y.stride(0)), **options, **dependent_launch(y.device)
     )
-    return out
+    return gated_rms_norm(y, qkv, m)
