@@ -1,7 +1,7 @@
 """How long is a step?  Some layers of a full-size model on one GPU, without supervisor and link.
 
     python bench/steps.py --model FILE [--layers 16] [--steps 512@0,1@512,8@513] [--rounds 5] [--profile]
-                          [--graphs ROWS] [--device cuda|cpu] [--json PATH]
+                          [--graphs ROWS] [--device cuda|cpu] [--deterministic] [--json PATH]
 
 Loads the last ``--layers`` layers with the output matrix as one shard, as a daemon does, and runs steps of one slice:
 ``n@start`` is n tokens at position start.  Printed for each: milliseconds until the next token is known, and until the
@@ -38,7 +38,8 @@ def loaded(options, spec):
     plan = StagePlan(0, [ShardPlan(0, layers)], source=0, target=None, embedding=False, output=True)
     files = [str(path) for path in spec.files.paths]
     longest = max(GRAPH_ROWS, *(n for n, _ in options.steps))
-    load = Load(files, Dtype.BFLOAT16, Dtype.BFLOAT16, [plan], [], PoolSizes(n_pages, n_pages, 4), 4, longest)
+    load = Load(files, Dtype.BFLOAT16, Dtype.BFLOAT16, [plan], [], PoolSizes(n_pages, n_pages, 4), 4, longest,
+                deterministic=options.deterministic)  # fmt: skip
     stage = LoadedStage.load(spec, plan, load, Backend(options.device), lambda _: None)
     kv_groups = spec.kv_groups()
     states = [ZeroState(0)] if KvGroup.RECURRENT in kv_groups else []
@@ -80,6 +81,7 @@ def main():
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--graphs", type=int, help="rows up to which long slices are captured; default: as a daemon")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     prepare(Backend(options.device), 0)

@@ -30,8 +30,10 @@ from daemons.ops.triton.recurrent_delta_rule import recurrent_gated_delta_net
 from daemons.ops.triton_operations import TritonOperations, TritonRmsNorm
 from daemons.weights.packed import PackedWeights
 
-TILE = GroupedGemmConfig(32, 64, 4, 2, 1)
-"""Of a product with a matrix.  Few rows wait for weights, many for their decoding, once for the rows of a tile."""
+TILES = [GroupedGemmConfig(rows, 64, 4, n_stages, 1) for rows, n_stages in ((16, 3), (32, 3), (64, 2))]
+"""Of a product with a matrix: the first that holds all rows, else the last.  Matrix units sum 16 columns at a time in
+each, so a row's bits are the same.
+"""
 EXPERT_TILE = GroupedGemmConfig(16, 64, 4, 2, 2)
 """The same for experts, which have fewer rows each."""
 SPLIT_TOKENS = 512
@@ -51,7 +53,8 @@ class BatchInvariantPackedLinear:
         self.packed, self.n_out, self.n_bytes = packed, packed.n_rows, packed.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return packed_gemm(self.packed, x.contiguous(), TILE)
+        tile = next((tile for tile in TILES if x.shape[0] <= tile.rows), TILES[-1])
+        return packed_gemm(self.packed, x.contiguous(), tile)
 
 
 class BatchInvariantPackedExperts(PackedExperts):

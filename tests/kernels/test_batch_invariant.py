@@ -96,7 +96,7 @@ def test_products_with_plain_matrices(n_out: int, width: int, dtype: torch.dtype
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", None])
 def test_splits_of_a_long_inner_dimension_have_one_order(kind: str | None) -> None:
-    """Few rows compute the splits side by side, more than 64 one after another."""
+    """Few rows compute the splits side by side, more than 64 one after another, more than 128 of numbers."""
     width = 1792
     if kind is None:
         weight = normal(40, width, dtype=HALF, seed=2)
@@ -104,10 +104,10 @@ def test_splits_of_a_long_inner_dimension_have_one_order(kind: str | None) -> No
     else:
         m = Matrix.random(kind, 40, width)
         product, numbers = BatchInvariantPackedLinear(m.packed, width), m.numbers.to(HALF)
-    x = normal(70, width, dtype=HALF)
+    x = normal(130, width, dtype=HALF)
     whole = product(x)
     assert_near(whole, lambda x: linear(x, numbers.float()), x)
-    for rows in ([0], [69], [*range(3, 67)]):
+    for rows in ([0], [129], [*range(20)], [*range(3, 67)], [*range(70)]):
         assert torch.equal(product(x[rows]), whole[rows])
 
 

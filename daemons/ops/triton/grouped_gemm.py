@@ -25,10 +25,16 @@ from daemons.ops.triton.codes import (
     spread_bits,
     upper_bits,
 )
+from daemons.ops.triton.dense_gemm import dense_gemm
 from daemons.ops.triton.dependent_launch import dependent_launch, wait_for_inputs
+from daemons.ops.triton.dequant import dequantise_packed
 from daemons.ops.triton.split_k import MAX_SPLIT_ROWS, fixed_splits, reduce_splits, split_buffer
 from daemons.weights.packed import PackedWeights, tile_bytes
 from lucevisor.model.quant_types import CHUNK
+from lucevisor.model.workspace import DEQUANT_ELEMENTS
+
+MAX_PACKED_ROWS = 128
+"""Rows above which a matrix is dequantised once instead of for each tile of rows."""
 
 
 @triton.jit(do_not_specialize=["pairs_per_row"])
@@ -189,13 +195,20 @@ def packed_grouped_gemm(
 def packed_gemm(packed: PackedWeights, x: Tensor, config: GroupedGemmConfig) -> Tensor:
     """``x [T, K] W'`` -> [T, N] of x's dtype, for any T; with one ``config`` a row's bits depend on that row alone.
 
-    The splits of the inner dimension depend on the matrix alone.  Few rows compute them in parallel, many in turn.
+    The splits of the inner dimension depend on the matrix alone.  Few rows compute them in parallel, many in turn; for
+    these, tiles of dequantised rows have the same sums.
     """
     assert x.is_contiguous()
     kind, n_out, (n_rows, width) = packed.kind.name, packed.n_rows, x.shape
     out = x.new_empty(n_rows, n_out)
     n_columns = triton.cdiv(n_out, config.columns)
     n_splits = fixed_splits(n_columns, packed.n_chunks)
+    if n_rows > MAX_PACKED_ROWS:
+        step = max(config.columns, DEQUANT_ELEMENTS // (packed.n_chunks * CHUNK) // config.columns * config.columns)
+        for at in range(0, n_out, step):
+            weight = dequantise_packed(packed, x.dtype, at, min(step, n_out - at)).narrow(1, 0, width)
+            dense_gemm(x, weight, out[:, at : at + step], n_splits=n_splits)
+        return out
     splits_each = 1 if n_rows <= MAX_SPLIT_ROWS else n_splits
     parts = split_buffer(out, n_splits // splits_each)
     packed_gemm_kernel[(n_columns, triton.cdiv(n_rows, config.rows), n_splits // splits_each)](

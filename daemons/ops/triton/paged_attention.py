@@ -4,7 +4,7 @@ For decode, draft verification, the end of a prompt, and drafters, whose tokens 
 two launches: each program computes the softmax of one split of a slice's visible positions, then splits are merged.
 The torch form gathers the pages and calls ``daemons.ops.attention.reference``.
 
-Invariant: launches depend only on what the host knows (the number of splits), never on lengths on the device; a short
+Invariant: launches depend only on values of the host (the number of splits), never on lengths on the device; a short
 slice leaves some splits empty.
 
 Shapes: B slices, n query tokens per slice, H query heads, K kv heads, G = H / K, D head dim of keys, Dv of values.  The

@@ -19,8 +19,8 @@ WARPS_PER_PROCESSOR = 36
 """Warps per multiprocessor that splitting aims for: enough to hide memory latency."""
 MIN_CHUNKS = 2
 """Fewest chunks in a split."""
-FIXED_PROGRAMS = 1024
-"""Programs of one tile of rows that :func:`fixed_splits` aims for: two waves of the largest GPUs."""
+FIXED_PROGRAMS = 2048
+"""Programs of one tile of rows that :func:`fixed_splits` aims for: four waves of the largest GPUs."""
 MAX_SPLIT_ROWS = 64
 """Rows up to which fixed splits run in parallel.  More rows fill a device without, and their parts take memory."""
 
