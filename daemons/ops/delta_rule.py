@@ -3,8 +3,8 @@
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), sections 2-3, with the conventions of docs/families.md.
 Forms: ``step`` for one token per sequence, ``chunked`` for longer slices, and ``by_token``, which keeps the state after
 each token: for up to 16 tokens that is faster than to compute them from a chunk.  All take and return the state
-``S`` [B, N, Dk, Dv] (N value heads); neither knows where it is stored.  Of verified tokens only what each does to S is
-kept, its update (k, e, exp(g)), of which ``apply_updates`` makes the state that is used.
+``S`` [B, N, Dk, Dv] (N value heads); neither depends on where it is stored.  Of verified tokens only what each does to
+S is kept, its update (k, e, exp(g)), of which ``apply_updates`` makes the state that is used.
 
     S <- exp(g) S;  e = beta (v - k' S);  S <- S + k e';  o = q' S        (q is already scaled by 1/sqrt(Dk))
 """

@@ -1,6 +1,6 @@
 """Paged keys and values of one attention layer, 64 positions per page, plain or q8_0: written by slot, read by page.
 
-Views of a pool's memory; knows no sequences.
+Views of a pool's memory, without sequences.
 """
 
 from __future__ import annotations

@@ -429,7 +429,7 @@ def _cuda_gemv(device: torch.device, dtype: torch.dtype) -> tuple[CudaGemv | Non
     try:
         with launching(device):
             return cuda_gemv(device, dtype), ""
-    except Exception as error:  # no NVRTC, one that does not know the GPU, an old driver: all alike
+    except Exception as error:  # no NVRTC, one older than the GPU, an old driver: all alike
         reason = f"{type(error).__name__}: {_first_line(error)}"
         if isinstance(error, CompileError):  # nothing that passes, as a lack of memory does
             _GEMV_FAILURES[str(device), dtype] = reason

@@ -367,7 +367,7 @@ _BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
 def dequantise(kind: GgmlType, raw: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantise ``raw`` ``[rows, row_bytes]`` uint8 to ``[rows, columns]`` of ``dtype``, on the same device.
 
-    Other types go through gguf-py on the cpu.  Raises NotImplementedError for a type that it does not know.
+    Other types go through gguf-py on the cpu.  Raises NotImplementedError for a type that it does not support.
     """
     rows = raw.shape[0]
     if kind.name in _FLOATS:
