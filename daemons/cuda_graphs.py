@@ -9,6 +9,7 @@ import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -33,13 +34,23 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which all graphs of a device are captured.
+
+    torch's allocator reuses a freed block on the stream that it was allocated for, so graphs captured on streams of
+    their own would each keep their own memory, also in a pool that they share.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def captured(device: torch.device, work: Callable[[], Output], pool: Any) -> tuple[torch.cuda.CUDAGraph, Output]:
     """Capture the launches of ``work`` without running them; its result lies in ``pool``'s memory, None: its own.
 
     Raises RuntimeError when ``work`` synchronises with the device or memory runs out.
     """
     graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = _capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), _no_collection():
         # thread_local: other threads of the daemon may copy snapshots meanwhile
