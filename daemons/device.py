@@ -219,6 +219,18 @@ def reset_peak(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
+def reserved_bytes(device: torch.device) -> int:
+    """Return what torch's allocator has of a GPU, allocated or cached."""
+    return torch.cuda.memory_reserved(device)
+
+
+def graph_bytes(device: torch.device) -> int:
+    """Return the bytes that torch keeps for the pools of graphs on a GPU, in use or not."""
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    own = (segment for segment in segments if segment["device"] == device.index)
+    return sum(segment["total_size"] for segment in own if any(segment.get("segment_pool_id", ())))
+
+
 def peak_bytes(device: torch.device) -> int:
     """Return the most that torch had allocated since ``reset_peak``."""
     return torch.cuda.max_memory_allocated(device)

@@ -17,6 +17,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from daemons import device as devices
 from daemons.draft.stage import DraftStage
@@ -28,6 +29,7 @@ from daemons.models.stage import LoadedStage
 from daemons.ops.compile_only import compiling
 from daemons.ops.operations import MAX_DECODE_TOKENS
 from daemons.ops.page_scores import QUERIES
+from daemons.sampling import Sampler
 from lucevisor.model.values import PAGE_TOKENS, KvGroup
 from lucevisor.protocol.loading import PoolSizes, StagePlan
 from lucevisor.protocol.steps import (
@@ -113,6 +115,22 @@ def warm_up_all(stages: Sequence[tuple[StagePlan, LoadedStage]], draft: DraftSta
         warm_up_draft(draft, report, log, compiles=draft.device.type != "cpu")
 
 
+def largest_step(stage: LoadedStage) -> WarmStep | None:
+    """Return a step of as many tokens as any, at the end of the longest sequence; None if that is not known."""
+    n = min(stage.max_step_tokens, stage.max_attended)
+    return WarmStep(stage.max_attended - n, n) if n and not stage.spec.pooling.bidirectional else None
+
+
+@torch.inference_mode()
+def sample_many(stage: LoadedStage, rows: Tensor) -> None:
+    """Draw from as many rows as a step samples at a time, with all that takes memory."""
+    n = min(rows.shape[0], stage.max_sampled_rows, stage.sequences.max_sequences * (1 + stage.max_drafts))
+    sampler = Sampler(stage.spec.vocabulary, stage.device)
+    sampler.open(0, SamplingParams(temperature=1.0, top_p=0.99, n_top_logprobs=1), [])
+    drafts = Slice(0, 0, [0] * n, sample=True, n_drafts=n - 1)
+    sampler.sample([drafts], stage.logits(rows, range(rows.shape[0] - n, rows.shape[0])).nan_to_num_())
+
+
 def warm_up(
     stage: LoadedStage,
     report: Report = lambda done, total: None,
@@ -141,6 +159,8 @@ def warm_up(
         verifies.append(WarmStep(0, 1 + stage.max_lookup, stage.max_lookup))
     several = _several(stage, most) if stage.max_drafts else []
     steps += several
+    largest = largest_step(stage) if compiles else None
+    steps[:0] = [] if largest is None else [largest]  # first: the others reuse its memory
 
     def run(number: int, one: WarmStep) -> None:
         stage.apply(_opening(stage.sequences, one.start + one.n, one.sequences))
@@ -154,7 +174,9 @@ def warm_up(
         if one.ranks:
             stage.apply([PageOut(0, [0], [sizes[KvGroup.FULL]])])
         out = stage.forward(Step(number, 0, [], slices, rank_pages=[0] if one.ranks else []), rows)
-        if stage.output and stage.spec.pooling.generates:
+        if one is largest and stage.output and stage.spec.pooling.generates:
+            sample_many(stage, out.rows)
+        elif stage.output and stage.spec.pooling.generates:
             stage.logits(out.rows, range(0 if one.sequences > 1 else max(0, n_rows - MAX_DECODE_TOKENS), n_rows))
         stage.apply([CloseSequence(i) for i in range(one.sequences)])
 
@@ -166,14 +188,41 @@ def warm_up(
         of_max_batch[:0] = [WarmStep(0, 1, sequences=of_max_batch[0].sequences)] if of_max_batch else []
         captured = [_captured(verifies, pages * PAGE_TOKENS), _captured(of_max_batch, pages * PAGE_TOKENS), chunks]
         with stage.shortened():
-            _compile_all(steps, run, report, log)
+            _compile_all([one for one in steps if one is not largest], run, report, log)
         stage.reset()
-        _run_all(steps, captured, stage.device, run, report, stage.shortened())
+        run_all_sizes = _warning_if_full(stage, largest, run)
+        _run_all(steps, captured, stage.device, run_all_sizes, report, stage.shortened())
     else:  # graphs of a cpu are for any length
         _run_all([], [verifies], stage.device, run, report, seconds=RECORD_SECONDS)
     stage.reset()
     for shard in stage.shards:
         devices.synchronize(shard.device)
+
+
+def _warning_if_full(
+    stage: LoadedStage, largest: WarmStep | None, run: Callable[[int, WarmStep], None]
+) -> Callable[[int, WarmStep], None]:
+    """Return ``run`` that warns if there is too little memory for the largest step."""
+
+    def run_or_warn(number: int, one: WarmStep) -> None:
+        try:
+            run(number, one)
+        except torch.OutOfMemoryError as error:
+            if one is not largest:
+                raise
+            stage.reset()
+            why = str(error).partition(". GPU")[0]
+        else:
+            return
+        stage.warn(
+            f"a step of {stage.max_step_tokens} tokens at position {stage.max_attended} does not fit beside the pages, "
+            f"and requests of that length will fail: {why}; lower engine.pages, engine.max_context or "
+            f"engine.prefill_chunk"
+        )
+        for shard in stage.shards:  # the frames that held its tensors are gone
+            devices.release_memory(shard.device)
+
+    return run_or_warn
 
 
 def _several(stage: LoadedStage, most: int) -> list[WarmStep]:
@@ -315,13 +364,18 @@ def _opening(sequences: Sequences, n_tokens: int, n: int = 1) -> list[Operation]
     states = [ZeroState(i) for i in range(n)] if KvGroup.RECURRENT in kv_groups else []
     table, pools = range((n_tokens - 1) // PAGE_TOKENS + 1), sequences.sizes
     first = n * pools.state_pages  # behind the memory of the states
-    tables = [
-        SetPages(i, kv_group, 0, [first + at % (pools.full_pages - first) for at in table] if first else [*table])
+    tables: list[Operation] = [
+        SetPages(i, kv_group, 0, _pages(sequences.units[kv_group], first * (kv_group is KvGroup.FULL), table))
         for i in range(n)
         for kv_group in kv_groups
         if kv_group is not KvGroup.RECURRENT
     ]
     return [*states, *(OpenSequence(i, i if states else 0, SamplingParams()) for i in range(n)), *tables]
+
+
+def _pages(n_pages: int, first: int, table: range) -> list[int]:
+    """Return a page for each entry of a table, from ``first`` on, and again from there where a pool has fewer."""
+    return [first + at % (n_pages - first) for at in table]
 
 
 def _captured(steps: Sequence[WarmStep], n_positions: int, room: int = 0) -> list[WarmStep]:

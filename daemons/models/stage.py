@@ -109,6 +109,7 @@ class LoadedStage:
         self.first_device, self.device = shards[0].device, shards[-1].device
         self.dtype = torch_dtype(load.dtype)
         self.max_step_tokens, self.max_drafts, self.max_lookup = load.max_step_tokens, load.max_drafts, load.max_lookup
+        self.max_attended = load.max_attended
         self.max_sampled_rows = max(SAMPLED_ROWS, load.max_sequences)
         self.ranks_pages = load.rank_pages
         self.sequences = Sequences(

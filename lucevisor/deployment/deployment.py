@@ -533,8 +533,7 @@ class Deployment:
         self.links[group], self.loads[group] = link, loaded
         assert self.placement is not None
         for index, measured in loaded.workspace_bytes.items():
-            plans = [plan for plan in self.placement.devices if plan.device == DeviceRef(group, index)]
-            planned = sum(plan.workspace_bytes for plan in plans)
+            planned = self.placement.workspace_bytes(DeviceRef(group, index))
             log.info("workspace", device=f"{group}:{index}", planned_bytes=planned, measured_bytes=measured)
         with_draft = False
         if group == self.draft_group:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lucevisor.config import DeviceRef
 from lucevisor.errors import ConfigError
 from lucevisor.model.pages import ResidencyPolicy
-from lucevisor.model.values import Backend, Dtype, KvGroup, LayerRange
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange
 from lucevisor.placement.formatting import format_bytes
 from lucevisor.protocol.loading import ArenaPlan, DraftKind, PoolSizes, SpeculationSettings
 
@@ -208,6 +208,13 @@ class Placement:
         return tuple(dict.fromkeys((*(stage.group for stage in self.stages), *others)))
 
     @property
+    def max_attended(self) -> int:
+        """Positions that a slice attends to at once, in layers without a window."""
+        if self.pool_pages is None:
+            return self.max_context
+        return min(self.max_context, self.pool_pages * PAGE_TOKENS)
+
+    @property
     def arena_bytes(self) -> int:
         return sum(arena.region_bytes * arena.n_regions for arena in self.arenas)
 
@@ -225,6 +232,11 @@ class Placement:
             HostUse(HostOwner.PREFIXES, self.host_cache_bytes),
             HostUse(HostOwner.EXPORTS, None),
         )
+
+    def workspace_bytes(self, device: DeviceRef) -> int:
+        """Workspace of all layers on a device, and of the drafter's there."""
+        plans = (*self.devices, self.draft_device)
+        return sum(plan.workspace_bytes for plan in plans if plan is not None and plan.device == device)
 
     def stages_of(self, group: str) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if stage.group == group)

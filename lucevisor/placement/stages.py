@@ -125,6 +125,7 @@ def load_message(
         rank_pages=placement.pools.host_pages > 0 and placement.residency_policy == "qk",
         deterministic=placement.deterministic,
         spin_s=spin_s,
+        max_attended=placement.max_attended,
         score=None
         if scorer is None
         else ScorePlan(list(score_files), scorer.device.index, scorer.window_tokens, scorer.step_tokens),

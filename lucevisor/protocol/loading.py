@@ -299,6 +299,7 @@ class Load(msgspec.Struct, frozen=True):
     shared_process: bool = False
     parkable: bool = False
     adapters: list[AdapterFile] = []
+    max_attended: int = 0  # positions that a slice attends to at most, as the warm-up runs it; 0: not told
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
@@ -327,4 +328,4 @@ class Loaded(msgspec.Struct, frozen=True):
     vision_problem: str = ""  # the same for the vision encoder
     replayed: bool = False  # all of ``Load.replay`` is computed; else the daemon holds no sequences
     warnings: list[str] = []  # what costs speed and can be fixed
-    workspace_bytes: dict[int, int] = {}  # of GPUs, by index: the peak beyond weights and state while steps warmed up
+    workspace_bytes: dict[int, int] = {}  # of GPUs, by index: steps' peak beyond weights and state, and pools of graphs

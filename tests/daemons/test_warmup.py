@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from daemons.models.stage import LoadedStage
 from daemons.ops.page_sums import TorchPageSums
+from daemons.sampling import Sampler
 from daemons.warmup import STEP_TOKENS, warm_up, warm_up_draft
 from lucevisor.model.families import open_spec
 from lucevisor.protocol.loading import DraftKind
@@ -37,6 +39,51 @@ def test_a_warm_chain_is_golden(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     c = Pipeline(golden.spec, stages)
     c.open(0)
     golden.assert_logits(c.run((0, golden.ids)))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_largest_step_runs_at_the_end_of_the_longest_sequence_and_is_sampled(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where pages of all these positions are more than a pool has."""
+    [stage] = load_stages(opened(name).spec, how=How(max_attended=4096))
+    seen: list[tuple[int, int]] = []
+    drawn: list[int] = []
+    forward, sample = LoadedStage.forward, Sampler.sample
+
+    def watched(self, step, rows):
+        seen.append((step.slices[0].start, step.n_tokens))
+        return forward(self, step, rows)
+
+    def counted(self, slices, logits):
+        drawn.append(len(logits))
+        return sample(self, slices, logits)
+
+    monkeypatch.setattr(LoadedStage, "forward", watched)
+    monkeypatch.setattr(Sampler, "sample", counted)
+    warm_up(stage)
+    assert seen.count((4096 - 512, 512)) == 1
+    assert drawn == [16]  # one for each sequence
+    assert not stage.sequences.by_id
+
+
+def test_a_largest_step_that_does_not_fit_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    [stage] = load_stages(opened("llama").spec, how=How(max_attended=4096))
+    warnings: list[str] = []
+    stage.warn = warnings.append
+    forward = LoadedStage.forward
+
+    def full(self, step, rows):
+        if step.slices[0].start > 2048:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has none")
+        return forward(self, step, rows)
+
+    monkeypatch.setattr(LoadedStage, "forward", full)
+    warm_up(stage)
+    [warning] = warnings
+    assert "512 tokens at position 4096" in warning
+    assert "Tried to allocate 2.00 GiB; lower engine.pages" in warning
+    assert not stage.sequences.by_id
 
 
 @pytest.mark.parametrize(("name", "wanted"), [("qwen35", [0, 3]), ("gemma3", [0, 5]), ("llama", [0])])

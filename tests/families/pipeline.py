@@ -59,6 +59,7 @@ class How:
     pages: int = PAGES
     one_memory: bool = False
     deterministic: bool = False
+    max_attended: int = 0
 
 
 def load_stages(
@@ -90,6 +91,7 @@ def load_stages(
         attend_host=how.host_pages > 0 and not how.rank_pages,
         rank_pages=how.rank_pages,
         deterministic=how.deterministic,
+        max_attended=how.max_attended,
     )
     last = len(groups) - 1
     plans = [
