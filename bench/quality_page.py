@@ -148,7 +148,7 @@ def _drafts_rows(f):
         )
     yield "answers equal with drafts", *(f"{n} of {f['prompts']}" for n in f["answers_equal"].values()), "", ""
     yield (
-        "ratio",
+        f"ratio, threads of each server: {f['conditions']['cores']}",
         f"{f['ratio']['ours']:.2f}",
         f"{f['ratio']['llama.cpp']:.2f}",
         AIMS["drafts"],
