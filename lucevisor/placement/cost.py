@@ -1,35 +1,29 @@
 """Cost model: the bytes of a shard's weights, state and workspace (peak activation memory; vLLM's memory profiling).
 
 Weights follow :mod:`lucevisor.model.weight_layout`, as the loader does, and state the specs' table, as the pools do, so
-both are exact.  The workspace is an estimate of the peak during a step with the daemons' plain torch operations; a
-layer frees its part before the next one begins, so the largest layer counts:
+both are exact.  The workspace of a GPU is in :mod:`lucevisor.placement.gpu_workspace`; beside it KV Flash takes
+
+    host pages   2 x HOST_CHUNK_PAGES x page of a layer of each shape             chunks
+                 host pages x sketches of the keys of each layer               where pages are ranked
+                 T x query heads x head dim x 4 x 4                            parts of the output that are merged
+
+That of a cpu is an estimate of the peak during a step with plain torch operations; a layer frees its part before the
+next one begins, so the largest layer counts:
 
     activations  T (4 E + sum of matrix rows of a layer) x 4 bytes             float32 copies of a layer's activations
     delta rule   T x rows of a state x RULE_COPIES x 4                         frames, decays, solved systems
                  B x states of a layer x 2                                     states gathered and written back
-    attention    B x pages per sequence x page of a layer                      keys and values, padded to the longest;
-                                                                               on a GPU of one long slice at a time
-                 T x (query heads per kv head) x L x (1 + b)                   the mask, as flags and as numbers; on a
-                                                                               GPU of windows and graphs
-                 SCORE_BYTES                                                   float32 on a GPU: scores in plain steps
-    host pages   2 x HOST_CHUNK_PAGES x page of a layer of each shape             chunks on a GPU
-                 host pages x sketches of the keys of each layer               where pages are ranked
-                 T x query heads x head dim x 4 x 4                            parts of the output that are merged
+    attention    B x pages per sequence x page of a layer                      keys and values, padded to the longest
+                 T x (query heads per kv head) x L x 5                         the mask, as flags and as numbers
     output       n_sequences x V x 28                                          logits, sorted values and ids, counts
-    GPU          min(largest matrix of blocks, DEQUANT_ELEMENTS) (12 + b)      dequantised in parts before GEMM
-                 96 MiB                                                        workspace of the BLAS libraries
-    graphs       the above of G tokens that attend to GRAPH_LENGTH positions   beside the eager step's, on a GPU: they
-                 2 G x boundary width x b                                      have a pool, one input and one output
-    cpu          largest int8 matrix x 2                                       widened for GEMM
+    matrix       largest int8 matrix x 2                                       widened for GEMM
 
-T tokens of a step, G <= GRAPH_ROWS of one in a graph, where kernels keep activations in b bytes and the delta rule
-takes KERNEL_COPIES, B sequences decoded together, L longest sequence, E hidden size, V vocabulary, b bytes of a number.
+T tokens of a step, B sequences decoded together, L longest sequence, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -39,9 +33,8 @@ from lucevisor.model.pages import pages_of
 from lucevisor.model.quant_types import WeightFormat
 from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange, dtype_bytes
-from lucevisor.model.weight_layout import QUANTISED_FORMATS, TensorLayout, TensorRole, layer_layouts, non_layer_layouts
+from lucevisor.model.weight_layout import TensorLayout, TensorRole, layer_layouts, non_layer_layouts
 from lucevisor.model.workspace import (
-    DEQUANT_ELEMENTS,
     GRAPH_LENGTH,
     GRAPH_ROWS,
     HOST_CHUNK_PAGES,
@@ -49,10 +42,11 @@ from lucevisor.model.workspace import (
     SCORE_ELEMENTS,
 )
 from lucevisor.placement.devices import HOST
+from lucevisor.placement.gpu_workspace import BLAS_BYTES, LayerWidths, sampling_bytes
 from lucevisor.placement.result import Shard
 from lucevisor.protocol.loading import PoolSizes
 
-RULE_COPIES, KERNEL_COPIES = 16, 4
+RULE_COPIES = 16
 SCORE_BYTES = 3 * 4 * SCORE_ELEMENTS
 """Scores in float32, masked, and their softmax."""
 
@@ -60,7 +54,7 @@ SCORE_BYTES = 3 * 4 * SCORE_ELEMENTS
 @dataclass(frozen=True, slots=True)
 class StepSizes:
     """Sizes of steps and pools.  ``n_together``: sequences decoded in one step.  ``resident``: positions of a sequence
-    in KV group full that are attended to at once."""
+    in KV group full that are attended to at once.  ``sampled_rows``: whose logits exist at once."""
 
     max_tokens: int
     max_sequences: int
@@ -68,6 +62,7 @@ class StepSizes:
     resident: int
     n_together: int
     pools: PoolSizes
+    sampled_rows: int
     ranks_pages: bool = False
 
 
@@ -95,8 +90,8 @@ class _Weights:
     n_bytes: int
     stored_bytes: int  # of the same numbers in the file
     n_rows: int  # of all matrices and of the routed experts: outputs per token
-    largest_blocks: int  # elements of the largest matrix kept as blocks or packed weights
-    largest_int8: int
+    largest_int8: int  # elements of the largest int8 matrix; those of experts are widened one by one
+    in_blocks: bool  # some matrix is, which torch dequantises step by step
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +106,8 @@ class _Layer:
     read_bytes: int  # of a page, as numbers that are computed with
     query_groups: int
     output_width: int
+    in_blocks: bool
+    widths: LayerWidths
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +116,6 @@ class _Range:
 
     weight_bytes: int
     stored_bytes: int
-    largest_blocks: int
     largest_int8: int  # in layers
     end_int8: int  # in the embedding and the output
     layers: frozenset[_Layer]
@@ -171,39 +167,59 @@ class CostModel:
 
     def workspace_bytes(self, shard: Shard, steps: StepSizes) -> int:
         """Estimate the workspace of a step; see the module docstring."""
-        found = self._range(shard)
-        out = self._layer_bytes(shard, steps, 4, RULE_COPIES)
-        if shard.last:
-            out += steps.max_sequences * self.spec.vocabulary * 28
+        return self.step_bytes(shard, steps) + self.graph_bytes(shard, steps)
+
+    def step_bytes(self, shard: Shard, steps: StepSizes) -> int:
+        """Return the bytes that steps allocate and free, so that all models of a daemon can use the same."""
+        found, vocabulary = self._range(shard), self.spec.vocabulary
         if shard.backend is Backend.CPU:
             few = steps.max_sequences <= INT8_GEMV_ROWS
-            return out + 2 * max(0 if few else found.end_int8, found.largest_int8)
+            widened = 2 * max(0 if few else found.end_int8, found.largest_int8)
+            return self._cpu_layer_bytes(shard, steps) + steps.max_sequences * vocabulary * 28 * shard.last + widened
+        layers = max(self._gpu_layer_bytes(shard, steps), self._captured_bytes(shard, steps))
         if steps.pools.host_pages:
             sketches = steps.pools.host_pages * found.sketch_bytes if steps.ranks_pages else 0
-            out += 2 * HOST_CHUNK_PAGES * found.page_bytes + sketches
-        expanded = min(DEQUANT_ELEMENTS, found.largest_blocks)
-        scores = SCORE_BYTES if self.dtype is Dtype.FLOAT32 else 0
-        out += expanded * (12 + dtype_bytes(self.dtype, 1)) + (96 << 20) + scores
-        if self.kv_dtype is Dtype.Q8_0:  # whose chunks are not captured
-            return out
-        return out + self._graph_bytes(shard, steps) + expanded * dtype_bytes(self.dtype, 1) + scores
+            layers += 2 * HOST_CHUNK_PAGES * found.page_bytes + sketches
+        sampling = sampling_bytes(steps.sampled_rows, vocabulary) if shard.last else 0
+        return max(layers, sampling) + BLAS_BYTES
 
-    def _layer_bytes(self, shard: Shard, steps: StepSizes, number: int, rule_copies: int) -> int:
-        """Activations of the largest layer, of ``number`` bytes each."""
-        row = 4 * self.spec.hidden_size
+    def graph_bytes(self, shard: Shard, steps: StepSizes) -> int:
+        """Return the bytes of the pool of graphs on a GPU, and of the input and output that those of chunks share."""
+        if shard.backend is Backend.CPU or self.kv_dtype is Dtype.Q8_0:  # whose chunks are not captured
+            return 0
+        n_rows = 2 * min(steps.max_tokens, GRAPH_ROWS)
+        return self._captured_bytes(shard, steps) + dtype_bytes(self.dtype, n_rows * self.spec.boundary_width)
+
+    def _cpu_layer_bytes(self, shard: Shard, steps: StepSizes) -> int:
         return max(
-            steps.max_tokens * (row + layer.n_rows) * number
-            + _mixer_bytes(layer, shard.backend, steps, rule_copies, dtype_bytes(self.dtype, 1))
+            steps.max_tokens * (4 * self.spec.hidden_size + layer.n_rows) * 4 + _mixer_bytes(layer, steps)
             for layer in self._range(shard).layers
         )
 
-    def _graph_bytes(self, shard: Shard, steps: StepSizes) -> int:
-        """Workspace of graphs of one long slice, with input and output; lengths are rounded to powers of two."""
-        n, positions = min(steps.max_tokens, GRAPH_ROWS), min(2 * steps.resident, GRAPH_LENGTH)
-        context = min(2 * steps.max_context, GRAPH_LENGTH)
-        slice_steps = replace(steps, max_tokens=n, max_context=context, resident=positions, n_together=1)
-        number = dtype_bytes(self.dtype, 1)
-        return self._layer_bytes(shard, slice_steps, number, KERNEL_COPIES) + 2 * n * self.spec.boundary_width * number
+    def _captured_bytes(self, shard: Shard, steps: StepSizes) -> int:
+        """Peak of a chunk that is padded for a graph; lengths are rounded to powers of two."""
+        resident, context = (min(2 * n, GRAPH_LENGTH) for n in (steps.resident, steps.max_context))
+        chunk = replace(
+            steps, max_tokens=min(steps.max_tokens, GRAPH_ROWS), resident=resident, max_context=context, n_together=1
+        )
+        return self._gpu_layer_bytes(shard, chunk, in_graph=True)
+
+    def _gpu_layer_bytes(self, shard: Shard, steps: StepSizes, *, in_graph: bool = False) -> int:
+        layers = self._range(shard).layers
+        scores = SCORE_BYTES if self.dtype is Dtype.FLOAT32 else 0
+        return scores + max(self._gpu_peak(layer, steps, in_graph=in_graph) for layer in layers)
+
+    def _gpu_peak(self, layer: _Layer, steps: StepSizes, *, in_graph: bool) -> int:
+        n, number, n_seen, kv_bytes = steps.max_tokens, dtype_bytes(self.dtype, 1), 0, 0
+        if layer.kv_group is not KvGroup.RECURRENT:
+            n_seen, n_pages = _seen(layer, steps)
+            kv_bytes = min(n_pages, pages_of(n_seen) + 1) * layer.read_bytes
+            if self.kv_dtype is Dtype.Q8_0:  # codes in float32, and their products with scales, of keys or of values
+                kv_bytes += 4 * kv_bytes // number
+            if steps.pools.host_pages:
+                kv_bytes += n * layer.output_width * 4 * 4
+        matrix_number = number + 12 * layer.in_blocks  # float32 and integers on the way
+        return layer.widths.peak_bytes(n, n_seen, kv_bytes, number, matrix_number, in_graph=in_graph)
 
     def _range(self, shard: Shard) -> _Range:
         key = (shard.backend, shard.layers, shard.first, shard.last)
@@ -225,7 +241,6 @@ class CostModel:
         return _Range(
             weight_bytes=sum(one.n_bytes for one in (ends, *weights)) + adapters,
             stored_bytes=sum(one.stored_bytes for one in (ends, *weights)) + adapters,
-            largest_blocks=max(one.largest_blocks for one in (ends, *weights)),
             largest_int8=max((one.largest_int8 for one in weights), default=0),
             end_int8=ends.largest_int8,
             layers=frozenset(layer for _, layer in found),
@@ -259,28 +274,29 @@ class CostModel:
                     source.unit_bytes(read_as),
                     _query_groups(source),
                     _output_width(source),
+                    weights.in_blocks,
+                    LayerWidths.of(layer, source, self.spec.hidden_size),
                 ),
             )
         return self._layers[backend, i]
 
 
-def _mixer_bytes(layer: _Layer, backend: Backend, steps: StepSizes, rule_copies: int, number: int) -> int:
-    """Attention or delta rule of a layer, in numbers of ``number`` bytes."""
+def _seen(layer: _Layer, steps: StepSizes) -> tuple[int, int]:
+    """Return the positions that a slice sees in an attention layer, and the pages of its KV group."""
+    if layer.kv_group is not KvGroup.WINDOW:
+        return steps.resident, steps.pools.full_pages
+    seen = min(steps.max_context, layer.window - 1 + steps.max_tokens) if layer.window else steps.max_context
+    return seen, steps.pools.window_pages
+
+
+def _mixer_bytes(layer: _Layer, steps: StepSizes) -> int:
+    """Attention or delta rule of a layer on a cpu."""
     if layer.kv_group is KvGroup.RECURRENT:
-        return steps.max_tokens * layer.state_rows * rule_copies * 4 + steps.n_together * layer.unit_bytes * 2
-    seen, n_pages = steps.resident, steps.pools.full_pages
-    if layer.kv_group is KvGroup.WINDOW:
-        seen, n_pages = steps.max_context, steps.pools.window_pages
-        if layer.window:
-            seen = min(seen, layer.window - 1 + steps.max_tokens)
+        return steps.max_tokens * layer.state_rows * RULE_COPIES * 4 + steps.n_together * layer.unit_bytes * 2
+    seen, n_pages = _seen(layer, steps)
     partial = steps.max_tokens * layer.output_width * 4 * 4 if steps.pools.host_pages else 0
-    on_gpu = backend is not Backend.CPU  # its kernels read the pages of short slices in place
-    n_gathered = 1 if on_gpu else steps.n_together
-    read = partial + n_gathered * min(n_pages, pages_of(seen) + 1) * layer.read_bytes
-    in_graph = rule_copies == KERNEL_COPIES
-    if on_gpu and not (layer.window or in_graph):
-        return read
-    return read + steps.max_tokens * layer.query_groups * seen * (1 + number)
+    read = partial + steps.n_together * min(n_pages, pages_of(seen) + 1) * layer.read_bytes
+    return read + steps.max_tokens * layer.query_groups * seen * (1 + 4)
 
 
 def _count(layouts: list[TensorLayout], n_routed: int = 0) -> _Weights:
@@ -295,22 +311,11 @@ def _count(layouts: list[TensorLayout], n_routed: int = 0) -> _Weights:
             layout.shape[-2] if len(layout.shape) == 2 else n_routed * (layout.shape[-2] + layout.shape[-1])
             for layout in matrices
         ),
-        largest_blocks=_largest(matrices, QUANTISED_FORMATS),
-        largest_int8=_largest(matrices, {WeightFormat.INT8}),
+        largest_int8=max(
+            (prod(layout.shape[-2:]) for layout in matrices if layout.format is WeightFormat.INT8), default=0
+        ),
+        in_blocks=any(layout.format is WeightFormat.BLOCKS for layout in matrices),
     )
-
-
-def _largest(matrices: list[TensorLayout], forms: Set[WeightFormat]) -> int:
-    """Return the elements of the largest matrix in one of the formats.
-
-    Quantised experts count together, as many are dequantised at a time; int8 experts are widened one by one.
-    """
-    shapes = (
-        layout.shape if layout.format in QUANTISED_FORMATS else layout.shape[-2:]
-        for layout in matrices
-        if layout.format in forms
-    )
-    return max((prod(shape) for shape in shapes), default=0)
 
 
 def _query_groups(layer: LayerSpec) -> int:

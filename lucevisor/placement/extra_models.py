@@ -170,7 +170,7 @@ def place_scorer(
     step_tokens = min(window_tokens, 512 if target.backend is Backend.CPU else 2048)
     shard = Shard(target.device, target.backend, LayerRange(0, scorer.n_layers), first=True, last=False)
     pools = score_pools(scorer.kv_groups(), window_tokens)
-    steps = StepSizes(step_tokens, 1, window_tokens, window_tokens, 1, pools)
+    steps = StepSizes(step_tokens, 1, window_tokens, window_tokens, 1, pools, sampled_rows=0)
     use = memory_use(CostModel(scorer, *dtypes), shard, steps)
     placed = PlacedScorer(target.device, target.backend, scorer.name, window_tokens, step_tokens)
     return ExtraSizing(placed, target, scorer.n_layers, use)

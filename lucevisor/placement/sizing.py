@@ -24,6 +24,7 @@ from lucevisor.model.pages import (
 )
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange, dtype_bytes
+from lucevisor.model.workspace import SAMPLED_ROWS
 from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes
 from lucevisor.placement.devices import HOST, HOST_PAGES, Memory, TargetDevice, memories_of
 from lucevisor.placement.extra_models import REFERENCE_TOKENS, DrafterSizing, ExtraSizing, memory_use
@@ -240,6 +241,7 @@ class Sizing:
             resident=min(self.max_context, self.inputs.sequence_pages(self.max_context) * PAGE_TOKENS),
             n_together=-(-n // self.n_stages),  # decoding sequences are dealt into as many steps as there are stages
             pools=self.pools,
+            sampled_rows=min(max(SAMPLED_ROWS, n), n + self.drafting.step_drafts(n)),
             ranks_pages=self.inputs.residency_policy == "qk",
         )
 
@@ -252,7 +254,8 @@ class Sizing:
 
     @cached_property
     def draft_use(self) -> MemoryUse | None:
-        """Bytes of the drafter.  Its captures count as one more activation."""
+        """Bytes of the drafter.  Its captures count as one more activation.  Where layers of the model are in the same
+        daemon, its steps reuse their memory."""
         draft, steps, dtype = self.inputs.draft, self.steps, self.inputs.dtype
         if draft is None:
             return None
@@ -263,11 +266,14 @@ class Sizing:
         shard = Shard(draft.target.device, backend, spec.layers, first=True, last=True)
         layouts = spec.layouts(backend, dtype, with_output=draft.with_output, with_embedding=draft.with_embedding)
         captured = steps.max_tokens * len(spec.captures) * self.inputs.spec.hidden_size * 4
-        use = memory_use(self.inputs.cost(spec.model), shard, steps)
+        cost = self.inputs.cost(spec.model)
+        use, beside = memory_use(cost, shard, steps), [s for s in self.shards if s.device == shard.device]
+        reused = max((self.inputs.cost(self.inputs.spec).step_bytes(s, self.steps) for s in beside), default=0)
+        in_steps = cost.step_bytes(shard, steps) + captured
         return replace(
             use,
             weight_bytes=sum(t.n_bytes for t in layouts) + spec.draft_vocabulary_bytes(backend, dtype),
-            workspace_bytes=use.workspace_bytes + captured,
+            workspace_bytes=max(0, in_steps - reused) + cost.graph_bytes(shard, steps),
         )
 
     @cached_property

@@ -50,7 +50,7 @@ def quoted(advice: str) -> str:
         (BOX_SPLIT, {"max_context": 262144, "kv_dtype": "float32"}, box(third=26), "engine.kv_dtype"),
         (BOX_SPLIT, {"max_context": 262144}, box(third=16), "engine.max_context"),
         (BOX_SPLIT, {"max_context": 4096, "max_sequences": 600}, box(), "engine.max_sequences"),
-        (BOX_SPLIT, {"max_context": 99_968, "prefill_chunk": 99_968, "pages": 1562}, box(), "engine.prefill_chunk"),
+        (BOX_SPLIT, {"max_context": 131_072, "prefill_chunk": 131_072, "pages": 2048}, box(), "engine.prefill_chunk"),
     ],
 )
 def test_advice_holds_when_it_is_followed(big, tmp_path, split, engine, inventory, expected):
