@@ -100,7 +100,7 @@ def row(group, service, placement, events, free):
     uses = [use for use in (*loaded.shards, loaded.draft) if use is not None]
     measured = sum(loaded.workspace_bytes.values())
     ours = [e for e in events if e.get("group") == group and "steps_bytes" in e]
-    parts = {key: sum(int(e[f"{key}_bytes"]) for e in ours) for key in ("steps", "graphs", "reserved")}
+    parts = {key: sum(int(e[f"{key}_bytes"]) for e in ours) for key in ("steps", "graphs", "rounding", "reserved")}
     devices = dict.fromkeys(DeviceRef(group, use.device) for use in uses)
     planned = sum(placement.workspace_bytes(device) for device in devices)
     return {
@@ -127,7 +127,7 @@ def show(found):
         print(f"  {r['daemon']}  {parts}  planned / measured {r['ratio']:.3f}", flush=True)
 
 
-KEYS = ("planned", "measured", "steps", "graphs", "reserved", "weights", "state")
+KEYS = ("planned", "measured", "steps", "graphs", "rounding", "reserved", "weights", "state")
 
 
 def run(options, folder):

@@ -213,6 +213,12 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def empty_cache(device: torch.device) -> None:
+    """Give memory of a GPU that torch has cached back to the driver: graphs, kernels and other streams can use it."""
+    if device.type != "cpu":
+        torch.cuda.empty_cache()
+
+
 def reset_peak(device: torch.device) -> int:
     """Start anew to measure the most that torch has allocated on a GPU; return what it has now, in bytes."""
     torch.cuda.reset_peak_memory_stats(device)

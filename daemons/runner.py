@@ -147,17 +147,20 @@ class ModelRunner:
         if load.warm_up:
             gpus = {shard.device.index: shard.device for stage in runner.stages.values() for shard in stage.shards}
             gpus = {i: device for i, device in gpus.items() if device.type != "cpu"}
+            for gpu in gpus.values():  # what the load leaves does not fit steps
+                devices.empty_cache(gpu)
             held = {i: devices.reset_peak(gpu) for i, gpu in gpus.items()}
+            rounding = {i: devices.reserved_bytes(gpu) - held[i] for i, gpu in gpus.items()}
             others = {i: devices.graph_bytes(gpu) for i, gpu in gpus.items()}  # of models that this process has, too
             warm_up_all([(p, runner.stages[p.stage]) for p in load.stages], runner._draft, reporter)
             peaks = {i: devices.peak_bytes(gpu) - held[i] for i, gpu in gpus.items()}
             graphs = {i: devices.graph_bytes(gpu) - others[i] for i, gpu in gpus.items()}
-            loaded = replace(loaded, workspace_bytes={i: peaks[i] + graphs[i] for i in gpus})
+            loaded = replace(loaded, workspace_bytes={i: peaks[i] + graphs[i] + rounding[i] for i in gpus})
             for i, gpu in gpus.items():
                 reserved = devices.reserved_bytes(gpu) - held[i]
                 reporter.log(
                     "debug", "workspace of the warm-up", device=i, steps_bytes=peaks[i], graphs_bytes=graphs[i],
-                    reserved_bytes=reserved,
+                    rounding_bytes=rounding[i], reserved_bytes=reserved,
                 )  # fmt: skip
         return runner, loaded
 

@@ -31,6 +31,7 @@ from daemons.ops.operations import MAX_DECODE_TOKENS
 from daemons.ops.page_scores import QUERIES
 from daemons.sampling import Sampler
 from lucevisor.model.values import PAGE_TOKENS, KvGroup
+from lucevisor.model.workspace import GRAPH_LENGTH
 from lucevisor.protocol.loading import PoolSizes, StagePlan
 from lucevisor.protocol.steps import (
     CloseSequence,
@@ -183,6 +184,8 @@ def warm_up(
     most = max((graphs.chunk_rows for graphs in stage.graphs if graphs is not None), default=0)
     # longest first: the others find memory in the pool
     chunks = [WarmStep(0, n) for n in reversed(PADDED_ROWS) if n <= min(most, pages * PAGE_TOKENS)]
+    if chunks and min(pages * PAGE_TOKENS, stage.max_attended) >= GRAPH_LENGTH:
+        chunks.insert(0, WarmStep(GRAPH_LENGTH - chunks[0].n, chunks[0].n))  # no graph takes more memory
     if compiles:
         of_max_batch = [one for one in several if one.sequences == several[-1].sequences][: len(VERIFYING) - 1]
         of_max_batch[:0] = [WarmStep(0, 1, sequences=of_max_batch[0].sequences)] if of_max_batch else []
@@ -335,6 +338,7 @@ def _run_all(
             report(number, total)
             run(number, one)
         devices.synchronize(device)
+    devices.empty_cache(device)
     started, seconds = time.monotonic(), GRAPH_SECONDS if seconds is None else seconds
     for share, alike in enumerate(captured, 1):
         ends_at = started + seconds * share / len(captured)
