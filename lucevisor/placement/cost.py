@@ -42,7 +42,7 @@ from lucevisor.model.workspace import (
     SCORE_ELEMENTS,
 )
 from lucevisor.placement.devices import HOST
-from lucevisor.placement.gpu_workspace import BLAS_BYTES, LayerWidths, sampling_bytes
+from lucevisor.placement.gpu_workspace import BLAS_BYTES, POOL_MARGIN, ROUNDED_BYTES, LayerWidths, sampling_bytes
 from lucevisor.placement.result import Shard
 from lucevisor.protocol.loading import PoolSizes
 
@@ -88,6 +88,7 @@ class MemoryUse:
 @dataclass(frozen=True, slots=True)
 class _Weights:
     n_bytes: int
+    rounding_bytes: int
     stored_bytes: int  # of the same numbers in the file
     n_rows: int  # of all matrices and of the routed experts: outputs per token
     largest_int8: int  # elements of the largest int8 matrix; those of experts are widened one by one
@@ -115,6 +116,7 @@ class _Range:
     """Sums over the layers of a shard, with the embedding and the output if it has them."""
 
     weight_bytes: int
+    rounding_bytes: int
     stored_bytes: int
     largest_int8: int  # in layers
     end_int8: int  # in the embedding and the output
@@ -167,7 +169,7 @@ class CostModel:
 
     def workspace_bytes(self, shard: Shard, steps: StepSizes) -> int:
         """Estimate the workspace of a step; see the module docstring."""
-        return self.step_bytes(shard, steps) + self.graph_bytes(shard, steps)
+        return self.step_bytes(shard, steps) + self.graph_bytes(shard, steps) + self.rounding_bytes(shard)
 
     def step_bytes(self, shard: Shard, steps: StepSizes) -> int:
         """Return the bytes that steps allocate and free, so that all models of a daemon can use the same."""
@@ -180,7 +182,8 @@ class CostModel:
         if steps.pools.host_pages:
             sketches = steps.pools.host_pages * found.sketch_bytes if steps.ranks_pages else 0
             layers += 2 * HOST_CHUNK_PAGES * found.page_bytes + sketches
-        sampling = sampling_bytes(steps.sampled_rows, vocabulary) if shard.last else 0
+        rows = dtype_bytes(self.dtype, steps.max_tokens * self.spec.hidden_size)
+        sampling = rows + sampling_bytes(steps.sampled_rows, vocabulary) if shard.last else 0
         return max(layers, sampling) + BLAS_BYTES
 
     def graph_bytes(self, shard: Shard, steps: StepSizes) -> int:
@@ -188,7 +191,12 @@ class CostModel:
         if shard.backend is Backend.CPU or self.kv_dtype is Dtype.Q8_0:  # whose chunks are not captured
             return 0
         n_rows = 2 * min(steps.max_tokens, GRAPH_ROWS)
-        return self._captured_bytes(shard, steps) + dtype_bytes(self.dtype, n_rows * self.spec.boundary_width)
+        rows = dtype_bytes(self.dtype, n_rows * self.spec.boundary_width)
+        return int(self._captured_bytes(shard, steps) * (1 + POOL_MARGIN)) + rows + BLAS_BYTES
+
+    def rounding_bytes(self, shard: Shard) -> int:
+        """Return the bytes that torch's allocator adds to matrices on a GPU."""
+        return 0 if shard.backend is Backend.CPU else self._range(shard).rounding_bytes
 
     def _cpu_layer_bytes(self, shard: Shard, steps: StepSizes) -> int:
         return max(
@@ -240,6 +248,7 @@ class CostModel:
             host_units[layer.kv_group] += layer.unit_bytes(kv_dtype)
         return _Range(
             weight_bytes=sum(one.n_bytes for one in (ends, *weights)) + adapters,
+            rounding_bytes=sum(one.rounding_bytes for one in (ends, *weights)),
             stored_bytes=sum(one.stored_bytes for one in (ends, *weights)) + adapters,
             largest_int8=max((one.largest_int8 for one in weights), default=0),
             end_int8=ends.largest_int8,
@@ -304,6 +313,7 @@ def _count(layouts: list[TensorLayout], n_routed: int = 0) -> _Weights:
     matrices = [layout for layout in layouts if len(layout.shape) >= 2 and layout.role is not TensorRole.LOOKUP]
     return _Weights(
         n_bytes=sum(layout.n_bytes for layout in layouts),
+        rounding_bytes=sum(-layout.n_bytes % ROUNDED_BYTES for layout in layouts if layout.n_bytes > ROUNDED_BYTES),
         stored_bytes=sum(
             prod(layout.shape) // layout.kind.block_elements * layout.kind.block_bytes for layout in layouts
         ),

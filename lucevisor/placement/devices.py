@@ -221,7 +221,7 @@ def _reserve(target: TargetDevice, free_bytes: int, n_daemons: int) -> int:
     if target.backend is Backend.CPU or target.info is None:
         return int(free_bytes * HOST_RESERVE)
     # for kernels, graphs and fragmentation of the allocator
-    return n_daemons * (512 << 20) + int(target.info.total_bytes * 0.01)
+    return n_daemons * (768 << 20) + int(target.info.total_bytes * 0.01)
 
 
 def _spare_bytes(target: TargetDevice, targets: Sequence[TargetDevice]) -> int:

@@ -15,10 +15,11 @@ Kernels read packed weights in place, and pages where slices are short, so these
     sampling    V (8 R + 20 min(R, DRAW_ROWS)        logits and log-probabilities of R rows in float32, and draws,
                   + 64 min(R, WIDE_DRAW_ROWS))       of some with the whole vocabulary sorted
     BLAS        BLAS_BYTES                           a workspace for the stream of steps and for that of captures
+    weights     up to 2 MiB a matrix                 to which torch's allocator rounds up
 
 A layer frees its part before the next one begins, so the largest counts, and sampling begins when the layers have
 ended.  Graphs have a pool of their own: the same again for a chunk of GRAPH_ROWS tokens that attends to GRAPH_LENGTH
-positions, as a graph does not know its length.
+positions, as a graph does not know its length, and POOL_MARGIN for what one leaves that others cannot reuse.
 
 T tokens of a step, L positions of a sequence, E hidden size, V vocabulary, b bytes of a number.  What the allocator
 cannot reuse, kernels and the launches of graphs are left to the device's reserve; so is what plain torch takes more, on
@@ -36,7 +37,9 @@ from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.model.workspace import DEQUANT_ELEMENTS, DRAW_ROWS, WIDE_DRAW_ROWS
 
-BLAS_BYTES: Final = 128 << 20
+BLAS_BYTES: Final = 32 << 20
+POOL_MARGIN: Final = 0.25
+ROUNDED_BYTES: Final = 2 << 20
 RULE_CHUNK: Final = 64
 """Tokens that the delta rule solves together."""
 MAX_FLASH_DIM: Final = 256

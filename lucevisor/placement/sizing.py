@@ -273,7 +273,7 @@ class Sizing:
         return replace(
             use,
             weight_bytes=sum(t.n_bytes for t in layouts) + spec.draft_vocabulary_bytes(backend, dtype),
-            workspace_bytes=max(0, in_steps - reused) + cost.graph_bytes(shard, steps),
+            workspace_bytes=max(0, in_steps - reused) + cost.graph_bytes(shard, steps) + cost.rounding_bytes(shard),
         )
 
     @cached_property

@@ -328,6 +328,4 @@ class Loaded(msgspec.Struct, frozen=True):
     vision_problem: str = ""  # the same for the vision encoder
     replayed: bool = False  # all of ``Load.replay`` is computed; else the daemon holds no sequences
     warnings: list[str] = []  # what costs speed and can be fixed
-    workspace_bytes: dict[
-        int, int
-    ] = {}  # of GPUs, by index: steps' peak, pools of graphs, what torch rounds up
+    workspace_bytes: dict[int, int] = {}  # of GPUs, by index: steps' peak, pools of graphs, what torch rounds up
