@@ -42,7 +42,7 @@ from lucevisor.model.workspace import (
     SCORE_ELEMENTS,
 )
 from lucevisor.placement.devices import HOST
-from lucevisor.placement.gpu_workspace import BLAS_BYTES, POOL_MARGIN, ROUNDED_BYTES, LayerWidths, sampling_bytes
+from lucevisor.placement.gpu_workspace import BLAS_BYTES, POOL_MARGIN, WEIGHTS_MARGIN, LayerWidths, sampling_bytes
 from lucevisor.placement.result import Shard
 from lucevisor.protocol.loading import PoolSizes
 
@@ -88,7 +88,6 @@ class MemoryUse:
 @dataclass(frozen=True, slots=True)
 class _Weights:
     n_bytes: int
-    rounding_bytes: int
     stored_bytes: int  # of the same numbers in the file
     n_rows: int  # of all matrices and of the routed experts: outputs per token
     largest_int8: int  # elements of the largest int8 matrix; those of experts are widened one by one
@@ -116,7 +115,6 @@ class _Range:
     """Sums over the layers of a shard, with the embedding and the output if it has them."""
 
     weight_bytes: int
-    rounding_bytes: int
     stored_bytes: int
     largest_int8: int  # in layers
     end_int8: int  # in the embedding and the output
@@ -169,7 +167,11 @@ class CostModel:
 
     def workspace_bytes(self, shard: Shard, steps: StepSizes) -> int:
         """Estimate the workspace of a step; see the module docstring."""
-        return self.step_bytes(shard, steps) + self.graph_bytes(shard, steps) + self.rounding_bytes(shard)
+        return (
+            self.step_bytes(shard, steps)
+            + self.graph_bytes(shard, steps)
+            + rounding_bytes(shard, self.weight_bytes(shard))
+        )
 
     def step_bytes(self, shard: Shard, steps: StepSizes) -> int:
         """Return the bytes that steps allocate and free, so that all models of a daemon can use the same."""
@@ -193,10 +195,6 @@ class CostModel:
         n_rows = 2 * min(steps.max_tokens, GRAPH_ROWS)
         rows = dtype_bytes(self.dtype, n_rows * self.spec.boundary_width)
         return int(self._captured_bytes(shard, steps) * (1 + POOL_MARGIN)) + rows + BLAS_BYTES
-
-    def rounding_bytes(self, shard: Shard) -> int:
-        """Return the bytes that torch's allocator adds to matrices on a GPU."""
-        return 0 if shard.backend is Backend.CPU else self._range(shard).rounding_bytes
 
     def _cpu_layer_bytes(self, shard: Shard, steps: StepSizes) -> int:
         return max(
@@ -248,7 +246,6 @@ class CostModel:
             host_units[layer.kv_group] += layer.unit_bytes(kv_dtype)
         return _Range(
             weight_bytes=sum(one.n_bytes for one in (ends, *weights)) + adapters,
-            rounding_bytes=sum(one.rounding_bytes for one in (ends, *weights)),
             stored_bytes=sum(one.stored_bytes for one in (ends, *weights)) + adapters,
             largest_int8=max((one.largest_int8 for one in weights), default=0),
             end_int8=ends.largest_int8,
@@ -290,6 +287,11 @@ class CostModel:
         return self._layers[backend, i]
 
 
+def rounding_bytes(shard: Shard, weight_bytes: int) -> int:
+    """Return the bytes that torch's allocator takes beside the weights on a GPU."""
+    return 0 if shard.backend is Backend.CPU else int(weight_bytes * WEIGHTS_MARGIN)
+
+
 def _seen(layer: _Layer, steps: StepSizes) -> tuple[int, int]:
     """Return the positions that a slice sees in an attention layer, and the pages of its KV group."""
     if layer.kv_group is not KvGroup.WINDOW:
@@ -313,7 +315,6 @@ def _count(layouts: list[TensorLayout], n_routed: int = 0) -> _Weights:
     matrices = [layout for layout in layouts if len(layout.shape) >= 2 and layout.role is not TensorRole.LOOKUP]
     return _Weights(
         n_bytes=sum(layout.n_bytes for layout in layouts),
-        rounding_bytes=sum(-layout.n_bytes % ROUNDED_BYTES for layout in layouts if layout.n_bytes > ROUNDED_BYTES),
         stored_bytes=sum(
             prod(layout.shape) // layout.kind.block_elements * layout.kind.block_bytes for layout in layouts
         ),

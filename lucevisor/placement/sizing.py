@@ -25,7 +25,7 @@ from lucevisor.model.pages import (
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, KvGroup, LayerRange, dtype_bytes
 from lucevisor.model.workspace import SAMPLED_ROWS
-from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes
+from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes, rounding_bytes
 from lucevisor.placement.devices import HOST, HOST_PAGES, Memory, TargetDevice, memories_of
 from lucevisor.placement.extra_models import REFERENCE_TOKENS, DrafterSizing, ExtraSizing, memory_use
 from lucevisor.placement.formatting import format_bytes
@@ -269,11 +269,12 @@ class Sizing:
         cost = self.inputs.cost(spec.model)
         use, beside = memory_use(cost, shard, steps), [s for s in self.shards if s.device == shard.device]
         reused = max((self.inputs.cost(self.inputs.spec).step_bytes(s, self.steps) for s in beside), default=0)
+        n_bytes = sum(t.n_bytes for t in layouts) + spec.draft_vocabulary_bytes(backend, dtype)
         in_steps = cost.step_bytes(shard, steps) + captured
         return replace(
             use,
-            weight_bytes=sum(t.n_bytes for t in layouts) + spec.draft_vocabulary_bytes(backend, dtype),
-            workspace_bytes=max(0, in_steps - reused) + cost.graph_bytes(shard, steps) + cost.rounding_bytes(shard),
+            weight_bytes=n_bytes,
+            workspace_bytes=max(0, in_steps - reused) + cost.graph_bytes(shard, steps) + rounding_bytes(shard, n_bytes),
         )
 
     @cached_property

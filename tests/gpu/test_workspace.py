@@ -39,4 +39,5 @@ def test_the_peak_of_a_warm_up_is_planned(shape: Shape, tmp_path: Path) -> None:
     steps = StepSizes(MAX_TOKENS, N_SEQUENCES, CONTEXT, CONTEXT, N_SEQUENCES, pools, sampled_rows=N_SEQUENCES)
     planned, measured = cost.workspace_bytes(shard, steps), loaded.workspace_bytes[0]
     print(f"planned {planned}, measured {measured}")
-    assert 0.6 * (planned - BLAS_BYTES) < measured <= planned
+    rounded = 64 << 20  # what torch has beside weights, of which a small model has more than its share
+    assert 0.6 * (planned - BLAS_BYTES) < measured <= planned + rounded

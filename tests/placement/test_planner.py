@@ -210,7 +210,7 @@ def test_devices_of_one_group_are_never_the_same(big, tmp_path):
 # ---- the prefill chunk
 
 
-@pytest.mark.parametrize(("gib", "chunk"), [(19, 512), (20, 1024), (120, 2048)])
+@pytest.mark.parametrize(("gib", "chunk"), [(20, 512), (20.5, 1024), (120, 2048)])
 def test_chunks_do_not_take_much_of_the_context(big, tmp_path, gib, chunk):
     """Activations and masks of a longer chunk take memory from pages."""
     inventory = {"cuda": [gpu(0, gib)]}
