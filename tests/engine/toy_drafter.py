@@ -28,6 +28,7 @@ from lucevisor.protocol.steps import (
     UseState,
 )
 from tests.engine.toy_pipeline import (
+    MADE,
     PLACED,
     VOCABULARY,
     ToyDaemon,
@@ -66,7 +67,11 @@ class ToyDrafter(ToyStage):
         step = message.step
         self.take_operations(step.operations)
         for stage in range(self.model.n_stages if step.slices else 0):
-            if self._captures[stage, step.region][0] not in (step.step_id, PLACED):
+            writer, rows = self._captures[stage, step.region]
+            if writer in (step.step_id, PLACED):
+                continue
+            # a rebuild runs a step again that waits behind the stage, in the step's own region
+            if not {*rows} <= {*self._captures[MADE - stage, step.step_id][1]}:
                 raise Violation(f"region {step.region} was overwritten before step {step.step_id} was drafted")
         tokens = message.tokens
         if tokens is None:

@@ -65,6 +65,8 @@ TOKENS = -1
 """In place of a boundary: by step, the tokens that the last stage told the first one."""
 DRAFTS = -2
 """Likewise the drafts behind a step: of each sequence its id, their number, and them."""
+MADE = -3
+"""Minus a stage, likewise the rows that it made of a step."""
 PLACED = -1
 """In place of a step: the journal wrote the rows."""
 
@@ -273,6 +275,7 @@ class ToyStage:
             sampled = [Sampled(s.sequence, t) for s in step.slices if s.sequence in pending for t in pending_of(s)]
         if step.slices:
             self.regions[self.stage, step.region] = (step.step_id, rows_out)
+            self.regions[MADE - self.stage, step.step_id] = (step.step_id, rows_out)
         arrays, segments = self._payload(step, rows_in, rows_out)
         scores = [
             PageScores(s.sequence, [float(mix(s.start, i, self.stage) % 97) for i in range(s.start // PAGE_TOKENS)])
