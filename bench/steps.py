@@ -7,7 +7,8 @@ Loads the last ``--layers`` layers with the output matrix as one shard, as a dae
 ``n@start`` is n tokens at position start.  Printed for each: milliseconds until the next token is known, and until the
 step is launched, the first time (kernels are compiled or found on disk), then ``--rounds`` more.  ``--profile`` lists
 what the device did in one more round.  On a cpu a launch is the work itself.  ``--graphs``: rows up to which steps of
-one long slice are padded and captured, 0: none; by default as a daemon does.
+one long slice are padded and captured, 0: none; by default as a daemon does.  ``--deterministic``: with
+``engine.deterministic``.
 """
 
 import argparse

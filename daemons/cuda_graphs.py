@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from daemons.device import empty_cache
 from daemons.ops.compile_only import compile_only
 
 CAPTURE_FREE_BYTES = 512 << 20
@@ -52,7 +53,7 @@ def captured(device: torch.device, work: Callable[[], Output], pool: Any) -> tup
     Raises RuntimeError when ``work`` synchronises with the device or memory runs out.
     """
     if torch.cuda.mem_get_info(device)[0] < CAPTURE_FREE_BYTES:
-        torch.cuda.empty_cache()  # nothing can be given back while a stream captures
+        empty_cache(device)  # nothing can be given back while a stream captures
     graph = torch.cuda.CUDAGraph()
     stream = _capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))

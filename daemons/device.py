@@ -209,8 +209,7 @@ def release_memory(device: torch.device) -> None:
     if device.type == "cpu":
         with suppress(OSError, AttributeError):  # a libc without it
             ctypes.CDLL(None).malloc_trim(0)
-    else:
-        torch.cuda.empty_cache()
+    empty_cache(device)
 
 
 def empty_cache(device: torch.device) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from daemons.device import CPU, launching, memory_free, synchronize, torch_dtype
+from daemons.device import CPU, empty_cache, launching, memory_free, synchronize, torch_dtype
 from daemons.errors import StateError
 from daemons.heartbeat import Reporter
 from daemons.kv.batch import Batch, Layout
@@ -283,7 +283,7 @@ class LayerwiseReplay:
             sys.setswitchinterval(interval)
         torch.cuda.current_stream(device).wait_stream(stream)
         self._chunks.clear()
-        torch.cuda.empty_cache()  # cached blocks of the loading stream cannot be reused by others
+        empty_cache(device)  # cached blocks of the loading stream cannot be reused by others
 
     def layer_loaded(self, shard: ShardModel, missing_bytes: int) -> None:
         """Compute what has become possible: the shard has its pools and embedding, or one more layer.
